@@ -1,8 +1,9 @@
 """Do products in 8-bit floats change the loss of a model? Against the same run with products in bf16.
 
-One process trains a decoder of 1.3 M parameters on the source text of the Python standard library, with the same
-batches, initial values and learning rates for all, with several seeds; a CPU emulates the products exactly. Compared is
-the mean loss of the last tenth of the steps. Runs already in the results file are not repeated.
+One process trains a decoder of 1.3 M parameters, or with `--experts` a mixture, on the source text of the Python
+standard library, with the same batches, initial values and learning rates for all, with several seeds; a CPU emulates
+the products exactly. Compared is the mean loss of the last tenth of the steps. Runs already in the results file are not
+repeated.
 
 Target: the mean over seeds of the loss in 8 bits is within 0.5 % of bf16's.
 """
@@ -18,9 +19,11 @@ import torch
 
 from bench.claims import Claim, judge, options_for_claims, print_table
 from bench.common import decoder, engine_of, local_cluster
-from bench.learning import Held, Job, Result, parser_of, tokens, train
-from terrace.model.config import num_params
+from bench.learning import Held, Result, parser_of, tokens, train
+from bench.learning import Job as LearningJob
+from terrace.model.config import ModelConfig, block_specs, num_params
 from terrace.model.decoder import build_blocks
+from terrace.model.experts.config import ExpertsConfig
 from terrace.model.init import initialise
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
@@ -30,6 +33,18 @@ BASE = "bf16"
 _LOCAL = local_cluster({"package": 1})
 CLUSTER = replace(_LOCAL, device=replace(_LOCAL.device, backend="cpu"))  # which emulates
 VARIANTS = (BASE, "fp8", "fp8:row")
+
+
+@dataclass(frozen=True)
+class Job(LearningJob):
+    """One training run; of `experts` a token passes two, without any layers are dense."""
+
+    experts: int
+
+    @property
+    def setting(self) -> str:
+        """The settings that all compared runs share."""
+        return super().setting + (f", {self.experts} experts" if self.experts else "")
 
 
 @dataclass(frozen=True)
@@ -45,13 +60,22 @@ def plan_of(variant: str) -> Plan:
     return replace(plan, products=None if variant == BASE else variant)
 
 
+def model_of(hidden: int, layers: int, experts: int) -> ModelConfig:
+    """The decoder, or a mixture of experts of which each is as large as a third of its MLP."""
+    config = decoder(hidden, layers)
+    if not experts:
+        return config
+    inner = -(-config.intermediate_size // 3 // 16) * 16
+    return replace(config, experts=ExpertsConfig(num_experts=experts, per_token=2, intermediate_size=inner))
+
+
 def run(job: Job) -> Found:
     """Train in this process."""
-    config = decoder(job.hidden, job.layers)
+    config = model_of(job.hidden, job.layers, job.experts)
     blocks = build_blocks(config)
     initialise(blocks, config, seed=job.seed, dtype=torch.float32)
     plan = replace(plan_of(job.variant), micro_batch=job.batch)
-    engine = engine_of(blocks, CLUSTER, plan, 1, optimizer=job.optimizer)
+    engine = engine_of(blocks, CLUSTER, plan, 1, optimizer=job.optimizer, declared=block_specs(config))
     begin_s = time.process_time()
     last = train(job, engine)[-job.last :]
     loss, norm = (statistics.mean(getattr(each, name) for each in last) for name in ("loss", "grad_norm"))
@@ -74,15 +98,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; with --check return 1 when the target is missed."""
     parser = parser_of(__doc__, VARIANTS, hidden=224, lr=1e-3)
     parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--experts", type=int, default=0, help="of each layer; a token passes two")
     options_for_claims(parser)
     options = parser.parse_args(arguments)
-    print(f"{num_params(decoder(options.hidden, options.layers)):,} parameters, {options.steps} steps", flush=True)
+    model = model_of(options.hidden, options.layers, options.experts)
+    print(f"{num_params(model):,} parameters, {options.steps} steps", flush=True)
     text, held, rows, runs = tokens(), Held(options.results, Found), list[list[str]](), list[dict[str, Found]]()
     for seed in options.seeds:
         found = dict[str, Found]()
         for variant in options.variants:
             sizes = (options.steps, options.sequence, options.batch, options.hidden, options.layers)
-            job = Job(variant, seed, *sizes, options.lr, text)
+            job = Job(variant, seed, *sizes, options.lr, text, options.experts)
             one = found[variant] = held.result(job, plan_of(variant), partial(run, job))
             against = f"{100 * (one.loss / found[BASE].loss - 1):+.2f} %" if BASE in found else "-"
             rows.append([str(seed), variant, f"{one.loss:.4f}", against, f"{one.grad_norm:.3f}"])

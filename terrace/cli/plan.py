@@ -27,7 +27,7 @@ from terrace.planner.bottleneck import waits_outside
 from terrace.planner.evaluate import step_of
 from terrace.planner.expert_tiers import alternatives
 from terrace.planner.explain import preset_verdicts, reasons
-from terrace.planner.formats import Allowed, Searched, parse_allowed
+from terrace.planner.formats import Allowed, Searched, of_every_class, parse_allowed
 from terrace.planner.headroom import headrooms
 from terrace.planner.loops import Loop, island_pins, island_task, least_loop, rows_of
 from terrace.planner.narrow_states import parse_ways
@@ -85,6 +85,13 @@ def add_parser(commands: Any) -> None:
         "optimizer_states=int8, master=bf16; or tensor messages be cut: tensor_chunks=4, or fused with products: "
         "tensor_chunks=fused",
     )
+    parser.add_argument(
+        "--allow-rounding",
+        action="append",
+        default=[],
+        metavar="FORMAT",
+        help="let messages of every class that can be rounded travel in this format, as --allow for each of them: int8",
+    )
     parser.add_argument("--plan", metavar="NAME|FILE", help="a plan to compare with the best, its keys as --plan.key")
     parser.add_argument("--tokens", metavar="N", help="tokens to train on, as 300e9: adds time and device-hours")
     parser.add_argument(
@@ -129,6 +136,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     chunks, texts = take_chunks(options.allow, task)
     products, texts = take_products(texts, task)
     ways, formats = parse_ways(texts, task)
+    for each in options.allow_rounding:
+        formats += of_every_class(each, task, islands=bounds is not None)
     allowed = parse_allowed(formats, task, islands=bounds is not None)
     pins, rows = parse_pins(options.pin, task.cluster, schedule_names()), rows_of(allowed, tiers)
     if bounds is not None:
@@ -137,7 +146,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     check_schedule(space)
 
     def search(space: Space) -> ProductsFound:
-        return find_with(products, space, allowed, ways, options.best, options.limit)
+        return find_with(products, space, allowed, ways, max(options.best, FINALISTS), options.limit)
 
     cut = find_cut(chunks, space, search)
     found = cut.products
@@ -201,10 +210,11 @@ def _show(
     if loop is not None:
         whole, plan, shown = loop.task, loop.plan, loop.estimate
     outcome = _write(whole, plan, shown, options)  # first, so that nothing is lost where the tables are cut off
-    print(f"{task_words(whole)}\n")
+    print(f"{filled(task_words(whole))}\n")
     of = "" if loop is None else "of an island "
-    console.print(plans_table(task, ties.best, f"the best plans {of}with the {axes_words(space.axes)}"))
-    about = plan_bands_words(task, ties.best), ties_words(ties), search_words(searched.found)
+    first = ties.best[: options.best]
+    console.print(plans_table(task, first, f"the best plans {of}with the {axes_words(space.axes)}"))
+    about = plan_bands_words(task, first), ties_words(ties, len(first)), search_words(searched.found)
     print("\n".join(filter(None, about)) + "\n")
     if answers.own is not None:
         print(f"{filled(answers.own.words(whole, shown))}\n")
@@ -213,23 +223,24 @@ def _show(
     if loop is None and (rests := hidden_words(hidden_between_nodes(predict_step(step_of(task, plan))))):
         print(f"{filled(rests)}\n")
     if allowed:
-        print(f"{formats_words(allowed, plan, best.step_s, searched.plain_s)}\n")
+        words_of_formats = formats_words(allowed, plan, best.step_s, searched.plain_s)
+        print("\n".join(map(filled, words_of_formats.splitlines())) + "\n")
     for words in (*answers.used, answers.stored):
         if words:
             print(f"{filled(words)}\n")
     if loop is not None:
-        print(f"{loop_words(loop)}\n")
+        print(f"{filled(loop_words(loop))}\n")
         console.print(cycle_table(loop.cycle))
-        print(f"{cycle_words(loop.cycle, None)}\n")
+        print(f"{filled(cycle_words(loop.cycle, None))}\n")
     cost = (
         throughput_words(whole, shown),
         training_words(whole, shown, answers.tokens, answers.price),
         energy_words(whole, shown, answers.tokens),
     )
     print("\n".join(filled(f"{each} ({band})") for each in cost if each))
-    print(f"{figures_words(whole, shown, band, full=options.full_attention_flops)}\n")
+    print(f"{filled(figures_words(whole, shown, band, full=options.full_attention_flops))}\n")
     _show_figures(whole, plan, shown, band, console)
-    rooms = headrooms(space, searched.evaluator, searched.found.best[0], options.limit)
+    rooms = headrooms(space, searched.evaluator, best, options.limit)
     console.print(headrooms_table(task, rooms, f"the fastest plan {of}for each headroom"))
     # After the tables above, since the verdicts simulate further plans.
     why = "why this plan: what one change would cost" + (" an island" if loop is not None else "")
@@ -238,12 +249,15 @@ def _show(
     if plan.experts:
         step = step_of(task, _chosen(task, best))
         lines = experts_words(plan), alternatives_words(predict_step(step), alternatives(step))
-        print("\n".join(filter(None, lines)) + "\n")
+        print(filled("\n".join(filter(None, lines))) + "\n")
     presets = preset_verdicts(task, space.pins)
     console.print(verdicts_table(presets, best, "why no preset, each with its best numbers"))
     if options.outer is None and waits_outside(task, plan, best):
         tier = task.cluster.tiers[-1].name
-        print(f'most of the step waits for tier {tier}; with --outer "every<=100" it would be synchronised more rarely')
+        words = (
+            f'most of the step waits for tier {tier}; with --outer "every<=100" it would be synchronised more rarely'
+        )
+        print(filled(words))
     print(outcome)
 
 
@@ -254,7 +268,7 @@ def _show_figures(task: Task, plan: Plan, shown: Estimate, band: Band, console: 
     console.print(split_table(shown.memory_bytes, title, "B", device.memory_bytes))
     job = Job(cluster=task.cluster, plan=plan, num_micros=shown.num_micros)
     worst = worst_words(job, task.blocks, task.sequence)
-    print(f"{worst}\n" if worst else "", end="")
+    print(f"{filled(worst)}\n" if worst else "", end="")
     sent, tiers = shown.sent_bytes, [tier.name for tier in task.cluster.tiers]
     console.print(sent_table(sent, dict.fromkeys(message for message, _ in sent), tiers))
 
@@ -274,7 +288,8 @@ def _write(task: Task, plan: Plan, shown: Estimate, options: argparse.Namespace)
     write_file("--out", options.out, sealed_toml(head + tomli_w.dumps(table)))
     look = f"to look at its step: terrace simulate {quote(str(options.out))}"
     if refused is not None:
-        return f"wrote {options.out}, to be looked at: it cannot be trained, since {refused}\n{look}"
+        said = filled(f"wrote {options.out}, to be looked at: it cannot be trained, since {refused}")
+        return f"{said}\n{look}"
     return f"wrote {options.out}\n{_to_train(task.cluster, options.out)}\n{look}"
 
 

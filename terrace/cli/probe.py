@@ -73,7 +73,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         probed = assemble(cluster, samples)
         header = _HEADER.format(ranks=probed.cluster.world_size, name=options.out)
         write_file("--out", options.out, sealed_toml(f"{header}{tomli_w.dumps(dump(probed.cluster))}"))
-        _show(probed, options.out)
+        show_constants(probed, options.out)
     return 0
 
 
@@ -86,11 +86,10 @@ def check_out(path: Path, force: bool) -> None:
         raise ConfigError(f"--out {path} is there already: name another file, or replace it with --force")
 
 
-def _show(probed: Probed, path: Path) -> None:
+def show_constants(probed: Probed, path: Path) -> None:
+    """Print the constants that a probe found, and the file at `path` that has them."""
     title = f"cluster {probed.cluster.name}, probed with {counted(probed.cluster.world_size, 'rank')} at once"
     table = new_table(title, ("constant", "before", "now", "mark", "fit error"), left=("constant", "mark"))
-    for column in table.columns[:3]:
-        column.no_wrap = True
     for row in probed.rows:
         error = "" if row.error is None else f"{100 * row.error:.0f} %"
         before = "-" if row.before is None else _words(row, row.before)

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,20 @@ from terrace.cli.terminal import Terminal
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import parse_cluster
 from terrace.plan.plan import Plan
-from terrace.plan.presets import PRESETS, command_plan, preset
-from terrace.planner.explain import placement_of
+from terrace.plan.presets import PRESETS, command_plan
+from terrace.planner.evaluate import step_of
 from terrace.planner.pins import Pins
-from terrace.planner.scaling import Scaling, curve, sizes_up_to
+from terrace.planner.scaling import PlanOf, Scaling, curve, preset_plan, sizes_up_to
 from terrace.planner.search import find
 from terrace.planner.space import Space
 from terrace.planner.task import Task, plan_of
 from terrace.planner.ties import FINALISTS, settle
-from terrace.planner.verdicts import lack
-from terrace.report.plans import missing_words, plan_words, scaling_svg, scaling_table
+from terrace.planner.verdicts import Point, lack
+from terrace.report.plans import hidden_words, missing_words, numbers_words, plan_words, scaling_svg, scaling_table
 from terrace.report.tables import outer_words
-from terrace.report.uncertainty import scaling_bands_words
+from terrace.report.uncertainty import filled, scaling_bands_words
+from terrace.simulate.hidden import hidden_between_nodes
+from terrace.simulate.step import predict_step
 from terrace.train.config import section
 from terrace.train.planned import Planned, read_planned
 
@@ -77,7 +80,11 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         "strong": f"strong scaling: {counted(task.batch, 'sequence')} a step",
     }
     sizes = sorted({*sizes_up_to(outer.size), min(made_for.tiers[-1].size, outer.size)})
-    curves = {scaling: curve(task, plan, sizes, scaling, made_for.world_size) for scaling in titles}
+    # A file is a whole plan; a preset leaves micro-batch, unit and recomputation open, so each size gets its own.
+    known: Plan | PlanOf = plan
+    if options.plan in PRESETS:
+        known, words = partial(_of_preset, options.plan), f"{words.split('; ')[0]}; numbers for each size"
+    curves = {scaling: curve(task, known, sizes, scaling, made_for.world_size) for scaling in titles}
     # A curve without a point would print two tables of objections; one error says the same.
     if not any(point.estimate for points in curves.values() for point in points):
         raise PlanError(f"plan {plan.name!r} runs at no size: {curves['strong'][-1].reason}")
@@ -85,15 +92,34 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         title = f"predicted scaling of plan {plan.name} on {task.cluster.name}"
         named = {f"{scaling} scaling": points for scaling, points in curves.items()}
         write_file("--picture", options.picture, scaling_svg(named, title))
-    print(f"{task_words(task)}\nplan {plan.name}: {words}\n")
+    print(filled(f"{task_words(task)}\nplan {plan.name}: {words}") + "\n")
     for scaling, title in titles.items():
         points, full = curves[scaling], options.full_attention_flops
         console.print(scaling_table(points, title, outer.name, options.price, full=full))
-        about = scaling_bands_words(points, plan, outer.name), missing_words(points, outer.name)
+        about = (
+            scaling_bands_words(points, plan, outer.name),
+            numbers_words(points, outer.name) if options.plan in PRESETS else "",
+            _hidden_words(points),
+            missing_words(points, outer.name),
+        )
         print("\n".join(filter(None, about)) + "\n")
     if options.picture is not None:
         print(f"wrote {options.picture}")
     return 0
+
+
+def _hidden_words(points: Sequence[Point]) -> str:
+    """The messages between nodes on whose hiding the largest size that runs rests, in a paragraph; "" for none."""
+    ran = [(point.task, point.plan) for point in points if point.plan]
+    if not ran:
+        return ""
+    task, plan = ran[-1]
+    outer, hidden = task.cluster.tiers[-1], hidden_between_nodes(predict_step(step_of(task, plan)))
+    return filled(hidden_words(hidden, f"{outer.name} {outer.size}"))
+
+
+def _of_preset(name: str, task: Task) -> Plan:
+    return preset_plan(name, task)[0]
 
 
 def _made_for(options: argparse.Namespace, task: Task, planned: Planned | None) -> Cluster:
@@ -105,24 +131,22 @@ def _made_for(options: argparse.Namespace, task: Task, planned: Planned | None) 
 
 
 def _plan(task: Task, name: str | None) -> tuple[Plan, str]:
-    # A file is a whole plan; a preset leaves micro-batch, unit and recomputation open, so these are searched at full
-    # size.
+    """The plan of a name, a file or a search, for the largest size, and its words."""
     if name is not None and name not in PRESETS:
         plan = command_plan(section("plan", name), task.cluster)
         words = f"params {plan.params}, grads {plan.grads}, optimizer {plan.optimizer}"
         return plan, words if plan.outer is None else f"{words}; {outer_words(plan.outer)}: a step is its cycle's mean"
-    placements, own = None, task
     if name is not None:
-        base = preset(name, task.cluster)
-        # A preset's wire formats are part of it.
-        own = replace(task, wire=base.wire)
-        placements = (placement_of(own, base),)
-    # Numbers of a preset are the fastest; a plan of our own is that of `terrace plan`.
-    count = 1 if placements else FINALISTS
-    found, _ = find(Space(task=own, axes=("data",), pins=Pins(), placements=placements), count=count)
+        try:
+            plan, candidate = preset_plan(name, task)
+        except PlanError as error:
+            raise PlanError(
+                f"preset {name!r} does not run at the largest size: {error}; use more nodes or another --batch"
+            ) from error
+        return plan, plan_words(replace(task, wire=plan.wire), candidate)
+    found, _ = find(Space(task=task, axes=("data",), pins=Pins()), count=FINALISTS)
     if not found.best:
-        failed = f"preset {name!r} does not run" if name is not None else "no data-parallel plan runs"
-        why = lack(own, found.nearest) if found.nearest else f"a batch of {task.batch} does not divide over the ranks"
-        raise PlanError(f"{failed} at the largest size: {why}; use more nodes or another --batch")
-    candidate = settle(own, found.best).best[0].candidate
-    return plan_of(own, candidate, name=name or "planned"), plan_words(own, candidate)
+        why = lack(task, found.nearest) if found.nearest else f"a batch of {task.batch} does not divide over the ranks"
+        raise PlanError(f"no data-parallel plan runs at the largest size: {why}; use more nodes or another --batch")
+    candidate = settle(task, found.best).best[0].candidate
+    return plan_of(task, candidate, name="planned"), plan_words(task, candidate)

@@ -17,6 +17,7 @@ from terrace.cli.overrides import take_word
 from terrace.cli.programs import check_passes
 from terrace.cli.views import VIEWS, StepView
 from terrace.report.tables import quantity
+from terrace.report.uncertainty import filled
 from terrace.train.prediction import resolved_run
 
 _SECTIONS = ("model", "cluster", "plan")  # options that may name a file
@@ -89,7 +90,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         written.append(_write("page", outputs["page"], view.page()))
     if "trace" in outputs:
         written.append(_write("trace", outputs["trace"], view.trace()))
-    print(f"{view.subtitle}\n")
+    print(f"{filled(view.subtitle)}\n")
     for section in VIEWS[options.view]:
         section(view)
     if written:

@@ -117,6 +117,6 @@ def utilisation_words(used: Utilisation) -> str:
         f"MFU = {quantity(flops.model, 'FLOP')} / (seconds of a step x {used.num_devices} x {peak}): "
         f"{quantity(flops.products, 'FLOP')} of products (6 a weight and token, 4 of a frozen one), "
         f"{quantity(flops.attention, 'FLOP')} of causal attention\n"
-        f"HFU = the same with {quantity(flops.hardware, 'FLOP')}: attention's full square, and recomputation\n"
+        f"HFU = the same with {quantity(flops.hardware, 'FLOP')}, {quantity(flops.again, 'FLOP')} of them recomputed\n"
         f"  the peak is {used.origin}"
     )

@@ -40,7 +40,7 @@ def add_task_options(parser: argparse.ArgumentParser, required: bool = True) -> 
     parser.add_argument(
         "--full-attention-flops",
         action="store_true",
-        help="also show MFU with attention counted as its full square, as published tables count it",
+        help="also show MFU and HFU with attention counted as its full square, as published tables count it",
     )
 
 

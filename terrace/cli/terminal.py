@@ -46,28 +46,22 @@ class Terminal(Console):
         super().__init__(file=trimmed, markup=False, emoji=False, width=width)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print `objects`; a table that is too wide gets closer columns and whole words in all but its last text."""
+        """Print `objects`; a table that is too wide as `terrace.cli.narrow_tables` fits it."""
         for each in objects:
-            if isinstance(each, Table):
-                self._fit(each)
-        super().print(*objects, **options)
+            for shown in self._shown(each) if isinstance(each, Table) else [each]:
+                super().print(shown, **options)
+        if not objects:
+            super().print(**options)
 
-    def _fit(self, table: Table) -> None:
+    def _shown(self, table: Table) -> list[Table]:
         for column in table.columns:
             column.overflow = "fold"  # never an ellipsis in place of a name
-        if Measurement.get(self, self.options.update(width=1 << 16), table).maximum <= self.width:
-            return
-        table.padding = (0, 0, 0, 0)
-        for column in table.columns:
-            if isinstance(column.header, str):
-                column.header = column.header.replace("-", "-\n")
-        texts = [column for column in table.columns if column.justify == "left"]
-        kept = [column for column in table.columns if column not in texts[-1:]]
-        for column in kept:
-            column.no_wrap = True
-        if Measurement.get(self, self.options.update(width=1 << 16), table).minimum > self.width:
-            for column in kept:
-                column.no_wrap = False
+        wide = Measurement.get(self, self.options.update(width=1 << 16), table).maximum
+        if wide <= self.width:
+            return [table]
+        from terrace.cli.narrow_tables import fitted  # here, since most tables have room
+
+        return fitted(table, self.width)
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Callback of rich, for every text that is shown."""

@@ -14,6 +14,7 @@ from terrace.cli.terminal import Terminal
 from terrace.plan.context import is_context_parallel
 from terrace.plan.few_exchanges import few_exchanges
 from terrace.planner.expert_tiers import alternatives
+from terrace.planner.verdicts import lack_words
 from terrace.program.program import Program
 from terrace.program.schedules.csv_form import to_csv
 from terrace.program.schedules.orders import Orders
@@ -26,6 +27,7 @@ from terrace.report.experts import alternatives_words, experts_words
 from terrace.report.inside import ASSIGNED, attention_table, experts_table, inside_table
 from terrace.report.markup import ChartedSection
 from terrace.report.page import page_html
+from terrace.report.plans import hidden_words
 from terrace.report.stage_tables import (
     order_text,
     parts_words,
@@ -45,12 +47,13 @@ from terrace.report.tables import (
     time_table,
     wire_words,
 )
-from terrace.report.uncertainty import predicted_words
-from terrace.simulate.advice import Job, worst_words
+from terrace.report.uncertainty import filled, predicted_words
+from terrace.simulate.advice import Job, fullest_stage, worst_words
 from terrace.simulate.bands import Band, band_of
 from terrace.simulate.change import Change
 from terrace.simulate.critical import critical_words
 from terrace.simulate.cycle_timeline import cycle_timeline
+from terrace.simulate.hidden import hidden_between_nodes
 from terrace.simulate.hiding_cycle import hiding
 from terrace.simulate.recorded import RecordedStep, record_predicted
 from terrace.simulate.small_changes import best_changes, changes
@@ -127,6 +130,22 @@ class StepView:
         return f"{self.run.model.family} decoder, {size}; a step of {step_words(self.run)}"
 
     @cached_property
+    def misfit(self) -> str:
+        """The memory that a rank lacks under the plan, in a line; "" where it fits."""
+        run = self.run
+        job, device = Job(cluster=run.cluster, plan=run.plan, num_micros=run.num_micros()), run.cluster.device
+        stage, memory = fullest_stage(job, run.blocks(), run.train.sequence)
+        if sum(memory.values()) <= device.usable_bytes:
+            return ""
+        of_stage = f" on stage {stage}" if self.is_pipelined else ""
+        return f"This plan does not fit{of_stage}: {lack_words(device, memory)}."
+
+    @cached_property
+    def hidden(self) -> str:
+        """The messages between nodes that the step rests on hiding; "" where it does not."""
+        return hidden_words(hidden_between_nodes(self.predicted, self.recorded.recordings))
+
+    @cached_property
     def advice(self) -> str:
         # A page shows all candidates, and is written first.
         found = vars(self).get("candidates") or best_changes(step_of(self.run), self.predicted)
@@ -134,7 +153,8 @@ class StepView:
 
     def page(self) -> str:
         """HTML page of the step."""
-        recorded, found, title, advice = self.recorded, self.candidates, self.subtitle, self.advice
+        recorded, found, title = self.recorded, self.candidates, self.subtitle
+        advice = " ".join(filter(None, (self.misfit, self.hidden and f"{self.hidden}.", self.advice)))
         if self.predicted.cycle is not None:
             mean = f"the mean of a cycle is {seconds(self.predicted.step_s)}"
             title += f"; drawn without the exchanges of islands, {mean}"
@@ -181,20 +201,20 @@ def show_plan(view: StepView) -> None:
     """Axes, placements, and the division of experts."""
     view.console.print(plan_table(view.run.cluster, view.run.plan))
     if view.run.plan.experts:
-        print(f"{experts_words(view.run.plan)}\n")
+        print(f"{filled(experts_words(view.run.plan))}\n")
 
 
 def show_alternatives(view: StepView) -> None:
     """The predicted steps of other divisions of experts."""
     found = alternatives(view.predicted.step)
     if found:
-        print(f"{alternatives_words(view.predicted, found)}\n")
+        print(f"{filled(alternatives_words(view.predicted, found))}\n")
 
 
 def show_blocks(view: StepView) -> None:
     if view.is_pipelined:
         view.console.print(stages_table(view.programs, view.run.blocks()))
-        print(parts_words(view.programs, view.run.blocks()))
+        print(f"{filled(parts_words(view.programs, view.run.blocks()))}\n")
 
 
 def show_memory(view: StepView) -> None:
@@ -209,7 +229,7 @@ def show_memory(view: StepView) -> None:
     run = view.run
     job = Job(cluster=run.cluster, plan=run.plan, num_micros=run.num_micros())
     worst = worst_words(job, run.blocks(), run.train.sequence)
-    print(f"{worst}\n" if worst else "", end="")
+    print(f"{filled(worst)}\n" if worst else "", end="")
 
 
 def show_bytes(view: StepView) -> None:
@@ -219,9 +239,9 @@ def show_bytes(view: StepView) -> None:
         view.console.print(table)
     if view.programs[0].expert_transfers:
         print("route, dispatch and combine: the mean under even routing; each batch declares its own\n")
-    print(wire_words(view.programs[0].plan))
+    print(f"{filled(wire_words(view.programs[0].plan))}\n")
     few = few_exchanges(view.run.cluster, view.run.plan, view.run.train.steps)
-    print(f"{few}\n" if few else "", end="")
+    print(f"{filled(few)}\n" if few else "", end="")
 
 
 def show_inside(view: StepView) -> None:
@@ -232,7 +252,7 @@ def show_inside(view: StepView) -> None:
     if is_context_parallel(program.mesh, program.plan):
         # These messages depend on the documents of each batch, so the plan alone does not determine them.
         if program.plan.balance == "cost":
-            print(f"{ASSIGNED}\n")
+            print(f"{filled(ASSIGNED)}\n")
         else:
             view.console.print(attention_table(program))
     if program.expert_transfers:
@@ -252,7 +272,7 @@ def show_cycle(view: StepView) -> None:
     if cycle is not None:
         view.console.print(cycle_table(cycle))
         print(f"{cycle_picture(cycle_timeline(cycle), view.console.width)}\n")
-        print(f"{cycle_words(cycle, hiding(view.predicted))}\n")
+        print(f"{filled(cycle_words(cycle, hiding(view.predicted)))}\n")
 
 
 def show_exposed(view: StepView) -> None:
@@ -262,6 +282,8 @@ def show_exposed(view: StepView) -> None:
     if exposed:
         title = f"messages that nothing hides ({which})"
         view.console.print(exposed_table(exposed, tiers, view.recorded.step_s, title))
+    if view.hidden:
+        print(f"{filled(view.hidden)}\n")
 
 
 def show_order(view: StepView) -> None:
@@ -285,7 +307,7 @@ def show_timeline(view: StepView) -> None:
         show_stages_over_time(view)
     else:
         view.console.print("a steady step of one rank", style="bold")
-        print(f"{timeline_text(view.recorded.recordings[0])}\n")
+        print(f"{timeline_text(view.recorded.recordings[0], view.console.width)}\n")
 
 
 def show_memory_over_time(view: StepView) -> None:
@@ -297,20 +319,27 @@ def show_memory_over_time(view: StepView) -> None:
         view.console.print(f"memory meanwhile, 9 standing for more than nine tenths of {highest}", style="bold")
         print(f"{memory_picture(curves, view.recorded.end_s, view.console.width)}\n")
     of_stage = f" (stage {view.recorded.fullest})" if view.is_pipelined else ""
-    print(
+    words = (
         f"over the step, memory is highest at {seconds(moment_s)}{of_stage}: {quantity(size, 'B')} with activations, "
         "without the device's context and what its allocator loses, which terrace plan adds"
     )
+    print(filled(words))
+
+
+def show_misfit(view: StepView) -> None:
+    """The memory that a rank lacks, if any."""
+    if view.misfit:
+        print(f"{filled(view.misfit)}\n")
 
 
 def show_advice(view: StepView) -> None:
     """Critical path and best next change."""
     if not view.is_pipelined:
-        print(f"{critical_words(view.recorded.path)}\n{view.advice}\n")
+        print(filled(f"{critical_words(view.recorded.path)}\n{view.advice}") + "\n")
         return
     predicted = view.predicted
     print(f"step {seconds(predicted.step_s)} {view.band}; bubble {100 * predicted.bubble:.1f} % of the stages' time")
-    print(f"{path_sentence(view.recorded)}\n{view.advice}\n{played_words(view.recorded)}\n")
+    print(filled(f"{path_sentence(view.recorded)}\n{view.advice}\n{played_words(view.recorded)}") + "\n")
 
 
 def show_program(view: StepView) -> None:
@@ -325,16 +354,17 @@ Section = Callable[[StepView], None]
 _DRAWN: tuple[Section, ...] = (show_exposed, show_order, show_timeline, show_advice, show_memory_over_time)
 _FIGURES: tuple[Section, ...] = (show_memory, show_bytes, show_inside, show_time, show_cycle, show_alternatives)
 VIEWS: dict[str, tuple[Section, ...]] = {
-    "step": (show_plan, *_FIGURES, show_exposed, show_timeline, show_advice, show_memory_over_time),
-    "program": (show_plan, show_blocks, *_FIGURES, show_order, show_program),
-    "stages": (show_plan, show_blocks, show_order, show_time),
-    "memory": (show_plan, show_memory, show_memory_over_time),
+    "step": (show_plan, *_FIGURES, show_exposed, show_timeline, show_misfit, show_advice, show_memory_over_time),
+    "program": (show_plan, show_blocks, *_FIGURES, show_misfit, show_order, show_program),
+    "stages": (show_plan, show_blocks, show_order, show_time, show_misfit),
+    "memory": (show_plan, show_memory, show_misfit, show_memory_over_time),
     "all": (
         show_plan,
         show_blocks,
         *_FIGURES,
         show_exposed,
         show_order,
+        show_misfit,
         show_advice,
         show_memory_over_time,
         show_program,

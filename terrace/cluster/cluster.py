@@ -287,6 +287,7 @@ def _check_kernels(kernels: Kernels) -> None:
         "gemm_half_depth",
         "attention_half_head",
         "attention_half_keys",
+        "attention_half_keys_backward",
         "num_cores",
         "launch_s",
         "host_layer_s",

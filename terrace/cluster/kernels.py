@@ -25,7 +25,8 @@ class Kernels:
     flash2: float = 0.0  # share of flash attention 2, where torch's `attention` is another kernel; 0: as `attention`
     flash2_backward: float = 0.0  # the same backward
     attention_half_head: float = 0.0  # head size that reaches half of what endless heads would; see `attention_share`
-    attention_half_keys: float = 0.0  # number of keys that reaches half of the share
+    attention_half_keys: float = 0.0  # number of keys that reaches half of the share, for all kernels
+    attention_half_keys_backward: float = 0.0  # the same backward; 0: as forward
     codec: float = 1.0  # share of the memory bandwidth that coding and decoding block formats reaches
     launch_s: float = 0.0  # what a kernel takes beyond its work
     host_layer_s: float = 0.0  # time the host needs to launch the kernels of one layer, in one direction
@@ -46,7 +47,8 @@ class Kernels:
             share = self.flash2_backward if backward and self.flash2_backward else self.flash2
             half_head = _FLASH2_HALF_HEAD
         share *= head / (head + half_head) * (1 + half_head / _TUNED_HEAD)
-        return share if math.isinf(keys) else share * keys / (keys + self.attention_half_keys)
+        half_keys = (self.attention_half_keys_backward if backward else 0.0) or self.attention_half_keys
+        return share if math.isinf(keys) else share * keys / (keys + half_keys)
 
 
 IDEAL = Kernels()

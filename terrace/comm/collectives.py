@@ -42,10 +42,12 @@ from terrace.plan.hops import Hop, encodings, sends_copies
 from terrace.plan.layout import INSIDE, Layout
 from terrace.plan.plan import Plan
 from terrace.plan.routes import lossy_messages
-from terrace.plan.wire import SCALE_BYTES, MessageClass
+from terrace.plan.wire import CODES, SCALE_BYTES, MessageClass
 from terrace.program.message import Transfer
 
+# Codes travel, and are added to no sum, as bytes.
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES |= {CODES.codec: torch.uint8}
 
 _CACHED_NUMEL = 1 << 16
 
@@ -157,6 +159,12 @@ class Collectives:
         for hop in transfer.gathering:
             counts = self._gathered(transfer, hop, counts).view(-1)
         return counts
+
+    def largest(self, transfer: Transfer, numbers: Tensor) -> Tensor:
+        """The largest of every rank's `numbers` (n) over the reduction of a transfer, place by place; nan wins."""
+        for hop in transfer.reduction:
+            numbers = self._gathered(transfer, hop, numbers).amax(0)
+        return numbers
 
     def gather_numbers(self, transfer: Transfer, numbers: Tensor) -> Tensor:
         """`numbers` (n) of every rank of the gathering hops, (ranks, n), the same rows on each; never rounded."""

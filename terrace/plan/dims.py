@@ -28,6 +28,16 @@ def is_inner(param: ParamSpec) -> bool:
     return len(names) == 2 and "hidden" in names and any(CUT_BY.get(name) == ("rows",) for name in names)
 
 
+def is_product_matrix(param: ParamSpec) -> bool:
+    """Whether a layer multiplies with it in the format of `Plan.products`: a matrix of attention or of the MLP.
+
+    Of a parameter that declares no dims, its shape decides.
+    """
+    if param.is_stack or not param.is_matrix:
+        return False
+    return is_inner(param) if param.dims else True
+
+
 def is_router(param: ParamSpec) -> bool:
     """Whether it scores experts for a token: a router's matrix, or the bias that it chooses by."""
     return bool(param.dims) and param.dims[0][0] == "choices"

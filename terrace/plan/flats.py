@@ -4,7 +4,7 @@ Parameters of one block that are replicated over the same axes and train, or do 
 tensor axis that is one buffer of trainable and one of frozen parameters. With it, parameters that the axis does not cut
 (norms, say) have buffers of their own, which tensor ranks hold as data ranks do. Where a plan factors the ranks once
 more for experts, stacks have buffers of their own, with other holders. So has a gate's bias, which is moved by counts
-of tokens: it is whole on every rank.
+of tokens: it is whole on every rank. So have matrices that are held as the codes of their products.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from terrace.base.alike import once_each
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec, ParamSpec
-from terrace.plan.dims import is_layer
+from terrace.plan.dims import is_layer, is_product_matrix
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import HOLDERS, ORDER, STAGE, Mesh
 from terrace.plan.plan import Plan
-from terrace.plan.wire import ROUTES, MessageClass
+from terrace.plan.wire import CODES, FORMATS, ROUTES, MessageClass
 
 Extent = tuple[tuple[int, ...], int, int]  # shape of a matrix, and where it begins and ends in its flat buffer
 
@@ -29,13 +29,14 @@ class FlatParamSpec:
     """One flat buffer: its parameters in order, weight-decayed matrices first, and the layout of its slices.
 
     The first `num_orthogonal` elements are matrices that the optimizer updates whole: under Muon, the matrices of
-    layers.
+    layers. The working copies of an `is_coded` buffer are the codes of its matrices' products (terrace.plan.products).
     """
 
     layout: Layout
     params: tuple[ParamSpec, ...]
     trainable: bool
     num_orthogonal: int = 0
+    is_coded: bool = False
 
     @cached_property
     def orthogonal(self) -> tuple[Extent, ...]:
@@ -57,7 +58,18 @@ class FlatParamSpec:
 
     def dtype(self, plan: Plan) -> str:
         """Dtype of its working copy: the compute dtype; fp32 at least where 16 bits would round steps away."""
+        if self.is_coded:
+            return CODES.codec
         return "fp32" if self.is_moved and plan.compute == "bf16" else plan.compute
+
+    def element_bytes(self, plan: Plan) -> int:
+        """Bytes of an element of its working copy."""
+        return CODES.element_bytes if self.is_coded else FORMATS[self.dtype(plan)].element_bytes
+
+    @property
+    def num_scales(self) -> int:
+        """Matrices with codes, each with a scale."""
+        return len(self.params) if self.is_coded else 0
 
     @cached_property
     def numel(self) -> int:
@@ -80,9 +92,9 @@ class FlatParamSpec:
         return self.layout.padded(self.numel)
 
 
-def gathered_numel(flats: Sequence[FlatParamSpec]) -> int:
-    """Padded elements of a block's whole parameters that come and go."""
-    return sum(flat.padded for flat in flats if flat.layout.frees)
+def gathered_bytes(plan: Plan, flats: Sequence[FlatParamSpec]) -> int:
+    """Bytes of a block's whole parameters that come and go."""
+    return sum(flat.padded * flat.element_bytes(plan) for flat in flats if flat.layout.frees)
 
 
 def stage_layout(cluster: Cluster, plan: Plan) -> Layout:
@@ -107,7 +119,7 @@ def block_flats(
     mesh, layouts = Mesh.of(cluster, plan), {(False, layout.axes): layout for layout in known}
 
     def flats(block: tuple[tuple[ParamSpec, ...], bool]) -> tuple[FlatParamSpec, ...]:
-        params, orthogonal = block
+        params, layer = block
         groups: dict[_Group, list[ParamSpec]] = {}
         for param in params:
             # Without slicing, `replicated_over` is unset and the data ranks hold everything.
@@ -116,35 +128,38 @@ def block_flats(
             own = mesh.of_stacks(stacked)
             axes = tuple(axis for axis in STAGE if axis in held_over and own.total(axis) > 1)
             # An empty parameter cannot train, and would force a buffer of its own.
-            key = param.trainable and param.numel > 0, stacked, param.is_moved, axes
+            coded = codes and layer and is_product_matrix(param)
+            key = param.trainable and param.numel > 0, stacked, param.is_moved, coded, axes
             groups.setdefault(key, []).append(param)
         made = []
         for group in sorted(groups, key=_order):
-            trainable, stacked, moved, axes = group
+            trainable, stacked, moved, coded, axes = group
             # One Layout object per set of ranks, shared by all flat buffers.
             if (stacked, axes) not in layouts:
                 layouts[stacked, axes] = Layout.of(cluster, plan, axes, mesh.of_stacks(stacked))
             # Decayed matrices first: the optimizer applies weight decay to one contiguous prefix.
             ordered = tuple(sorted(groups[group], key=lambda param: not param.decays))
-            whole = sum(param.numel for param in ordered if param.decays) if orthogonal and trainable else 0
+            whole = sum(param.numel for param in ordered if param.decays) if muon and layer and trainable else 0
             layout = layouts[stacked, axes].whole() if moved else layouts[stacked, axes]
-            made.append(FlatParamSpec(layout, ordered, trainable, whole))
+            made.append(FlatParamSpec(layout, ordered, trainable, whole, coded))
         return tuple(made)
 
-    muon = plan.update == "muon"
+    muon, codes = plan.update == "muon", plan.shares_scales
+    asks = muon or codes
     return tuple(
-        once_each(flats, [(block.params, muon and is_layer(blocks, index)) for index, block in enumerate(blocks)])
+        once_each(flats, [(block.params, asks and is_layer(blocks, index)) for index, block in enumerate(blocks)])
     )
 
 
-# Whether it trains, is of the factoring for experts, is moved by counts; axes of its holders.
-_Group = tuple[bool, bool, bool, tuple[str, ...]]
+# Whether it trains, is of the factoring for experts, is moved by counts, is held as codes; axes of its holders.
+_Group = tuple[bool, bool, bool, bool, tuple[str, ...]]
 
 
-def _order(group: _Group) -> tuple[bool, bool, bool, tuple[str, ...], tuple[str, ...]]:
-    trainable, stacked, moved, axes = group
-    # Trainable buffers first; then the buffers that no tensor axis replicates; experts and what counts move last.
-    return not trainable, moved, stacked, tuple(axis for axis in axes if axis not in HOLDERS), axes
+def _order(group: _Group) -> tuple[bool, bool, bool, bool, tuple[str, ...], tuple[str, ...]]:
+    trainable, stacked, moved, coded, axes = group
+    # Trainable buffers first, of them codes; then the buffers that no tensor axis replicates; experts and what counts
+    # move last.
+    return not trainable, moved, stacked, not coded, tuple(axis for axis in axes if axis not in HOLDERS), axes
 
 
 def orthogonalised(flats: Sequence[Sequence[FlatParamSpec]], held: Sequence[int]) -> list[int]:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from terrace.plan.wire import FORMATS, MessageClass, WireFormat
+from terrace.plan.wire import CODES, FORMATS, MessageClass, WireFormat
 
 if TYPE_CHECKING:
     from terrace.plan.plan import Plan
@@ -151,12 +151,12 @@ def reduce_buffers(plan: "Plan", message: MessageClass, hops: Sequence[Hop]) -> 
 
 
 def gather_buffers(plan: "Plan", message: MessageClass, hops: Sequence[Hop]) -> list[int]:
-    """Bytes of each buffer that a gather takes, in order; none where parameters travel in place."""
+    """Bytes of each buffer that a gather takes, in order; none where parameters travel in place, codes among them."""
     sizes = []
     held = plan.sums if message in _OF_SUMS else plan.compute
     for hop in hops:
         # A forwarded hop (`pieces > 1`) sends the coded bytes it received and needs no outgoing buffer.
-        if hop.wire.codec != held:
+        if hop.wire.codec != held and hop.wire is not CODES:
             sizes += [hop.part_bytes if hop.pieces == 1 else 0, hop.degree * hop.part_bytes]
         elif sends_copies(message, hop):
             sizes.append(hop.degree * hop.part_bytes)

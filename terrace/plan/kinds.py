@@ -1,7 +1,8 @@
 """Kinds of blocks: equal specs of a model, grouped.
 
 Most blocks of a model are alike, so sizes, seconds and messages are found once for each kind. Blocks are of one kind if
-their specs are equal but for the name; nothing else tells a first block, a layer or a last block apart.
+their specs are equal but for the name, and both are layers or neither is: the first and the last block of a model that
+declares parameters alone are kinds of their own (terrace.plan.dims.is_layer).
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from itertools import groupby
 
 from terrace.base.hashing import hashed_once
 from terrace.model.spec import BlockSpec
+from terrace.plan.dims import is_layer
 from terrace.plan.mesh import Mesh
 from terrace.plan.slices import slice_blocks
 
@@ -26,13 +28,15 @@ class Kinds:
     @classmethod
     def of(cls, blocks: Sequence[BlockSpec]) -> "Kinds":
         """The kinds of a model's blocks."""
-        specs: list[BlockSpec] = []
+        specs: list[tuple[BlockSpec, bool]] = []
         order: list[int] = []
-        for block in blocks:
+        for index, block in enumerate(blocks):
+            layer = is_layer(blocks, index)
             # Kinds are few, and shared tuples are compared faster than they are hashed.
-            found = next((kind for kind, spec in enumerate(specs) if spec.is_like(block)), len(specs))
+            alike = (kind for kind, (spec, of_layer) in enumerate(specs) if of_layer is layer and spec.is_like(block))
+            found = next(alike, len(specs))
             if found == len(specs):
-                specs.append(block)
+                specs.append((block, layer))
             order.append(found)
         return cls(tuple(blocks), tuple(order))
 

@@ -203,6 +203,17 @@ class Layout:
         return slice(start, start + length)
 
 
+def state_layout(cluster: Cluster, plan: "Plan", shared: Collection[str] = (), stacked: bool = False) -> Layout:
+    """The layout of states: data and context ranks hold the same slice of a block, so they share its states.
+
+    So do the ranks of the tensor axes that `shared` names, of parameters that these do not cut. Of `stacked`
+    parameters, the ranks that hold the same experts.
+    """
+    mesh = Mesh.of(cluster, plan).of_stacks(stacked)
+    layout = Layout.of(cluster, plan, (*HOLDERS, *shared), mesh)
+    return replace(layout, mesh=None)  # equal ones are one, whatever the rest
+
+
 def island_ranks(world: Layout, rank: int) -> list[int]:
     """The ranks that make steps together with `rank`, itself included, sorted; `world` joins all ranks."""
     found = [rank]
@@ -211,20 +222,24 @@ def island_ranks(world: Layout, rank: int) -> list[int]:
     return sorted(found)
 
 
-def message_tiers(layout: Layout, message: MessageClass, source: int | None = None) -> tuple[int, ...]:
+def message_tiers(
+    layout: Layout, message: MessageClass, source: int | None = None, *, coded: bool = False
+) -> tuple[int, ...]:
     """Tiers on which a block's message has peers, innermost first.
 
     `layout` joins all ranks that hold some part of a block. `source` overrides the tier that a gather of parameters
-    starts from; the default is the one its class names.
+    starts from; the default is the one its class names. `coded`: of a block with matrices that are held as codes.
     """
     # A gather from the secondary copy crosses only the tiers up to the copy's own.
     route = layout.route(message) if source is None else range(source + 1)
+    if coded and message is MessageClass.REFRESH:
+        route = range(layout.optimizer + 1)  # of the largest magnitudes of the matrices
     return tuple(tier for tier in route if layout.degrees[tier] > 1)
 
 
-def message_lane(layout: Layout, message: MessageClass, source: int | None = None) -> int:
+def message_lane(layout: Layout, message: MessageClass, source: int | None = None, *, coded: bool = False) -> int:
     """Lane of a message: the outermost tier it crosses, 0 if it is local.
 
     Messages on fast inner tiers thus never wait behind a message on a slow outer one.
     """
-    return max(message_tiers(layout, message, source), default=0)
+    return max(message_tiers(layout, message, source, coded=coded), default=0)

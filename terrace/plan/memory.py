@@ -4,8 +4,8 @@ With P padded elements per block, c and m the bytes of the compute dtype and of 
 fp64 under master = "fp64"), and s(n) the bytes of a state of n elements (terrace.plan.state_formats: n m, n 2 in bf16,
 n + 4 (ceil(n / 256) + 1) in 8-bit blocks):
 
-    params      P / span(params) * c                      always
-    secondary   P / span(params_backward) * c             always
+    params      P / span(params) * c                      always; here and in the next two lines c is 1 for matrices
+    secondary   P / span(params_backward) * c             always           that are held as codes
     gathered    P * c for every block resident at once    peak over the step; 0 where span(params_backward) is 1
     grads       P / span(grads) * m                       always (accumulated)
     grads_full  P * c for every gradient not yet reduced  peak over the step
@@ -35,7 +35,7 @@ from terrace.base.alike import first_equal
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.edges import edge_of, stage_feedback_bytes
-from terrace.plan.flats import FlatParamSpec, block_flats, gathered_numel, orthogonalised, stage_layout
+from terrace.plan.flats import FlatParamSpec, block_flats, gathered_bytes, orthogonalised, stage_layout
 from terrace.plan.gaps import largest_part_bytes
 from terrace.plan.hops import arena_bytes, gather_buffers, reduce_buffers
 from terrace.plan.in_block_messages import Leg
@@ -47,7 +47,7 @@ from terrace.plan.routes import block_hops
 from terrace.plan.stage import Pass, Stage, reduction_points, whole_stage
 from terrace.plan.state_bytes import CATEGORIES, accumulates_in_place, slice_bytes, tie_bytes
 from terrace.plan.tensor_traffic import TensorTraffic, block_messages, shared_bytes
-from terrace.plan.wire import FORMATS, GRADIENTS, ROUTES, MessageClass
+from terrace.plan.wire import FORMATS, GRADIENTS, OF_PARAMETERS, ROUTES, MessageClass
 
 _OF_TRAINABLE = tuple(message for message, route in ROUTES.items() if route.carries != "all")
 
@@ -74,13 +74,13 @@ def model_state_bytes(
     for parts in held:
         for category, size in slice_bytes(plan, parts).items():
             total[category] += size
-    whole = [gathered_numel(parts) for parts in flats]
+    whole = [gathered_bytes(plan, parts) for parts in flats]
     buffered = [
         sum(flat.padded for flat in parts if flat.trainable and not accumulates_in_place(flat.layout))
         for parts in flats
     ]
     stays = gathers(stage, blocks, flats, plan.prefetch)
-    total["gathered"] = _peak_gathered(stays, whole) * compute
+    total["gathered"] = _peak_gathered(stays, whole)
     total["grads_full"] = _peak_gradients(stage, plan.unit, blocks, buffered) * compute
     mesh, tiers = Mesh.of(cluster, plan), [tier.name for tier in cluster.tiers]
     tensor = TensorTraffic.of(mesh, tiers, plan, sequence)
@@ -148,15 +148,16 @@ def _largest_buffers(
         message = MessageClass.GATHER_BACKWARD if stay.backward else MessageClass.GATHER
         sources.add((message, layout.params if stay.opening else layout.params_backward))
     # Bytes grow with size within one layout, so only the largest buffer of each kind is priced.
-    largest: dict[tuple[object, bool, bool], FlatParamSpec] = {}
+    largest: dict[tuple[object, bool, bool, bool], FlatParamSpec] = {}
     for flat in chain(*flats):
-        key = (flat.layout.joined, flat.trainable, flat.num_orthogonal > 0)
+        key = (flat.layout.joined, flat.trainable, flat.num_orthogonal > 0, flat.is_coded)
         largest[key] = max(largest.get(key, flat), flat, key=lambda each: each.padded)
     lanes: dict[int, int] = defaultdict(int)  # a lane is named after the outermost tier it crosses
     for message, source in sources:
         lane = message_lane(layout, message, source)
         for flat in largest.values():
-            if flat.travels_in(message):
+            # Codes travel in place, and the numbers before them are few.
+            if flat.travels_in(message) and not (flat.is_coded and message in OF_PARAMETERS):
                 reduction, gathering = block_hops(flat.layout, plan, message, flat.padded, source)
                 lanes[lane] = max(lanes[lane], arena_bytes(reduce_buffers(plan, message, reduction)))
                 lanes[lane] = max(lanes[lane], arena_bytes(gather_buffers(plan, message, gathering)))

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from terrace.plan.outer import Outer
 from terrace.plan.update import Update
-from terrace.plan.wire import OF_STATES, MessageClass, WireFormat, parse_format
+from terrace.plan.wire import CODES, OF_PARAMETERS, OF_STATES, MessageClass, WireFormat, parse_format
 
 AXES = ("data", "tensor", "context", "pipeline")
 EXPERT_CHUNKS = ("forward", "backward", "ahead")  # of `Plan.expert_chunks`
@@ -27,6 +27,13 @@ def precision_of(plan: Any) -> dict[str, Any]:
 def sums_of(master: Literal["bf16", "fp32", "fp64"]) -> Literal["fp32", "fp64"]:
     """Dtype of sums beside parameters in a dtype: in bf16 each addition would round."""
     return "fp32" if master == "bf16" else master
+
+
+def shares_scales(products: str | None, wire: Mapping[str, Mapping[str, str]]) -> bool:
+    """`Plan.shares_scales` of a plan with these products and wire formats."""
+    if products is None or ":row" in products:
+        return False
+    return CODES.name in wire.get(MessageClass.GATHER.value, {}).values()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +86,23 @@ class Plan:
     # The tier that is not synchronised every step, and how its islands exchange; None: all are
     outer: Outer | None = None
 
-    def wire_format(self, message: MessageClass, tier: str) -> WireFormat:
-        """Format in which `message` crosses `tier`; raises `PlanError` for an unknown format."""
+    def wire_format(self, message: MessageClass, tier: str, *, coded: bool = False) -> WireFormat:
+        """Format in which `message` crosses `tier`; raises `PlanError` for an unknown format.
+
+        `coded`: of matrices that are held as the codes of their products, if the plan has any.
+        """
         default = self.messages if self.messages is not None and message in OF_STATES else self.compute
-        return parse_format(self.wire.get(message.value, {}).get(tier, default))
+        name = self.wire.get(message.value, {}).get(tier, default)
+        if message in OF_PARAMETERS and self.shares_scales:
+            if coded:
+                return CODES
+            name = default if name == CODES.name else name
+        return parse_format(name)
+
+    @property
+    def shares_scales(self) -> bool:
+        """Whether matrices that are multiplied in 8 bits are held and gathered as the codes of their products."""
+        return shares_scales(self.products, self.wire)
 
     @property
     def sums(self) -> Literal["fp32", "fp64"]:

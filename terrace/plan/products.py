@@ -5,8 +5,20 @@
     fp8+e4m3        gradients in e4m3 (also fp8:row+e4m3)
 
 The three products of a linear layer, y = x W^T, dx = dy W and dW = dy^T x, take operands rounded to 8 bits
-(terrace.runtime.scaled_products). They are those of attention and of the MLP: embedding, head and norms keep the
-compute dtype.
+(terrace.runtime.scaled_products). They are those of attention, of the MLP and of each expert of a mixture: embedding,
+head, routers and norms keep the compute dtype.
+
+**Gathers that share the scales.** With scales of whole operands and `wire.gather.<tier> = "fp8"`, these matrices have
+flat buffers of their own, whose working copies are the codes that their products take. A REFRESH makes them:
+
+    a_m  = max over the ranks that hold a part of matrix m of |compute(master)|     one fp32 number a matrix
+    code = e4m3(compute(master) largest / a_m)
+
+so a code is the one that a gather in the compute dtype, quantised afterwards, would have, and so is every product.
+Refreshes, gathers and secondary copies carry the codes over all tiers, a byte an element. The numbers a_m go over the
+tiers from the device to the optimizer's, gathered on each, before the codes. All other parameters of the block travel
+in the compute dtype, stacks of experts among them. With scales of rows a forward and an input gradient need different
+codes of one matrix, so `fp8` there is the format of blocks, as `fp8:128` is with any products.
 """
 
 import re
@@ -17,7 +29,7 @@ from functools import lru_cache
 from terrace.base.errors import PlanError, did_you_mean
 from terrace.cluster.cluster import Device
 from terrace.model.spec import BlockSpec, ParamSpec
-from terrace.plan.dims import is_inner, is_layer
+from terrace.plan.dims import is_layer, is_product_matrix
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.slices import slice_blocks
@@ -46,13 +58,8 @@ def parse_products(text: str) -> ProductFormat:
 
 
 def is_scaled(blocks: Sequence[BlockSpec], index: int, param: ParamSpec) -> bool:
-    """Whether products with a parameter of block `index` take 8 bits: with matrices of layers.
-
-    Of a parameter that declares no dims, its shape decides.
-    """
-    if not is_layer(blocks, index) or param.is_stack or not param.is_matrix:
-        return False
-    return is_inner(param) if param.dims else True
+    """Whether products with a parameter of block `index` take 8 bits: with matrices of layers, experts among them."""
+    return is_layer(blocks, index) and (is_product_matrix(param) or (param.is_stack and param.is_matrix))
 
 
 def check_products(device: Device, mesh: Mesh, plan: Plan, blocks: Sequence[BlockSpec]) -> None:
@@ -75,12 +82,6 @@ def check_products(device: Device, mesh: Mesh, plan: Plan, blocks: Sequence[Bloc
             f"{asked} with tensor_chunks = {plan.tensor_chunks!r}: each part of a product would have another scale; "
             "leave one of them out"
         )
-    for block in blocks:
-        if block.has_stacks:
-            raise PlanError(
-                f"{asked}: {block.name} is a mixture of experts, whose products stay in {plan.compute}; leave products "
-                "out"
-            )
     _check_matrices(asked, mesh, blocks)
 
 
@@ -97,8 +98,8 @@ def _check_matrices(asked: str, mesh: Mesh, blocks: Sequence[BlockSpec]) -> None
                     f"{asked}: {name} is frozen, as under adapters, and only products with matrices that train take 8 "
                     "bits; leave products out"
                 )
-            if any(size % MULTIPLE for size in param.shape):
-                here = f"{' x '.join(map(str, param.shape))}{' on a rank' if param.cuts else ''}"
+            if any(size % MULTIPLE for size in param.part_shape):
+                here = f"{' x '.join(map(str, param.part_shape))}{' on a rank' if param.cuts else ''}"
                 raise PlanError(
                     f"{asked}: {name} is {here}, and dims must be multiples of {MULTIPLE}: leave products out, or "
                     "change the model's sizes or the tensor axis"

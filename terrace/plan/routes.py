@@ -32,11 +32,16 @@ if TYPE_CHECKING:
 OUTER_FIGURES = ("tokens", "loss", "change", "meanwhile", "mean")
 
 
-def gather_hops(layout: "Layout", plan: Plan, message: MessageClass, numel: int, outer: int, inner: int) -> list[Hop]:
-    """The hops of a gather of `numel` padded elements from tier `outer` to tier `inner`, in order."""
+def gather_hops(
+    layout: "Layout", plan: Plan, message: MessageClass, numel: int, outer: int, inner: int, *, coded: bool = False
+) -> list[Hop]:
+    """The hops of a gather of `numel` padded elements from tier `outer` to tier `inner`, in order.
+
+    `coded`: of matrices that are held as codes.
+    """
     hops: list[Hop] = []
     for tier in range(outer, inner, -1):
-        degree, wire = layout.degrees[tier], plan.wire_format(message, layout.tiers[tier])
+        degree, wire = layout.degrees[tier], plan.wire_format(message, layout.tiers[tier], coded=coded)
         if degree == 1 or not numel:
             continue
         # Same block format as the tier outside: forward its coded pieces instead of rounding again.
@@ -58,11 +63,12 @@ def reduce_hops(layout: "Layout", plan: Plan, message: MessageClass, numel: int,
 
 
 def block_hops(
-    layout: "Layout", plan: Plan, message: MessageClass, numel: int, source: int | None = None
+    layout: "Layout", plan: Plan, message: MessageClass, numel: int, source: int | None = None, num_scales: int = 0
 ) -> tuple[list[Hop], list[Hop]]:
     """(Hops of the reduction, hops of the gather) of one message of a block of `numel` padded elements.
 
-    `source` is the tier that a gather of parameters starts from, where it is not the one the plan names.
+    `source` is the tier that a gather of parameters starts from, where it is not the one the plan names. `num_scales`
+    are the matrices of a buffer that is held as codes: a refresh finds their largest magnitudes first.
     """
     route = ROUTES[message]
     reduction, gathering = [], []
@@ -77,8 +83,16 @@ def block_hops(
             outer = summed
         if route.carries == "all":  # the primary copy, unless the instruction reads the secondary one
             outer = layout.params if source is None else source
-        gathering = gather_hops(layout, plan, message, numel, outer, inner)
+        gathering = gather_hops(layout, plan, message, numel, outer, inner, coded=num_scales > 0)
+    if num_scales and message is MessageClass.REFRESH:
+        reduction = scale_hops(layout, num_scales)
     return reduction, gathering
+
+
+def scale_hops(layout: "Layout", num_scales: int) -> list[Hop]:
+    """The hops of the largest magnitudes of matrices, fp32, among the ranks that hold parts of them as masters."""
+    tiers = range(layout.optimizer + 1)
+    return [Hop(tier, layout.degrees[tier], FORMATS["fp32"], num_scales) for tier in tiers if layout.degrees[tier] > 1]
 
 
 def reduced_to(layout: "Layout", plan: Plan, message: MessageClass) -> int:

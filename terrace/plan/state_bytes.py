@@ -20,11 +20,13 @@ from terrace.plan.wire import FORMATS, MessageClass
 CATEGORIES = ("params", "secondary", "gathered", "grads", "grads_full", "optimizer", "outer", "feedback", "buffers")
 
 
-def keeps_master(plan: Plan, layout: Layout) -> bool:
+def keeps_master(plan: Plan, layout: Layout, *, coded: bool = False) -> bool:
     """Whether the master parameters are a copy apart from the working parameters.
 
-    They can be one memory when dtypes agree and no refresh message rounds the working copy.
+    They can be one memory when dtypes agree and no refresh message rounds the working copy. `coded`: this is codes.
     """
+    if coded:
+        return True
     # Only tiers that a refresh crosses can round it.
     refresh = [plan.wire_format(MessageClass.REFRESH, layout.tiers[i]) for i in _crossed(layout)]
     # A rounded working copy cannot serve as the master: its error would feed the next update.
@@ -52,17 +54,18 @@ def blocks_bytes(plan: Plan, flats: Sequence[Sequence[FlatParamSpec]]) -> list[d
 
 
 def _steady(plan: Plan, flat: FlatParamSpec) -> dict[str, int]:
-    compute, summed = FORMATS[plan.compute].element_bytes, FORMATS[plan.sums].element_bytes
+    summed = FORMATS[plan.sums].element_bytes
     layout, padded, whole = flat.layout, flat.padded, flat.num_orthogonal
-    found = {"params": padded // layout.span(layout.params) * FORMATS[flat.dtype(plan)].element_bytes}
+    held = flat.element_bytes(plan)
+    found = {"params": padded // layout.span(layout.params) * held}
     if layout.has_secondary:
-        found["secondary"] = padded // layout.span(layout.params_backward) * compute
+        found["secondary"] = padded // layout.span(layout.params_backward) * held
     if flat.trainable:
         # Not in the compute dtype, since many micro-batches are summed.
         found["grads"] = padded // layout.span(layout.grads) * summed
         owned = padded // layout.span(layout.optimizer)
         # The master copy where it is apart, and moments.
-        kept = owned if keeps_master(plan, layout) else 0
+        kept = owned if keeps_master(plan, layout, coded=flat.is_coded) else 0
         found["optimizer"] = kept * FORMATS[plan.master].element_bytes
         found["optimizer"] += moment_bytes(plan, moments(plan.update, owned, padded - whole))
         found["outer"] = owned * summed * plan.outer.num_slices if plan.outer is not None else 0

@@ -10,7 +10,8 @@ a reduce-scatter followed by a gather. Per block, with P trainable padded elemen
                               tiers optimizer+1 .. island  once a step (all-reduce)
     outer                     tiers island+1 .. last       once an exchange (all-reduce of a rank's part), and
                               tiers optimizer+1 .. island  once an exchange (gather); and numbers over all tiers
-    refresh                   tiers optimizer .. params+1  once a step
+    refresh                   tiers optimizer .. params+1  once a step; of matrices that are held as codes, a number
+                                                           each before over tiers 0 .. optimizer (a gather on each)
     orthogonalise             tiers optimizer .. 0         once a step, of layers under Muon
     pipeline, p._backward     between stages               once a micro-batch (terrace.plan.edges)
     tie                       between stages               once a step
@@ -64,7 +65,7 @@ def step_bytes(
     total: Bytes = defaultdict(int)
 
     def add(message: MessageClass, flat: FlatParamSpec, times: int = 1, source: int | None = None) -> None:
-        for hop in chain(*block_hops(flat.layout, plan, message, flat.padded, source)):
+        for hop in chain(*block_hops(flat.layout, plan, message, flat.padded, source, flat.num_scales)):
             total[message, layout.tiers[hop.tier]] += times * hop.sent_bytes
 
     own, held = (range(len(blocks)),) * 2 if stage is None else (stage.own, stage.held)
@@ -135,7 +136,7 @@ def block_bytes(
     flats, total = block_flats(cluster, plan, blocks), Counter[tuple[MessageClass, str]]()
     for flat in chain(*(flats[index] for index in held)):
         for message in filter(flat.travels_in, messages):
-            for hop in chain(*block_hops(flat.layout, plan, message, flat.padded)):
+            for hop in chain(*block_hops(flat.layout, plan, message, flat.padded, num_scales=flat.num_scales)):
                 total[message, flat.layout.tiers[hop.tier]] += hop.sent_bytes
     return dict(total)
 

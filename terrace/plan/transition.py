@@ -12,6 +12,7 @@ from typing import Literal
 
 from terrace.base.alike import first_equal
 from terrace.base.boxes import numel
+from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.dealing import Replica, deal, kept_elements, needs_of
@@ -68,8 +69,13 @@ class Transition:
 
         `blocks` are whole, `flats` their flat buffers in training, `held` the blocks of each stage, `source` the copies
         that are sent (terrace.plan.holdings). `cluster` and `plan` are those of training. Raises `PlanError` for rows
-        that cannot cut the blocks, or do not divide the ranks.
+        that cannot cut the blocks, or do not divide the ranks, and for matrices that are held as codes.
         """
+        if plan.shares_scales:
+            raise PlanError(
+                f"products = {plan.products!r} with wire.gather in 'fp8': matrices are held as codes, and generation "
+                "takes parameters in the compute dtype; leave the format out, or write 'fp8:128'"
+            )
         mesh = Mesh.of(cluster, plan)
         around, target = (cluster, cluster) if apart is None else (apart.cluster, apart.target)
         before = 0 if apart is None else apart.source

@@ -4,7 +4,8 @@ A message class names the purpose of a message; a wire format says how its eleme
 The table `wire.<class>.<tier> = "<format>"` of a plan combines them. A format is written
 
     fp64 | fp32 | bf16                       a dtype: every element as it is, or rounded
-    fp8 | int8 | int4 [:BLOCK] [+feedback]   codes of 8, 8 or 4 bits; BLOCK elements share one scale
+    fp8 | int8 | int4 [:BLOCK] [+feedback]   codes of 8, 8 or 4 bits; BLOCK elements share one scale; fp8 alone may
+                                             also be the codes of products (terrace.plan.products)
     topk [:N] [+feedback]                    one of N elements, the largest, of every block of 4096, in 4 bits
 
 A message of a block format holds, for n elements in blocks of B, a bf16 scale per block, then the codes of all
@@ -68,7 +69,8 @@ BETWEEN_STAGES = (MessageClass.PIPELINE, MessageClass.PIPELINE_BACKWARD)
 FED_BACK = (*GRADIENTS, MessageClass.OUTER, MessageClass.PIPELINE_BACKWARD)  # whose rounding errors may be fed back
 CHANGES = (*GRADIENTS, MessageClass.OUTER)  # of parameters
 # Of parameters and gradients: they travel in `plan.messages`, if it is given.
-OF_STATES = (MessageClass.GATHER, MessageClass.GATHER_BACKWARD, MessageClass.REFRESH, *CHANGES)
+OF_PARAMETERS = (MessageClass.GATHER, MessageClass.GATHER_BACKWARD, MessageClass.REFRESH)
+OF_STATES = (*OF_PARAMETERS, *CHANGES)
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,8 @@ FORMATS = {
         WireFormat("topk", "topk", 4, 2, block=SPARSE_BLOCK, kept_of=32),
     )
 }
+# Of matrices that are held as the codes of their products (terrace.plan.products), which travel as they are.
+CODES = WireFormat("fp8", "e4m3", 8, 3)
 COUNT_FORMAT = WireFormat("int64", "int64", 64, 63)  # of numbers that are never rounded: no plan names it
 
 

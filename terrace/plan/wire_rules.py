@@ -11,8 +11,10 @@ from terrace.plan.routes import all_reduced_tiers, crossed_tiers
 from terrace.plan.wire import (
     BETWEEN_STAGES,
     CHANGES,
+    CODES,
     FED_BACK,
     FORMATS,
+    OF_PARAMETERS,
     PLACEABLE,
     ROUTES,
     TO_EXPERTS,
@@ -39,6 +41,22 @@ def check_wire(plan: Plan, layout: Layout) -> None:
             _check_crosses(plan, layout, MessageClass(message), tier)
     for sums in CHANGES:
         _check_sparse_sums(plan, layout, sums)
+    if plan.shares_scales:
+        _check_codes(plan)
+
+
+def _check_codes(plan: Plan) -> None:
+    # One working copy serves every refresh and gather.
+    for message in OF_PARAMETERS:
+        for tier, name in plan.wire.get(message.value, {}).items():
+            if name != CODES.name:
+                shared = next(tier for tier, each in plan.wire["gather"].items() if each == CODES.name)
+                raise PlanError(
+                    f"wire.{message.value}.{tier} = {name!r} with wire.gather.{shared} = 'fp8' and products = "
+                    f"{plan.products!r}: matrices are held as the codes of their products, which travel as they are "
+                    "over all tiers; write 'fp8' or leave it out, or write 'fp8:128' for the gather to code blocks of "
+                    "their own"
+                )
 
 
 def check_format(plan: Plan, message: MessageClass, tier: str, name: str) -> None:

@@ -15,7 +15,7 @@ from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec, Computes, ParamSpec
 from terrace.plan.edges import edge_coding_bytes
 from terrace.plan.hops import Hop
-from terrace.plan.layout import Layout
+from terrace.plan.layout import Layout, state_layout
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.recompute import WHOLE, operations_in
@@ -41,7 +41,6 @@ from terrace.simulate.footprint import (
 from terrace.simulate.layers import BlockSeconds, at_once, optimizer_s, seconds_of
 from terrace.simulate.links import coding_s, send_s, tier_penalty
 from terrace.simulate.masks import has_flash_attention, work_in
-from terrace.simulate.states import state_layout
 from terrace.simulate.trained import trained_part
 from terrace.simulate.work import Work
 

@@ -265,7 +265,8 @@ class Evaluator:
         if mixes and mesh.total("tensor") > 1 and not takes_unit(candidate.schedule):
             return self._stage_program(part, candidate, micros)
         plan = self.plan(candidate)
-        plan = replace(plan, mapping={}, tensor_chunks=1, wire=_data_wire(plan), schedule=None)
+        # Its blocks have no matrices, whose products are in the seconds of blocks.
+        plan = replace(plan, mapping={}, tensor_chunks=1, wire=_data_wire(plan), schedule=None, products=None)
         if not mixes:
             plan = replace(plan, experts={}, expert_chunks={})
         if takes_unit(candidate.schedule):
@@ -289,7 +290,6 @@ class Evaluator:
         mesh = candidate.mesh
         chunks = self.estimator.chunk_params(part, mesh)
         blocks = [BlockSpec(name=f"chunk {index}", params=params) for index, params in enumerate(chunks)]
-        plan = replace(plan, products=None)  # of blocks without matrices
         program = build(data_cluster(self.task.cluster, mesh.state), plan, blocks, micros)
         # Recomputation is counted in the seconds of the backwards; the program's own plan has none.
         accumulate, again = self.estimator.accumulates(mesh, candidate.micro_batch), candidate.recompute

@@ -16,22 +16,16 @@ def mfu(task: Task, estimate: Cost, *, full: bool = False) -> float:
     Attention counts the pairs that a causal mask leaves, as in a run (terrace.train.utilisation); with `full` its full
     square, as published tables count it (Korthikanti et al. 2205.05198, section 6).
     """
-    masked = 0 if full else _masked_flops(task)
-    return 3 * (_forward_flops(task, task.blocks) - masked) / _possible_flops(task, estimate)
+    return 3 * _forward_flops(task, task.blocks, full=full) / _possible_flops(task, estimate)
 
 
-def hfu(task: Task, estimate: Estimate) -> float:
-    """Hardware FLOPs utilisation: with the full square of attention, as in a kernel that skips nothing, and recomputed
-    forwards, or their attention where that alone is.
-    """
-    # Hardware FLOPs count the recomputed forward; `mfu` does not, so recomputation lowers it.
+def hfu(task: Task, estimate: Estimate, *, full: bool = False) -> float:
+    """Hardware FLOPs utilisation: as `mfu`, and recomputed forwards, or their attention where that alone is."""
     entries = task.recomputed(estimate.candidate.recompute, estimate.candidate.first)
-    parts = recomputed_parts(entries, task.blocks)
-    width = task.model.num_heads * task.model.head_dim
-    num_cores = sum("attention" in each for each in parts)
-    rerun = 4 * task.batch * task.sequence**2 * width * num_cores
-    rerun += _forward_flops(task, [block for block, each in zip(task.blocks, parts, strict=True) if each == WHOLE])
-    return (3 * _forward_flops(task, task.blocks) + rerun) / _possible_flops(task, estimate)
+    parts = list(zip(task.blocks, recomputed_parts(entries, task.blocks), strict=True))
+    rerun = _forward_flops(task, [block for block, again in parts if again == WHOLE], full=full)
+    rerun += sum(_attention_flops(task, block, full=full) for block, again in parts if "attention" in again)
+    return mfu(task, estimate, full=full) + rerun / _possible_flops(task, estimate)
 
 
 def tokens_per_s(task: Task, estimate: Cost) -> float:
@@ -39,21 +33,20 @@ def tokens_per_s(task: Task, estimate: Cost) -> float:
     return task.batch * task.sequence / estimate.step_s
 
 
-def _forward_flops(task: Task, blocks: Sequence[BlockSpec]) -> int:
-    return sum(block.forward_flops(task.batch, task.sequence) for block in blocks)
+def _forward_flops(task: Task, blocks: Sequence[BlockSpec], *, full: bool) -> int:
+    square = sum(block.forward_flops(task.batch, task.sequence) for block in blocks)
+    if full:
+        return square
+    masked = (_attention_flops(task, each, full=True) - _attention_flops(task, each, full=False) for each in blocks)
+    return square - sum(masked)
 
 
-def _masked_flops(task: Task) -> int:
-    """FLOPs of a forward's attention that the causal mask, or a window, makes needless."""
-    return sum(
-        4
-        * task.batch
-        * block.config.num_heads
-        * block.config.head_dim
-        * (task.sequence**2 - causal_pairs(task.sequence, block.config.sliding_window))
-        for block in task.blocks
-        if isinstance(block, DecoderBlock) and block.attends
-    )
+def _attention_flops(task: Task, block: BlockSpec, *, full: bool) -> int:
+    """FLOPs of a block's attention forward, over the pairs that the causal mask or a window leaves, or over all."""
+    if not (isinstance(block, DecoderBlock) and block.attends):
+        return 0
+    pairs = task.sequence**2 if full else causal_pairs(task.sequence, block.config.sliding_window)
+    return 4 * task.batch * block.config.num_heads * block.config.head_dim * pairs
 
 
 def _possible_flops(task: Task, estimate: Cost) -> float:

@@ -1,10 +1,10 @@
 """Wire formats that a user allows, and the search that uses them where they make the predicted step shorter.
 
 A search prices the formats of its task and chooses none, since rounding changes the training itself. With formats
-allowed (`--allow`) there are two searches: without any of them, and with the narrowest of each message class and tier
-that shortens a message (`shortens`). Where the second finds the faster plan, each class and tier of that plan then
-takes the widest format with which the step is no longer (`_widened`). Formats of exchanges between islands are chosen
-with their cycle (terrace.planner.loops).
+allowed (`--allow`, or `--allow-rounding` for all classes) there are two searches: without any of them, and with the
+narrowest of each message class and tier that shortens a message (`shortens`). Where the second finds the faster plan,
+each class and tier of that plan then takes the widest format with which the step is no longer (`_widened`). Formats of
+exchanges between islands are chosen with their cycle (terrace.planner.loops).
 """
 
 import math
@@ -27,6 +27,7 @@ from terrace.planner.ranking import TIE, Estimate, ranked
 from terrace.planner.search import Found, find
 from terrace.planner.space import Space
 from terrace.planner.task import Candidate, Task, Wire
+from terrace.planner.ties import FINALISTS
 from terrace.simulate.links import coding_s, rate_bytes_per_s
 
 _NUMEL = 1 << 20  # of a large message: a format that does not shorten it shortens none
@@ -82,6 +83,29 @@ def parse_allowed(texts: Iterable[str], task: Task, *, islands: bool) -> Allowed
                 "shortens messages, or set it in the plan's table wire"
             )
     return {place: _choice(task, plan, MessageClass(place[0]), place[1], each) for place, each in asked.items()}
+
+
+def of_every_class(text: str, task: Task, *, islands: bool) -> list[str]:
+    """A format of `--allow-rounding` as texts for `parse_allowed`: of each message class that it can shorten.
+
+    Raises `PlanError` for a format that does not exist, and for one that shortens no message.
+    """
+    try:
+        parse_format(text)
+    except PlanError as error:
+        raise PlanError(f"--allow-rounding {text}: {error}") from error
+    found = list[str]()
+    for message in PLACEABLE:
+        each = f"{message.value}={text}"
+        try:
+            parse_allowed([each], task, islands=islands)
+        except PlanError:  # by the rules of one class: a sparse format is for gradients, a class may be as narrow
+            continue
+        found.append(each)
+    if not found:
+        why = "there are no messages" if task.cluster.world_size == 1 else "messages are as narrow without it"
+        raise PlanError(f"--allow-rounding {text} has no effect: {why}; leave it out, or give one such as int8")
+    return found
 
 
 def _choice(task: Task, plan: Plan, message: MessageClass, tier: str, asked: Sequence[WireFormat]) -> Choice:
@@ -168,17 +192,21 @@ def find_allowed(space: Space, allowed: Allowed, count: int, limit: int) -> Sear
 
 
 def _settled(task: Task, allowed: Allowed, wire: Wire, candidates: Sequence[Candidate]) -> tuple[Wire, list[Estimate]]:
-    """The widest formats of the best of some candidates, which fit with `wire`, and their estimates, that one first."""
-    first, best = candidates[0], list[Estimate]()
+    """The widest formats of the best of some candidates, which fit with `wire`, and their estimates, that one first.
+
+    It is one of the finalists, so that it is the same however many candidates are asked for.
+    """
+    first, best, further = candidates[0], list[Estimate](), candidates[FINALISTS:]
     for _ in range(_ROUNDS):
         wire = _widened(task, allowed, wire, first)
         evaluator = _evaluator(replace(task, wire=wire))
-        best = ranked(filter(None, (_priced(evaluator, each) for each in candidates)))
+        best = ranked(filter(None, (_priced(evaluator, each) for each in candidates[:FINALISTS])))
         # With wider formats another of the candidates may come first: then it is the one to widen for.
         if best[0].candidate == first:
             break
         first = best[0].candidate
-    return wire, best
+    evaluator = _evaluator(replace(task, wire=wire))
+    return wire, [*best, *ranked(filter(None, (_priced(evaluator, each) for each in further)))]
 
 
 def _widened(task: Task, allowed: Allowed, wire: Wire, candidate: Candidate) -> Wire:

@@ -1,4 +1,7 @@
-"""The fastest plan for each headroom: memory of a device that stays free (terrace.cluster.headroom)."""
+"""The fastest plan for each headroom: memory of a device that stays free (terrace.cluster.headroom).
+
+Ties are settled as those of the search are (terrace.planner.ties).
+"""
 
 from collections.abc import Sequence
 
@@ -7,9 +10,9 @@ from terrace.planner.evaluate import Evaluator
 from terrace.planner.ranking import Estimate
 from terrace.planner.search import find
 from terrace.planner.space import Space
+from terrace.planner.ties import FINALISTS, settle
 from terrace.planner.verdicts import Headroom
 
-_FINALISTS = 2  # played as programs: their order may differ from the search's, and more would double the time
 WIDER = ("10%", "20%", "40%")
 
 
@@ -19,7 +22,7 @@ def headrooms(
     """The fastest plans for the device's own headroom, of which `best` is, and for each of `wider` that is larger.
 
     `wider` ascends; arguments as for `find`. A plan that leaves more free than is asked for serves until too little is
-    left.
+    left: it still ties with the fastest, since no plan that leaves more free is faster.
     """
     device = space.task.cluster.device
     memory_bytes = device.memory_bytes
@@ -30,9 +33,10 @@ def headrooms(
             continue
         last = found[-1]
         if last.best is not None and last.best.needed_bytes > most:
-            searched, _ = find(space, _FINALISTS, limit, evaluator, most)
+            searched, _ = find(space, FINALISTS, limit, evaluator, most)
             # Memory may grow a little with the split of blocks that is played.
             fitting = [each for each in searched.best if each.needed_bytes <= most]
-            last = Headroom(headroom=headroom, best=fitting[0] if fitting else None, proved=searched.proved)
+            chosen = settle(space.task, fitting).best[0] if fitting else None
+            last = Headroom(headroom=headroom, best=chosen, proved=searched.proved)
         found.append(Headroom(headroom=headroom, best=last.best, proved=last.proved))
     return found

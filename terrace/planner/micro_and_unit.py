@@ -18,7 +18,7 @@ from terrace.planner.ranking import TIE
 from terrace.program.schedules.registry import takes_unit
 from terrace.program.stages import plan_schedule
 from terrace.simulate.advice import Job, fullest_stage
-from terrace.simulate.step import Step, predict_step, resolved
+from terrace.simulate.step import Step, check_stages, predict_step, resolved
 from terrace.simulate.work import Work
 
 _MOST = 4096  # sequences in a micro-batch, and micro-batches in a unit, that are tried
@@ -29,8 +29,9 @@ def with_best_numbers(step: Step, free: Collection[str], *, multiple_of: int = 1
     """The step with the numbers in `free` chosen, "micro_batch" and "unit" or one of them.
 
     A micro-batch that is chosen is a multiple of `multiple_of`, which divides the share of a data rank. The step as it
-    was where no choice fits or can run.
+    was where no choice fits or can run. Raises `PlanError` for `stages` that cannot run with any choice.
     """
+    check_stages(step)
     work, share = step.work, step.num_micros * step.plan.micro_batch
     assert isinstance(work, Work), "FLOPs of one micro-batch say nothing of another"
     # A unit that is given has its micro-batches, unless the share is smaller.

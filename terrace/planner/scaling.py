@@ -4,20 +4,27 @@ Strong scaling keeps the global batch, weak scaling the sequences per device. A 
 batch does not divide, memory is short) has a reason instead of an estimate.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from terrace.base.errors import TerraceError
+from terrace.base.errors import PlanError, TerraceError
+from terrace.base.words import counted
 from terrace.plan.plan import Plan
+from terrace.plan.presets import preset
 from terrace.planner.evaluate import step_of
+from terrace.planner.explain import placement_of
+from terrace.planner.pins import Pins
 from terrace.planner.ranking import Cost
-from terrace.planner.task import Task
+from terrace.planner.search import find
+from terrace.planner.space import Space
+from terrace.planner.task import Candidate, Task, plan_of
 from terrace.planner.verdicts import Point, lack
 from terrace.simulate.advice import Job, fullest_stage
 from terrace.simulate.step import predict_step
 
 Scaling = Literal["strong", "weak"]
+PlanOf = Callable[[Task], Plan]  # raises the `TerraceError` of a task without one
 
 
 def sizes_up_to(largest: int) -> list[int]:
@@ -25,8 +32,13 @@ def sizes_up_to(largest: int) -> list[int]:
     return sorted({*(1 << power for power in range(largest.bit_length())), largest})
 
 
-def curve(task: Task, plan: Plan, sizes: Sequence[int], scaling: Scaling, devices: int | None = None) -> list[Point]:
-    """A point for each size of the outermost tier; the batch of `task` is that of `devices`, by default its own."""
+def curve(
+    task: Task, plan: Plan | PlanOf, sizes: Sequence[int], scaling: Scaling, devices: int | None = None
+) -> list[Point]:
+    """A point for each size of the outermost tier; the batch of `task` is that of `devices`, by default its own.
+
+    `plan` is of all sizes, or a function that gives the plan for the task of a size.
+    """
     return [_point(task, plan, size, scaling, devices or task.cluster.world_size) for size in sizes]
 
 
@@ -43,7 +55,23 @@ def evaluate_plan(task: Task, plan: Plan) -> Cost:
     )
 
 
-def _point(task: Task, plan: Plan, size: int, scaling: Scaling, devices: int) -> Point:
+def preset_plan(name: str, task: Task) -> tuple[Plan, Candidate]:
+    """A preset with the micro-batch, unit and recomputation that are fastest for a task; raises `PlanError` if it
+    cannot run there.
+    """
+    base = preset(name, task.cluster)
+    own = replace(task, wire=base.wire)  # formats are part of a preset
+    found, _ = find(Space(task=own, axes=("data",), pins=Pins(), placements=(placement_of(own, base),)), count=1)
+    if found.best:
+        candidate = found.best[0].candidate
+        return plan_of(own, candidate, name=name), candidate
+    ranks = counted(task.cluster.world_size, "rank")
+    raise PlanError(
+        lack(own, found.nearest) if found.nearest else f"a batch of {task.batch} does not divide over the {ranks}"
+    )
+
+
+def _point(task: Task, plan: Plan | PlanOf, size: int, scaling: Scaling, devices: int) -> Point:
     cluster = task.cluster.resized(size)
     share, rest = divmod(task.batch * cluster.world_size, devices)
     # Weak scaling keeps sequences per device, which may not be a whole number of sequences at this size.
@@ -56,9 +84,10 @@ def _point(task: Task, plan: Plan, size: int, scaling: Scaling, devices: int) ->
     except TerraceError as error:  # a batch beyond those that are searched
         return Point(num_outermost=size, task=replace(task, cluster=cluster), reason=str(error))
     try:
-        estimate = evaluate_plan(there, plan)
+        known = plan if isinstance(plan, Plan) else plan(there)
+        estimate = evaluate_plan(there, known)
     except TerraceError as error:
         return Point(num_outermost=size, task=there, reason=str(error))
     if estimate.needed_bytes > cluster.device.usable_bytes:
         return Point(num_outermost=size, task=there, reason=lack(there, estimate))
-    return Point(num_outermost=size, task=there, estimate=estimate)
+    return Point(num_outermost=size, task=there, estimate=estimate, plan=known)

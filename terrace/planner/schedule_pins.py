@@ -1,6 +1,7 @@
 """The schedules that the pins of a space leave, and pins that leave none, told before the search."""
 
 from terrace.base.errors import PlanError
+from terrace.base.words import counted
 from terrace.planner.pins import MOST
 from terrace.planner.space import Space
 from terrace.planner.stages import ONLY_PINNED, SERIAL, traits
@@ -28,6 +29,28 @@ def check_schedule(space: Space) -> None:
         owner = "schedules have" if name is None else f"schedule {name} has"
         span = f"chunks={low}" if low == high else f"chunks<={high}" if low == -MOST else f"chunks>={low}"
         raise PlanError(f"pin {span}: {owner} {', '.join(map(str, allowed))} chunks a stage; pin one of these numbers")
+    _check_virtual(space, words, max(fewest, 2), [each for each in allowed if pins.allows("chunks", each)])
+
+
+def _check_virtual(space: Space, words: str, num_stages: int, allowed: list[int]) -> None:
+    """Raise `PlanError` if even the fewest stages and chunks are more virtual stages than the model has blocks.
+
+    `words` name the pin of the schedule or its chunks, of which `allowed` are left.
+    """
+    task, most = space.task, space.task.most_stages
+    virtual = num_stages * allowed[0]
+    # Stages alone that are too many are the fault of their own pin.
+    if virtual <= most or num_stages > most:
+        return
+    low, high = space.pins.ranges.get("pipeline", (2, MOST))
+    beside = f" and pipeline{'=' if low == high else '>='}{num_stages}" if "pipeline" in space.pins.ranges else ""
+    ends = ", embedding and head" if most > len(task.inner) else ""
+    fixes = [f"chunks to at most {most // num_stages}"] if "chunks" in space.pins.ranges else []
+    fixes += [f"pipeline to at most {most // allowed[0]}"] if beside and most >= 2 * allowed[0] else []
+    raise PlanError(
+        f"{words}{beside}: {num_stages} stages x {counted(allowed[0], 'chunk')} are {virtual} virtual stages, and each "
+        f"needs one of the {len(task.inner)} layers{ends}; {'pin ' + ', or '.join(fixes) if fixes else 'drop the pin'}"
+    )
 
 
 def schedules(space: Space, num_stages: int) -> list[tuple[str, int]]:

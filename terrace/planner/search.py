@@ -55,7 +55,8 @@ from terrace.planner.space import (
 )
 from terrace.planner.spans import Span
 from terrace.planner.stages import has_halves
-from terrace.planner.task import Candidate, Placement
+from terrace.planner.task import Candidate, Placement, check_searched
+from terrace.planner.ties import FINALISTS
 from terrace.program.schedules.registry import takes_unit
 
 
@@ -378,12 +379,15 @@ def find(
 ) -> tuple[Found, Evaluator]:
     """Search a space; also returns the evaluator, for further questions. The memory is that of its cluster's device.
 
-    `Search` ranks by the orders of schedules; the best are then simulated as programs and sorted again.
+    `Search` ranks by the orders of schedules; the best are then simulated as programs and sorted again, finalists apart
+    from further ones, so that these are the same plans for every `count`.
     """
+    check_searched(space.task)
     evaluator = evaluator or Evaluator(Bounds(Estimator(space.task)))
     with no_collection():
         search = Search(space, evaluator, capacity_bytes or space.task.cluster.device.usable_bytes)
         found = search.run(count, limit, patience)
         # The programs may order nearly equal plans differently, so they are sorted again.
-        best = ranked(evaluator.played(each.candidate) for each in found.best)
+        played = [evaluator.played(each.candidate) for each in found.best]
+        best = ranked(played[:FINALISTS]) + ranked(played[FINALISTS:])
     return replace(found, best=tuple(best)), evaluator

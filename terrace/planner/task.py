@@ -17,7 +17,7 @@ from terrace.plan.dims import declared_hidden_size
 from terrace.plan.kinds import Kinds
 from terrace.plan.mesh import Mesh
 from terrace.plan.outer import Outer
-from terrace.plan.plan import FUSED, Plan, precision_of, sums_of
+from terrace.plan.plan import FUSED, Plan, precision_of, shares_scales, sums_of
 from terrace.plan.recompute import WHOLE
 from terrace.plan.residency import residual_patterns
 from terrace.plan.wire import MessageClass
@@ -232,6 +232,16 @@ class Candidate(NamedTuple):
     placement: Placement
     mesh: Mesh
     first: int = 0  # layers that `recompute` names, if it treats the first apart
+
+
+def check_searched(task: Task) -> None:
+    """Raise `PlanError` for matrices that are held as codes, which bounds and orders of a search do not price."""
+    if shares_scales(task.products, task.wire):
+        raise PlanError(
+            f"products = {task.products!r} with wire.gather in 'fp8': plans that hold matrices as the codes of their "
+            "products are not searched; leave the format out, or write 'fp8:128', and compare the plan found by "
+            "terrace simulate"
+        )
 
 
 def num_micros(task: Task, candidate: Candidate) -> int:

@@ -9,7 +9,8 @@ within it of the fastest tie. Among them comes first:
 2. of those, the plan with the fewest axes, then the fewest keys that no preset has;
 3. of those, the faster.
 
-Plans beyond the tie keep their order. A plan that is slower by more than `tie_share` never comes before the fastest.
+The rule looks at the `FINALISTS` best of a search and at no other, so however many plans are shown, the first is the
+same. Further plans keep their order. A plan that is slower by more than `tie_share` never comes before the fastest.
 """
 
 from collections.abc import Sequence
@@ -23,17 +24,22 @@ from terrace.simulate.bands import tie_share
 from terrace.simulate.links import rate_bytes_per_s
 
 AS_FEW = 0.05
-FINALISTS = 5  # of a search whose ties are settled, where the user names no number
+FINALISTS = 5  # best plans of a search among which ties are settled; a search that chooses a plan has at least as many
 # What a plan chooses, but for its axes, and for numbers that every plan has.
 _KEYS = ("params", "grads", "optimizer", "params_backward", "experts", "recompute", "unit", "schedule")
 
 
 class Ties(NamedTuple):
-    """Estimates, the `num_tied` that tie with the fastest first, in the order of the rule."""
+    """Estimates, the `num_tied` that tie with the fastest first; the finalists among these in the order of the rule."""
 
     best: tuple[Estimate, ...]
     num_tied: int
     tier: str | None  # the slowest; None where nothing is sent
+
+    @property
+    def may_be_more(self) -> bool:
+        """Whether plans beyond these may tie, too."""
+        return self.num_tied == len(self.best) >= FINALISTS
 
     @property
     def fastest(self) -> int:
@@ -42,17 +48,22 @@ class Ties(NamedTuple):
 
 
 def settle(task: Task, estimates: Sequence[Estimate]) -> Ties:
-    """Settle the ties of the finalists of a task, of which there is at least one."""
-    tier, end_s = slowest_tier(task), (1 + tie_share()) * min(each.step_s for each in estimates)
-    tied = [each for each in estimates if each.step_s <= end_s]
+    """Settle the ties of the best plans of a task in the order of their search, of which there is at least one."""
+    finalists, further = estimates[:FINALISTS], estimates[FINALISTS:]
+    tier, end_s = slowest_tier(task), (1 + tie_share()) * min(each.step_s for each in finalists)
+    tied, slower = _divided(finalists, end_s)
     fewest = min(crossing_bytes(each, tier) for each in tied)
 
     def place(each: Estimate) -> tuple[float, int, int, float]:
         sent = crossing_bytes(each, tier)
         return (0 if sent <= (1 + AS_FEW) * fewest else sent, *_complexity(task, each), each.step_s)
 
-    others = [each for each in estimates if each not in tied]
-    return Ties(best=(*sorted(tied, key=place), *others), num_tied=len(tied), tier=tier)
+    more, others = _divided(further, end_s)
+    return Ties(best=(*sorted(tied, key=place), *more, *slower, *others), num_tied=len(tied) + len(more), tier=tier)
+
+
+def _divided(estimates: Sequence[Estimate], end_s: float) -> tuple[list[Estimate], list[Estimate]]:
+    return [each for each in estimates if each.step_s <= end_s], [each for each in estimates if each.step_s > end_s]
 
 
 def slowest_tier(task: Task) -> str | None:

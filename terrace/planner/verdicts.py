@@ -1,10 +1,10 @@
 """Outcomes of a search as values: verdicts on plans and changes, points of a scaling curve, plans with memory left."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from terrace.base.errors import PlanError
-from terrace.cluster.cluster import Cluster
+from terrace.cluster.cluster import Cluster, Device
 from terrace.model.spec import BlockSpec
 from terrace.plan.plan import Plan
 from terrace.plan.validate import validate
@@ -24,10 +24,15 @@ class Verdict:
 
 def lack(task: Task, estimate: Cost) -> str:
     """Missing memory of a plan and its largest categories, in words."""
-    device = task.cluster.device
-    largest = sorted(estimate.memory_bytes.items(), key=lambda item: -item[1])[:2]
+    return lack_words(task.cluster.device, estimate.memory_bytes)
+
+
+def lack_words(device: Device, memory_bytes: Mapping[str, int]) -> str:
+    """`lack` of a rank's memory by category."""
+    largest = sorted(memory_bytes.items(), key=lambda item: -item[1])[:2]
     most = ", ".join(f"{name} {size_words(size)}" for name, size in largest)
-    needed, missing = estimate.needed_bytes, estimate.needed_bytes - device.usable_bytes
+    needed = sum(memory_bytes.values())
+    missing = needed - device.usable_bytes
     return f"needs {size_words(needed)} of {device.room_words}, {size_words(missing)} too much; most are {most}"
 
 
@@ -38,11 +43,12 @@ def size_words(num_bytes: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One size of the cluster and its task; without an estimate, `reason` says why."""
+    """One size of the cluster with its task and plan; without an estimate, `reason` says why."""
 
     num_outermost: int
     task: Task
     estimate: Cost | None = None
+    plan: Plan | None = None
     reason: str = ""
 
     @property

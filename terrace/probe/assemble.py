@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from terrace.cluster.cluster import Cluster, Device, Kernels, Mark, Tier
 from terrace.cluster.width import share
 from terrace.probe.fit import (
+    AttentionSample,
     bus_share,
     fit_attention,
     fit_gemm,
@@ -17,12 +18,24 @@ from terrace.probe.fit import (
     fit_link,
     fit_memory,
     fit_optimizer,
+    fit_rows,
     overlap_penalty,
 )
 from terrace.probe.samples import Samples, TierSamples
 from terrace.simulate.links import wired
 
 _SOURCE = "terrace probe"
+_UNITS = {"gemm_half_depth": "elements", "attention_half_keys": "keys", "attention_half_keys_backward": "keys"}
+# How attention slows with small heads and short rows, and its rate by the kernel of documents.
+_OF_ATTENTION = (
+    "attention_half_head",
+    "attention_half_keys",
+    "attention_half_keys_backward",
+    "flash2",
+    "flash2_backward",
+)
+_LONG_TO_SHORT = 4  # rows that differ by as much at least tell a share from the keys that reach half of it
+_SAME_KERNEL = 0.05  # two measurements of one kernel differ by less: assumed
 _OPTIMIZER_BYTES = 44  # a parameter, as `terrace.simulate.layers` counts an Adam step
 
 
@@ -86,16 +99,15 @@ def _device(start: Device, samples: Samples) -> tuple[Device, list[Constant]]:
         kernels: Kernels = replace(device.kernels, **constants)  # type: ignore[arg-type]  # all of these are floats
         device = replace(device, kernels=kernels)
         for name, value in constants.items():
-            unit = "s" if name.endswith("_s") else "elements" if name == "gemm_half_depth" else ""
+            unit = "s" if name.endswith("_s") else _UNITS.get(name, "")
             rows.append(Constant(f"kernels.{name}", unit, getattr(before, name), value, mark, errors))
 
     on_cpu = samples.device == "cpu"
     tiles, num_cores = ((), 0) if on_cpu else (before.tiles, samples.num_cores)
-    # Codecs are not measured, so their constants stay, and so do those of a GPU's attention by head and row.
+    # Codecs are not measured, so their constants stay, and so do those of a GPU's attention until it is measured.
     blank = Kernels(tiles=tiles, num_cores=num_cores, source=_SOURCE, launch_s=samples.launch_s, codec=before.codec)
     if not on_cpu:
-        shape = {name: getattr(before, name) for name in ("attention_half_head", "attention_half_keys")}
-        blank = replace(blank, **shape)
+        blank = replace(blank, **{name: getattr(before, name) for name in _OF_ATTENTION})
     device = replace(device, kernels=blank, backend="cpu" if on_cpu else "cuda")
     memory, _ = fit_memory(device, [*samples.norms, *(() if on_cpu else samples.copies)])
     device = replace(device, kernels=replace(blank, memory=memory))
@@ -104,8 +116,10 @@ def _device(start: Device, samples: Samples) -> tuple[Device, list[Constant]]:
         learn(error, "fitted", stream=stream)
     share, half_depth, error = fit_gemm(device, samples.gemms)
     learn(error, "fitted", gemm=share, gemm_half_depth=half_depth)
-    share, backward, error = fit_attention(device, samples.attention)
-    learn(error, "fitted", attention=share, attention_backward=backward)
+    constants, error = _attention(device, samples)
+    learn(error, "fitted", **constants)
+    if (found := _flash2(device, samples)) is not None:
+        learn(found[2], "fitted", flash2=found[0], flash2_backward=found[1])
     learn(None, "measured", host_layer_s=samples.host_layer_s)
     # Last, because whole layers correct two constants that single kernels gave: memory and launch.
     memory, launch_s, error = fit_layers(device, samples.layers)
@@ -115,6 +129,32 @@ def _device(start: Device, samples: Samples) -> tuple[Device, list[Constant]]:
     marks = {row.name: row.mark for row in rows}
     marks |= {"kernels.num_cores": "measured", "kernels.tiles": "measured" if on_cpu else "preset"}
     return replace(device, marks=_device_marks(device, start.marks, marks), source=_SOURCE), rows
+
+
+def _attention(device: Device, samples: Samples) -> tuple[dict[str, float], float]:
+    """Constants of causal attention over whole rows by name, and the error of their fit."""
+    lengths = [each.sequence for each in samples.attention]
+    if samples.device != "cpu" and max(lengths, default=0) >= _LONG_TO_SHORT * min(lengths, default=1):
+        return fit_rows(device, samples.attention)
+    forward, backward, error = fit_attention(device, samples.attention)
+    return {"attention": forward, "attention_backward": backward}, error
+
+
+def _flash2(device: Device, samples: Samples) -> tuple[float, float, float] | None:
+    """(share forward, share backward, error) of flash attention 2; None: not measured, or torch takes it anyway."""
+    sample = samples.attention_kernels.get("flash")
+    if samples.device == "cpu" or sample is None:
+        return None
+    if not device.kernels.flash2 and any(_is_same(sample, each) for each in samples.attention):
+        return None
+    return fit_attention(device, [sample], "varlen")
+
+
+def _is_same(one: AttentionSample, other: AttentionSample) -> bool:
+    """Whether two measurements are of one shape and look like one kernel."""
+    seconds = ((one.forward_s, other.forward_s), (one.backward_s, other.backward_s))
+    near = all(abs(a - b) <= _SAME_KERNEL * b for a, b in seconds)
+    return near and one == replace(other, forward_s=one.forward_s, backward_s=one.backward_s)
 
 
 def _peaks(start: Device, samples: Samples) -> tuple[Device, list[Constant]]:

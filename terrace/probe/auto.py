@@ -1,7 +1,8 @@
 """`cluster = "auto"`: the cluster of this machine, from its GPUs, or from its cores where it has none.
 
-Memory is the machine's. All other constants are those of the preset with that device, or of the nearest one, and the
-words say which; `terrace probe` measures them. Pure: a function of facts that are looked up elsewhere.
+Memory is the machine's, less what the driver keeps of it where nvidia-smi tells the total. All other constants are
+those of the preset with that device, or of the nearest one, and the words say which; `terrace probe` measures them.
+Pure: a function of facts that are looked up elsewhere.
 """
 
 import re
@@ -37,6 +38,9 @@ _PRESETS = (
 _OTHER = "pcie-a100"
 # Architectures before Ampere have no bf16 units.
 _WITHOUT_BF16 = r"\b[VPMK]100|\bT4\b|\b[PMK]\d0\b|GTX|RTX 20|Quadro RTX|TITAN|Tesla"
+# Share of nvidia-smi's total that the driver may keep: of known devices 0.4 (B200) to 2.9 % (T4: 15360 MiB, of which
+# a process gets 14.56 GiB: MagicQuill, issue 57; CatVTON, issue 133). A device off by more has another memory.
+_KEPT = 0.03
 _LEAST_BYTES = 1e9  # of a process on a CPU
 _MOST_PROCESSES = 64
 _CORES_OF_LOCAL = 4  # processes of the preset `local` that share a core: eight on two
@@ -87,16 +91,29 @@ def _of_gpus(gpus: Gpus, local: int) -> tuple[dict[str, Any], list[str]]:
     without = not own and re.search(_WITHOUT_BF16, device.name) is not None
     if without:
         peaks = {"fp32": peaks["fp32"]}
-    figures: dict[str, Any] = {"name": device.name, "peak_flops_per_s": peaks}
-    figures |= {"memory_bytes": float(device.memory_bytes)} if device.memory_bytes else {}
+    room_bytes = _process_bytes(device.memory_bytes, gpus.told_by, table["device"]["memory_bytes"], own)
+    figures: dict[str, Any] = {"name": device.name, "peak_flops_per_s": peaks, "memory_bytes": room_bytes}
     node, origin = _machine_tiers(gpus, preset, local)
     table |= {"name": AUTO, "device": table["device"] | figures, "tiers": [*node, table["tiers"][-1]]}
     words = [
-        f"{counted(len(gpus.devices), 'GPU')} by {gpus.told_by}, {device.name}: memory of the machine, other constants "
+        f"{counted(len(gpus.devices), 'GPU')} by {gpus.told_by}, {device.name}: "
+        f"{room_bytes / 1e9:.1f} GB of memory for a process, other constants "
         + (f"of preset {preset}" if own else f"of the nearest preset, {preset}: terrace probe measures this device's")
     ]
     words += ["the device has no units for bf16"] if without else []
     return table, words + ([origin] if local > 1 else [])
+
+
+def _process_bytes(found_bytes: float, told_by: str, preset_bytes: float, own: bool) -> float:
+    """What a process gets of a device: less than the total of nvidia-smi, as much as torch and AMD's driver tell.
+
+    `own`: the device is the preset's, but some have several sizes of memory.
+    """
+    if not found_bytes:
+        return preset_bytes
+    if own and abs(found_bytes - preset_bytes) <= _KEPT * preset_bytes:
+        return min(float(found_bytes), preset_bytes)
+    return found_bytes * (1 - _KEPT) if told_by == "nvidia-smi" else float(found_bytes)
 
 
 def _machine_tiers(gpus: Gpus, preset: str, local: int) -> tuple[list[dict[str, Any]], str]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from terrace.base.errors import ProbeError
 from terrace.cluster.cluster import Device, Kernels
+from terrace.model.attention_kernel import AttentionKernel
 from terrace.model.spec import Computes
 from terrace.simulate.kernels import attention_s, gemm_s, memory_s
 from terrace.simulate.layers import block_seconds, optimizer_s
@@ -145,30 +146,72 @@ def fit_memory(device: Device, samples: Sequence[PassSample]) -> tuple[float, fl
     return _fit_share(device, "memory", price, measured, "passes over memory")
 
 
-def fit_attention(device: Device, samples: Sequence[AttentionSample]) -> tuple[float, float, float]:
-    """(share of the peak that attention reaches forward, the same backward, mean relative error).
+def fit_attention(
+    device: Device, samples: Sequence[AttentionSample], kernel: AttentionKernel = "sdpa"
+) -> tuple[float, float, float]:
+    """(share of the peak that attention by `kernel` reaches forward, the same backward, mean relative error).
 
     How shares fall with small heads and short rows is taken from the device.
     """
+    name = "attention" if kernel == "sdpa" else "flash2"
 
     def price(tried: Device, way: int) -> list[float]:
-        return [
-            attention_s(
-                tried,
-                batch=each.batch,
-                heads=each.heads,
-                queries=each.sequence,
-                keys=each.sequence,
-                head_dim=each.head_dim,
-                dtype=each.dtype,
-            )[way]
-            for each in samples
-        ]
+        return _attention_s(tried, samples, kernel)[way]
 
-    forward_s, backward_s = [each.forward_s for each in samples], [each.backward_s for each in samples]
-    forward, error = _fit_share(device, "attention", lambda tried: price(tried, 0), forward_s, "attention")
-    backward, worse = _fit_share(device, "attention_backward", lambda tried: price(tried, 1), backward_s, "attention")
+    ways = [[each.forward_s for each in samples], [each.backward_s for each in samples]]
+    forward, error = _fit_share(device, name, lambda tried: price(tried, 0), ways[0], "attention")
+    device = _with(device, **{name: forward})  # a share backward counts only beside one forward
+    backward, worse = _fit_share(device, f"{name}_backward", lambda tried: price(tried, 1), ways[1], "attention")
     return forward, backward, (error + worse) / 2
+
+
+def fit_rows(device: Device, samples: Sequence[AttentionSample]) -> tuple[dict[str, float], float]:
+    """Shares of the peak that attention reaches on long rows and the numbers of keys that reach half of them.
+
+    Returns the constants by name, forward and backward fitted apart, and their mean relative error. Numbers of keys lie
+    between 1 (0 backward would stand for the forward's) and the longest row.
+    """
+    forward, error = _fit_way(device, samples, 0, [each.forward_s for each in samples])
+    backward, worse = _fit_way(device, samples, 1, [each.backward_s for each in samples])
+    return forward | {f"{name}_backward": value for name, value in backward.items()}, (error + worse) / 2
+
+
+def _fit_way(
+    device: Device, samples: Sequence[AttentionSample], way: int, measured: Sequence[float]
+) -> tuple[dict[str, float], float]:
+    # Constants of attention forward (way 0) or backward (1), under the names of the former, and their error.
+    _check(measured, "attention")
+    longest, suffix = max(each.sequence for each in samples), ("", "_backward")[way]
+
+    def constants(share: float, spread: float) -> dict[str, float]:
+        return {"attention": share, "attention_half_keys": max(1.0, _depth(spread, longest))}
+
+    def priced(share: float, spread: float) -> list[float]:
+        tried = _with(device, **{f"{name}{suffix}": value for name, value in constants(share, spread).items()})
+        return _attention_s(tried, samples, "sdpa")[way]
+
+    best = _minimise(lambda a, b: _loss(priced(a, b), measured), (_SMALLEST_SHARE, 1.0), (0.0, 1.0))
+    return constants(*best), mean_error(priced(*best), measured)
+
+
+def _attention_s(
+    device: Device, samples: Sequence[AttentionSample], kernel: AttentionKernel
+) -> tuple[list[float], list[float]]:
+    # Modelled seconds of each sample, forward and backward.
+    priced = [
+        attention_s(
+            device,
+            batch=each.batch,
+            heads=each.heads,
+            queries=each.sequence,
+            keys=each.sequence,
+            head_dim=each.head_dim,
+            dtype=each.dtype,
+            kernel=kernel,
+        )
+        for each in samples
+    ]
+    return [ways[0] for ways in priced], [ways[1] for ways in priced]
 
 
 def fit_layers(device: Device, samples: Sequence[LayerSample]) -> tuple[float, float, float]:

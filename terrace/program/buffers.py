@@ -26,7 +26,7 @@ from typing import NamedTuple
 from terrace.base.alike import once_each
 from terrace.model.spec import BlockSpec
 from terrace.plan.edges import edge_feedback_bytes
-from terrace.plan.flats import FlatParamSpec, gathered_numel
+from terrace.plan.flats import FlatParamSpec, gathered_bytes
 from terrace.plan.plan import Plan
 from terrace.plan.stage import Stage
 from terrace.plan.state_bytes import CATEGORIES, accumulates_in_place, blocks_bytes, tie_bytes
@@ -158,7 +158,7 @@ def _visiting(
     for (op, block), lives in spans.items():
         parts, name = flats[block], blocks[block].name
         if op is Op.GATHER:
-            size = gathered_numel(parts) * item
+            size = gathered_bytes(plan, parts)
         elif op is Op.TIE:  # one flat buffer after the other
             size = max((tie_bytes([flat], plan.sums) for flat in parts), default=0)
         else:

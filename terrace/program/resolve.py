@@ -14,7 +14,7 @@ from terrace.plan.flats import FlatParamSpec
 from terrace.plan.gaps import part_buffers, part_columns, slices_of
 from terrace.plan.hops import Hop, gather_buffers, hops_coding_bytes, number_bytes, reduce_buffers
 from terrace.plan.in_block_messages import ExpertMessage, Leg, TensorMessage
-from terrace.plan.layout import INSIDE, Layout, message_lane, message_tiers
+from terrace.plan.layout import INSIDE, Layout, message_tiers
 from terrace.plan.outer import Exchange
 from terrace.plan.plan import Plan
 from terrace.plan.routes import block_hops, control_numbers, outer_hops
@@ -35,11 +35,12 @@ def block_message(
     `stage_layout` is the layout of all ranks that hold some part of a block. `source` overrides the tier that a gather
     of parameters starts from; the default is the one its class names.
     """
-    lane, tiers = message_lane(stage_layout, message_class, source), message_tiers(stage_layout, message_class, source)
+    tiers = message_tiers(stage_layout, message_class, source, coded=any(flat.is_coded for flat in flats))
+    lane = max(tiers, default=0)
     # Buffers that do not travel in this class (whole, frozen, or not orthogonalised) have no transfer, nor has a
     # secondary copy that is whole: the first gather has put it in its place.
     transfers = [
-        flat_transfer(message_class, lane, flat.layout, plan, flat.padded, source, number)
+        flat_transfer(message_class, lane, flat.layout, plan, flat.padded, source, number, flat.num_scales)
         for number, flat in enumerate(flats)
         if flat.travels_in(message_class) and (source is None or flat.layout.frees)
     ]
@@ -57,9 +58,11 @@ def flat_transfer(
     padded: int,
     source: int | None = None,
     flat: int = -1,
+    num_scales: int = 0,
 ) -> Transfer:
     """The transfer of a flat buffer of `padded` elements, number `flat` of its block; see `block_message`."""
-    reduction, gathering = block_hops(ranks, plan, message_class, padded, source)
+    reduction, gathering = block_hops(ranks, plan, message_class, padded, source, num_scales)
+    summed = [] if num_scales and message_class is MessageClass.REFRESH else reduction  # scales are no sums
     return Transfer(
         message_class=message_class,
         lane=lane,
@@ -67,7 +70,7 @@ def flat_transfer(
         flat=flat,
         reduction=tuple(reduction),
         gathering=tuple(gathering),
-        reduce_buffers=tuple(reduce_buffers(plan, message_class, reduction)),
+        reduce_buffers=tuple(reduce_buffers(plan, message_class, summed)),
         gather_buffers=tuple(gather_buffers(plan, message_class, gathering)),
     )
 

@@ -145,6 +145,15 @@ def check_virtual(virtual: int, num_blocks: int) -> None:
         )
 
 
+def check_blocks(plan: Plan, virtual: int, num_blocks: int) -> None:
+    """Raise `PlanError` where the `stages` of a plan do not give each block of the model to one virtual stage."""
+    if len(plan.stages) != virtual or sum(plan.stages) != num_blocks or min(plan.stages) < 1:
+        raise PlanError(
+            f"stages = {list(plan.stages)}: give the number of blocks of each of the {virtual} virtual stages, at "
+            f"least 1 each, {num_blocks} together (embedding and head are blocks), or leave it out"
+        )
+
+
 def _chunks(plan: Plan, number: str | None) -> int:
     if number is None:
         return 2
@@ -172,11 +181,7 @@ def _cut(
     check_virtual(virtual, len(blocks))
     if not plan.stages:
         return share(virtual_costs(blocks, sequence), virtual, sizes, room)
-    if len(plan.stages) != virtual or sum(plan.stages) != len(blocks) or min(plan.stages) < 1:
-        raise PlanError(
-            f"stages = {list(plan.stages)}: give the number of blocks of each of the {virtual} virtual stages, at "
-            f"least 1 each, {len(blocks)} together (embedding and head are blocks), or leave it out"
-        )
+    check_blocks(plan, virtual, len(blocks))
     stops = [sum(plan.stages[: index + 1]) for index in range(virtual)]
     return [range(stop - num, stop) for stop, num in zip(stops, plan.stages, strict=True)]
 

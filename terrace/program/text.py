@@ -39,6 +39,15 @@ def _lines(program: Program, positions: range) -> Iterator[str]:
         yield f"{position:>{width}}  {instruction!s:<44} {name:<14} {_note(program, instruction)}".rstrip()
 
 
+def _formats(program: Program, instruction: Instruction, tier: str) -> str:
+    message, message_class = program.message(instruction), instruction.message_class
+    assert message_class is not None, "it sends"
+    if instruction.block < 0 or not any(flat.is_coded for flat in program.flats[instruction.block]):
+        return program.plan.wire_format(message_class, tier).name
+    # Codes, and the block's other parameters.
+    return ", ".join(dict.fromkeys(hop.wire.name for hop in message.hops if program.layout.tiers[hop.tier] == tier))
+
+
 def _note(program: Program, instruction: Instruction) -> str:
     if instruction.op in PASSES:
         twice = instruction.op is not Op.FORWARD and instruction.op is not Op.BACKWARD_WEIGHT
@@ -63,7 +72,7 @@ def _note(program: Program, instruction: Instruction) -> str:
         return "local"
     if message_class in (MessageClass.COUNTS, MessageClass.CONTROL):
         return f"{message_class}: " + ", ".join(names)
-    words = ", ".join(f"{tier} ({program.plan.wire_format(message_class, tier).name})" for tier in names)
+    words = ", ".join(f"{tier} ({_formats(program, instruction, tier)})" for tier in names)
     if instruction.in_gaps:
         words += "; parts of " + ", ".join(f"{share:.3g}" for share in program.plan.gap_shares)
     return words

@@ -1,5 +1,6 @@
 """The best next change in a sentence, and a timeline for the terminal."""
 
+import textwrap
 from collections.abc import Sequence
 
 from terrace.report.tables import seconds
@@ -21,6 +22,7 @@ _LETTERS = {
     "route": "t",
 }
 _WAIT, _OTHER, _IDLE = ".", "?", " "
+_FEWEST = 20  # letters of a line, however narrow the screen: the ruler below needs them
 _BUSY = 0.1  # share of a letter's time from which a lane shows its message instead of a blank
 
 
@@ -40,8 +42,8 @@ def advice_words(candidates: Sequence[Change], step_s: float) -> str:
     return f"Best next change: {'; '.join(parts)}."
 
 
-def timeline_text(recording: Recording, width: int = 96) -> str:
-    """The step as one line of `width` letters per lane, and a legend; each letter is the category with most of its
+def timeline_text(recording: Recording, width: int = 80) -> str:
+    """The step as a line of `width` characters per lane, and a legend; each letter is the category with most of its
     time.
 
     Plain ASCII. On the compute stream a dot is waiting; a lane is blank where it is idle for nine tenths of the time.
@@ -51,23 +53,28 @@ def timeline_text(recording: Recording, width: int = 96) -> str:
     used: set[str] = set()
     names = {lane: recording.lane_name(lane) for lane in recording.lanes}
     margin = max(map(len, names.values()))
+    num_letters = max(_FEWEST, width - margin - 3)
     for lane, name in names.items():
-        spent: list[dict[str, float]] = [{} for _ in range(width)]
+        spent: list[dict[str, float]] = [{} for _ in range(num_letters)]
         for _, span in recording.visible():
             if span.lane == lane:
                 _spread(spent, span.start_s / step_s, span.end_s / step_s, span.category)
         line = ""
         for column in spent:
             # Waiting on the compute stream is always shown, however short.
-            is_idle = sum(column.values()) < (_BUSY / width if lane != COMPUTE else 0.0)
+            is_idle = sum(column.values()) < (_BUSY / num_letters if lane != COMPUTE else 0.0)
             category = "" if is_idle else max(column.items(), key=lambda item: item[1], default=("", 0.0))[0]
             used.add(category)
             line += _letter(category)
         lines.append(f"{name:<{margin}} |{line}|")
     legend = [f"{letter} {category}" for category, letter in _LETTERS.items() if category in used]
     legend += [f"{_WAIT} waiting"] * any(category.startswith("wait ") for category in used)
-    ruler = f"{'':<{margin}} |{'0':<{width - 12}}{seconds(recording.report.step_s):>12}|"
-    return "\n".join([*lines, ruler, f"{'':<{margin}}  {', '.join(legend)}"])
+    ruler = f"{'':<{margin}} |{'0':<{num_letters - 12}}{seconds(recording.report.step_s):>12}|"
+    indent = " " * (margin + 2)
+    # A letter stays beside its meaning.
+    told = ", ".join(each.replace(" ", "\N{NO-BREAK SPACE}") for each in legend)
+    told = textwrap.fill(told, max(width, 2 * len(indent)), initial_indent=indent, subsequent_indent=indent)
+    return "\n".join([*lines, ruler, told.replace("\N{NO-BREAK SPACE}", " ")])
 
 
 def _letter(category: str) -> str:

@@ -1,5 +1,6 @@
 """The cycle of islands as a chart: a row of steps, and a row for each fragment with its exchange on the link."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 
 from terrace.report.bars import Interval
@@ -78,7 +79,7 @@ def cycle_picture(drawn: CycleTimeline, width: int) -> str:
     text = [name.ljust(indent) + "".join(line) for name, line in zip(names, lines, strict=True)]
     end = ", | end of a step" if ends else ""
     key = f"= an exchange on its link, w waited for{end}; a column is {seconds(column_s)} of the cycle's"
-    return "\n".join([*text, f"{key} {seconds(drawn.cycle_s)}"])
+    return "\n".join([*text, textwrap.fill(f"{key} {seconds(drawn.cycle_s)}", width)])
 
 
 def _fill(line: list[str], stretches: Sequence[Stretch], cycle_s: float, mark: str) -> None:

@@ -70,20 +70,20 @@ def chunks_words(found: "ChunksFound", step_s: float) -> str:
 
 def formats_words(allowed: Allowed, plan: Plan, step_s: float, plain_s: float) -> str:
     """Which of the allowed formats a plan uses, and why not the others; `plain_s` is the best step without any."""
-    used, unused = dict[str, list[str]](), dict[str, list[str]]()
+    used, unused = dict[str, list[str]](), dict[str, dict[str, list[str]]]()
     for (message, tier), choice in allowed.items():
         name = plan.wire.get(message, {}).get(tier)
         if name is not None:
             used.setdefault(message, []).append(f"{tier}: {name}")
         for each, why in _left_out(message, choice, name or choice.default):
-            unused.setdefault(message, []).append(f"{tier} {each}: {why}")
+            unused.setdefault(message, {}).setdefault(f"{each}: {why}", []).append(tier)
     lines = []
     if used:
         gain = "" if plain_s <= step_s else f"; step {seconds(step_s)}, {_plain_words(plain_s)}"
         lines.append(f"allowed and used: {_by_class(used)}{gain}")
         lines += ["rounded messages change what is learned", formats_learned()]
     if unused:
-        lines.append(f"allowed and not used: {_by_class(unused)}")
+        lines.append(f"allowed and not used: {_reasons(unused)}")
     return "\n".join(lines)
 
 
@@ -113,6 +113,15 @@ def _left_out(message: str, choice: Choice, used: str) -> Iterator[tuple[str, st
             yield name, wider if place < at else narrower
     for name in choice.useless:
         yield name, "coding takes longer than it saves"
+
+
+def _reasons(unused: Mapping[str, Mapping[str, Sequence[str]]]) -> str:
+    """Message class -> format and reason -> tiers, in words; classes with the same of these are named together."""
+    classes = dict[str, list[str]]()
+    for message, reasons in unused.items():
+        inner = ", ".join(f"{' and '.join(tiers)} {reason}" for reason, tiers in reasons.items())
+        classes.setdefault(inner, []).append(message)
+    return "; ".join(f"{', '.join(messages)} ({inner})" for inner, messages in classes.items())
 
 
 def _by_class(words: Mapping[str, Sequence[str]]) -> str:

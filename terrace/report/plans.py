@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from rich.table import Table
 
 from terrace.base.words import counted
-from terrace.plan.plan import AXES
+from terrace.plan.plan import AXES, Plan
 from terrace.plan.recompute import WHOLE
 from terrace.planner.figures import hfu, mfu, tokens_per_s
 from terrace.planner.ranking import Cost, Estimate
@@ -47,13 +47,14 @@ def plans_table(task: Task, estimates: Sequence[Estimate], title: str) -> Table:
     return new_table(title, headings, left=[*left, "notes"], rows=rows)
 
 
-def hidden_words(found: HiddenMessages | None) -> str:
-    """Says so where a step rests on the messages that it hides; else empty."""
+def hidden_words(found: HiddenMessages | None, at: str = "") -> str:
+    """Says so where a step rests on the messages that it hides; else empty. `at` names the size of a cluster."""
     if found is None or found.exposed_s < (1.0 + _MUCH_HIDDEN) * found.step_s:
         return ""
+    which = f"At {at} this" if at else "This"
     return (
-        f"this plan hides {seconds(found.hidden_s)} of messages on tier {found.tier} behind computing: a step that hid "
-        f"none of them would take {seconds(found.exposed_s)} instead of {seconds(found.step_s)}"
+        f"{which} plan hides {seconds(found.hidden_s)} of messages on tier {found.tier} behind computing: a step that "
+        f"hid none of them would take {seconds(found.exposed_s)} instead of {seconds(found.step_s)}"
     )
 
 
@@ -118,7 +119,7 @@ def headrooms_table(task: Task, found: Sequence[Headroom], title: str) -> Table:
         else:
             slower = f"{100 * (best.step_s / found[0].best.step_s - 1):.1f} %" if found[0].best else ""
             words = plan_words(task, best.candidate) + ("" if each.proved else "; the search stopped at --limit")
-            words = textwrap.fill(words, _PLAN_WIDTH)
+            words = textwrap.fill(words, _PLAN_WIDTH, break_on_hyphens=False)
             table.add_row(each.headroom, seconds(best.step_s), slower, quantity(best.needed_bytes, "B"), words)
         above = best
     return table
@@ -165,6 +166,22 @@ def missing_words(points: Sequence[Point], tier: str) -> str:
     return "\n".join(textwrap.fill(line, 80, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
 
 
+def numbers_words(points: Sequence[Point], tier: str) -> str:
+    """Micro-batch, unit and recomputation of each size of a scaling curve that runs, in a paragraph."""
+    sizes: dict[str, list[str]] = {}
+    for point in points:
+        if point.plan is not None:
+            sizes.setdefault(_numbers(point.plan), []).append(str(point.num_outermost))
+    each = "; ".join(f"{words} at {tier} {', '.join(at)}" for words, at in sizes.items())
+    return textwrap.fill(each, 80, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def _numbers(plan: Plan) -> str:
+    parts = [f"micro-batch {plan.micro_batch}", f"unit {plan.unit}" if plan.unit > 1 else ""]
+    parts.append(f"recompute {' '.join(plan.recompute)}" if plan.recompute else "")
+    return ", ".join(filter(None, parts))
+
+
 def scaling_svg(curves: Mapping[str, Sequence[Point]], title: str) -> str:
     """Efficiency over devices as SVG, one curve per kind of scaling."""
     lines = {}
@@ -177,12 +194,14 @@ def scaling_svg(curves: Mapping[str, Sequence[Point]], title: str) -> str:
 
 
 def figures_words(task: Task, estimate: Estimate, band: Band, *, full: bool = False) -> str:
-    """Utilisations with their formulas, a line each; with `full` also MFU with the full square of attention."""
-    used = percent(mfu(task, estimate))
-    lines = [f"MFU {used} ({band}) = 3 x forward FLOPs (causal) / (step x devices x peak)"]
+    """Utilisations with their formulas, a line each; with `full` also with the full square of attention."""
+    lines = [
+        f"MFU {percent(mfu(task, estimate))} ({band}) = 3 x forward FLOPs (causal) / (step x devices x peak)",
+        f"HFU {percent(hfu(task, estimate))} ({band}) = the same with forwards that run again",
+    ]
     if full:
-        lines.append(f"MFU {percent(mfu(task, estimate, full=True))} = the same with attention's full square")
-    lines.append(f"HFU {percent(hfu(task, estimate))} = the same with its full square and forwards that run again")
+        square = f"MFU {percent(mfu(task, estimate, full=True))}, HFU {percent(hfu(task, estimate, full=True))}"
+        lines.append(f"with attention's full square: {square} ({band})")
     return "\n".join(lines)
 
 

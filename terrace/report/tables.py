@@ -131,7 +131,8 @@ def wire_words(plan: Plan) -> str:
     shares = ", ".join(f"{share:.3g}" for share in plan.gap_shares)
     in_gaps = f"; gradients in the gaps of experts' messages, in parts of {shares}" if shares else ""
     products = "" if plan.products is None else f"; products of layers in {plan.products}"
-    return f"messages travel in {plan.compute}{states}{but}{in_gaps}{products}\n"
+    codes = ", whose matrices travel as the codes that these take" if plan.shares_scales else ""
+    return f"messages travel in {plan.compute}{states}{but}{in_gaps}{products}{codes}"
 
 
 def bytes_table(predicted: Mapping[tuple[MessageClass, str], int], tiers: Sequence[str]) -> Table:

@@ -8,7 +8,7 @@ from terrace.plan.plan import Plan
 from terrace.planner.ranking import TIE, Estimate
 from terrace.planner.search import Found
 from terrace.planner.task import Task, plan_of
-from terrace.planner.ties import Ties, crossing_bytes
+from terrace.planner.ties import FINALISTS, Ties, crossing_bytes
 from terrace.planner.verdicts import Point
 from terrace.report.tables import quantity, seconds
 from terrace.simulate.bands import Band, band_of, percent, tie_share
@@ -48,23 +48,25 @@ def _bands_words(what: str, names: Sequence[str], bands: Sequence[Band]) -> str:
     return "\n".join(lines)
 
 
-def ties_words(ties: Ties) -> str:
-    """Which plans tie, by which rule the first of them was chosen, and which is the fastest."""
+def ties_words(ties: Ties, num_shown: int) -> str:
+    """Which plans tie, by which rule the first of them was chosen, and which is the fastest; the first are shown."""
     off = f"predictions of two plans are off each other by up to {_tie()}"
     if ties.num_tied == 1:
-        return "" if len(ties.best) == 1 else filled(f"no other of these ties with plan 1: {off}")
+        return "" if len(ties.best) == 1 else filled(f"no other plan ties with plan 1: {off}")
     fewest = ""
     if ties.tier is not None:
         sent = quantity(crossing_bytes(ties.best[0], ties.tier), "B")
         fewest = f"the fewest bytes across the slowest tier, {ties.tier} ({sent} a rank), then "
     shortest = "the shortest predicted step, too"
     if ties.fastest:
-        shortest = f"the shortest predicted step is that of plan {ties.fastest + 1}, "
-        shortest += seconds(ties.best[ties.fastest].step_s)
-    return filled(
-        f"plans 1 to {ties.num_tied} tie: {off}. The first has {fewest}the fewest axes and keys that no preset has; "
-        f"{shortest}"
-    )
+        of = f"that of plan {ties.fastest + 1}, " if ties.fastest < num_shown else ""
+        shortest = f"the shortest predicted step is {of}{seconds(ties.best[ties.fastest].step_s)}"
+    if ties.may_be_more:
+        tied = f"at least {ties.num_tied} plans tie"
+    else:
+        tied = f"plans 1 to {ties.num_tied} tie" if ties.num_tied <= num_shown else f"{ties.num_tied} plans tie"
+    of = f"Of the {FINALISTS} that come first in the search plan 1" if ties.num_tied > FINALISTS else "Plan 1"
+    return filled(f"{tied}: {off}. {of} has {fewest}the fewest axes and keys that no preset has; {shortest}")
 
 
 def is_tie(step_s: float, other_s: float) -> bool:
@@ -84,9 +86,10 @@ def search_words(found: Found) -> str:
 
 
 def filled(words: str) -> str:
-    """A paragraph of lines, with no break before a percent sign."""
-    kept = words.replace(" %", "\N{NO-BREAK SPACE}%")
-    return textwrap.fill(kept, _WIDTH, break_on_hyphens=False).replace("\N{NO-BREAK SPACE}", " ")
+    """A paragraph for each line of `words`, in lines of at most 80 characters, with no break before a percent sign."""
+    kept = words.replace(" %", "\N{NO-BREAK SPACE}%").splitlines()
+    lines = [textwrap.fill(each, _WIDTH, break_on_hyphens=False, break_long_words=False) for each in kept]
+    return "\n".join(lines).replace("\N{NO-BREAK SPACE}", " ")
 
 
 def _tie() -> str:

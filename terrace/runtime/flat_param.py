@@ -23,11 +23,13 @@ from terrace.plan.state_bytes import accumulates_in_place, keeps_master
 from terrace.plan.wire import MessageClass
 from terrace.program.message import Transfer
 from terrace.runtime.gradients import GradientViews
+from terrace.runtime.matrix_codes import MatrixCodes
 from terrace.runtime.muon import ShardedMuon
 from terrace.runtime.noise import Noise
 from terrace.runtime.optimizer import Optimizer, make_optimizer
 from terrace.runtime.outer_state import OuterState
 from terrace.runtime.pages import Pages
+from terrace.runtime.scaled_products import Scaling
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.stored import Storage
 
@@ -56,10 +58,11 @@ class FlatParam:
         *,
         pages: Pages | None = None,
         is_copy: bool = False,
+        scaling: Scaling | None = None,
     ) -> None:
         """Allocate the buffers of block `name`; `is_copy` says that another stage owns the block.
 
-        `pages` has the memory of those that come and go.
+        `pages` has the memory of those that come and go, `scaling` the format of products, if they take 8 bits.
         """
         layout = self.layout = spec.layout
         self.name, self.spec, self.is_copy = name, spec, is_copy
@@ -73,11 +76,17 @@ class FlatParam:
         self._meter = meter
         self.origin = Origin(name, device, meter)
         self._plan = plan
-        self._keeps_master = keeps_master(plan, layout)
+        self._keeps_master = keeps_master(plan, layout, coded=spec.is_coded)
         self._in_place = accumulates_in_place(layout)
         self._pages = pages or Pages()
         make = self._pages.make if layout.frees else torch.empty
         self.full = make(self.padded, dtype=DTYPES[spec.dtype(plan)], device=device)
+        self._values = DTYPES[plan.compute] if spec.is_coded else self.full.dtype  # of gradients and momentum
+        self.codes: MatrixCodes | None = None
+        if spec.is_coded:
+            assert scaling is not None, "codes are those of products"
+            self.codes = MatrixCodes([each[1:] for each in self.extents], scaling.values, self._values, device)
+        self._magnitudes = torch.empty(0)
         self.parameters = self._make_parameters()  # before the storage is emptied: `set_` would grow it again
         self.gradients = GradientViews(self.parameters, [(start, stop) for _, start, stop in self.extents])
         # The full storage stays empty until gathered.
@@ -103,10 +112,14 @@ class FlatParam:
         `noise` rounds states in bf16, if the plan has any. Holds all elements of the buffer on the CPU while it works.
         """
         # In fp32 at least, so that the master copy is not rounded through the compute dtype.
-        values = torch.zeros(self.padded, dtype=torch.float64 if self.full.dtype == torch.float64 else torch.float32)
+        values = torch.zeros(self.padded, dtype=torch.float64 if self._values == torch.float64 else torch.float32)
         for spec, start, stop in self.extents:
             values[start:stop] = initial(spec).reshape(-1)
-        self.shard.copy_(values[self.part(self.layout.params)])
+        if self.codes is not None:
+            own = values[self.part(self.layout.params)].to(self.full.device)
+            self._encode(own, self.layout.params, self.codes.magnitudes(values, 0))
+        else:
+            self.shard.copy_(values[self.part(self.layout.params)])
         if self.spec.trainable:
             values = values[self.part(self.layout.optimizer)].clone()
             self._make_optimizer(values, config, noise)
@@ -173,8 +186,8 @@ class FlatParam:
         """Allocate a buffer that accumulates the gradients of the next backwards."""
         assert self.spec.trainable, f"block {self.name} has nothing to train"
         # One may still be reduced while the next is opened.
-        full = self.full
-        self._buffer = self._spare.pop() if self._spare else self._pages.make(self.padded, full.dtype, full.device)
+        device = self.full.device
+        self._buffer = self._spare.pop() if self._spare else self._pages.make(self.padded, self._values, device)
         self._pages.fill(self._buffer)
         self._meter.add("grads_full", self._buffer.nbytes)
         self.gradients.open(self._buffer)
@@ -275,7 +288,7 @@ class FlatParam:
         optimizer.prepare()
         # A slice that is the whole buffer needs no gather.
         if self.layout.span(self.layout.optimizer) > 1:
-            self._muon_momentum = torch.empty_like(self.full, memory_format=torch.contiguous_format)
+            self._muon_momentum = torch.empty(self.padded, dtype=self._values, device=self.full.device)
             self._meter.add("buffers", self._muon_momentum.nbytes)
             # The other ranks' slices arrive by the gather.
             self._muon_momentum[self.part(self.layout.optimizer)] = self.owned
@@ -317,13 +330,28 @@ class FlatParam:
         self.outer_state.exchange(collectives, transfer, part, weight, inner=inner, outermost=outermost)
 
     def publish(self) -> None:
-        """Round the master parameters into this rank's part of the working copy."""
-        if self._keeps_master and self.optimizer is not None:
+        """Round the master parameters into this rank's part of the working copy; codes wait for their scales."""
+        if self.optimizer is None:
+            return
+        if self.codes is not None:
+            master, tier = self.optimizer.master, self.layout.optimizer
+            self._magnitudes = self.codes.magnitudes(master, self.part(tier).start)
+            if self.layout.span(tier) == 1:  # whole matrices: no message follows
+                self._encode(master, tier, self._magnitudes)
+        elif self._keeps_master:
             self._shard_piece(self.layout.optimizer).copy_(self.optimizer.master)
 
     def refresh(self, collectives: Collectives, transfer: Transfer) -> None:
         """Bring the new parameters of the other ranks into the working copy."""
+        if self.codes is not None and self.optimizer is not None:
+            largest = collectives.largest(transfer, self._magnitudes)
+            self._encode(self.optimizer.master, self.layout.optimizer, largest)
         collectives.gather(transfer, self._shard_piece, self.origin)
+
+    def _encode(self, values: Tensor, tier: int, largest: Tensor) -> None:
+        assert self.codes is not None, f"block {self.name} has no codes"
+        self.codes.settle(largest)
+        self.codes.encode(values, self.part(tier).start, self._shard_piece(tier))
 
     def _full_piece(self, tier: int) -> Tensor:
         return self.full[self.part(tier)]
@@ -346,7 +374,7 @@ class FlatParam:
             self.spec.orthogonal,
             sum(spec.numel for spec in self.spec.params if spec.decays),
             config,
-            self.full.dtype,
+            self._values,
             Storage(sums, self._plan.optimizer_states, noise),
         )
         if self._outer is not None:
@@ -360,7 +388,7 @@ class FlatParam:
     def _make_parameters(self) -> list[nn.Parameter]:
         parameters = []
         for spec, start, _ in self.extents:
-            view = torch.empty(0, dtype=self.full.dtype, device=self.full.device)
+            view = torch.empty(0, dtype=self.codes.dtype if self.codes else self.full.dtype, device=self.full.device)
             stride = torch.empty(spec.shape, device="meta").stride()
             # `set_` gives each view its own version counter; see the module's docstring.
             view.set_(self.full.untyped_storage(), start, spec.shape, stride)

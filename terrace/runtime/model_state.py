@@ -75,6 +75,7 @@ class ModelState:
                     meter,
                     pages=pages,
                     is_copy=index in program.stage.copies,
+                    scaling=scaling,
                 )
                 for spec in program.flats[index]
             )
@@ -92,7 +93,9 @@ class ModelState:
             for flat in self.flats[index]:
                 flat.initialise(value, settings, self._noise(flat, seed))
                 if scaling is not None:
-                    scale_matrices(zip(flat.spec.params, flat.parameters, strict=True), program.blocks, index, scaling)
+                    named = zip(flat.spec.params, flat.parameters, strict=True)
+                    scales = None if flat.codes is None else tuple(flat.codes.scales)
+                    scale_matrices(named, program.blocks, index, scaling, scales)
                 # Replaced by identity and all at once, so that tied parameters stay tied.
                 for name, new in flat.named_parameters():
                     replacements[id(old[name])] = new

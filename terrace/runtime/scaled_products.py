@@ -8,16 +8,16 @@ where `largest` is 448 in e4m3 and 57344 in e5m2. No scale is taken from an earl
 
     A B^T ~ (codes_A codes_B^T) scale_A scale_B^T                   added up in fp32, then rounded to the result's dtype
 
-so a scale of rows is never inside a sum. inf or nan in an operand makes nan of every element that shares its scale. A
-product takes both operands with K last, since the matrix units of Hopper read 8-bit operands in no other order: input
-and weight gradients quantise a transposed operand.
+so a scale of rows is never inside a sum. Each expert of a mixture has products of its own, with its rows alone. inf or
+nan in an operand makes nan of every element that shares its scale. A product takes both operands with K last, since the
+matrix units of Hopper read 8-bit operands in no other order: input and weight gradients quantise a transposed operand.
 
 On a GPU the product is torch.nn.functional.scaled_mm, without fast accumulation, and the quantisation one compiled
 kernel and a reduction. Elsewhere codes are turned back into fp32 and multiplied: the same definition, exactly.
 Formats follow Micikevicius et al. 2209.05433: e4m3 for activations and weights, e5m2 for gradients.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -52,36 +52,61 @@ class Scaling:
             values, gradients = torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
         return Scaling(wanted.by_row, values, values if wanted.gradients == "e4m3" else gradients)
 
-    def outputs(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x W^T (N, O) of x (N, I) and W (O, I), in the dtype of x."""
-        return scaled_product(x, weight, self.values, self.values, self.by_row)
+    def outputs(self, x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
+        """x W^T (N, O) of x (N, I) and W (O, I), in the dtype of x; with a `scale` (1, 1), W is codes."""
+        return scaled_product(x, weight, self.values, self.values, self.by_row, scale)
 
-    def input_gradient(self, output_gradient: Tensor, weight: Tensor) -> Tensor:
-        """dy W (N, I) of dy (N, O) and W (O, I)."""
-        return scaled_product(output_gradient, weight.t(), self.gradients, self.values, self.by_row)
+    def input_gradient(self, output_gradient: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
+        """dy W (N, I) of dy (N, O) and W (O, I); with a `scale` (1, 1), W is codes."""
+        return scaled_product(output_gradient, weight.t(), self.gradients, self.values, self.by_row, scale)
 
     def weight_gradient(self, output_gradient: Tensor, x: Tensor) -> Tensor:
         """dy^T x (O, I) of dy (N, O) and x (N, I)."""
         return scaled_product(output_gradient.t(), x.t(), self.gradients, self.values, self.by_row)
 
+    def of_experts(self, rows: Tensor, weight: Tensor, counts: Sequence[int], *, transposed: bool = False) -> Tensor:
+        """`outputs`, or `input_gradient` if `transposed`, of rows (N, ..) sorted by expert and a stack (E, O, I)."""
+        product = self.input_gradient if transposed else self.outputs
+        found = rows.new_empty(len(rows), weight.shape[2 if transposed else 1])
+        parts = zip(weight.unbind(), torch.split(rows, list(counts)), torch.split(found, list(counts)), strict=True)
+        for matrix, own, out in parts:
+            if len(own):
+                out.copy_(product(own, matrix))
+        return found
 
-def scaled_product(left: Tensor, right: Tensor, of_left: torch.dtype, of_right: torch.dtype, by_row: bool) -> Tensor:
-    """left right^T (M, N) of left (M, K) and right (N, K), each rounded to its dtype; in the dtype of `left`."""
+
+def scaled_product(
+    left: Tensor,
+    right: Tensor,
+    of_left: torch.dtype,
+    of_right: torch.dtype,
+    by_row: bool,
+    right_scale: Tensor | None = None,
+) -> Tensor:
+    """left right^T (M, N) of left (M, K) and right (N, K), each rounded to its dtype; in the dtype of `left`.
+
+    With a `right_scale` (1, 1), fp32, the right operand is codes already.
+    """
     if not left.numel() or not right.numel():
         return left.new_zeros(left.shape[0], right.shape[0])
     on_gpu = left.device.type == "cuda"
     quantised = _compiled() if on_gpu else quantise
-    (codes, scale), (others, other_scale) = quantised(left, of_left, by_row), quantised(right, of_right, by_row)
+    codes, scale = quantised(left, of_left, by_row)
+    others, other_scale = (right, right_scale) if right_scale is not None else quantised(right, of_right, by_row)
     multiply = on_device if on_gpu else emulated
     return multiply(codes.contiguous(), others.contiguous(), scale, other_scale, left.dtype)
 
 
 def quantise(x: Tensor, dtype: torch.dtype, by_row: bool) -> tuple[Tensor, Tensor]:
     """Codes (M, K) of x in an 8-bit dtype, laid out as x is, and their scales in fp32, (M, 1) or (1, 1)."""
-    largest = x.abs().amax(1 if by_row else (0, 1), keepdim=True)
-    factor = largest.float().clamp(min=_LEAST).reciprocal() * torch.finfo(dtype).max
+    factor = factor_of(x.abs().amax(1 if by_row else (0, 1), keepdim=True), dtype)
     # A factor with dims: a number without any would leave the product in the dtype of x, which rounds before fp8 does.
     return (x * factor).to(dtype), factor.reciprocal()
+
+
+def factor_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """Factors, fp32, that make codes in an 8-bit dtype of values, from largest magnitudes; a scale is 1 / factor."""
+    return largest.float().clamp(min=_LEAST).reciprocal() * torch.finfo(dtype).max
 
 
 def emulated(left: Tensor, right: Tensor, scale: Tensor, other_scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -38,7 +38,7 @@ from terrace.program.instruction import Instruction, Op
 from terrace.program.message import Message
 from terrace.simulate.experts import FORWARD, ExpertSeconds, pass_steps, priced_experts, shared_out
 from terrace.simulate.inside import NO_ROUNDS, InBlockPrices, Rooms, Rounds, block_prices, exposed, rooms_of
-from terrace.simulate.kernels import gemm_s
+from terrace.simulate.kernels import gemm_s, memory_s
 from terrace.simulate.layers import core_rounds, operation_seconds, optimizer_s, rounding_bytes, seconds_of
 from terrace.simulate.links import coding_s, hop_s, send_s, tier_penalty
 from terrace.simulate.masks import work_in
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 # AdamW reads the gradient, both moments and the parameter, and writes the last three; the gradient is
 # read once more for the norm and once read and written to be scaled.
 _ADAMW_PASSES = 10
+_CODING_KERNELS = 6  # a matrix: two casts, magnitudes, their largest, a product and a copy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,8 +228,11 @@ def _from_work(program: "Program", work: Work) -> Costs:
             f"the work is of {work.micro_batch} sequences in {work.compute}, the plan's micro-batch of "
             f"{plan.micro_batch} in {plan.compute}: make them the same"
         )
-    if work.products != plan.products:
-        raise PlanError(f"the work has products = {work.products!r}, the plan {plan.products!r}: make them the same")
+    if (work.products, work.codes_of_weights) != (plan.products, plan.shares_scales):
+        own, wanted = (each * ", with weights held as codes" for each in (work.codes_of_weights, plan.shares_scales))
+        raise PlanError(
+            f"the work has products = {work.products!r}{own}, the plan {plan.products!r}{wanted}: make them the same"
+        )
     if work.recompute != "none" or work.operations:
         named = f"recompute = {work.recompute!r}" if work.recompute != "none" else f"operations = {work.operations}"
         raise PlanError(f"work.{named}: the plan says what is recomputed, so leave it out")
@@ -306,11 +310,18 @@ def _costs(
 def update_seconds(program: "Program") -> tuple[float, ...]:
     """Seconds of the optimizer on a rank's part of every block; its constant is added to the last that trains."""
     device, plan = program.cluster.device, program.plan
-    more = rounding_bytes(device, plan.master, plan.optimizer_states)
+    more, item = rounding_bytes(device, plan.master, plan.optimizer_states), FORMATS[plan.compute].element_bytes
 
     def own_s(parts: Sequence[FlatParamSpec]) -> float:
         # The constant counts once a step, below, not once a block.
-        return optimizer_s(device, _owned(parts), more) - device.kernels.optimizer_s + newton_schulz_s(program, parts)
+        # Codes: rounded to the compute dtype and read twice, for the largest magnitude and for the code.
+        coded = [flat for flat in parts if flat.is_coded]
+        coding_s = 0.0
+        if coded:
+            kernels = _CODING_KERNELS * sum(flat.num_scales for flat in coded)
+            coding_s = memory_s(device, (2 * item + 1) * _owned(coded), kernels)
+        own_s = optimizer_s(device, _owned(parts), more) - device.kernels.optimizer_s
+        return own_s + coding_s + newton_schulz_s(program, parts)
 
     update = program.of_flats(own_s)
     trained = [block for block in program.stage.held if program.blocks[block].num_trainable]
@@ -355,7 +366,7 @@ def _from_flops(program: "Program", forward_flops: Sequence[float]) -> Costs:
         experts.append(
             ExpertSeconds() if traffic is None else shared_out(block, traffic, flops, forward[-1], weight[-1])
         )
-        copied = item if any(keeps_master(plan, flat.layout) for flat in parts) else 0
+        copied = item if any(keeps_master(plan, flat.layout, coded=flat.is_coded) for flat in parts) else 0
         whole = [shape for flat in parts if flat.num_orthogonal for shape in matrices_of_a_rank(flat)]
         products_s = NUM_STEPS * sum(map(iteration_flops, whole)) / peak
         update.append(_owned(parts) * (_ADAMW_PASSES * summed + copied + more) / bandwidth + products_s)

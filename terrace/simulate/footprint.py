@@ -34,6 +34,7 @@ from terrace.model.part_kernel import Part
 from terrace.model.spec import BlockSpec
 from terrace.plan.edges import edge_buffers, edge_feedback_bytes
 from terrace.plan.kinds import Kinds
+from terrace.plan.layout import state_layout
 from terrace.plan.memory import tensor_buffers
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
@@ -48,7 +49,6 @@ from terrace.simulate.states import (
     axis_degree,
     model_states,
     stage_blocks,
-    state_layout,
 )
 from terrace.simulate.work import Work
 
@@ -107,7 +107,7 @@ def footprint(
     work = _loaded(work_of(cluster, plan, model or model_of(kinds.specs), sequence, backend, documents), plan, load)
     held = range(len(kinds.blocks)) if held is None else tuple(held)
     mesh = Mesh.of(cluster, plan)
-    stage = stage_blocks(kinds, held, work.tensor, work.columns, layout.degree, mesh.expert_degrees)
+    stage = stage_blocks(kinds, held, work.tensor, work.columns, layout.degree, mesh.expert_degrees, plan.shares_scales)
     if in_flight is None:
         # The first stage of 1F1B has run num_stages forwards before its first backward.
         in_flight = min(num_micros, plan.unit if num_stages == 1 else num_stages)
@@ -246,6 +246,7 @@ def work_of(
         pooled=axis_degree(cluster, plan, "data"),
         compute=plan.compute,
         products=plan.products,
+        codes_of_weights=plan.shares_scales,
         flash=has_flash_attention(
             model, sequence, plan.compute, backend or cluster.device.backend, documents, attention
         ),

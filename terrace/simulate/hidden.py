@@ -13,7 +13,7 @@ from terrace.simulate.inside import inside_seconds
 from terrace.simulate.links import tier_penalty
 from terrace.simulate.recording import COMPUTE, Recording, Span
 from terrace.simulate.stages import record_stages
-from terrace.simulate.step import Prediction
+from terrace.simulate.step import WHOLE_PASSES_ALONE, Prediction, play_whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,16 +26,17 @@ class HiddenMessages:
     exposed_s: float
 
 
-def hidden_between_nodes(predicted: Prediction) -> HiddenMessages | None:
+def hidden_between_nodes(predicted: Prediction, recordings: Sequence[Recording] = ()) -> HiddenMessages | None:
     """The messages that a predicted step hides on the outermost tier of several members.
 
-    None where no tier is inside that one, and for islands, whose exchanges have words of their own.
+    None where no tier is inside that one, and for islands, whose exchanges have words of their own. `recordings` are of
+    the whole step by stage, where it is recorded; of a very long step the messages of its beginning count alone.
     """
     cluster = predicted.step.cluster
     wide = [index for index, tier in enumerate(cluster.tiers) if tier.size > 1]
     if not wide or wide[-1] == 0 or predicted.cycle is not None:
         return None
-    recording = record_stages(predicted.programs, predicted.costs)[predicted.busiest]
+    recording = (recordings or _recordings(predicted))[predicted.busiest]
     hidden_s = _on_lanes(recording, wide[-1]) + _inside(recording, wide[-1])
     return HiddenMessages(
         tier=cluster.tiers[wide[-1]].name,
@@ -43,6 +44,14 @@ def hidden_between_nodes(predicted: Prediction) -> HiddenMessages | None:
         step_s=predicted.step_s,
         exposed_s=predicted.step_s + (1.0 - tier_penalty(cluster, wide[-1])) * hidden_s,
     )
+
+
+def _recordings(predicted: Prediction) -> Sequence[Recording]:
+    step = predicted.step
+    # A play that was carried on in a straight line lacks most messages; a few seconds are spent on all of them.
+    if not predicted.is_whole and step.num_micros * len(step.blocks) <= WHOLE_PASSES_ALONE:
+        predicted = play_whole(step)
+    return record_stages(predicted.programs, predicted.costs)
 
 
 def _on_lanes(recording: Recording, tier: int) -> float:

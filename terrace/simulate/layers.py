@@ -167,8 +167,9 @@ def _residual_seconds(device: Device, work: Work, accumulate: bool) -> BlockSeco
     if work.products is not None:
         joined = (3, 1, 2 if work.model.gated_mlp else 1, 1)
         matrices = [Matrices(*product, number) for product, number in zip(products, joined, strict=False)]
-        forward_s, input_s, weight_s = scaled_seconds(device, matrices, work.compute, accumulate=accumulate)
-        host_s *= scaled_launches(matrices, LAYER_OPERATORS)
+        coded = work.codes_of_weights
+        forward_s, input_s, weight_s = scaled_seconds(device, matrices, work.compute, coded, accumulate=accumulate)
+        host_s *= scaled_launches(matrices, LAYER_OPERATORS, coded)
     if accumulate:
         # Later micro-batches add their weight gradients to the ones of the first.
         weight_s += _accumulation_s(device, work, sum(k * n for _, k, n in products), len(products))

@@ -11,7 +11,8 @@ passes over memory are
 
 An expert's products are products of its own, over its rows. Load is taken to be even: N rows are N/E an expert, rounded
 up for some and down for others. A skewed load multiplies as many rows and changes the shapes of products alone. Every
-rank holds all experts; tensor ranks do not cut them.
+rank holds all experts; tensor ranks do not cut them. With `Work.products` they are those of terrace.simulate.scaled,
+one expert after the other, and each result is copied into the rows of all.
 """
 
 from collections.abc import Iterable
@@ -22,6 +23,7 @@ from terrace.cluster.cluster import Device
 from terrace.model.experts.config import ExpertsConfig
 from terrace.plan.wire import FORMATS
 from terrace.simulate.kernels import gemm_s, memory_s, stream_s
+from terrace.simulate.scaled import Matrices, scaled_seconds
 
 if TYPE_CHECKING:
     from terrace.simulate.work import Work
@@ -49,12 +51,19 @@ def mixture_seconds(device: Device, work: "Work", experts: ExpertsConfig, accumu
 
 def passed_seconds(device: Device, work: "Work", experts: ExpertsConfig, tokens: int, accumulate: bool) -> Seconds:
     """Seconds of `tokens` that pass their experts: order, spread, products, activation, weights, collect."""
-    return _passed_seconds(device, work.model.hidden_size, work.compute, experts, tokens, accumulate)
+    hidden, products = work.model.hidden_size, work.products is not None
+    return _passed_seconds(device, hidden, work.compute, experts, tokens, accumulate, products)
 
 
 @lru_cache(maxsize=65536)
 def _passed_seconds(
-    device: Device, hidden: int, compute: str, experts: ExpertsConfig, tokens: int, accumulate: bool
+    device: Device,
+    hidden: int,
+    compute: str,
+    experts: ExpertsConfig,
+    tokens: int,
+    accumulate: bool,
+    scaled: bool = False,
 ) -> Seconds:
     inner, item = experts.intermediate_size, FORMATS[compute].element_bytes
     products = []
@@ -64,6 +73,8 @@ def _passed_seconds(
     forward = (_INDEX_BYTES + 5 * item * hidden + 5 * item * inner) * rows + token
     backward = (5 * item * hidden + 11 * item * inner) * rows + token
     passes_s = memory_s(device, forward, _PASSED_OPERATORS), memory_s(device, backward, _PASSED_OPERATORS)
+    if scaled:
+        return _with_scaled(device, compute, passes_s, experts, hidden, tokens, accumulate)
     return _with_products(device, compute, passes_s, products, accumulate)
 
 
@@ -79,7 +90,47 @@ def shared_seconds(device: Device, work: "Work", experts: ExpertsConfig, accumul
         products.append((work.compute, 1, tokens, hidden, 1))
     size = FORMATS[work.compute].element_bytes * inner * tokens
     forward_s, backward_s = (memory_s(device, each * size) for each in ((3, 5) if gated else (2, 3)))
-    return _with_products(device, work.compute, (forward_s, backward_s), products, accumulate)
+    if work.products is None:
+        return _with_products(device, work.compute, (forward_s, backward_s), products, accumulate)
+    # Gate and up quantise their input each by itself; the gate of the shared expert keeps its dtype.
+    found = _with_products(device, work.compute, (forward_s, backward_s), products[2:], accumulate)
+    matrices = [Matrices(tokens, hidden, outputs, 2 if gated else 1), Matrices(tokens, inner, hidden, 1)]
+    forward_s, input_s, weight_s = scaled_seconds(
+        device, matrices, work.compute, work.codes_of_weights, accumulate=accumulate
+    )
+    if accumulate:
+        weight_s += stream_s(device, 3 * FORMATS[work.compute].element_bytes * (outputs + inner) * hidden, 2)
+    return _sum(found, (forward_s, input_s, weight_s))
+
+
+def _with_scaled(
+    device: Device,
+    compute: str,
+    passes_s: tuple[float, float],
+    experts: ExpertsConfig,
+    hidden: int,
+    tokens: int,
+    accumulate: bool,
+) -> Seconds:
+    """Seconds of the experts' computing with products in 8 bits: those of every expert by themselves, and a copy of
+    their results into the rows of all.
+    """
+    inner, item = experts.intermediate_size, FORMATS[compute].element_bytes
+    found: Seconds = (*passes_s, 0.0)
+    for count, each in even_loads(tokens, experts):
+        matrices = [Matrices(each, hidden, inner, 1)] * 2 + [Matrices(each, inner, hidden, 1)]
+        seconds = scaled_seconds(device, matrices, compute, accumulate=accumulate)
+        copied = [stream_s(device, 2 * item * each * width, 3) for width in (2 * inner + hidden, 2 * hidden + inner)]
+        own = seconds[0] + copied[0], seconds[1] + copied[1], seconds[2]
+        if accumulate:
+            weights = 3 * hidden * inner
+            own = own[0], own[1], own[2] + stream_s(device, 3 * item * weights, 3)
+        found = _sum(found, (count * own[0], count * own[1], count * own[2]))
+    return found
+
+
+def _sum(one: Seconds, other: Seconds) -> Seconds:
+    return one[0] + other[0], one[1] + other[1], one[2] + other[2]
 
 
 def _with_products(
@@ -120,7 +171,9 @@ def router_dtype(compute: str) -> str:
 
 def launches(work: "Work", experts: ExpertsConfig) -> float:
     """Kernels that the host launches for a layer with a mixture, over those of a dense layer."""
-    products = 3 * sum(count for count, _ in even_loads(work.routed, experts))
+    # In 8 bits both operands are quantised by two kernels each, and a result is copied into its rows.
+    each = 1 if work.products is None else 6
+    products = 3 * each * sum(count for count, _ in even_loads(work.routed, experts))
     return 1 + (_MIXTURE_OPERATORS + products) / LAYER_OPERATORS
 
 

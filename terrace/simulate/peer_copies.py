@@ -96,7 +96,7 @@ def _flat_bytes(plan: Plan, flat: FlatParamSpec, rank: int) -> int:
     part = layout.slice(tier, coordinates, flat.padded)
     owned = max(0, min(int(part.stop), flat.numel) - int(part.start))
     if not flat.trainable:
-        return owned * FORMATS[flat.dtype(plan)].element_bytes
+        return owned * flat.element_bytes(plan)
     elementwise = owned - max(0, min(int(part.stop), flat.num_orthogonal) - int(part.start))
     states = sum(moments(plan.update, owned, elementwise))
     return owned * FORMATS[plan.master].element_bytes + stored_bytes(plan.optimizer_states or plan.sums, states)

@@ -15,7 +15,8 @@ Experts on several ranks have buffers of their own, over the ranks that hold the
 
 Tensor ranks hold the slices of terrace.plan.slices. Parameters that every tensor rank holds whole (norms, for example)
 are `shared`: they have their own flat buffer, sharded over the tensor ranks as well as the data ranks. Frozen
-parameters have one too, without gradient and optimizer state, and so has a gate's bias, which is whole on every rank. A
+parameters have one too, without gradient and optimizer state, and so have matrices that are held as codes (a byte an
+element in place of c, and a master apart), and a gate's bias, which is whole on every rank. A
 tied head on another stage than the embedding has its own copy, and both stages keep the gradient of the other's.
 """
 
@@ -29,19 +30,21 @@ from typing import Literal, NamedTuple
 
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
-from terrace.plan.dims import is_layer
+from terrace.plan.dims import is_layer, is_product_matrix
 from terrace.plan.gaps import largest_part_bytes
 from terrace.plan.hops import RESIDUAL_BYTES, RESIDUAL_COPIES, arena_bytes, gather_buffers, reduce_buffers
 from terrace.plan.kinds import Kinds
 from terrace.plan.layout import Layout, message_lane
-from terrace.plan.mesh import HOLDERS, TENSOR, Mesh
+from terrace.plan.mesh import TENSOR, Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.routes import block_hops, residual_numels
 from terrace.plan.state_bytes import accumulates_in_place, keeps_master, moment_bytes, moments
-from terrace.plan.wire import FORMATS, MessageClass
+from terrace.plan.wire import CODES, FORMATS, OF_PARAMETERS, MessageClass
 
 Sizes = tuple[int, ...]  # elements of a block of each kind
-_Dtypes = tuple[Literal["bf16", "fp16", "fp32", "fp64"], Literal["fp32", "fp64"], Literal["bf16", "fp32"] | None]
+_Dtypes = tuple[
+    Literal["bf16", "fp16", "fp32", "fp64"], Literal["fp32", "fp64"], Literal["bf16", "fp32"] | None, str | None
+]
 
 
 class Flats(NamedTuple):
@@ -58,6 +61,7 @@ class Flats(NamedTuple):
     stacked: bool = False
     is_moved: bool = False  # by counts
     matrices: Sizes = ()  # elements of trainable matrices
+    is_coded: bool = False  # held as the codes of products
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,29 +110,26 @@ def axis_degree(cluster: Cluster, plan: Plan, axis: str) -> int:
     return Mesh.of(cluster, plan).total(axis)
 
 
-def state_layout(cluster: Cluster, plan: Plan, shared: Collection[str] = (), stacked: bool = False) -> Layout:
-    """The layout of states: data and context ranks hold the same slice of a block, so they share its states.
-
-    So do the ranks of the tensor axes that `shared` names, of parameters that these do not cut. Of `stacked`
-    parameters, the ranks that hold the same experts.
-    """
-    mesh = Mesh.of(cluster, plan).of_stacks(stacked)
-    layout = Layout.of(cluster, plan, (*HOLDERS, *shared), mesh)
-    return replace(layout, mesh=None)  # equal ones are one, whatever the rest
-
-
 @lru_cache(maxsize=4096)
 def stage_blocks(
-    kinds: Kinds, held: Sequence[int], tensor: int, columns: int, shards: int, experts: tuple[int, int] = (1, 1)
+    kinds: Kinds,
+    held: Sequence[int],
+    tensor: int,
+    columns: int,
+    shards: int,
+    experts: tuple[int, int] = (1, 1),
+    codes: bool = False,
 ) -> StageBlocks:
     """The blocks `held` by a rank, each flat buffer padded to a multiple of `shards`.
 
     `tensor` ranks are rows x `columns`; `experts` are the degrees of the ranks that hold different experts and of
-    those that cut them. Raises `PlanError` where they do not divide the model.
+    those that cut them; `codes` as `Plan.shares_scales`. Raises `PlanError` where they do not divide the model.
     """
     degrees = {"columns": columns, "rows": tensor // columns}
     specs, is_spread = kinds.sliced(degrees, experts), experts != (1, 1)
-    numels, matrices = zip(*(_local_numels(spec, is_spread) for spec in specs), strict=True)
+    layers = [is_layer(kinds.blocks, first) for first in kinds.first]
+    each_of = (_local_numels(spec, is_spread, codes and layer) for spec, layer in zip(specs, layers, strict=True))
+    numels, matrices = zip(*each_of, strict=True)
     place = {block: index for index, block in enumerate(held)}
     order = tuple(kinds.order[block] for block in held)
     lent = [
@@ -139,19 +140,20 @@ def stage_blocks(
     # Either of two stages that hold one block sends the other its gradient.
     tied = set[int]().union(*copies, _lent_away(kinds, place.keys()))
     flats = []
-    for frozen, moved, stacked, axes in sorted({key for each in numels for key in each} | {_PLAIN}):
+    for key in sorted({key for each in numels for key in each} | {_PLAIN}):
+        frozen, moved, stacked, coded, axes = key
         # A shared buffer is also sharded over the tensor ranks that share it.
         parts = shards * math.prod(degrees[axis] for axis in axes)
         if stacked:
             parts = max(1, shards * tensor // math.prod(experts))
-        padded = [-(-each.get((frozen, moved, stacked, axes), 0) // parts) * parts for each in numels]
+        padded = [-(-each.get(key, 0) // parts) * parts for each in numels]
         copied = [sum(padded[kinds.order[lender]] for lender in lenders) for lenders in copies]
         passed_on = [padded[kinds.order[lender]] for lender in tied]
         largest = max([padded[kind] for kind in order] + passed_on)
         sizes = tuple(map(sum, zip(padded, copied, strict=True)))
         passed = 0 if frozen else max(passed_on, default=0)
-        whole = tuple(each.get((frozen, moved, stacked, axes), 0) for each in matrices)
-        flats.append(Flats(axes, sizes, largest, passed, not frozen, stacked, moved, whole))
+        whole = tuple(each.get(key, 0) for each in matrices)
+        flats.append(Flats(axes, sizes, largest, passed, not frozen, stacked, moved, whole, coded))
     return StageBlocks(
         order=order,
         flats=tuple(flats),
@@ -165,19 +167,19 @@ def _lent_away(kinds: Kinds, held: Collection[int]) -> set[int]:
     return {lender for borrowed in away for lender in borrowed if lender in held}
 
 
-_Group = tuple[bool, bool, bool, tuple[str, ...]]
-_PLAIN: _Group = (False, False, False, ())
+_Group = tuple[bool, bool, bool, bool, tuple[str, ...]]
+_PLAIN: _Group = (False, False, False, False, ())
 
 
-def _local_numels(block: BlockSpec, is_spread: bool) -> tuple[dict[_Group, int], dict[_Group, int]]:
-    # By whether they are frozen, moved by counts, stacks of the factoring for experts, and by the tensor axes that
-    # share them; then of trainable matrices alone.
+def _local_numels(block: BlockSpec, is_spread: bool, codes: bool) -> tuple[dict[_Group, int], dict[_Group, int]]:
+    # By whether they are frozen, moved by counts, stacks of the factoring for experts, held as codes, and by the tensor
+    # axes that share them; then of trainable matrices alone.
     total: dict[_Group, int] = defaultdict(int)
     matrices: dict[_Group, int] = defaultdict(int)
     for param in block.params:
         stacked = is_spread and param.is_stack
         axes = () if stacked else tuple(filter(param.is_replicated_over, TENSOR))
-        group = not param.trainable, param.is_moved, stacked, axes
+        group = not param.trainable, param.is_moved, stacked, codes and is_product_matrix(param), axes
         total[group] += param.numel
         matrices[group] += param.numel if param.decays and param.trainable else 0
     return total, matrices
@@ -275,7 +277,7 @@ def model_states(
     item, summed = FORMATS[plan.compute].element_bytes, FORMATS[plan.sums].element_bytes
     again = num_micros > plan.unit
     wires = tuple((message, tuple(row.items())) for message, row in plan.wire.items())
-    dtypes = plan.compute, plan.master, plan.messages
+    dtypes = plan.compute, plan.master, plan.messages, plan.products if plan.shares_scales else None
     steady = dict.fromkeys(("params", "secondary", "grads", "optimizer", "outer", "feedback", "buffers"), 0)
     buffered, comes_and_goes = [0] * len(stage.sizes), [0] * len(stage.sizes)
     # Names the lanes.
@@ -288,15 +290,15 @@ def model_states(
         is_other = bool(axes) or flats.stacked
         assert not is_other or shared is not None, "a stage with buffers of other holders needs their layouts"
         here = shared(axes, flats.stacked) if is_other and shared is not None else layout
-        total = stage.held(sizes)
+        total, held = stage.held(sizes), CODES.element_bytes if flats.is_coded else item
         if flats.is_moved:  # whole on every rank, in fp32 at least
             steady["params"] += total * max(item, FORMATS["fp32"].element_bytes)
             continue
-        steady["params"] += total // here.span(here.params) * item
-        steady["secondary"] += total // here.span(here.params_backward) * item if here.has_secondary else 0
+        steady["params"] += total // here.span(here.params) * held
+        steady["secondary"] += total // here.span(here.params_backward) * held if here.has_secondary else 0
         if flats.trainable:
             steady["grads"] += total // here.span(here.grads) * summed
-            kept = total // here.span(here.optimizer) if keeps_master(plan, here) else 0
+            kept = total // here.span(here.optimizer) if keeps_master(plan, here, coded=flats.is_coded) else 0
             if plan.outer is not None:
                 steady["outer"] += total // here.span(here.optimizer) * summed * plan.outer.num_slices
             steady["optimizer"] += kept * FORMATS[plan.master].element_bytes + _moment_bytes(plan, here, stage, flats)
@@ -304,7 +306,7 @@ def model_states(
         if flats.trainable and not accumulates_in_place(here):
             buffered = [before + size for before, size in zip(buffered, sizes, strict=True)]
         if here.frees:
-            comes_and_goes = [before + size for before, size in zip(comes_and_goes, sizes, strict=True)]
+            comes_and_goes = [before + size * held for before, size in zip(comes_and_goes, sizes, strict=True)]
         # Each flat buffer sends messages of its own size; a lane's buffer fits the largest.
         tie = max(tie, flats.tied // here.span(here.grads) * summed)
         gathered_whole: Sizes = ()
@@ -324,7 +326,7 @@ def model_states(
     gathered = gathered_numels(stage.with_sizes(tuple(comes_and_goes)), plan.prefetch)
     return States(
         steady=steady,
-        gathered=tuple(numel * item for numel in gathered),
+        gathered=gathered,
         gradients=tuple(numel * item for numel in gradients),
         # A layer is gathered while the one before it is updated.
         updating=max(0, max(map(sum, pairwise((*filter(None, matrices), 0))), default=0) * item - tie),
@@ -355,7 +357,7 @@ def _messages(
 ) -> tuple[tuple[tuple[int, int], ...], int]:
     table = {message: dict(row) for message, row in wires}
     # Only formats and dtypes matter here, so plans that differ in placement share a cache entry.
-    compute, master, messages = dtypes
+    compute, master, messages, products = dtypes
     plan = Plan(
         params="device",
         grads="device",
@@ -364,6 +366,7 @@ def _messages(
         compute=compute,
         master=master,
         messages=messages,
+        products=products,
         expert_gaps=gaps,
     )
     trainable, largest = stage.flats[0].trainable, stage.flats[0].largest
@@ -381,6 +384,8 @@ def _messages(
         cases += [(MessageClass.GATHER, together.params_backward, largest)] if forward else []
     lanes: dict[int, int] = {}
     for message, source, numel in cases:
+        if stage.flats[0].is_coded and message in OF_PARAMETERS:  # in place
+            continue
         reduction, gathering = block_hops(layout, plan, message, numel, source)
         lane = message_lane(together, message, source)
         sizes = (reduce_buffers(plan, message, reduction), gather_buffers(plan, message, gathering))

@@ -30,7 +30,7 @@ from terrace.program.lowering import frame_of, lowered
 from terrace.program.program import Program
 from terrace.program.report import StepReport, declared_ahead
 from terrace.program.shares import share
-from terrace.program.stages import check_virtual, num_virtual, period
+from terrace.program.stages import check_blocks, check_virtual, num_virtual, period
 from terrace.simulate.carried import stage_costs
 from terrace.simulate.chunks import Layer, Numbers, best_chunks
 from terrace.simulate.cost import Costs, expert_seconds, step_costs
@@ -209,13 +209,25 @@ def resolved(step: Step) -> Step:
     if step.plan.expert_gaps == "auto":
         return _with_gaps(step)
     step = with_chunks(step)
+    if step.num_stages == 1:
+        return step
     # Stages named by the plan are kept.
-    if step.plan.stages or step.num_stages == 1:
+    if step.plan.stages:
+        check_stages(step)
         return step
     frame = step.frame.with_stages(best_stages(step))
     found = replace(step, plan=frame.plan)
     vars(found).update(frame=frame, costs=step.costs)
     return found
+
+
+def check_stages(step: Step) -> None:
+    """Raise `PlanError` where the plan's `stages` do not give each block to one virtual stage.
+
+    Memory and passes are counted by them before a program, which checks them too, is built.
+    """
+    if step.plan.stages and step.num_stages > 1:
+        check_blocks(step.plan, num_virtual(step.plan, step.num_stages), len(step.blocks))
 
 
 def _with_gaps(step: Step) -> Step:

@@ -1,5 +1,6 @@
 """The passes of played programs, and memory over a step, as text: stages down, time across."""
 
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
@@ -58,7 +59,8 @@ def passes_picture(stages: Sequence[Stage], passes: Sequence[Sequence[Passed]], 
         lines.append(name + _row(moved, columns, column_s))
     words = _legend(span.task for row in spans for span in row)
     share = (last_s - first_s) / step_s
-    return "\n".join([*lines, f"{words}, . idle; a column is {column_s:.3g} s, the picture {share:.0%} of the step"])
+    legend = f"{words}, . idle; a column is {column_s:.3g} s, the picture {share:.0%} of the step"
+    return "\n".join([*lines, textwrap.fill(legend, width)])
 
 
 def memory_picture(curves: Sequence[MemoryCurve], step_s: float, width: int = 100) -> str:

@@ -9,9 +9,9 @@ and, unless it is frozen, 2nT for its own gradient; a token passes k experts of 
 element of the queries forward and twice as much backward, with P the visible (query, key) pairs: B S (S + 1) / 2 for B
 causal sequences of S tokens, less under a sliding window. The embedding lookup, norms and activations count nothing.
 
-**Hardware FLOPs** are executed: the full square B S^2 of attention, as in a kernel that skips nothing, and once more
-the forward of every recomputed block, or the attention of layers that recompute it alone (Korthikanti et al.
-2205.05198, section 6). `terrace plan` and `terrace scale` count both in the same way.
+**Hardware FLOPs** are these and once more the forward of every recomputed block, or the attention of layers that
+recompute it alone (Korthikanti et al. 2205.05198, section 6, but there with the full square B S^2 of attention, which
+kernels of flash attention do not execute). `terrace plan` and `terrace scale` count both in the same way.
 
 Every token of the batch counts, trained on or not. Documents packed into one sequence count as one.
 """
@@ -29,15 +29,25 @@ from terrace.simulate.masks import causal_pairs
 
 @dataclass(frozen=True, kw_only=True)
 class StepFlops:
-    """FLOPs of one step over all devices: `products` and `attention` are the parts of `model`."""
+    """FLOPs of one step over all devices: `products` and `attention` are the parts of `model`.
+
+    `again` are those of recomputed forwards. `masked` and `masked_again` are what the full square of attention would
+    add to `model` and to `again`.
+    """
 
     products: int
     attention: int
-    hardware: int
+    again: int
+    masked: int
+    masked_again: int
 
     @property
     def model(self) -> int:
         return self.products + self.attention
+
+    @property
+    def hardware(self) -> int:
+        return self.model + self.again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,17 +78,22 @@ def step_flops(model: ModelConfig, blocks: Sequence[BlockSpec], plan: Plan, batc
         # Forward, gradient of the input, and the gradient of trained weights.
         products += 2 * tokens * (2 * forward + weights)
         rerun += 2 * tokens * forward if again[index] == WHOLE else 0
-    layers = range(1, model.num_blocks - 1)
     each = 4 * batch * model.num_heads * model.head_dim  # of one pair in every sequence, forward
-    # Windows differ from layer to layer.
-    seen = sum(causal_pairs(sequence, model.of_layer(index).sliding_window) for index in range(model.num_layers))
-    square = each * sequence**2
-    # Recomputed layers run their attention once more, too.
-    rerun += square * sum(again[index] == WHOLE or "attention" in again[index] for index in layers)
+    seen = seen_again = layers_again = 0
+    for layer in range(model.num_layers):
+        # Windows differ from layer to layer.
+        pairs = causal_pairs(sequence, model.of_layer(layer).sliding_window)
+        seen += pairs
+        # Recomputed layers run their attention once more, too.
+        if again[layer + 1] == WHOLE or "attention" in again[layer + 1]:
+            seen_again += pairs
+            layers_again += 1
     return StepFlops(
         products=products,
         attention=3 * each * seen,
-        hardware=products + 3 * len(layers) * square + rerun,
+        again=rerun + each * seen_again,
+        masked=3 * each * (model.num_layers * sequence**2 - seen),
+        masked_again=each * (layers_again * sequence**2 - seen_again),
     )
 
 

@@ -259,7 +259,7 @@ def blocks_for(draw: st.DrawFn, one: Spread, other: Spread) -> Blocks:
     return tuple(blocks)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(one=spreads(), other=spreads(), data=st.data())
 def test_any_plan_loads_what_any_other_saved(one: Spread, other: Spread, data: st.DataObject) -> None:
     blocks = data.draw(blocks_for(one, other))

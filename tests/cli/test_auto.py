@@ -59,11 +59,50 @@ def test_devices_have_the_constants_of_a_preset(name: str, preset: str, is_own: 
     cluster, words = cluster_of(machine(number, name, gib=30, link=""))
     device, known = cluster.device, load_cluster(preset).device
     assert cluster.world_size == number
-    assert (device.name, device.memory_bytes, device.kernels) == (name, 30 * GIB, known.kernels)
+    assert (device.name, device.memory_bytes, device.kernels) == (name, 0.97 * 30 * GIB, known.kernels)
     assert device.peak_flops_per_s == known.peak_flops_per_s
     assert (f"of preset {preset}" in words, f"of the nearest preset, {preset}: terrace probe" in words)[not is_own]
     assert cluster.tiers[-2].name == "node" or number == 1
     assert ("links not probed" in words) == (number > 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "shown_mib", "process_bytes"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 81920, 85.0e9),
+        ("NVIDIA A100-SXM4-40GB", 40960, 42.3e9),
+        (H100, 81559, 85.0e9),
+        ("NVIDIA H200", 143771, 150.1e9),
+        ("NVIDIA GH200 480GB", 97871, 101.5e9),
+        # Of a preset's name, but with another memory; of no preset.
+        ("NVIDIA GH200 144G HBM3e", 147456, 0.97 * 147456 * 2**20),
+        ("NVIDIA B200", 183359, 0.97 * 183359 * 2**20),
+        ("Tesla T4", 15360, 0.97 * 15360 * 2**20),
+        ("NVIDIA GB200", 0, 197.9e9),
+    ],
+)
+def test_memory_is_what_a_process_gets(name: str, shown_mib: int, process_bytes: float) -> None:
+    """Less than nvidia-smi's total, and never more than torch's; torch and AMD's driver tell it themselves."""
+    shown = Gpus(devices=(Gpu(name=name, memory_bytes=shown_mib * 2**20),), told_by="nvidia-smi")
+    cluster, words = cluster_of(shown)
+    assert cluster.device.memory_bytes == pytest.approx(process_bytes, rel=1e-12)
+    assert f"{process_bytes / 1e9:.1f} GB of memory for a process" in words
+    for told_by in ("torch", "/sys/class/kfd"):
+        exact = Gpus(devices=(Gpu(name="some device", memory_bytes=10**10),), told_by=told_by)
+        assert cluster_of(exact)[0].device.memory_bytes == 1e10
+
+
+def test_no_known_device_gets_less_than_auto_says() -> None:
+    """Totals of nvidia-smi and of torch in MiB (`docs/clusters.md`; T4: 14.56 GiB)."""
+    for name, shown_mib, torch_mib in (
+        ("NVIDIA A100-SXM4-80GB", 81920, 81050),
+        (H100, 81559, 81082),
+        ("NVIDIA H200", 143771, 139.80 * 1024),
+        ("NVIDIA GH200 480GB", 97871, 94.50 * 1024),
+        ("Tesla T4", 15360, 14.56 * 1024),
+    ):
+        shown = Gpus(devices=(Gpu(name=name, memory_bytes=shown_mib * 2**20),), told_by="nvidia-smi")
+        assert cluster_of(shown)[0].device.memory_bytes <= 1.0005 * torch_mib * 2**20
 
 
 def test_links_are_those_of_the_machine() -> None:

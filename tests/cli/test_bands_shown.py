@@ -8,14 +8,16 @@ import pytest
 from terrace.cli.main import main
 from terrace.model.config import parse_model
 from terrace.plan.presets import preset
-from terrace.planner.figures import mfu
+from terrace.planner.figures import hfu, mfu
 from terrace.planner.scaling import evaluate_plan
+from terrace.planner.stages import SERIAL
+from terrace.planner.task import Candidate, Placement
 from terrace.planner.ties import slowest_tier
 from terrace.simulate.bands import band_of
 from terrace.train.config import resolve
 from terrace.train.utilisation import step_flops
 from tests.support.mixtures import mixture
-from tests.support.planner_cases import CLUSTERS, small_task
+from tests.support.planner_cases import CLUSTERS, evaluator_of, mesh_of, small_task
 from tests.support.planning import Planning, here
 
 __all__ = ["here"]
@@ -60,7 +62,9 @@ def test_plans_that_tie_are_told_and_settled_by_bytes(here: Planning) -> None:
     code, out, _ = here.say("plan", "--nodes", "2", "--axes", "data", batch=32)
     assert code == 0
     said = joined(out)
-    tied = re.search(r"plans 1 to (\d) tie: predictions of two plans are off each other by up to [\d.]+ %", said)
+    tied = re.search(
+        r"(plans 1 to \d|at least 5 plans) tie: predictions of two plans are off each other by up to [\d.]+ %", said
+    )
     assert tied is not None
     assert "the fewest bytes across the slowest tier, system (" in said
     assert "no other of the space has a shorter predicted step" in said
@@ -87,9 +91,11 @@ def test_utilisation_has_the_full_square_beside_it_where_it_is_asked_for(here: P
     plain = here.say(*words, batch=64).out
     assert "attention's full square" not in plain
     asked = here.say(*words, "--force", "--full-attention-flops", batch=64).out
-    shares = [float(share) for share in re.findall(r"MFU ([\d.]+) %(?: \(\+-\d+ %\))? = ", asked)]
-    assert len(shares) == 2
-    assert shares[0] < shares[1]
+    mfu_s, hfu_s = ([float(share) for share in re.findall(rf"{name} ([\d.]+) %", asked)] for name in ("MFU", "HFU"))
+    assert len(mfu_s) == len(hfu_s) == 2
+    assert mfu_s[0] < mfu_s[1]
+    assert hfu_s[0] < hfu_s[1]
+    assert re.search(r"HFU [\d.]+ % \(\+-\d+ %\) = the same with forwards that run again", plain)
     assert main(["scale", "--plan", "plan.toml", "--full-attention-flops"]) == 0
     assert here.out().count("MFU, full square") == 2
     assert main(["scale", "--plan", "plan.toml"]) == 0
@@ -108,7 +114,23 @@ def test_utilisation_of_a_plan_is_that_of_its_run(window: int, mixed: bool) -> N
     flops = step_flops(model, task.blocks, plan, task.batch, task.sequence)
     possible = cost.step_s * task.cluster.world_size * task.peak_flops_per_s
     assert mfu(task, cost) == pytest.approx(flops.model / possible, rel=1e-12)
-    assert mfu(task, cost, full=True) == pytest.approx(flops.hardware / possible, rel=1e-12)
+    assert mfu(task, cost, full=True) == pytest.approx((flops.model + flops.masked) / possible, rel=1e-12)
+
+
+def test_hardware_utilisation_of_a_plan_is_that_of_its_run() -> None:
+    """Without what a causal mask hides; the full square only where it is asked for."""
+    task = small_task(CLUSTERS["dgx 4x2"], batch=8, model=parse_model(LLAMA))
+    for recompute in (0, 1):
+        candidate = Candidate(1, 1, SERIAL, recompute, 1, Placement(-1, -1, -1), mesh_of((4, 1, 1, 1), (2, 1, 1, 1)))
+        cost = evaluator_of(task).evaluate(candidate)
+        entries = task.recomputed(candidate.recompute, candidate.first)
+        plan = replace(preset("ddp", task.cluster), recompute=entries)
+        flops = step_flops(task.model, task.blocks, plan, task.batch, task.sequence)
+        possible = cost.step_s * task.cluster.world_size * task.peak_flops_per_s
+        assert hfu(task, cost) == pytest.approx(flops.hardware / possible, rel=1e-12)
+        square = flops.hardware + flops.masked + flops.masked_again
+        assert hfu(task, cost, full=True) == pytest.approx(square / possible, rel=1e-12)
+        assert (hfu(task, cost) > mfu(task, cost)) == bool(recompute)
 
 
 LLAMA = {
@@ -128,3 +150,15 @@ def test_the_slowest_tier_is_that_of_the_lowest_rate_of_a_device() -> None:
     cluster = CLUSTERS["dgx 4x2"]
     swapped = replace(cluster, tiers=(replace(cluster.tiers[0], bandwidth_bytes_per_s=1e6), cluster.tiers[1]))
     assert slowest_tier(small_task(swapped)) == "node"
+
+
+def test_a_step_that_rests_on_hidden_messages_says_so_in_every_command(here: Planning) -> None:
+    slow = ("--cluster.tiers.system.bandwidth_bytes_per_s", "3e9")
+    words = joined(here.say("plan", "--nodes", "2", "--axes", "data", *slow, batch=64).out)
+    said = re.search(r"This (plan hides \S+ \w+ of messages on tier system .* instead of \S+ m?s)", words)
+    assert said is not None
+    assert said[0] in joined(here.call("simulate", "plan.toml", "--page", "p.html").out)
+    assert said[0] in (here.folder / "p.html").read_text(encoding="utf-8").replace("&nbsp;", " ")
+    assert joined(here.call("scale", "--plan", "plan.toml").out).count(f"At system 2 this {said[1]}") == 2
+    one = here.call("scale", "--plan", "plan.toml", "--nodes", "1").out
+    assert "plan hides" not in one

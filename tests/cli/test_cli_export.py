@@ -24,6 +24,7 @@ from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.hf.pretrained import Pretrained
 from terrace.train.config import RunConfig, parse_run, resolve
 from tests.support.hf_folder import TABLE, TEXT, write_folder, write_tokenizer
+from tests.support.nightly import nightly
 from tests.support.tiny_runs import losses, one_line, terrace, write_run
 from tests.support.toys import run_blocks
 
@@ -129,7 +130,7 @@ MIXTURE = TABLE | {"model_type": "glm4_moe", "head_dim": 8, "use_qk_norm": True,
 MIXTURE |= {"num_experts_per_tok": 2, "moe_intermediate_size": 12}
 
 
-@pytest.mark.parametrize("model", [TABLE, MIXTURE], ids=["dense", "mixture"])
+@pytest.mark.parametrize("model", [*nightly(TABLE), MIXTURE], ids=["dense", "mixture"])
 def test_from_a_folder_and_back(model: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two ranks, parameters sharded over both, begin where one process would, and export the values that they saved."""
     folder, config = write_folder(tmp_path / "model", model), write_run(tmp_path, 2, plan="zero3", steps=2, batch=4)

@@ -50,13 +50,13 @@ def test_plan_prints_why_and_writes_what_train_reads(here: Planning) -> None:
 
 
 def test_a_plan_says_what_it_hides_between_nodes(here: Planning) -> None:
-    hides = r"this plan hides \S+ \S+ of messages on tier system behind computing: a step that hid none"
+    hides = r"This plan hides \S+ \S+ of messages on tier system behind computing: a step that hid none"
     code, out, _ = here.say("plan", "--nodes", "2", "--pin", "params=system", "--pin", "pipeline=1", cluster="ethernet")
     assert code == 0
     assert len(re.findall(hides, " ".join(out.split()))) == 1
     code, out, _ = here.say("plan", "--nodes", "1", "--force")
     assert code == 0
-    assert "this plan hides" not in out
+    assert "This plan hides" not in out
 
 
 def test_plan_refuses_to_overwrite(here: Planning) -> None:

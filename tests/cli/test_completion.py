@@ -27,6 +27,7 @@ def test_bash_completes_commands_options_and_values(tmp_path: Path) -> None:
     assert completed(script, "terrace", "exp") == {"explain", "export"}
     assert completed(script, "terrace", "generate", "--ch") == {"--chat"}
     assert completed(script, "terrace", "generate", "--dtype", "") == {"fp32", "bf16", "fp64"}
+    assert completed(script, "terrace", "plan", "--allow") == {"--allow", "--allow-rounding"}
     assert "lengths" in completed(script, "terrace", "data", "")
     assert completed(script, "terrace", "data", "lengths", "--dist") == {"--distribution"}
     assert completed(script, "terrace", "completion", "") >= {"bash", "zsh", "fish"}

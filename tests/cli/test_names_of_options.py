@@ -14,6 +14,7 @@ from terrace.cli.main import whole_parser
 MEANINGS = {
     "--adapter": r"adapters alone",
     "--allow": r"messages of a class travel in a format",
+    "--allow-rounding": r"messages of every class that can be rounded",
     "--axes": r"^axes to search",
     "--base": r"base model's name",
     "--batch": r"^sequences (a step|of a batch)",

@@ -2,14 +2,25 @@
 
 import io
 import sys
+from collections import Counter
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.table import Table
 
+from terrace.cli.probe import show_constants
 from terrace.cli.step_progress import ProgressLine, step_words
 from terrace.cli.terminal import Terminal
+from terrace.cluster.presets import load_cluster
+from terrace.probe.assemble import assemble
 from terrace.report.tables import new_table
 from terrace.train.metrics import StepRecord
+from tests.support.planning import Planning, here
+from tests.support.probed import synthetic
+
+__all__ = ["here"]
 
 HEADINGS = ("", "step", "tokens/s", "MFU", "memory", "params", "grads", "optimizer", "micro-batch", "notes")
 ROW = ("1", "57.6 ms", "1.14 M", "16.3 %", "7.39 GB", "package", "system", "package", "4 x 1", "recompute layers.* 0")
@@ -74,3 +85,84 @@ def test_a_bar_stands_only_where_the_figures_leave_room(monkeypatch: pytest.Monk
         ProgressLine(Terminal(), 10_000, 10).show(RECORD, 75.0)
         assert screen.getvalue().count("MFU 17.3 %") == 1
         assert ("\u2501" in screen.getvalue()) == bool(num_bars)
+
+
+def _printed(table: Table, width: int, monkeypatch: pytest.MonkeyPatch) -> str:
+    screen = io.StringIO()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", screen)
+        patch.setattr(sys, "__stdout__", screen)
+        patch.setenv("COLUMNS", str(width))
+        Terminal().print(table)
+    return screen.getvalue()
+
+
+def _check_whole(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    for width in (60, 80, 120):
+        printed = _printed(table, width, monkeypatch)
+        assert max(map(len, printed.splitlines())) <= width
+        cells = [str(cell) for column in table.columns for cell in column.cells]
+        missing = Counter(" ".join(cells).split()) - Counter(printed.split())
+        assert not missing, f"at {width} columns:\n{printed}"
+        # A number keeps its unit on its line; only a comma separates figures.
+        lines = [" ".join(line.split()) for line in printed.splitlines()]
+        for column in table.columns:
+            for cell in column.cells if column.justify == "right" else ():
+                for figure in str(cell).split(", "):
+                    assert any(figure in line for line in lines), f"{figure!r} at {width} columns:\n{printed}"
+
+
+# Commands whose tables are wide: shapes of several axes, notes, links with long words, many kinds of waits.
+_WIDE = (
+    ("plan", "--cluster", "ethernet", "--nodes", "2", "--tokens", "3e9", "--limit", "60"),
+    ("scale", "--cluster", "dgx-h100", "--nodes", "4", "--plan", "zero3", "--price", "3", "--full-attention-flops"),
+    ("simulate", "ddp", "--plan.mapping.node.tensor", "2", "--plan.mapping.node.pipeline", "4"),
+    ("simulate", "zero3", "--plan.mapping.node.context.ring", "4", "--plan.mapping.node.data", "2"),
+)
+
+
+@pytest.mark.parametrize("words", _WIDE, ids=lambda words: " ".join(words[:2]))
+def test_no_figure_of_a_table_is_cut_at_60_or_80_columns(
+    words: tuple[str, ...], here: Planning, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables: list[Any] = []
+    sizes = ["--batch", "64", "--sequence", "256"]
+    if words[0] == "simulate":
+        sizes = ["--train.batch", "64", "--train.sequence", "256", "--cluster", "ethernet"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Terminal, "print", lambda self, *objects, **options: tables.extend(objects))
+        patch.setenv("COLUMNS", "80")
+        said = here.call(*words, "--model", here.model, *sizes)
+    assert said.code == 0, said.error
+    # Other lines fit, too; commands to be copied stay in one line.
+    assert max(len(line) for line in said.out.splitlines() if "terrace " not in line) <= 80
+    tables = [each for each in tables if isinstance(each, Table)]
+    assert len(tables) >= 2
+    for table in tables:
+        _check_whole(table, monkeypatch)
+
+
+def test_no_figure_of_a_probe_is_cut(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tables: list[Any] = []
+    cluster = load_cluster("dgx-a100")
+    with monkeypatch.context() as patch:
+        patch.setattr(Terminal, "print", lambda self, *objects, **options: tables.extend(objects))
+        show_constants(assemble(cluster, synthetic(cluster)), tmp_path / "cluster.toml")
+    (table,) = tables
+    _check_whole(table, monkeypatch)
+
+
+def test_columns_without_room_stand_below_with_the_columns_that_name_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"stage {number}" for number in range(10)]
+    rows = [[message, "node", *(f"{number}.25 GB" for number in range(10)), ""] for message in ("gather", "reduce")]
+    rows.append(["sync", "", *["-"] * 5, *[""] * 6])
+    table = new_table("bytes", ["message", "tier", *names, "empty"], left=("message", "tier"), rows=rows)
+    first, second = (part.splitlines() for part in _printed(table, 80, monkeypatch).split("\n\n\n"))
+    assert first[0] == "bytes"
+    assert [line.split()[0] for line in first[4:]] == ["gather", "reduce", "sync"]
+    # A row without further cells is left out, and so is an empty column.
+    assert [line.split()[:2] for line in second[2:] if line] == [["gather", "node"], ["reduce", "node"]]
+    assert "empty" not in first[2] + second[0]
+    # A screen too narrow for one column breaks words, and loses none of their characters.
+    tiny = "".join(_printed(table, 12, monkeypatch).split())
+    assert all(tiny.count(digit) >= 2 for digit in "0123456789")

@@ -26,6 +26,14 @@ __all__ = ["here"]
             "pin chunks<=1: schedule interleaved has 2, 3, 4, 5, 6, 7, 8 chunks a stage",
         ),
         ("chunks>=9", "pin chunks>=9: schedules have 1, 2, 3, 4, 5, 6, 7, 8 chunks a stage"),
+        (
+            "chunks=4 pipeline=2",
+            "pin chunks=4 and pipeline=2: 2 stages x 4 chunks are 8 virtual stages, and each needs one of the 4 "
+            "layers, embedding and head; pin chunks to at most 3",
+        ),
+        ("pipeline>=4 chunks>=2", "pin chunks>=2 and pipeline>=4: 4 stages x 2 chunks are 8 virtual stages"),
+        ("schedule=zbv pipeline=4", "needs one of the 4 layers, embedding and head; pin pipeline to at most 3"),
+        ("schedule=interleaved chunks=4", "2 stages x 4 chunks are 8 virtual stages"),
         ("schedule=interleaved:3", "write schedule=interleaved and chunks=3"),
     ],
 )

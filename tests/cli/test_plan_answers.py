@@ -191,3 +191,17 @@ def test_a_headroom_is_given_once_and_shown_as_written(here: Planning) -> None:
 def test_a_headroom_without_a_unit_is_refused(here: Planning) -> None:
     error = here.refused("plan", *SMALL, "--headroom", "6")
     assert "device.headroom = '6' must be a share of the memory or bytes of it: write 5% or 4GB" in error
+
+
+@pytest.mark.parametrize("pins", [(), ("--allow", "sync=int8")], ids=["plain", "formats"])
+def test_the_plan_written_does_not_depend_on_how_many_are_shown(pins: tuple[str, ...], here: Planning) -> None:
+    written, rooms, shown = set(), set(), list[int]()
+    for count in (1, 2, 5, 8):
+        words = ("--nodes", "2", "--axes", "data", "--best", str(count), *pins, "--force")
+        code, out, _ = here.say("plan", *words, batch=64)
+        assert code == 0
+        written.add((here.folder / "plan.toml").read_text())
+        rooms.add(out.split("the fastest plan for each headroom")[1].split("why this plan")[0])
+        shown.append(len(re.findall(r"^ +\d+ +[\d.]+ m?s ", out, re.M)))
+    assert len(written) == len(rooms) == 1
+    assert shown == [1, 2, 5, 8]

@@ -67,6 +67,13 @@ def test_formats_that_shorten_a_step_are_used_and_told(here: Planning) -> None:
     assert "allowed and not used: sync (package int8: " in said
     assert "rounded messages change what is learned held-out loss, measured at 1.0 M parameters between two" in said
     assert resolve(None, {"plan": "plan.toml"}, {}).plan.wire == {"sync": {"system": "int8"}}
+    code, out, _ = here.say("plan", *SLOW, "--axes", "data", "--allow-rounding", "int8", "--best", "1", "--force")
+    assert code == 0
+    wire = resolve(None, {"plan": "plan.toml"}, {}).plan.wire
+    assert wire
+    assert {name for row in wire.values() for name in row.values()} == {"int8"}
+    assert re.search(r"allowed and not used: gather, gather_backward, .*tensor, context", " ".join(out.split())), out
+    assert all(len(line) <= 80 for line in out.splitlines() if "allowed" in line)
 
 
 @pytest.mark.parametrize(
@@ -78,6 +85,7 @@ def test_formats_that_shorten_a_step_are_used_and_told(here: Planning) -> None:
         (["--outer", "every<=5", "--pin", "grads=system"], "every island keeps all states"),
         (["--allow", "outer=int8"], "all ranks are one island; give --outer"),
         (["--allow", "sync"], "write CLASS=FORMAT"),
+        (["--allow-rounding", "int9"], "--allow-rounding int9: 'int9' is not a wire format; did you mean 'int8'"),
         (["--outer", "every<=5", "--cluster.device.memory_bytes", "1.2e9"], "no plan fits; the nearest of an island ("),
     ],
 )

@@ -49,3 +49,17 @@ def test_a_curve_fits_in_eighty_columns(here: Planning) -> None:
     assert "not a multiple" in out
     curves = out.split("weak scaling")[1]
     assert max(len(line.rstrip()) for line in curves.splitlines()) <= 80
+
+
+def test_a_preset_gets_the_numbers_of_each_size(here: Planning) -> None:
+    """A memory in which the numbers of the largest size do not fit at the smallest."""
+    tight = ("--nodes", "8", "--plan", "zero3", "--cluster.device.memory_bytes", "1.73e9", "--headroom", "0%")
+    out = here.say("scale", *tight, batch=512).out
+    for scaling in ("weak", "strong"):
+        curve = rows(out, scaling)
+        assert list(curve) == [1, 2, 4, 8]
+        assert all("-" not in cells for cells in curve.values())
+    part = out.split("strong scaling")[0]
+    told = dict(re.findall(r"(micro-batch \d+[^;]*?) at system ([\d, ]+)", " ".join(part.split())))
+    assert len(told) > 1, "sizes differ in their numbers"
+    assert sorted(int(size) for at in told.values() for size in at.split(", ")) == [1, 2, 4, 8]

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.hf_folder import write_folder
+from tests.support.nightly import nightly
 from tests.support.tiny_runs import terrace
 
 _COMMANDS = (
@@ -22,7 +23,7 @@ _COMMANDS = (
 )
 
 
-@pytest.mark.parametrize("umask", [0o002, 0o027])
+@pytest.mark.parametrize("umask", [*nightly(0o002), 0o027])
 def test_files_and_folders_have_the_mode_of_the_umask(umask: int, tmp_path: Path) -> None:
     base = tmp_path / "base"
     base.mkdir()

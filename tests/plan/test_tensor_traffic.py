@@ -122,7 +122,7 @@ def test_a_whole_step_counts_recomputation_and_micro_batches() -> None:
     assert halved - numbers == (once - numbers) / 2
 
 
-@settings(deadline=None)  # a mesh of thousands of ranks, on a busy machine
+@settings(max_examples=40, deadline=None)  # a mesh of thousands of ranks, on a busy machine
 @given(st.lists(st.tuples(*[st.integers(1, 3)] * 4), min_size=1, max_size=3), st.data())
 def test_every_rank_has_one_place_on_the_mesh(degrees: list[tuple[int, int, int, int]], data: st.DataObject) -> None:
     """Places identify ranks; peers on an axis differ there alone and are in the order of their places."""

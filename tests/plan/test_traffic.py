@@ -287,7 +287,7 @@ def test_compressed_three_level_stays_below_080_s_between_nodes(a: int) -> None:
     assert in_s == 0.75 + 2 / 128
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(settings_of_a_step())
 def test_program_sends_what_the_formula_says(case: Setting) -> None:
     assert recount(case) == as_words(step_bytes(case.cluster, case.plan, case.blocks, case.num_micros))

@@ -6,8 +6,8 @@ from itertools import product
 import pytest
 
 from terrace.base.errors import PlanError
-from terrace.plan.wire import parse_format
-from terrace.planner.formats import find_allowed, parse_allowed, shortens
+from terrace.plan.wire import PLACEABLE, parse_format
+from terrace.planner.formats import find_allowed, of_every_class, parse_allowed, shortens
 from terrace.planner.pins import Pins
 from terrace.planner.ranking import TIE
 from terrace.planner.search import find
@@ -106,3 +106,38 @@ def test_islands_exchange_nothing_but_changes() -> None:
     found = parse_allowed(["sync=int8", "outer=fp32"], task, islands=True)
     assert set(found) == {("sync", "node"), ("outer", "node"), ("outer", "system")}
     assert found["outer", "system"].formats == ("fp32", "bf16")
+
+
+def test_rounding_is_allowed_for_every_class_that_it_can_shorten() -> None:
+    task = task_on(CLUSTERS["dgx 4x2"])
+    classes = {message.value for message in PLACEABLE}
+    found = of_every_class("int8", task, islands=False)
+    assert set(found) == {f"{message}=int8" for message in classes - {"outer"}}
+    assert "outer=int8" in of_every_class("int8", task, islands=True)
+    assert set(parse_allowed(found, task, islands=False)) == {
+        (message, tier) for message in classes - {"outer"} for tier in ("node", "system")
+    }
+    # By the rules of each class: only gradients feed rounding errors back, and only gradients may be sparse.
+    for name in ("int8+feedback", "topk"):
+        asked = of_every_class(name, task, islands=False)
+        assert set(asked) == {f"{message}={name}" for message in ("reduce", "sync", "pipeline_backward")}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "text", "said"),
+    [
+        ("dgx 4x2", "int9", "--allow-rounding int9: 'int9' is not a wire format; did you mean 'int8'"),
+        ("dgx 4x2", "int8:3", "--allow-rounding int8:3: wire format 'int8:3': a block is a power of two"),
+        ("dgx 4x2", "bf16", "--allow-rounding bf16 has no effect: messages are as narrow without it"),
+        ("dgx 4x2", "fp32", "--allow-rounding fp32 has no effect: messages are as narrow without it"),
+        ("dgx 1x1", "int8", "--allow-rounding int8 has no effect: there are no messages"),
+    ],
+)
+def test_rounding_that_cannot_be_is_refused(cluster: str, text: str, said: str) -> None:
+    where = CLUSTERS["dgx 4x2"]
+    if cluster == "dgx 1x1":
+        where = replace(where, tiers=tuple(replace(tier, size=1) for tier in where.tiers))
+    with pytest.raises(PlanError) as error:
+        of_every_class(text, task_on(where), islands=False)
+    assert str(error.value).startswith(said)
+    assert "\n" not in str(error.value)

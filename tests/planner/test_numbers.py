@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from terrace.base.errors import PlanError
 from terrace.plan.plan import Plan
 from terrace.planner.ranking import TIE
 from terrace.planner.space import divisors
@@ -63,6 +64,17 @@ def test_a_number_that_is_given_is_kept() -> None:
         assert run.plan.unit == unit <= run.num_micros()
     both = run_of(table, micro_batch=1, unit=4).plan
     assert (both.micro_batch, both.unit) == (1, 4)
+
+
+@pytest.mark.parametrize("stages", [[2, 2, 2], [0, 6], [4, 4], [-1, 7]])
+@pytest.mark.parametrize("numbers", [{}, {"micro_batch": 1}, {"unit": 1}])
+def test_wrong_stages_are_refused_in_a_line_whichever_numbers_are_left_out(
+    stages: list[int], numbers: dict[str, int]
+) -> None:
+    mapping = {"node": {"pipeline": 2}}
+    with pytest.raises(PlanError, match="of each of the 2 virtual stages, at least 1 each, 6 together") as caught:
+        run_of({"plan": {"preset": "ddp", "mapping": mapping}}, stages=stages, **numbers)
+    assert str(caught.value).startswith(f"stages = {stages}: ")
 
 
 def test_where_nothing_fits_the_numbers_stay_one() -> None:

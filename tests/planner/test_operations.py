@@ -20,6 +20,7 @@ from terrace.planner.task import Candidate, Placement, plan_of
 from terrace.simulate.step import predict_step
 from tests.support.exhaustive import check_search, cores_of, meshes
 from tests.support.mixtures import GROUPED, SHARED, mixture
+from tests.support.nightly import nightly
 from tests.support.planner_cases import CLUSTERS, SMALL, adapted, evaluator_of, small_task
 
 TASK = small_task(CLUSTERS["dgx 2x3"], batch=6)
@@ -48,10 +49,12 @@ def test_operations_of_a_search() -> None:
     assert parse_operations("attention", MIXED, ("data", "tensor")) == ("attention",)
 
 
-OPERATIONS_OF_SEARCHES: list[tuple[str, tuple[str, ...], tuple[str, ...], int]] = [
-    ("dgx 2x3", ("data", "pipeline"), ("attention", "mlp", "norms"), 6),
-    ("frontier 2x1x2", ("data", "tensor", "pipeline"), ("attention", "mlp"), 4),
+OPERATIONS_OF_SEARCHES = [
     ("ethernet 2x2", AXES, ("mlp",), 4),
+    *nightly(
+        ("dgx 2x3", ("data", "pipeline"), ("attention", "mlp", "norms"), 6),
+        ("frontier 2x1x2", ("data", "tensor", "pipeline"), ("attention", "mlp"), 4),
+    ),
 ]
 
 

@@ -8,7 +8,11 @@ import pytest
 from terrace.base.errors import PlanError
 from terrace.cluster.presets import load_cluster
 from terrace.model.config import parse_model
+from terrace.model.experts.config import ExpertsConfig
+from terrace.plan.validate import validate
 from terrace.planner.products import find_with, take_products
+from terrace.planner.ranking import TIE
+from terrace.planner.search import find
 from terrace.planner.space import Space
 from terrace.planner.task import Task
 from tests.support.planning import Planning, here
@@ -37,6 +41,37 @@ def test_taken_where_faster() -> None:
     assert found.scaled_s == found.searched.found.best[0].step_s < found.plain_s
     for each in found.searched.found.best:  # also those with a pipeline, or tensor ranks
         assert found.searched.evaluator.plan(each.candidate).products == "fp8:row"
+
+
+def test_plans_of_data_ranks_alone_are_compared_too() -> None:
+    """The best of a search in 8 bits is no slower than its best without them is in 8 bits."""
+    space = Space(task=task_on("dgx-h100"))
+    plain, _ = find(space, 1, 100)
+    scaled, evaluator = find(replace(space, task=replace(space.task, products="fp8:row")), 1, 100)
+    there = evaluator.played(plain.best[0].candidate)
+    assert there.step_s < plain.best[0].step_s
+    assert scaled.best[0].step_s <= (1 + TIE) * there.step_s
+
+
+@pytest.mark.parametrize("products", ["fp8", "fp8:row"])
+def test_mixtures_are_searched_with_them(products: str) -> None:
+    """Attention, the shared expert and all experts; the plan that is found runs."""
+    experts = ExpertsConfig(num_experts=8, per_token=2, intermediate_size=14336)
+    task = replace(task_on("dgx-h100"), model=replace(MODEL, experts=experts))
+    taken, _ = take_products([f"products={products}"], task)
+    found = find_with(taken, Space(task=task), {}, [], 1, 40)
+    assert found.scaled_s is not None
+    assert found.plain_s is not None
+    assert found.used == (found.scaled_s < (1 - TIE) * found.plain_s)
+    best = found.searched.found.best[0]
+    plan = found.searched.evaluator.plan(best.candidate)
+    validate(task.cluster, plan, task.blocks)
+
+
+def test_held_as_codes_is_not_searched() -> None:
+    task = replace(task_on("dgx-h100"), products="fp8", wire={"gather": {"node": "fp8"}})
+    with pytest.raises(PlanError, match="not searched; leave the format out, or write 'fp8:128'"):
+        find(Space(task=task), 1, 10)
 
 
 def test_left_where_slower() -> None:

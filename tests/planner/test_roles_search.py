@@ -79,7 +79,7 @@ def placed_ways(choices: Choices, role: Role, here: Cluster) -> list[PlacedRole]
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("seed", [1, 2, *nightly(0, *range(3, 16))])
+@pytest.mark.parametrize("seed", [2, *nightly(0, 1, *range(3, 16))])
 def test_the_search_finds_what_pricing_everything_finds(seed: int, ahead: bool) -> None:
     flow, cluster = random_case(seed, ahead)
     costs = Costs(flow)

@@ -66,7 +66,7 @@ def pipelines(draw: st.DrawFn) -> tuple[Place, Plan, str, int]:
     return place, plan, draw(st.sampled_from(MODEL_NAMES)), micros
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(pipelines())
 def test_any_pipeline_is_sound_and_holds_the_model_once(case: tuple[Place, Plan, str, int]) -> None:
     place, plan, model, micros = case

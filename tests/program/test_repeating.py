@@ -170,7 +170,7 @@ def test_damage_has_the_verdict_of_the_program_written_out(programs_of: Programs
     random, verdicts = Random(str(schedule)), []
     unit = 4 if schedule == "zeropp:2" else 1
     programs = programs_of(plan_of(schedule, 2 if schedule else 1, unit=unit), 48)
-    for _ in range(30):
+    for _ in range(15):
         bad = list(programs)
         stage = random.randrange(len(bad))
         bad[stage] = damaged(bad[stage], random)

@@ -179,7 +179,7 @@ def test_no_instruction_can_be_left_out_or_repeated(case: Setting, data: st.Data
         verify(edited(program, lambda list_: list_.insert(place, list_[place])))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(settings_of_a_step(max_world=8), st.data())
 def test_free_cannot_come_before_the_last_use(case: Setting, data: st.DataObject) -> None:
     program = build(case.cluster, case.plan, case.blocks, case.num_micros)

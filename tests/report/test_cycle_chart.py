@@ -53,7 +53,9 @@ def test_rows_have_all_seconds_of_the_cycle(delay: int, rate: float) -> None:
 
 def test_the_same_as_text() -> None:
     found = drawn(Outer(tier="system", every=6, fragments=2, delay=2), 1e-7)
-    steps, first, second, key = cycle_picture(found, 80).split("\n")
+    steps, first, second, *legend = cycle_picture(found, 80).split("\n")
+    assert max(map(len, legend)) <= 80
+    key = " ".join(legend)
     assert {len(line) for line in (steps, first, second)} == {80}
     assert steps.startswith("steps      ")
     assert set(steps[11:]) == {"-", "|", "w"}

@@ -21,11 +21,11 @@ from tests.support.tiny_runs import terrace, write_run
 
 # Cases of every file. The report reads neither tensors nor report.json, and of a manifest only that it is there.
 FILES = {
-    "config.toml": 25,
-    "metrics.jsonl": 60,
-    "events.jsonl": 45,
-    "prediction.json": 40,
-    "profile/step-2-rank-0.json": 25,
+    "config.toml": 12,
+    "metrics.jsonl": 30,
+    "events.jsonl": 20,
+    "prediction.json": 20,
+    "profile/step-2-rank-0.json": 12,
     "report.json": 3,
     "checkpoints/step-00000004/manifest.json": 2,
 }

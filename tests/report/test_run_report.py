@@ -53,7 +53,7 @@ def test_every_step_has_its_figures(ran: Path) -> None:
         by_tier[tier] = by_tier.get(tier, 0) + size
     for line in lines:
         assert line["tokens_per_s_per_device"] == pytest.approx(line["tokens_per_s"] / 4)
-        assert 0 < line["mfu"] < line["hfu"]
+        assert 0 < line["mfu"] <= line["hfu"]
         assert line["peak_memory_bytes"]["resident"] > 50e6
         assert line["memory_bytes"].keys() == predicted["memory_bytes"].keys()
         assert line["time"] > 1e9

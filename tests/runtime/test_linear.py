@@ -21,11 +21,15 @@ from terrace.runtime.linear import Matrix
 from terrace.runtime.step_runner import StepRunner
 from tests.support.adopted import Adopted, Experts
 from tests.support.allocations import allocated
+from tests.support.nightly import in_turns
 from tests.support.parity import ADAMW, exact
 from tests.support.toys import MODELS, cluster_of, make_batch
 
 TOLERANCE = 1e-12
 SIZE = 4  # of the square matrices of `Mixed`
+LATER = ["toy", "llama tied", "gpt2", "gpt_neox", "mixture, shared expert"]  # models of delayed gradients
+DTYPES = ["fp64", "fp32"]  # added up in place, and in a buffer
+PLANS: list[dict[str, Any]] = [{}, {"unit": 2, "recompute": ("*",)}]
 
 
 def reference(original: nn.Module, backwards: list[Callable[[nn.Module], Tensor]]) -> dict[str, Tensor]:
@@ -370,9 +374,7 @@ def train(model_name: str, compute: str, delay: bool, **changes: Any) -> tuple[T
     return torch.cat(owned), (delayed.longest if delayed else 0)
 
 
-@pytest.mark.parametrize("model", ["toy", "llama tied", "gpt2", "gpt_neox", "mixture, shared expert"])
-@pytest.mark.parametrize("compute", ["fp64", "fp32"])  # added up in place, and in a buffer
-@pytest.mark.parametrize("changes", [{}, {"unit": 2, "recompute": ("*",)}], ids=["plain", "units, recomputed"])
+@pytest.mark.parametrize(("model", "compute", "changes"), in_turns(3, LATER, DTYPES, PLANS), ids=str)
 def test_computed_later_a_weight_gradient_has_the_same_bits(model: str, compute: str, changes: dict[str, Any]) -> None:
     at_once, _ = train(model, compute, delay=False, **changes)
     later, waited = train(model, compute, delay=True, **changes)

@@ -15,6 +15,7 @@ from terrace.launch.start import LocalPool, World
 from terrace.model.config import model_of
 from terrace.plan.flats import block_flats, orthogonalised
 from terrace.plan.kinds import Kinds
+from terrace.plan.layout import state_layout
 from terrace.plan.memory import model_state_bytes
 from terrace.plan.newton_schulz import iteration_flops, matrices_of_a_rank
 from terrace.plan.plan import Plan
@@ -31,9 +32,9 @@ from terrace.runtime.settings import OptimizerConfig
 from terrace.simulate.cost import step_costs
 from terrace.simulate.events import simulate
 from terrace.simulate.footprint import footprint
-from terrace.simulate.states import model_states, stage_blocks, state_layout
+from terrace.simulate.states import model_states, stage_blocks
 from tests.support.differing import differing, undeclared
-from tests.support.nightly import nightly
+from tests.support.nightly import in_turns
 from tests.support.parity import TOLERANCE, Case, Outcome, case_words, deviation, exact, flatten, num_rows, run
 from tests.support.pipelines import ALONE, OUTER, pipelined
 from tests.support.toys import MODELS, SEQUENCE, cluster_of, count_tokens, make_batch, run_blocks
@@ -156,9 +157,9 @@ NIGHTLY: list[tuple[Sizes, Case]] = [
 ]
 
 
-@pytest.mark.parametrize("optimizer", ALL.values(), ids=ALL)
-@pytest.mark.parametrize(("sizes", "case"), [*CASES, *nightly(*NIGHTLY)], ids=case_words)
-def test_every_plan_equals_one_process(pool: LocalPool, sizes: Sizes, case: Case, optimizer: OptimizerConfig) -> None:
+@pytest.mark.parametrize(("name", "row"), in_turns(4, ALL, [*CASES, *NIGHTLY]), ids=case_words)
+def test_every_plan_equals_one_process(pool: LocalPool, name: str, row: tuple[Sizes, Case]) -> None:
+    (sizes, case), optimizer = row, ALL[name]
     cluster = cluster_of(*sizes)
     case = replace(case, optimizer=optimizer, num_steps=NUM_STEPS)
     (outcomes,) = run(pool, cluster, [case])

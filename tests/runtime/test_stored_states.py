@@ -16,6 +16,7 @@ from terrace.base.errors import PlanError
 from terrace.launch.start import LocalPool, World
 from terrace.model.spec import ParamSpec
 from terrace.plan.kinds import Kinds
+from terrace.plan.layout import state_layout
 from terrace.plan.memory import model_state_bytes
 from terrace.plan.plan import Plan
 from terrace.plan.state_formats import state_bytes
@@ -29,9 +30,9 @@ from terrace.runtime.noise import Noise, round_to_bf16
 from terrace.runtime.optimizer import make_optimizer
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.stored import Storage
-from terrace.simulate.states import model_states, stage_blocks, state_layout
+from terrace.simulate.states import model_states, stage_blocks
 from tests.support import stored_reference as plain
-from tests.support.nightly import nightly
+from tests.support.nightly import in_turns, nightly
 from tests.support.parity import TOLERANCE, Case, Outcome, case_words, deviation, exact, num_rows, run
 from tests.support.pipelines import ALONE, OUTER, pipelined
 from tests.support.toys import MODELS, cluster_of, make_batch
@@ -272,9 +273,9 @@ def sorted_parameters(engine: Engine, block: int) -> list[tuple[str, Tensor]]:
 STORED = [("fp32", "bf16"), ("fp32", "int8"), ("bf16", None), ("bf16", "bf16"), ("bf16", "int8")]
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
-@pytest.mark.parametrize(("master", "states"), STORED)
-def test_bytes_are_what_the_formulas_say(pool: LocalPool, name: str, master: Any, states: Any) -> None:
+@pytest.mark.parametrize(("name", "stored"), in_turns(3, ["adamw", "lion", "muon"], STORED), ids=str)
+def test_bytes_are_what_the_formulas_say(pool: LocalPool, name: str, stored: tuple[Any, Any]) -> None:
+    master, states = stored
     cluster, optimizer, blocks = cluster_of(2, 2), OPTIMIZERS[name], MODELS["llama tied"].declared
     values = list[Tensor]()
     for placement in ("ddp", "zero1", "zero3"):

@@ -28,7 +28,7 @@ from tests.support.activations import BATCH, DTYPES, GPT2, HIDDEN, MODELS, VOCAB
 from tests.support.adopted import Adopted, as_in_a_run
 from tests.support.allocations import addresses, allocated, saved_bytes, seeded
 from tests.support.mixtures import EXPERTS, GATED, mixture
-from tests.support.nightly import nightly
+from tests.support.nightly import in_turns, nightly
 
 
 def gpt(hidden: int, heads: int, layers: int) -> ModelConfig:
@@ -221,10 +221,10 @@ def test_plain_products_in_bf16(name: str) -> None:
 OPERATIONS_OF_CASES = [("attention",), ("mlp",), ("norms",), OPERATIONS]
 
 
-@pytest.mark.parametrize("operations", OPERATIONS_OF_CASES, ids=str)
-@pytest.mark.parametrize("sequence", [64, 256], ids=["plain products in bf16", "fused attention"])
-@pytest.mark.parametrize("compute", DTYPES)
-@pytest.mark.parametrize("name", MODELS)
+# A sequence of 64 has plain products in bf16, one of 256 fused attention.
+@pytest.mark.parametrize(
+    ("name", "compute", "sequence", "operations"), in_turns(3, MODELS, DTYPES, (64, 256), OPERATIONS_OF_CASES), ids=str
+)
 def test_a_layer_whose_operations_are_recomputed(
     name: str, compute: str, sequence: int, operations: tuple[str, ...]
 ) -> None:

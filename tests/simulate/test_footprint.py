@@ -26,7 +26,7 @@ from terrace.simulate.advice import Job, fullest_stage
 from terrace.simulate.footprint import Phase, footprint, stage_footprint, work_of
 from tests.support.allocations import allocated, seeded
 from tests.support.lanes import use_lane
-from tests.support.nightly import nightly
+from tests.support.nightly import in_turns
 from tests.support.toys import cluster_of
 
 VOCAB, HIDDEN, LAYERS, BATCH = 307, 64, 4, 2
@@ -94,9 +94,7 @@ def measured_step(model: ModelConfig, plan: Plan, sequence: int, num_micros: int
     return before + sum(batch.inputs.nbytes + batch.labels.nbytes for batch in batches) + peak
 
 
-@pytest.mark.parametrize("case", PLANS)
-@pytest.mark.parametrize("compute", DTYPES)
-@pytest.mark.parametrize("name", [*list(MODELS)[:2], *nightly(*list(MODELS)[2:])])
+@pytest.mark.parametrize(("name", "compute", "case"), in_turns(4, MODELS, DTYPES, PLANS))
 def test_a_step_takes_what_is_predicted(name: str, compute: str, case: str) -> None:
     """Within 0.5 %, for a few numbers a token, and 5 % in bf16, where a CPU's products take scratch memory."""
     base, changes, sequence, num_micros = PLANS[case]

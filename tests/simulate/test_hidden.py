@@ -81,6 +81,6 @@ def test_words_only_where_the_step_rests_on_it() -> None:
     much = HiddenMessages(tier="system", hidden_s=0.25, step_s=1.0, exposed_s=1.24)
     assert hidden_words(None) == hidden_words(little) == ""
     assert hidden_words(much) == (
-        "this plan hides 250.0 ms of messages on tier system behind computing: a step that hid none of them would take "
+        "This plan hides 250.0 ms of messages on tier system behind computing: a step that hid none of them would take "
         "1.24 s instead of 1.00 s"
     )

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from terrace.model.config import ModelConfig, block_specs, num_params, parse_model
 from terrace.model.spec import BlockSpec, freeze
 from terrace.plan.kinds import Kinds
+from terrace.plan.layout import state_layout
 from terrace.plan.memory import model_state_bytes
 from terrace.plan.mesh import Mesh
 from terrace.plan.outer import Outer
@@ -21,7 +22,7 @@ from terrace.plan.presets import PRESETS, preset
 from terrace.plan.slices import slice_blocks
 from terrace.program.lowering import build_stages
 from terrace.simulate.footprint import footprint
-from terrace.simulate.states import StageBlocks, model_states, stage_blocks, state_layout
+from terrace.simulate.states import StageBlocks, model_states, stage_blocks
 from tests.support.differing import differing, undeclared
 from tests.support.mixtures import EXPERTS, GROUPED, PLAIN
 from tests.support.strategies import expert_tables, plans
@@ -44,7 +45,8 @@ SIZES = [(1,), (2,), (3, 2), (2, 2, 2), (1, 4, 1, 2)]
 def closed_form(plan: Plan, sizes: tuple[int, ...], blocks: Sequence[BlockSpec], num_micros: int) -> dict[str, int]:
     cluster = cluster_of(*sizes)
     layout, experts = state_layout(cluster, plan), Mesh.of(cluster, plan).expert_degrees
-    stage = stage_blocks(Kinds.of(blocks), range(len(blocks)), 1, 1, layout.degree, experts)
+    codes = plan.shares_scales
+    stage = stage_blocks(Kinds.of(blocks), range(len(blocks)), 1, 1, layout.degree, experts, codes)
     states = model_states(layout, plan, stage, num_micros, partial(state_layout, cluster, plan))
     updating = {"buffers": states.steady["buffers"] + states.updating}
     return states.steady | {"gathered": max(states.gathered), "grads_full": max(states.gradients)} | updating
@@ -70,13 +72,17 @@ def test_experts_on_several_ranks_are_the_walk_too(data: st.DataObject) -> None:
 @given(data=st.data())
 def test_the_closed_form_is_the_walk(data: st.DataObject) -> None:
     """On the data axis alone, for any placement, wire formats, prefetch, unit, tied or not, padded or not, with frozen
-    parameters and with layers of two kinds.
+    parameters, with layers of two kinds, and with matrices that are held as codes.
     """
     sizes = data.draw(st.sampled_from(SIZES))
     cluster = cluster_of(*sizes)
     plan = replace(
-        data.draw(plans(cluster)), update=data.draw(st.sampled_from(("adamw", "muon", "sgd", "sgd+momentum")))
+        data.draw(plans(cluster)),
+        update=data.draw(st.sampled_from(("adamw", "muon", "sgd", "sgd+momentum"))),
+        products=data.draw(st.sampled_from((None, "fp8"))),
     )
+    if plan.products and data.draw(st.booleans()):
+        plan = replace(plan, wire={**plan.wire, "gather": {"package": "fp8"}})
     model = replace(
         LLAMA,
         num_layers=data.draw(st.integers(1, 6)),

@@ -21,6 +21,7 @@ from terrace.simulate.recording import Recording
 from terrace.simulate.small_changes import best_changes, changes
 from terrace.simulate.stages import record_stages, simulate_stages
 from terrace.simulate.step import Step, play_whole, predict_step, resolved
+from tests.support.nightly import in_turns
 from tests.support.planner_cases import CLUSTERS, gpt
 
 DGX = CLUSTERS["dgx 4x2"]
@@ -46,8 +47,7 @@ FOLDED = ["1f1b", "gpipe", "zb-h1", "zb-h2", "zbv", "interleaved:2", "interleave
 FOLDED += ["zb-1p", "zb-2p", "zb-auto:3"]
 
 
-@pytest.mark.parametrize("place", ["device", "system"])
-@pytest.mark.parametrize("schedule", FOLDED)
+@pytest.mark.parametrize(("schedule", "place"), in_turns(2, FOLDED, ["device", "system"]))
 def test_a_folded_step_is_within_half_a_percent_of_the_whole(schedule: str, place: str) -> None:
     """Seconds and bubble; bytes and memory are the same."""
     unit = 4 if schedule.startswith("zeropp") else 1

@@ -8,6 +8,7 @@ from typing import Any
 
 from terrace.cluster.cluster import Cluster, Device, Kernels
 from terrace.cluster.presets import load_cluster
+from terrace.model.attention_kernel import AttentionKernel
 from terrace.model.spec import Computes
 from terrace.probe.fit import AttentionSample, GemmSample, LayerSample, LinkSample, OptimizerSample, PassSample
 from terrace.probe.grid import gemm_shapes, layer_shapes, message_sizes, orientations
@@ -62,25 +63,33 @@ def layers(true: Device) -> list[LayerSample]:
     return samples
 
 
+def attention_of(true: Device, length: int, kernel: AttentionKernel = "sdpa") -> AttentionSample:
+    """Causal attention of the shape that a probe measures on a GPU."""
+    shape: dict[str, Any] = {"batch": 4, "heads": 16, "head_dim": 128, "dtype": "bf16"}
+    ways = attention_s(true, queries=length, keys=length, kernel=kernel, **shape)
+    return AttentionSample(sequence=length, forward_s=ways[0], backward_s=ways[1], **shape)
+
+
 def synthetic(true: Cluster) -> Samples:
     """The measurements of a machine with the constants of `true`."""
-    step = [OptimizerSample(num_shards=6, numel=n, seconds=optimizer_s(true.device, 6 * n)) for n in (10**5, 10**7)]
-    attention = []
-    for length in (512, 2048):
-        sizes: dict[str, Any] = {"batch": 1, "heads": 4, "head_dim": 64}
-        ways = attention_s(true.device, queries=length, keys=length, dtype="fp32", **sizes)
-        attention.append(AttentionSample(dtype="fp32", sequence=length, forward_s=ways[0], backward_s=ways[1], **sizes))
-    passes = tuple(PassSample(num_bytes=size, seconds=memory_s(true.device, size)) for size in (1e8, 1e9))
+    mean = replace(true.device)  # means over ranks: at the pace of the mean device, not of the slowest
+    step = [OptimizerSample(num_shards=6, numel=n, seconds=optimizer_s(mean, 6 * n)) for n in (10**5, 10**7)]
+    attention = [attention_of(mean, length) for length in (128, 256, 512, 1024, 2048, 4096, 8192)]
+    # Torch takes the first by itself; flash attention 2 is another kernel on some devices.
+    kernels: dict[str, AttentionKernel] = {"cudnn": "sdpa", "flash": "varlen"}
+    by_kernel = {name: attention_of(mean, 8192, kernel) for name, kernel in kernels.items()}
+    passes = tuple(PassSample(num_bytes=size, seconds=memory_s(mean, size)) for size in (1e8, 1e9))
     return Samples(
         device="cuda",
-        num_cores=true.device.kernels.num_cores,
-        gemms=tuple(gemms(true.device)),
+        num_cores=mean.kernels.num_cores,
+        gemms=tuple(gemms(mean)),
         copies=passes,
         norms=passes,
         attention=tuple(attention),
-        layers=tuple(layers(true.device)),
-        launch_s=true.device.kernels.launch_s,
-        host_layer_s=true.device.kernels.host_layer_s,
+        attention_kernels=by_kernel,
+        layers=tuple(layers(mean)),
+        launch_s=mean.kernels.launch_s,
+        host_layer_s=mean.kernels.host_layer_s,
         optimizer=tuple(step),
         tiers=tuple(
             TierSamples(

@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from terrace.model.experts.mixture import Stack
+from terrace.model.experts.products import Order
 from terrace.runtime.settings import OptimizerConfig
 from tests.support.parity import flatten, trainable
 from tests.support.toys import MODELS, Rows, count_tokens, run_blocks
@@ -98,23 +100,56 @@ class ScaledLinear(nn.Module):
         return found
 
 
-def scale_layers(blocks: Sequence[nn.Module], scaled: Scaled, parts: int = 1) -> None:
-    """Put a `ScaledLinear` in the place of every linear layer; `parts` tensor ranks cut them as Megatron-LM does."""
+class ScaledStack(nn.Module):
+    """A linear layer for each expert, scaled apart from the others with its own rows; so is each of `parts` of its
+    input features.
+    """
+
+    def __init__(self, stack: Stack, scaled: Scaled, parts: int = 1) -> None:
+        super().__init__()
+        self.weight, self.scaled, self.parts = stack.weight, scaled, parts
+
+    def forward(self, x: Tensor, order: Order) -> Tensor:
+        experts = zip(torch.split(x, list(order.counts)), self.weight.unbind(), strict=True)
+        return torch.cat([self._product(rows, matrix) for rows, matrix in experts if len(rows)])
+
+    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
+        pairs = zip(x.chunk(self.parts, 1), weight.chunk(self.parts, 1), strict=True)
+        found = [_Product.apply(rows, part, self.scaled) for rows, part in pairs]  # type: ignore[no-untyped-call]
+        return torch.stack(found).sum(0)
+
+
+def scale_layers(blocks: Sequence[nn.Module], scaled: Scaled, parts: int = 1, stack_parts: int = 1) -> None:
+    """Put a `ScaledLinear` in the place of every linear layer but the gate of a shared expert, and a `ScaledStack` in
+    that of every stack; `parts` tensor ranks cut layers as Megatron-LM does, and `stack_parts` ranks experts.
+    """
     for block in blocks:
         for name, child in list(block.named_modules()):
-            if isinstance(child, nn.Linear):
+            if isinstance(child, Stack):
+                parent, _, last = name.rpartition(".")
+                # With scales of rows, cutting the outputs of gate and up changes nothing.
+                cut = stack_parts if last == "down" else 1
+                setattr(block.get_submodule(parent), last, ScaledStack(child, scaled, cut))
+            if isinstance(child, nn.Linear) and not name.endswith("shared_gate"):
                 parent, _, last = name.rpartition(".")
                 cuts_inputs = last in ("output", "down")
                 setattr(block.get_submodule(parent), last, ScaledLinear(child, scaled, parts, cuts_inputs))
 
 
 def trained(
-    model_name: str, num_micros: int, size: int, rows: Rows, scaled: Scaled, parts: int = 1, steps: int = NUM_STEPS
+    model_name: str,
+    num_micros: int,
+    size: int,
+    rows: Rows,
+    scaled: Scaled,
+    parts: int = 1,
+    stack_parts: int = 1,
+    steps: int = NUM_STEPS,
 ) -> tuple[list[float], list[float], Tensor]:
     """Losses, gradient norms and parameters of a run in fp32 in this process, micro-batch by micro-batch."""
     model = MODELS[model_name]
     blocks = model.blocks(torch.float32)
-    scale_layers(blocks, scaled, parts)
+    scale_layers(blocks, scaled, parts, stack_parts)
     parameters = trainable(blocks)
     optimizer, losses, norms = torch.optim.SGD(parameters, lr=SGD.lr), list[float](), list[float]()
     for step in range(steps):

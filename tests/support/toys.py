@@ -232,6 +232,11 @@ MODELS = {
     "wide mixture, window": _decoder_model(_LLAMA | _WIDE, sliding_window=3, experts=_SHARED),
     "llama of sixteens": _decoder_model(_LLAMA | _SIXTEENS, attention_bias=True),
     "deep llama of sixteens": _decoder_model(_LLAMA | _SIXTEENS | _DEEP, tied_embeddings=True),
+    "mixture of sixteens": _decoder_model(
+        _LLAMA | _SIXTEENS, experts=replace(_EXPERTS, intermediate_size=16, shared_size=16, shared_gate=True)
+    ),
+    "wide mixture of sixteens": _decoder_model(_LLAMA | _SIXTEENS, experts=replace(_EXPERTS, intermediate_size=32)),
+    "thin mixture of sixteens": _decoder_model(_LLAMA | _SIXTEENS, experts=_EXPERTS),
     "llama values": _decoder_model(_LLAMA, tied_embeddings=True, scalar_head=True),
     "gpt2 values": _decoder_model(_GPT2, scalar_head=True),
     "experts": _decoder_model(_LLAMA, tied_embeddings=True, experts=_EXPERTS),

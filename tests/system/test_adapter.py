@@ -12,6 +12,7 @@ from terrace.base.errors import ModelError
 from terrace.launch.start import LocalPool, World
 from terrace.model.decoder import token_loss
 from terrace.runtime.settings import OptimizerConfig
+from tests.support.nightly import nightly
 from tests.support.toys import cluster_of
 from tests.support.user_models import NUM_STEPS, Trained, deviation, plain
 
@@ -116,7 +117,7 @@ def train(world: World, name: str, folder: str, plan: Any = "zero3") -> Trained:
     return found
 
 
-@pytest.mark.parametrize("name", TAKEN)
+@pytest.mark.parametrize("name", [*TAKEN[::2], *nightly(*TAKEN[1::2])])
 def test_training_equals_plain_transformers(pool: LocalPool, name: str, tmp_path: Path) -> None:
     check(pool, name, tmp_path, "zero3")
 

@@ -7,6 +7,7 @@ import pytest
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool, World
 from terrace.plan.wire import MessageClass
+from tests.support.nightly import nightly
 from tests.support.parity import ADAMW, TOLERANCE, Case, engine_of, exact, run_case
 from tests.support.pipelines import ALONE, OUTER, pipelined
 from tests.support.token_layouts import dealt_out
@@ -65,7 +66,10 @@ def trained_bytes(world: World, cluster: Cluster, case: Case) -> Mapping[tuple[M
     return sent
 
 
-@pytest.mark.parametrize("name", CASES)
+SELDOM = ("zero3", "interleaved", "context")
+
+
+@pytest.mark.parametrize("name", [*(name for name in CASES if name not in SELDOM), *nightly(*SELDOM)])
 def test_an_evaluation_finds_the_loss_of_the_step_and_changes_nothing(pool: LocalPool, name: str) -> None:
     sizes, case = CASES[name]
     outcomes = pool.run(cluster_of(*sizes).world_size, evaluated, cluster_of(*sizes), case, timeout_s=120.0)

@@ -118,9 +118,8 @@ def whole(pool: LocalPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("how", "goes_on_from"),
     [
         ("signal", 8),
-        ("killed", 4),
         ("all killed in a save", 4),
-        *nightly(("more steps are asked for", 8), ("disk full in a save", 4)),
+        *nightly(("killed", 4), ("more steps are asked for", 8), ("disk full in a save", 4)),
     ],
 )
 def test_a_run_that_stops_in_any_way_goes_on_with_the_same_bits(
@@ -159,9 +158,9 @@ def test_a_run_that_stops_in_any_way_goes_on_with_the_same_bits(
 @pytest.mark.parametrize(
     ("num_ranks", "sizes", "plan"),
     [
-        (3, (2, 2), {}),
+        *nightly((3, (2, 2), {})),
         (6, (2, 2), {}),
-        (4, (4,), {"preset": "zero1"}),
+        *nightly((4, (4,), {"preset": "zero1"})),
         (4, (2, 2), {"preset": "ddp", "mapping": {"node": {"pipeline": 2}}, "schedule": "1f1b"}),
     ],
     ids=["3 ranks", "6 ranks", "another placement", "a pipeline"],

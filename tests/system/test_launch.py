@@ -22,6 +22,7 @@ from terrace.launch.process_pool import _has_server_ended, one_error
 from terrace.launch.start import LocalPool, World, detect, join, launch_local
 from terrace.launch.watchdog import watch
 from terrace.launch.workers import Report
+from tests.support.nightly import nightly
 from tests.support.tiny_runs import descendants
 
 TIMEOUT_S = 6.0  # longer than a busy machine keeps a rank from the processor
@@ -167,7 +168,7 @@ def test_results_come_back(tmp_path: Path) -> None:
     assert all_gone(tmp_path, 0.0)
 
 
-@pytest.mark.parametrize(("how", "what"), [("SIGKILL", "SIGSTOP"), ("SIGINT", "nothing")])
+@pytest.mark.parametrize(("how", "what"), [("SIGKILL", "SIGSTOP"), *nightly(("SIGINT", "nothing"))])
 def test_nothing_outlives_the_parent(tmp_path: Path, how: str, what: str) -> None:
     parent = subprocess.Popen([sys.executable, __file__, "parent", str(tmp_path), what], stderr=subprocess.PIPE)
     try:

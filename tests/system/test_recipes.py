@@ -19,16 +19,16 @@ pytestmark = pytest.mark.timeout(300)
 
 DOCS = Path(__file__).parents[2] / "docs"
 
-# Four tasks on this machine. Once the run has two lines of metrics they get the signal that Slurm would send before its
+# Two tasks on this machine. Once the run has two lines of metrics they get the signal that Slurm would send before its
 # time is over, but not in a requeued job.
 SRUN = """#!{python}
 import os, signal, subprocess, sys, time
 tasks = [
     subprocess.Popen(
         sys.argv[1:],
-        env=os.environ | {{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NTASKS": "4"}},
+        env=os.environ | {{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NTASKS": "2"}},
     )
-    for rank in range(4)
+    for rank in range(2)
 ]
 told = "SLURM_RESTART_COUNT" in os.environ
 while any(task.poll() is None for task in tasks):
@@ -61,7 +61,7 @@ def _command(folder: Path, name: str, text: str) -> None:
 
 
 def test_the_job_runs_ends_in_time_requeues_itself_and_goes_on(tmp_path: Path) -> None:
-    write_run(tmp_path, 2, 1, 2, steps=40, checkpoint_every=2, rank_logs=True)
+    write_run(tmp_path, 1, 1, 2, steps=40, checkpoint_every=2, rank_logs=True)
     (tmp_path / "bin").mkdir()
     _command(tmp_path / "bin", "srun", SRUN.format(python=sys.executable))
     _command(tmp_path / "bin", "terrace", f'#!/bin/sh\nexec "{sys.executable}" -m terrace "$@"\n')

@@ -25,6 +25,7 @@ from terrace.rehearse.names import existing, owner_of
 from terrace.rehearse.network import network
 from terrace.rehearse.tools import capabilities, check_rights
 from tests.support import rehearsal_rank
+from tests.support.nightly import nightly
 from tests.support.tiny_runs import all_gone, environment, is_alive, terrace
 from tests.support.toys import cluster_of
 
@@ -189,7 +190,9 @@ def test_the_exit_code_is_that_of_the_rank_that_failed(cluster_file: Path) -> No
     assert _rehearse(cluster_file, "exit", "0").returncode == 0
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), *nightly((signal.SIGTERM, 143), (signal.SIGHUP, 143))]
+)
 def test_signals_end_everything(cluster_file: Path, number: signal.Signals, code: int) -> None:
     with _staying(cluster_file) as (process, pids):
         assert len(_namespaces_of(process.pid)) == NUM_RANKS + 1

@@ -75,12 +75,47 @@ def test_one_process_is_the_definition(products: str) -> None:
     assert abs(other[0] / norms[0] - 1) > 3e-4
 
 
+@pytest.mark.parametrize("products", ["fp8", "fp8:row+e4m3"])
+def test_experts_are_scaled_each_by_itself(products: str) -> None:
+    """A mixture with a shared expert: each expert's products have scales of its own rows and matrix."""
+    form = parse_products(products)
+    found = alone(case("ddp", (1,), products, 2, model="mixture of sixteens"))
+    losses, norms, parameters = trained("mixture of sixteens", 2, 1, ROWS, Scaled(form.by_row, form.gradients))
+    compare(found, losses, norms)
+    assert float((found.parameters - parameters).norm() / parameters.norm()) < 1e-3
+    other = trained("mixture of sixteens", 2, 1, ROWS, Scaled(not form.by_row, form.gradients), steps=1)[1]
+    assert abs(other[0] / norms[0] - 1) > 3e-4
+
+
+EXPERT_TABLES: list[tuple[dict[str, Any], int]] = [({"package": {"expert": 2}}, 1), ({"package": {"rows": 2}}, 2)]
+
+
+def test_expert_ranks_scale_what_they_have(pool: LocalPool) -> None:
+    """With scales of rows a forward does not depend on whose rows a rank has. The two parts of a matrix that ranks cut
+    have scales of their own, as those of tensor ranks. Gradients of weights are scaled over the rows of both ranks.
+    """
+    scaled = Scaled(True, "e4m3")
+    cases = [
+        case("zero3", (2,), "fp8:row+e4m3", 1, model="wide mixture of sixteens", experts=table)
+        for table, _ in EXPERT_TABLES
+    ]
+    for (_, parts), outcomes in zip(EXPERT_TABLES, run(pool, cluster_of(2), cases), strict=True):
+        losses, norms, _ = trained("wide mixture of sixteens", 2, 1, ROWS, scaled, stack_parts=parts)
+        other = trained("wide mixture of sixteens", 2, 1, ROWS, scaled, stack_parts=3 - parts, steps=1)[0]
+        assert abs(other[0] / losses[0] - 1) > 1e-4
+        for outcome in outcomes:
+            assert not outcome.complaint, outcome.complaint
+            close(outcome.losses[:1], losses[:1], 1e-6)
+            close(outcome.norms[:1], norms[:1], 1e-2)
+
+
 GRIDS: dict[tuple[int, ...], list[Case]] = {
     (2,): [
         case("ddp", (2,), "fp8", 2),
         case("zero3", (2,), "fp8:row", 2),
         case("zero3", (2,), "fp8", 2, recompute=("*",), unit=2),
         case("zero2", (2,), "fp8:row+e4m3", 2, recompute=("block.*: attention, mlp, norms",)),
+        case("zero3", (2,), "fp8", 2, model="mixture of sixteens", recompute=("*",)),
     ],
     (2, 2): [
         case("three-level", (2, 2), "fp8", 1),
@@ -235,7 +270,8 @@ MODELS_REFUSED = [
     ("llama tied", {}, r"layers\.0\.attention\.query\.weight is 8 x 8, and dims must be multiples of 16"),
     ("llama of sixteens", FOUR, "2 heads, which tensor rows = 4 do not divide"),
     ("wide llama, 8 kv heads", TWO, "is 8 x 16 on a rank"),
-    ("mixture tied", {}, r"layers\.0 is a mixture of experts"),
+    ("mixture tied", {}, r"layers\.0\.attention\.query\.weight is 8 x 8"),
+    ("thin mixture of sixteens", {}, r"layers\.0\.mlp\.gate\.weight is 8 x 32, and dims must be multiples of 16"),
     ("toy", {}, "block.1.up.weight is 12 x 6"),
 ]
 

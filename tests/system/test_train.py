@@ -17,6 +17,7 @@ from terrace.cli.main import main
 from terrace.train.metrics import MetricsFile, StepRecord, read_metrics
 from tests.support.command_line import torchrun
 from tests.support.folders import bytes_of
+from tests.support.nightly import nightly
 from tests.support.tiny_runs import (
     all_gone,
     descendants,
@@ -31,6 +32,7 @@ from tests.support.tiny_runs import (
 )
 
 pytestmark = pytest.mark.timeout(500)
+ENDED = "ended by SIGTERM"
 
 
 @pytest.fixture(scope="module")
@@ -341,7 +343,7 @@ def test_a_loss_that_is_not_a_number_ends_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("how", "code", "said"),
-    [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "ended by SIGTERM"), ("SIGTERM to all", 143, "ended by SIGTERM")],
+    [("SIGINT", 130, "interrupted"), ("SIGTERM to all", 143, ENDED), *nightly(("SIGTERM", 143, ENDED))],
 )
 def test_a_signal_ends_a_run_in_order(tmp_path: Path, how: str, code: int, said: str) -> None:
     """Having saved after its last step. A job may send the signal to every process of it."""

@@ -76,8 +76,8 @@ def test_losses_of_routers(pool: LocalPool, half: int) -> None:
     check(pool, cluster, cases[half::2])
 
 
-@HALVES
-def test_gates(pool: LocalPool, half: int) -> None:
+@pytest.mark.parametrize("everyday", [True, *nightly(False)], ids=["stages and a capacity", "the rest"])
+def test_gates(pool: LocalPool, everyday: bool) -> None:
     """Noise goes by the place in the run; where experts choose or have a capacity, tokens are left to nobody."""
     cluster = cluster_of(2, 2)
     spread = {"package": {"expert": 2}, "node": {"rows": 2}}
@@ -102,7 +102,7 @@ def test_gates(pool: LocalPool, half: int) -> None:
             model="deep experts choose",
         ),
     ]
-    check(pool, cluster, cases[half::2])
+    check(pool, cluster, [case for number, case in enumerate(cases) if (number in (2, 6, 8)) == everyday])
 
 
 def sent_of_experts(world: World, cluster: Cluster, cases: Sequence[Case]) -> list[list[dict[Any, int]]]:

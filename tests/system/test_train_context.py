@@ -19,6 +19,7 @@ from terrace.train.job import RunJob
 from terrace.train.loop import train
 from terrace.train.metrics import Outcome, Silent
 from terrace.train.recorder import EVENTS
+from tests.support.nightly import nightly
 from tests.support.tiny_runs import MODEL, metrics, write_run
 
 STEPS, MIDDLE = 4, 2
@@ -81,9 +82,9 @@ def alone(pool: LocalPool, tmp_path_factory: pytest.TempPathFactory) -> list[dic
 @pytest.mark.parametrize(
     "plan",
     [
-        {"mapping": USP},
+        *nightly({"mapping": USP}),
         {"mapping": USP, "micro_batch": 2, "recompute": ["layers.*"]},
-        {"balance": "cost"},
+        *nightly({"balance": "cost"}),
         {"balance": "cost", "mapping": {"package": {"context": {"ulysses": 2}}}, "micro_batch": 2},
         {"balance": "cost", "mapping": {"node": {"pipeline": 2}}, "schedule": "1f1b"},
     ],

@@ -90,11 +90,10 @@ def run_of(folder: Path, sizes: tuple[int, ...], mapping: dict[str, dict[str, in
     ids=["between nodes", "inside", "both"],
 )
 def test_edges_are_measured(
-    tmp_path: Path, mapping: dict[str, dict[str, int]], stages: list[int], edges: list[str]
+    pool: LocalPool, tmp_path: Path, mapping: dict[str, dict[str, int]], stages: list[int], edges: list[str]
 ) -> None:
     run = run_of(tmp_path, (2, 2), mapping, stages)
-    with LocalPool(4) as pool:
-        results: list[Measured] = pool.run(4, slow_calibration, run, timeout_s=120.0)
+    results: list[Measured] = pool.run(4, slow_calibration, run, timeout_s=120.0)
     clusters = [each.cluster for each in results]
     assert all(cluster == clusters[0] for cluster in clusters)
     assert [what for what in results[0].told if "stages" in what] == [f"{name} between stages" for name in edges]

@@ -52,7 +52,7 @@ def test_a_budget_that_one_call_exceeds_ends() -> None:
 def test_the_peak_is_measured_again_where_the_second_step_disagrees(step_s: float, again: float, peak: float) -> None:
     told = list[str]()
     made: Any = object.__new__(gauges.Gauges)
-    flops = StepFlops(products=1, attention=1, hardware=1)
+    flops = StepFlops(products=1, attention=1, again=0, masked=0, masked_again=0)
     made._used = Utilisation(flops=flops, num_devices=1, peak_flops_per_s=1e9, origin="", is_measured_here=True)
     made._engine = made._run = None
     made._predicted_s, made._note = 1.0, told.append
