@@ -22,7 +22,7 @@ from terrace.simulate.rank import Rank, go_on_s
 from terrace.simulate.stages import Pipeline
 from terrace.simulate.work import Work
 
-_MOST = 8  # plays of a period, where it does not come to the same state again
+_MOST = 32  # plays of a period, where it does not come to the same state again
 _DIGITS = 12  # of seconds: states less than a picosecond apart are one
 _COMPUTING = ("forward", "backward", "update")
 
