@@ -33,14 +33,25 @@ def fullest_stage(
     backend: Backend | None = None,
     load: float = LOAD_FACTOR,
 ) -> tuple[int, dict[str, int]]:
-    """The pipeline stage with the highest memory per rank, and its footprint; `backend` is the device's by default,
-    `load` as in `footprint`.
-    """
+    """The pipeline stage with the highest memory per rank, and its footprint; arguments as of `stage_footprints`."""
+    found = stage_footprints(job, blocks, sequence, backend, load)
+    stage = max(range(len(found)), key=lambda index: sum(found[index].values()))
+    return stage, found[stage]
+
+
+def stage_footprints(
+    job: Job,
+    blocks: tuple[BlockSpec, ...],
+    sequence: int,
+    backend: Backend | None = None,
+    load: float = LOAD_FACTOR,
+) -> list[dict[str, int]]:
+    """The footprint of a rank of each stage; `backend` is the device's by default, `load` as in `footprint`."""
     cluster, plan, num_micros = job.cluster, job.plan, job.num_micros
     num_stages = axis_degree(cluster, plan, "pipeline")
     kinds = Kinds.of(blocks)
     if num_stages == 1:
-        return 0, footprint(cluster, plan, kinds, sequence, num_micros, backend=backend, load=load)
+        return [footprint(cluster, plan, kinds, sequence, num_micros, backend=backend, load=load)]
     if not plan.stages:
         work = work_of(cluster, plan, model_of(blocks), sequence, backend)
         step = Step(cluster=cluster, plan=plan, blocks=blocks, num_micros=num_micros, sequence=sequence, work=work)
@@ -49,7 +60,7 @@ def fullest_stage(
     orders = plan_orders(plan, blocks, num_stages, num_micros, sequence)
     starts = [0, *accumulate(plan.stages)]
     chunks = [range(*bounds) for bounds in pairwise(starts)]
-    found = [
+    return [
         stage_footprint(
             cluster,
             plan,
@@ -64,8 +75,6 @@ def fullest_stage(
         )
         for row, waits, due in zip(orders.placement, most_waiting(orders), most_due(orders), strict=True)
     ]
-    stage = max(range(num_stages), key=lambda index: sum(found[index].values()))
-    return stage, found[stage]
 
 
 def worst_words(job: Job, blocks: tuple[BlockSpec, ...], sequence: int) -> str:

@@ -21,18 +21,23 @@ from terrace.planner.roles.generation import Generation, Replica
 from terrace.planner.task import Task
 from terrace.program.lowering import build_stages, forward_programs
 from terrace.simulate.activations import activations_of
-from terrace.simulate.advice import Job, fullest_stage
+from terrace.simulate.advice import Job, stage_footprints
 from terrace.simulate.footprint import CPU_CONTEXT_BYTES, CUDA_ALLOCATOR_FACTOR, CUDA_CONTEXT_BYTES, work_of
 from terrace.simulate.hand_over import HandOverCost, predict_hand_over
 from terrace.simulate.step import Step, play_stages, predict_step
 
 HELD = ("params", "secondary", "grads", "optimizer", "outer", "feedback", "buffers")
+_BESIDE = ("context", "allocator")  # no tensors
 _PLAYED = 8  # micro-batches of scores, for each stage, that are played; more are carried on in proportion
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cost:
-    """A role under a plan on a pool: seconds an iteration, and bytes of the rank with most."""
+    """A role under a plan on a pool: seconds an iteration, and bytes of a rank.
+
+    A rank holds at most `held_bytes`, and while the role works at most `working_bytes` more, which may be of another
+    stage: so roles that share ranks need at most all that each holds, and the work of one.
+    """
 
     plan: Plan
     train_s: float = 0.0
@@ -112,7 +117,9 @@ class Costs:
         predicted = predict_step(step_of(task, plan))
         step = predicted.step
         job = Job(cluster=cluster, plan=step.plan, num_micros=step.num_micros)
-        _, memory = fullest_stage(job, task.blocks, flow.sequence)
+        stages = stage_footprints(job, task.blocks, flow.sequence)
+        held = [sum(memory.get(name, 0) for name in HELD) for memory in stages]
+        tensors = [sum(size for name, size in memory.items() if name not in _BESIDE) for memory in stages]
         score_s = 0.0
         if role.scores:
             _, times = play_stages(forward_programs(predicted.programs), step.work)
@@ -122,8 +129,8 @@ class Costs:
             plan=plan,
             train_s=flow.updates * flow.epochs * predicted.step_s,
             score_s=score_s,
-            held_bytes=sum(memory.get(name, 0) for name in HELD),
-            working_bytes=sum(memory.values()) - sum(memory.get(name, 0) for name in (*HELD, "context", "allocator")),
+            held_bytes=max(held),
+            working_bytes=max(tensors) - max(held),
         )
 
     def _scored(self, role: Role, cluster: Cluster, plan: Plan) -> Cost:
@@ -145,12 +152,12 @@ class Costs:
             activations_of(work, spec, cluster.device.backend).forward_peak_bytes
             for spec in Kinds.of(role.blocks).specs
         )
-        fullest = max(range(len(states)), key=lambda stage: sum(states[stage].values()))
+        most = max(sum(each.values()) for each in states)
         return Cost(
             plan=plan,
             score_s=_longest(times) * max(1.0, micros / short),
-            held_bytes=held[fullest],
-            working_bytes=states[fullest].get("gathered", 0) + peak,
+            held_bytes=max(held),
+            working_bytes=most - max(held) + peak,
         )
 
 
