@@ -60,8 +60,8 @@ CASES: dict[tuple[int, ...], list[tuple[Case, int]]] = {
             ),
             2 * 2 * 2,
         ),
-        (case(ATTENTION, (2,), "zero3", "experts", 2, experts={"package": {"expert": 2}}), 2 * 2 * 2),
         (case(("block.* first 1: attention",), (2,), "zero3", "mixture tied", 1), 2),
+        (case(ATTENTION, (2,), "zero3", "experts", 2, experts={"package": {"expert": 2}}), 2 * 2 * 2),
     ],
     (2, 2): [
         (
