@@ -307,10 +307,10 @@ def test_explain_prints_what_a_batch_does_not_decide(tmp_path: Path, capsys: pyt
     assert "\n context " in said  # of the bytes of a step
     assert main([*words, *mapping, "--plan.balance", "cost"]) == 0
     said = capsys.readouterr().out
-    assert ASSIGNED in said
+    assert " ".join(ASSIGNED.split()) in " ".join(said.split())
     assert "\n context " not in said
     assert main(["simulate", "--config", config, *mapping, "--plan.balance", "cost"]) == 0
-    assert ASSIGNED in capsys.readouterr().out
+    assert " ".join(ASSIGNED.split()) in " ".join(capsys.readouterr().out.split())
 
 
 def test_slices_send_what_their_heads_say() -> None:
