@@ -38,8 +38,8 @@ def table() -> Table:
         heads=("form", "pass", "a layer keeps"),
         unit="ms",
         rows=rows,
-        mean_limit=0.055,
-        max_limit=0.08,
+        mean_limit=0.03,
+        max_limit=0.04,
     )
 
 
