@@ -82,8 +82,8 @@ tries again would explain it; the model knows nothing of that. What is left is a
 recomputed and of -6 % where layers are. It is not explained, and not by the clock of large products: with random data,
 which draws the power of training, one of 8192 x 8192 x 8192 was measured at 257 TFLOP/s on an A100 (thonking.ai,
 "Strangely, matrix multiplications on GPUs run faster") and at about 720 on an H100 (SemiAnalysis, "MI300X vs H100 vs
-H200"), and is modelled at 252 and 727. It was -2 and -5 % while products paid for their depth more than twice what single
-ones are measured to pay ([clusters.md](clusters.md#presets)), which hid a part of what these rows miss.
+H200"), and is modelled at 252 and 727. It was -2 and -5 % while products paid for their depth more than twice what
+single ones are measured to pay ([clusters.md](clusters.md#presets)), which hid a part of what these rows miss.
 """
 
 _H100_TEXT = """
@@ -96,15 +96,15 @@ devices; it was -3 and -7 % with a cost of depth that no published product shows
 of these rows has it (pull request 96866 of torch, their column `Image`).
 
 A part of it may be power. In the profile that the cost of depth is from, products of whole layers of a 70B, one after
-the other, reach 0.71 to 0.74 of the peak of an H100 with full waves, and those of an eighth of a layer 0.75 to 0.84: the
-clock falls with the power that is drawn. The model has one share for both, 0.76.
+the other, reach 0.71 to 0.74 of the peak of an H100 with full waves, and those of an eighth of a layer 0.75 to 0.84:
+the clock falls with the power that is drawn. The model has one share for both, 0.76.
 
 Of the 3 to 8 % that rows of one model lose from 128 to 512 devices, the model has 1 %, and 3 of 8 where nothing is
 recomputed: the slowest clock of more devices, more steps of a ring, and less of a fabric beyond a scalable unit. Nearly
 all messages of these rows are hidden, so that width shows only in what hidden messages cost. The rest is not explained.
-No published jitter could be taken for it without fitting: a study of stragglers counts what jobs lose by them (Lin et al.
-2505.05713), not how much a healthy rank's step varies; and up to 14 % of variation among GPUs in products (Golden et al.
-2510.15596) is the spread of clocks that the presets already have.
+No published jitter could be taken for it without fitting: a study of stragglers counts what jobs lose by them (Lin et
+al. 2505.05713), not how much a healthy rank's step varies; and up to 14 % of variation among GPUs in products (Golden
+et al. 2510.15596) is the spread of clocks that the presets already have.
 """
 
 
