@@ -109,7 +109,7 @@ def test_a_task_of_the_search_takes_few_evaluations() -> None:
     found, _ = find(Space(task=task))
     # What takes the time, whatever the machine: 348, 18 and 10 were counted.
     assert 14_000 < found.num_roots < 17_000
-    assert found.num_opened < 400  # the others are bounded by their group alone
+    assert found.num_opened < 450  # the others are bounded by their group alone
     assert found.num_played <= 24
     assert found.num_evaluated <= 15
     assert found.proved
