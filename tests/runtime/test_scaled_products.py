@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,15 @@ from terrace.base.errors import PlanError
 from terrace.plan.plan import Plan
 from terrace.runtime.linear import WeightGradients
 from terrace.runtime.scaled_linear import ScaledMatrix
-from terrace.runtime.scaled_products import Scaling, _compiled, emulated, on_device, quantise, scaled_product
+from terrace.runtime.scaled_products import (
+    Scaling,
+    _compiled,
+    compiled_quantise,
+    emulated,
+    on_device,
+    quantise,
+    scaled_product,
+)
 from tests.support.adopted import Adopted
 from tests.support.scaled_reference import FORMATS, Scaled, ScaledLinear, dequantised, product, rounded
 
@@ -77,8 +85,44 @@ def test_a_product(by_row: bool, shape: tuple[int, int, int], of_left: torch.dty
 def test_the_compiled_quantisation_has_the_same_bits() -> None:
     x = normal(48, 32, dtype=torch.bfloat16)
     for each in (x, x.t()):
-        for found, wanted in zip(_compiled()(each, E4M3, True), quantise(each, E4M3, True), strict=True):
+        for found, wanted in zip(compiled_quantise(each, E4M3, True), quantise(each, E4M3, True), strict=True):
             assert torch.equal(found.float(), wanted.float())
+
+
+@pytest.fixture
+def forms(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Callable[..., Any]]]:
+    """A list of the functions that the quantisation gives to torch.compile, which runs their graphs as they are."""
+    found, compile_ = list[Callable[..., Any]](), torch.compile
+
+    def kept(function: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
+        found.append(function)
+        return compile_(function, dynamic=dynamic, backend="eager")
+
+    monkeypatch.setattr(torch, "compile", kept)
+    _compiled.cache_clear()
+    yield found
+    _compiled.cache_clear()
+
+
+def test_no_operand_of_a_run_is_quantised_uncompiled(forms: list[Callable[..., Any]]) -> None:
+    """Of both formats, as values and transposed, square and not, of one token, with gradients and without."""
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    shapes = [(16, 16), (16, 48), (32, 8), (1, 16), (16, 1)]
+    sides = [(shape, dtype, turned) for shape in shapes for dtype in (E4M3, E5M2) for turned in (False, True)]
+    for by_row in (False, True):
+        for shape, dtype, turned in sides:
+            for each in (normal(*shape), normal(*shape).requires_grad_(), normal(3, *shape)[2]):
+                x = each.t() if turned else each
+                with torch.set_grad_enabled(each.requires_grad):
+                    codes, scale = compiled_quantise(x, dtype, by_row)
+                assert not codes.requires_grad
+                wanted, other = quantise(x.detach(), dtype, by_row)
+                assert torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8))
+                assert torch.equal(scale, other)
+    # Of 8 a form's code may have; a form has all shapes that differ in sizes alone.
+    assert {len(_debug_get_cache_entry_list(form.__code__)) for form in forms} == {1}
+    assert len(forms) < 4 * len(sides)
 
 
 @pytest.mark.parametrize("by_row", [False, True])
