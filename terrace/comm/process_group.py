@@ -9,8 +9,8 @@ The world itself must not be bound to a device. Torch would then split every gro
 (`ncclCommSplit`), in which all ranks of the world must take part, and hang where only members make a group
 (`_new_process_group_helper` of torch/distributed/distributed_c10d.py).
 
-Torch numbers the ranks of a group upwards. Only 2.13 can keep another order (`sort_ranks`), so members with an order of
-their own have a group with torch's numbers, and their places in it (`OrderedGroup`).
+Torch 2.11 sorts the ranks of a group; `sort_ranks = False` came later. So members with an order of their own have a
+sorted group, and their places in it (`OrderedGroup`).
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ def new_group(ranks: Sequence[int] | None, timeout: timedelta) -> dist.ProcessGr
 
 @dataclass(frozen=True)
 class OrderedGroup:
-    """A group of ranks in an order of their own, such as that of the slices they hold. `handle` has them by number."""
+    """A group of ranks in an order of their own, such as that of the slices they hold; in `handle` they are sorted."""
 
     members: tuple[int, ...]
     handle: dist.ProcessGroup
