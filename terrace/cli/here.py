@@ -43,9 +43,10 @@ def cluster_here(value: Any, ranks: int | None = None, find: Find | None = None)
     return found.table
 
 
-def named_table(name: str) -> dict[str, Any]:
-    """The table of `auto`, a preset or a file."""
-    return dict(cluster_here(name)) if name == AUTO else cluster_table(name)
+def named_table(name: str, ranks: int | None = None) -> dict[str, Any]:
+    """The table of `auto`, a preset, a file, or of the cluster that a command takes where none is named."""
+    found = cluster_here(name, ranks)
+    return cluster_table(found) if isinstance(found, str) else dict(found)
 
 
 def gpus_here() -> "Gpus | None":

@@ -33,7 +33,7 @@ def read_cluster(name: str, rest: Sequence[str], instead: str, ranks: int | None
     for section in overrides:
         if section != "cluster":
             raise ConfigError(f"--{section}.… is no key of a cluster: {instead}")
-    table = named_table(name)
+    table = named_table(name, ranks)
     return parse_cluster(lay_over({"cluster": table}, with_ranks(ranks, overrides, table))["cluster"])
 
 

@@ -21,6 +21,7 @@ from terrace.cli.files import check_writable, write_file
 from terrace.cli.overrides import CLUSTER_EPILOG, read_cluster
 from terrace.cli.ranks import add_ranks
 from terrace.cli.terminal import Terminal
+from terrace.cluster.presets import UNNAMED
 from terrace.probe.assemble import Constant, Probed, assemble
 from terrace.report.tables import new_table, quantity, seconds
 
@@ -39,8 +40,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--cluster",
         metavar="NAME|FILE",
-        default="local",
-        help="cluster preset or TOML file whose names, sizes and peaks to start from (default: local)",
+        help="cluster preset, TOML file or auto, whose names, sizes and peaks to start from (default: local; where a "
+        "GPU is, auto)",
     )
     add_ranks(parser)
     parser.add_argument(
@@ -59,7 +60,7 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Probe and write the file; returns 0."""
-    cluster = read_cluster(options.cluster, rest, "a probe takes only --cluster.key VALUE", options.ranks)
+    cluster = read_cluster(options.cluster or UNNAMED, rest, "a probe takes only --cluster.key VALUE", options.ranks)
     if not (math.isfinite(options.seconds) and options.seconds > 0):
         raise ConfigError(f"--seconds {options.seconds:g} must be a number above 0: 60 is enough for most machines")
     from terrace.cli import probing

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from terrace.base.errors import ClusterError
-from terrace.cli import here
+from terrace.cli import here, probing
 from terrace.cli.first_screen import dtype_words
 from terrace.cli.main import main
 from terrace.cli.options import resolve_run
@@ -195,6 +195,22 @@ def test_other_machines_keep_their_default(run_on: Any, monkeypatch: pytest.Monk
     monkeypatch.setattr(here, "_torch_is_for_cpus", lambda: True)
     assert run_on(machine(4)).cluster.name == "local"
     assert "torch is built for CPUs" in capsys.readouterr().err
+
+
+def test_a_probe_starts_from_the_machine_it_measures(run_on: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    started: list[Cluster] = []
+
+    def measured(cluster: Cluster, *_: object) -> None:
+        started.append(cluster)
+
+    monkeypatch.setattr(probing, "run", measured)
+    for gpus, words in ((machine(4), ""), (machine(8), "--ranks 2"), (Gpus(), ""), (machine(4), "--cluster local")):
+        run_on(gpus)
+        assert main(["probe", *words.split()]) == 0
+    capsys.readouterr()
+    found = [(cluster.name, cluster.device.backend, cluster.world_size) for cluster in started]
+    assert found == [("auto", "cuda", 4), ("auto", "cuda", 2), ("local", "cpu", 8), ("local", "cpu", 8)]
+    assert started[0].device.memory_bytes == 85.0e9
 
 
 def test_a_plan_is_searched_for_the_machine(
