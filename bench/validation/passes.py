@@ -64,6 +64,6 @@ def table() -> Table:
         heads=("model", "pass"),
         unit="ms",
         rows=rows,
-        mean_limit=0.07,
-        max_limit=0.21,
+        mean_limit=0.05,
+        max_limit=0.15,
     )
