@@ -38,7 +38,9 @@ def llama(**changes: Any) -> ModelConfig:
 
 
 @needs_liger
-@pytest.mark.parametrize("parts", [("alone", "layers"), pytest.param(("plans",), marks=pytest.mark.nightly)], ids=" ".join)
+@pytest.mark.parametrize(
+    "parts", [("alone", "layers"), pytest.param(("plans",), marks=pytest.mark.nightly)], ids=" ".join
+)
 def test_kernels_in_the_interpreter(parts: Sequence[str]) -> None:
     """In one process, whose imports take as long as the kernels."""
     said = interpreted("tests.support.liger_cases", *parts)

@@ -17,9 +17,7 @@ from tests.support.tiny_runs import environment, write_run
 pytestmark = pytest.mark.timeout(240)
 
 
-def start(
-    folder: Path, hosts: str, port: int | None, words: tuple[tuple[str, ...], ...] = ()
-) -> list["warm.Command"]:
+def start(folder: Path, hosts: str, port: int | None, words: tuple[tuple[str, ...], ...] = ()) -> list["warm.Command"]:
     """A rank for each letter, its host, as srun starts them; `words` has further options of each rank."""
     table = {"SLURM_NTASKS": str(len(hosts)), "SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "127.0.0.1"}
     if port is not None:
@@ -118,4 +116,3 @@ def test_a_job_that_a_stranger_puts_into_the_store_is_not_believed(tmp_path: Pat
         found = ends(ranks)
     assert "'job' in the store of the ranks is not of this run" in found[1][2], found
     assert not (tmp_path / "elsewhere").exists()
-
