@@ -34,7 +34,7 @@ _MOMENT_S, _FEW = 0.03, 4
 
 
 class Command:
-    """A process that runs, with the part of `subprocess.Popen` that the tests use; it may take itself to be on `host`."""
+    """A process that runs, on `host` as far as it knows, with the part of `subprocess.Popen` that the tests use."""
 
     def __init__(
         self,
