@@ -27,7 +27,8 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile
+# Bytecode is kept even where the caller's environment says not to: hundreds of processes would compile the same files.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile
 
 test: check
 	$(PYTEST) -m "not nightly"

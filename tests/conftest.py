@@ -10,8 +10,12 @@ others, as long as there are any. The rest of each grid of cases is marked `nigh
 """
 
 import os
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
+from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -36,6 +40,28 @@ def pool() -> "Iterator[LocalPool]":
     start_fork_server("tests.support.warm")  # one server for these and for the commands that tests run
     with LocalPool(8) as pool:
         yield pool
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Each worker of pytest-xdist starts its fork server, and imports the test files from another place in their order.
+
+    A test that starts ranks first would give the server less to import, and each later command would import the rest.
+    All workers import all files, and the first to come to one leaves its bytecode, with rewritten assertions, to the
+    others. In one order they would come at the same time, and each would compile everything.
+    """
+    from terrace.launch.fork_server import start_fork_server
+
+    worker = getattr(session.config, "workerinput", None)
+    if worker is None:
+        return
+    start_fork_server("tests.support.warm")
+    paths = sorted(Path(__file__).parent.rglob("test_*.py"))
+    first = len(paths) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+    for path in paths[first:] + paths[:first]:
+        if str(path.parent) not in sys.path:  # as pytest does
+            sys.path.insert(0, str(path.parent))
+        with suppress(Exception, pytest.skip.Exception):  # collection tells it
+            import_module(path.stem)
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist

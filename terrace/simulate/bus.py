@@ -9,6 +9,7 @@ Of three tiers on one bus the most slowed one counts, for all messages under way
 be slowed with them.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -27,12 +28,13 @@ class Stretch(NamedTuple):
 class Bus:
     """The stretches in which lanes that share a bus are busy, by the rank's clock."""
 
-    __slots__ = ("_busy", "_shares")
+    __slots__ = ("_ahead_of", "_busy", "_shares")
 
     def __init__(self, shares: Sequence[tuple[int, int, float]]) -> None:
         self._shares: dict[tuple[int, int], float] = {}
         for one, other, share in shares:
             self._shares[one, other] = self._shares[other, one] = share
+        self._ahead_of: dict[tuple[int, ...], float] = {}  # by how much the wall runs ahead, by the lanes that run
         self._busy: dict[int, deque[tuple[float, float]]] = {lane: deque() for lane, _ in self._shares}
 
     def add(self, lane: int, begin_s: float, end_s: float) -> None:
@@ -93,17 +95,26 @@ class Bus:
         for stretches in self._busy.values():
             while stretches and stretches[0][1] <= now_s:
                 stretches.popleft()
-        places, at_s = {lane: 0 for lane, stretches in self._busy.items() if stretches}, now_s
-        while len(places) > 1:  # a lane alone shares nothing
-            running, edges = list[int](), list[float]()
+        places = {lane: 0 for lane, stretches in self._busy.items() if stretches}
+        if len(places) < 2:  # a lane alone shares nothing
+            return
+        at_s, ahead_of = now_s, self._ahead_of
+        while len(places) > 1:
+            running, edge_s = list[int](), math.inf
             for lane, place in places.items():
                 begin_s, end_s = self._busy[lane][place]
                 if begin_s <= at_s:
                     running.append(lane)
-                edges.append(end_s if begin_s <= at_s else begin_s)
-            edge_s, ahead = min(edges), self._ahead(running)
-            if ahead > 0.0:
-                yield at_s, edge_s, ahead
+                    begin_s = end_s
+                if begin_s < edge_s:
+                    edge_s = begin_s
+            if len(running) > 1:
+                among = tuple(running)
+                ahead = ahead_of.get(among)
+                if ahead is None:
+                    ahead = ahead_of[among] = self._ahead(among)
+                if ahead > 0.0:
+                    yield at_s, edge_s, ahead
             at_s = edge_s
             for lane in running:
                 stretches = self._busy[lane]
@@ -113,6 +124,4 @@ class Bus:
                         del places[lane]
 
     def _ahead(self, running: Sequence[int]) -> float:
-        if len(running) < 2:
-            return 0.0
         return max(sum(self._shares.get((lane, other), 0.0) for other in running) for lane in running)

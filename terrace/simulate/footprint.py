@@ -46,7 +46,6 @@ from terrace.simulate.block_tape import Backend
 from terrace.simulate.masks import has_flash_attention, mask_bytes, work_in
 from terrace.simulate.states import (
     StageBlocks,
-    axis_degree,
     model_states,
     stage_blocks,
 )
@@ -103,10 +102,10 @@ def footprint(
     """
     backend = backend or cluster.device.backend
     layout = state_layout(cluster, plan)
-    num_stages = axis_degree(cluster, plan, "pipeline")
+    mesh = Mesh.of(cluster, plan)
+    num_stages = mesh.total("pipeline")
     work = _loaded(work_of(cluster, plan, model or model_of(kinds.specs), sequence, backend, documents), plan, load)
     held = range(len(kinds.blocks)) if held is None else tuple(held)
-    mesh = Mesh.of(cluster, plan)
     stage = stage_blocks(kinds, held, work.tensor, work.columns, layout.degree, mesh.expert_degrees, plan.shares_scales)
     if in_flight is None:
         # The first stage of 1F1B has run num_stages forwards before its first backward.
@@ -231,19 +230,20 @@ def work_of(
     `documents` tells that a row may hold several; `attention` is the kernel that the run asks for, and liger-kernel
     has kernels of the parts `served`.
     """
-    expert, rows = Mesh.of(cluster, plan).expert_degrees
+    mesh = Mesh.of(cluster, plan)
+    expert, rows = mesh.expert_degrees
     # Nothing is recomputed here: the plan's patterns are applied per block.
     work = Work(
         model=model,
         sequence=sequence,
         micro_batch=plan.micro_batch,
-        tensor=axis_degree(cluster, plan, "tensor"),
-        columns=axis_degree(cluster, plan, "columns"),
+        tensor=mesh.total("tensor"),
+        columns=mesh.total("columns"),
         sequence_parallel=plan.sequence_parallel,
-        ulysses=axis_degree(cluster, plan, "ulysses"),
-        ring=axis_degree(cluster, plan, "ring"),
+        ulysses=mesh.total("ulysses"),
+        ring=mesh.total("ring"),
         balance=plan.balance,
-        pooled=axis_degree(cluster, plan, "data"),
+        pooled=mesh.total("data"),
         compute=plan.compute,
         products=plan.products,
         codes_of_weights=plan.shares_scales,
@@ -257,7 +257,7 @@ def work_of(
         expert_rows=rows,
         expert_chunks=plan.num_chunks,
     )
-    return replace(work, codes=_codes(cluster, plan, work))
+    return replace(work, codes=_codes(cluster, plan, mesh, work)) if work.ring > 1 else work
 
 
 def _mask_bytes(work: Work, specs: Sequence[BlockSpec], backend: Backend) -> int:
@@ -269,10 +269,10 @@ def _mask_bytes(work: Work, specs: Sequence[BlockSpec], backend: Backend) -> int
     return sum(mask_bytes(work_in(work, block, backend), backend) for block in windows.values())
 
 
-def _codes(cluster: Cluster, plan: Plan, work: Work) -> float:
+def _codes(cluster: Cluster, plan: Plan, mesh: Mesh, work: Work) -> float:
     """Bytes of a coded row of keys over those of the row, on the tier of the ring where that is most; 0 without."""
     own = FORMATS[plan.compute]
-    tiers = (cluster.tiers[tier].name for tier in Mesh.of(cluster, plan).tiers("ring"))
+    tiers = (cluster.tiers[tier].name for tier in mesh.tiers("ring"))
     wires = [plan.wire_format(MessageClass.CONTEXT, tier) for tier in tiers]
     numel = work.attended_kv_heads * work.model.head_dim
     return max((wire.message_bytes(numel) / own.message_bytes(numel) for wire in wires if wire != own), default=0.0)

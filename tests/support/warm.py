@@ -8,6 +8,7 @@ forked, too. Starting cold is left to the tests that start `python -m terrace`, 
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from terrace.cli.main import _COMMANDS, main
+from terrace.launch import start
 from terrace.launch.fork_server import start_fork_server
 from terrace.launch.signals import SIGNALS
 from terrace.train import calibrate
@@ -32,17 +34,22 @@ _MOMENT_S, _FEW = 0.03, 4
 
 
 class Command:
-    """A process that runs, with the part of `subprocess.Popen` that the tests use."""
+    """A process that runs, on `host` as far as it knows, with the part of `subprocess.Popen` that the tests use."""
 
     def __init__(
-        self, words: Sequence[str], cwd: Path, environment: Mapping[str, str], umask: int | None = None
+        self,
+        words: Sequence[str],
+        cwd: Path,
+        environment: Mapping[str, str],
+        umask: int | None = None,
+        host: str | None = None,
     ) -> None:
         start_fork_server(__name__)
         context = multiprocessing.get_context("forkserver")
         pipes = [context.Pipe(duplex=False) for _ in range(2)]
         outputs = [there for _, there in pipes]
         self._process = context.Process(
-            target=_command, args=(tuple(words), str(cwd), dict(environment), outputs, umask)
+            target=_command, args=(tuple(words), str(cwd), dict(environment), outputs, umask, host)
         )
         self._process.start()
         for there in outputs:
@@ -104,6 +111,7 @@ def _command(
     environment: Mapping[str, str],
     outputs: "Sequence[Connection[Any, Any]]",
     umask: int | None,
+    host: str | None,
 ) -> None:
     for number, output in enumerate(outputs, start=1):
         os.dup2(output.fileno(), number)
@@ -120,6 +128,9 @@ def _command(
         signal.signal(signal_number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _starter.spawnv_passfds = _fork_fork_server
+    if host is not None:
+        socket.gethostname = lambda: host
+        vars(start)["boot_id"] = lambda: host
     calibrate._BUDGET_S, calibrate._REPEATS = _MOMENT_S, _FEW
     multiprocessing.process.current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]  # the parent's
     try:

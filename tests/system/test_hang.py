@@ -131,8 +131,9 @@ class Strike:
 
 
 def struck(world: World, job: RunJob, folder: Path, victim: int, how: str) -> None:
-    """One rank of a run that is about to be stopped."""
+    """One rank of a run that is about to be stopped; it measures the machine for a moment only."""
     Strike(world, folder, victim, how)
+    calibrate._BUDGET_S, calibrate._REPEATS = 0.03, 4  # its process ends with the run
     loop.train(world, job, Silent())
 
 

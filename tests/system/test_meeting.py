@@ -1,25 +1,23 @@
-"""Ranks of several machines, told apart by the host names that this file gives them when it is run as a script."""
+"""Ranks of several machines, told apart by the host names that this file gives them."""
 
 import json
 import os
 import socket
-import subprocess
-import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not in __all__
 
 from bench.common import free_port
+from tests.support import warm
 from tests.support.tiny_runs import environment, write_run
 
 pytestmark = pytest.mark.timeout(240)
 
 
-def start(
-    folder: Path, hosts: str, port: int | None, words: tuple[tuple[str, ...], ...] = ()
-) -> list["subprocess.Popen[str]"]:
+def start(folder: Path, hosts: str, port: int | None, words: tuple[tuple[str, ...], ...] = ()) -> list["warm.Command"]:
     """A rank for each letter, its host, as srun starts them; `words` has further options of each rank."""
     table = {"SLURM_NTASKS": str(len(hosts)), "SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "127.0.0.1"}
     if port is not None:
@@ -27,22 +25,21 @@ def start(
     table["TERRACE_SECRET"] = "only the ranks know this"
     command = ["train", "--config", "run.toml", "--folder", "run"]
     return [
-        subprocess.Popen(
-            [sys.executable, __file__, host, *command, *(words[rank] if words else ())],
-            cwd=folder,
-            env=environment() | table | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(hosts[:rank].count(host))},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+        warm.Command(
+            [*command, *(words[rank] if words else ())],
+            folder,
+            environment() | table | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(hosts[:rank].count(host))},
+            host=host,
         )
         for rank, host in enumerate(hosts)
     ]
 
 
-def ends(ranks: list["subprocess.Popen[str]"]) -> list[tuple[int, str, str]]:
-    """Code, output and errors of every rank."""
+def ends(ranks: list["warm.Command"]) -> list[tuple[int | None, str, str]]:
+    """Code, output and errors of every rank, all read at once: one that may not write holds up the others."""
     try:
-        texts = [rank.communicate(timeout=200) for rank in ranks]
+        with ThreadPoolExecutor(len(ranks)) as readers:
+            texts = list(readers.map(lambda rank: rank.communicate(timeout=200), ranks))
     finally:
         for rank in ranks:
             rank.kill()
@@ -109,7 +106,7 @@ def test_a_job_that_a_stranger_puts_into_the_store_is_not_believed(tmp_path: Pat
         store.wait([f"answer/{token}"])
         life = bytes(store.get(f"answer/{token}")).decode().partition(":")[2]
         job = json.dumps({"run": "", "folder": str(tmp_path / "elsewhere"), "sources": [], "tokenizer_fingerprint": ""})
-        while ranks[1].poll() is None:
+        while ranks[1].returncode is None:
             # Again and again, over whatever rank 0 writes.
             store.set(f"terrace/{life}/world/job", f"{'0' * 64}:made:{job}")
     except RuntimeError:
@@ -119,13 +116,3 @@ def test_a_job_that_a_stranger_puts_into_the_store_is_not_believed(tmp_path: Pat
         found = ends(ranks)
     assert "'job' in the store of the ranks is not of this run" in found[1][2], found
     assert not (tmp_path / "elsewhere").exists()
-
-
-if __name__ == "__main__":
-    socket.gethostname = lambda: sys.argv[1]
-    from terrace.cli.main import main
-    from terrace.launch import start as launcher
-
-    launcher.__dict__["boot_id"] = lambda: sys.argv[1]
-
-    sys.exit(main(sys.argv[2:]))

@@ -335,9 +335,10 @@ ENDS: list[tuple[Callable[[World], None], str]] = [
 
 
 @pytest.mark.parametrize(("ranks", "named"), ENDS, ids=lambda value: getattr(value, "__name__", ""))
-def test_one_rank_ends_all_outside_steps(ranks: Callable[[World], None], named: str, pool: LocalPool) -> None:
+def test_one_rank_ends_all_outside_steps(ranks: Callable[[World], None], named: str) -> None:
+    """In a pool of their own, whose patience with ranks that sleep or are frozen is short."""
     begin_s = time.monotonic()
-    with pytest.raises(HangError, match=named):
+    with LocalPool(2, grace_s=3.0) as pool, pytest.raises(HangError, match=named):
         pool.run(2, ranks)
     assert time.monotonic() - begin_s < 45.0  # and not the 60 s that a rank would sleep
 
