@@ -38,8 +38,8 @@ def table() -> Table:
         heads=("form", "pass", "a layer keeps"),
         unit="ms",
         rows=rows,
-        mean_limit=0.055,
-        max_limit=0.08,
+        mean_limit=0.06,
+        max_limit=0.09,
     )
 
 

@@ -87,8 +87,10 @@ class MegatronEstimator(Estimator):
     def work(self, mesh: Mesh, micro_batch: int, recompute: int = 0) -> Work:
         return replace(super().work(mesh, micro_batch, recompute), sequence_parallel=False)
 
-    def _compute(self, kind: int, mesh: Mesh, micro_batch: int, accumulate: bool) -> BlockSeconds:
-        own = super()._compute(kind, mesh, micro_batch, accumulate)
+    def _compute(
+        self, kind: int, mesh: Mesh, micro_batch: int, accumulate: bool, pieces: int | None = None
+    ) -> BlockSeconds:
+        own = super()._compute(kind, mesh, micro_batch, accumulate, pieces)
         device, work = self.task.cluster.device, self.work(mesh, micro_batch)
         if self.specs[kind].attends:
             return megatron_layer(own, device, work)

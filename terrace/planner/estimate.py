@@ -167,8 +167,8 @@ class Estimator:
         work, mixes = self.work(mesh, micro_batch), mesh.experts is not None and self.specs[kind].has_stacks
         put_off_s = 0.0
         if mixes and not exact:
-            longer, waits = self.experts.at_least(kind, mesh, work, accumulate)
-            own = self._compute(kind, mesh.only("tensor", "context"), micro_batch, accumulate).longer(*longer)
+            waits = self.experts.least_waits(kind, mesh, work, accumulate)
+            own = self._compute(kind, mesh, micro_batch, accumulate, pieces=1)
             # With more chunks, waits may be weight gradients, or computing that hides messages of tensor ranks.
             put_off_s = waits[1]
             passes = self.inner.tensor(kind, mesh, work, own.longer(waits[0], waits[1], waits[1]))
@@ -200,25 +200,26 @@ class Estimator:
         accumulate = candidate.mesh.total("data") * candidate.micro_batch < self.task.batch
         return self._compute(kind, candidate.mesh, candidate.micro_batch, accumulate)
 
-    def _compute(self, kind: int, mesh: Mesh, micro_batch: int, accumulate: bool) -> BlockSeconds:
-        # The key has only what kernels depend on, so that many meshes share an entry: only attention sees sequences.
+    def _compute(
+        self, kind: int, mesh: Mesh, micro_batch: int, accumulate: bool, pieces: int | None = None
+    ) -> BlockSeconds:
+        # Tokens go to experts in `pieces`, or in those of the best chunks. The key has only what kernels depend on, so
+        # that many meshes share an entry: only attention sees sequences.
         tensor, columns, ulysses, ring = mesh.inside_degrees
         spec = self.specs[kind]
         key: tuple[int, ...] = (kind, tensor, columns, accumulate, ulysses, ring, micro_batch)
         if mesh.experts is not None:
-            chunks = self.experts.chunks(mesh, self.work(mesh, micro_batch), accumulate)
-            key = (*key, *mesh.expert_degrees, chunks.pieces)
+            pieces = pieces or self.experts.chunks(mesh, self.work(mesh, micro_batch), accumulate).pieces
+            key = (*key, *mesh.expert_degrees, pieces)
         if not spec.attends:
             key = (kind, tensor, columns, accumulate, self.work(mesh, micro_batch).tokens)
         found = self._kernels.get(key)
         if found is None:
             device, work = self.task.cluster.device, self.work(mesh, micro_batch)
+            divided = None
             if mesh.experts is not None:
-                undivided = self._compute(kind, mesh.only("tensor", "context"), micro_batch, accumulate)
-                longer = self.experts.longer(kind, mesh, work, accumulate)
-                found = self._kernels[key] = undivided.longer(*longer)
-                return found
-            found = seconds_of(device, work, spec, accumulate=accumulate)
+                divided = self.experts.divided(kind, mesh, work, accumulate, pieces or 1)
+            found = seconds_of(device, work, spec, accumulate=accumulate, divided=divided)
             # Frozen matrices get no gradient, as in a program's costs.
             found = replace(found, weight_s=found.weight_s * trained_part(spec, self.task.blocks))
             in_chunks = spec.computes is Computes.LOGITS and tensor == 1

@@ -17,14 +17,15 @@ from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.planner.task import Candidate, Placement, Task, plan_of
 from terrace.simulate.chunks import Layer, Numbers, Orders, best_chunks
 from terrace.simulate.experts import ExpertSeconds, priced_experts
+from terrace.simulate.layers import seconds_of
 from terrace.simulate.masks import work_in
-from terrace.simulate.mixture import Seconds
+from terrace.simulate.mixture import Divided, Seconds, launches
 from terrace.simulate.trained import trained_part
 from terrace.simulate.work import Work
 
 _NOTHING: Seconds = (0.0, 0.0, 0.0)
 _WHOLE = Numbers()
-_Priced = tuple[ExpertSeconds, Seconds]
+_Priced = tuple[ExpertSeconds, Divided]
 
 
 class Experts:
@@ -39,7 +40,7 @@ class Experts:
         self._orders: Orders = {}
         self._numbers: dict[tuple[object, ...], Numbers] = {}
         self._priced: dict[tuple[object, ...], _Priced] = {}
-        self._least: dict[tuple[object, ...], Seconds] = {}
+        self._least: dict[tuple[object, ...], Divided] = {}
 
     def chunks(self, mesh: Mesh, work: Work, accumulate: bool) -> Numbers:
         """The numbers of chunks."""
@@ -53,14 +54,11 @@ class Experts:
             found = self._numbers[key] = best_chunks(layers) if layers else _WHOLE
         return found
 
-    def longer(self, kind: int, mesh: Mesh, work: Work, accumulate: bool) -> Seconds:
-        """Seconds by which a block's forward, input gradients and weight gradients are longer than with all experts
-        on every rank, messages aside.
-        """
+    def divided(self, kind: int, mesh: Mesh, work: Work, accumulate: bool, pieces: int) -> Divided | None:
+        """What their division, and a number of pieces, changes in a block; None where nothing is divided."""
         layer = self._layer(kind, mesh, work, accumulate)
         if layer is None:
-            return _NOTHING
-        pieces = self.chunks(mesh, work, accumulate).pieces
+            return None
         return self._of(kind, mesh.expert_degrees, work, accumulate, layer.traffic, pieces)[1]
 
     def waits(self, kind: int, mesh: Mesh, work: Work, accumulate: bool, halves: bool) -> Seconds:
@@ -75,35 +73,50 @@ class Experts:
         forward_s, backward_s = layer.waits_s(numbers, halves=halves)
         return forward_s, backward_s, forward_s - layer.tables_s(numbers)
 
-    def at_least(self, kind: int, mesh: Mesh, work: Work, accumulate: bool) -> tuple[Seconds, Seconds]:
-        """Lower bounds on `longer`, and on `waits` beside these, whatever the chunks.
+    def least_waits(self, kind: int, mesh: Mesh, work: Work, accumulate: bool) -> Seconds:
+        """Lower bounds on `waits` beside computing of one piece, whatever the chunks.
 
-        A pass takes as long as its computing or the rows on a lane; computing as in `least_longer`.
+        A pass takes as long as its computing or the rows on a lane; computing as in `least_divided`.
         """
         layer = self._layer(kind, mesh, work, accumulate)
         if layer is None:
-            return _NOTHING, _NOTHING
-        (passed, shared, _, _), longer = self._of(kind, mesh.expert_degrees, work, accumulate, layer.traffic, 1)
+            return _NOTHING
+        passed, shared, _, _ = self._of(kind, mesh.expert_degrees, work, accumulate, layer.traffic, 1)[0]
         tables_s, forward_s, backward_s = layer.least_s()
         again_s = max(0.0, forward_s - passed[0] - shared[0])
         backward_s = max(0.0, backward_s - sum(passed[1:]) - sum(shared[1:]))
-        return longer, (tables_s + again_s, backward_s, again_s)
+        return tables_s + again_s, backward_s, again_s
 
     def least_longer(self, kind: int, work: Work, accumulate: bool) -> Seconds:
-        """The least of `longer` over all divisions of the experts.
+        """Seconds by which a forward, input gradients and weight gradients are longer than with all experts on every
+        rank: a lower bound over all divisions, below zero where these make them shorter.
+        """
+        device, spec = self.task.cluster.device, self.task.kinds.specs[kind]
+        least = self.least_divided(kind, work, accumulate)
+        each = (least, least._replace(launches=0.0), None)
+        least_s, free, whole = (seconds_of(device, work, spec, accumulate=accumulate, divided=one) for one in each)
+        # What the host adds to a backward may be in either part, so it counts to the weights, which may be put off.
+        weight_s = least_s.input_s + least_s.weight_s - free.input_s - whole.weight_s
+        trained = trained_part(spec, self.task.blocks)
+        return least_s.forward_s - whole.forward_s, free.input_s - whole.input_s, trained * weight_s
+
+    def least_divided(self, kind: int, work: Work, accumulate: bool) -> Divided:
+        """The least of `divided` over all divisions of the experts, each number by itself.
 
         Of one piece: several products of as many rows together fill no fewer tiles, and are launched more often.
         """
         key = (kind, *_load(work), accumulate)
         found = self._least.get(key)
         if found is None:
-            each = [_NOTHING]
+            spec = self.task.kinds.specs[kind]
+            model = work_in(work, spec, self.task.backend).model
+            assert model.experts is not None, "only stacks are divided"
+            each = [Divided(*_NOTHING, launches(work, model.experts))]
             for own, cut in self._degrees():
                 traffic = self._traffic(kind, _alone(len(self.task.cluster.tiers), own, cut), work)
                 if traffic is not None:
                     each.append(self._of(kind, (own, cut), work, accumulate, traffic, 1)[1])
-            forward_s, input_s, weight_s = map(min, zip(*each, strict=True))
-            found = self._least[key] = forward_s, input_s, weight_s
+            found = self._least[key] = Divided(*map(min, zip(*each, strict=True)))
         return found
 
     def _degrees(self) -> list[tuple[int, int]]:
@@ -139,8 +152,7 @@ class Experts:
             device, spec = self.task.cluster.device, self.task.kinds.specs[kind]
             own, trained = work_in(work, spec, self.task.backend), trained_part(spec, self.task.blocks)
             cut = replace(traffic, chunks=(pieces, pieces))
-            seconds, (forward_s, input_s, weight_s) = priced_experts(device, own, cut, accumulate, trained)
-            found = self._priced[key] = seconds, (forward_s, input_s, weight_s * trained)
+            found = self._priced[key] = priced_experts(device, own, cut, accumulate, trained)
         return found
 
     def _traffic(self, kind: int, mesh: Mesh, work: Work) -> ExpertTraffic | None:

@@ -42,6 +42,7 @@ from terrace.simulate.kernels import gemm_s, memory_s
 from terrace.simulate.layers import core_rounds, operation_seconds, optimizer_s, rounding_bytes, seconds_of
 from terrace.simulate.links import coding_s, hop_s, send_s, tier_penalty
 from terrace.simulate.masks import work_in
+from terrace.simulate.mixture import Divided
 from terrace.simulate.outer_cost import apply_passes, passes_s, take_passes
 from terrace.simulate.priced_instruction import Doing, Event, PassStep
 from terrace.simulate.trained import trained_part
@@ -245,11 +246,10 @@ def _from_work(program: "Program", work: Work) -> Costs:
     accumulate = program.num_micros > 1
     for index, (kind, block) in enumerate(zip(program.kinds, program.blocks, strict=True)):
         if kind not in known:
-            seconds, experts = seconds_of(device, work, block, accumulate=accumulate), ExpertSeconds()
-            traffic = program.experts(index)
+            traffic, experts, divided = program.experts(index), ExpertSeconds(), None
             if traffic is not None:
-                experts, longer = expert_seconds(program, index, work, traffic)
-                seconds = seconds.longer(*longer)
+                experts, divided = expert_seconds(program, index, work, traffic)
+            seconds = seconds_of(device, work, block, accumulate=accumulate, divided=divided)
             # Frozen matrices get no gradient, but the gradient of the input still passes through them.
             weight_s = seconds.weight_s * trained_part(block, program.blocks)
             rounds = core_rounds(device, work_in(work, block, device.backend))
@@ -273,10 +273,8 @@ def _operations_s(program: "Program", work: Work) -> tuple[float, ...]:
     return tuple(found)
 
 
-def expert_seconds(
-    program: "Program", block: int, work: Work, traffic: ExpertTraffic
-) -> tuple[ExpertSeconds, tuple[float, float, float]]:
-    """Seconds of a block's experts with `traffic`, and how much longer a pass is than with all experts on each rank."""
+def expert_seconds(program: "Program", block: int, work: Work, traffic: ExpertTraffic) -> tuple[ExpertSeconds, Divided]:
+    """Seconds of a block's experts with `traffic`, and what their division changes in the block."""
     device, spec = program.cluster.device, program.blocks[block]
     own = work_in(work, spec, device.backend)
     return priced_experts(device, own, traffic, program.num_micros > 1, trained_part(spec, program.blocks))

@@ -22,7 +22,7 @@ from terrace.plan.in_block_messages import ExpertMessage
 from terrace.plan.wire import MessageClass
 from terrace.program.block_program.steps import BlockStep, Compute, ComputeKind, Gap, Send, Steps
 from terrace.program.instruction import Op
-from terrace.simulate.mixture import Seconds, passed_seconds, shared_seconds
+from terrace.simulate.mixture import Divided, Seconds, launches, passed_seconds, shared_seconds
 from terrace.simulate.priced_instruction import Doing, Event, PassStep
 from terrace.simulate.work import Work
 
@@ -62,8 +62,8 @@ class ExpertSeconds(NamedTuple):
 
 def priced_experts(
     device: Device, work: Work, traffic: ExpertTraffic, accumulate: bool, trained: float = 1.0
-) -> tuple[ExpertSeconds, Seconds]:
-    """Seconds of a layer's experts from a rank's `work`, and how much longer a pass is than with all experts here.
+) -> tuple[ExpertSeconds, Divided]:
+    """Seconds of a layer's experts from a rank's `work`, and what their division changes in the layer.
 
     `accumulate` as in terrace.simulate.layers; `trained` is the part of weight gradients that are computed.
     """
@@ -81,13 +81,14 @@ def priced_experts(
     here = [sum(times * seconds[part] for times, seconds in parts) for part in range(3)]
     alone = passed_seconds(device, work, experts, work.routed, accumulate)
     shared = shared_seconds(device, work, experts, accumulate) if traffic.shares else (0.0, 0.0, 0.0)
+    forward_s, input_s, weight_s = (one - all_ for one, all_ in zip(here, alone, strict=True))
     own = ExpertSeconds(
         (here[0], here[1], here[2] * trained),
         (shared[0], shared[1], shared[2] * trained),
         traffic.pieces,
         traffic.chunks[True],
     )
-    return own, (here[0] - alone[0], here[1] - alone[1], here[2] - alone[2])
+    return own, Divided(forward_s, input_s, weight_s, launches(work, held, sizes))
 
 
 def shared_out(

@@ -6,8 +6,9 @@ A product of (m, k) and (k, n) is a roofline with the shape in it:
     eps     = gemm * max over tiles( share * tile_fill * wave_fill ) * k / (k + half_depth)
 
 `tile_fill` is the part of the tiles that the result covers, `wave_fill` the part of the last wave of tiles that has
-work, and the depth term is the cost of filling a tile's pipeline and writing it back, relative to its k steps. The
-constants are `Kernels` of the device; with their defaults this is the plain roofline. `pace` is the clock of the
+work. The depth term is a fixed time for each wave of tiles, in which a tile's pipeline is filled and its result is
+written: a wave takes as long as k + half_depth steps. The constants are `Kernels` of the device; with their defaults
+this is the plain roofline. `pace` is the clock of the
 cluster's slowest device over the mean: products and attention follow the clock, passes over memory do not. Not
 modelled: caches, split of the inner dimension among cores.
 """

@@ -31,7 +31,7 @@ from terrace.plan.state_formats import BLOCK_STATES, element_bytes
 from terrace.plan.wire import FORMATS
 from terrace.simulate.kernels import attention_s, gemm_s, memory_s, stream_s
 from terrace.simulate.masks import core_keys, work_in
-from terrace.simulate.mixture import LAYER_OPERATORS, launches, mixture_seconds
+from terrace.simulate.mixture import LAYER_OPERATORS, Divided, mixture_seconds
 from terrace.simulate.scaled import Matrices, scaled_seconds
 from terrace.simulate.scaled import launches as scaled_launches
 from terrace.simulate.work import Work
@@ -77,10 +77,14 @@ class BlockSeconds:
         )
 
 
-def seconds_of(device: Device, work: Work, block: BlockSpec, *, accumulate: bool = False) -> BlockSeconds:
-    """Seconds of a block on a micro-batch; `accumulate` as in `block_seconds`."""
+def seconds_of(
+    device: Device, work: Work, block: BlockSpec, *, accumulate: bool = False, divided: Divided | None = None
+) -> BlockSeconds:
+    """Seconds of a block on a micro-batch; `accumulate` as in `block_seconds`, `divided` if its experts are."""
     if block.computes is None:
         return chain_seconds(device, work, block.matrices, accumulate)
+    if divided is not None:
+        return _residual_seconds(device, work_in(work, block, device.backend), accumulate, divided)
     return block_seconds(device, work_in(work, block, device.backend), block.computes, accumulate=accumulate)
 
 
@@ -160,7 +164,7 @@ def hardware_flops(work: Work, batch: int) -> int:
 
 
 @lru_cache(maxsize=65536)
-def _residual_seconds(device: Device, work: Work, accumulate: bool) -> BlockSeconds:
+def _residual_seconds(device: Device, work: Work, accumulate: bool, divided: Divided | None = None) -> BlockSeconds:
     products = _layer_products(work)
     forward_s, input_s, weight_s = _products_seconds(device, products, work.compute)
     host_s = device.kernels.host_layer_s
@@ -178,9 +182,9 @@ def _residual_seconds(device: Device, work: Work, accumulate: bool) -> BlockSeco
     passes = pass_seconds(device, work)
     forward_s, input_s = forward_s + core[0] + passes[0], input_s + core[1] + passes[1]
     if work.model.experts is not None:
-        mixture = mixture_seconds(device, work, work.model.experts, accumulate)
+        mixture, launched = mixture_seconds(device, work, work.model.experts, accumulate, divided)
         forward_s, input_s, weight_s = forward_s + mixture[0], input_s + mixture[1], weight_s + mixture[2]
-        host_s *= launches(work, work.model.experts)
+        host_s *= launched
     seconds = BlockSeconds(forward_s=forward_s, input_s=input_s, weight_s=weight_s)
     # A small layer takes as long as the host needs to launch its kernels.
     seconds = _host_bound(seconds, host_s)
@@ -202,11 +206,8 @@ def _products_seconds(
 def _host_bound(seconds: BlockSeconds, host_s: float) -> BlockSeconds:
     # The bound holds for the backward as a whole, so both parts stretch alike.
     slower = max(1.0, host_s / (seconds.input_s + seconds.weight_s))
-    return BlockSeconds(
-        forward_s=max(seconds.forward_s, host_s),
-        input_s=seconds.input_s * slower,
-        weight_s=seconds.weight_s * slower,
-    )
+    forward_s = max(seconds.forward_s, host_s)
+    return BlockSeconds(forward_s=forward_s, input_s=seconds.input_s * slower, weight_s=seconds.weight_s * slower)
 
 
 def _layer_products(work: Work) -> tuple[tuple[int, int, int], ...]:

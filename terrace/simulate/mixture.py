@@ -15,9 +15,9 @@ rank holds all experts; tensor ranks do not cut them. With `Work.products` they 
 one expert after the other, and each result is copied into the rows of all.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from terrace.cluster.cluster import Device
 from terrace.model.experts.config import ExpertsConfig
@@ -38,15 +38,19 @@ LAYER_OPERATORS, _MIXTURE_OPERATORS = 38, 20
 _PASSED_OPERATORS = 14  # of these, the ones between dispatch and combine
 
 
-def mixture_seconds(device: Device, work: "Work", experts: ExpertsConfig, accumulate: bool) -> Seconds:
-    """Seconds of a mixture's kernels; `accumulate` as in terrace.simulate.layers."""
+def mixture_seconds(
+    device: Device, work: "Work", experts: ExpertsConfig, accumulate: bool, divided: "Divided | None" = None
+) -> tuple[Seconds, float]:
+    """Seconds of a mixture's kernels, and `launches` with them; `accumulate` as in terrace.simulate.layers."""
     hidden, tokens, wide = work.model.hidden_size, work.routed, router_dtype(work.compute)
     products = [(wide, 1, tokens, inputs, outputs) for inputs, outputs in router_products(experts, hidden)]
     if experts.shared_gate:
         products.append((work.compute, 1, work.stream_tokens, hidden, 1))
     seconds = _with_products(device, work.compute, _passes(device, work, experts), products, accumulate)
     passed = passed_seconds(device, work, experts, tokens, accumulate)
-    return seconds[0] + passed[0], seconds[1] + passed[1], seconds[2] + passed[2]
+    *changes, launched = divided or (0.0, 0.0, 0.0, launches(work, experts))
+    forward_s, input_s, weight_s = map(sum, zip(seconds, passed, changes, strict=True))
+    return (forward_s, input_s, weight_s), launched
 
 
 def passed_seconds(device: Device, work: "Work", experts: ExpertsConfig, tokens: int, accumulate: bool) -> Seconds:
@@ -169,12 +173,28 @@ def router_dtype(compute: str) -> str:
     return "fp64" if compute == "fp64" else "fp32"
 
 
-def launches(work: "Work", experts: ExpertsConfig) -> float:
-    """Kernels that the host launches for a layer with a mixture, over those of a dense layer."""
+class Divided(NamedTuple):
+    """What changes in a layer whose experts are on several ranks: seconds of its passes, messages aside, which are more
+    or fewer than with all experts here, and the kernels that the host launches, over those of a dense layer.
+    """
+
+    forward_s: float
+    input_s: float
+    weight_s: float
+    launches: float
+
+
+def launches(work: "Work", held: ExpertsConfig, pieces: Mapping[int, int] | None = None) -> float:
+    """Kernels that the host launches for a layer with a mixture, over those of a dense layer.
+
+    `held` are the experts of a rank; `pieces` the numbers of pieces by tokens in which rows pass them, if not at once.
+    """
     # In 8 bits both operands are quantised by two kernels each, and a result is copied into its rows.
     each = 1 if work.products is None else 6
-    products = 3 * each * sum(count for count, _ in even_loads(work.routed, experts))
-    return 1 + (_MIXTURE_OPERATORS + products) / LAYER_OPERATORS
+    pieces = {work.routed: 1} if pieces is None else pieces
+    products = sum(times * sum(count for count, _ in even_loads(size, held)) for size, times in pieces.items())
+    others = _MIXTURE_OPERATORS + (sum(pieces.values()) - 1) * _PASSED_OPERATORS
+    return 1 + (others + 3 * each * products) / LAYER_OPERATORS
 
 
 def _passes(device: Device, work: "Work", experts: ExpertsConfig) -> tuple[float, float]:

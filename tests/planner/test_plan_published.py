@@ -57,7 +57,7 @@ def ratios(cluster: Cluster, num_micros: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize(
     ("bandwidths", "num_micros", "predicted"),
-    [((), 8, (1.06, 1.07)), (MEASURED, 8, (1.51, 1.51)), (MEASURED, 1, (1.53, 1.36))],
+    [((), 8, (1.06, 1.07)), (MEASURED, 8, (1.55, 1.54)), (MEASURED, 1, (1.57, 1.39))],
 )
 def test_gains_over_zero3_are_those_of_the_page(
     bandwidths: tuple[float, ...], num_micros: int, predicted: tuple[float, float]
@@ -81,8 +81,8 @@ def test_throughput_kept_up_to_384_gcds(num_micros: int, kept: float) -> None:
 def test_steps_of_megatron_are_near_the_published() -> None:
     """Every row of Table 1 by the planner's own evaluation; `docs/planning.md` has these figures."""
     errors = [abs(row.error) for row in megatron.table().rows]
-    assert sum(errors) / len(errors) == pytest.approx(0.024, abs=0.001)
-    assert max(errors) == pytest.approx(0.052, abs=0.001)
+    assert sum(errors) / len(errors) == pytest.approx(0.017, abs=0.001)
+    assert max(errors) == pytest.approx(0.051, abs=0.001)
 
 
 class _Asynchronous(MegatronEstimator):

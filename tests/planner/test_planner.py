@@ -107,9 +107,9 @@ def test_a_task_of_the_search_takes_few_evaluations() -> None:
     model = gpt(96, 12288, 96)
     task = Task(model=model, cluster=load_cluster("dgx-a100").resized(2048), batch=1536, sequence=2048)
     found, _ = find(Space(task=task))
-    # What takes the time, whatever the machine: 348, 18 and 10 were counted.
+    # What takes the time, whatever the machine: 454, 16 and 6 were counted.
     assert 14_000 < found.num_roots < 17_000
-    assert found.num_opened < 400  # the others are bounded by their group alone
+    assert found.num_opened < 500  # the others are bounded by their group alone
     assert found.num_played <= 24
     assert found.num_evaluated <= 15
     assert found.proved

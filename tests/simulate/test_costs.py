@@ -239,7 +239,7 @@ def test_step_costs_take_work() -> None:
     assert costs.backward_s[1] == layer.input_s + layer.weight_s
     constants = A100.kernels.optimizer_s + len(program.blocks) * A100.kernels.launch_s
     owned = sum(program.layout.padded(block.num_trainable) // 16 for block in program.blocks)
-    assert sum(costs.update_s) == pytest.approx(constants + owned * 44 / (0.8 * 2.039e12))
+    assert sum(costs.update_s) == pytest.approx(constants + owned * 44 / (0.93 * 2.039e12))
     assert simulate(program, costs).step_s > 2 * sum(costs.forward_s) + 2 * sum(costs.backward_s)
 
 
