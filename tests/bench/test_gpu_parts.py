@@ -9,11 +9,22 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import tomli_w
 
 from bench.gpu import PARTS, peak_tflops
+from bench.gpu_parts import prediction
 from bench.gpu_parts.running import Part, run_parts
 from bench.gpu_parts.setting import Row, Setting
 from bench.gpu_parts.summary import Summary
+from terrace.base.errors import ProgramError
+from terrace.base.schema import dump
+from terrace.cli import here
+from terrace.cli.overrides import read_cluster
+from terrace.cli.programs import checked_programs
+from terrace.probe.gpus import Gpus
+from terrace.probe.machine import Gpu
+from terrace.simulate.advice import Job, fullest_stage
+from terrace.train.prediction import predict
 
 HERE = (
     "exactness:parity",
@@ -121,6 +132,35 @@ def test_a_summary_names_goals_and_parts_to_come(tmp_path: Path) -> None:
     assert "| a | MFU | 49.0% / of all | 50% | missed |" in text
     assert "Without a row so far: b." in text
     assert (summary.parts_with("missed"), summary.parts_with("WRONG")) == (["a"], [])
+
+
+# Bytes by torch's count, and by nvidia-smi's.
+CARDS = {"NVIDIA H100 80GB HBM3": (85_029_158_912, 81559), "NVIDIA H200": (150_109_880_320, 143771)}
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_the_run_that_is_predicted_fits_the_device(card: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # All that the part does on a device, but the measurements: its arguments, checks of programs, both predictions.
+    total_bytes, smi_mib = CARDS[card]
+    gpus = Gpus(devices=(Gpu(name=card, memory_bytes=smi_mib * 2**20),), told_by="nvidia-smi")
+    monkeypatch.setattr(here, "gpus_here", lambda: gpus)
+    setting = Setting(device="cuda", peak_tflops=989.4, folder=tmp_path)
+    words = prediction.probe_words(setting, total_bytes)
+    path, rest = Path(words[words.index("--out") + 1]), words[words.index("--ranks") + 2 :]
+    probed = read_cluster(words[words.index("--cluster") + 1], rest, "", 1)
+    assert (probed.world_size, probed.device.memory_bytes, probed.device.backend) == (1, total_bytes, "cuda")
+    path.parent.mkdir()
+    path.write_text(tomli_w.dumps(dump(probed)))
+    run = prediction.run_of(prediction.train_words(setting, is_compiled=True))
+    (program,) = checked_programs(run)
+    job = Job(cluster=run.cluster, plan=run.plan, num_micros=run.num_micros())
+    needed = sum(fullest_stage(job, run.blocks(), run.train.sequence)[1].values())
+    assert sum(program.state_bytes.values()) < needed < 0.5 * run.cluster.device.usable_bytes
+    for cluster in (run.cluster, prediction.starting_cluster(words)):
+        assert 0.02 < predict(run, cluster).reports[0].step_s < 2
+    path.write_text(tomli_w.dumps(dump(read_cluster("local", [], "", 1))))
+    with pytest.raises(ProgramError, match="the model state needs"):
+        checked_programs(prediction.run_of(prediction.train_words(setting, is_compiled=True)))
 
 
 @pytest.mark.nightly  # all parts, one after the other
