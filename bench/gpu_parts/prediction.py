@@ -142,9 +142,7 @@ def _memory(setting: Setting, run: RunConfig, which: str, measured: Mapping[str,
         yield _beside(setting, f"memory {kind}, {which}", (said[kind], num_bytes), 1e-9, "GB", MEMORY_BAND)
 
 
-def _beside(
-    setting: Setting, name: str, pair: tuple[float, float], scale: float, unit: str, band: float | None
-) -> Row:
+def _beside(setting: Setting, name: str, pair: tuple[float, float], scale: float, unit: str, band: float | None) -> Row:
     said, found = pair
     error = said / found - 1
     words = f"{said * scale:.3g} {unit} predicted, {found * scale:.3g} measured, {error:+.1%}"

@@ -11,16 +11,25 @@ Work = Callable[[], object]
 SECONDS = "training.json"  # in a setting's folder: the steps of the contestants so far
 
 
+NOT_RUN, SKIPPED = "not run", "skipped"  # no time was left; something that a part needs is not here
+
+
 class Row(NamedTuple):
-    """A line of the table. A row with a goal is a figure that should reach it, one without is right or wrong."""
+    """A line of the table. A row with a goal is a figure that should reach it, one without is right or wrong.
+
+    `without` is `NOT_RUN` or `SKIPPED` where nothing was tried, which is neither.
+    """
 
     subject: str
     found: str
     passes: bool = True
     goal: str = ""
+    without: str = ""
 
     @property
     def verdict(self) -> str:
+        if self.without:
+            return self.without
         if self.passes:
             return "ok"
         return "missed" if self.goal else "WRONG"
