@@ -14,7 +14,7 @@ import tomli_w
 import torch
 
 from bench.gpu import PARTS, again, chosen, missing, peak_tflops
-from bench.gpu_parts import fp8, prediction
+from bench.gpu_parts import fp8, prediction, running
 from bench.gpu_parts import tests as gpu_tests
 from bench.gpu_parts.running import Part, run_parts
 from bench.gpu_parts.setting import NOT_RUN, SKIPPED, Row, Setting
@@ -137,10 +137,13 @@ def test_no_part_begins_without_time(tmp_path: Path) -> None:
     assert summary.parts_with(NOT_RUN) == ["one", "two"]
 
 
-def test_a_part_that_the_end_of_all_parts_cuts_off_has_not_failed(tmp_path: Path) -> None:
+def test_a_part_that_the_end_of_all_parts_cuts_off_has_not_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Of one that has its own limit, the row is WRONG: `FAILURES`.
+    monkeypatch.setattr(running, "_LEAST_S", 0.1)
     words = [sys.executable, "-c", "import time; time.sleep(60)"]
-    ((part, row),) = run_parts([Part("long", 60.0)], lambda *_: words, tmp_path, time.monotonic() + 6)
+    ((part, row),) = run_parts([Part("long", 60.0)], lambda *_: words, tmp_path, time.monotonic() + 1)
     assert (part, row.verdict) == ("long", NOT_RUN)
     assert row.found.startswith("the time ended after")
 
