@@ -22,6 +22,7 @@ from bench.gpu_parts.summary import Summary
 from terrace.base.errors import PlanError, ProgramError
 from terrace.base.schema import dump
 from terrace.cli import here
+from terrace.cli.checks import check_devices_here, check_memory_here
 from terrace.cli.overrides import read_cluster
 from terrace.cli.programs import checked_programs
 from terrace.probe.gpus import Gpus
@@ -242,6 +243,8 @@ def test_the_run_that_is_predicted_fits_the_device(card: str, tmp_path: Path, mo
     path.parent.mkdir()
     path.write_text(tomli_w.dumps(dump(probed)))
     run = prediction.run_of(prediction.train_words(setting, is_compiled=True))
+    check_devices_here(run, 1)
+    check_memory_here(run, [total_bytes], 128 * 2**30)
     (program,) = checked_programs(run)
     job = Job(cluster=run.cluster, plan=run.plan, num_micros=run.num_micros())
     needed = sum(fullest_stage(job, run.blocks(), run.train.sequence)[1].values())
