@@ -8,7 +8,6 @@ backwards: they are up to a third shorter.
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 from terrace.plan.stage import Pass
@@ -28,7 +27,7 @@ class Path(NamedTuple):
 
 
 class _Chain(NamedTuple):
-    # Tasks by pass and virtual stage, messages between stages, and tasks that send to another stage.
+    # Tasks by pass and virtual stage, messages that follow them or wait behind others, and tasks that send one.
     tasks: tuple[tuple[Pass, int, int], ...]
     num_messages: int
     num_sends: int
@@ -141,7 +140,7 @@ class Paths:
             tasks = Counter((step.task.pass_, orders.placement[step.stage][step.task.chunk]) for step in path)
             found = self._chains[key] = _Chain(
                 tuple((Pass(pass_), number, times) for (pass_, number), times in tasks.items()),
-                sum(one.stage != two.stage for one, two in pairwise(path)),
+                sum(step.messages for step in path),
                 sum(times * _sends(Pass(pass_), number, sends, backs) for (pass_, number), times in tasks.items()),
             )
         return found

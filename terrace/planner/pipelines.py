@@ -172,4 +172,6 @@ def least_span_s(virtual: Sequence[Work], num_stages: int, num_micros: int, edge
     # A micro-batch passes all virtual stages and comes back; the last of them does so with each.
     hops = len(virtual) - 1 - (0 if trait.looped else chunks - 1)
     path_s = sum(paths_s[:-1]) + 2 * hops * edge_s + num_micros * paths_s[-1]
-    return max(mean_s + (num_stages - 1) / 2 * hop_s, last_s + (num_stages - 1) * hop_s, busiest_s, path_s)
+    # The messages of a stage leave one after the other, and some stage sends as many as the mean or more.
+    sent_s = 2 * num_micros * hops / num_stages * edge_s
+    return max(mean_s + (num_stages - 1) / 2 * hop_s, last_s + (num_stages - 1) * hop_s, busiest_s, path_s, sent_s)

@@ -132,6 +132,8 @@ class Spans:
         # Every second more of a layer lengthens the other terms by at least the layers that a chain counts as hiding.
         if micros * on_last >= -(-num_layers // stages) - 1:
             chained_s = span_s
+        # The messages of a stage leave one after the other, and some stage sends as many as the mean or more.
+        span_s = max(span_s, 2 * micros * hops / stages * edge_s)
         return span_s, chained_s, None if shares.heavy is None else self.split.equal(*shares.heavy)
 
     def _span_of_differing(self, priced: _Priced, num_virtual: int, trait: Trait) -> float:

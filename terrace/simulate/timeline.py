@@ -6,8 +6,9 @@ The rules (Qi et al. 2401.10241, section 4; a stage computes one task at a time,
     B(k, m) or I(k, m) after that of k+1 and the message; on the last virtual stage after F(k, m),
     W(k, m) after I(k, m),
 
-where k is a virtual stage and m a micro-batch, and every task after the one before it on its stage. Between
-virtual stages of the same stage there is no message.
+where k is a virtual stage and m a micro-batch, and every task after the one before it on its stage. The messages of a
+stage leave one after the other, as in terrace.simulate.stages: over a slow link they, not the tasks, may set the pace.
+Between virtual stages of the same stage there is no message.
 """
 
 from collections.abc import Generator, Sequence
@@ -26,13 +27,17 @@ _FORWARD, _BACKWARD, _INPUT, _WEIGHT = map(int, Pass)
 
 
 class CriticalTask(NamedTuple):
-    """A task on the critical path; `edge_s` is the message that it waited for, 0 if it waited for its own stage."""
+    """A task on the critical path, and what it waited for: its own stage, or messages of another one.
+
+    `edge_s`: seconds of these messages, 0 for none; `messages`: how many, since one leaves after those before it.
+    """
 
     stage: int
     task: StageTask
     start_s: float
     end_s: float
     edge_s: float
+    messages: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +98,7 @@ class Timeline:
         """
         orders, holders = self.orders, self.orders.holders()
         positions: dict[int, dict[StageTask, int]] = {}
+        queues: dict[int, list[tuple[int, int]]] = {}
         stage = max(range(orders.num_stages), key=lambda index: self.ends_s[index][-1])
         position, path = len(orders.tasks[stage]) - 1, []
         while True:
@@ -103,14 +109,32 @@ class Timeline:
             if source not in positions:
                 positions[source] = {made: at for at, made in enumerate(orders.tasks[source])}
             found = (positions[source][made] for made in needed if made in positions[source])
-            before = position - 1 if own else next(found, None)
+            before, messages = position - 1 if own else next(found, None), 0
             source = stage if own else source
+            if before is not None and source != stage:
+                if source not in queues:
+                    queues[source] = self._queues(source)
+                before, messages = queues[source][before]
             edge_s = start_s - self.ends_s[source][before] if before is not None else 0.0
             end_s = self.ends_s[stage][position]
-            path.append(CriticalTask(stage, task, start_s, end_s, edge_s))
+            path.append(CriticalTask(stage, task, start_s, end_s, edge_s, messages))
             if before is None:
                 return path[::-1]
             stage, position = source, before
+
+    def _queues(self, stage: int) -> list[tuple[int, int]]:
+        """Of the message of each task of a stage: position of the first of those that left without a pause before it,
+        and how many they are, itself included.
+        """
+        found, sent_s, head, number = [], 0.0, 0, 0
+        moves = _moves(self.orders, self.seconds, stage)
+        for position, (task, end_s) in enumerate(zip(self.orders.tasks[stage], self.ends_s[stage], strict=True)):
+            edge_s = moves[task.pass_][task.chunk][3]
+            if edge_s:
+                head, number = (head, number + 1) if sent_s > end_s else (position, 1)
+                sent_s = max(end_s, sent_s) + edge_s
+            found.append((head, number) if edge_s else (position, 1))
+        return found
 
 
 def play(orders: Orders, seconds: TaskSeconds) -> Timeline:
@@ -173,7 +197,7 @@ def _run(
 ) -> Generator[int, None, None]:
     moves = _moves(orders, seconds, stage)
     w_slots = [2 * orders.num_virtual * orders.num_micros + k * orders.num_micros for k in orders.placement[stage]]
-    begin, now = begun.append, 0.0
+    begin, now, sent = begun.append, 0.0, 0.0
     for pass_, chunk, micro in orders.tasks[stage]:
         source, target, lasts_s, edge_s = moves[pass_][chunk]
         input_s = arrived[source + micro]
@@ -187,7 +211,11 @@ def _run(
         begin(now)
         now += lasts_s
         target += micro
-        arrived[target] = now + edge_s
+        if edge_s:
+            sent = max(now, sent) + edge_s
+            arrived[target] = sent
+        else:
+            arrived[target] = now
         if target in waiting:
             ready.append(waiting.pop(target))
         # A split backward: the weight half may start at once, on this stage only.

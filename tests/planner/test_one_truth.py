@@ -19,7 +19,7 @@ from terrace.plan.validate import validate
 from terrace.plan.wire import FORMATS
 from terrace.planner.evaluate import step_of as task_step
 from terrace.planner.scaling import evaluate_plan
-from terrace.planner.task import Task
+from terrace.planner.task import Candidate, Placement, Task
 from terrace.program.lowering import build_stages
 from terrace.program.program import Program
 from terrace.program.schedules.registry import schedule_names
@@ -35,7 +35,7 @@ from terrace.train.config import RunConfig
 from terrace.train.keys import TrainConfig
 from terrace.train.prediction import predict, resolved_run
 from tests.support.mixtures import GROUPED, SHARED, mixture
-from tests.support.planner_cases import CLUSTERS, gpt
+from tests.support.planner_cases import CLUSTERS, evaluator_of, gpt, mesh_of, small_task
 from tests.support.strategies import expert_tables
 
 MODELS = {
@@ -205,3 +205,15 @@ def check_memory(run: RunConfig, programs: Sequence[Program]) -> None:
     # Peaks of the step in the program; in the account those of its fullest moment.
     assert account.get("gathered", 0) <= held["gathered"]
     assert account.get("grads_full", 0) <= held["grads_full"]
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("breadth-first", 2)])
+@pytest.mark.parametrize("placement", [Placement(-1, -1, -1), Placement(1, 1, 1)])
+def test_what_ranks_a_search_knows_that_a_slow_link_sets_the_pace(
+    schedule: str, chunks: int, placement: Placement
+) -> None:
+    """Messages between stages that take longer than computing: an evaluation is near the step that is shown."""
+    evaluator = evaluator_of(small_task(CLUSTERS["ethernet 2x2"], batch=64))
+    mesh = mesh_of((2, 1, 1, 1), (1, 1, 1, 2))
+    candidate = Candidate(0, 1, schedule, chunks, 1, placement, mesh)
+    assert evaluator.evaluate(candidate).step_s == pytest.approx(evaluator.played(candidate).step_s, rel=0.2)

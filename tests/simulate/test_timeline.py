@@ -57,32 +57,46 @@ def timelines(draw: st.DrawFn) -> Timeline:
     return play(orders, draw(seconds_of(orders.num_virtual)))
 
 
-def ready_s(timeline: Timeline, ends: dict[tuple[str, int, int], float], stage: int, task: StageTask) -> float:
-    """When the input of a task is there, by the rules."""
-    orders, edge_s = timeline.orders, timeline.seconds.edge_s
+def arrivals_s(timeline: Timeline) -> dict[tuple[str, int, int], float]:
+    """When the result of a task, by letter, virtual stage and micro-batch, is where it is read, by the rules."""
+    orders, seconds, found = timeline.orders, timeline.seconds, {}
+    for local, tasks, ends_s in zip(orders.placement, orders.tasks, timeline.ends_s, strict=True):
+        sent_s = 0.0  # messages leave in order, one after the other
+        for (pass_, chunk, micro), end_s in zip(tasks, ends_s, strict=True):
+            k = local[chunk]
+            reader = k + 1 if pass_ is Pass.FORWARD else k - 1
+            edge_s = 0.0
+            if pass_ is not Pass.BACKWARD_WEIGHT and 0 <= reader < orders.num_virtual and reader not in local:
+                edge_s = seconds.edge_s[min(k, reader)]
+            if edge_s:
+                sent_s = max(sent_s, end_s) + edge_s
+            found["B" if pass_.letter == "I" else pass_.letter, k, micro] = sent_s if edge_s else end_s
+    return found
+
+
+def ready_s(timeline: Timeline, arrived: dict[tuple[str, int, int], float], stage: int, task: StageTask) -> float:
+    """When the input of a task is there."""
+    orders = timeline.orders
     k, last = orders.placement[stage][task.chunk], orders.num_virtual - 1
-    local = orders.placement[stage]
     if task.pass_ is Pass.FORWARD:
-        return ends["F", k - 1, task.micro] + (0 if k - 1 in local else edge_s[k - 1]) if k else 0.0
+        return arrived["F", k - 1, task.micro] if k else 0.0
     if task.pass_ is Pass.BACKWARD_WEIGHT:
-        return ends["B", k, task.micro]
-    return (
-        ends["F", k, task.micro] if k == last else ends["B", k + 1, task.micro] + (0 if k + 1 in local else edge_s[k])
-    )
+        return next(
+            end_s
+            for made, end_s in zip(orders.tasks[stage], timeline.ends_s[stage], strict=True)
+            if made == (Pass.BACKWARD_INPUT, *task[1:])
+        )
+    return arrived["F", k, task.micro] if k == last else arrived["B", k + 1, task.micro]
 
 
 @quick
 @given(timelines())
 def test_every_task_starts_as_soon_as_it_can_and_no_sooner(timeline: Timeline) -> None:
-    orders, ends = timeline.orders, {}
-    for stage, tasks in enumerate(orders.tasks):
-        for task, end_s in zip(tasks, timeline.ends_s[stage], strict=True):
-            letter = "B" if task.pass_.letter == "I" else task.pass_.letter
-            ends[letter, orders.placement[stage][task.chunk], task.micro] = end_s
+    orders, arrived = timeline.orders, arrivals_s(timeline)
     for stage, tasks in enumerate(orders.tasks):
         free_s = 0.0
         for task, start_s, end_s in zip(tasks, timeline.starts_s[stage], timeline.ends_s[stage], strict=True):
-            assert start_s == max(free_s, ready_s(timeline, ends, stage, task))
+            assert start_s == max(free_s, ready_s(timeline, arrived, stage, task))
             assert end_s - start_s == timeline.seconds.of(task.pass_)[orders.placement[stage][task.chunk]]
             free_s = end_s
 
@@ -96,6 +110,7 @@ def test_the_critical_path_fills_the_makespan(timeline: Timeline) -> None:
     for before, after in pairwise(path):
         assert after.start_s == before.end_s + after.edge_s
         assert after.edge_s == 0.0 or after.stage != before.stage
+        assert (after.messages > 0) == (after.stage != before.stage)
     for step in path:
         position = timeline.orders.tasks[step.stage].index(step.task)
         assert timeline.starts_s[step.stage][position] == step.start_s
@@ -126,6 +141,20 @@ def test_unequal_stages_idle_by_what_they_lack() -> None:
 def test_messages_between_virtual_stages_of_one_stage_are_free() -> None:
     orders = orders_for("zbv", num_stages=1, num_micros=2)
     assert play(orders, even_seconds(2, forward_s=1.0, input_s=1.0, weight_s=1.0, edge_s=100.0)).makespan_s == 12
+
+
+def test_the_messages_of_a_stage_leave_one_after_the_other() -> None:
+    """Over a slow link they set the pace: three of 10 s to the second stage, then 10 s back each."""
+    orders = orders_for("gpipe", num_stages=2, num_micros=3)
+    timeline = play(orders, even_seconds(2, forward_s=1.0, input_s=1.0, weight_s=1.0, edge_s=10.0))
+    assert list(timeline.starts_s) == [[0, 1, 2, 44, 54, 64], [11, 21, 31, 32, 34, 36]]
+    path = timeline.critical_path()
+    assert [(step.stage, str(step.task.pass_.letter), step.task.micro, step.messages) for step in path] == [
+        (0, "F", 0, 0),
+        (1, "F", 2, 3),
+        (1, "B", 0, 0),
+        (0, "B", 2, 3),
+    ]
 
 
 def test_stages_that_wait_in_a_circle_are_named() -> None:
