@@ -57,7 +57,7 @@ PARTS = (
     Part("generation", 60),
     Part("fp8", 120),
     Part("attention", 75),
-    Part("tests", 120),
+    Part("tests", 150),
     Part("training:engine", 60),
     Part("training:engine liger", 75),
     Part("prediction:plain", 90),

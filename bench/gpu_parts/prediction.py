@@ -124,11 +124,11 @@ def _compared(setting: Setting, run: RunConfig, which: str, records: Sequence[St
     found_s = statistics.median(sum(record.time_s.values()) for record in steady)
     said_s = predict(run, run.cluster).reports[0].step_s
     yield _beside(setting, f"step, {which}", (said_s, found_s), 1e3, "ms", STEP_BAND if which == "compiled" else None)
+    yield from _memory(setting, run, which, steady[-1].peak_memory_bytes)
     if setting.is_cuda:
         by_preset = starting_cluster(_one_rank())
         preset_s = predict(replace(run, cluster=by_preset), by_preset).reports[0].step_s
         yield _beside(setting, f"step, {which}, by the preset alone", (preset_s, found_s), 1e3, "ms", None)
-    yield from _memory(setting, run, which, steady[-1].peak_memory_bytes)
 
 
 def _memory(setting: Setting, run: RunConfig, which: str, measured: Mapping[str, int]) -> Iterator[Row]:
