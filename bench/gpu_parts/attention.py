@@ -37,7 +37,7 @@ def rows(setting: Setting) -> Iterator[Row]:
                 try:
                     yield Row(subject, _rates(setting, kernel, tokens // sequence, head_dim, sequence))
                 except RuntimeError as error:  # not built, or refused: a CPU has not all of them
-                    yield Row(subject, f"refused: {' '.join(str(error).split())[:120]}", not setting.is_cuda)
+                    yield Row.refused(subject, error, must=setting.is_cuda)
     yield from _packed(setting)
 
 
@@ -64,7 +64,7 @@ def _packed(setting: Setting) -> Iterator[Row]:
                 forward = partial(attend, inputs[0], inputs[1], inputs[2], plan)
                 yield Row(subject, _both(setting, forward, inputs, 4 * pairs * heads * head_dim))
             except (RuntimeError, ImportError) as error:
-                yield Row(subject, f"refused: {' '.join(str(error).split())[:120]}", not setting.is_cuda)
+                yield Row.refused(subject, error, must=setting.is_cuda)
 
 
 def _both(setting: Setting, forward: Callable[[], Tensor], inputs: list[Tensor], flops: float) -> str:

@@ -31,7 +31,7 @@ def rows(setting: Setting) -> Iterator[Row]:
             try:
                 yield _product(setting, subject, sizes, recipe == "row-wise")
             except (RuntimeError, ValueError, NotImplementedError) as error:  # no kernel for this device or shape
-                yield Row(subject, f"refused: {' '.join(str(error).split())[:120]}", not _must_have(setting))
+                yield Row.refused(subject, error, must=_must_have(setting))
     for products in ("fp8", "fp8:row"):
         yield _step(setting, products)
 
@@ -83,6 +83,6 @@ def _step(setting: Setting, products: str) -> Row:
         step = training.engine(setting, config, not setting.tiny, plan)
         step_s, losses, first_s = training.timed(setting, step, config, shape)
     except TerraceError as error:
-        return Row(subject, f"refused: {error}", not _must_have(setting))
+        return Row.refused(subject, error, must=_must_have(setting))
     words = f"{step_s * 1e3:.1f} ms{training.beside_bf16(setting, step_s)}, first step {first_s:.1f} s"
     return Row(subject, f"{words}, loss {losses[0]:.3f} -> {losses[-1]:.3f}", losses[-1] < losses[0])

@@ -26,7 +26,7 @@ from terrace.cli.here import named_table
 from terrace.cli.overrides import parse_overrides
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import parse_cluster
-from terrace.model.config import to_table
+from terrace.model.config import num_params, to_table
 from terrace.simulate.advice import Job, fullest_stage
 from terrace.train.config import RunConfig, resolve
 from terrace.train.metrics import StepRecord, read_metrics
@@ -37,7 +37,7 @@ STEPS, WARM_UP = 14, 4  # the first compile, and load kernels
 # Half the layers of the stack that `training` has: a run writes its state before the first step and after the last.
 LAYERS = 9
 _MEMORY_DISK = Path("/dev/shm")
-_SPARE = 4  # checkpoints for which there must be room on it
+_SPARE = 3  # checkpoints for which there must be room on it: the kept one, the next, and as much again
 _STATE_BYTES = 12  # of a parameter in a checkpoint: fp32 master and two moments
 
 
@@ -46,8 +46,9 @@ def rows(setting: Setting, which: str) -> Iterator[Row]:
     if which == "probe":
         yield from _probe(setting)
         return
-    words, folder = train_words(setting, is_compiled=which == "compiled"), _run_folder(setting, which)
+    words = train_words(setting, is_compiled=which == "compiled")
     run = run_of(words)
+    folder = _run_folder(setting, which, _SPARE * _STATE_BYTES * num_params(run.model))
     failed = _terrace(["train", *words, "--folder", str(folder)])
     try:
         path = folder / "metrics.jsonl"
@@ -157,10 +158,9 @@ def _table(setting: Setting) -> dict[str, Any]:
     return named_table(str(_cluster_file(setting)))
 
 
-def _run_folder(setting: Setting, which: str) -> Path:
-    """An absent folder for a run: in main memory where it has room, so that no disk is waited for."""
-    need = _SPARE * _STATE_BYTES * setting.size(800_000_000, 1_000_000)
-    in_memory = _MEMORY_DISK.is_dir() and shutil.disk_usage(_MEMORY_DISK).free > need
+def _run_folder(setting: Setting, which: str, num_bytes: int) -> Path:
+    """An absent folder for a run: in main memory where it has room for `num_bytes`, so that no disk is waited for."""
+    in_memory = _MEMORY_DISK.is_dir() and shutil.disk_usage(_MEMORY_DISK).free > num_bytes
     folder = (_MEMORY_DISK if in_memory else setting.folder / "prediction") / f"terrace-bench-gpu-{which}"
     shutil.rmtree(folder, ignore_errors=True)  # of a part that was killed
     return folder

@@ -11,6 +11,7 @@ Work = Callable[[], object]
 SECONDS = "training.json"  # in a setting's folder: the steps of the contestants so far
 
 
+_MOST_WORDS = 160  # characters of an error
 NOT_RUN, SKIPPED = "not run", "skipped"  # no time was left; something that a part needs is not here
 
 
@@ -25,6 +26,12 @@ class Row(NamedTuple):
     passes: bool = True
     goal: str = ""
     without: str = ""
+
+    @classmethod
+    def refused(cls, subject: str, error: object, *, must: bool) -> "Row":
+        """A row of something that a device refused; `must`: it is promised there, so the refusal is wrong."""
+        words = f"refused: {' '.join(str(error).split())[:_MOST_WORDS]}"
+        return cls(subject, words, not must, without="" if must else SKIPPED)
 
     @property
     def verdict(self) -> str:

@@ -210,7 +210,7 @@ def test_a_refusal_of_products_in_fp8_is_wrong_where_the_device_has_them(
         raise PlanError("no")
 
     monkeypatch.setattr(fp8, "command_plan", refuses)
-    for capability, verdict in (((9, 0), "WRONG"), ((8, 0), "ok")):
+    for capability, verdict in (((9, 0), "WRONG"), ((8, 0), SKIPPED)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
         setting = Setting(device="cuda", tiny=True, peak_tflops=1.0, folder=tmp_path)
         assert fp8._step(setting, "fp8").verdict == verdict
