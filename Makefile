@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # A line for each large download: the first installation takes minutes.
 INSTALL := $(BIN)/python .ci/install.py -c constraints.txt
 
-.PHONY: train test test-all check setup chaos soak bench bench-lab bench-slow docs clean
+.PHONY: train test test-all test-oldest check setup chaos soak bench bench-lab bench-slow docs clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -34,6 +34,20 @@ test: check
 
 test-all: check
 	$(PYTEST)
+
+# Tests that use torch, with the lowest versions that pyproject.toml accepts; not in CI.
+OLDEST := .venv-oldest
+TEST_TOOLS := pytest pytest-timeout pytest-xdist hypothesis
+USES_TORCH := $(addprefix tests/,checkpoint comm data generation launch model probe rl runtime system train)
+
+$(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
+	@echo "making $(OLDEST)"
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python .ci/install.py -c constraints-oldest.txt -e '.[train,hf,data,metrics,liger]' $(TEST_TOOLS)
+	@touch $@
+
+test-oldest: $(OLDEST)/.installed
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 3 --dist loadfile -m "not nightly" $(USES_TORCH)
 
 # ARGS="--cases 20 --seed 3", or --minutes 5 for the soak; not in CI.
 CHAOS := OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos
@@ -69,4 +83,4 @@ docs: setup
 	@echo "open site/index.html"
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache site
+	rm -rf $(VENV) $(OLDEST) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache site

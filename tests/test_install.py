@@ -3,6 +3,7 @@
 import re
 import runpy
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,21 @@ def test_every_installation_of_the_makefile_goes_this_way() -> None:
     assert "pip install" not in text
     assert "INSTALL := $(BIN)/python .ci/install.py" in text
     assert text.count("$(INSTALL)") == 3
+
+
+def test_the_oldest_environment_has_the_lower_bounds() -> None:
+    """Of all that a user's installation brings, and nothing else: `make test-oldest` shows that these bounds hold."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    wanted = [
+        *project["dependencies"],
+        *(line for name in ("train", "hf", "data", "metrics", "kernels", "liger") for line in extras[name]),
+    ]
+    bounds = [re.match(r"([\w-]+)>=([\d.]+)", line) for line in wanted if not line.startswith("terrace-train[")]
+    assert all(bounds), f"an entry of {wanted} has no lower bound"
+    pins = [
+        line for line in (ROOT / "constraints-oldest.txt").read_text(encoding="utf-8").splitlines() if line[0] != "#"
+    ]
+    assert pins == sorted(f"{bound[1]}=={bound[2]}" for bound in bounds if bound)
+    make = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert "-c constraints-oldest.txt -e '.[train,hf,data,metrics,liger]'" in make

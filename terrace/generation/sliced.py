@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from terrace.base.errors import ModelError, PlanError
 from terrace.comm.exchange import all_gather
 from terrace.comm.groups import TierGroup
+from terrace.comm.process_group import OrderedGroup
 from terrace.model.config import ModelConfig, block_specs
 from terrace.model.decoder import Embedding, Head, build_blocks, scaled
 from terrace.model.layers import RMSNorm
@@ -57,16 +58,14 @@ def sliced_config(config: ModelConfig, rows: int) -> ModelConfig:
     return replace(config, num_heads=heads // rows, num_kv_heads=max(1, kv_heads // rows))
 
 
-def sliced_blocks(
-    config: ModelConfig, slices: Sequence[Slices], group: dist.ProcessGroup | None = None
-) -> list[nn.Module]:
+def sliced_blocks(config: ModelConfig, slices: Sequence[Slices], group: OrderedGroup | None = None) -> list[nn.Module]:
     """Frozen blocks of the model `config` on one rank of `group`, the ranks of a replica in the order of their slices.
 
     `slices` has the parameters of every block, as `HandOver.run` returns them; they are used where they are. Without a
     group they are whole, and the blocks are plain ones. A cache for them is made from `sliced_config`. Raises
     `PlanError` for rows that cannot cut the model, `ModelError` for slices of another model or of other rows.
     """
-    rows, row = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    rows, row = (1, 0) if group is None else (group.size, group.position)
     local, specs = sliced_config(config, rows), block_specs(config)
     blocks, mesh = build_blocks(local), Mesh.build(1, rows=(rows,))
     if len(slices) != len(specs):
@@ -114,10 +113,10 @@ def _set_parameter(block: nn.Module, name: str, value: Tensor) -> None:
 
 
 def _joined(
-    blocks: list[nn.Module], sliced: Sequence[BlockSpec], config: ModelConfig, part: slice, group: dist.ProcessGroup
+    blocks: list[nn.Module], sliced: Sequence[BlockSpec], config: ModelConfig, part: slice, group: OrderedGroup
 ) -> list[nn.Module]:
     """Blocks with a rank's slices as parameters, and messages among the ranks; `part` of the vocabulary is its own."""
-    ranks = TierGroup("rows", tuple(dist.get_process_group_ranks(group)), dist.get_rank(group), group)
+    ranks = TierGroup("rows", tuple(sorted(group.members)), dist.get_rank(group.handle), group.handle)
     for spec, block in zip(sliced[1:-1], blocks[1:-1], strict=True):
         for param in spec.params:
             # Out of features that rows share, back into the residual stream.
@@ -135,7 +134,7 @@ def _joined(
     first, last = blocks[0], blocks[-1]
     assert isinstance(first, Embedding), "a decoder begins with its embedding"
     assert isinstance(last, Head), "a decoder ends with its head"
-    return [_SlicedEmbedding(config, first, part, ranks), *blocks[1:-1], _SlicedHead(config, last, ranks)]
+    return [_SlicedEmbedding(config, first, part, ranks), *blocks[1:-1], _SlicedHead(config, last, ranks, group.places)]
 
 
 class _RowLinear(nn.Module):
@@ -188,9 +187,10 @@ class _SlicedEmbedding(Embedding):
 
 
 class _SlicedHead(Head):
-    def __init__(self, config: ModelConfig, whole: Head, ranks: TierGroup) -> None:
+    def __init__(self, config: ModelConfig, whole: Head, ranks: TierGroup, places: Sequence[int]) -> None:
         super().__init__(config, whole.weight, device="meta")
         self.norm, self._ranks, self._vocab_size = whole.norm, ranks, config.vocab_size
+        self._places = places  # among `ranks`, of each part of the vocabulary
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         own = super().forward(x)  # (B, S, v), of the last ranks less
@@ -198,7 +198,7 @@ class _SlicedHead(Head):
         own = F.pad(own, (0, size - own.shape[-1])).contiguous()
         parts = own.new_empty(self._ranks.size, *own.shape)  # (R, B, S, v)
         all_gather(parts.view(-1), own.view(-1), self._ranks, torch.empty_like(parts).view(-1))
-        return parts.movedim(0, -2).flatten(-2)[..., : self._vocab_size]  # (B, S, V)
+        return torch.cat([parts[place] for place in self._places], -1)[..., : self._vocab_size]  # (B, S, V)
 
 
 def _summed(part: Tensor, ranks: TierGroup) -> Tensor:

@@ -12,13 +12,12 @@ from datetime import timedelta
 from functools import partial
 from typing import Literal
 
-import torch.distributed as dist
 from torch import Tensor
 
 from terrace.base.boxes import overlap
 from terrace.base.boxes import within as inside
 from terrace.base.errors import PlanError
-from terrace.comm.process_group import new_group
+from terrace.comm.process_group import OrderedGroup, new_group
 from terrace.plan.layout import island_ranks
 from terrace.plan.transition import Transition
 from terrace.plan.wire import MessageClass
@@ -35,7 +34,7 @@ _Loan = tuple[Tensor, list[tuple[Tensor, Tensor]]]
 class HandOver:
     """The hand-over of one rank's engine. Every rank of the world has one and calls its methods at the same points.
 
-    `replica` has the ranks of this rank's replica in the order of their slices, `group` is theirs, None of one rank.
+    `group` has the ranks of this rank's replica in the order of their slices, None of one rank.
     """
 
     def __init__(
@@ -73,10 +72,8 @@ class HandOver:
         # Groups of its own, since the world's may have no timeout.
         tiers = sorted({each.tier for each in self.program.instructions})
         self._groups = {tier: new_group(None, timeout) for tier in tiers}
-        (self.replica,) = (replica for replica in self.transition.replicas if self._rank in replica)
-        self.group: dist.ProcessGroup | None = None
-        if rows > 1:
-            self.group = new_group(self.replica, timeout, sort_ranks=False)
+        (own,) = (replica for replica in self.transition.replicas if self._rank in replica)
+        self.group = OrderedGroup.of(own, timeout) if rows > 1 else None
 
     @property
     def sent_bytes(self) -> dict[tuple[MessageClass, str], int]:

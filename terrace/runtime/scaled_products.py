@@ -20,6 +20,7 @@ Formats follow Micikevicius et al. 2209.05433: e4m3 for activations and weights,
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from types import FunctionType
 
 import torch
 import torch.nn.functional as F
@@ -90,7 +91,7 @@ def scaled_product(
     if not left.numel() or not right.numel():
         return left.new_zeros(left.shape[0], right.shape[0])
     on_gpu = left.device.type == "cuda"
-    quantised = _compiled() if on_gpu else quantise
+    quantised = compiled_quantise if on_gpu else quantise
     codes, scale = quantised(left, of_left, by_row)
     others, other_scale = (right, right_scale) if right_scale is not None else quantised(right, of_right, by_row)
     multiply = on_device if on_gpu else emulated
@@ -133,10 +134,35 @@ def _padded(codes: Tensor) -> Tensor:
     return F.pad(codes.view(torch.uint8), (0, missing)).view(codes.dtype) if missing else codes
 
 
+def compiled_quantise(x: Tensor, dtype: torch.dtype, by_row: bool) -> tuple[Tensor, Tensor]:
+    """`quantise` by compiled kernels. Eager operators would pass over fp32 copies: four times the bytes."""
+    dense = x if x.is_contiguous() else x.t()
+    if by_row or not dense.is_contiguous():
+        return _in_form(x, dtype, by_row)
+    # One scale needs no rows, and a line of elements in the order of memory is one form for all matrices.
+    codes, scale = _in_form(dense.reshape(1, -1), dtype, by_row)
+    codes = codes.view(dense.shape)
+    return codes if dense is x else codes.t(), scale
+
+
+def _in_form(x: Tensor, dtype: torch.dtype, by_row: bool) -> tuple[Tensor, Tensor]:
+    # With `dynamic` a function is compiled for any numbers, but 0 and 1 become constants, and equals one variable.
+    numbers = (0, 1, *x.shape, *x.stride(), x.storage_offset())
+    equal = tuple(numbers.index(number) for number in numbers)
+    with torch.no_grad():  # whether gradients are recorded would make another form
+        return _compiled(x.dtype, dtype, by_row, equal)(x.detach(), dtype, by_row)
+
+
 @cache
-def _compiled() -> Callable[[Tensor, torch.dtype, bool], tuple[Tensor, Tensor]]:
-    # Eager operators would pass over fp32 copies: four times the bytes.
-    return torch.compile(quantise, dynamic=True)
+def _compiled(*form: object) -> Callable[[Tensor, torch.dtype, bool], tuple[Tensor, Tensor]]:
+    """`quantise`, compiled for operands of a form.
+
+    All that torch.compile makes of a code object counts against one limit (`torch._dynamo.config.recompile_limit`, 8),
+    and what comes then runs uncompiled after a warning. Two formats, two orders of dims, square operands, experts with
+    one row and parts of a stack are more together, so each form has a copy of the code.
+    """
+    code = quantise.__code__.replace(co_name=quantise.__name__)
+    return torch.compile(FunctionType(code, quantise.__globals__), dynamic=True)
 
 
 def _check_gpu(wanted: ProductFormat, compute: str, device: torch.device) -> bool:

@@ -24,7 +24,7 @@ DECODE_SIGNATURE = {
     "out": "*fp32",
     "codes": "*i8",
     "scales": "*i16",
-    **dict.fromkeys(("numel", "stride", "message_stride", "codes_at", "first", "summed"), "i32"),
+    **dict.fromkeys(("numel", "stride", "message_stride", "codes_at", "first"), "i32"),
 }
 
 
@@ -34,7 +34,7 @@ def cuda_constants(codec: str, *, encode: bool) -> dict[str, int | bool]:
     kind = ("int8", "fp8", "int4").index(codec)
     common: dict[str, int | bool] = {"KIND": kind, "BLOCKS": 32, "BLOCK": 128, "FULL": not encode}
     if not encode:
-        return {**common, "ADD": True}
+        return {**common, "ADD": True, "SUMMED": 4}
     scales = {"MIN_SCALE": MIN_SCALE_BITS, "MAX_SCALE": grid.max_scale_bits, "NAN_SCALE": NAN_SCALE_BITS}
     return {**common, **scales, "FEEDBACK": True, "QMAX": int(grid.qmax), "INF": INF_BITS}
 

@@ -69,6 +69,28 @@ def test_on_nccl_a_communicator_is_made_with_its_group_by_the_members_alone(monk
     assert made == [*on_nccl, {"timeout": limit}, pair, alone]
 
 
+def in_order(world: World, members: tuple[int, ...]) -> tuple[int, list[int]]:
+    """The place of this rank, and all ranks gathered in the members' order, under the signature of torch 2.11."""
+    make = dist.new_group
+
+    def new_group(  # no `sort_ranks`
+        ranks: list[int], timeout: timedelta, use_local_synchronization: bool, device_id: None = None
+    ) -> object:
+        return make(ranks=ranks, timeout=timeout, use_local_synchronization=use_local_synchronization)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", new_group)
+        group = process_group.OrderedGroup.of(members, timedelta(seconds=30))
+    parts = [torch.zeros(1, dtype=torch.int64) for _ in members]
+    dist.all_gather(parts, torch.tensor([world.rank]), group=group.handle)
+    return group.position, [int(parts[place]) for place in group.places]
+
+
+def test_members_keep_an_order_of_their_own_on_every_torch(pool: LocalPool) -> None:
+    members = (2, 0, 3, 1)
+    assert pool.run(4, in_order, members) == [(members.index(rank), list(members)) for rank in range(4)]
+
+
 def is_bound(world: World) -> bool:
     """Whether the world's group is bound to a device, so that torch would split groups off it."""
     assert dist.group.WORLD is not None

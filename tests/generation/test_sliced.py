@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from terrace.base.errors import ModelError, PlanError
+from terrace.comm.process_group import OrderedGroup
 from terrace.generation.engine import GenerationEngine
 from terrace.generation.request import Request, Sampling
 from terrace.generation.sliced import sliced_blocks, sliced_config
@@ -51,13 +52,17 @@ def logits_of(config: ModelConfig, blocks: Sequence[nn.Module]) -> Tensor:
     return cached_logits(config, blocks, [PROMPTS[0], PROMPTS[2]])
 
 
-def compared(world: World, names: Sequence[str]) -> list[tuple[float, bool, list[float]]]:
-    """For each model: the distance of its logits from the whole blocks', whether tokens agree, the first logits."""
-    found = []
+def compared(world: World, names: Sequence[str], members: tuple[int, ...]) -> list[tuple[float, bool, list[float]]]:
+    """For each model: the distance of its logits from the whole blocks', whether tokens agree, the first logits.
+
+    `members` are the ranks by the slices they have.
+    """
+    assert dist.group.WORLD is not None
+    group, found = OrderedGroup(members, dist.group.WORLD), []
     for name in names:
         config = CONFIGS[name]
         blocks, rows = make(config), world.world_size
-        sliced = sliced_blocks(config, slices_of(config, blocks, rows, world.rank), dist.group.WORLD)
+        sliced = sliced_blocks(config, slices_of(config, blocks, rows, group.position), group)
         own, whole = logits_of(sliced_config(config, rows), sliced), logits_of(config, blocks)
         written = [
             GenerationEngine(each, of, context=10, num_pages=16, page_tokens=4, token_budget=5).run(REQUESTS)
@@ -68,10 +73,10 @@ def compared(world: World, names: Sequence[str]) -> list[tuple[float, bool, list
     return found
 
 
-@pytest.mark.parametrize("rows", [2, *nightly(4)])
-def test_rows_have_the_logits_and_greedy_tokens_of_whole_blocks(pool: LocalPool, rows: int) -> None:
+@pytest.mark.parametrize("members", [(1, 0), *nightly(((0, 1),), ((0, 1, 2, 3),), ((2, 0, 3, 1),))])
+def test_rows_have_the_logits_and_greedy_tokens_of_whole_blocks(pool: LocalPool, members: tuple[int, ...]) -> None:
     names = list(CONFIGS)
-    by_rank = pool.run(rows, compared, names, timeout_s=120.0)
+    by_rank = pool.run(len(members), compared, names, members, timeout_s=120.0)
     for name, outcomes in zip(names, zip(*by_rank, strict=True), strict=True):
         for deviation, same, logits in outcomes:
             assert deviation < TOLERANCE, (name, deviation)

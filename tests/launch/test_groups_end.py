@@ -17,18 +17,18 @@ def makes_groups(world: World) -> int:
     """Make groups as an engine does: an object holds them and refers to itself."""
     holder: dict[str, object] = {"groups": [new_group(None, LIMIT) for _ in range(3)]}
     holder["itself"] = holder
-    return num_loops(world)
+    return num_threads(world)
 
 
-def num_loops(world: World) -> int:
-    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
-    return sum(name.startswith("gloo_tcp_loop") for name in names)
+def num_threads(world: World) -> int:
+    """All threads of this process: those of gloo have names of their own in some versions of torch only."""
+    return len(list(Path("/proc/self/task").iterdir()))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
 def test_threads_of_groups_end_with_their_call(pool: LocalPool) -> None:
-    before = pool.run(2, num_loops, timeout_s=60.0)
+    before = pool.run(2, num_threads, timeout_s=60.0)
     during = pool.run(2, makes_groups, timeout_s=60.0)
-    after = pool.run(2, num_loops, timeout_s=60.0)
-    assert all(many > few for few, many in zip(before, during, strict=True))
-    assert after == before
+    after = pool.run(2, num_threads, timeout_s=60.0)
+    assert all(many > few + 3 for few, many in zip(before, during, strict=True))
+    assert all(late <= early for early, late in zip(before, after, strict=True))

@@ -1,6 +1,7 @@
 """Kernels of liger-kernel: which parts they serve, refusals, and their numbers in Triton's interpreter and on a GPU."""
 
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -32,11 +33,26 @@ needs_liger = pytest.mark.skipif(
 )
 
 
+def release(package: str) -> tuple[int, ...]:
+    """(3, 6) of version 3.6.0; () without the package."""
+    try:
+        return tuple(int(number) for number in version(package).split(".")[:2])
+    except PackageNotFoundError:
+        return ()
+
+
+needs_interpreter = pytest.mark.skipif(
+    () < release("triton") < (3, 7) and release("numpy") >= (2, 4),
+    reason="the interpreter of Triton before 3.7 cannot run loops of liger-kernel under numpy 2.4: install numpy<2.4",
+)
+
+
 def llama(**changes: Any) -> ModelConfig:
     return replace(parse_model(LLAMA), **changes)
 
 
 @needs_liger
+@needs_interpreter
 @pytest.mark.parametrize("part", ["alone", "layers", pytest.param("plans", marks=pytest.mark.nightly)])
 def test_kernels_in_the_interpreter(part: str) -> None:
     assert f"{part}: equal" in interpreted("tests.support.liger_cases", part)

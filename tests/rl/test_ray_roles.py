@@ -4,23 +4,22 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
-from ray.cluster_utils import Cluster
 
 from terrace.base.errors import ConfigError, DataError, HangError
 from terrace.rl.calls.inline import InlineRuntime
-from terrace.rl.calls.on_ray import RayRuntime
 from tests.support.rl_runs import ALONE, config_of, numbers, ran
 from tests.support.toy_roles import Scaler, prompts_of
 
 ROOT = Path(__file__).parents[2]
 ENDED_S = 5.0  # within which the processes of a failed runtime end: under a second where nothing else runs
-_ray: Any = ray  # whose functions are not all typed
-_cluster: Any = Cluster
+_ray: Any = pytest.importorskip("ray", reason="needs the package ray")
+_cluster: Any = pytest.importorskip("ray.cluster_utils").Cluster
+RayRuntime: Any = import_module("terrace.rl.calls.on_ray").RayRuntime  # which refuses to be imported without Ray
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -10,13 +10,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terrace.base.errors import PlanError
 from terrace.plan.plan import Plan
 from terrace.runtime.linear import WeightGradients
 from terrace.runtime.scaled_linear import ScaledMatrix
-from terrace.runtime.scaled_products import Scaling, _compiled, emulated, on_device, quantise, scaled_product
+from terrace.runtime.scaled_products import (
+    Scaling,
+    _compiled,
+    compiled_quantise,
+    emulated,
+    on_device,
+    quantise,
+    scaled_product,
+)
 from tests.support.adopted import Adopted
 from tests.support.scaled_reference import FORMATS, Scaled, ScaledLinear, dequantised, product, rounded
 
@@ -53,8 +62,26 @@ def test_codes_and_scales(by_row: bool, dtype: torch.dtype, held: torch.dtype) -
         assert scale.shape == ((len(each), 1) if by_row else (1, 1))
 
 
+@pytest.fixture
+def operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.nn.functional.scaled_mm on a CPU. Torch 2.11 has it on CUDA alone, and for operands without values."""
+    of_torch = F.scaled_mm
+    if torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU"):
+        return
+
+    def by_definition(left: Tensor, right: Tensor, scale: Tensor, recipe: Any, other: Tensor, _: Any, **to: Any) -> Any:
+        a, b, of_a, of_b = (each.to("meta") for each in (left, right, scale, other))
+        checked = of_torch(a, b, of_a, recipe, of_b, recipe, **to)
+        found = (torch.mm(left.float(), right.float()) * scale * other).to(checked.dtype)
+        assert found.shape == checked.shape
+        return found
+
+    monkeypatch.setattr(F, "scaled_mm", by_definition)
+
+
+@pytest.mark.usefixtures("operator")
 @pytest.mark.parametrize("by_row", [False, True])
-@pytest.mark.parametrize("shape", [(40, 48, 32), (1, 16, 16), (33, 16, 37), (16, 1, 5)])
+@pytest.mark.parametrize("shape", [(40, 48, 32), (1, 16, 16), (33, 16, 37), (17, 16, 1)])
 @pytest.mark.parametrize("of_left", [E4M3, E5M2])
 def test_a_product(by_row: bool, shape: tuple[int, int, int], of_left: torch.dtype) -> None:
     """The emulation, and torch's operator for as many rows and an inner dim of any size, are the definition."""
@@ -77,8 +104,44 @@ def test_a_product(by_row: bool, shape: tuple[int, int, int], of_left: torch.dty
 def test_the_compiled_quantisation_has_the_same_bits() -> None:
     x = normal(48, 32, dtype=torch.bfloat16)
     for each in (x, x.t()):
-        for found, wanted in zip(_compiled()(each, E4M3, True), quantise(each, E4M3, True), strict=True):
+        for found, wanted in zip(compiled_quantise(each, E4M3, True), quantise(each, E4M3, True), strict=True):
             assert torch.equal(found.float(), wanted.float())
+
+
+@pytest.fixture
+def forms(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Callable[..., Any]]]:
+    """A list of the functions that the quantisation gives to torch.compile, which runs their graphs as they are."""
+    found, compile_ = list[Callable[..., Any]](), torch.compile
+
+    def kept(function: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
+        found.append(function)
+        return compile_(function, dynamic=dynamic, backend="eager")
+
+    monkeypatch.setattr(torch, "compile", kept)
+    _compiled.cache_clear()
+    yield found
+    _compiled.cache_clear()
+
+
+def test_no_operand_of_a_run_is_quantised_uncompiled(forms: list[Callable[..., Any]]) -> None:
+    """Of both formats, as values and transposed, square and not, of one token, with gradients and without."""
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    shapes = [(16, 16), (16, 48), (32, 8), (1, 16), (16, 1)]
+    sides = [(shape, turned) for shape in shapes for turned in (False, True)]
+    for by_row, dtype in ((False, E4M3), (False, E5M2), (True, E5M2)):
+        for shape, turned in sides:
+            for each in (normal(*shape), normal(*shape).requires_grad_(), normal(3, *shape)[2]):
+                x = each.t() if turned else each
+                with torch.set_grad_enabled(each.requires_grad):
+                    codes, scale = compiled_quantise(x, dtype, by_row)
+                assert not codes.requires_grad
+                wanted, other = quantise(x.detach(), dtype, by_row)
+                assert torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8))
+                assert torch.equal(scale, other)
+    # Of 8 a form's code may have; a form has all shapes that differ in sizes alone.
+    assert {len(_debug_get_cache_entry_list(form.__code__)) for form in forms} == {1}
+    assert len(forms) < 4 * len(sides)
 
 
 @pytest.mark.parametrize("by_row", [False, True])

@@ -83,7 +83,7 @@ def _decode(messages: Tensor, wire: WireFormat, out: Tensor, *, summed: int, add
             messages.stride(0),
             message_parts(wire, numel).codes,
             first,
-            summed,
+            SUMMED=summed,
             FULL=full,
             ADD=add,
             KIND=_KINDS[wire.codec],

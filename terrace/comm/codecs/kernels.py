@@ -89,7 +89,7 @@ def decode_kernel(
     message_stride,  # bytes
     codes_at,  # bytes before the codes
     first,  # block of the first program
-    summed,  # consecutive messages added into each row of out
+    SUMMED: tl.constexpr,  # consecutive messages added into each row of out
     FULL: tl.constexpr,
     ADD: tl.constexpr,
     KIND: tl.constexpr,
@@ -107,7 +107,7 @@ def decode_kernel(
         sum_low = _load(out + low, has_low, FULL)
         sum_high = _load(out + high, has_high, FULL)
         # The sum stays in registers; each message is read once, in the order of the rows.
-        for _ in range(summed):
+        for _ in range(SUMMED):
             x_low, x_high = _decode(codes, scales, block, low, high, has_low, has_high, numel, FULL, KIND, BLOCK)
             sum_low += x_low.to(sum_low.dtype)
             sum_high += x_high.to(sum_high.dtype)

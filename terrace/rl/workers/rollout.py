@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from terrace.base.errors import TrainingError
-from terrace.comm.process_group import new_group
+from terrace.comm.process_group import OrderedGroup
 from terrace.generation.sliced import sliced_blocks
 from terrace.launch.rendezvous import open_store
 from terrace.launch.world import World
@@ -54,10 +54,10 @@ class Rollout:
         self._takes: HandOverApart | None = None
         self._blocks: Sequence[nn.Module] | None = None
         self._transition = transition_of(settings, rows, apart)
-        self._group: dist.ProcessGroup | None = None
+        self._group: OrderedGroup | None = None
         if rows > 1:
             ranks = local_replica(self._transition, apart, self._rank)
-            self._group = new_group(ranks, self._limit, sort_ranks=False)
+            self._group = OrderedGroup.of(ranks, self._limit)
 
     @property
     def _rank(self) -> int:
