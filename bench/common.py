@@ -84,7 +84,9 @@ def micro_batches(step: int, rank: int, num_micros: int, shape: tuple[int, int],
 
 def local_cluster(sizes: Mapping[str, int]) -> Cluster:
     """A cluster of CPU processes with these tiers; nothing here is planned, so its figures do not matter."""
-    device = Device(name="cpu", memory_bytes=1e12, memory_bandwidth_bytes_per_s=1e9, peak_flops_per_s={"fp32": 1e10})
+    # A peak in fp8, or plans with products in 8 bits are refused.
+    peaks = {"fp32": 1e10, "fp8": 1e10}
+    device = Device(name="cpu", memory_bytes=1e12, memory_bandwidth_bytes_per_s=1e9, peak_flops_per_s=peaks)
     tier = Tier(name="any", size=1, bandwidth_bytes_per_s=1e9, latency_s=1e-5)
     return Cluster(
         name="bench", device=device, tiers=tuple(replace(tier, name=name, size=size) for name, size in sizes.items())

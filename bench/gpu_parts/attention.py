@@ -28,7 +28,7 @@ PACKED: tuple[AttentionKernel, ...] = ("varlen", "flex", "sdpa")
 
 
 def rows(setting: Setting) -> Iterator[Row]:
-    """A row for each kernel, head size and length; kernels that are not there are said."""
+    """A row for each kernel, head size and length; kernels that are not there are said, and on CUDA all are."""
     tokens = setting.size(TOKENS, 64)
     for name, kernel in KERNELS.items():
         for head_dim in (64, 128):
@@ -36,8 +36,8 @@ def rows(setting: Setting) -> Iterator[Row]:
                 subject = f"{name}, heads of {head_dim}, {sequence} tokens"
                 try:
                     yield Row(subject, _rates(setting, kernel, tokens // sequence, head_dim, sequence))
-                except RuntimeError as error:  # such a kernel is not built, or refuses the shape
-                    yield Row(subject, f"refused: {' '.join(str(error).split())[:120]}")
+                except RuntimeError as error:  # not built, or refused: a CPU has not all of them
+                    yield Row.refused(subject, error, must=setting.is_cuda)
     yield from _packed(setting)
 
 
@@ -64,7 +64,7 @@ def _packed(setting: Setting) -> Iterator[Row]:
                 forward = partial(attend, inputs[0], inputs[1], inputs[2], plan)
                 yield Row(subject, _both(setting, forward, inputs, 4 * pairs * heads * head_dim))
             except (RuntimeError, ImportError) as error:
-                yield Row(subject, f"refused: {' '.join(str(error).split())[:120]}")
+                yield Row.refused(subject, error, must=setting.is_cuda)
 
 
 def _both(setting: Setting, forward: Callable[[], Tensor], inputs: list[Tensor], flops: float) -> str:

@@ -25,7 +25,8 @@ def rows(setting: Setting) -> Iterator[Row]:
     numel, compared = setting.size(NUM_ELEMENTS, 1 << 14), setting.size(NUM_COMPARED, 4096 + 77)
     source, target = (torch.zeros(2 * numel, dtype=torch.uint8, device=setting.device) for _ in range(2))
     limit = 2 * source.numel() / setting.median_s(partial(target.copy_, source))
-    yield Row("codecs", codecs.backend(torch.device(setting.device)))
+    words = codecs.backend(torch.device(setting.device))
+    yield Row("codecs", words, "kernels" in words or not setting.is_cuda)  # the reference would be many times slower
     for text in ("int8", "int4", "fp8"):
         wire = parse_format(text)
         same = equals_reference(wire, compared, setting.device)

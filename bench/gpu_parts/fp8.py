@@ -1,7 +1,10 @@
-"""Products in fp8 beside bf16: torch's scaled products, the rounding of an operand, and whole steps."""
+"""Products in fp8 beside bf16: torch's scaled products, the rounding of an operand, and whole steps.
+
+A device with 8-bit matrix units (compute capability 8.9 and later, with scales of rows 9.0) must take them all; on
+another one a refusal is said.
+"""
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from functools import partial
 
 import torch
@@ -12,11 +15,11 @@ from bench.common import local_cluster
 from bench.gpu_parts import training
 from bench.gpu_parts.setting import Row, Setting
 from terrace.base.errors import TerraceError
-from terrace.plan.plan import Plan
 from terrace.plan.presets import command_plan
 
 SHAPES = ((8192, 8192, 8192), (8192, 2048, 5504), (4096, 4096, 14336))  # rows, depth, columns
 _LARGEST = 448.0  # of e4m3: 1.75 x 2^8
+_WITH_ROWS = (9, 0)  # compute capability
 
 
 def rows(setting: Setting) -> Iterator[Row]:
@@ -28,8 +31,13 @@ def rows(setting: Setting) -> Iterator[Row]:
             try:
                 yield _product(setting, subject, sizes, recipe == "row-wise")
             except (RuntimeError, ValueError, NotImplementedError) as error:  # no kernel for this device or shape
-                yield Row(subject, f"refused: {' '.join(str(error).split())[:120]}")
-    yield from _steps(setting)
+                yield Row.refused(subject, error, must=_must_have(setting))
+    for products in ("fp8", "fp8:row"):
+        yield _step(setting, products)
+
+
+def _must_have(setting: Setting) -> bool:
+    return setting.is_cuda and torch.cuda.get_device_capability() >= _WITH_ROWS
 
 
 def _product(setting: Setting, subject: str, sizes: tuple[int, ...], by_row: bool) -> Row:
@@ -67,16 +75,14 @@ def rounded(values: Tensor, by_row: bool) -> tuple[Tensor, Tensor]:
     return (values / scale).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn), scale
 
 
-def _steps(setting: Setting) -> Iterator[Row]:
-    if "products" not in {field.name for field in fields(Plan)}:
-        yield Row("step with fp8 products", "skipped: plans have no fp8 products")
-        return
+def _step(setting: Setting, products: str) -> Row:
+    subject = f"step with products = {products}"
     try:
-        plan = command_plan({"preset": "ddp", "compute": "bf16", "products": "fp8"}, local_cluster({"node": 1}))
+        plan = command_plan({"preset": "ddp", "compute": "bf16", "products": products}, local_cluster({"node": 1}))
         config, shape = training.stack(setting, is_large=False)
-        step = training.engine(setting, config, True, plan)
-        step_s, losses, _ = training.timed(setting, step, config, shape)
+        step = training.engine(setting, config, not setting.tiny, plan)
+        step_s, losses, first_s = training.timed(setting, step, config, shape)
     except TerraceError as error:
-        yield Row("step with fp8 products", f"refused: {error}")
-        return
-    yield Row("step with fp8 products", f"{step_s * 1e3:.1f} ms", losses[-1] < losses[0])
+        return Row.refused(subject, error, must=_must_have(setting))
+    words = f"{step_s * 1e3:.1f} ms{training.beside_bf16(setting, step_s)}, first step {first_s:.1f} s"
+    return Row(subject, f"{words}, loss {losses[0]:.3f} -> {losses[-1]:.3f}", losses[-1] < losses[0])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bench.common import ADAMW, decoder, engine_of, local_cluster, micro_batches
-from bench.gpu_parts.setting import Row, Setting
+from bench.gpu_parts.setting import SKIPPED, Row, Setting
 from terrace.base.errors import TerraceError
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import launch_local
@@ -30,7 +30,7 @@ Found = tuple[list[float], list[float], float]  # losses and gradient norms of s
 def rows(setting: Setting) -> Iterator[Row]:
     """Fused against whole messages in fp64, then the step of each way in bf16."""
     if setting.is_cuda and torch.cuda.device_count() < RANKS:
-        yield Row("tensor rows on two devices", f"skipped: {torch.cuda.device_count()} CUDA device here")
+        yield Row("tensor rows on two devices", f"{torch.cuda.device_count()} CUDA device here", without=SKIPPED)
         return
     small, shape = decoder(64, 2), (2, 33)
     exact = {way: _run(setting, small, shape, way, "fp64") for way in (1, "fused")}

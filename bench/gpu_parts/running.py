@@ -1,7 +1,8 @@
 """Parts one after the other, each a process of its own with a limit, whose rows are read while it runs.
 
 A part may end in any way: an exception, `os._exit`, a signal, memory that ran out, a hang, children that stay behind.
-Each costs that part alone and is one row. A part has ended well when its file ends with `END`.
+Each costs that part alone and is one row. A part has ended well when its file ends with `END`. A part for which no time
+is left, or not its own limit, has failed in nothing: it was not run.
 """
 
 import json
@@ -14,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.gpu_parts.setting import Row
+from bench.gpu_parts.setting import NOT_RUN, Row
 
 ROOT = Path(__file__).parents[2]
 END = "end"  # the last line of a part's file
@@ -45,20 +46,19 @@ def run_parts(
     for part in parts:
         left_s = end_s - time.monotonic()
         if left_s < _LEAST_S:
-            yield part.name, Row("not run", "no time was left", False)
+            yield part.name, Row("all", "no time was left", without=NOT_RUN)
             continue
         name = part.name.replace(":", "-").replace(" ", "-")
         file, log = out / f"{name}.jsonl", out / f"{name}.log"
         try:
             file.unlink(missing_ok=True)
-            for row in _watched(command(part.name, file), file, log, min(part.limit_s, left_s)):
-                yield part.name, row
+            yield from ((part.name, row) for row in _watched(command(part.name, file), file, log, part, left_s))
         except OSError as error:  # a full disk, no more processes
             yield part.name, Row("failed", f"could not be run: {error}", False)
 
 
-def _watched(command: Sequence[str], file: Path, log: Path, limit_s: float) -> Iterator[Row]:
-    begin_s, rows, problem = time.monotonic(), _Rows(file), ""
+def _watched(command: Sequence[str], file: Path, log: Path, part: Part, left_s: float) -> Iterator[Row]:
+    begin_s, rows, problem, limit_s = time.monotonic(), _Rows(file), "", min(part.limit_s, left_s)
     with log.open("w", encoding="utf-8") as text:
         # A session of its own, so that its children can be ended with it: they would keep the device's memory.
         process = subprocess.Popen(command, cwd=ROOT, stdout=text, stderr=text, start_new_session=True)
@@ -71,6 +71,9 @@ def _watched(command: Sequence[str], file: Path, log: Path, limit_s: float) -> I
     finally:
         gone = _end(process)
     yield from rows.new()
+    if problem and gone and limit_s < part.limit_s:  # not its own fault
+        yield Row("the rest", f"the time ended after {limit_s:.0f} s of this part", without=NOT_RUN)
+        return
     if not problem and (process.returncode or not rows.has_ended):
         problem = f"ended with {process.returncode}" + ("" if process.returncode else " before its last row")
     if not gone:

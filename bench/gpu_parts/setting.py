@@ -11,16 +11,32 @@ Work = Callable[[], object]
 SECONDS = "training.json"  # in a setting's folder: the steps of the contestants so far
 
 
+_MOST_WORDS = 160  # characters of an error
+NOT_RUN, SKIPPED = "not run", "skipped"  # no time was left; something that a part needs is not here
+
+
 class Row(NamedTuple):
-    """A line of the table. A row with a goal is a figure that should reach it, one without is right or wrong."""
+    """A line of the table. A row with a goal is a figure that should reach it, one without is right or wrong.
+
+    `without` is `NOT_RUN` or `SKIPPED` where nothing was tried, which is neither.
+    """
 
     subject: str
     found: str
     passes: bool = True
     goal: str = ""
+    without: str = ""
+
+    @classmethod
+    def refused(cls, subject: str, error: object, *, must: bool) -> "Row":
+        """A row of something that a device refused; `must`: it is promised there, so the refusal is wrong."""
+        words = f"refused: {' '.join(str(error).split())[:_MOST_WORDS]}"
+        return cls(subject, words, not must, without="" if must else SKIPPED)
 
     @property
     def verdict(self) -> str:
+        if self.without:
+            return self.without
         if self.passes:
             return "ok"
         return "missed" if self.goal else "WRONG"

@@ -3,9 +3,9 @@
     python -m bench.gpu --only "training:engine compiled"
 
 Contestants are the engine, a plain PyTorch loop and FSDP2's `fully_shard` on a world of one; "compiled" passes every
-block through `torch.compile`, and "engine liger" has the kernels of liger-kernel instead, where it is installed. All
-train one batch from the values of seed 0, with the same clipping and fused AdamW.
-The stack has about 1 B parameters; "8B" takes layers of Llama 3 8B's shape, as many as memory holds states for.
+block and the loss through `torch.compile`, and "engine liger" has the kernels of liger-kernel instead, where it is
+installed. All train one batch from the values of seed 0, with the same clipping and fused AdamW. The stack has about
+1 B parameters; "8B" takes six layers of Llama 3 8B's shape, or as many as memory holds states for.
 """
 
 import json
@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from bench.common import ADAMW, decoder, free_port, local_cluster, micro_batches, torch_adamw
 from bench.gpu_parts.exactness import new_engine
-from bench.gpu_parts.setting import SECONDS, Row, Setting
+from bench.gpu_parts.setting import SECONDS, SKIPPED, Row, Setting
 from terrace.model import liger, liger_trial
 from terrace.model.config import ModelConfig, block_specs, num_params, parse_model
 from terrace.model.decoder import build_blocks, token_loss
@@ -39,6 +39,7 @@ MICROS = 2
 LIGER = "engine liger"
 _STATE_BYTES = 20  # of a parameter: bf16 copy and gradient, fp32 sum, master and two moments
 _FOR_STATES = 0.6  # of the memory; the rest holds activations
+_MOST_LAYERS = 6  # of 8B: initial values are drawn on the host, some 10 s for these 2.4 B parameters
 
 Batch = tuple[Tensor, Tensor]
 Step = Callable[[Sequence[Batch]], float]
@@ -50,7 +51,7 @@ def rows(setting: Setting, contestant: str) -> Iterator[Row]:
     config, shape = stack(setting, is_large=contestant.startswith("8B"))
     if contestant == LIGER:
         if reason := liger.why_missing() if setting.is_cuda else "its kernels are for CUDA":
-            yield Row("liger-kernel", f"not run: {reason}")
+            yield Row("liger-kernel", reason, without=SKIPPED)
             return
         yield Row("liger-kernel", f"{liger.words()}: every kernel passes its trial", _passes_trials(setting, config))
         step = engine(setting, config, is_compiled=False, kernels="liger")
@@ -107,10 +108,8 @@ def _mfu(setting: Setting, config: ModelConfig, shape: tuple[int, int], step_s: 
 
 def _compared(setting: Setting, contestant: str, step_s: float) -> Iterator[Row]:
     # Beside the contestants that ran before; each is a process of its own, so the seconds are kept in a file.
-    path = setting.folder / SECONDS
-    known: dict[str, float] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    known[contestant] = step_s
-    path.write_text(json.dumps(known), encoding="utf-8")
+    known = _known(setting) | {contestant: step_s}
+    (setting.folder / SECONDS).write_text(json.dumps(known), encoding="utf-8")
     for size in ("", "8B "):
         ours = f"{size}engine compiled"
         for name, theirs in (("plain PyTorch", f"{size}plain compiled"), ("FSDP2", f"{size}fsdp2 compiled")):
@@ -123,8 +122,20 @@ def _compared(setting: Setting, contestant: str, step_s: float) -> Iterator[Row]
         yield Row("the engine's tokens/s with liger-kernel over those compiled", f"{ratio:.3f}")
 
 
+def _known(setting: Setting) -> dict[str, float]:
+    path = setting.folder / SECONDS
+    found: dict[str, float] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return found
+
+
+def beside_bf16(setting: Setting, step_s: float) -> str:
+    """How many times as fast a step of the compiled engine is as that in bf16, in words; "" where that is not known."""
+    known = _known(setting).get("engine compiled")
+    return "" if known is None else f", {known / step_s:.3f} times as fast as bf16"
+
+
 def large(setting: Setting) -> ModelConfig:
-    """Layers of Llama 3 8B's shape, as many as memory holds the states of."""
+    """Layers of Llama 3 8B's shape, as many as memory holds the states of, at most `_MOST_LAYERS`."""
     table: dict[str, Any] = {
         "model_type": "llama",
         "vocab_size": 128256,
@@ -141,7 +152,7 @@ def large(setting: Setting) -> ModelConfig:
         table |= {"num_key_value_heads": 2}
     memory = torch.cuda.get_device_properties(0).total_memory if setting.is_cuda else 1 << 20
     layers = 1
-    while layers < 32 and _STATE_BYTES * num_params(_deeper(table, layers + 1)) < _FOR_STATES * memory:
+    while layers < _MOST_LAYERS and _STATE_BYTES * num_params(_deeper(table, layers + 1)) < _FOR_STATES * memory:
         layers += 1
     return _deeper(table, layers)
 
@@ -181,11 +192,12 @@ def plain(setting: Setting, config: ModelConfig, is_compiled: bool) -> Step:
     if is_compiled:
         for block in blocks:
             block.compile()
+    loss_of = _loss_of(is_compiled)
 
     def step(batches: Sequence[Batch]) -> float:
         total, count = torch.zeros((), device=setting.device), sum((labels >= 0).sum() for _, labels in batches)
         for tokens, labels in batches:
-            loss = _loss(blocks, tokens, labels) / count
+            loss = loss_of(_forward(blocks, tokens), labels) / count
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
             for master, parameter in zip(masters, working, strict=True):
@@ -217,13 +229,13 @@ def fsdp2(setting: Setting, config: ModelConfig, is_compiled: bool) -> Step:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     parameters = list(model.parameters())
-    optimizer = torch_adamw(parameters)
+    optimizer, loss_of = torch_adamw(parameters), _loss_of(is_compiled)
 
     def step(batches: Sequence[Batch]) -> float:
         total, count = torch.zeros((), device=setting.device), sum((labels >= 0).sum() for _, labels in batches)
         for micro, (tokens, labels) in enumerate(batches):
             model.set_requires_gradient_sync(micro == len(batches) - 1)
-            loss = token_loss(model(tokens), labels) / count
+            loss = loss_of(model(tokens), labels) / count
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         nn.utils.clip_grad_norm_(parameters, ADAMW.clip)
@@ -234,11 +246,16 @@ def fsdp2(setting: Setting, config: ModelConfig, is_compiled: bool) -> Step:
     return step
 
 
-def _loss(blocks: Sequence[nn.Module], tokens: Tensor, labels: Tensor) -> Tensor:
+def _loss_of(is_compiled: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    # Compiled too, or the logits would be copied in fp32, which the engine does not do.
+    return torch.compile(token_loss) if is_compiled else token_loss
+
+
+def _forward(blocks: Sequence[nn.Module], tokens: Tensor) -> Tensor:
     x = tokens
     for block in blocks:
         x = block(x)
-    return token_loss(x, labels)
+    return x
 
 
 CONTESTANTS: dict[str, Callable[[Setting, ModelConfig, bool], Step]] = {

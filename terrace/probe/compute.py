@@ -26,6 +26,7 @@ from terrace.probe.grid import (
 )
 from terrace.probe.timing import Stopwatch
 from terrace.runtime.adamw import ShardedAdamW
+from terrace.runtime.compiled import compile_blocks, reason_of
 from terrace.runtime.norm import squared_norm
 from terrace.runtime.settings import OptimizerConfig
 from terrace.simulate.work import Work
@@ -34,6 +35,8 @@ COMPUTE = ("fp32", "bf16")  # the dtypes that training computes in
 
 # The dtype of layers and attention: flash kernels on CUDA have no fp32.
 TRAINS_IN: dict[str, Literal["fp32", "bf16"]] = {"cpu": "fp32", "cuda": "bf16"}
+# Backend of torch.compile for whole layers: they are measured as runs have them that do not set `train.compile`.
+COMPILES_BY: dict[str, str | None] = {"cpu": None, "cuda": "inductor"}
 
 _FIRST_CUBE, _LAST_CUBE = 256, 8192  # grown until one takes long enough to tell how large the shapes may be
 _QUICK = 1 / 8  # of the largest shape's time: a quicker cube is mostly launch
@@ -42,6 +45,8 @@ _NUM_SHAPES = 8  # of each dtype, in three orientations
 _LARGE_BYTES = {"cpu": (8 << 20, 32 << 20), "cuda": (256 << 20, 1 << 30)}  # beyond the caches
 _NORM_ROWS = {"cpu": (256, 1024, 4096), "cuda": (4096, 16384, 65536)}
 _NORM_WIDTH = {"cpu": 256, "cuda": 4096}
+_NUM_LAYERS = 6  # shapes of whole layers
+_NUM_COMPILED = 4  # each is compiled anew, in seconds
 _NUM_SHARDS = 6  # an optimizer step updates one shard a block
 _SHARD_NUMELS = {"cpu": (4096, 65536, 524288), "cuda": (1 << 20, 1 << 24, 1 << 26)}
 
@@ -109,19 +114,46 @@ def measure_attention(watch: Stopwatch, flops_per_s: float, budget_s: float, say
     return samples
 
 
-def measure_layers(watch: Stopwatch, flops_per_s: float, budget_s: float, say: Say) -> tuple[list[LayerSample], float]:
-    """Time whole decoder layers, forward and backward, and the host launching the smallest one."""
-    say("layers")
-    shapes = layer_shapes(flops_per_s * budget_s / (6 * 3 * _CALLS_A_LOOP))
+def measure_layers(
+    watch: Stopwatch, flops_per_s: float, budget_s: float, say: Say, backend: str | None = None
+) -> tuple[list[LayerSample], float]:
+    """Time whole decoder layers, forward and backward, and the host launching the smallest one.
+
+    With a `backend` of torch.compile they are compiled, which takes seconds beside the budget; where it does not work,
+    a line says so and they are not.
+    """
+    say("layers" if backend is None else "layers, compiled")
+    backend = _working(watch, backend, say)
+    layer, x = _layer(watch.device, smallest_layer(), backend)
+    host_s = watch.host_seconds(lambda: layer(x))
+    number = _NUM_LAYERS if backend is None else _NUM_COMPILED
+    shapes = layer_shapes(flops_per_s * budget_s / (_NUM_LAYERS * 3 * _CALLS_A_LOOP), number)
     each_s = budget_s / (2 * len(shapes))
     samples = []
     for config, sequence, micro_batch in shapes:
-        layer, x = _layer(watch.device, (config, sequence, micro_batch))
+        if backend is not None:  # a sign of life for the watchdog, since each may take half a minute
+            say(f"a layer of {config.hidden_size} on {micro_batch} x {sequence} tokens, compiled")
+        layer, x = _layer(watch.device, (config, sequence, micro_batch), backend)
         forward_s, backward_s = watch.both_ways(partial(layer, x), each_s)
         work = Work(model=config, sequence=sequence, micro_batch=micro_batch, compute=TRAINS_IN[watch.device.type])
         samples.append(LayerSample(work=work, forward_s=forward_s, backward_s=backward_s))
-    layer, x = _layer(watch.device, smallest_layer())
-    return samples, watch.host_seconds(lambda: layer(x))
+    return samples, host_s
+
+
+def _working(watch: Stopwatch, backend: str | None, say: Say) -> str | None:
+    """The backend if it compiles the smallest layer on every rank; else None, for all alike."""
+    if backend is None:
+        return None
+    try:
+        layer, x = _layer(watch.device, smallest_layer(), backend)
+        layer(x).sum().backward()
+        problem = ""
+    except Exception as error:  # whatever a compiler, a linker or a missing header makes of it
+        problem = reason_of(error)
+    if not watch.largest(1.0 if problem else 0.0):
+        return backend
+    say(f"layers that are not compiled: torch.compile does not work here ({problem or 'on another rank'})")
+    return None
 
 
 def measure_optimizer(watch: Stopwatch, budget_s: float, say: Say) -> list[OptimizerSample]:
@@ -169,10 +201,14 @@ def _gemm(watch: Stopwatch, name: str, shape: Shape, way: int, budget_s: float) 
     return GemmSample(dtype=name, m=m, k=k, n=n, seconds=seconds)
 
 
-def _layer(device: torch.device, shape: LayerShape) -> tuple[nn.Module, Tensor]:
+def _layer(device: torch.device, shape: LayerShape, backend: str | None = None) -> tuple[nn.Module, Tensor]:
     config, sequence, micro_batch = shape
     blocks = build_blocks(config)
     dtype = DTYPES[TRAINS_IN[device.type]]
     initialise(blocks, config, 0, dtype, device)
     x = torch.randn((micro_batch, sequence, config.hidden_size), device=device, dtype=dtype, requires_grad=True)
+    if backend is not None:
+        blocks[1](x)  # makes the tables of RoPE, which would be a graph of their own
+        torch.compiler.reset()  # or the next shape is compiled for any sizes
+        compile_blocks([blocks[1]], backend)
     return blocks[1], x

@@ -49,8 +49,8 @@ def attention_sequences(largest_flops: float, batch: int, heads: int, head_dim: 
     return lengths
 
 
-def layer_shapes(largest_flops: float) -> list[LayerShape]:
-    """Decoder layers to measure: widths from 128 on while the limit allows."""
+def layer_shapes(largest_flops: float, count: int) -> list[LayerShape]:
+    """Up to `count` decoder layers to measure: widths from 128 on while the limit allows."""
     found: list[LayerShape] = []
     for hidden in (128, 256, 512, 1024, 2048, 4096):
         config = _layer(hidden)
@@ -58,7 +58,7 @@ def layer_shapes(largest_flops: float) -> list[LayerShape]:
             fits = forward_flops(config, 1, micro_batch, sequence) <= largest_flops
             if fits or (hidden, micro_batch) == (128, 1):
                 found.append((config, sequence, micro_batch))
-    return _spread(found, 6)
+    return _spread(found, count)
 
 
 def smallest_layer() -> LayerShape:

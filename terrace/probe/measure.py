@@ -15,6 +15,7 @@ from terrace.launch.start import pace
 from terrace.launch.watchdog import watch as watchdog
 from terrace.launch.world import World
 from terrace.probe.compute import (
+    COMPILES_BY,
     TRAINS_IN,
     Say,
     layer_passes,
@@ -94,7 +95,7 @@ def _measure(
     attention = measure_attention(stopwatch, peak, budget["attention"], say)
     longest = max(attention, key=lambda sample: sample.sequence)
     kernels = measure_kernels(stopwatch, longest, budget["kernels"])
-    layers, host_layer_s = measure_layers(stopwatch, peak, budget["layers"], say)
+    layers, host_layer_s = measure_layers(stopwatch, peak, budget["layers"], say, COMPILES_BY[device.type])
     optimizer = measure_optimizer(stopwatch, budget["optimizer"], say)
     tiers, pairs = _links(world, cluster, stopwatch, budget, pacer, say)
     return Samples(

@@ -1,6 +1,7 @@
 """`bench/gpu.py` on a machine without a GPU: parts run at their smallest, and none that fails costs another."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -9,11 +10,25 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import tomli_w
+import torch
 
-from bench.gpu import PARTS, peak_tflops
+from bench.gpu import PARTS, again, chosen, missing, peak_tflops
+from bench.gpu_parts import fp8, prediction, running
+from bench.gpu_parts import tests as gpu_tests
 from bench.gpu_parts.running import Part, run_parts
-from bench.gpu_parts.setting import Row, Setting
+from bench.gpu_parts.setting import NOT_RUN, SKIPPED, Row, Setting
 from bench.gpu_parts.summary import Summary
+from terrace.base.errors import PlanError, ProgramError
+from terrace.base.schema import dump
+from terrace.cli import here
+from terrace.cli.checks import check_devices_here, check_memory_here
+from terrace.cli.overrides import read_cluster
+from terrace.cli.programs import checked_programs
+from terrace.probe.gpus import Gpus
+from terrace.probe.machine import Gpu
+from terrace.simulate.advice import Job, fullest_stage
+from terrace.train.prediction import predict
 
 HERE = (
     "exactness:parity",
@@ -80,7 +95,9 @@ def test_a_part_runs_on_the_cpu(name: str, tmp_path: Path) -> None:
 def test_every_part_has_a_module_and_they_are_worth_more_than_their_time() -> None:
     for part in PARTS:
         assert hasattr(import_module(f"bench.gpu_parts.{part.name.partition(':')[0]}"), "rows")
-    assert sum(part.limit_s for part in PARTS[:6]) <= 540, "the first parts always have their time"
+    assert sum(part.limit_s for part in PARTS[:7]) <= 540, "the first parts always have their time"
+    of = {part.name.partition(":")[0] for part in PARTS[:7]}
+    assert of == {"exactness", "training", "prediction", "codecs"}
 
 
 def test_a_part_that_fails_in_any_way_costs_no_other(tmp_path: Path) -> None:
@@ -112,6 +129,91 @@ def test_a_part_that_fails_in_any_way_costs_no_other(tmp_path: Path) -> None:
 def test_no_part_begins_without_time(tmp_path: Path) -> None:
     late = list(run_parts([Part("one", 9.0), Part("two", 9.0)], lambda *_: [], tmp_path, time.monotonic() + 1))
     assert [(part, row.found) for part, row in late] == [("one", "no time was left"), ("two", "no time was left")]
+    assert {row.verdict for _, row in late} == {NOT_RUN}
+    summary = Summary(tmp_path, "here", ["one", "two"])
+    for part, row in late:
+        summary.add(part, row)
+    summary.add("three", Row("liger-kernel", "not installed", without=SKIPPED))
+    assert summary.last_line() == "3 rows; WRONG: none; missed: none; skipped: three; not run: one, two"
+    assert summary.parts_with(NOT_RUN) == ["one", "two"]
+
+
+def test_a_part_that_the_end_of_all_parts_cuts_off_has_not_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of one that has its own limit, the row is WRONG: `FAILURES`.
+    monkeypatch.setattr(running, "_LEAST_S", 0.1)
+    words = [sys.executable, "-c", "import time; time.sleep(60)"]
+    ((part, row),) = run_parts([Part("long", 60.0)], lambda *_: words, tmp_path, time.monotonic() + 1)
+    assert (part, row.verdict) == ("long", NOT_RUN)
+    assert row.found.startswith("the time ended after")
+
+
+def test_parts_are_chosen_by_whole_names_first() -> None:
+    assert [part.name for part in chosen("training:engine")] == ["training:engine"]
+    assert [part.name for part in chosen("fp8,exactness")] == ["exactness:parity", "exactness:streams", "fp8"]
+    assert [part.name for part in chosen(None)] == [part.name for part in PARTS]
+    assert again(["training:engine", "fp8"], ["--out", "a b", "--only", "fp8,training", "--tiny"]) == (
+        "python -m bench.gpu --only training:engine,fp8 --out 'a b' --tiny"
+    )
+
+
+def test_packages_that_are_missing_are_named_before_anything_starts() -> None:
+    assert missing(["json"]) == ""
+    assert missing(["json", "no_such_package"]).startswith(
+        "not installed: no-such-package; pip install no-such-package (without a network: docs/cuda.md"
+    )
+
+
+def test_a_second_call_keeps_the_rows_of_other_parts_on_the_same_device(tmp_path: Path) -> None:
+    first = Summary(tmp_path, "H200, torch 2.13", ["a", "b"])
+    for part in ("a", "b"):
+        first.add(part, Row("figure", "1", without=NOT_RUN if part == "b" else ""))
+    with (tmp_path / "results.jsonl").open("a") as file:
+        file.write('{"part": "cut')
+    second = Summary(tmp_path, "H200, torch 2.13", ["b"], goes_on=True)
+    second.add("b", Row("figure", "2"))
+    assert second.found == [("a", Row("figure", "1")), ("b", Row("figure", "2"))]
+    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 2
+    assert not Summary(tmp_path, "H100, torch 2.13", ["b"], goes_on=True).found
+
+
+def test_tests_that_need_a_gpu_are_collected_without_packages_of_others(tmp_path: Path) -> None:
+    absent = ("ray", "pyarrow", "tokenizers", "transformers", "tensorboard", "liger_kernel", "torchao", "trl")
+    blocked = f"import sys; sys.modules.update(dict.fromkeys({absent}))"  # an import of None raises ImportError
+    (tmp_path / "sitecustomize.py").write_text(blocked)
+    words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(gpu_tests.ROOT)])}
+    files = gpu_tests.files()
+    done = subprocess.run(
+        [*words, *map(str, files)],
+        cwd=gpu_tests.ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    # Each file has one, and no other file of the suite names the mark.
+    assert {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line} == {
+        str(file.relative_to(gpu_tests.ROOT)) for file in files
+    }
+    others = [path for path in (gpu_tests.ROOT / "tests").rglob("*.py") if "mark." + "gpu" in path.read_text()]
+    assert sorted(others) == files
+
+
+def test_a_refusal_of_products_in_fp8_is_wrong_where_the_device_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: object) -> None:
+        raise PlanError("no")
+
+    monkeypatch.setattr(fp8, "command_plan", refuses)
+    for capability, verdict in (((9, 0), "WRONG"), ((8, 0), SKIPPED)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        setting = Setting(device="cuda", tiny=True, peak_tflops=1.0, folder=tmp_path)
+        assert fp8._step(setting, "fp8").verdict == verdict
 
 
 def test_a_summary_names_goals_and_parts_to_come(tmp_path: Path) -> None:
@@ -123,13 +225,44 @@ def test_a_summary_names_goals_and_parts_to_come(tmp_path: Path) -> None:
     assert (summary.parts_with("missed"), summary.parts_with("WRONG")) == (["a"], [])
 
 
+# Bytes by torch's count, and by nvidia-smi's.
+CARDS = {"NVIDIA H100 80GB HBM3": (85_029_158_912, 81559), "NVIDIA H200": (150_109_880_320, 143771)}
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_the_run_that_is_predicted_fits_the_device(card: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # All that the part does on a device, but the measurements: its arguments, checks of programs, both predictions.
+    total_bytes, smi_mib = CARDS[card]
+    gpus = Gpus(devices=(Gpu(name=card, memory_bytes=smi_mib * 2**20),), told_by="nvidia-smi")
+    monkeypatch.setattr(here, "gpus_here", lambda: gpus)
+    setting = Setting(device="cuda", peak_tflops=989.4, folder=tmp_path)
+    words = prediction.probe_words(setting, total_bytes)
+    path, rest = Path(words[words.index("--out") + 1]), words[words.index("--ranks") + 2 :]
+    probed = read_cluster(words[words.index("--cluster") + 1], rest, "", 1)
+    assert (probed.world_size, probed.device.memory_bytes, probed.device.backend) == (1, total_bytes, "cuda")
+    path.parent.mkdir()
+    path.write_text(tomli_w.dumps(dump(probed)))
+    run = prediction.run_of(prediction.train_words(setting, is_compiled=True))
+    check_devices_here(run, 1)
+    check_memory_here(run, [total_bytes], 128 * 2**30)
+    (program,) = checked_programs(run)
+    job = Job(cluster=run.cluster, plan=run.plan, num_micros=run.num_micros())
+    needed = sum(fullest_stage(job, run.blocks(), run.train.sequence)[1].values())
+    assert sum(program.state_bytes.values()) < needed < 0.5 * run.cluster.device.usable_bytes
+    for cluster in (run.cluster, prediction.starting_cluster(words)):
+        assert 0.02 < predict(run, cluster).reports[0].step_s < 2
+    path.write_text(tomli_w.dumps(dump(read_cluster("local", [], "", 1))))
+    with pytest.raises(ProgramError, match="the model state needs"):
+        checked_programs(prediction.run_of(prediction.train_words(setting, is_compiled=True)))
+
+
 @pytest.mark.nightly  # all parts, one after the other
 def test_all_of_the_command_on_the_cpu(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "bench.gpu", "--device", "cpu", "--tiny", "--out", str(tmp_path)]
     words += ["--only", "exactness:parity,prediction,bandwidth"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=900, check=False)
     summary = (tmp_path / "summary.md").read_text()
-    for subject in ("parity fp64, zero3", "step", "memory resident"):
+    for subject in ("parity fp64, zero3", "probe", "step, compiled", "memory resident, plain"):
         assert f"| {subject} |" in summary, done.stdout + done.stderr
     assert done.returncode == 0, done.stdout + done.stderr
     assert "; WRONG: none; missed: none" in summary

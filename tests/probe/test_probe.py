@@ -191,7 +191,7 @@ def test_shapes_fit_the_limit(limit: float, count: int) -> None:
     assert 1 <= len(shapes) <= count
     assert len(set(shapes)) == len(shapes)
     assert len(shapes) == 1 or all(2 * m * k * n <= limit for m, k, n in shapes)
-    assert layer_shapes(limit)
+    assert layer_shapes(limit, 6)
 
 
 @given(largest=st.floats(2**22, 2**30), degree=st.integers(2, 64))

@@ -56,7 +56,7 @@ def noise_of(seed: int, spread: float = 0.05) -> Callable[[], float]:
 
 def layers(true: Device) -> list[LayerSample]:
     samples = []
-    for config, sequence, micro_batch in layer_shapes(1e13):
+    for config, sequence, micro_batch in layer_shapes(1e13, 6):
         work = Work(model=config, sequence=sequence, micro_batch=micro_batch, compute="fp32")
         seconds = block_seconds(true, work, Computes.RESIDUAL, accumulate=True)
         samples.append(LayerSample(work=work, forward_s=seconds.forward_s, backward_s=seconds.backward_s))
