@@ -1,7 +1,7 @@
 """Products in fp8 beside bf16: torch's scaled products, the rounding of an operand, and whole steps.
 
-A device with 8-bit matrix units (compute capability 8.9 and later, with scales of rows 9.0) must take them all; on
-another one a refusal is said.
+A device of compute capability 9.0 or later must take all of them, scales of rows included; on another one a refusal is
+skipped, with its reason.
 """
 
 from collections.abc import Callable, Iterator

@@ -55,7 +55,7 @@ class Experts:
         return found
 
     def divided(self, kind: int, mesh: Mesh, work: Work, accumulate: bool, pieces: int) -> Divided | None:
-        """What their division, and a number of pieces, changes in a block; None where nothing is divided."""
+        """The changes that the division of the experts makes in a block; None where they are not divided."""
         layer = self._layer(kind, mesh, work, accumulate)
         if layer is None:
             return None

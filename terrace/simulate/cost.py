@@ -274,7 +274,7 @@ def _operations_s(program: "Program", work: Work) -> tuple[float, ...]:
 
 
 def expert_seconds(program: "Program", block: int, work: Work, traffic: ExpertTraffic) -> tuple[ExpertSeconds, Divided]:
-    """Seconds of a block's experts with `traffic`, and what their division changes in the block."""
+    """Seconds of a block's experts with `traffic`, and the changes by their division."""
     device, spec = program.cluster.device, program.blocks[block]
     own = work_in(work, spec, device.backend)
     return priced_experts(device, own, traffic, program.num_micros > 1, trained_part(spec, program.blocks))

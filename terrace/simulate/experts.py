@@ -63,7 +63,7 @@ class ExpertSeconds(NamedTuple):
 def priced_experts(
     device: Device, work: Work, traffic: ExpertTraffic, accumulate: bool, trained: float = 1.0
 ) -> tuple[ExpertSeconds, Divided]:
-    """Seconds of a layer's experts from a rank's `work`, and what their division changes in the layer.
+    """Seconds of a layer's experts from a rank's `work`, and the changes by their division.
 
     `accumulate` as in terrace.simulate.layers; `trained` is the part of weight gradients that are computed.
     """

@@ -174,8 +174,10 @@ def router_dtype(compute: str) -> str:
 
 
 class Divided(NamedTuple):
-    """What changes in a layer whose experts are on several ranks: seconds of its passes, messages aside, which are more
-    or fewer than with all experts here, and the kernels that the host launches, over those of a dense layer.
+    """Changes in a layer whose experts are on several ranks.
+
+    Seconds of its passes, messages aside, more or fewer than with all experts on one rank; and the kernels that the
+    host launches, over those of a dense layer.
     """
 
     forward_s: float

@@ -123,8 +123,9 @@ class Timeline:
             stage, position = source, before
 
     def _queues(self, stage: int) -> list[tuple[int, int]]:
-        """Of the message of each task of a stage: position of the first of those that left without a pause before it,
-        and how many they are, itself included.
+        """The queue of each task's message: position of the task whose message is first in it, and its length so far.
+
+        A queue is a run of messages that leave the stage one after the other without a pause.
         """
         found, sent_s, head, number = [], 0.0, 0, 0
         moves = _moves(self.orders, self.seconds, stage)

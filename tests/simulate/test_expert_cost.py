@@ -1,7 +1,8 @@
 """The price of mixtures of experts: closed answers on an ideal device, and layers of two kinds in one model."""
 
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -10,7 +11,9 @@ from terrace.cluster.presets import load_cluster
 from terrace.model.config import block_specs, forward_flops
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.spec import Computes
+from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.simulate.activations import activations_of
+from terrace.simulate.experts import priced_experts
 from terrace.simulate.layers import block_seconds, seconds_of
 from terrace.simulate.mixture import even_loads
 from terrace.simulate.work import Work
@@ -105,6 +108,19 @@ def test_a_host_launches_the_products_of_every_expert() -> None:
     assert few.forward_s == pytest.approx(1 + (20 + 3 * 8) / 38)
     assert many.forward_s - few.forward_s == pytest.approx(3 * 120 / 38)
     assert few.input_s + few.weight_s == pytest.approx(few.forward_s)
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_a_host_launches_the_products_of_the_experts_that_its_rank_holds(pieces: int) -> None:
+    """16 ranks share 128 experts: 8 products of each kind for each piece of the tokens, not 128."""
+    slow = replace(A100, kernels=replace(A100.kernels, host_layer_s=1.0))
+    work = Work(model=mixture(replace(PLAIN, num_experts=128)), sequence=512)
+    numbers = {"num_units": 16, "num_rows": 1, "pieces": pieces, "shares": False, "chunks": (pieces, pieces)}
+    _, divided = priced_experts(slow, work, cast(ExpertTraffic, SimpleNamespace(**numbers)), False)
+    found = seconds_of(slow, work, block_specs(work.model)[1], divided=divided)
+    wanted_s = 1 + (20 + 14 * (pieces - 1) + 3 * 8 * pieces) / 38
+    assert found.forward_s == pytest.approx(wanted_s)
+    assert found.input_s + found.weight_s == pytest.approx(wanted_s)
 
 
 @pytest.mark.parametrize("experts", [PLAIN, GROUPED])
