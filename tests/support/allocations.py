@@ -1,5 +1,6 @@
 """Every allocation of tensor memory on the CPU, kernels' scratch included, as torch's profiler records them."""
 
+import gc
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -12,9 +13,17 @@ Result = TypeVar("Result")
 
 
 def allocated(run: Callable[[], Result]) -> tuple[int, int, Result]:
-    """Run on this thread and return (bytes at the peak, bytes at the end, result); both count from the start."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        result = run()
+    """Run on this thread and return (bytes at the peak, bytes at the end, result); both count from the start.
+
+    The garbage collector has run and waits meanwhile: tensors of an earlier profile that it freed would be subtracted.
+    """
+    gc.collect()
+    gc.disable()
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+            result = run()
+    finally:
+        gc.enable()
     profiler: Any = record.profiler
     now = peak = 0
     for event in profiler.kineto_results.events():
