@@ -87,6 +87,39 @@ def test_beside_other_axes(pool: LocalPool, name: str, placement: str) -> None:
     check(pool, cluster, [Case(plan, num_micros=4, model="deep experts")])
 
 
+# Schedule, blocks of each virtual stage of four, a model, chunks of experts, and further changes of the plan.
+WITHOUT_A_LAYER: list[tuple[str, tuple[int, ...], str, Table, dict[str, Any]]] = [
+    ("interleaved:2", (1, 1, 1, 1), "mixture tied", {"node": {"expert": 2}}, {"expert_chunks": {"forward": 2}}),
+    ("zbv", (1, 1, 1, 1), "experts, noisy", {"node": {"rows": 2}}, {}),
+    ("zb-h1", (3, 1), "mixture tied", {"node": {"expert": 2}}, {"expert_chunks": {"forward": 2, "backward": 2}}),
+    ("1f1b", (1, 3), "mixture, grouped", {"node": {"expert": 2}}, {"unit": 2, "recompute": ("block.[12]",)}),
+    ("zeropp:2", (1, 1, 1, 1), "mixture, shared expert", {"node": {"expert": 2}}, {"unit": 2}),
+    ("breadth-first:2", (1, 1, 1, 1), "mixture, grouped", {}, {}),
+]
+
+
+def test_virtual_stages_without_a_layer(pool: LocalPool) -> None:
+    """The embedding alone on the first virtual stage, the head alone on the last, beside experts on several ranks."""
+    cluster = cluster_of(2, 2)
+    cases = [
+        Case(
+            exact(
+                ("zero3", "zero2")[index % 2],
+                cluster,
+                mapping={"package": {"pipeline": 2}},
+                schedule=schedule,
+                stages=stages,
+                experts=table,
+                **changes,
+            ),
+            num_micros=4,
+            model=model,
+        )
+        for index, (schedule, stages, model, table, changes) in enumerate(WITHOUT_A_LAYER)
+    ]
+    check(pool, cluster, cases)
+
+
 # Largest deviation of a loss near 2.5, and of a gradient norm, from the lossless ones within three steps.
 ROUNDED = {"fp64": 0.0, "fp32": 1e-6, "bf16": 0.01, "int8:16": 0.02, "fp8:32": 0.05, "int4:16": 0.15}
 
