@@ -5,12 +5,13 @@ they are not, at two moments that no other stage's computing hides:
 
 - the backwards of the last micro-batch. Gradients of a block leave after its last backward, and the next dispatch on
   the same lane, that of the block before it, waits for REDUCE and SYNC. With V virtual stages of L layers this adds up
-  over the L - V pairs of neighbours on virtual stages, which the micro-batch passes all, or over the blocks of one
-  stage, whose next pass begins with a dispatch too, if these are more. Halves of a backward send gradients behind their
-  last dispatch: nothing waits. Where gradients are reduced after every micro-batch, REDUCE delays the next dispatch of
-  a stage in every backward;
-- the first forward of the first stage. The table of its first mixture waits for the REFRESH of all blocks of the stage,
-  which are issued before, and not for its own block's alone. Later stages get their first input later.
+  over the L - V pairs of neighbours on virtual stages, which the micro-batch passes all (more pairs where an end has
+  look-ups or logits alone), or over the blocks of one stage, whose next pass begins with a dispatch too, if these are
+  more. Halves of a backward send gradients behind their last dispatch: nothing waits. Where gradients are reduced after
+  every micro-batch, REDUCE delays the next dispatch of a stage in every backward;
+- the first forward of the first stage, or of the second one if the first virtual stage has look-ups alone, which take
+  next to no time. The table of its first mixture waits for the REFRESH of all blocks of the stage, which are issued
+  before, and not for its own block's alone. Later stages get their first input later.
 
 Under tensor rows a stage is priced with its messages of experts on their lanes: the delays of one stage are in it.
 """
@@ -21,9 +22,10 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from terrace.plan.mesh import EXPERT_AXES, Mesh
-from terrace.planner.parts import Part, Runs, kinds_of
-from terrace.planner.stages import traits
+from terrace.planner.parts import Part, Runs, kinds_of, parts_of
+from terrace.planner.stages import share_before, traits
 from terrace.planner.task import Placement
+from terrace.program.schedules.orders import looped, v_shaped
 
 if TYPE_CHECKING:
     from terrace.planner.estimate import Estimator
@@ -34,7 +36,7 @@ Kinds = tuple[tuple[int, int], ...]  # kinds of blocks, and how many of each
 
 class Neighbours(NamedTuple):
     """Blocks behind a mixture, whose gradients its last dispatch waits for, on all virtual stages and on each stage;
-    and all blocks of the first stage.
+    and all blocks of the first stage that waits.
     """
 
     on_way: Kinds
@@ -74,7 +76,7 @@ class Delays:
         self._prices, self._split = prices, estimator.split
         self._has_experts = [spec.has_stacks for spec in estimator.specs]
         self._neighbours: dict[tuple[Part, ...], Neighbours] = {}
-        self._least: dict[tuple[int, int, bool], Neighbours] = {}
+        self._least: dict[tuple[int, int, bool], list[Neighbours]] = {}
         self._priced: dict[tuple[Mesh, Placement], LanePrices] = {}
 
     def of(
@@ -92,7 +94,8 @@ class Delays:
         found = self._least.get(key)
         if found is None:
             found = self._least[key] = self._least_of(*key)
-        return self._of(mesh, schedule, prices, found, of_stages)
+        each = [self._of(mesh, schedule, prices, neighbours, of_stages) for neighbours in found]
+        return Delay(min(one.once_s for one in each), min(one.each_s for one in each), each[0].hides)
 
     @property
     def tells(self) -> bool:
@@ -132,17 +135,27 @@ class Delays:
         each_s = max([_sum(kinds, prices.reduce_s) for kinds in found.on_stages])
         return Delay(first_s + max(back_s, stage_s), each_s, tensor)
 
-    def _least_of(self, stages: int, chunks: int, folded: bool) -> Neighbours:
+    def _least_of(self, stages: int, chunks: int, folded: bool) -> list[Neighbours]:
+        """Bounds for the splits in which the last virtual stage has a layer, and for those in which it has none."""
         split, num_layers = self._split, len(self._split.inner)
         alike, num_virtual = split.alike, stages * chunks
         assert alike is not None, "only equal layers are told by their number"
-        # The micro-batch meets every pair of neighbours that a virtual stage has; some stage has the mean or more.
-        on_way = ((alike, num_layers - num_virtual), *((kind, 1) for kind, _ in split.after[:1]))
-        on_stage = ((alike, -(-num_layers // stages) - 1),)
-        # Only the last virtual stage may have fewer layers than the mean, and the first stage has it in a V.
-        mean = num_layers // num_virtual
-        first = (*split.before, (alike, 1 + (chunks - 1) * mean), *split.after) if folded else ()
-        return Neighbours(on_way, (on_stage,), first or (*split.before, (alike, chunks * mean)))
+        # With more virtual stages than layers each has one block.
+        if num_virtual > num_layers:
+            contents = split.contents(share_before(num_layers, num_virtual, 0))
+            return [self._found(parts_of(contents, v_shaped(stages) if folded else looped(stages, chunks)))]
+        # Some stage has the mean or more.
+        on_stages = (((alike, -(-num_layers // stages) - 1),),)
+        found = []
+        for last in (1, 0) if split.ends else (1,):
+            # The micro-batch meets every pair of neighbours that a virtual stage has.
+            with_layers = num_virtual - (0 if last else 1)
+            on_way = ((alike, num_layers - with_layers), *((kind, 1) for kind, _ in split.after[:last]))
+            # Only the last virtual stage may have fewer layers than the mean, and the first stage has it in a V.
+            mean = num_layers // num_virtual
+            first = (*split.before, (alike, last + (chunks - 1) * mean), *split.after) if folded else ()
+            found.append(Neighbours(on_way, on_stages, first or (*split.before, (alike, chunks * mean))))
+        return found
 
     def _found(self, parts: tuple[Part, ...]) -> Neighbours:
         found = self._neighbours.get(parts)
@@ -152,10 +165,13 @@ class Delays:
                 for runs in part.chunks:
                     on_way.update(self._behind(runs))
             on_stages = {tuple(sorted(Counter(self._behind(part.runs)).items())) for part in parts}
-            first = Counter(parts[0].kinds)
+            first = Counter(parts[0 if self._has_inner(parts[0].chunks[0]) else 1].kinds)
             found = Neighbours(tuple(on_way.items()), tuple(on_stages), tuple(first.items()))
             self._neighbours[parts] = found
         return found
+
+    def _has_inner(self, runs: Runs) -> bool:
+        return self._split.num_inner(runs) > 0
 
     def _behind(self, runs: Runs) -> list[int]:
         return [behind for kind, behind in pairwise(kinds_of(runs)) if self._has_experts[kind]]

@@ -12,6 +12,8 @@ evenly, so the stage that waits most stretches the whole played span; work done 
 
     step = max_r(u_r / c_r) span + max_r tail_r
 
+A stage that has no layer waits while it would be idle, so its c_r is that of the busiest stage.
+
 Where the schedule passes chunks in units of micro-batches (ZeroPP, 2402.03791), the program of a stage has chunks as
 blocks: a chunk is gathered for a whole unit, the next one during the unit's pass, and gradients are reduced once per
 unit. Delayed weight gradients are played at the backward of their chunk.
@@ -174,9 +176,10 @@ class Evaluator:
         micros, pipeline = num_micros(self.task, candidate), self._pipeline(candidate)
         stretch, tail_s, delay_s = 0.0, 0.0, self._delay_s(candidate, pipeline)
         alone_s = dict(zip(pipeline.parts, pipeline.stages_s, strict=True))
+        stretched_s = dict(zip(pipeline.parts, self._stretched_s(pipeline), strict=True))
         for part in sorted(alone_s, key=alone_s.__getitem__, reverse=True):
             played = self._stage(part, candidate, micros)
-            stretch = max(stretch, played.unit_s / (candidate.unit * alone_s[part]))
+            stretch = max(stretch, played.unit_s / (candidate.unit * stretched_s[part]))
             total_s = math.fsum(played.report(micros // candidate.unit).values())
             tail_s = max(tail_s, total_s - micros // candidate.unit * played.unit_s)
             if (stretch * pipeline.span_s + tail_s + delay_s) * SLACK > than_s:
@@ -185,9 +188,9 @@ class Evaluator:
 
     def _pipelined(self, candidate: Candidate, micros: int) -> Estimate:
         pipeline, played = self.stages(candidate)
-        alone_s, lines, units = pipeline.stages_s, self.lines(candidate), micros // candidate.unit
+        stretched_s, lines, units = self._stretched_s(pipeline), self.lines(candidate), micros // candidate.unit
         totals = [math.fsum(line.values()) for line in lines]
-        stretch = max(stage.unit_s / (candidate.unit * own_s) for stage, own_s in zip(played, alone_s, strict=True))
+        stretch = max(stage.unit_s / (candidate.unit * own_s) for stage, own_s in zip(played, stretched_s, strict=True))
         tail_s = max(total - units * stage.unit_s for total, stage in zip(totals, played, strict=True))
         slowest = max(range(len(lines)), key=totals.__getitem__)
         time_s = dict(lines[slowest])
@@ -195,6 +198,12 @@ class Evaluator:
         # The bubble is the rest of the step, so that the categories of the busiest stage sum to it.
         time_s[BUBBLE] = max(0.0, step_s - totals[slowest])
         return self._estimate(candidate, time_s, self._evaluated_memory(candidate))
+
+    def _stretched_s(self, pipeline: Pipeline) -> list[float]:
+        """Computing per micro-batch of which each stage's waits are a share."""
+        num_inner, busiest_s = self.estimator.split.num_inner, max(pipeline.stages_s)
+        stages = zip(pipeline.parts, pipeline.stages_s, strict=True)
+        return [own_s if num_inner(part.runs) else busiest_s for part, own_s in stages]
 
     def _delay_s(self, candidate: Candidate, pipeline: Pipeline) -> float:
         mesh, micros = candidate.mesh, num_micros(self.task, candidate)

@@ -149,12 +149,10 @@ class Task:
     def ends(self) -> int:
         """How many virtual stages, of both ends, may have no block between look-ups and logits.
 
-        None where these blocks differ. Nor where they are mixtures: the waits of their experts (terrace.planner.delays)
-        are bounded with a layer on every stage.
+        None where these blocks differ.
         """
         order, inner = self.kinds.order, self.inner
-        mixes = any(spec.has_stacks for spec in self.kinds.specs)
-        if len(set(order[inner.start : inner.stop])) != 1 or mixes or inner.stop == len(order):
+        if len(set(order[inner.start : inner.stop])) != 1 or inner.stop == len(order):
             return 0
         return 2 if inner.start else 1
 
