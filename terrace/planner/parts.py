@@ -86,9 +86,9 @@ class Split:
             return share_layers(len(self.inner), num_virtual, self.logits_in_layers(works), self.ends)
         seconds = [work[0] + work[1] for work in works]
         costs = [seconds[self.order[index]] for index in self.inner]
-        costs[0] += sum(count * seconds[kind] for kind, count in self.before)
-        costs[-1] += sum(count * seconds[kind] for kind, count in self.after)
-        return share_differing(tuple(round(cost / _UNIT_S) for cost in costs), num_virtual)
+        first, last = (sum(count * seconds[kind] for kind, count in runs) for runs in (self.before, self.after))
+        costs_in_units = tuple(round(cost / _UNIT_S) for cost in (first, *costs, last))
+        return share_differing(costs_in_units, num_virtual, self.ends)
 
     def logits_in_layers(self, works: Sequence[Work]) -> float:
         """Cost of the blocks after the equal ones, in one of these."""

@@ -1,7 +1,7 @@
 """Split of blocks and orders of schedules, for ranking pipelines.
 
 Blocks between look-ups and logits are split to minimise the slowest virtual stage: the last one also has the logits, so
-it gets fewer blocks if these are expensive, or none. Equal blocks ("layers" here) are split in closed form: if they do
+it gets fewer blocks ("layers" here) if these are expensive, or none. Equal layers are split in closed form: if they do
 not divide evenly, later stages get the extra ones, since fewer activations wait there. Look-ups take next to no time:
 the first stage has them alone only where there are two virtual stages more than layers.
 """
@@ -30,9 +30,7 @@ def share_layers(num_layers: int, num_virtual: int, logits_in_layers: float, end
     `logits_in_layers` is the cost of the logits in layers. `ends`: 0 if every virtual stage has a layer, 1 if the last
     may have the logits alone, 2 if so may the first the look-ups. Raises `PlanError` if there are too few layers.
     """
-    if num_virtual > num_layers + ends:
-        alone = ("", ", and one for the logits alone", ", and one each for look-ups and logits alone")[ends]
-        raise PlanError(f"{num_virtual} virtual stages of {num_layers} layers: use at most one a layer{alone}")
+    _check_virtual(num_layers, num_virtual, ends)
     return share_before(num_layers, num_virtual, last_layers(num_layers, num_virtual, logits_in_layers, ends))
 
 
@@ -71,13 +69,28 @@ def share_before(num_layers: int, num_virtual: int, last: int) -> tuple[int, ...
 
 
 @lru_cache(maxsize=65536)
-def share_differing(costs: tuple[int, ...], num_virtual: int) -> tuple[int, ...]:
-    """Blocks of each virtual stage, at least one, for blocks that differ in cost; raises `PlanError` as above."""
-    if num_virtual > len(costs):
-        raise PlanError(
-            f"{num_virtual} virtual stages of {len(costs)} blocks between look-ups and logits: use at most one a block"
-        )
-    return tuple(map(len, share(costs, num_virtual)))
+def share_differing(costs: tuple[int, ...], num_virtual: int, ends: int) -> tuple[int, ...]:
+    """Layers of each virtual stage, for layers that differ in cost.
+
+    `costs` are those of look-ups, of each layer, and of logits. `ends` and errors as for `share_layers`.
+    """
+    first, *layers, last = costs
+    _check_virtual(len(layers), num_virtual, ends)
+    if num_virtual == len(layers) + 2:
+        return (0, *[1] * len(layers), 0)
+    layers[0] += first
+    if not ends:
+        layers[-1] += last
+        return tuple(map(len, share(layers, num_virtual)))
+    # Logits are on the last virtual stage, with layers or alone.
+    *before, beside = map(len, share((*layers, last), num_virtual))
+    return (*before, beside - 1)
+
+
+def _check_virtual(num_layers: int, num_virtual: int, ends: int) -> None:
+    if num_virtual > num_layers + ends:
+        alone = ("", ", and one for the logits alone", ", and one each for look-ups and logits alone")[ends]
+        raise PlanError(f"{num_virtual} virtual stages of {num_layers} layers: use at most one a layer{alone}")
 
 
 # Searched only where a pin asks for it: GPipe is as fast as 1F1B and larger, and every unit of ZeroPP is an order of

@@ -149,12 +149,11 @@ class Task:
     def ends(self) -> int:
         """How many virtual stages, of both ends, may have no block between look-ups and logits.
 
-        None where these blocks differ.
+        None where there are no logits, whose stage costs time.
         """
-        order, inner = self.kinds.order, self.inner
-        if len(set(order[inner.start : inner.stop])) != 1 or inner.stop == len(order):
+        if self.inner.stop in (0, len(self.kinds.order)):
             return 0
-        return 2 if inner.start else 1
+        return 2 if self.inner.start else 1
 
     @cached_property
     def most_stages(self) -> int:
