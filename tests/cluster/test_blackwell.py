@@ -9,6 +9,7 @@ import pytest
 
 from terrace.cluster.cluster import Device
 from terrace.cluster.presets import load_cluster
+from terrace.model.attention_kernel import AttentionKernel
 from terrace.plan.presets import preset
 from terrace.simulate.bands import band_of, generation_of
 from terrace.simulate.kernels import attention_s, gemm_s, memory_s
@@ -53,7 +54,7 @@ def _device(name: str) -> Device:
     return replace(load_cluster(name).device, spread=0.0)
 
 
-def _attention(name: str, keys: int, kernel: str) -> tuple[float, float]:
+def _attention(name: str, keys: int, kernel: AttentionKernel) -> tuple[float, float]:
     """TFLOP/s forward and backward of 128 heads."""
     found = attention_s(_device(name), batch=1, heads=128, queries=keys, keys=keys, head_dim=128, kernel=kernel)
     flops = 2 * 128 * keys * keys * 128
