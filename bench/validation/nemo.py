@@ -36,8 +36,9 @@ GPT-3, Nemotron's partial RoPE and the kernels of its squared ReLU.
 
 These rows taught two things. Products of Hopper devices were 4 to 5 % too fast on all of them: the preset had a share
 between that of a moment and that of a step, and has now what a profile of single kernels holds
-([clusters.md](clusters.md#presets)). And a wide job of 2024 loses little: 1.3 to 2.7 % over 16 times as many devices in
-bf16, where the model has 0.9 to 2.6 %; only few micro-batches a step (340B) lose more, 5 % of which the model has 2.
+([clusters.md](clusters.md#presets)). And a wide job of 2024 loses little: 1.5 to 2.7 % from the fewest to the most
+devices of a plan, 4 to 128 times as many, of which the model has 0.6 to 2.6. The 340B, with 16 micro-batches a step,
+loses 5.0 %, of which the model has 1.7.
 """
 
 _FP8_TEXT = """
