@@ -130,6 +130,13 @@ def test_other_pages_quote_the_table_of_megatron_as_it_is(page: str) -> None:
     assert quoted == [source.groups()]
 
 
+def test_the_readme_quotes_the_table_of_nvidia_as_it_is() -> None:
+    table = _tables()["NVIDIA, dense models on H100 in bf16"]
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    quoted = f"{100 * table.mean_error:.1f} % mean, {100 * table.max_error:.1f} % largest"
+    assert re.search(rf"^\| error against NVIDIA's published steps.*\| {re.escape(quoted)} \| \|$", text, re.M)
+
+
 def test_no_other_page_quotes_the_table_of_megatron() -> None:
     """A further page that does belongs into `QUOTES`."""
     found = set()
