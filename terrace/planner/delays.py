@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from terrace.plan.mesh import EXPERT_AXES, Mesh
 from terrace.planner.parts import Part, Runs, kinds_of, parts_of
-from terrace.planner.stages import share_before, traits
+from terrace.planner.stages import possible_last, share_before, traits
 from terrace.planner.task import Placement
 from terrace.program.schedules.orders import looped, v_shaped
 
@@ -89,7 +89,7 @@ class Delays:
         return self._of(mesh, schedule, prices, self._found(parts), of_stages)
 
     def at_least(self, mesh: Mesh, schedule: str, chunks: int, prices: LanePrices, *, of_stages: bool = False) -> Delay:
-        """A lower bound on `of` for any split of blocks; only where it `tells`."""
+        """The least `of` with any split of equal blocks, whatever the logits cost; only where it `tells`."""
         key = mesh.total("pipeline"), chunks, traits()[schedule].folded
         found = self._least.get(key)
         if found is None:
@@ -136,26 +136,12 @@ class Delays:
         return Delay(first_s + max(back_s, stage_s), each_s, tensor)
 
     def _least_of(self, stages: int, chunks: int, folded: bool) -> list[Neighbours]:
-        """Bounds for the splits in which the last virtual stage has a layer, and for those in which it has none."""
-        split, num_layers = self._split, len(self._split.inner)
-        alike, num_virtual = split.alike, stages * chunks
-        assert alike is not None, "only equal layers are told by their number"
-        # With more virtual stages than layers each has one block.
-        if num_virtual > num_layers:
-            contents = split.contents(share_before(num_layers, num_virtual, 0))
-            return [self._found(parts_of(contents, v_shaped(stages) if folded else looped(stages, chunks)))]
-        # Some stage has the mean or more.
-        on_stages = (((alike, -(-num_layers // stages) - 1),),)
-        found = []
-        for last in (1, 0) if split.ends else (1,):
-            # The micro-batch meets every pair of neighbours that a virtual stage has.
-            with_layers = num_virtual - (0 if last else 1)
-            on_way = ((alike, num_layers - with_layers), *((kind, 1) for kind, _ in split.after[:last]))
-            # Only the last virtual stage may have fewer layers than the mean, and the first stage has it in a V.
-            mean = num_layers // num_virtual
-            first = (*split.before, (alike, last + (chunks - 1) * mean), *split.after) if folded else ()
-            found.append(Neighbours(on_way, on_stages, first or (*split.before, (alike, chunks * mean))))
-        return found
+        split, num_layers, num_virtual = self._split, len(self._split.inner), stages * chunks
+        placement = v_shaped(stages) if folded else looped(stages, chunks)
+        return [
+            self._found(parts_of(split.contents(share_before(num_layers, num_virtual, last)), placement))
+            for last in possible_last(num_layers, num_virtual, split.ends)
+        ]
 
     def _found(self, parts: tuple[Part, ...]) -> Neighbours:
         found = self._neighbours.get(parts)

@@ -58,6 +58,12 @@ def last_layers(num_layers: int, num_virtual: int, logits_in_layers: float, ends
     return last
 
 
+def possible_last(num_layers: int, num_virtual: int, ends: int) -> range:
+    """All that `last_layers` may be: of logits that cost nothing or more."""
+    most = last_layers(num_layers, num_virtual, 0.0, ends)
+    return range(min(most, 0 if ends else 1), most + 1)
+
+
 @lru_cache(maxsize=65536)
 def share_before(num_layers: int, num_virtual: int, last: int) -> tuple[int, ...]:
     """Layers of each virtual stage if the last has `last`."""

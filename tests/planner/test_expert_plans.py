@@ -116,7 +116,7 @@ def test_experts_among_16384_devices_take_few_evaluations(
         (["expert=8", "expert_rows=4"], "beside the other pins expert can be 1 or 2"),
         (["expert=8", "pipeline=2"], "beside the other pins expert can be 1, 2 or 4"),
         (["columns=2"], "columns = 2: a token must be whole where its experts are chosen; columns can be 1"),
-        (["pipeline=8"], "pipeline = 8 stages are more than the 4 layers; pipeline can be 1, 2 or 4"),
+        (["pipeline=8"], "more than the 4 layers, embedding and head; pipeline can be 1, 2 or 4"),
         (["data=16"], "data = 16 does not divide the 8 sequences of a step; data can be 1, 2, 4 or 8"),
         (
             ["micro_batch=3"],
