@@ -127,32 +127,35 @@ def test_projections_of_4096_tokens_by_their_inner_size(
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "keys", "forward", "backward"),
-    [(128, 16384, 539, 0.906 * 516), (64, 16384, 388, 0.906 * 433), (128, 1024, 410, 0.906 * 408)],
+    ("keys", "forward", "backward"),
+    [(2048, 484, 370), (4096, 591, 474), (8192, 644, 541), (16384, 673, 579), (32768, 688, 581)],
 )
-def test_attention_of_an_h100_is_what_was_published(head_dim: int, keys: int, forward: float, backward: float) -> None:
-    """cuDNN, causal (Shah et al. 2407.08608, figures 5 and 6; backward scaled by the forward's loss under a mask)."""
-    kernels = load_cluster("dgx-h100").device.kernels
-    assert kernels.attention_share(head_dim, keys) * 989.4 == pytest.approx(forward, rel=0.13)
-    assert kernels.attention_share(head_dim, keys, backward=True) * 989.4 == pytest.approx(backward, rel=0.13)
+@pytest.mark.parametrize("name", ["dgx-h100", "dgx-h200", "alps"])
+def test_attention_of_hopper_is_what_was_published(name: str, keys: int, forward: float, backward: float) -> None:
+    """cuDNN 9.19, causal, heads of 128, on an H200 (cudnn-frontend, h200_919_only_cudnn)."""
+    kernels = load_cluster(name).device.kernels
+    assert kernels.attention_share(128, keys) * 989.4 == pytest.approx(forward, rel=0.05)
+    assert kernels.attention_share(128, keys, backward=True) * 989.4 == pytest.approx(backward, rel=0.08)
 
 
 @pytest.mark.parametrize(
     ("head_dim", "forward", "backward"), [(128, 335, 0.905 * 322), (64, 0.9 * 335, 0.9 * 0.905 * 322)]
 )
 def test_flash_attention_2_of_an_h100_is_what_was_published(head_dim: int, forward: float, backward: float) -> None:
-    """Causal, long rows (Shah et al. 2407.08608, figures 5 and 6); FlexAttention as a part of it."""
+    """Causal, 16k keys (Shah et al. 2407.08608, figures 5 and 6); FlexAttention as a part of it."""
     kernels = load_cluster("dgx-h100").device.kernels
-    assert kernels.attention_share(head_dim, flash2=True) * 989.4 == pytest.approx(forward, rel=0.01)
-    assert kernels.attention_share(head_dim, backward=True, flash2=True) * 989.4 == pytest.approx(backward, rel=0.01)
+    assert kernels.attention_share(head_dim, 16384, flash2=True) * 989.4 == pytest.approx(forward, rel=0.01)
+    assert kernels.attention_share(head_dim, 16384, backward=True, flash2=True) * 989.4 == pytest.approx(
+        backward, rel=0.01
+    )
     # Azure, ND H100 v5 and ND H200 v5: with a mask forward, or both directions without one, which the page leaves open.
     for name, measured in (("dgx-h100", 327.9), ("dgx-h200", 329.3)):
         shares = load_cluster(name).device.kernels
         forward, backward = (
             989.4 * shares.attention_share(128, 8192, backward=each, flash2=True) for each in (False, True)
         )
-        assert forward == pytest.approx(measured, rel=0.02)
-        assert 3.5 / (1 / forward + 2.5 / backward) / 0.905 == pytest.approx(measured, rel=0.02)
+        assert forward == pytest.approx(measured, rel=0.03)
+        assert 3.5 / (1 / forward + 2.5 / backward) / 0.905 == pytest.approx(measured, rel=0.05)
     a100 = load_cluster("dgx-a100").device.kernels
     assert a100.attention_share(128, flash2=True) == a100.attention_share(128), "there torch takes it"
     device = replace(load_cluster("dgx-h100").device, kernels=replace(kernels, launch_s=0.0))
