@@ -20,8 +20,6 @@ from typing import NamedTuple
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.dims import CUT_BY, hidden_size, is_table
 
-_EQUAL = 1 + 1e-9  # sums that differ by less differ by rounding
-
 
 class BlockCost(NamedTuple):
     """Multiplications per token of a block's forward: of weights, and of attention's scores and values."""
@@ -67,7 +65,7 @@ def share(costs: Sequence[int], num_parts: int, sizes: Sequence[int] = (), room:
                     break
                 # Floats: only the comparison matters, and exact integers of this size are slow.
                 found = best[start] + float(size) ** 2
-                if found <= ends[stop] * _EQUAL:
+                if found < ends[stop]:
                     ends[stop], before[stop] = found, start
         best = ends
         cuts.append(before)

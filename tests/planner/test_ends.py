@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from terrace.base.errors import PlanError
+from terrace.model.config import ModelConfig
 from terrace.plan.memory import model_state_bytes
 from terrace.plan.mesh import Mesh
 from terrace.plan.slices import slice_blocks
@@ -26,9 +27,15 @@ from tests.support.planner_cases import CLUSTERS, evaluator_of, gpt, mesh_of, si
 
 # A head of 200,000 words costs as much as several of these layers.
 LARGE_HEAD = gpt(4, 1024, 8, vocab=200_000, positions=512)
-_SIZES = {"vocab_size": 200_000, "hidden_size": 1024, "intermediate_size": 2048}
-EXPERTS = mixture(replace(PLAIN, intermediate_size=64), **_SIZES)
-DENSE_FIRST = mixture(replace(PLAIN, intermediate_size=64), dense_layers=(0,), **_SIZES)
+SMALL_EXPERTS = replace(PLAIN, intermediate_size=64)
+
+
+def with_experts(dense_layers: tuple[int, ...] = ()) -> ModelConfig:
+    sizes = {"vocab_size": 200_000, "hidden_size": 1024, "intermediate_size": 2048}
+    return mixture(SMALL_EXPERTS, layers=4, dense_layers=dense_layers, **sizes)
+
+
+EXPERTS, DENSE_FIRST = with_experts(), with_experts((0,))
 MODELS = {
     "dense": small_task(CLUSTERS["dgx 2x3"], batch=6, model=LARGE_HEAD),
     "experts": small_task(CLUSTERS["dgx 2x3"], batch=6, model=EXPERTS),

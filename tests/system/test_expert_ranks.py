@@ -98,7 +98,8 @@ WITHOUT_A_LAYER: list[tuple[str, tuple[int, ...], str, Table, dict[str, Any]]] =
 ]
 
 
-def test_virtual_stages_without_a_layer(pool: LocalPool) -> None:
+@pytest.mark.parametrize("first", [0, *nightly(3)])
+def test_virtual_stages_without_a_layer(pool: LocalPool, first: int) -> None:
     """The embedding alone on the first virtual stage, the head alone on the last, beside experts on several ranks."""
     cluster = cluster_of(2, 2)
     cases = [
@@ -115,7 +116,7 @@ def test_virtual_stages_without_a_layer(pool: LocalPool) -> None:
             num_micros=4,
             model=model,
         )
-        for index, (schedule, stages, model, table, changes) in enumerate(WITHOUT_A_LAYER)
+        for index, (schedule, stages, model, table, changes) in enumerate(WITHOUT_A_LAYER[first : first + 3])
     ]
     check(pool, cluster, cases)
 

@@ -88,6 +88,11 @@ EIGHT: dict[str, tuple[Table, Table, dict[str, Any]]] = {
         {"package": {"expert": 2}, "node": {"expert": 2}, "system": {"rows": 2}},
         {"recompute": ("block.[2-5]",), "unit": 2},
     ),
+    "ends without a layer": (
+        {"package": {"tensor": 2}, "system": {"pipeline": 2}},
+        {"package": {"expert": 2}, "node": {"expert": 2}},
+        {"schedule": "zbv", "stages": (1, 3, 3, 1)},
+    ),
     "stages, all experts": ({"package": {"tensor": 2}, "system": {"pipeline": 2}}, {}, {"schedule": "zb-h1"}),
 }
 
