@@ -47,6 +47,15 @@ def gemm_s(device: Device, m: int, k: int, n: int, batch: int = 1, dtype: str = 
 
 def gemm_share(device: Device, m: int, k: int, n: int, batch: int = 1) -> float:
     """Share of the peak that `batch` products of (m, k) and (k, n) reach when compute-bound."""
+    return device.kernels.gemm * _shape_share(device, m, k, n, batch)
+
+
+def fp8_share(device: Device, m: int, k: int, n: int) -> float:
+    """`gemm_share` of a product of 8-bit floats, of their peak."""
+    return (device.kernels.gemm_fp8 or device.kernels.gemm) * _shape_share(device, m, k, n, 1)
+
+
+def _shape_share(device: Device, m: int, k: int, n: int, batch: int) -> float:
     kernels = device.kernels
     num_cores, best = kernels.num_cores, 0.0
     for rows, columns, share in kernels.tiles:
@@ -58,7 +67,7 @@ def gemm_share(device: Device, m: int, k: int, n: int, batch: int = 1) -> float:
             waves = num_tiles * batch / num_cores
             fill = fill * waves / math.ceil(waves)
         best = max(best, fill)
-    return kernels.gemm * (best if kernels.tiles else 1.0) * k / (k + kernels.gemm_half_depth)
+    return (best if kernels.tiles else 1.0) * k / (k + kernels.gemm_half_depth)
 
 
 def attention_s(

@@ -20,6 +20,7 @@ order, each shared evenly by tensor ranks. Messages are priced in `terrace.simul
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -169,11 +170,11 @@ def _residual_seconds(device: Device, work: Work, accumulate: bool, divided: Div
     forward_s, input_s, weight_s = _products_seconds(device, products, work.compute)
     host_s = device.kernels.host_layer_s
     if work.products is not None:
-        joined = (3, 1, 2 if work.model.gated_mlp else 1, 1)
-        matrices = [Matrices(*product, number) for product, number in zip(products, joined, strict=False)]
-        coded = work.codes_of_weights
-        forward_s, input_s, weight_s = scaled_seconds(device, matrices, work.compute, coded, accumulate=accumulate)
-        host_s *= scaled_launches(matrices, LAYER_OPERATORS, coded)
+        matrices, coded, again = _scaled_products(work, products), work.codes_of_weights, work.recompute == "full"
+        forward_s, input_s, weight_s = scaled_seconds(
+            device, matrices, work.compute, work.products, coded, accumulate=accumulate, again=again
+        )
+        host_s *= scaled_launches(matrices, LAYER_OPERATORS, work.products, coded)
     if accumulate:
         # Later micro-batches add their weight gradients to the ones of the first.
         weight_s += _accumulation_s(device, work, sum(k * n for _, k, n in products), len(products))
@@ -190,6 +191,18 @@ def _residual_seconds(device: Device, work: Work, accumulate: bool, divided: Div
     seconds = _host_bound(seconds, host_s)
     again_s = seconds.forward_s if work.recompute == "full" else operation_seconds(device, work, work.operations)
     return replace(seconds, again_s=again_s)
+
+
+def _scaled_products(work: Work, products: Sequence[tuple[int, int, int]]) -> list[Matrices]:
+    joined = (3, 1, 2 if work.model.gated_mlp else 1, 1)
+    # Inputs that are gathered, or computed, again for the backward (terrace.runtime.returning).
+    gathered = work.sequence_parallel and work.rows > 1 and work.recompute != "full"
+    entering = gathered or "norms" in work.operations
+    again = (entering, "attention" in work.operations, entering, "mlp" in work.operations)
+    return [
+        Matrices(*product, number, returns=returns)
+        for product, number, returns in zip(products, joined, again, strict=False)
+    ]
 
 
 @lru_cache(maxsize=65536)
