@@ -16,6 +16,7 @@ from bench.validation import (
     megatron,
     mixtures,
     nearest,
+    nemo,
     passes,
     recomputation,
 )
@@ -42,6 +43,7 @@ def tables() -> list[Table]:
     return [
         megatron.table(),
         *fsdp.tables(),
+        *nemo.tables(),
         passes.table(),
         recomputation.table(),
         bandwidth.table("perlmutter", mean_limit=0.03, max_limit=0.05),

@@ -108,6 +108,6 @@ def table() -> Table:
         heads=("model", "GPUs"),
         unit="TFLOP/s a GPU",
         rows=[each.table_row() for each in (_mixtral(), _qwen3())],
-        mean_limit=0.10,
-        max_limit=0.15,
+        mean_limit=0.06,
+        max_limit=0.10,
     )

@@ -14,14 +14,17 @@ from bench.validation.rows import Row, Table, markdown_table
 from terrace.simulate.bands import (
     CPU,
     FEWEST,
+    FP8,
     MOST_TIE,
     OF_FAR,
     OF_NEAR,
     STEP,
     TIE,
+    WIDTH,
     Validated,
     axes_words,
     generation_of,
+    misses_of,
     quantile,
     relative_errors,
 )
@@ -39,8 +42,9 @@ Commands show a predicted step with a band, `1.23 s +-8 %`. It is taken from the
 steps, with those of [predictions on a slow link](benchmarks/slow-predictions.md) and on [probed
 machines](probing.md#errors-of-predictions): of rows with the same generation of device, the same axes and at most four
 times more or fewer devices, 80 % miss by less. A row misses by the larger of both figures over the smaller, less one.
-With fewer than five rows so near, the band is that of 95 % of the generation's rows; with fewer than five of these,
-that of the generation that is missed most ([planning.md](planning.md#how-sure-a-prediction-is)).
+NVIDIA's rows of one plan on several numbers of devices count once, by the largest miss. With fewer than five plans so
+near, the band is that of 95 % of those that share an axis; with fewer than five of these, of the generation; and where
+it has fewer, of the generation that is missed most ([planning.md](planning.md#how-sure-a-prediction-is)).
 
 Published steps are priced with the software of their time, so on GPUs a band is the model's, and not that of this
 project's runs, of which no row is yet. Memory has no band: nobody published it beside these steps.
@@ -58,6 +62,7 @@ class _Setting(NamedTuple):
     devices: int
     axes: tuple[str, ...] = ()  # beside data
     task: str = ""  # rows of one machine, model and sequence
+    kind: str = STEP
 
 
 def _megatron(cells: Cells) -> _Setting:
@@ -68,6 +73,14 @@ def _megatron(cells: Cells) -> _Setting:
 def _mosaicml(cells: Cells) -> _Setting:
     task = f"{cells['device']} {cells['model']} {cells['sequence']}"
     return _Setting(cells["device"].upper(), int(cells["GPUs"]), (), task)
+
+
+def _nemo(cells: Cells) -> _Setting:
+    device = {"dgx-h100": "H100", "dgx-b200": "B200", "gb200-nvl72": "GB200"}[cells["system"]]
+    axes = [axis for axis in ("tensor", "context", "pipeline") if int(cells[axis]) > 1]
+    precision = cells["precision"]
+    axes += [FP8] if precision != "bf16" else []
+    return _Setting(device, int(cells["GPUs"]), tuple(axes), f"{device} {cells['model']} {precision}", WIDTH)
 
 
 def _mixture(cells: Cells) -> _Setting:
@@ -85,6 +98,9 @@ STEPS: Mapping[str, Callable[[Cells], _Setting]] = {
     "Megatron-LM, Table 1": _megatron,
     "MosaicML, MPT with FSDP on A100": _mosaicml,
     "MosaicML, MPT with FSDP on H100": _mosaicml,
+    "NVIDIA, dense models on H100 in bf16": _nemo,
+    "NVIDIA, dense models on H100 in fp8": _nemo,
+    "NVIDIA, dense models on Blackwell": _nemo,
     "Megatron, mixtures of experts": _mixture,
     "CO2, local steps over TCP": _co2,
 }
@@ -110,30 +126,31 @@ def nearest_rows(tables: Sequence[Table]) -> list[Validated]:
 def section(rows: Sequence[Validated]) -> str:
     """The section of the page on the bands that these rows give."""
     kinds: dict[tuple[str, frozenset[str]], list[Validated]] = defaultdict(list)
-    misses: dict[str, list[float]] = defaultdict(list)
+    generations: dict[str, list[Validated]] = defaultdict(list)
     for row in rows:
-        if row.kind == STEP:
+        if row.is_step:
             kinds[row.generation, row.axes].append(row)
-            misses[row.generation].append(row.miss)
+            generations[row.generation].append(row)
     lines = []
     for (generation, axes), alike in kinds.items():
         widths = sorted({row.devices for row in alike})
         span = str(widths[0]) if len(widths) == 1 else f"{widths[0]} to {widths[-1]}"
-        near = f"{quantile([row.miss for row in alike], OF_NEAR):.1%}" if len(alike) >= FEWEST else "too few rows"
-        far = f"{quantile(misses[generation], OF_FAR):.1%}"
-        lines.append((generation, axes_words(axes), span, str(len(alike)), near, far))
+        misses = misses_of(alike)
+        near = f"{quantile(misses, OF_NEAR):.1%}" if len(misses) >= FEWEST else "too few rows"
+        far = f"{quantile(misses_of(generations[generation]), OF_FAR):.1%}"
+        lines.append((generation, axes_words(axes), span, str(len(alike)), str(len(misses)), near, far))
     pairs = relative_errors(rows)
     tie = min(MOST_TIE, quantile(pairs, TIE))
-    heads = ("generation", "axes", "devices", "rows", "band of all these rows", "band where none is near")
+    heads = ("generation", "axes", "devices", "rows", "plans", "band of all these", "band of the generation")
     return f"{_TEXT}\n{markdown_table(heads, lines)}\n{_TIES.format(pairs=len(pairs), tie=tie)}"
 
 
 def _steps(table: Table, setting: Callable[[Cells], _Setting]) -> Iterator[Validated]:
     for row in table.rows:
-        device, devices, axes, task = setting(dict(zip(table.heads, row.cells, strict=True)))
+        device, devices, axes, task, kind = setting(dict(zip(table.heads, row.cells, strict=True)))
         # Of a rate, the step's error is that of its inverse.
         ratio = row.modelled / row.published if table.unit == "s" else row.published / row.modelled
-        yield Validated(STEP, generation_of(device), frozenset(axes), devices, task, round(ratio - 1, 4))
+        yield Validated(kind, generation_of(device), frozenset(axes), devices, task, round(ratio - 1, 4))
 
 
 def _forms(table: Table) -> Iterator[Validated]:

@@ -1,14 +1,15 @@
 """Kernels that attend queries to some of their keys, and give the denominator of the softmax over these keys.
 
 A kernel has a forward, which returns the output and the log of the sum of exponentials of the scores, and a backward,
-which is given both over *all* keys of its queries (terrace.model.blockwise has the algebra). There are two:
+which is given both over *all* keys of its queries (terrace.model.blockwise has the algebra). There are three:
 
     plain    products of torch, a few queries at a time, computed in fp32 (fp64 for fp64): the reference
     flash    the flash attention behind torch's own attention, on a CPU or on CUDA, through operators that are not
              public. On a CPU for which oneDNN has no products of bf16 it gets fp32: its own loops are slow
+    cudnn    cuDNN's, which torch's own attention takes from Hopper on, through operators that are not public either
 
-A flash kernel is used on a device in a dtype after it agreed with the reference there, which is tried once
-(`kernel_for`); if it disagrees, a warning says so and plain products take its place. `describe` names the kernel in
+A kernel is used on a device in a dtype after it agreed with the reference there, which is tried once (`kernel_for`);
+if it disagrees, a warning says so and the next one takes its place, plain products last. `describe` names the kernel in
 use.
 
 Shape legend: B batch, N query heads, K key-value heads, G = N / K, D head_dim, L queries, M keys, R queries at a time.
@@ -19,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +33,9 @@ KINDS = ("full", "causal", "mask")
 
 # Plain products have this many scores at a time: 4 MB in fp32, about a core's part of the caches.
 _MAX_SCORES = 1 << 20
+
+# cuDNN's backward has heads of up to 128 on every device from Hopper on; longer ones are for flash attention 2.
+_MAX_CUDNN_HEAD, _HOPPER = 128, (9, 0)
 
 # Of the largest element. Half precision: weights rounded to 8 bits differ from those of 24 bits by a few 2^-8.
 _TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -202,6 +207,28 @@ def _cuda_backward(grad_out: Tensor, pair: PairInputs, out: Tensor, lse: Tensor)
     return grads
 
 
+def _cudnn_forward(pair: PairInputs) -> tuple[Tensor, Tensor]:
+    if pair.query.shape[3] > _MAX_CUDNN_HEAD:
+        return _cuda_forward(pair)
+    assert pair.mask is None, "attention by cuDNN has no masks here"
+    attend: Any = torch.ops.aten._scaled_dot_product_cudnn_attention
+    out, lse = attend(*pair[:3], None, True, 0.0, pair.kind == "causal", False)[:2]
+    return out, lse.view(lse.shape[:3])  # torch's has a last dim of 1
+
+
+def _cudnn_backward(grad_out: Tensor, pair: PairInputs, out: Tensor, lse: Tensor) -> Gradients:
+    if pair.query.shape[3] > _MAX_CUDNN_HEAD:
+        return _cuda_backward(grad_out, pair, out, lse)
+    assert pair.mask is None, "attention by cuDNN has no masks here"
+    attend: Any = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+    unused = torch.empty((), dtype=torch.int64, device=pair.query.device)  # the state of dropout
+    sizes = (None, None, pair.query.shape[2], pair.key.shape[2])
+    sums = lse.contiguous().unsqueeze(-1)
+    causal = pair.kind == "causal"
+    grads: Gradients = attend(grad_out, *pair[:3], out, sums, unused, unused, None, *sizes, 0.0, causal)
+    return grads
+
+
 PLAIN = Kernel("plain products of torch", plain_forward, plain_backward, lambda query, kind: True)
 CPU_FLASH = Kernel(
     "flash kernel of torch", _cpu_forward, _cpu_backward, lambda query, kind: not suits_plain_products(query)
@@ -217,13 +244,20 @@ CUDA_FLASH = Kernel(
 )
 
 
-def _candidate(device_type: str, dtype: torch.dtype) -> Kernel:
-    if device_type == "cpu" and dtype in _TOLERANCE:
+CUDNN = Kernel(
+    "cuDNN attention of torch, plain products under a mask", _cudnn_forward, _cudnn_backward, CUDA_FLASH.takes
+)
+
+
+def _candidates(device: torch.device, dtype: torch.dtype) -> tuple[Kernel, ...]:
+    """Kernels beside the reference, the fastest first."""
+    if device.type == "cpu" and dtype in _TOLERANCE:
         # Without oneDNN products in half precision, converting to fp32 is faster.
-        return CPU_FLASH if dtype.itemsize > 2 or _has_products(dtype) else CPU_FLASH_WIDE
-    if device_type == "cuda" and dtype in (torch.bfloat16, torch.float16):
-        return CUDA_FLASH
-    return PLAIN
+        return (CPU_FLASH if dtype.itemsize > 2 or _has_products(dtype) else CPU_FLASH_WIDE,)
+    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
+        hopper = torch.version.hip is None and torch.cuda.get_device_capability(device) >= _HOPPER
+        return (CUDNN, CUDA_FLASH) if hopper else (CUDA_FLASH,)
+    return ()
 
 
 def _has_products(dtype: torch.dtype) -> bool:
@@ -240,13 +274,12 @@ def kernel_for(device: torch.device, dtype: torch.dtype) -> Kernel:
     Warns if an expected kernel is missing or wrong.
     """
     # Private operators may change with torch, so each is tried once before it is trusted.
-    kernel = _candidate(device.type, dtype)
-    if kernel is not PLAIN:
+    for kernel, other in pairwise((*_candidates(device, dtype), PLAIN)):
         wrong = disagreement(kernel, device, dtype)
-        if wrong:
-            warnings.warn(f"attention uses slower {PLAIN.name} ({device}, {dtype}): {wrong}", stacklevel=2)
-            return PLAIN
-    return kernel
+        if not wrong:
+            return kernel
+        warnings.warn(f"attention uses slower {other.name} ({device}, {dtype}): {wrong}", stacklevel=2)
+    return PLAIN
 
 
 def describe(device: torch.device, dtype: torch.dtype) -> str:

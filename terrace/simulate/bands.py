@@ -1,16 +1,20 @@
 """Error bands of predicted figures: how far validated predictions near a plan miss.
 
 `validated.csv` has the rows of docs/validation.md that are of whole steps, and those of predictions on probed CPUs
-(docs/benchmarks/slow-predictions.md, docs/probing.md): the generation of the device, the axes beside data, the number
-of devices, and the error. `python -m bench.validation` writes it; tests/bench/test_validation.py holds it to the rows.
+(docs/benchmarks/slow-predictions.md, docs/probing.md): the generation of the device, the axes beside data, and fp8, the
+number of devices, and the error. `python -m bench.validation` writes it; tests/bench/test_validation.py holds it to the
+rows.
 
 A row misses by the factor between both figures, less one: 8 % where the larger is 1.08 times the smaller. So one band
-serves seconds and rates. The band of a plan, `band_of`:
+serves seconds and rates. Rows of one plan on several numbers of devices (`WIDTH`) are no independent witnesses: they
+count once, by the largest miss. The band of a plan, `band_of`:
 
 - Rows are **near** if they have the plan's generation, its axes, and at most `NEAR` times more or fewer devices. With
   at least `FEWEST` of them, the band is the quantile `OF_NEAR` of their misses.
+- Else rows are **akin** that share an axis beside data with the plan, on any number of devices, and are in fp8, have
+  experts, or islands, where it is, or has. With at least `FEWEST` of them, the band is the quantile `OF_FAR` of these.
 - Else it is the quantile `OF_FAR` of all misses of the generation.
-- A generation with fewer than `FEWEST` rows is as good as new: the band is that of the generation that is missed most.
+- A generation with fewer than `FEWEST` rows is as good as new: the band is that of the generation missed most.
 
 The quantile of n misses is their ceil((n + 1) share)-th, at most the largest: with that share at least, the next row of
 the kind lies below it (split conformal prediction, Lei et al. 1604.04173, section 2.2).
@@ -36,12 +40,15 @@ from terrace.plan.mesh import Mesh
 from terrace.plan.plan import AXES, Plan
 
 STEP = "step"  # the kind of a row of a whole step; others serve to compare plans alone
+WIDTH = "width"  # the kind of a step whose plan other rows have on other numbers of devices: it compares none
+FP8 = "fp8"  # named among the axes: products of layers are in 8 bits
 CPU = "CPU"  # generation of ranks on a probed CPU
 NEAR, FEWEST = 4, 5
 OF_NEAR, OF_FAR = 0.8, 0.95
 PAIR, TIE, MOST_TIE = 2, 0.8, 0.05
 FILE = "validated.csv"
 _AXES = (*AXES, "experts", "outer")
+_TRAITS = frozenset(("experts", "outer", FP8))  # with which steps differ in more than their messages
 _HEADS = ("kind", "generation", "axes", "devices", "task", "error")
 # Names of devices with the same units and memory; the first that a name contains.
 _GENERATIONS = {
@@ -67,7 +74,7 @@ class Validated(NamedTuple):
 
     kind: str
     generation: str
-    axes: frozenset[str]  # beside data: those of a mapping, "experts", "outer"
+    axes: frozenset[str]  # beside data: those of a mapping, "experts", "outer"; `FP8`
     devices: int
     task: str
     error: float
@@ -76,6 +83,11 @@ class Validated(NamedTuple):
     def miss(self) -> float:
         """The larger over the smaller of both figures, less one."""
         return math.expm1(abs(math.log1p(self.error)))
+
+    @property
+    def is_step(self) -> bool:
+        """Whether it is of a whole step."""
+        return self.kind in (STEP, WIDTH)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,44 +147,65 @@ def band_of(cluster: Cluster, plan: Plan) -> Band:
     axes = {axis for axis in AXES if axis != "data" and mesh.total(axis) > 1}
     axes |= {"experts"} if plan.experts else set()
     axes |= {"outer"} if plan.outer is not None else set()
+    axes |= {FP8} if plan.products is not None else set()
     return _band(generation, frozenset(axes), cluster.world_size)
 
 
 @cache
 def _band(generation: str, axes: frozenset[str], devices: int) -> Band:
-    steps = [row for row in validated() if row.kind == STEP]
-    alike = [row for row in steps if generation and row.generation == generation]
+    alike = [row for row in validated() if row.is_step and generation and row.generation == generation]
     near = [row for row in alike if row.axes == axes and max(row.devices, devices) <= NEAR * min(row.devices, devices)]
-    if len(near) >= FEWEST:
+    misses = misses_of(near)
+    if len(misses) >= FEWEST:
         widths = sorted({row.devices for row in near})
         span = counted(widths[0], "device") if len(widths) == 1 else f"{widths[0]} to {widths[-1]} devices"
-        words = f"{percent(OF_NEAR)} of {len(near)} validated steps like it miss by less ({generation}, "
-        return Band(share=quantile([row.miss for row in near], OF_NEAR), words=f"{words}{axes_words(axes)}, {span})")
+        words = f"{percent(OF_NEAR)} of {len(misses)} validated steps like it miss by less ({generation}, "
+        return Band(share=quantile(misses, OF_NEAR), words=f"{words}{axes_words(axes)}, {span})")
     here = f"{generation or 'this device'}, {axes_words(axes)}, {counted(devices, 'device')}"
-    if len(alike) < FEWEST:
+    akin = misses_of(row for row in alike if row.axes & axes - _TRAITS and row.axes & _TRAITS == axes & _TRAITS)
+    if len(akin) >= FEWEST:
+        words = (
+            f"no validated step is near ({here}); {percent(OF_FAR)} of {len(akin)} with one of its axes miss by less"
+        )
+        return Band(share=quantile(akin, OF_FAR), words=words)
+    every = misses_of(alike)
+    if len(every) < FEWEST:
         return widest_band(here)
-    share = quantile([row.miss for row in alike], OF_FAR)
-    words = f"no validated step is near ({here}); {percent(OF_FAR)} of all {len(alike)} on {generation} miss by less"
-    return Band(share=share, words=words)
+    words = f"no validated step is near ({here}); {percent(OF_FAR)} of all {len(every)} on {generation} miss by less"
+    return Band(share=quantile(every, OF_FAR), words=words)
+
+
+def misses_of(rows: Iterable[Validated]) -> list[float]:
+    """The miss of each row; of rows of one plan on several numbers of devices, the largest."""
+    found: list[float] = []
+    widths: dict[str, float] = {}
+    for row in rows:
+        if row.kind == WIDTH:
+            widths[row.task] = max(row.miss, widths.get(row.task, 0.0))
+        else:
+            found.append(row.miss)
+    return [*found, *widths.values()]
 
 
 def widest_band(what: str) -> Band:
     """The widest band, for a subject with too few validated rows: that of the generation with the largest errors."""
-    misses: dict[str, list[float]] = {}
+    generations: dict[str, list[Validated]] = {}
     for row in validated():
-        if row.kind == STEP:
-            misses.setdefault(row.generation, []).append(row.miss)
-    share = max(quantile(each, OF_FAR) for each in misses.values())
-    taken = f"band taken from all {sum(map(len, misses.values()))} rows, of the devices missed most"
+        if row.is_step:
+            generations.setdefault(row.generation, []).append(row)
+    misses = [misses_of(rows) for rows in generations.values()]
+    share = max(quantile(each, OF_FAR) for each in misses)
+    taken = f"band taken from all {sum(map(len, misses))} rows, of the devices missed most"
     return Band(share=share, words=f"no validated step is near ({what}): {taken}")
 
 
 def axes_words(axes: Iterable[str]) -> str:
     """The axes of a plan beside data, in words."""
-    named = sorted(axes, key=_AXES.index)
+    present = frozenset(axes)
+    named, tail = sorted(present - {FP8}, key=_AXES.index), " in fp8" * (FP8 in present)
     if len(named) < 2:
-        return f"{named[0] if named else 'data'} axis"
-    return f"{', '.join(named[:-1])} and {named[-1]} axes"
+        return f"{named[0] if named else 'data'} axis{tail}"
+    return f"{', '.join(named[:-1])} and {named[-1]} axes{tail}"
 
 
 @cache
@@ -185,7 +218,8 @@ def relative_errors(rows: Iterable[Validated]) -> list[float]:
     """The relative error of each pair of rows of one task with about as many devices."""
     by_task: dict[str, list[Validated]] = {}
     for row in rows:
-        if row.generation != CPU:  # whose rows differ by the load of a machine at the time, too
+        # Rows of a CPU differ by the load of a machine at the time, too.
+        if row.generation != CPU and row.kind != WIDTH:
             by_task.setdefault(row.task, []).append(row)
     return [
         math.expm1(abs(math.log1p(one.error) - math.log1p(other.error)))

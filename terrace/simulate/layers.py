@@ -31,7 +31,7 @@ from terrace.model.spec import BlockSpec, Computes
 from terrace.plan.state_formats import BLOCK_STATES, element_bytes
 from terrace.plan.wire import FORMATS
 from terrace.simulate.kernels import attention_s, gemm_s, memory_s, stream_s
-from terrace.simulate.masks import core_keys, work_in
+from terrace.simulate.masks import LONGEST_SHARED_HEAD, core_keys, work_in
 from terrace.simulate.mixture import LAYER_OPERATORS, Divided, mixture_seconds
 from terrace.simulate.scaled import Matrices, scaled_seconds
 from terrace.simulate.scaled import launches as scaled_launches
@@ -166,7 +166,7 @@ def hardware_flops(work: Work, batch: int) -> int:
 
 @lru_cache(maxsize=65536)
 def _residual_seconds(device: Device, work: Work, accumulate: bool, divided: Divided | None = None) -> BlockSeconds:
-    products = _layer_products(work)
+    products = layer_products(work)
     forward_s, input_s, weight_s = _products_seconds(device, products, work.compute)
     host_s = device.kernels.host_layer_s
     if work.products is not None:
@@ -223,7 +223,7 @@ def _host_bound(seconds: BlockSeconds, host_s: float) -> BlockSeconds:
     return BlockSeconds(forward_s=forward_s, input_s=seconds.input_s * slower, weight_s=seconds.weight_s * slower)
 
 
-def _layer_products(work: Work) -> tuple[tuple[int, int, int], ...]:
+def layer_products(work: Work) -> tuple[tuple[int, int, int], ...]:
     model, tokens = work.model, work.tokens
     query, key = _widths(work)
     intermediate = math.ceil(model.mlp_size / work.rows)
@@ -255,10 +255,10 @@ def core_rounds(device: Device, work: Work) -> tuple[tuple[float, float], tuple[
     counted in the first one, and later rounds have none for messages to hide behind.
     """
     keys, causal = core_keys(work, device.backend)
-    # Ranks that attend together call flash attention 2, which gives them the log-sums.
-    kernel = "varlen" if work.is_spread else work.kernel_on(device.backend)
-    # Tokens of one row on this rank.
-    queries = math.ceil(work.attended / work.micro_batch)
+    # Ranks that attend together call kernels that give log-sums: torch's own, or flash attention 2.
+    long = work.model.head_dim > LONGEST_SHARED_HEAD
+    kernel = ("varlen" if long else "sdpa") if work.is_spread else work.kernel_on(device.backend)
+    queries = math.ceil(work.attended / work.micro_batch)  # tokens of one row on this rank
     windowed = 0 < work.model.sliding_window < work.sequence
     first = attention_s(
         device,

@@ -18,6 +18,7 @@ from terrace.simulate.work import Work
 # `terrace.model.attention` attends with plain products in bf16 on a CPU up to this length; a test compares the two.
 CPU_PLAIN_SEQUENCE = 128
 _LONGEST_FLASH_HEAD = 256
+LONGEST_SHARED_HEAD = 128  # of context ranks that attend by torch's own kernel; a test compares it, too
 CPU_SHORT_PIECE = 64  # likewise: tokens of short documents attended together, and the smallest piece under a window
 
 FLEX_BLOCK = 128  # of `terrace.model.block_masks`, likewise

@@ -47,8 +47,10 @@ def sizes(cluster: Cluster) -> list[tuple[str, int]]:
         ("NVIDIA A100-SXM4-80GB", "dgx-a100", True),
         ("NVIDIA A100-SXM4-40GB", "perlmutter", True),
         ("NVIDIA A100 80GB PCIe", "pcie-a100", True),
-        ("NVIDIA B200", "gb200-nvl72", False),
+        ("NVIDIA B200", "dgx-b200", True),
+        ("NVIDIA B300 SXM6 AC", "dgx-b200", False),
         ("NVIDIA GB200", "gb200-nvl72", True),
+        ("NVIDIA GB300", "gb200-nvl72", False),
         ("AMD MI250X GCD (gfx90a)", "frontier", True),
         ("AMD gfx942", "frontier", False),
         ("NVIDIA GeForce RTX 4090", "pcie-a100", False),
@@ -74,9 +76,11 @@ def test_devices_have_the_constants_of_a_preset(name: str, preset: str, is_own: 
         (H100, 81559, 85.0e9),
         ("NVIDIA H200", 143771, 150.1e9),
         ("NVIDIA GH200 480GB", 97871, 101.5e9),
+        ("NVIDIA B200", 183359, 191.5e9),
+        ("NVIDIA GB200", 189471, 197.9e9),
         # Of a preset's name, but with another memory; of no preset.
         ("NVIDIA GH200 144G HBM3e", 147456, 0.97 * 147456 * 2**20),
-        ("NVIDIA B200", 183359, 0.97 * 183359 * 2**20),
+        ("NVIDIA B300 SXM6 AC", 275040, 0.97 * 275040 * 2**20),
         ("Tesla T4", 15360, 0.97 * 15360 * 2**20),
         ("NVIDIA GB200", 0, 197.9e9),
     ],
@@ -99,6 +103,8 @@ def test_no_known_device_gets_less_than_auto_says() -> None:
         (H100, 81559, 81082),
         ("NVIDIA H200", 143771, 139.80 * 1024),
         ("NVIDIA GH200 480GB", 97871, 94.50 * 1024),
+        ("NVIDIA B200", 183359, 182631),
+        ("NVIDIA GB200", 189471, 184.31 * 1024),
         ("Tesla T4", 15360, 14.56 * 1024),
     ):
         shown = Gpus(devices=(Gpu(name=name, memory_bytes=shown_mib * 2**20),), told_by="nvidia-smi")

@@ -25,6 +25,7 @@ DEVICE = Device(name="device", memory_bytes=1e9, memory_bandwidth_bytes_per_s=1e
 EXPECTED: dict[str, tuple[int, list[float]]] = {
     "alps": (8, [450, 200 / 8]),
     "dgx-a100": (16, [600 / 2, 200 / 8]),
+    "dgx-b200": (16, [1800 / 2, 400 / 8]),
     "dgx-h100": (16, [900 / 2, 400 / 8]),
     "dgx-h200": (16, [900 / 2, 400 / 8]),
     "ethernet": (16, [32, 25 / 8 / 8]),

@@ -23,6 +23,7 @@ from terrace.model.pair_kernels import (
     CPU_FLASH,
     CPU_FLASH_WIDE,
     CUDA_FLASH,
+    CUDNN,
     PLAIN,
     Kernel,
     PairInputs,
@@ -240,6 +241,40 @@ def test_the_kernel_is_chosen_by_a_trial_and_said() -> None:
         assert kernel_for(cpu, torch.float32) is CPU_FLASH
 
 
+def test_a_kernel_that_disagrees_leaves_its_place_to_the_next() -> None:
+    """From Hopper on cuDNN's comes first, then flash attention 2, then plain products."""
+    cpu = torch.device("cpu")
+
+    def missing(pair: PairInputs) -> tuple[Tensor, Tensor]:
+        raise RuntimeError("No execution plans support the graph.\nmore")
+
+    kernel_for.cache_clear()
+    with (
+        patch.object(pair_kernels, "_candidates", lambda *asked: (replace(CUDNN, forward=missing), CPU_FLASH)),
+        pytest.warns(
+            UserWarning, match=r"slower flash kernel of torch .*: cuDNN .* failed: RuntimeError: No execution"
+        ),
+    ):
+        assert kernel_for(cpu, torch.float32) is CPU_FLASH
+    kernel_for.cache_clear()
+    for capability, found in (((8, 0), (CUDA_FLASH,)), ((9, 0), (CUDNN, CUDA_FLASH)), ((10, 0), (CUDNN, CUDA_FLASH))):
+        with patch.object(torch.cuda, "get_device_capability", lambda device, capability=capability: capability):
+            assert pair_kernels._candidates(torch.device("cuda"), torch.bfloat16) == found
+
+
+@pytest.mark.parametrize("size", [128, 256])
+def test_operators_of_cudnn_are_called_as_torch_declares_them(size: int) -> None:
+    """On the device without memory, which knows shapes alone; heads beyond 128 go to flash attention 2."""
+    query, key = (
+        torch.empty(2, length, heads, size, device="meta").transpose(1, 2) for length, heads in ((6, 4), (8, 2))
+    )
+    query, key = query.bfloat16(), key.bfloat16()
+    pair = PairInputs(query, key, key, "full")
+    out, lse = CUDNN.forward(pair)
+    assert (out.shape, out.stride(), lse.shape, lse.dtype) == (query.shape, query.stride(), (2, 4, 6), torch.float32)
+    assert [part.shape for part in CUDNN.backward(out, pair, out, lse)] == [query.shape, key.shape, key.shape]
+
+
 def test_a_plan_from_outside_attends_itself() -> None:
     query, key, value = normal(6, 4), normal(6, 2, seed=1), normal(6, 2, seed=2)
 
@@ -255,8 +290,13 @@ def test_a_plan_from_outside_attends_itself() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_flash_attention_on_cuda_agrees(dtype: torch.dtype) -> None:
-    assert disagreement(CUDA_FLASH, torch.device("cuda"), dtype) == ""
+@pytest.mark.parametrize("kernel", [CUDA_FLASH, CUDNN], ids=["flash", "cudnn"])
+def test_attention_on_cuda_agrees(kernel: Kernel, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda")
+    if kernel not in pair_kernels._candidates(device, dtype):
+        pytest.skip(f"{torch.cuda.get_device_name()} is not given {kernel.name}")
+    assert disagreement(kernel, device, dtype) == ""
+    monkeypatch.setattr(blockwise, "kernel_for", lambda *asked: kernel)
     num, begins = 300, [70, 231]
     query, grad = (normal(num, 4, dtype, seed=seed, size=64).cuda() for seed in (0, 1))
     key, value = (normal(num, 2, dtype, seed=seed, size=64).cuda() for seed in (2, 3))

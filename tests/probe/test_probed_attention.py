@@ -31,7 +31,7 @@ def _probed(name: str, true: Kernels | None = None) -> tuple[Device, Probed]:
     return machine.device, assemble(start, synthetic(machine))
 
 
-@pytest.mark.parametrize("name", ["dgx-h100", "dgx-a100", "gb200-nvl72"])
+@pytest.mark.parametrize("name", ["dgx-h100", "dgx-a100", "gb200-nvl72", "dgx-b200"])
 def test_a_device_that_behaves_as_its_preset_keeps_its_attention_by_every_kernel(name: str) -> None:
     true, probed = _probed(name)
     assert list(_seconds(probed.cluster.device)) == pytest.approx(list(_seconds(true)), rel=0.03)

@@ -13,10 +13,12 @@ from terrace.simulate import bands
 from terrace.simulate.bands import (
     CPU,
     FEWEST,
+    FP8,
     MOST_TIE,
     OF_FAR,
     OF_NEAR,
     STEP,
+    WIDTH,
     Validated,
     axes_words,
     band_of,
@@ -102,6 +104,36 @@ def test_without_near_rows_it_is_wider_and_says_so(monkeypatch: pytest.MonkeyPat
     assert band_of(unknown, preset("zero1", unknown)).share == found.share
 
 
+def test_rows_of_one_plan_on_several_numbers_of_devices_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six widths of one plan are no six witnesses: with four others they are five, and the largest miss is theirs."""
+    widths = [row(0.01 * number, devices=8 * number, task="wide")._replace(kind=WIDTH) for number in range(1, 7)]
+    others = [row(0.02), row(0.02), row(0.02)]
+    given(monkeypatch, *widths, *others)
+    assert "no validated step is near" in band_of(a100(), preset("zero1", a100())).words
+    given(monkeypatch, *widths, *others, row(0.02))
+    near = band_of(a100(), preset("zero1", a100()))
+    assert near.words == "80 % of 5 validated steps like it miss by less (Ampere, data axis, 8 to 32 devices)"
+    assert near.share == pytest.approx(0.04)  # of at most four times as many devices
+    # They compare no plans of a search.
+    given(monkeypatch, row(0.2, task="a"), row(0.212, task="a"), *(each._replace(task="a") for each in widths))
+    assert tie_share() == pytest.approx(0.01)
+
+
+def test_without_near_rows_those_with_one_of_its_axes_come_before_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    akin = [row(0.01 * number, "tensor", "pipeline", devices=1024) for number in range(1, 6)]
+    given(monkeypatch, *akin, *(row(0.5) for _ in range(5)), *(row(0.3, "tensor", FP8) for _ in range(5)))
+    plan = replace(preset("zero1", a100()), mapping={"node": {"data": 4, "tensor": 2}})
+    found = band_of(a100(), plan)
+    assert found.share == pytest.approx(0.05)
+    assert found.words == (
+        "no validated step is near (Ampere, tensor axis, 8 devices); 95 % of 5 with one of its axes miss by less"
+    )
+    # Steps in fp8 are near to others in fp8 alone.
+    eight = band_of(a100(), replace(plan, products="fp8"))
+    assert eight.share == pytest.approx(0.3)
+    assert eight.words == "80 % of 5 validated steps like it miss by less (Ampere, tensor axis in fp8, 8 devices)"
+
+
 def test_the_axes_of_a_plan_are_those_of_its_mapping_its_experts_and_its_islands() -> None:
     cluster = a100(2)
     base = preset("zero1", cluster)
@@ -113,6 +145,7 @@ def test_the_axes_of_a_plan_are_those_of_its_mapping_its_experts_and_its_islands
     assert "(Ampere, tensor, pipeline and experts axes, 16 devices)" in band_of(cluster, plan).words
     assert axes_words(()) == "data axis"
     assert axes_words({"outer"}) == "outer axis"
+    assert axes_words({"pipeline", FP8, "tensor"}) == "tensor and pipeline axes in fp8"
 
 
 def test_a_cpu_has_rows_only_where_it_was_probed() -> None:

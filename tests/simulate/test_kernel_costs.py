@@ -145,6 +145,14 @@ def test_flash_attention_2_of_an_h100_is_what_was_published(head_dim: int, forwa
     kernels = load_cluster("dgx-h100").device.kernels
     assert kernels.attention_share(head_dim, flash2=True) * 989.4 == pytest.approx(forward, rel=0.01)
     assert kernels.attention_share(head_dim, backward=True, flash2=True) * 989.4 == pytest.approx(backward, rel=0.01)
+    # Azure, ND H100 v5 and ND H200 v5: with a mask forward, or both directions without one, which the page leaves open.
+    for name, measured in (("dgx-h100", 327.9), ("dgx-h200", 329.3)):
+        shares = load_cluster(name).device.kernels
+        forward, backward = (
+            989.4 * shares.attention_share(128, 8192, backward=each, flash2=True) for each in (False, True)
+        )
+        assert forward == pytest.approx(measured, rel=0.02)
+        assert 3.5 / (1 / forward + 2.5 / backward) / 0.905 == pytest.approx(measured, rel=0.02)
     a100 = load_cluster("dgx-a100").device.kernels
     assert a100.attention_share(128, flash2=True) == a100.attention_share(128), "there torch takes it"
     device = replace(load_cluster("dgx-h100").device, kernels=replace(kernels, launch_s=0.0))

@@ -1,0 +1,245 @@
+"""NVIDIA's runs of dense models with NeMo (Megatron-Core, Transformer Engine) on 8 to 2304 devices, in bf16 and in fp8.
+
+A row is the plan that its recipe names, predicted by `predict_step`, with what this software does in another way:
+
+- tensor messages are fused with the products beside them (`ub_tp_comm_overlap: true`);
+- in fp8, products of layers are Transformer Engine's (`with_fp8`).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+
+from bench.validation.rows import Row, Table, gpt, read_rows
+from terrace.cluster.cluster import Cluster, Device
+from terrace.cluster.presets import load_cluster
+from terrace.model.config import ModelConfig, block_specs, parse_model
+from terrace.plan.presets import preset
+from terrace.simulate.cost import Costs, step_costs
+from terrace.simulate.footprint import work_of
+from terrace.simulate.kernels import gemm_s, memory_s
+from terrace.simulate.layers import layer_products
+from terrace.simulate.step import Step, predict_step
+from terrace.simulate.work import Work
+
+_HEADS = ("model", "system", "GPUs", "tensor", "context", "pipeline", "precision")
+_RACK = 16  # trays of a rack that these runs use: 64 of its 72 devices
+
+_TEXT = """
+Seconds of a step under weak scaling: the batch grows with the devices. From the recipes of NVIDIA's DGX Cloud
+benchmarks, release 25.01 (NeMo 24.09 to 24.12). A row is the plan that its recipe names: tensor and context ranks
+inside a node where they fit, data ranks in the rest of it, pipeline stages outermost, as many layers on each virtual
+stage; optimizer states over the data ranks; nothing recomputed. What this software does in another way is stated
+(`bench/validation/nemo.py`): in bf16 these are tensor messages that are fused with products. Not described: dropout of
+GPT-3, Nemotron's partial RoPE and the kernels of its squared ReLU.
+
+These rows taught two things. Products of Hopper devices were 4 to 5 % too fast on all of them: the preset had a share
+between that of a moment and that of a step, and has now what a profile of single kernels holds
+([clusters.md](clusters.md#presets)). And a wide job of 2024 loses little: 1.5 to 2.7 % from the fewest to the most
+devices of a plan, 4 to 128 times as many, of which the model has 0.6 to 2.6. The 340B, with 16 micro-batches a step,
+loses 5.0 %, of which the model has 1.7.
+"""
+
+_FP8_TEXT = """
+As above, with products of layers in 8 bits, one scale for a tensor. Transformer Engine quantises otherwise than this
+project, and its way is stated: codes of weights are made once a step, those of a gradient and of its transpose by one
+kernel. With scales of earlier steps (`fp8`) nothing looks for a largest magnitude, and a norm writes codes; with those
+of the tensors as they are (`fp8-cs`, releases 25.11 and 26.02 of Megatron Bridge) it is found in a pass of its own. Not
+described: gathers of tensor ranks in fp8, the host's time for the more and shorter kernels.
+"""
+
+_BLACKWELL_TEXT = """
+As above, with the presets `gb200-nvl72` (64 devices of a rack are used) and `dgx-b200`. A virtual stage of the 405B has
+two blocks, the embedding and the logits being one each. On these devices a product takes operands in any order of dims,
+so that nothing is transposed.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run(Step):
+    """A step of this software in a precision of the rows."""
+
+    precision: str
+
+    @cached_property
+    def costs(self) -> Costs:
+        found, work = step_costs(self.frame, self.work), self.work
+        assert isinstance(work, Work)
+        return found if self.precision == "bf16" else with_fp8(found, self.cluster.device, work, self.precision)
+
+
+def tables() -> list[Table]:
+    """The rows on H100 in bf16, those in fp8, and those on Blackwell."""
+    lines = read_rows("nemo.csv")
+    hopper = [line for line in lines if line["system"] == "dgx-h100"]
+    return [
+        _table("H100 in bf16", _TEXT, [line for line in hopper if line["precision"] == "bf16"], 0.03, 0.08),
+        _table("H100 in fp8", _FP8_TEXT, [line for line in hopper if line["precision"] != "bf16"], 0.08, 0.17),
+        _table("Blackwell", _BLACKWELL_TEXT, [line for line in lines if line["system"] != "dgx-h100"], 0.13, 0.17),
+    ]
+
+
+def _table(title: str, text: str, lines: Sequence[dict[str, str]], mean_limit: float, max_limit: float) -> Table:
+    names = ("model", "system", "gpus", "tensor", "context", "pipeline", "precision")
+    rows = [
+        Row(
+            cells=tuple(line[name] for name in names),
+            published=float(line["step_s"]),
+            modelled=predict_step(run_of(line)).step_s,
+        )
+        for line in lines
+    ]
+    return Table(
+        title=f"NVIDIA, dense models on {title}",
+        text=text,
+        heads=_HEADS,
+        unit="s",
+        rows=rows,
+        mean_limit=mean_limit,
+        max_limit=max_limit,
+    )
+
+
+def run_of(line: dict[str, str]) -> Step:
+    """The step of a published row."""
+    gpus, tensor, context, pipeline = (int(line[name]) for name in ("gpus", "tensor", "context", "pipeline"))
+    micro_batch, batch, chunks = (int(line[name]) for name in ("micro_batch", "batch", "chunks"))
+    model, sequence = _models()[line["model"]]
+    cluster, data = _cluster(line["system"], gpus), gpus // (tensor * context * pipeline)
+    degrees = {"tensor": tensor, "context": context, "data": data, "pipeline": pipeline}
+    plan = replace(
+        preset("zero1", cluster),
+        mapping=_mapping(cluster, degrees),
+        compute="bf16",
+        micro_batch=micro_batch,
+        sequence_parallel=tensor > 1,
+        tensor_chunks="fused" if tensor > 1 else 1,
+    )
+    if pipeline > 1:
+        plan = replace(plan, schedule=f"interleaved:{chunks}", stages=_stages(model.num_layers, pipeline * chunks))
+    return _Run(
+        cluster=cluster,
+        plan=plan,
+        blocks=block_specs(model),
+        num_micros=batch // (data * micro_batch),
+        sequence=sequence,
+        work=work_of(cluster, plan, model, sequence),
+        precision=line["precision"],
+    )
+
+
+def _mapping(cluster: Cluster, degrees: dict[str, int]) -> dict[str, dict[str, int]]:
+    """Axes from the inside outwards, in Megatron's order of ranks."""
+    left, mapping = dict(degrees), {}
+    for tier in cluster.tiers:
+        room, own = tier.size, {}
+        for axis, degree in left.items():
+            here = math.gcd(degree, room)
+            if here > 1:
+                own[axis], left[axis], room = here, degree // here, room // here
+        mapping[tier.name] = own
+    return {tier: own for tier, own in mapping.items() if own}
+
+
+def _stages(layers: int, virtual: int) -> tuple[int, ...]:
+    """As many layers on each virtual stage; where they do not divide, embedding and logits count as one each."""
+    if layers % virtual:
+        return ((layers + 2) // virtual,) * virtual
+    each = [layers // virtual] * virtual
+    each[0], each[-1] = each[0] + 1, each[-1] + 1
+    return tuple(each)
+
+
+def _cluster(system: str, gpus: int) -> Cluster:
+    whole = load_cluster(system)
+    tiers = [replace(tier, size=_RACK if tier.name == "rack" else tier.size) for tier in whole.tiers]
+    found, left = [], gpus
+    for tier in tiers:
+        # The outermost tier takes what is left.
+        size = left if tier is tiers[-1] else min(tier.size, left)
+        if size > 1:
+            found.append(replace(tier, size=size))
+        left //= size
+    return replace(whole, tiers=tuple(found))
+
+
+@cache
+def _models() -> dict[str, tuple[ModelConfig, int]]:
+    """Models and lengths of their sequences."""
+    nemotron = _llama(6144, 32, 48, 24576, 256000), _llama(18432, 96, 96, 73728, 256000)
+    small, large = (replace(each, gated_mlp=False, activation="relu") for each in nemotron)
+    return {
+        "Llama 3.1 8B": (_llama(4096, 32, 32, 14336), 8192),
+        "Llama 3.1 70B": (_llama(8192, 80, 64, 28672), 8192),
+        "Llama 3.1 405B": (_llama(16384, 126, 128, 53248), 8192),
+        "GPT-3 175B": (gpt(96, 12288, 96, 2048, 51200), 2048),
+        "Nemotron 4 15B": (small, 4096),
+        "Nemotron 4 340B": (large, 4096),
+    }
+
+
+def _llama(hidden: int, layers: int, heads: int, inner: int, vocab: int = 128256) -> ModelConfig:
+    return parse_model(
+        {
+            "model_type": "llama",
+            "vocab_size": vocab,
+            "hidden_size": hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": 8,
+            "intermediate_size": inner,
+            "max_position_embeddings": 8192,
+            "tie_word_embeddings": False,
+        }
+    )
+
+
+def with_fp8(costs: Costs, device: Device, work: Work, precision: str) -> Costs:
+    """The costs with the layers' products in fp8, as Transformer Engine has them.
+
+    Bytes of an element: a cast reads 2 and writes 1, and 1 more for a transposed copy, which Hopper needs of all
+    operands of weight gradients. The outputs of attention and of the activation and all gradients of results are cast.
+    With scales of earlier steps a norm writes codes, 1 byte less, and the backward transposes them, 2. With scales of
+    the tensors as they are a norm's output is cast, too, and a largest magnitude costs 2, except that of a norm, whose
+    kernel has it. Weights are cast once a step.
+    """
+    products = layer_products(work)
+    (_, normed, _), (_, attended, _), _, (_, active, _) = products
+    turned, current = device_turns(device), precision == "fp8-cs"
+    cast, largest = 3 + turned, 2 * current
+    norms = (2 * cast if current else -2) * normed / work.stream_cut
+    forward = (cast + largest) * (attended + active) + norms
+    backward = (cast + largest) * sum(outputs for _, _, outputs in products)
+    weight = 0 if current else 2 * 2 * turned * normed
+    own = work.tokens
+    passes_s = (
+        memory_s(device, own * forward, 2),
+        memory_s(device, own * backward, 4),
+        memory_s(device, own * weight, 2),
+    )
+    shapes = (
+        products,
+        tuple((tokens, outputs, inputs) for tokens, inputs, outputs in products),
+        tuple((inputs, tokens, outputs) for tokens, inputs, outputs in products),
+    )
+    change = [more_s - _saved_s(device, each) for more_s, each in zip(passes_s, shapes, strict=True)]
+    changes = change[0], change[1] + change[2], change[2]
+    layers = [block.attends for block in costs.program.blocks]
+    forward_s, backward_s, weight_s = (
+        tuple(seconds + more_s * layer for seconds, layer in zip(part, layers, strict=True))
+        for part, more_s in zip((costs.forward_s, costs.backward_s, costs.weight_s), changes, strict=True)
+    )
+    return replace(costs, forward_s=forward_s, backward_s=backward_s, weight_s=weight_s)
+
+
+def device_turns(device: Device) -> int:
+    """1 where products in fp8 need operands with the inner dim last, as on Hopper; else 0."""
+    return int("H100" in device.name)
+
+
+def _saved_s(device: Device, shapes: Sequence[tuple[int, int, int]]) -> float:
+    """What products take less in fp8 than in bf16."""
+    peak = {**device.peak_flops_per_s, "bf16": device.peak_flops_per_s["fp8"]}
+    faster = replace(device, peak_flops_per_s=peak)
+    return sum(gemm_s(device, *shape) - gemm_s(faster, *shape) for shape in shapes)
