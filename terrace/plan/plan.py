@@ -33,7 +33,9 @@ def shares_scales(products: str | None, wire: Mapping[str, Mapping[str, str]]) -
     """`Plan.shares_scales` of a plan with these products and wire formats."""
     if products is None or ":row" in products:
         return False
-    return CODES.name in wire.get(MessageClass.GATHER.value, {}).values()
+    # With parameters that stay on a rank over a step there are no gathers.
+    named = (wire.get(message.value, {}).values() for message in (MessageClass.GATHER, MessageClass.REFRESH))
+    return any(CODES.name in formats for formats in named)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,7 +63,8 @@ class ScaledMatrix(Matrix):
         ):
             raise PlanError(
                 f"a block calls {func.__name__} of a matrix that is held as the codes of its products, which "
-                "torch.nn.functional.linear alone takes: write 'fp8:128' in place of 'fp8' in the table wire.gather"
+                "torch.nn.functional.linear alone takes: write 'fp8:128' in place of 'fp8' in wire.gather and "
+                "wire.refresh"
             )
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -201,7 +202,7 @@ def _outside(record: ScaledProduct) -> Tensor:
     if weight.scale is not None:
         raise PlanError(
             "a backward outside of a step with a matrix that is held as codes, to whose 8 bits autograd would "
-            "round its gradient: write 'fp8:128' in place of 'fp8' in the table wire.gather"
+            "round its gradient: write 'fp8:128' in place of 'fp8' in wire.gather and wire.refresh"
         )
     found = [weight.new_zeros(weight.shape[-2:]) if each is None else each for each in record.products()]
     return torch.stack(found) if weight.dim() == 3 else found[0]
