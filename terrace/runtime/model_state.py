@@ -99,8 +99,9 @@ class ModelState:
                 # Replaced by identity and all at once, so that tied parameters stay tied.
                 for name, new in flat.named_parameters():
                     replacements[id(old[name])] = new
-        for module in self.modules.values() if scaling is not None else ():
-            scaling.forget_after(module)
+        if scaling is not None:
+            for module in self.modules.values():
+                scaling.forget_after(module)
         replace_parameters(list(self.modules.values()), replacements)
         sends = program.stage.own if program.stage.num_stages > 1 else ()
         self.edges = {block: Origin(program.blocks[block].name, torch.device(device), meter) for block in sends}

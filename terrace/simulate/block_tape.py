@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from terrace.model.product_parts import converted_bytes
-from terrace.plan.products import parse_products
+from terrace.plan.product_formats import parse_products
 from terrace.plan.wire import FORMATS
 from terrace.simulate.tape import Operation
 

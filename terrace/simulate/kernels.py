@@ -3,7 +3,7 @@
 A product of (m, k) and (k, n) is a roofline with the shape in it:
 
     seconds = max( 2 m k n / (peak * eps * pace), bytes / (bandwidth * stream) ) + launch
-    eps     = gemm * max over tiles( share * tile_fill * wave_fill ) * k / (k + half_depth)
+    eps     = gemm * max over tiles( share * tile_fill * wave_fill ) * k / (k + half_depth)      (in fp8: gemm_fp8)
 
 `tile_fill` is the part of the tiles that the result covers, `wave_fill` the part of the last wave of tiles that has
 work. The depth term is a fixed time for each wave of tiles, in which a tile's pipeline is filled and its result is

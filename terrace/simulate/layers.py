@@ -20,7 +20,6 @@ order, each shared evenly by tensor ranks. Messages are priced in `terrace.simul
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -33,8 +32,8 @@ from terrace.plan.wire import FORMATS
 from terrace.simulate.kernels import attention_s, gemm_s, memory_s, stream_s
 from terrace.simulate.masks import LONGEST_SHARED_HEAD, core_keys, work_in
 from terrace.simulate.mixture import LAYER_OPERATORS, Divided, mixture_seconds
-from terrace.simulate.scaled import Matrices, scaled_seconds
 from terrace.simulate.scaled import launches as scaled_launches
+from terrace.simulate.scaled import matrices_of, scaled_seconds
 from terrace.simulate.work import Work
 
 # Cross-entropy passes over bf16 logits in fp32 (cast, maximum, exponent and sum; backward, softmax and cast).
@@ -170,7 +169,7 @@ def _residual_seconds(device: Device, work: Work, accumulate: bool, divided: Div
     forward_s, input_s, weight_s = _products_seconds(device, products, work.compute)
     host_s = device.kernels.host_layer_s
     if work.products is not None:
-        matrices, coded, again = _scaled_products(work, products), work.codes_of_weights, work.recompute == "full"
+        matrices, coded, again = matrices_of(work, products), work.codes_of_weights, work.recompute == "full"
         forward_s, input_s, weight_s = scaled_seconds(
             device, matrices, work.compute, work.products, coded, accumulate=accumulate, again=again
         )
@@ -191,18 +190,6 @@ def _residual_seconds(device: Device, work: Work, accumulate: bool, divided: Div
     seconds = _host_bound(seconds, host_s)
     again_s = seconds.forward_s if work.recompute == "full" else operation_seconds(device, work, work.operations)
     return replace(seconds, again_s=again_s)
-
-
-def _scaled_products(work: Work, products: Sequence[tuple[int, int, int]]) -> list[Matrices]:
-    joined = (3, 1, 2 if work.model.gated_mlp else 1, 1)
-    # Inputs that are gathered, or computed, again for the backward (terrace.runtime.returning).
-    gathered = work.sequence_parallel and work.rows > 1 and work.recompute != "full"
-    entering = gathered or "norms" in work.operations
-    again = (entering, "attention" in work.operations, entering, "mlp" in work.operations)
-    return [
-        Matrices(*product, number, returns=returns)
-        for product, number, returns in zip(products, joined, again, strict=False)
-    ]
 
 
 @lru_cache(maxsize=65536)

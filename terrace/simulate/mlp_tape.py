@@ -4,6 +4,7 @@ With T tokens, hidden size H, k of E experts a token, N = T k rows and inner siz
 
     rows (N, H); gate, up, act(gate), the product of the last two and that times the weight, each (N, I); weights (N)
     in int64: the order of the choices (N) and the place of each (T, k), or (T, E) where experts choose
+    with products in 8 bits codes of the rows, and of the product that `down` takes, in their place
     and the tensors of its gate, listed below
 
 Where every rank holds all experts, N does not depend on the choices: a skewed load takes longer, but no more memory.

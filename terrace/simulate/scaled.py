@@ -21,12 +21,15 @@ A weight that is held as codes takes nothing of it but 2 where it is turned. On 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from terrace.cluster.cluster import Device
-from terrace.plan.products import parse_products
+from terrace.plan.product_formats import parse_products
 from terrace.plan.wire import FORMATS
 from terrace.simulate.kernels import fp8_share, gemm_s, memory_s, peak_flops_per_s, stream_s
+
+if TYPE_CHECKING:
+    from terrace.simulate.work import Work
 
 _CODES, _TRANSPOSED, _TURNED = 2, 3, 1  # kernels
 
@@ -43,6 +46,19 @@ class Matrices(NamedTuple):
     number: int
     is_entered: bool = False
     returns: bool = False
+
+
+def matrices_of(work: "Work", products: Sequence[tuple[int, int, int]]) -> list[Matrices]:
+    """The products (tokens, inputs, outputs) of a layer: query, key and value; output; gate and up; down."""
+    joined = (3, 1, 2 if work.model.gated_mlp else 1, 1)
+    # Inputs that are gathered, or computed, again for the backward (terrace.runtime.returning).
+    gathered = work.sequence_parallel and work.rows > 1 and work.recompute != "full"
+    entering = gathered or "norms" in work.operations
+    again = (entering, "attention" in work.operations, entering, "mlp" in work.operations)
+    return [
+        Matrices(*product, number, returns=returns)
+        for product, number, returns in zip(products, joined, again, strict=False)
+    ]
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from terrace.program.lowering import build
 from terrace.simulate.cost import step_costs
 from terrace.simulate.footprint import footprint, work_of
 from terrace.simulate.kernels import gemm_s, stream_s
-from terrace.simulate.layers import _scaled_products, block_seconds
+from terrace.simulate.layers import block_seconds
 from terrace.simulate.mixture import passed_seconds
-from terrace.simulate.scaled import Matrices, launches, scaled_seconds
+from terrace.simulate.scaled import Matrices, launches, matrices_of, scaled_seconds
 from terrace.simulate.step import Step, predict_step
 from terrace.simulate.work import Work
 
@@ -226,7 +226,7 @@ def test_sequence_parallel_ranks_gather_inputs_again() -> None:
         (replace(work, tensor=1), whole),
         (replace(work, recompute="full"), whole),
     ):
-        assert [matrices.returns for matrices in _scaled_products(each, shapes)] == wanted
+        assert [matrices.returns for matrices in matrices_of(each, shapes)] == wanted
 
 
 def test_a_cpu_multiplies_in_fp32() -> None:

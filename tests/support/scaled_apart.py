@@ -51,8 +51,8 @@ class Apart(OperandRecord):
         assert isinstance(self.weight, ScaledMatrix)
         rows = inputs.reshape(-1, inputs.shape[-1])
         parts = gradient.unbind() if gradient.dim() == 3 else (gradient,)
-        pairs = zip(parts, self.output_gradient.split(list(self.counts)), rows.split(list(self.counts)), strict=True)
-        for part, dy, x in pairs:
+        gradients, entered = (torch.split(each, list(self.counts)) for each in (self.output_gradient, rows))
+        for part, dy, x in zip(parts, gradients, entered, strict=True):
             if len(dy):
                 found = weight_gradient(dy, x, self.weight)
                 part.copy_(found) if first else part.add_(found)
@@ -66,7 +66,7 @@ class _Layer(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.weight, ctx.bias, ctx.counts = weight, bias, list(counts)
         rows, matrices = x.reshape(-1, x.shape[-1]), weight.detach()
-        parts = zip(rows.split(ctx.counts), matrices.view(-1, *matrices.shape[-2:]), strict=True)
+        parts = zip(torch.split(rows, ctx.counts), matrices.view(-1, *matrices.shape[-2:]), strict=True)
         y = torch.cat([outputs(own, matrix, weight) for own, matrix in parts if len(own)])
         if bias is not None:
             y += bias
@@ -77,7 +77,7 @@ class _Layer(torch.autograd.Function):
         x, _ = ctx.saved_tensors
         rows, weight = gradients[0].reshape(-1, gradients[0].shape[-1]), ctx.weight
         matrices = weight.detach().view(-1, *weight.shape[-2:])
-        parts = zip(rows.split(ctx.counts), matrices, strict=True)
+        parts = zip(torch.split(rows, ctx.counts), matrices, strict=True)
         own = torch.cat([input_gradient(dy, matrix, weight) for dy, matrix in parts if len(dy)])
         queue: WeightQueue = weight.gradients.current
         queue.add(Apart(rows, x, weight, ctx.bias, ctx.counts))
