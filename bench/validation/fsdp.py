@@ -188,6 +188,7 @@ def _cluster(name: str, num_devices: int) -> Cluster:
         attention_backward=description.backward / _TRITON["backward"],
         attention_half_head=_HALF_HEAD,
         attention_half_keys=_HALF_KEYS,
+        attention_half_keys_backward=0.0,
     )
     chip = replace(chip, kernels=kernels)
     if description.memory_from:

@@ -3,6 +3,7 @@
 A row is the plan that its recipe names, predicted by `predict_step`, with what this software does in another way:
 
 - tensor messages are fused with the products beside them (`ub_tp_comm_overlap: true`);
+- the rows of 2024 attend with the cuDNN of that year;
 - in fp8, products of layers are Transformer Engine's (`with_fp8`).
 """
 
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from bench.validation.rows import Row, Table, gpt, read_rows
+from bench.validation.software import cudnn_of_2024
 from terrace.cluster.cluster import Cluster, Device
 from terrace.cluster.presets import load_cluster
 from terrace.model.config import ModelConfig, block_specs, parse_model
@@ -31,8 +33,8 @@ Seconds of a step under weak scaling: the batch grows with the devices. From the
 benchmarks, release 25.01 (NeMo 24.09 to 24.12). A row is the plan that its recipe names: tensor and context ranks
 inside a node where they fit, data ranks in the rest of it, pipeline stages outermost, as many layers on each virtual
 stage; optimizer states over the data ranks; nothing recomputed. What this software does in another way is stated
-(`bench/validation/nemo.py`): in bf16 these are tensor messages that are fused with products. Not described: dropout of
-GPT-3, Nemotron's partial RoPE and the kernels of its squared ReLU.
+(`bench/validation/nemo.py`): in bf16 these are tensor messages that are fused with products, and the attention that
+cuDNN had then. Not described: dropout of GPT-3, Nemotron's partial RoPE and the kernels of its squared ReLU.
 
 These rows taught two things. Products of Hopper devices were 4 to 5 % too fast on all of them: the preset had a share
 between that of a moment and that of a step, and has now what a profile of single kernels holds
@@ -107,6 +109,8 @@ def run_of(line: dict[str, str]) -> Step:
     micro_batch, batch, chunks = (int(line[name]) for name in ("micro_batch", "batch", "chunks"))
     model, sequence = _models()[line["model"]]
     cluster, data = _cluster(line["system"], gpus), gpus // (tensor * context * pipeline)
+    if line["release"] == "25.01":
+        cluster = cudnn_of_2024(cluster)
     degrees = {"tensor": tensor, "context": context, "data": data, "pipeline": pipeline}
     plan = replace(
         preset("zero1", cluster),

@@ -182,6 +182,22 @@ def dropout_s(device: Device, work: Work) -> tuple[float, float]:
     return memory_s(device, (2 * FORMATS[work.compute].element_bytes + 1) * scores), memory_s(device, sums, 0)
 
 
+def cudnn_of_2024(cluster: Cluster) -> Cluster:
+    """A cluster of Hopper devices with the attention that cuDNN had in 2024.
+
+    Causal, 539 TFLOP/s forward with heads of 128 and 388 with 64 at 16k keys, 315 and 225 at 512; backward 516 and 433,
+    not causal, times the 0.906 that a mask costs forward (Shah et al. 2407.08608, figures 5 and 6).
+    """
+    older = replace(
+        cluster.device.kernels,
+        attention=0.545,
+        attention_backward=0.473,
+        attention_half_keys=300.0,
+        attention_half_keys_backward=0.0,
+    )
+    return replace(cluster, device=replace(cluster.device, kernels=older))
+
+
 def gather_s(cluster: Cluster, group: tuple[int, ...], num_bytes: float) -> float:
     """Seconds until every rank of a group holds all `num_bytes`, starting from one part each; as long as a reduction.
 

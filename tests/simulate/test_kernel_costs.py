@@ -76,83 +76,86 @@ def test_flash_attention_by_hand() -> None:
             271.2,
             (0.89, 0.92),
         ),  # the best shapes of a search (ML Engineering, MAMF table)
-        ("dgx-h100", (2048, 13312, 2048), 794.5, (0.87, 0.90)),
-        ("dgx-h100", (8192, 8192, 8192), 720, (0.97, 1.02)),  # random data (SemiAnalysis, MI300X vs H100 vs H200)
+        ("dgx-h100", (2048, 13312, 2048), 794.5, (0.82, 0.85)),
+        ("dgx-h100", (8192, 8192, 8192), 720, (0.94, 0.97)),  # random data (SemiAnalysis, MI300X vs H100 vs H200)
     ],
 )
 def test_large_products_against_published_ones(
     preset: str, shape: tuple[int, int, int], measured: float, below: tuple[float, float]
 ) -> None:
-    """TFLOP/s of one device: below the best of a search, on an A100 and an H100 alike, and near the sustained rate."""
+    """TFLOP/s of one device: below the best of a search, further on an H100, and near the sustained rate."""
     device = replace(load_cluster(preset).device, spread=0.0)
     found = 2 * math.prod(shape) / gemm_s(device, *shape) / 1e12
     assert below[0] * measured <= found <= below[1] * measured
 
 
 @pytest.mark.parametrize(
-    ("preset", "shape", "measured"),
+    ("preset", "shape", "measured", "part"),
     [
-        ("dgx-a100", (6912, 2048, 16384), 267.9),  # ML Engineering, MAMF table
-        ("alps", (11264, 1536, 19712), 821.0),  # the same
-        ("dgx-h100", (16896, 1024, 15680), 807.1),  # mag-/gpu_benchmark
-        ("dgx-h100", (6144, 2816, 17920), 792.1),  # the same
+        ("dgx-a100", (6912, 2048, 16384), 267.9, 0.90),  # ML Engineering, MAMF table
+        ("alps", (11264, 1536, 19712), 821.0, 0.86),  # the same
+        ("dgx-h100", (16896, 1024, 15680), 807.1, 0.86),  # mag-/gpu_benchmark
+        ("dgx-h100", (6144, 2816, 17920), 792.1, 0.86),  # the same
     ],
 )
 def test_shallow_products_are_as_near_to_the_best_as_deep_ones(
-    preset: str, shape: tuple[int, int, int], measured: float
+    preset: str, shape: tuple[int, int, int], measured: float, part: float
 ) -> None:
-    """The best shapes of searches: 0.88 to 0.92 of them at every inner size, as in the test above."""
+    """The best shapes of searches: the same part of them at every inner size, as in the test above."""
     device = replace(load_cluster(preset).device, spread=0.0)
-    assert 2 * math.prod(shape) / gemm_s(device, *shape) / 1e12 == pytest.approx(0.90 * measured, rel=0.025)
+    assert 2 * math.prod(shape) / gemm_s(device, *shape) / 1e12 == pytest.approx(part * measured, rel=0.025)
 
 
 @pytest.mark.parametrize(
-    ("preset", "hidden", "inner", "measured_ms"),
+    ("preset", "hidden", "inner", "measured_ms", "within"),
     [
-        ("dgx-a100", 8192, 1024, 0.3015),
-        ("dgx-a100", 4096, 4096, 0.5971),
-        ("dgx-h100", 8192, 1024, 0.0921),
-        ("dgx-h100", 8192, 2048, 0.2003),
-        ("dgx-h100", 8192, 4096, 0.3922),
-        ("dgx-h100", 8192, 8192, 0.7905),
+        ("dgx-a100", 8192, 1024, 0.3015, 0.08),
+        ("dgx-a100", 4096, 4096, 0.5971, 0.08),
+        ("dgx-h100", 8192, 1024, 0.0921, 0.12),  # an eighth of a layer draws less power, so its clock is higher
+        ("dgx-h100", 8192, 2048, 0.2003, 0.03),
+        ("dgx-h100", 8192, 4096, 0.3922, 0.03),
+        ("dgx-h100", 8192, 8192, 0.7905, 0.03),
     ],
 )
 def test_projections_of_4096_tokens_by_their_inner_size(
-    preset: str, hidden: int, inner: int, measured_ms: float
+    preset: str, hidden: int, inner: int, measured_ms: float, within: float
 ) -> None:
     """Output projections of attention on random values, without their launch (Vidur, data/profiling/compute)."""
     device = load_cluster(preset).device
     device = replace(device, spread=0.0, kernels=replace(device.kernels, launch_s=0.0))
-    assert 1e3 * gemm_s(device, 4096, inner, hidden) == pytest.approx(measured_ms, rel=0.08)
+    assert 1e3 * gemm_s(device, 4096, inner, hidden) == pytest.approx(measured_ms, rel=within)
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "keys", "forward", "backward"),
-    [(128, 16384, 539, 0.906 * 516), (64, 16384, 388, 0.906 * 433), (128, 1024, 410, 0.906 * 408)],
+    ("keys", "forward", "backward"),
+    [(2048, 484, 370), (4096, 591, 474), (8192, 644, 541), (16384, 673, 579), (32768, 688, 581)],
 )
-def test_attention_of_an_h100_is_what_was_published(head_dim: int, keys: int, forward: float, backward: float) -> None:
-    """cuDNN, causal (Shah et al. 2407.08608, figures 5 and 6; backward scaled by the forward's loss under a mask)."""
-    kernels = load_cluster("dgx-h100").device.kernels
-    assert kernels.attention_share(head_dim, keys) * 989.4 == pytest.approx(forward, rel=0.13)
-    assert kernels.attention_share(head_dim, keys, backward=True) * 989.4 == pytest.approx(backward, rel=0.13)
+@pytest.mark.parametrize("name", ["dgx-h100", "dgx-h200", "alps"])
+def test_attention_of_hopper_is_what_was_published(name: str, keys: int, forward: float, backward: float) -> None:
+    """cuDNN 9.19, causal, heads of 128, on an H200 (cudnn-frontend, h200_919_only_cudnn)."""
+    kernels = load_cluster(name).device.kernels
+    assert kernels.attention_share(128, keys) * 989.4 == pytest.approx(forward, rel=0.05)
+    assert kernels.attention_share(128, keys, backward=True) * 989.4 == pytest.approx(backward, rel=0.08)
 
 
 @pytest.mark.parametrize(
     ("head_dim", "forward", "backward"), [(128, 335, 0.905 * 322), (64, 0.9 * 335, 0.9 * 0.905 * 322)]
 )
 def test_flash_attention_2_of_an_h100_is_what_was_published(head_dim: int, forward: float, backward: float) -> None:
-    """Causal, long rows (Shah et al. 2407.08608, figures 5 and 6); FlexAttention as a part of it."""
+    """Causal, 16k keys (Shah et al. 2407.08608, figures 5 and 6); FlexAttention as a part of it."""
     kernels = load_cluster("dgx-h100").device.kernels
-    assert kernels.attention_share(head_dim, flash2=True) * 989.4 == pytest.approx(forward, rel=0.01)
-    assert kernels.attention_share(head_dim, backward=True, flash2=True) * 989.4 == pytest.approx(backward, rel=0.01)
+    assert kernels.attention_share(head_dim, 16384, flash2=True) * 989.4 == pytest.approx(forward, rel=0.01)
+    assert kernels.attention_share(head_dim, 16384, backward=True, flash2=True) * 989.4 == pytest.approx(
+        backward, rel=0.01
+    )
     # Azure, ND H100 v5 and ND H200 v5: with a mask forward, or both directions without one, which the page leaves open.
     for name, measured in (("dgx-h100", 327.9), ("dgx-h200", 329.3)):
         shares = load_cluster(name).device.kernels
         forward, backward = (
             989.4 * shares.attention_share(128, 8192, backward=each, flash2=True) for each in (False, True)
         )
-        assert forward == pytest.approx(measured, rel=0.02)
-        assert 3.5 / (1 / forward + 2.5 / backward) / 0.905 == pytest.approx(measured, rel=0.02)
+        assert forward == pytest.approx(measured, rel=0.03)
+        assert 3.5 / (1 / forward + 2.5 / backward) / 0.905 == pytest.approx(measured, rel=0.05)
     a100 = load_cluster("dgx-a100").device.kernels
     assert a100.attention_share(128, flash2=True) == a100.attention_share(128), "there torch takes it"
     device = replace(load_cluster("dgx-h100").device, kernels=replace(kernels, launch_s=0.0))
