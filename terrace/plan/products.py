@@ -22,18 +22,40 @@ in the compute dtype, stacks of experts among them. With scales of rows a forwar
 codes of one matrix, so `fp8` there is the format of blocks, as `fp8:128` is with any products.
 """
 
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
-from terrace.base.errors import PlanError
+from terrace.base.errors import PlanError, did_you_mean
 from terrace.cluster.cluster import Device
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.dims import is_layer, is_product_matrix
 from terrace.plan.mesh import Mesh
-from terrace.plan.plan import Plan
-from terrace.plan.product_formats import FP8, parse_products
+from terrace.plan.plan import Plan, scales_rows
 from terrace.plan.slices import slice_blocks
 
+FP8 = "fp8"
+NAMES = (FP8, f"{FP8}:row", f"{FP8}+e4m3", f"{FP8}:row+e4m3")
 MULTIPLE = 16  # of every dim of a matrix: a matrix unit reads rows of 16 bytes (torch.nn.functional.scaled_mm)
+
+
+@dataclass(frozen=True)
+class ProductFormat:
+    """The format of products: `by_row` scales rows, else whole operands; `gradients` is e5m2 or e4m3."""
+
+    name: str
+    by_row: bool
+    gradients: str
+
+
+@lru_cache(maxsize=16)
+def parse_products(text: str) -> ProductFormat:
+    """The format named by `text`; raises `PlanError` for an unknown one."""
+    found = re.fullmatch(r"fp8(?::row)?(?:\+(e4m3))?", text)
+    if found is None:
+        raise PlanError(f"products = {text!r} is no format of products{did_you_mean(text, NAMES)}")
+    return ProductFormat(text, scales_rows(text), found[1] or "e5m2")
 
 
 def is_scaled(blocks: Sequence[BlockSpec], index: int, param: ParamSpec) -> bool:

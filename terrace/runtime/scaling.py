@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from terrace.base.errors import PlanError
 from terrace.plan.plan import Plan
-from terrace.plan.product_formats import ProductFormat, parse_products
+from terrace.plan.products import ProductFormat, parse_products
 from terrace.runtime.scaled_operands import Entered, LastEntered, Operand, operands_of
 
 _ADA, _HOPPER = (8, 9), (9, 0)  # first with 8-bit floats; first whose kernels scale rows

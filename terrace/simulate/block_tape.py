@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from terrace.model.product_parts import converted_bytes
-from terrace.plan.product_formats import parse_products
+from terrace.plan.plan import scales_rows
 from terrace.plan.wire import FORMATS
 from terrace.simulate.tape import Operation
 
@@ -152,7 +152,7 @@ class BlockTape:
         if self.work.products is None:
             self._product(name, source, target, inputs * outputs, variables, whole)
             return
-        by_row, (number, rows) = parse_products(self.work.products).by_row, stack or (1, self.work.tokens)
+        by_row, (number, rows) = scales_rows(self.work.products), stack or (1, self.work.tokens)
         kept = source
         # What is recomputed comes again, as what is gathered again does.
         if not returns and not any(each.replay for each in self.operations if each.writes == source):

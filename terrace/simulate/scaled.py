@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from terrace.cluster.cluster import Device
-from terrace.plan.product_formats import parse_products
+from terrace.plan.plan import scales_rows
 from terrace.plan.wire import FORMATS
 from terrace.simulate.kernels import fp8_share, gemm_s, memory_s, peak_flops_per_s, stream_s
 
@@ -84,7 +84,7 @@ class _Form(NamedTuple):
 
     @classmethod
     def of(cls, device: Device, compute: str, products: str) -> "_Form":
-        item, by_row = FORMATS[compute].element_bytes, parse_products(products).by_row
+        item, by_row = FORMATS[compute].element_bytes, scales_rows(products)
         return cls(by_row, 4 * item + 9, 5) if device.backend == "cpu" else cls(by_row, 2 * item + 1, 0)
 
     def codes(self, numel: float, number: int = 1) -> _Passes:
@@ -141,7 +141,7 @@ def scaled_seconds(
 
 def quantisations(products: Sequence[Matrices], form: str, coded: bool = False) -> int:
     """Kernels that the host launches to quantise the operands of a forward, and inputs for its backward."""
-    by_row, found = parse_products(form).by_row, 0
+    by_row, found = scales_rows(form), 0
     for each in products:
         found += 0 if coded else _CODES * each.number
         if not each.is_entered:

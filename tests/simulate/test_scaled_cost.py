@@ -254,3 +254,25 @@ def test_a_plan_and_its_work_say_the_same() -> None:
     )
     with pytest.raises(PlanError, match="the work has products = None, the plan 'fp8'"):
         step_costs(program, replace(work, products=None))
+
+
+def test_a_step_as_the_documents_quote_it() -> None:
+    """docs/plans.md: time with products in 8 bits, and with matrices held as codes, over that in bf16."""
+    cluster = load_cluster("dgx-h100").resized(8)
+    model = parse_model({"model_type": "llama", "vocab_size": 128256, "num_hidden_layers": 32, **SHAPE})
+    plan = replace(preset("zero1", cluster), compute="bf16", mapping={"node": {"context": 2, "data": 4}})
+    steps, blocks = [], block_specs(model)
+    for products, wire in ((None, {}), ("fp8", {}), ("fp8", {"refresh": {"node": "fp8"}})):
+        each = replace(plan, products=products, wire=wire)
+        step = Step(
+            cluster=cluster,
+            plan=each,
+            blocks=blocks,
+            num_micros=32,
+            sequence=8192,
+            work=work_of(cluster, each, model, 8192),
+        )
+        steps.append(predict_step(step).step_s)
+        held = footprint(cluster, each, Kinds.of(blocks), 8192, 32)["params"]
+    assert [each / steps[0] for each in steps[1:]] == pytest.approx([0.86, 0.78], abs=0.02)
+    assert held == pytest.approx(16.06e9 - 7e9, rel=0.01)

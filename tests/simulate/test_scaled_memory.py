@@ -12,7 +12,7 @@ from terrace.model.config import ModelConfig
 from terrace.model.decoder import DecoderLayer, build_blocks
 from terrace.model.init import initialise
 from terrace.model.spec import Computes
-from terrace.plan.product_formats import parse_products
+from terrace.plan.products import parse_products
 from terrace.plan.recompute import OPERATIONS
 from terrace.runtime.linear import Matrix
 from terrace.runtime.replay import Replays

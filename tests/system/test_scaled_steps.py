@@ -21,7 +21,7 @@ from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool
 from terrace.plan.plan import Plan
-from terrace.plan.product_formats import parse_products
+from terrace.plan.products import parse_products
 from terrace.plan.validate import validate
 from terrace.runtime.batch import Batch
 from terrace.runtime.describe import describe
