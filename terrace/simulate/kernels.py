@@ -3,14 +3,14 @@
 A product of (m, k) and (k, n) is a roofline with the shape in it:
 
     seconds = max( 2 m k n / (peak * eps * pace), bytes / (bandwidth * stream) ) + launch
-    eps     = gemm * max over tiles( share * tile_fill * wave_fill ) * k / (k + half_depth)      (in fp8: gemm_fp8)
+    eps     = gemm * max over tiles( share * tile_fill * wave_fill ) * k / (k + half_depth)
 
 `tile_fill` is the part of the tiles that the result covers, `wave_fill` the part of the last wave of tiles that has
 work. The depth term is a fixed time for each wave of tiles, in which a tile's pipeline is filled and its result is
 written: a wave takes as long as k + half_depth steps. The constants are `Kernels` of the device; with their defaults
-this is the plain roofline. `pace` is the clock of the
-cluster's slowest device over the mean: products and attention follow the clock, passes over memory do not. Not
-modelled: caches, split of the inner dimension among cores.
+this is the plain roofline. In fp8 `gemm_fp8` stands for `gemm`, and the fixed time is as long: as many more steps as
+the peak is higher. `pace` is the clock of the cluster's slowest device over the mean: products and attention follow the
+clock, passes over memory do not. Not modelled: caches, split of the inner dimension among cores.
 """
 
 import math
@@ -47,15 +47,20 @@ def gemm_s(device: Device, m: int, k: int, n: int, batch: int = 1, dtype: str = 
 
 def gemm_share(device: Device, m: int, k: int, n: int, batch: int = 1) -> float:
     """Share of the peak that `batch` products of (m, k) and (k, n) reach when compute-bound."""
-    return device.kernels.gemm * _shape_share(device, m, k, n, batch)
+    return device.kernels.gemm * _shape_share(device, m, k, n, batch, device.kernels.gemm_half_depth)
 
 
 def fp8_share(device: Device, m: int, k: int, n: int) -> float:
-    """`gemm_share` of a product of 8-bit floats, of their peak."""
-    return (device.kernels.gemm_fp8 or device.kernels.gemm) * _shape_share(device, m, k, n, 1)
+    """`gemm_share` of a product of 8-bit floats, of their peak.
+
+    What a wave takes beyond its steps is as long as in bf16, so it is more of the faster steps.
+    """
+    faster = peak_flops_per_s(device, "fp8") / device.peak_flops_per_s.get("bf16", math.inf)
+    half_depth = device.kernels.gemm_half_depth * max(1.0, faster)
+    return (device.kernels.gemm_fp8 or device.kernels.gemm) * _shape_share(device, m, k, n, 1, half_depth)
 
 
-def _shape_share(device: Device, m: int, k: int, n: int, batch: int) -> float:
+def _shape_share(device: Device, m: int, k: int, n: int, batch: int, half_depth: float) -> float:
     kernels = device.kernels
     num_cores, best = kernels.num_cores, 0.0
     for rows, columns, share in kernels.tiles:
@@ -67,7 +72,7 @@ def _shape_share(device: Device, m: int, k: int, n: int, batch: int) -> float:
             waves = num_tiles * batch / num_cores
             fill = fill * waves / math.ceil(waves)
         best = max(best, fill)
-    return (best if kernels.tiles else 1.0) * k / (k + kernels.gemm_half_depth)
+    return (best if kernels.tiles else 1.0) * k / (k + half_depth)
 
 
 def attention_s(

@@ -130,9 +130,9 @@ def scaled_seconds(
         forward = entered + (_NONE if coded else own.codes(weights, number)) + (_NONE if to_weights else kept)
         backward = own.codes(results, number) + own.other(results, number)
         backward += own.other(weights, number) if coded else own.transposed(weights, number)
-        forward_s += _product_s(device, m, k, n, compute) + _passes_s(device, forward, own.read * (tokens + weights))
-        input_s += _product_s(device, m, n, k, compute) + _passes_s(device, backward, own.read * (results + weights))
-        weight_s += _product_s(device, k, m, n, compute)
+        forward_s += product_s(device, m, k, n, compute) + _passes_s(device, forward, own.read * (tokens + weights))
+        input_s += product_s(device, m, n, k, compute) + _passes_s(device, backward, own.read * (results + weights))
+        weight_s += product_s(device, k, m, n, compute)
         weight_s += _passes_s(device, kept if to_weights else _NONE, own.read * (results + tokens))
         if not accumulate:
             weight_s += stream_s(device, 2 * item * weights)
@@ -154,7 +154,8 @@ def launches(products: Sequence[Matrices], of_a_layer: int, form: str, coded: bo
     return 1 + quantisations(products, form, coded) / of_a_layer
 
 
-def _product_s(device: Device, m: int, k: int, n: int, compute: str) -> float:
+def product_s(device: Device, m: int, k: int, n: int, compute: str) -> float:
+    """Seconds of a product of (m, k) and (k, n) that are codes already, with a result in the compute dtype."""
     if device.backend == "cpu":
         return gemm_s(device, m, k, n, 1, "fp32")
     compute_s = 2.0 * m * k * n / (peak_flops_per_s(device, "fp8") * fp8_share(device, m, k, n) * device.pace)

@@ -111,7 +111,7 @@ def test_what_comes_again_is_not_kept_as_codes(name: str, products: str, operati
     assert after == inputs.nbytes - (left - output.nbytes), "of a backward the gradient of the input is left"
 
 
-@pytest.mark.parametrize(("name", "products"), product(("llama", "gpt2", "llama, relu"), ("fp8", "fp8:row")))
+@pytest.mark.parametrize(("name", "products"), list(product(("llama", "gpt2", "llama, relu"), ("fp8", "fp8:row"))))
 @pytest.mark.parametrize("operations", [(), ("mlp", "norms")])
 def test_what_waits_for_the_second_half_of_a_backward(name: str, products: str, operations: tuple[str, ...]) -> None:
     """Codes of inputs, of which the recomputed come back as they are, and codes of the gradients of results."""
