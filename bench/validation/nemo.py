@@ -244,6 +244,6 @@ def device_turns(device: Device) -> int:
 
 def _saved_s(device: Device, shapes: Sequence[tuple[int, int, int]]) -> float:
     """What products take less in fp8 than in bf16."""
-    peak = {**device.peak_flops_per_s, "bf16": device.peak_flops_per_s["fp8"]}
-    faster = replace(device, peak_flops_per_s=peak)
+    peak, own = {**device.peak_flops_per_s, "bf16": device.peak_flops_per_s["fp8"]}, device.kernels.gemm_fp8
+    faster = replace(device, peak_flops_per_s=peak, kernels=replace(device.kernels, gemm=own or device.kernels.gemm))
     return sum(gemm_s(device, *shape) - gemm_s(faster, *shape) for shape in shapes)

@@ -296,7 +296,7 @@ def _check_kernels(kernels: Kernels) -> None:
         value = getattr(kernels, name)
         if not 0 <= value <= _LONGEST_S:
             raise ClusterError(f"device.kernels.{name} = {value}: give zero or a positive number up to {_LONGEST_S:g}")
-    for name in ("stream", "attention_backward", "flash2", "flash2_backward"):
+    for name in ("stream", "gemm_fp8", "attention_backward", "flash2", "flash2_backward"):
         value = getattr(kernels, name)
         if not 0 <= value <= 1:
             raise ClusterError(f"device.kernels.{name} = {value} must lie between 0 and 1: it is a share of a peak")

@@ -15,6 +15,7 @@ class Kernels:
     """
 
     gemm: float = 1.0  # share of the peak that a large matrix product reaches
+    gemm_fp8: float = 0.0  # the same of a product of 8-bit floats, of their peak; 0: as `gemm`
     gemm_half_depth: float = 0.0  # inner size at which a product reaches half of that
     num_cores: int = 0  # cores that take tiles; 0: any number of tiles keeps the device full
     tiles: tuple[tuple[int, int, float], ...] = ()  # empty: no part of a tile is ever wasted

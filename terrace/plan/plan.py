@@ -29,11 +29,18 @@ def sums_of(master: Literal["bf16", "fp32", "fp64"]) -> Literal["fp32", "fp64"]:
     return "fp32" if master == "bf16" else master
 
 
+def scales_rows(products: str) -> bool:
+    """Whether products in this format have a scale for each row of an operand, and not one for all."""
+    return ":row" in products
+
+
 def shares_scales(products: str | None, wire: Mapping[str, Mapping[str, str]]) -> bool:
     """`Plan.shares_scales` of a plan with these products and wire formats."""
-    if products is None or ":row" in products:
+    if products is None or scales_rows(products):
         return False
-    return CODES.name in wire.get(MessageClass.GATHER.value, {}).values()
+    # With parameters that stay on a rank over a step there are no gathers.
+    named = (wire.get(message.value, {}).values() for message in (MessageClass.GATHER, MessageClass.REFRESH))
+    return any(CODES.name in formats for formats in named)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,9 @@ The three products of a linear layer, y = x W^T, dx = dy W and dW = dy^T x, take
 (terrace.runtime.scaled_products). They are those of attention, of the MLP and of each expert of a mixture: embedding,
 head, routers and norms keep the compute dtype.
 
-**Gathers that share the scales.** With scales of whole operands and `wire.gather.<tier> = "fp8"`, these matrices have
-flat buffers of their own, whose working copies are the codes that their products take. A REFRESH makes them:
+**Gathers that share the scales.** With scales of whole operands and `wire.gather.<tier> = "fp8"`, or `wire.refresh`
+where parameters stay on a rank and are never gathered, these matrices have flat buffers of their own, whose working
+copies are the codes that their products take. A REFRESH makes them:
 
     a_m  = max over the ranks that hold a part of matrix m of |compute(master)|     one fp32 number a matrix
     code = e4m3(compute(master) largest / a_m)
@@ -31,7 +32,7 @@ from terrace.cluster.cluster import Device
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.dims import is_layer, is_product_matrix
 from terrace.plan.mesh import Mesh
-from terrace.plan.plan import Plan
+from terrace.plan.plan import Plan, scales_rows
 from terrace.plan.slices import slice_blocks
 
 FP8 = "fp8"
@@ -51,10 +52,10 @@ class ProductFormat:
 @lru_cache(maxsize=16)
 def parse_products(text: str) -> ProductFormat:
     """The format named by `text`; raises `PlanError` for an unknown one."""
-    found = re.fullmatch(r"fp8(:row)?(?:\+(e4m3))?", text)
+    found = re.fullmatch(r"fp8(?::row)?(?:\+(e4m3))?", text)
     if found is None:
         raise PlanError(f"products = {text!r} is no format of products{did_you_mean(text, NAMES)}")
-    return ProductFormat(text, found[1] is not None, found[2] or "e5m2")
+    return ProductFormat(text, scales_rows(text), found[1] or "e5m2")
 
 
 def is_scaled(blocks: Sequence[BlockSpec], index: int, param: ParamSpec) -> bool:

@@ -73,8 +73,8 @@ class Transition:
         """
         if plan.shares_scales:
             raise PlanError(
-                f"products = {plan.products!r} with wire.gather in 'fp8': matrices are held as codes, and generation "
-                "takes parameters in the compute dtype; leave the format out, or write 'fp8:128'"
+                f"products = {plan.products!r} with wire.gather or wire.refresh in 'fp8': matrices are held as codes, "
+                "and generation takes parameters in the compute dtype; leave the format out, or write 'fp8:128'"
             )
         mesh = Mesh.of(cluster, plan)
         around, target = (cluster, cluster) if apart is None else (apart.cluster, apart.target)

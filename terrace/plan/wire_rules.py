@@ -50,12 +50,17 @@ def _check_codes(plan: Plan) -> None:
     for message in OF_PARAMETERS:
         for tier, name in plan.wire.get(message.value, {}).items():
             if name != CODES.name:
-                shared = next(tier for tier, each in plan.wire["gather"].items() if each == CODES.name)
+                shared, on = next(
+                    (of.value, tier)
+                    for of in OF_PARAMETERS
+                    for tier, each in plan.wire.get(of.value, {}).items()
+                    if each == CODES.name
+                )
                 raise PlanError(
-                    f"wire.{message.value}.{tier} = {name!r} with wire.gather.{shared} = 'fp8' and products = "
+                    f"wire.{message.value}.{tier} = {name!r} with wire.{shared}.{on} = 'fp8' and products = "
                     f"{plan.products!r}: matrices are held as the codes of their products, which travel as they are "
-                    "over all tiers; write 'fp8' or leave it out, or write 'fp8:128' for the gather to code blocks of "
-                    "their own"
+                    f"over all tiers; write 'fp8' or leave it out, or write 'fp8:128' for the {shared} to code blocks "
+                    "of their own"
                 )
 
 

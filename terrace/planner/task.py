@@ -235,9 +235,9 @@ def check_searched(task: Task) -> None:
     """Raise `PlanError` for matrices that are held as codes, which bounds and orders of a search do not price."""
     if shares_scales(task.products, task.wire):
         raise PlanError(
-            f"products = {task.products!r} with wire.gather in 'fp8': plans that hold matrices as the codes of their "
-            "products are not searched; leave the format out, or write 'fp8:128', and compare the plan found by "
-            "terrace simulate"
+            f"products = {task.products!r} with wire.gather or wire.refresh in 'fp8': plans that hold matrices as the "
+            "codes of their products are not searched; leave the format out, or write 'fp8:128', and compare the plan "
+            "found by terrace simulate"
         )
 
 

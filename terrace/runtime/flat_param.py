@@ -29,7 +29,7 @@ from terrace.runtime.noise import Noise
 from terrace.runtime.optimizer import Optimizer, make_optimizer
 from terrace.runtime.outer_state import OuterState
 from terrace.runtime.pages import Pages
-from terrace.runtime.scaled_products import Scaling
+from terrace.runtime.scaling import Scaling
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.stored import Storage
 

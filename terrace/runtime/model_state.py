@@ -23,7 +23,7 @@ from terrace.runtime.noise import Noise
 from terrace.runtime.outer_numbers import OuterNumbers
 from terrace.runtime.pages import Pages
 from terrace.runtime.scaled_linear import scale_matrices
-from terrace.runtime.scaled_products import Scaling
+from terrace.runtime.scaling import Scaling
 from terrace.runtime.settings import OptimizerConfig
 
 InitialValue = Callable[[str, str, tuple[int, ...]], Tensor]  # (block name, parameter name, shape) -> values
@@ -99,6 +99,9 @@ class ModelState:
                 # Replaced by identity and all at once, so that tied parameters stay tied.
                 for name, new in flat.named_parameters():
                     replacements[id(old[name])] = new
+        if scaling is not None:
+            for module in self.modules.values():
+                scaling.forget_after(module)
         replace_parameters(list(self.modules.values()), replacements)
         sends = program.stage.own if program.stage.num_stages > 1 else ()
         self.edges = {block: Origin(program.blocks[block].name, torch.device(device), meter) for block in sends}

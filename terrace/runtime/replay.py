@@ -27,6 +27,7 @@ from terrace.model.decoder import DecoderLayer
 from terrace.model.layers import MLP
 from terrace.plan.recompute import operations_in
 from terrace.program.program import Program
+from terrace.runtime.returning import mark_returning
 
 
 class _Place:
@@ -124,7 +125,7 @@ class Replays:
         if not torch.is_grad_enabled():
             return reader(operation(*inputs))
         replay = _Replay(operation, inputs)
-        result = replay.first(inputs)
+        result = mark_returning(replay.first(inputs))
         self._open.append(replay)
         try:
             with saved_tensors_hooks(self._save, _values):

@@ -2,13 +2,13 @@
 
 A matrix that is a `ScaledMatrix` takes `F.linear` to the functions below, and a stack of experts `grouped_linear`, with
 and without gradients: an evaluation and a recomputed forward then have the bits of the first. As with any `Matrix`
-(terrace.runtime.linear), the input gradient is computed at once and the weight gradient is a record. Layers keep x in
-the compute dtype, and quantise it again for the weight gradient.
+(terrace.runtime.linear), the input gradient is computed at once and the weight gradient is a record, which holds codes
+of dy and of x alone. Each operand is quantised once (terrace.runtime.scaled_operands).
 
 Shape legend: N rows (all leading dims), I inputs and O outputs, E experts of a stack.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,10 @@ from terrace.model.experts.products import grouped_linear
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.products import is_scaled
 from terrace.runtime.linear import Matrix, WeightGradients, WeightQueue
-from terrace.runtime.scaled_products import Scaling
-from terrace.runtime.weight_records import Record
+from terrace.runtime.scaled_operands import Again, Entered, columns_of
+from terrace.runtime.scaled_products import Codes, multiply
+from terrace.runtime.scaling import Scaling
+from terrace.runtime.weight_records import OperandRecord, Record, Sink
 
 # Functions of a tensor besides its attributes that tell or change no value.
 _READS_NO_VALUES = frozenset(
@@ -61,7 +63,8 @@ class ScaledMatrix(Matrix):
         ):
             raise PlanError(
                 f"a block calls {func.__name__} of a matrix that is held as the codes of its products, which "
-                "torch.nn.functional.linear alone takes: write 'fp8:128' in place of 'fp8' in the table wire.gather"
+                "torch.nn.functional.linear alone takes: write 'fp8:128' in place of 'fp8' in wire.gather and "
+                "wire.refresh"
             )
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -87,113 +90,125 @@ def scale_matrices(
 
 @dataclass
 class ScaledProduct(Record):
-    """The weight gradient dy^T x of a scaled linear layer, rounded to the dtype of dy before it is added."""
+    """The weight gradient dy^T x of a layer, or of each matrix of a stack; rounded to `dtype` before it is added."""
 
-    def _run_weight(self, inputs: Tensor, gradient: Tensor, first: bool) -> None:
-        assert isinstance(self.weight, ScaledMatrix), "recorded by a scaled linear layer"
-        found = self.weight.scaling.weight_gradient(self.output_gradient, inputs.reshape(-1, inputs.shape[-1]))
-        if first:
-            gradient.copy_(found)
-        else:
-            gradient.add_(found)
+    weight: ScaledMatrix  # (O, I), or a stack (E, O, I)
+    gradients: Sequence[Codes]  # (O, N) of each matrix
+    inputs: Sequence[Tensor]  # as `Entered.kept` gave them
+    again: Again | None
+    dtype: torch.dtype
 
+    def hold(self) -> None:
+        """Remember the version of an input that comes again; codes are nobody else's."""
+        self._versions = self._current_versions()
 
-@dataclass
-class ScaledStackProduct(Record):
-    """`ScaledProduct` of each matrix of a stack, of neighbouring rows."""
+    def release(self) -> None:
+        """Check that the input is as it was held."""
+        assert self._versions == self._current_versions(), "x was changed before the weight gradient was taken"
 
-    counts: Sequence[int] = ()  # rows of each matrix, E of them
-
-    def _run_weight(self, inputs: Tensor, gradient: Tensor, first: bool) -> None:
-        assert isinstance(self.weight, ScaledMatrix), "recorded by a scaled stack"
-        rows, entered = torch.split(self.output_gradient, list(self.counts)), torch.split(inputs, list(self.counts))
-        for part, gradients, tokens in zip(gradient.unbind(), rows, entered, strict=True):
-            if len(gradients):
-                found = self.weight.scaling.weight_gradient(gradients, tokens)
+    def run(self, sinks: Mapping[int, Sink]) -> None:
+        """Compute the products, each into its place."""
+        gradient, first = sinks[id(self.weight)].gradient_of(self.weight)
+        parts = gradient.unbind() if gradient.dim() == 3 else (gradient,)
+        for part, found in zip(parts, self.products(), strict=True):
+            if found is not None:
                 part.copy_(found) if first else part.add_(found)
             elif first:
                 part.zero_()
 
+    def products(self) -> Iterator[Tensor | None]:
+        """The gradient (O, I) of each matrix, None where it has no rows."""
+        inputs = columns_of(self.inputs) if self.again is None else self.again.take(self.inputs[0])
+        for gradient, entered in zip(self.gradients, inputs, strict=True):
+            yield multiply(gradient, entered, self.dtype) if gradient.values.numel() else None
+
+    def _current_versions(self) -> list[int]:
+        return [] if self.again is None else [each._version for each in self.inputs]
+
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     assert isinstance(weight, ScaledMatrix), "a scaled matrix is the weight of a linear layer, never its input"
-    return _apply_linear(input, weight, bias, weight.gradients)
+    return _apply(input, weight, bias, weight.scaling.entered(input), torch.is_grad_enabled())
 
 
-class _ScaledLinear(torch.autograd.Function):
-    """x (..., I), weight (O, I), bias (O) to (..., O)."""
+def _grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Any:
+    assert isinstance(weight, ScaledMatrix), "a scaled stack is the weight of its products, never their input"
+    return _apply(x, weight, None, weight.scaling.entered(x, tuple(counts)), torch.is_grad_enabled())
+
+
+class _Scaled(torch.autograd.Function):
+    """x (..., I), weight (O, I), bias (O) to (..., O); or x (N, I) sorted by expert, weight (E, O, I) to (N, O)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: ScaledMatrix, bias: Tensor | None, gradients: WeightGradients) -> Any:
+    def forward(
+        ctx: Any, x: Tensor, weight: ScaledMatrix, bias: Tensor | None, entered: Entered, trains: bool
+    ) -> Tensor:
         needs_input, needs_weight, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(x if needs_weight else None, weight if needs_input else None)
-        ctx.weight, ctx.bias, ctx.gradients = weight, bias, gradients
-        y = weight.scaling.outputs(x.reshape(-1, x.shape[-1]), weight.detach(), weight.scale)
+        kept = entered.kept(x) if needs_weight and trains else ()
+        ctx.save_for_backward(weight if needs_input else None, *kept)
+        ctx.weight, ctx.bias, ctx.counts, ctx.again = weight, bias, entered.counts, entered.again
+        y = _multiplied(entered.rows, weight, x.dtype)
         if bias is not None:
             y += bias
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        _, *kept = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         (output_gradient,) = gradients
-        rows, scaling = output_gradient.reshape(-1, output_gradient.shape[-1]), ctx.weight.scaling  # (N, O)
-        queue: WeightQueue | None = ctx.gradients.current
+        rows, weight = output_gradient.reshape(-1, output_gradient.shape[-1]), ctx.weight  # (N, O)
+        operands = weight.scaling.of_gradient(rows, ctx.counts)
+        queue: WeightQueue | None = weight.gradients.current
         input_gradient = weight_gradient = bias_gradient = None
         if needs_input:
-            product = scaling.input_gradient(rows, weight.detach(), ctx.weight.scale)  # (N, I)
+            product = _multiplied([each.rows for each in operands], weight, rows.dtype, transposed=True)  # (N, I)
             input_gradient = product.view(*output_gradient.shape[:-1], product.shape[-1])
-        records_weight = needs_weight and queue is not None
-        records_bias = needs_bias and queue is not None and ctx.bias in queue
-        if queue is not None and (records_weight or records_bias):
-            own, bias = ctx.weight if records_weight else None, ctx.bias if records_bias else None
-            queue.add(ScaledProduct(rows, x, own, bias))
-        if needs_weight and not records_weight:
-            if ctx.weight.scale is not None:
-                raise PlanError(
-                    "a backward outside of a step with a matrix that is held as codes, to whose 8 bits autograd would "
-                    "round its gradient: write 'fp8:128' in place of 'fp8' in the table wire.gather"
-                )
-            weight_gradient = scaling.weight_gradient(rows, x.reshape(-1, x.shape[-1]))
-        if needs_bias and not records_bias:
+        if needs_weight:
+            record = ScaledProduct(weight, [each.columns for each in operands], kept, ctx.again, rows.dtype)
+            if queue is None:
+                weight_gradient = _outside(record)
+            else:
+                queue.add(record)
+        if needs_bias and queue is not None and ctx.bias in queue:
+            # At once, since a record that waits holds no more than codes.
+            queue.add(OperandRecord(rows, None, None, ctx.bias), at_once=True)
+        elif needs_bias:
             bias_gradient = rows.sum(0)
-        return input_gradient, weight_gradient, bias_gradient, None
+        return input_gradient, weight_gradient, bias_gradient, None, None
 
 
-def _grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Any:
-    assert isinstance(weight, ScaledMatrix), "a scaled stack is the weight of its products, never their input"
-    return _apply_grouped_linear(x, weight, tuple(counts), weight.gradients)
+def _multiplied(rows: Sequence[Codes], weight: ScaledMatrix, dtype: torch.dtype, *, transposed: bool = False) -> Tensor:
+    """Rows (N, I) times their matrices (O, I), (N, O); if `transposed`, rows (N, O) to (N, I)."""
+    values, scaling = weight.detach(), weight.scaling
+
+    def product(codes: Codes, matrix: Tensor) -> Tensor:
+        operand = scaling.of_weight(matrix, weight.scale)
+        return multiply(codes, operand.columns if transposed else operand.rows, dtype)
+
+    if values.dim() == 2:
+        return product(rows[0], values)
+    sizes = [len(each.values) for each in rows]
+    found = values.new_empty((sum(sizes), values.shape[2 if transposed else 1]), dtype=dtype)
+    for codes, matrix, out in zip(rows, values.unbind(), torch.split(found, sizes), strict=True):
+        if len(out):
+            out.copy_(product(codes, matrix))
+    return found
 
 
-class _ScaledGroupedLinear(torch.autograd.Function):
-    """x (N, I) sorted by expert, weight (E, O, I) to (N, O)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: ScaledMatrix, counts: tuple[int, ...], gradients: WeightGradients) -> Any:
-        needs_input, needs_weight, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(x if needs_weight else None, weight if needs_input else None)
-        ctx.weight, ctx.counts, ctx.gradients = weight, counts, gradients
-        return weight.scaling.of_experts(x, weight.detach(), counts)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        x, weight = ctx.saved_tensors
-        (rows,), scaling = gradients, ctx.weight.scaling  # (N, O)
-        queue: WeightQueue | None = ctx.gradients.current
-        input_gradient = weight_gradient = None
-        if weight is not None:
-            input_gradient = scaling.of_experts(rows, weight.detach(), ctx.counts, transposed=True)
-        if x is not None and queue is not None:
-            queue.add(ScaledStackProduct(rows, x, ctx.weight, counts=ctx.counts))
-        elif x is not None:
-            pairs = zip(torch.split(rows, list(ctx.counts)), torch.split(x, list(ctx.counts)), strict=True)
-            weight_gradient = torch.stack([scaling.weight_gradient(*pair) for pair in pairs])
-        return input_gradient, weight_gradient, None, None
+def _outside(record: ScaledProduct) -> Tensor:
+    """The weight gradient of a backward outside of a step; raises `PlanError` where autograd would round it."""
+    weight = record.weight
+    if weight.scale is not None:
+        raise PlanError(
+            "a backward outside of a step with a matrix that is held as codes, to whose 8 bits autograd would "
+            "round its gradient: write 'fp8:128' in place of 'fp8' in wire.gather and wire.refresh"
+        )
+    found = [weight.new_zeros(weight.shape[-2:]) if each is None else each for each in record.products()]
+    return torch.stack(found) if weight.dim() == 3 else found[0]
 
 
 _FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {F.linear: _linear, grouped_linear: _grouped_linear}
 
 # As in terrace.runtime.linear: `apply` of the base looks for transforms, absent here.
-_apply_linear: Callable[..., Any] = super(torch.autograd.Function, _ScaledLinear).apply
-_apply_grouped_linear: Callable[..., Any] = super(torch.autograd.Function, _ScaledGroupedLinear).apply
+_apply: Callable[..., Any] = super(torch.autograd.Function, _Scaled).apply

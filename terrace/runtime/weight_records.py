@@ -20,8 +20,22 @@ class Sink(Protocol):
         """The gradient of `parameter`, and whether it is the caller who gives it its first values."""
 
 
-@dataclass
 class Record:
+    """Gradients that wait to be computed: those of a weight, of its bias, or of both."""
+
+    def hold(self) -> None:
+        """Remember what must not change until the record runs."""
+
+    def release(self) -> None:
+        """Check that it has not changed."""
+
+    def run(self, sinks: Mapping[int, Sink]) -> None:
+        """Add the gradients to the views in `sinks`, by the `id` of a parameter."""
+        raise NotImplementedError
+
+
+@dataclass
+class OperandRecord(Record):
     """dy and x of one weight gradient, and of a bias's; weight and bias are None where absent or not trained."""
 
     output_gradient: Tensor  # (N, O)
@@ -57,7 +71,7 @@ class Record:
         return [tensor._version for tensor in (self.output_gradient, self.inputs) if tensor is not None]
 
 
-class Product(Record):
+class Product(OperandRecord):
     """The weight gradient dy^T x of a linear layer."""
 
     def _run_weight(self, inputs: Tensor, gradient: Tensor, first: bool) -> None:
@@ -65,7 +79,7 @@ class Product(Record):
 
 
 @dataclass
-class StackProduct(Record):
+class StackProduct(OperandRecord):
     """The weight gradients of a stack: a product for each of its matrices, of neighbouring rows."""
 
     counts: Sequence[int] = ()  # rows of each matrix, E of them
@@ -80,7 +94,7 @@ class StackProduct(Record):
                 part.zero_()
 
 
-class Sum(Record):
+class Sum(OperandRecord):
     """A weight gradient that other code has summed up; it stands for dy and for x."""
 
     def _run_weight(self, inputs: Tensor, gradient: Tensor, first: bool) -> None:
@@ -90,7 +104,7 @@ class Sum(Record):
             gradient.add_(inputs)
 
 
-class TableRows(Record):
+class TableRows(OperandRecord):
     """The gradient of an embedding (V, O): only the rows of its tokens are touched."""
 
     def _run_weight(self, inputs: Tensor, gradient: Tensor, first: bool) -> None:

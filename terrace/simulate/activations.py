@@ -9,6 +9,7 @@ tensors that each operation keeps. Kernels keep different tensors, so a backend 
   mixture of experts its rows, the same of every row, and those of its gate (terrace.simulate.mlp_tape). The head
   computes its logits in chunks of tokens during its backward (terrace.runtime.head), so it keeps only its input.
   Attention by plain products keeps q, k, v and the softmax in fp32, and a copy of its output with the heads merged.
+  With products in 8 bits a linear layer keeps the codes of its input, unless the input comes again for the backward.
 
 Documents and windows are in terrace.simulate.masks.
 

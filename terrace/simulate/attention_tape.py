@@ -29,8 +29,8 @@ class AttentionTape(MlpTape):
                 stages[name].append(f"{name} before norm")
         for name, heads in parts.items():
             self.sizes |= dict.fromkeys(stages[name], self.sizes[name])
-            weight = heads * model.head_dim * self.hidden
-            self._product(name, source, stages[name][-1], weight, whole=self.gathered_beside)
+            features, beside = (self.hidden, heads * model.head_dim), self.gathered_beside
+            self._linear(name, source, stages[name][-1], features, whole=beside, returns=beside > 0)
             if model.qk_norm and name != "value":
                 rows = tokens if model.whole_qk_norm else tokens * heads
                 self._head_norm(f"{name} norm", stages[name][-1], stages[name][-2], rows)
@@ -48,8 +48,8 @@ class AttentionTape(MlpTape):
             merged = "merged"
             self.sizes[merged] = self.sizes["mixed"]
             self._add("merge heads", ("mixed",), merged)
-        weight = self.heads * model.head_dim * self.hidden
-        self._product("attention output", merged, target, weight, (source, "query", "key", "value"), self.whole)
+        features = self.heads * model.head_dim, self.hidden
+        self._linear("attention output", merged, target, features, (source, "query", "key", "value"), self.whole)
 
     @property
     def _plain(self) -> bool:

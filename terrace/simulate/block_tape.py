@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from terrace.model.product_parts import converted_bytes
+from terrace.plan.plan import scales_rows
 from terrace.plan.wire import FORMATS
 from terrace.simulate.tape import Operation
 
@@ -23,6 +24,7 @@ _REPLAYS = {
 }
 
 _STATISTIC_BYTES = 4  # log-sums and roots are kept in fp32 at least
+_SCALE_BYTES = 4  # of codes, in fp32
 
 
 @dataclass
@@ -112,19 +114,52 @@ class BlockTape:
         weight_numel: int,
         variables: tuple[str, ...] = (),
         whole: int = 0,
+        kept: str = "",
+        codes: int = 0,
     ) -> None:
+        """A matrix product, which keeps its `source` or what is `kept` in its place; `codes` as of an `Operation`."""
         self._add(
             name,
             (source,),
             target,
-            (source,),
+            (kept or source,),
             forward_adds=whole,
             # With the weight's gradient live the re-gathered input and the gradient of the region's output, which the
             # weights wait for.
             backward_adds=converted_bytes(weight_numel, self.item, self.wide, self.backend) + 2 * whole,
             variables=variables,
             weighs=True,
+            codes=codes,
         )
+
+    def _linear(
+        self,
+        name: str,
+        source: str,
+        target: str,
+        features: tuple[int, int],
+        variables: tuple[str, ...] = (),
+        whole: int = 0,
+        returns: bool = False,
+        stack: tuple[int, int] | None = None,
+    ) -> None:
+        """A product with a matrix of (inputs, outputs), or with a `stack` of (matrices, rows of all), of a layer.
+
+        With products in 8 bits it keeps the codes of its input over the rows, unless the input `returns` for the
+        backward (terrace.runtime.scaled_operands).
+        """
+        inputs, outputs = features
+        if self.work.products is None:
+            self._product(name, source, target, inputs * outputs, variables, whole)
+            return
+        by_row, (number, rows) = scales_rows(self.work.products), stack or (1, self.work.tokens)
+        kept = source
+        # What is recomputed comes again, as what is gathered again does.
+        if not returns and not any(each.replay for each in self.operations if each.writes == source):
+            kept = f"codes of {source}"
+            self.sizes[kept] = rows * inputs + _SCALE_BYTES * number * (inputs if by_row else 1)
+        codes = rows * outputs + _SCALE_BYTES * number * (outputs if by_row else 1)
+        self._product(name, source, target, inputs * outputs, variables, whole, kept, codes)
 
     def _residual(self, name: str, stream: str, branch: str, target: str) -> None:
         self._add(name, (stream, branch), target, is_sum=True)
@@ -140,6 +175,7 @@ class BlockTape:
         is_sum: bool = False,
         variables: tuple[str, ...] = (),
         weighs: bool = False,
+        codes: int = 0,
     ) -> None:
         recomputed, replay = _REPLAYS.get(name, ("", ""))
         self.operations.append(
@@ -154,5 +190,6 @@ class BlockTape:
                 variables=variables,
                 replay=replay if recomputed in self.work.operations else "",
                 weighs=weighs,
+                codes=codes,
             )
         )

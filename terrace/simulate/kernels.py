@@ -3,7 +3,7 @@
 A product of (m, k) and (k, n) is a roofline with the shape in it:
 
     seconds = max( 2 m k n / (peak * eps * pace), bytes / (bandwidth * stream) ) + launch
-    eps     = gemm * max over tiles( share * tile_fill * wave_fill ) * k / (k + half_depth)
+    eps     = gemm * max over tiles( share * tile_fill * wave_fill ) * k / (k + half_depth)      (in fp8: gemm_fp8)
 
 `tile_fill` is the part of the tiles that the result covers, `wave_fill` the part of the last wave of tiles that has
 work. The depth term is a fixed time for each wave of tiles, in which a tile's pipeline is filled and its result is
@@ -47,6 +47,15 @@ def gemm_s(device: Device, m: int, k: int, n: int, batch: int = 1, dtype: str = 
 
 def gemm_share(device: Device, m: int, k: int, n: int, batch: int = 1) -> float:
     """Share of the peak that `batch` products of (m, k) and (k, n) reach when compute-bound."""
+    return device.kernels.gemm * _shape_share(device, m, k, n, batch)
+
+
+def fp8_share(device: Device, m: int, k: int, n: int) -> float:
+    """`gemm_share` of a product of 8-bit floats, of their peak."""
+    return (device.kernels.gemm_fp8 or device.kernels.gemm) * _shape_share(device, m, k, n, 1)
+
+
+def _shape_share(device: Device, m: int, k: int, n: int, batch: int) -> float:
     kernels = device.kernels
     num_cores, best = kernels.num_cores, 0.0
     for rows, columns, share in kernels.tiles:
@@ -58,7 +67,7 @@ def gemm_share(device: Device, m: int, k: int, n: int, batch: int = 1) -> float:
             waves = num_tiles * batch / num_cores
             fill = fill * waves / math.ceil(waves)
         best = max(best, fill)
-    return kernels.gemm * (best if kernels.tiles else 1.0) * k / (k + kernels.gemm_half_depth)
+    return (best if kernels.tiles else 1.0) * k / (k + kernels.gemm_half_depth)
 
 
 def attention_s(

@@ -32,8 +32,8 @@ from terrace.plan.wire import FORMATS
 from terrace.simulate.kernels import attention_s, gemm_s, memory_s, stream_s
 from terrace.simulate.masks import LONGEST_SHARED_HEAD, core_keys, work_in
 from terrace.simulate.mixture import LAYER_OPERATORS, Divided, mixture_seconds
-from terrace.simulate.scaled import Matrices, scaled_seconds
 from terrace.simulate.scaled import launches as scaled_launches
+from terrace.simulate.scaled import matrices_of, scaled_seconds
 from terrace.simulate.work import Work
 
 # Cross-entropy passes over bf16 logits in fp32 (cast, maximum, exponent and sum; backward, softmax and cast).
@@ -169,11 +169,11 @@ def _residual_seconds(device: Device, work: Work, accumulate: bool, divided: Div
     forward_s, input_s, weight_s = _products_seconds(device, products, work.compute)
     host_s = device.kernels.host_layer_s
     if work.products is not None:
-        joined = (3, 1, 2 if work.model.gated_mlp else 1, 1)
-        matrices = [Matrices(*product, number) for product, number in zip(products, joined, strict=False)]
-        coded = work.codes_of_weights
-        forward_s, input_s, weight_s = scaled_seconds(device, matrices, work.compute, coded, accumulate=accumulate)
-        host_s *= scaled_launches(matrices, LAYER_OPERATORS, coded)
+        matrices, coded, again = matrices_of(work, products), work.codes_of_weights, work.recompute == "full"
+        forward_s, input_s, weight_s = scaled_seconds(
+            device, matrices, work.compute, work.products, coded, accumulate=accumulate, again=again
+        )
+        host_s *= scaled_launches(matrices, LAYER_OPERATORS, work.products, coded)
     if accumulate:
         # Later micro-batches add their weight gradients to the ones of the first.
         weight_s += _accumulation_s(device, work, sum(k * n for _, k, n in products), len(products))

@@ -23,7 +23,7 @@ from terrace.cluster.cluster import Device
 from terrace.model.experts.config import ExpertsConfig
 from terrace.plan.wire import FORMATS
 from terrace.simulate.kernels import gemm_s, memory_s, stream_s
-from terrace.simulate.scaled import Matrices, scaled_seconds
+from terrace.simulate.scaled import Matrices, quantisations, scaled_seconds
 
 if TYPE_CHECKING:
     from terrace.simulate.work import Work
@@ -55,8 +55,8 @@ def mixture_seconds(
 
 def passed_seconds(device: Device, work: "Work", experts: ExpertsConfig, tokens: int, accumulate: bool) -> Seconds:
     """Seconds of `tokens` that pass their experts: order, spread, products, activation, weights, collect."""
-    hidden, products = work.model.hidden_size, work.products is not None
-    return _passed_seconds(device, hidden, work.compute, experts, tokens, accumulate, products)
+    hidden, again = work.model.hidden_size, work.recompute == "full"
+    return _passed_seconds(device, hidden, work.compute, experts, tokens, accumulate, work.products, again)
 
 
 @lru_cache(maxsize=65536)
@@ -67,7 +67,8 @@ def _passed_seconds(
     experts: ExpertsConfig,
     tokens: int,
     accumulate: bool,
-    scaled: bool = False,
+    scaled: str | None = None,
+    again: bool = False,
 ) -> Seconds:
     inner, item = experts.intermediate_size, FORMATS[compute].element_bytes
     products = []
@@ -77,8 +78,8 @@ def _passed_seconds(
     forward = (_INDEX_BYTES + 5 * item * hidden + 5 * item * inner) * rows + token
     backward = (5 * item * hidden + 11 * item * inner) * rows + token
     passes_s = memory_s(device, forward, _PASSED_OPERATORS), memory_s(device, backward, _PASSED_OPERATORS)
-    if scaled:
-        return _with_scaled(device, compute, passes_s, experts, hidden, tokens, accumulate)
+    if scaled is not None:
+        return _with_scaled(device, compute, passes_s, experts, hidden, tokens, accumulate, scaled, again)
     return _with_products(device, compute, passes_s, products, accumulate)
 
 
@@ -96,11 +97,17 @@ def shared_seconds(device: Device, work: "Work", experts: ExpertsConfig, accumul
     forward_s, backward_s = (memory_s(device, each * size) for each in ((3, 5) if gated else (2, 3)))
     if work.products is None:
         return _with_products(device, work.compute, (forward_s, backward_s), products, accumulate)
-    # Gate and up quantise their input each by itself; the gate of the shared expert keeps its dtype.
+    # The gate of the shared expert keeps its dtype.
     found = _with_products(device, work.compute, (forward_s, backward_s), products[2:], accumulate)
     matrices = [Matrices(tokens, hidden, outputs, 2 if gated else 1), Matrices(tokens, inner, hidden, 1)]
     forward_s, input_s, weight_s = scaled_seconds(
-        device, matrices, work.compute, work.codes_of_weights, accumulate=accumulate
+        device,
+        matrices,
+        work.compute,
+        work.products,
+        work.codes_of_weights,
+        accumulate=accumulate,
+        again=work.recompute == "full",
     )
     if accumulate:
         weight_s += stream_s(device, 3 * FORMATS[work.compute].element_bytes * (outputs + inner) * hidden, 2)
@@ -115,6 +122,8 @@ def _with_scaled(
     hidden: int,
     tokens: int,
     accumulate: bool,
+    scaled: str,
+    again: bool,
 ) -> Seconds:
     """Seconds of the experts' computing with products in 8 bits: those of every expert by themselves, and a copy of
     their results into the rows of all.
@@ -122,8 +131,8 @@ def _with_scaled(
     inner, item = experts.intermediate_size, FORMATS[compute].element_bytes
     found: Seconds = (*passes_s, 0.0)
     for count, each in even_loads(tokens, experts):
-        matrices = [Matrices(each, hidden, inner, 1)] * 2 + [Matrices(each, inner, hidden, 1)]
-        seconds = scaled_seconds(device, matrices, compute, accumulate=accumulate)
+        matrices = _matrices(each, hidden, inner)
+        seconds = scaled_seconds(device, matrices, compute, scaled, accumulate=accumulate, again=again)
         copied = [stream_s(device, 2 * item * each * width, 3) for width in (2 * inner + hidden, 2 * hidden + inner)]
         own = seconds[0] + copied[0], seconds[1] + copied[1], seconds[2]
         if accumulate:
@@ -131,6 +140,12 @@ def _with_scaled(
             own = own[0], own[1], own[2] + stream_s(device, 3 * item * weights, 3)
         found = _sum(found, (count * own[0], count * own[1], count * own[2]))
     return found
+
+
+def _matrices(rows: int, hidden: int, inner: int) -> list[Matrices]:
+    """Gate, up and down of an expert."""
+    entering = Matrices(rows, hidden, inner, 1)
+    return [entering, entering._replace(is_entered=True), Matrices(rows, inner, hidden, 1)]
 
 
 def _sum(one: Seconds, other: Seconds) -> Seconds:
@@ -191,12 +206,12 @@ def launches(work: "Work", held: ExpertsConfig, pieces: Mapping[int, int] | None
 
     `held` are the experts of a rank; `pieces` the numbers of pieces by tokens in which rows pass them, if not at once.
     """
-    # In 8 bits both operands are quantised by two kernels each, and a result is copied into its rows.
-    each = 1 if work.products is None else 6
+    # Gate, up and down; in 8 bits their operands are quantised, and a result is copied into its rows.
+    each = 3 if work.products is None else 2 * 3 + quantisations(_matrices(1, 1, 1), work.products)
     pieces = {work.routed: 1} if pieces is None else pieces
     products = sum(times * sum(count for count, _ in even_loads(size, held)) for size, times in pieces.items())
     others = _MIXTURE_OPERATORS + (sum(pieces.values()) - 1) * _PASSED_OPERATORS
-    return 1 + (others + 3 * each * products) / LAYER_OPERATORS
+    return 1 + (others + each * products) / LAYER_OPERATORS
 
 
 def _passes(device: Device, work: "Work", experts: ExpertsConfig) -> tuple[float, float]:

@@ -4,6 +4,7 @@ With T tokens, hidden size H, k of E experts a token, N = T k rows and inner siz
 
     rows (N, H); gate, up, act(gate), the product of the last two and that times the weight, each (N, I); weights (N)
     in int64: the order of the choices (N) and the place of each (T, k), or (T, E) where experts choose
+    with products in 8 bits codes of the rows, and of the product that `down` takes, in their place
     and the tensors of its gate, listed below
 
 Where every rank holds all experts, N does not depend on the choices: a skewed load takes longer, but no more memory.
@@ -148,23 +149,24 @@ class MlpTape(_GateTape):
 
     def _mlp(self, source: str, target: str, of: str = "") -> None:
         # Both matrices are cut by rows and columns; the inner tensors only by rows.
-        weight, inner = self.inner * self.hidden, self.work.tokens * self.inner * self.item
+        entering, leaving = (self.hidden, self.inner), (self.inner, self.hidden)
+        inner = self.work.tokens * self.inner * self.item
         up, gate, active, product = (f"{of}{name}" for name in ("up", "gate", "active", "product"))
         self.sizes |= dict.fromkeys((up, gate, active, product), inner)
         beside = self.gathered_beside
-        self._product(up, source, up, weight, whole=beside)
+        self._linear(up, source, up, entering, whole=beside, returns=beside > 0)
         if self.work.model.gated_mlp:
-            self._product(gate, source, gate, weight, whole=beside)
+            self._linear(gate, source, gate, entering, whole=beside, returns=beside > 0)
             if "gated activations" in self.work.served:
                 # Its gradients are written over gate and up; they count as new here, so a peak is never too low.
                 self._add(f"{of}gating", (gate, up), product, (gate, up))
             else:
                 self._activation(f"{of}activation", gate, active)
                 self._add(f"{of}gating", (active, up), product, (active, up))
-            self._product(f"{of}down", product, target, weight, (source, up, gate), self.whole)
+            self._linear(f"{of}down", product, target, leaving, (source, up, gate), self.whole)
         else:
             self._activation(f"{of}activation", up, active)
-            self._product(f"{of}down", active, target, weight, (source, up), self.whole)
+            self._linear(f"{of}down", active, target, leaving, (source, up), self.whole)
 
     def _activation(self, name: str, source: str, target: str) -> None:
         # relu's gradient needs its result alone, which the next operation keeps anyway.
@@ -247,7 +249,10 @@ class MlpTape(_GateTape):
         experts = self.work.model.experts
         assert experts is not None, "a stack is of experts"
         inner = -(-experts.intermediate_size // self.work.expert_rows)
-        self._product(name, source, target, inner * self.hidden, variables)
+        features = (inner, self.hidden) if name == "down" else (self.hidden, inner)
+        rows = self.sizes["expert outputs"] // (self.hidden * self.item)
+        stack = experts.num_experts // self.work.expert, rows
+        self._linear(name, source, target, features, variables, stack=stack)
 
     def _shared(self, source: str, output: str, experts: ExpertsConfig) -> str:
         """The shared expert; the name of its result."""

@@ -1,84 +1,166 @@
-"""Seconds of products in 8-bit floats, with the passes that quantise their operands (terrace.runtime.scaled_products).
+"""Seconds of products in 8-bit floats, with the passes that quantise their operands (terrace.runtime.scaled_operands).
 
-A product of (m, k) and (k, n) has the share of the fp8 peak that its shape has of any other, which no run on hardware
-has confirmed; it reads a byte an element and writes e bytes, those of the compute dtype. An operand of p elements
-takes, in bytes,
+A product of (m, k) and (k, n) has the share `gemm_fp8` of the fp8 peak, and of that what its shape has of any other
+product; it reads a byte an element and writes e bytes, those of the compute dtype. Layers with the same input quantise
+it once. In bytes an element, and kernels:
 
-    GPU    e for the largest magnitude; e + 1 for the codes; 2 more where it is transposed
-    CPU    3e and e + 9 for the same, operator by operator; 5 for the codes in fp32; 2 more where it is transposed
+                          GPU       CPU       kernels
+    codes                 2e + 1    4e + 9    2          a largest magnitude, and codes
+    the same transposed   2e + 3    4e + 11   3          codes are turned after they were made
+    turned alone          2         2         1          codes of the other order, with the one scale of the operand
+    read by a product     0         5         0          codes in fp32
 
-and a weight that is held as codes nothing but what follows them: 0 on a GPU, 5 on a CPU, and 2 where it is transposed,
-and a weight gradient is copied into its place, 2e an element, where nothing is added there. Query, key and value
-quantise their input each by itself, and so do gate and up. On a CPU the product itself is one in fp32.
+    forward            codes of x and of W
+    for the backward   those of x over tokens: turned, with scales of rows made anew; where x comes again, and where
+                       the layer is recomputed, in the backward, and then anew if x comes again
+    input gradient     codes of dy, those of W transposed, and those of dy over tokens as of x
+    weight gradient    nothing more; where nothing is added, it is copied into its place, 2e an element of W
+
+A weight that is held as codes takes nothing of it but 2 where it is turned. On a CPU the product itself is one in fp32.
 """
 
 from collections.abc import Sequence
-from functools import partial
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 from terrace.cluster.cluster import Device
+from terrace.plan.plan import scales_rows
 from terrace.plan.wire import FORMATS
-from terrace.simulate.kernels import gemm_s, gemm_share, memory_s, peak_flops_per_s, stream_s
+from terrace.simulate.kernels import fp8_share, gemm_s, memory_s, peak_flops_per_s, stream_s
 
-_KERNELS = 2  # of a quantisation: a reduction, and the codes
+if TYPE_CHECKING:
+    from terrace.simulate.work import Work
+
+_CODES, _TRANSPOSED, _TURNED = 2, 3, 1  # kernels
 
 
 class Matrices(NamedTuple):
-    """Matrices (inputs, outputs) side by side that multiply the same tokens: `number` of them."""
+    """Matrices (inputs, outputs) side by side that multiply the same tokens: `number` of them.
+
+    `is_entered`: their input was quantised for the matrices before. `returns`: it comes again for the backward.
+    """
 
     tokens: int
     inputs: int
     outputs: int
     number: int
+    is_entered: bool = False
+    returns: bool = False
+
+
+def matrices_of(work: "Work", products: Sequence[tuple[int, int, int]]) -> list[Matrices]:
+    """The products (tokens, inputs, outputs) of a layer: query, key and value; output; gate and up; down."""
+    joined = (3, 1, 2 if work.model.gated_mlp else 1, 1)
+    # Inputs that are gathered, or computed, again for the backward (terrace.runtime.returning).
+    gathered = work.sequence_parallel and work.rows > 1 and work.recompute != "full"
+    entering = gathered or "norms" in work.operations
+    again = (entering, "attention" in work.operations, entering, "mlp" in work.operations)
+    return [
+        Matrices(*product, number, returns=returns)
+        for product, number, returns in zip(products, joined, again, strict=False)
+    ]
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """Bytes that quantising reads and writes, and kernels."""
+
+    num_bytes: float
+    kernels: int
+
+    def __add__(self, other: "_Passes") -> "_Passes":
+        return _Passes(self.num_bytes + other.num_bytes, self.kernels + other.kernels)
+
+
+_NONE = _Passes(0.0, 0)
+
+
+class _Form(NamedTuple):
+    """How a device quantises: by rows or with one scale, `each` byte an element for codes, `read` for a product."""
+
+    by_row: bool
+    each: int
+    read: int
+
+    @classmethod
+    def of(cls, device: Device, compute: str, products: str) -> "_Form":
+        item, by_row = FORMATS[compute].element_bytes, scales_rows(products)
+        return cls(by_row, 4 * item + 9, 5) if device.backend == "cpu" else cls(by_row, 2 * item + 1, 0)
+
+    def codes(self, numel: float, number: int = 1) -> _Passes:
+        return _Passes(self.each * numel, _CODES * number)
+
+    def transposed(self, numel: float, number: int = 1) -> _Passes:
+        return _Passes((self.each + 2) * numel, _TRANSPOSED * number)
+
+    def other(self, numel: float, number: int = 1) -> _Passes:
+        """Codes over the other dim of an operand that has been quantised over one."""
+        return self.transposed(numel, number) if self.by_row else _Passes(2 * numel, _TURNED * number)
+
+    def entered(self, matrices: Matrices) -> tuple[_Passes, _Passes]:
+        """Codes of an input over its features, and over its tokens for the weight gradients."""
+        if matrices.is_entered:
+            return _NONE, _NONE
+        numel = matrices.tokens * matrices.inputs
+        return self.codes(numel), self.transposed(numel) if matrices.returns else self.other(numel)
 
 
 def scaled_seconds(
-    device: Device, products: Sequence[Matrices], compute: str, coded: bool = False, *, accumulate: bool
+    device: Device,
+    products: Sequence[Matrices],
+    compute: str,
+    form: str,
+    coded: bool = False,
+    *,
+    accumulate: bool,
+    again: bool = False,
 ) -> tuple[float, float, float]:
-    """Seconds of products, of their input gradients and of their weight gradients; `coded`: weights are codes."""
+    """Seconds of products, of their input gradients and of their weight gradients.
+
+    `form` is the plan's; `coded`: weights are codes. If the layer runs `again` in its backward, codes for weight
+    gradients count there.
+    """
     forward_s = input_s = weight_s = 0.0
-    item = FORMATS[compute].element_bytes
-    for m, k, n, number in products:
+    item, own = FORMATS[compute].element_bytes, _Form.of(device, compute, form)
+    for matrices in products:
+        m, k, n, number = matrices[:4]
         tokens, weights, results = number * m * k, k * n, m * n
-        quantised_s = partial(_quantised_s, device, number=number, compute=compute)
-        forward_s += _product_s(device, m, k, n, compute) + quantised_s(tokens, weights, 0, coded)
-        input_s += _product_s(device, m, n, k, compute) + quantised_s(results, weights, 1, coded)
-        weight_s += _product_s(device, k, m, n, compute) + quantised_s(results, tokens, 2)
+        entered, kept = own.entered(matrices)
+        to_weights = again or matrices.returns
+        forward = entered + (_NONE if coded else own.codes(weights, number)) + (_NONE if to_weights else kept)
+        backward = own.codes(results, number) + own.other(results, number)
+        backward += own.other(weights, number) if coded else own.transposed(weights, number)
+        forward_s += _product_s(device, m, k, n, compute) + _passes_s(device, forward, own.read * (tokens + weights))
+        input_s += _product_s(device, m, n, k, compute) + _passes_s(device, backward, own.read * (results + weights))
+        weight_s += _product_s(device, k, m, n, compute)
+        weight_s += _passes_s(device, kept if to_weights else _NONE, own.read * (results + tokens))
         if not accumulate:
             weight_s += stream_s(device, 2 * item * weights)
     return forward_s, input_s, weight_s
 
 
-def launches(products: Sequence[Matrices], of_a_layer: int, coded: bool = False) -> float:
+def quantisations(products: Sequence[Matrices], form: str, coded: bool = False) -> int:
+    """Kernels that the host launches to quantise the operands of a forward, and inputs for its backward."""
+    by_row, found = scales_rows(form), 0
+    for each in products:
+        found += 0 if coded else _CODES * each.number
+        if not each.is_entered:
+            found += _CODES + (0 if each.returns else _TRANSPOSED if by_row else _TURNED)
+    return found
+
+
+def launches(products: Sequence[Matrices], of_a_layer: int, form: str, coded: bool = False) -> float:
     """Kernels that the host launches for a layer, over those of the layer without quantisations."""
-    return 1 + (1 if coded else 2) * _KERNELS * sum(each.number for each in products) / of_a_layer
+    return 1 + quantisations(products, form, coded) / of_a_layer
 
 
 def _product_s(device: Device, m: int, k: int, n: int, compute: str) -> float:
     if device.backend == "cpu":
         return gemm_s(device, m, k, n, 1, "fp32")
-    share = gemm_share(device, m, k, n)
-    compute_s = 2.0 * m * k * n / (peak_flops_per_s(device, "fp8") * share * device.pace)
+    compute_s = 2.0 * m * k * n / (peak_flops_per_s(device, "fp8") * fp8_share(device, m, k, n) * device.pace)
     moved = m * k + k * n + FORMATS[compute].element_bytes * m * n
     return max(compute_s, stream_s(device, moved, 0)) + device.kernels.launch_s
 
 
-def _quantised_s(
-    device: Device,
-    left: int,
-    right: int,
-    num_transposed: int,
-    coded: bool = False,
-    *,
-    number: int,
-    compute: str,
-) -> float:
-    """Seconds to quantise both operands, of `left` and `right` elements; the last of them are transposed.
-
-    `coded`: the right one is codes already.
-    """
-    item = FORMATS[compute].element_bytes
-    each, decoding = (2 * item + 1, 0) if device.backend != "cpu" else (4 * item + 14, 5)
-    turned = 2 * ((right if num_transposed else 0) + (left if num_transposed == 2 else 0))
-    moved = each * left + (decoding if coded else each) * right + turned
-    return memory_s(device, moved, number * ((1 if coded else 2) * _KERNELS + num_transposed))
+def _passes_s(device: Device, passes: _Passes, read_bytes: float) -> float:
+    return memory_s(device, passes.num_bytes + read_bytes, passes.kernels)

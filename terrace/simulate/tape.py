@@ -15,7 +15,7 @@ operation that keeps one of them begins, and each is freed as any kept tensor is
 The block's input, its output and the gradient of its output stay to the end, since the executor holds them.
 
 Where the backward is in two halves, the first also holds, for the second, the operands that each *product* (`weighs`)
-kept and the gradient of its result (terrace.runtime.linear).
+kept and the gradient of its result (terrace.runtime.linear), or the `codes` of it (terrace.runtime.scaled_linear).
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,6 +41,7 @@ class Operation(NamedTuple):
     variables: tuple[str, ...] = ()  # tensors that variables of the enclosing function still hold
     replay: str = ""  # of which it is a part, if any
     weighs: bool = False  # a product whose weight gradient can be computed later
+    codes: int = 0  # bytes that this gradient needs of the result's gradient, if not the gradient itself
 
 
 def kept_by_operation(tape: Sequence[Operation], sizes: Mapping[str, int]) -> dict[str, int]:
@@ -130,20 +131,22 @@ def _backward(tape: Sequence[Operation], sizes: Mapping[str, int], *, halves: bo
     gradients = {OUTPUT: 0}  # tensor -> the buffer that holds its gradient
     buffers = [sizes[OUTPUT]]
     outside = {0}  # the caller holds the gradient of the output to the end
-    due, due_gradients = set[str](), set[int]()  # what weight gradients need
+    due, due_gradients, due_codes = set[str](), set[int](), 0  # what weight gradients need
     peak = 0
     for index, operation in reversed(list(enumerate(tape))):
         arriving = gradients.pop(operation.writes)
         if halves and operation.weighs:
             due.update(operation.keeps)
-            due_gradients.add(arriving)
-            outside.add(arriving)
+            due_codes += operation.codes
+            if not operation.codes:
+                due_gradients.add(arriving)
+                outside.add(arriving)
         added = operation.backward_adds
         for replay in {again[name] for name in operation.keeps if name in again} - replayed:
             replayed.add(replay)
             held |= {name for name, other in again.items() if other == replay and name in first_keeper}
             living = outside | {arriving, *gradients.values()}
-            whole = sum(sizes[name] for name in held) + sum(buffers[buffer] for buffer in living)
+            whole = due_codes + sum(sizes[name] for name in held) + sum(buffers[buffer] for buffer in living)
             peak = max(peak, whole + _replay_adds(tape, replay, held, sizes))
         for name in operation.reads:
             # The gradient of a sum is the arriving one itself, without a copy.
@@ -163,10 +166,11 @@ def _backward(tape: Sequence[Operation], sizes: Mapping[str, int], *, halves: bo
                 added += 0 if operation.is_sum else sizes[name]  # gone once it has been added
         # A set: one buffer may be the gradient of several tensors.
         living = outside | {arriving, *gradients.values()}
+        added += due_codes
         peak = max(peak, sum(sizes[name] for name in held) + sum(buffers[buffer] for buffer in living) + added)
         freed = {name for name in keeps[index] if first_keeper[name] == index and name not in (INPUT, OUTPUT)}
         held -= freed - due
-    return peak, sum(sizes[name] for name in due) + sum(buffers[buffer] for buffer in due_gradients)
+    return peak, due_codes + sum(sizes[name] for name in due) + sum(buffers[buffer] for buffer in due_gradients)
 
 
 def _replay_adds(tape: Sequence[Operation], replay: str, held: set[str], sizes: Mapping[str, int]) -> int:

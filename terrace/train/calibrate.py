@@ -40,7 +40,7 @@ from terrace.runtime.clock import wait_for
 from terrace.runtime.compiled import compile_blocks, compile_parts
 from terrace.runtime.engine import Engine
 from terrace.runtime.scaled_linear import scale_matrices
-from terrace.runtime.scaled_products import Scaling
+from terrace.runtime.scaling import Scaling
 from terrace.simulate.links import latency_and_rate
 from terrace.simulate.step import Prediction
 from terrace.train.config import RunConfig

@@ -9,7 +9,7 @@ from torch import Tensor
 from terrace.model.experts.products import grouped_linear
 from terrace.runtime.linear import WeightGradients
 from terrace.runtime.scaled_linear import ScaledMatrix
-from terrace.runtime.scaled_products import Scaling
+from terrace.runtime.scaling import Scaling
 from tests.support.scaled_reference import Scaled, product
 
 COUNTS = (5, 0, 16, 3)
@@ -55,7 +55,7 @@ def test_all_three_products_are_the_definition(by_row: bool, form: Any) -> None:
         for found, one in zip((y[rows], x.grad[rows], weight.grad[expert]), wanted, strict=True):
             assert float((found - one).abs().max() / one.abs().max()) < 1e-6
     # As they must: an expert's scales are not those of all rows.
-    alone = Scaling(by_row).of_experts(x.detach()[:5], weight.detach(), (5, 0, 0, 0))
+    alone = grouped_linear(x.detach()[:5], weight, (5, 0, 0, 0)).detach()
     assert torch.equal(alone, y.detach()[:5])
 
 

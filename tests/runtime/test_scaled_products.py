@@ -17,15 +17,17 @@ from terrace.base.errors import PlanError
 from terrace.plan.plan import Plan
 from terrace.runtime.linear import WeightGradients
 from terrace.runtime.scaled_linear import ScaledMatrix
+from terrace.runtime.scaled_operands import Operand
 from terrace.runtime.scaled_products import (
-    Scaling,
     _compiled,
     compiled_quantise,
     emulated,
+    encode,
+    multiply,
     on_device,
     quantise,
-    scaled_product,
 )
+from terrace.runtime.scaling import Scaling
 from tests.support.adopted import Adopted
 from tests.support.scaled_reference import FORMATS, Scaled, ScaledLinear, dequantised, product, rounded
 
@@ -88,7 +90,7 @@ def test_a_product(by_row: bool, shape: tuple[int, int, int], of_left: torch.dty
     m, n, k = shape
     left, right = normal(m, k, seed=1), normal(k, n, seed=2).t()
     wanted = product(left, right, NAMES[of_left], by_row)
-    found = scaled_product(left, right, of_left, E4M3, by_row)
+    found = multiply(encode(left, of_left, by_row), encode(right, E4M3, by_row), torch.float32)
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6 * float(wanted.abs().max()))
     (codes, scale), (others, other) = quantise(left, of_left, by_row), quantise(right, E4M3, by_row)
     parts = codes.contiguous(), others.contiguous(), scale, other
@@ -150,15 +152,19 @@ def test_what_is_not_finite_makes_nan(by_row: bool, bad: float) -> None:
     """Of its row, or of everything, so that a step with it is given up."""
     x = normal(16, 16)
     x[2, 3] = bad
-    found = scaled_product(x, normal(32, 16), E4M3, E4M3, by_row)
+    found = multiply(encode(x, E4M3, by_row), encode(normal(32, 16), E4M3, by_row), torch.float32)
     assert found[2].isnan().all()
     assert bool(found[0].isfinite().all()) == by_row
 
 
-def test_no_rows() -> None:
-    scaling = Scaling(by_row=True)
-    assert scaling.outputs(torch.empty(0, 16), normal(32, 16)).shape == (0, 32)
-    assert torch.equal(scaling.weight_gradient(torch.empty(0, 32), torch.empty(0, 16)), torch.zeros(32, 16))
+@pytest.mark.parametrize("by_row", [False, True])
+def test_no_rows(by_row: bool) -> None:
+    """Neither way; a weight gradient of no rows is zero."""
+    x, matrix = Operand(torch.empty(0, 16), E4M3, by_row), Operand(normal(32, 16), E4M3, by_row)
+    assert multiply(x.rows, matrix.rows, torch.bfloat16).shape == (0, 32)
+    gradient = Operand(torch.empty(0, 32), E5M2, by_row)
+    found = multiply(gradient.columns, x.columns, torch.bfloat16)
+    assert torch.equal(found, torch.zeros(32, 16, dtype=torch.bfloat16))
 
 
 def squares(module: nn.Module, x: Tensor) -> Tensor:

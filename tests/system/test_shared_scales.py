@@ -61,8 +61,10 @@ def case(name: str, sizes: tuple[int, ...], micros: int, **more: Any) -> Case:
     )
 
 
-def shared(case: Case, *tiers: str) -> Case:
-    return replace(case, plan=replace(case.plan, wire={"gather": dict.fromkeys(tiers, "fp8")}))
+def shared(case: Case, *tiers: str, message: str = "") -> Case:
+    """The same plan with codes; where parameters stay on a rank they are refreshed and never gathered."""
+    message = message or ("refresh" if case.plan.params == "device" else "gather")
+    return replace(case, plan=replace(case.plan, wire={message: dict.fromkeys(tiers, "fp8")}))
 
 
 def masters(world: World, cluster: Cluster, cases: Sequence[Case]) -> list[Outcome]:
@@ -90,6 +92,7 @@ GRIDS: dict[tuple[int, ...], list[Pair]] = {
     (2,): [
         (case("zero3", (2,), 2), ("package",)),
         (case("zero3", (2,), 2, compute="bf16", optimizer=ADAMW, recompute=("*",), unit=2), ("package",)),
+        (case("zero1", (2,), 2, compute="bf16", optimizer=ADAMW), ("package",)),
     ],
     (2, 2): [
         (case("three-level", (2, 2), 2, compute="bf16", optimizer=ADAMW), ("package",)),
@@ -102,6 +105,7 @@ MORE: list[Pair] = [
     (case("zero3", (2, 2), 1, compute="bf16", master="bf16", optimizer=ADAMW), ("package",)),
     (case("zero3", (2, 2), 1, optimizer=MUON, products="fp8+e4m3"), ("node", "package")),
     (case("zero3", (2, 2), 2, mapping={"node": {"context": 2}}), ("node",)),
+    (case("zero2", (2, 2), 2, mapping={"node": {"context": 2}}), ("package",)),
     (case("zero3", (2, 2), 2, params_backward="package", prefetch=2), ("node",)),
 ]
 
@@ -241,6 +245,28 @@ def test_programs_and_tables_name_the_codes() -> None:
     assert any("REFRESH b1" in line and line.endswith("node (fp32, fp8, bf16), package (fp32)") for line in lines)
     assert any("GATHER b0" in line and line.endswith("package (bf16)") for line in lines)  # the embedding
     assert "products of layers in fp8, whose matrices travel as the codes" in wire_words(plan)
+
+
+def test_plans_without_gathers_by_hand() -> None:
+    """Under zero1 a refresh carries a byte an element of these matrices, and ranks hold one."""
+    cluster, blocks = cluster_of(2), MODELS["llama of sixteens"].declared
+    plan = replace(exact("zero1", cluster), products="fp8", compute="bf16", master="fp32")
+    coded = replace(plan, wire={"refresh": {"package": "fp8"}})
+    matrices = sum(
+        math.prod(param.shape) for block in blocks if block.attends for param in block.params if param.is_matrix
+    )
+    scales = 4 * 7 * sum(block.attends for block in blocks)
+    before, after = (step_bytes(cluster, each, blocks, 2)[MessageClass.REFRESH, "package"] for each in (plan, coded))
+    assert before - after == matrices // 2 - scales
+    held, less = (build(cluster, each, blocks, 2, 20).state_bytes["params"] for each in (plan, coded))
+    assert held - less == matrices
+    assert coded.shares_scales
+    assert not replace(coded, products="fp8:row").shares_scales
+    assert not replace(coded, wire={"refresh": {"package": "fp8:128"}}).shares_scales
+    wide = replace(exact("zero1", cluster_of(2, 2)), products="fp8", compute="bf16", master="fp32")
+    mixed = replace(wide, wire={"refresh": {"node": "fp8", "package": "int8"}})
+    with pytest.raises(PlanError, match=r"wire\.refresh\.package = 'int8' with wire\.refresh\.node = 'fp8'"):
+        validate(cluster_of(2, 2), mixed, blocks)
 
 
 REFUSED = [

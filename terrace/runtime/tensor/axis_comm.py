@@ -35,6 +35,7 @@ from terrace.program.block_program.steps import ComputeKind
 from terrace.program.message import Transfer
 from terrace.program.resolve import line_transfer, number_transfer
 from terrace.runtime.in_block_comm import InBlockComm, InFlight
+from terrace.runtime.returning import is_returning, mark_returning
 
 Map = Callable[[Tensor], Tensor]
 
@@ -196,7 +197,8 @@ class AxisComm:
 
     def copy(self, x: Tensor) -> Tensor:
         """Pass x on; backward: all-reduce."""
-        return self._sent(x, _same, lambda gradient: self.all_reduce(gradient, ends_region=True))
+        same = self._sent(x, _same, lambda gradient: self.all_reduce(gradient, ends_region=True))
+        return mark_returning(same) if is_returning(x) else same
 
     def total(self, x: Tensor) -> Tensor:
         """All-reduce x; backward: nothing to send."""

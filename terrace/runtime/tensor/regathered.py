@@ -8,6 +8,7 @@ from torch import Tensor
 from terrace.plan.tensor_traffic import chunk_bounds
 from terrace.program.block_program.steps import ComputeKind
 from terrace.runtime.in_block_comm import InFlight
+from terrace.runtime.returning import mark_returning
 from terrace.runtime.tensor.axis_comm import AxisComm, mapped
 
 
@@ -22,7 +23,7 @@ class RegatheredInput:
     def __init__(self, drops: bool, num_chunks: int) -> None:
         self.num_chunks = num_chunks
         # Without a backward nothing needs the input again.
-        self._drops = drops and torch.is_grad_enabled()
+        self.drops = drops and torch.is_grad_enabled()
         self._refill: InFlight | None = None
         self._arriving: list[tuple[int, int, Tensor, InFlight]] = []  # parts under way: (start, stop, values, flight)
 
@@ -55,7 +56,7 @@ class RegatheredInput:
 
     def hold(self, whole: Tensor, x: Tensor) -> None:
         """Remember the input (n m, ...) and this rank's part of it, x (m, ...)."""
-        if self._drops:
+        if self.drops:
             self._part = x.detach()
             self._storage = whole.untyped_storage()
             self._num_bytes = self._storage.nbytes()
@@ -65,12 +66,12 @@ class RegatheredInput:
 
     def drop(self) -> None:
         """Free the whole input: the region's forward is done."""
-        if self._drops:
+        if self.drops:
             self._storage.resize_(0)
 
     def refill(self, comm: AxisComm) -> None:
         """Begin to gather it again."""
-        if self._drops:
+        if self.drops:
             # The same storage grows again, so views saved by autograd see the values.
             self._storage.resize_(self._num_bytes)
             self._refill = comm.start_gather(self._again, self._part)
@@ -99,7 +100,8 @@ def gather_input(x: Tensor, comm: AxisComm, held: RegatheredInput) -> Tensor:
         held.await_refilled(comm)
         return comm.reduce_scatter(gradient, ends_region=True)
 
-    return mapped(x, forward, backward)
+    whole = mapped(x, forward, backward)
+    return mark_returning(whole) if held.drops else whole
 
 
 def reduce_output(x: Tensor, comm: AxisComm, held: RegatheredInput) -> Tensor:
