@@ -91,10 +91,10 @@ devices. Without the early end of recomputation the second would be -2 %; but th
 request 96866 of torch, their column `Image`).
 
 Rows of long sequences, whose time is attention's, are within 4 %, so it is the products and what surrounds them that
-took longer there. The preset is not at fault: with the same constants NVIDIA's steps of a year later, below, have no
-bias. These rows are of 2023, when libraries for this device were young: in torch with cuBLAS 12.0, products of 2,048
-rows reached 743 TFLOP/s and those of more rows 543 to 550 (issue 100850 of torch). No price is taken from that: not all
-products of these rows were as slow.
+took longer there. NVIDIA's steps in bf16 of a year later, below, have no bias with the same share of products, so
+libraries are the likelier cause: these rows are of 2023, when those for this device were young: in torch with cuBLAS
+12.0, products of 2,048 rows reached 743 TFLOP/s and those of more rows 543 to 550 (issue 100850 of torch). No price is
+taken from that: not all products of these rows were as slow.
 
 Of the 3 to 8 % that rows of one model lose from 128 to 512 devices, the model has 1 %, and 3 of 8 where nothing is
 recomputed: the slowest clock of more devices, more steps of a ring, and less of a fabric beyond a scalable unit. Nearly

@@ -42,7 +42,7 @@ Commands show a predicted step with a band, `1.23 s +-8 %`. It is taken from the
 steps, with those of [predictions on a slow link](benchmarks/slow-predictions.md) and on [probed
 machines](probing.md#errors-of-predictions): of rows with the same generation of device, the same axes and at most four
 times more or fewer devices, 80 % miss by less. A row misses by the larger of both figures over the smaller, less one.
-NVIDIA's rows of one plan on several numbers of devices count once, by the largest miss. With fewer than five plans so
+NVIDIA's rows of one model, machine and precision count once, by the largest miss. With fewer than five plans so
 near, the band is that of 95 % of those that share an axis; with fewer than five of these, of the generation; and where
 it has fewer, of the generation that is missed most ([planning.md](planning.md#how-sure-a-prediction-is)).
 

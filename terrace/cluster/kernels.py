@@ -39,8 +39,8 @@ class Kernels:
     ) -> float:
         """Share of the peak that flash attention reaches with heads of `head_dim`, over `keys` keys a row.
 
-        With `flash2` of its version 2, which varlen attention and rings call. Kernels are tuned for heads of up to 128:
-        longer ones gain nothing (Shah et al. 2407.08608, figures 5 and 6).
+        With `flash2` of its version 2, which documents and windows take, and context ranks with long heads. Kernels are
+        tuned for heads of up to 128: longer ones gain nothing (Shah et al. 2407.08608, figures 5 and 6).
         """
         share = self.attention_backward if backward and self.attention_backward else self.attention
         head, half_head = min(head_dim, _TUNED_HEAD), self.attention_half_head

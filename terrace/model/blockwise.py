@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from terrace.model.attention import additive_mask
-from terrace.model.pair_kernels import KINDS, PLAIN, Gradients, Kernel, PairInputs, kernel_for, precise, side_by_side
+from terrace.model.pair_kernels import KINDS, Gradients, Kernel, PairInputs, kernels_for, precise, side_by_side
 
 Run = tuple[int, int]  # rows start ... stop - 1
 
@@ -179,8 +179,7 @@ def _kernel(pair: PairInputs) -> Kernel:
     )
     lengths = query.shape[2], pair.key.shape[2]
     assert kind != "causal" or lengths[0] == lengths[1], f"causal: {lengths[0]} queries, {lengths[1]} keys"
-    kernel = kernel_for(query.device, query.dtype)
-    return kernel if kernel.takes(query, kind) else PLAIN
+    return next(kernel for kernel in kernels_for(query.device, query.dtype) if kernel.takes(pair))
 
 
 def _overlap(runs: Sequence[Run]) -> bool:

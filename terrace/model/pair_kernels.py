@@ -8,9 +8,10 @@ which is given both over *all* keys of its queries (terrace.model.blockwise has 
              public. On a CPU for which oneDNN has no products of bf16 it gets fp32: its own loops are slow
     cudnn    cuDNN's, which torch's own attention takes from Hopper on, through operators that are not public either
 
-A kernel is used on a device in a dtype after it agreed with the reference there, which is tried once (`kernel_for`);
-if it disagrees, a warning says so and the next one takes its place, plain products last. `describe` names the kernel in
-use.
+A kernel is used on a device in a dtype after it agreed with the reference there, which is tried once (`kernels_for`);
+if it disagrees, a warning says so. Each pair is for the first of these that takes it, plain products last: cuDNN makes
+a graph for every new shape, which takes milliseconds, so it gets lengths that repeat alone, and flash attention those
+of documents. `describe` names the kernels in use.
 
 Shape legend: B batch, N query heads, K key-value heads, G = N / K, D head_dim, L queries, M keys, R queries at a time.
 """
@@ -18,9 +19,9 @@ Shape legend: B batch, N query heads, K key-value heads, G = N / K, D head_dim, 
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +36,9 @@ KINDS = ("full", "causal", "mask")
 _MAX_SCORES = 1 << 20
 
 # cuDNN's backward has heads of up to 128 on every device from Hopper on; longer ones are for flash attention 2.
-_MAX_CUDNN_HEAD, _HOPPER = 128, (9, 0)
+CUDNN_HEAD, _HOPPER = 128, (9, 0)
+# A length that is a multiple of it is taken for one that repeats: parts of whole rows are, documents hardly.
+CUDNN_LENGTHS = 128
 
 # Of the largest element. Half precision: weights rounded to 8 bits differ from those of 24 bits by a few 2^-8.
 _TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -63,7 +66,9 @@ class Kernel:
     name: str
     forward: Forward
     backward: Backward
-    takes: Callable[[Tensor, str], bool]  # whether queries of this shape and kind are for it; else plain products
+    takes: Callable[[PairInputs], bool]  # whether a pair is for it
+    lengths: tuple[int, int] = (5, 7)  # queries and keys of its trial: odd ones reach the cases in which kernels differ
+    head_dims: tuple[int, ...] = (16,)  # of its trial
 
 
 def precise(dtype: torch.dtype) -> torch.dtype:
@@ -208,45 +213,68 @@ def _cuda_backward(grad_out: Tensor, pair: PairInputs, out: Tensor, lse: Tensor)
 
 
 def _cudnn_forward(pair: PairInputs) -> tuple[Tensor, Tensor]:
-    if pair.query.shape[3] > _MAX_CUDNN_HEAD:
-        return _cuda_forward(pair)
-    assert pair.mask is None, "attention by cuDNN has no masks here"
     attend: Any = torch.ops.aten._scaled_dot_product_cudnn_attention
     out, lse = attend(*pair[:3], None, True, 0.0, pair.kind == "causal", False)[:2]
     return out, lse.view(lse.shape[:3])  # torch's has a last dim of 1
 
 
 def _cudnn_backward(grad_out: Tensor, pair: PairInputs, out: Tensor, lse: Tensor) -> Gradients:
-    if pair.query.shape[3] > _MAX_CUDNN_HEAD:
-        return _cuda_backward(grad_out, pair, out, lse)
-    assert pair.mask is None, "attention by cuDNN has no masks here"
     attend: Any = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
     unused = torch.empty((), dtype=torch.int64, device=pair.query.device)  # the state of dropout
     sizes = (None, None, pair.query.shape[2], pair.key.shape[2])
-    sums = lse.contiguous().unsqueeze(-1)
-    causal = pair.kind == "causal"
+    sums, causal = lse.contiguous().unsqueeze(-1), pair.kind == "causal"
     grads: Gradients = attend(grad_out, *pair[:3], out, sums, unused, unused, None, *sizes, 0.0, causal)
     return grads
 
 
-PLAIN = Kernel("plain products of torch", plain_forward, plain_backward, lambda query, kind: True)
+def _guarded_forward(pair: PairInputs) -> tuple[Tensor, Tensor]:
+    try:
+        return CUDNN.forward(pair)
+    except RuntimeError as error:
+        _tell_refused(error, pair)
+    return CUDA_FLASH.forward(pair)
+
+
+def _guarded_backward(grad_out: Tensor, pair: PairInputs, out: Tensor, lse: Tensor) -> Gradients:
+    try:
+        return CUDNN.backward(grad_out, pair, out, lse)
+    except RuntimeError as error:
+        _tell_refused(error, pair)
+    return CUDA_FLASH.backward(grad_out, pair, out, lse)
+
+
+def _tell_refused(error: RuntimeError, pair: PairInputs) -> None:
+    """Warn that cuDNN has no kernel for a shape that its trial did not have; raises what is no refusal."""
+    if isinstance(error, torch.OutOfMemoryError):
+        raise error
+    shapes = f"queries {tuple(pair.query.shape)}, keys {tuple(pair.key.shape)}"
+    warnings.warn(f"flash attention takes a pair that cuDNN refused ({shapes}): {first_line(error)}", stacklevel=3)
+
+
+def _repeats(pair: PairInputs) -> bool:
+    lengths = pair.query.shape[2], pair.key.shape[2]
+    regular = all(length % CUDNN_LENGTHS == 0 for length in lengths)
+    return regular and pair.kind != "mask" and pair.query.shape[3] % 8 == 0 and pair.query.shape[3] <= CUDNN_HEAD
+
+
+PLAIN = Kernel("plain products of torch", plain_forward, plain_backward, lambda pair: True)
 CPU_FLASH = Kernel(
-    "flash kernel of torch", _cpu_forward, _cpu_backward, lambda query, kind: not suits_plain_products(query)
+    "flash kernel of torch", _cpu_forward, _cpu_backward, lambda pair: not suits_plain_products(pair.query)
 )
 # Backward of 512 tokens, 8 heads of 64, bf16 (torch 2.13, one AVX2 core): 23 ms so, 256 ms if it is given bf16, 22 ms
 # of fp32; forward 9, 10 and 9 ms. At 64 tokens 0.7 ms for both, where plain products take 1.5 ms.
-CPU_FLASH_WIDE = Kernel("flash kernel of torch in float32", _wide_forward, _wide_backward, lambda query, kind: True)
+CPU_FLASH_WIDE = Kernel("flash kernel of torch in float32", _wide_forward, _wide_backward, lambda pair: True)
 CUDA_FLASH = Kernel(
     "flash kernel of torch, plain products under a mask",
     _cuda_forward,
     _cuda_backward,
-    lambda query, kind: kind != "mask" and query.shape[3] % 8 == 0 and query.shape[3] <= 256,
+    lambda pair: pair.kind != "mask" and pair.query.shape[3] % 8 == 0 and pair.query.shape[3] <= 256,
 )
 
 
-CUDNN = Kernel(
-    "cuDNN attention of torch, plain products under a mask", _cudnn_forward, _cudnn_backward, CUDA_FLASH.takes
-)
+CUDNN = Kernel("cuDNN attention of torch", _cudnn_forward, _cudnn_backward, _repeats, (128, 256), (64, CUDNN_HEAD))
+# The same after its trial: flash attention takes shapes that cuDNN refuses.
+CUDNN_OR_FLASH = replace(CUDNN, forward=_guarded_forward, backward=_guarded_backward)
 
 
 def _candidates(device: torch.device, dtype: torch.dtype) -> tuple[Kernel, ...]:
@@ -268,44 +296,47 @@ def _has_products(dtype: torch.dtype) -> bool:
 
 
 @cache
-def kernel_for(device: torch.device, dtype: torch.dtype) -> Kernel:
-    """The fastest kernel that agrees with the reference on a device, in a dtype; tried once.
+def kernels_for(device: torch.device, dtype: torch.dtype) -> tuple[Kernel, ...]:
+    """The kernels that agree with the reference on a device, in a dtype, the fastest first and the reference last.
 
-    Warns if an expected kernel is missing or wrong.
+    Each is tried once. Warns if an expected kernel is missing or wrong.
     """
     # Private operators may change with torch, so each is tried once before it is trusted.
+    found = []
     for kernel, other in pairwise((*_candidates(device, dtype), PLAIN)):
         wrong = disagreement(kernel, device, dtype)
-        if not wrong:
-            return kernel
-        warnings.warn(f"attention uses slower {other.name} ({device}, {dtype}): {wrong}", stacklevel=2)
-    return PLAIN
+        if wrong:
+            warnings.warn(f"attention uses slower {other.name} ({device}, {dtype}): {wrong}", stacklevel=2)
+        else:
+            found.append(CUDNN_OR_FLASH if kernel is CUDNN else kernel)
+    return (*found, PLAIN)
 
 
 def describe(device: torch.device, dtype: torch.dtype) -> str:
-    """Words that name the kernel of pairs on a device."""
-    name = str(dtype).removeprefix("torch.")
-    return f"{kernel_for(device, dtype).name} ({device}, {name})"
+    """Words that name the kernels of pairs on a device."""
+    name, kernels = str(dtype).removeprefix("torch."), kernels_for(device, dtype)
+    return f"{' or '.join(each.name for each in kernels[:-1] or kernels)} ({device}, {name})"
 
 
 @torch.no_grad()
 def disagreement(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> str:
-    """A kernel's error against the reference in words, or nothing: tiny pairs of every kind, forward and backward."""
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(length: int, heads: int) -> Tensor:
-        return torch.randn(1, length, heads, 16, generator=generator).to(device, dtype).transpose(1, 2)
-
-    # Odd sizes, grouped heads and an empty row reach the cases in which kernels differ.
-    hidden = torch.zeros(5, 7).masked_fill_(torch.ones(5, 7).tril(1) == 0, -torch.inf)
+    """A kernel's error against the reference in words, or nothing: small pairs of every kind, forward and backward."""
+    generator, (num_queries, num_keys) = torch.Generator().manual_seed(0), kernel.lengths
+    # An empty row reaches another case in which kernels differ.
+    hidden = torch.zeros(num_queries, num_keys).masked_fill_(torch.ones(num_queries, num_keys).tril(1) == 0, -torch.inf)
     hidden[2] = -torch.inf  # a query that sees nothing
     hidden = hidden.to(device, dtype)
-    for kind, num_queries, num_keys in (("full", 5, 7), ("causal", 6, 6), ("mask", 5, 7)):
-        query, key, value = normal(num_queries, 4), normal(num_keys, 2), normal(num_keys, 2)
-        if kind == "mask" and not kernel.takes(query, kind):
-            continue
+    kinds = (("full", num_queries), ("causal", num_keys), ("mask", num_queries))
+    for head_dim, (kind, length) in product(kernel.head_dims, kinds):
+
+        def normal(length: int, heads: int, head_dim: int = head_dim) -> Tensor:
+            return torch.randn(1, length, heads, head_dim, generator=generator).to(device, dtype).transpose(1, 2)
+
+        query, key, value = normal(length, 4), normal(num_keys, 2), normal(num_keys, 2)
         pair = PairInputs(query, key, value, kind, hidden if kind == "mask" else None)
-        grad, out = normal(num_queries, 4), normal(num_queries, 4)
+        if kind == "mask" and not kernel.takes(pair):
+            continue
+        grad, out = normal(length, 4), normal(length, 4)
         sums = plain_forward(pair)[1] + 0.5  # as if there were other keys
         try:
             found = [*kernel.forward(pair), *kernel.backward(grad, pair, out, sums)]

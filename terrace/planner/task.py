@@ -149,7 +149,7 @@ class Task:
     def ends(self) -> int:
         """How many virtual stages, of both ends, may have no block between look-ups and logits.
 
-        None where there are no logits, whose stage costs time.
+        0 without logits: a stage with nothing but look-ups would be idle.
         """
         if self.inner.stop in (0, len(self.kinds.order)):
             return 0

@@ -115,6 +115,8 @@ class LastEntered:
 
     def of(self, x: Tensor, counts: tuple[int, ...] | None, make: Callable[[], Entered]) -> Entered:
         """What `make` returned for x as it is now, called only for another one."""
+        if x.is_inference():  # it has no version
+            return make()
         key = id(x), x._version, counts
         # No other tensor has this id while the reference is alive, since the end of the tensor clears the key.
         if self._found is None or self._key != key:

@@ -30,7 +30,7 @@ from terrace.model.spec import BlockSpec, Computes
 from terrace.plan.state_formats import BLOCK_STATES, element_bytes
 from terrace.plan.wire import FORMATS
 from terrace.simulate.kernels import attention_s, gemm_s, memory_s, stream_s
-from terrace.simulate.masks import LONGEST_SHARED_HEAD, core_keys, work_in
+from terrace.simulate.masks import core_keys, spread_kernel, work_in
 from terrace.simulate.mixture import LAYER_OPERATORS, Divided, mixture_seconds
 from terrace.simulate.scaled import launches as scaled_launches
 from terrace.simulate.scaled import matrices_of, scaled_seconds
@@ -242,9 +242,7 @@ def core_rounds(device: Device, work: Work) -> tuple[tuple[float, float], tuple[
     counted in the first one, and later rounds have none for messages to hide behind.
     """
     keys, causal = core_keys(work, device.backend)
-    # Ranks that attend together call kernels that give log-sums: torch's own, or flash attention 2.
-    long = work.model.head_dim > LONGEST_SHARED_HEAD
-    kernel = ("varlen" if long else "sdpa") if work.is_spread else work.kernel_on(device.backend)
+    kernel = spread_kernel(work) if work.is_spread else work.kernel_on(device.backend)
     queries = math.ceil(work.attended / work.micro_batch)  # tokens of one row on this rank
     windowed = 0 < work.model.sliding_window < work.sequence
     first = attention_s(

@@ -9,7 +9,7 @@ them is counted at its upper bound: in bf16 on a CPU as if all pieces were plain
 
 from dataclasses import replace
 
-from terrace.model.attention_kernel import AttentionCase, AttentionChoice, expected
+from terrace.model.attention_kernel import AttentionCase, AttentionChoice, AttentionKernel, expected
 from terrace.model.config import DecoderBlock, ModelConfig
 from terrace.model.spec import BlockSpec
 from terrace.plan.wire import FORMATS
@@ -18,10 +18,11 @@ from terrace.simulate.work import Work
 # `terrace.model.attention` attends with plain products in bf16 on a CPU up to this length; a test compares the two.
 CPU_PLAIN_SEQUENCE = 128
 _LONGEST_FLASH_HEAD = 256
-LONGEST_SHARED_HEAD = 128  # of context ranks that attend by torch's own kernel; a test compares it, too
 CPU_SHORT_PIECE = 64  # likewise: tokens of short documents attended together, and the smallest piece under a window
 
 FLEX_BLOCK = 128  # of `terrace.model.block_masks`, likewise
+# Of terrace.model.pair_kernels, likewise: the longest head, and the multiples of lengths, that cuDNN gets there.
+CUDNN_HEAD, CUDNN_LENGTHS = 128, 128
 
 
 def piece_tokens(window: int, sequence: int) -> int:
@@ -54,6 +55,16 @@ def core_keys(work: Work, backend: str) -> tuple[int, bool]:
         return sequence, False
     # The first piece sees its own keys, each later piece also the piece before.
     return (length + 2 * (sequence - length)) * length // sequence, False
+
+
+def spread_kernel(work: Work) -> AttentionKernel:
+    """The kernel of ranks that attend together, by terrace.model.pair_kernels: torch's own, or flash attention 2.
+
+    Both give the logarithms of the sums. A ring rank has two parts of every row.
+    """
+    length = work.sequence // (2 * work.ring if work.ring > 1 else 1)
+    repeats = not work.documents and length % CUDNN_LENGTHS == 0
+    return "sdpa" if repeats and work.model.head_dim <= CUDNN_HEAD else "varlen"
 
 
 def has_flash_attention(

@@ -24,12 +24,13 @@ from terrace.model.pair_kernels import (
     CPU_FLASH_WIDE,
     CUDA_FLASH,
     CUDNN,
+    CUDNN_OR_FLASH,
     PLAIN,
     Kernel,
     PairInputs,
     describe,
     disagreement,
-    kernel_for,
+    kernels_for,
 )
 
 pytestmark = pytest.mark.timeout(120)
@@ -72,15 +73,15 @@ def furthest(found: Found, wanted: Found) -> float:
 def _forget_choices() -> Iterator[None]:
     """Whatever a test has put in the place of a kernel, others choose anew."""
     yield
-    kernel_for.cache_clear()
+    kernels_for.cache_clear()
 
 
 @contextmanager
 def only(kernel: Kernel, max_scores: int = 1 << 20) -> Iterator[None]:
     """Have pairs of all kinds computed by one kernel."""
-    kernel = replace(kernel, takes=lambda query, kind: True)
+    kernel = replace(kernel, takes=lambda pair: True)
     with ExitStack() as stack:
-        stack.enter_context(patch.object(blockwise, "kernel_for", return_value=kernel))
+        stack.enter_context(patch.object(blockwise, "kernels_for", return_value=(kernel,)))
         stack.enter_context(patch.object(pair_kernels, "_MAX_SCORES", max_scores))
         yield
 
@@ -213,7 +214,7 @@ def test_flash_kernel_and_plain_products_agree(dtype: torch.dtype, num_kv_heads:
 def test_the_kernel_is_chosen_by_a_trial_and_said() -> None:
     cpu = torch.device("cpu")
     for has, name in ((True, "flash kernel of torch"), (False, "flash kernel of torch in float32")):
-        kernel_for.cache_clear()
+        kernels_for.cache_clear()
         with patch.object(pair_kernels, "_has_products", return_value=has):
             assert describe(cpu, torch.bfloat16) == f"{name} (cpu, bfloat16)"
             assert describe(cpu, torch.float32) == "flash kernel of torch (cpu, float32)"
@@ -231,14 +232,14 @@ def test_the_kernel_is_chosen_by_a_trial_and_said() -> None:
         raise AttributeError("no attribute '_flash'")
 
     for forward, words in ((off, r"differs from the reference \(lse of a full pair\)"), (missing, "no attribute")):
-        kernel_for.cache_clear()
+        kernels_for.cache_clear()
         damaged = replace(CPU_FLASH, forward=forward)
         with patch.object(pair_kernels, "CPU_FLASH", damaged), pytest.warns(UserWarning, match=words):
-            assert kernel_for(cpu, torch.float32) is PLAIN
-        kernel_for.cache_clear()
+            assert kernels_for(cpu, torch.float32) == (PLAIN,)
+        kernels_for.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert kernel_for(cpu, torch.float32) is CPU_FLASH
+        assert kernels_for(cpu, torch.float32) == (CPU_FLASH, PLAIN)
 
 
 def test_a_kernel_that_disagrees_leaves_its_place_to_the_next() -> None:
@@ -248,31 +249,66 @@ def test_a_kernel_that_disagrees_leaves_its_place_to_the_next() -> None:
     def missing(pair: PairInputs) -> tuple[Tensor, Tensor]:
         raise RuntimeError("No execution plans support the graph.\nmore")
 
-    kernel_for.cache_clear()
+    kernels_for.cache_clear()
     with (
         patch.object(pair_kernels, "_candidates", lambda *asked: (replace(CUDNN, forward=missing), CPU_FLASH)),
         pytest.warns(
             UserWarning, match=r"slower flash kernel of torch .*: cuDNN .* failed: RuntimeError: No execution"
         ),
     ):
-        assert kernel_for(cpu, torch.float32) is CPU_FLASH
-    kernel_for.cache_clear()
+        assert kernels_for(cpu, torch.float32) == (CPU_FLASH, PLAIN)
+    kernels_for.cache_clear()
     for capability, found in (((8, 0), (CUDA_FLASH,)), ((9, 0), (CUDNN, CUDA_FLASH)), ((10, 0), (CUDNN, CUDA_FLASH))):
         with patch.object(torch.cuda, "get_device_capability", lambda device, capability=capability: capability):
             assert pair_kernels._candidates(torch.device("cuda"), torch.bfloat16) == found
 
 
-@pytest.mark.parametrize("size", [128, 256])
-def test_operators_of_cudnn_are_called_as_torch_declares_them(size: int) -> None:
-    """On the device without memory, which knows shapes alone; heads beyond 128 go to flash attention 2."""
-    query, key = (
-        torch.empty(2, length, heads, size, device="meta").transpose(1, 2) for length, heads in ((6, 4), (8, 2))
-    )
-    query, key = query.bfloat16(), key.bfloat16()
+def empty(length: int, heads: int, size: int = 128) -> Tensor:
+    """On the device without memory, which knows shapes alone."""
+    return torch.empty(2, length, heads, size, device="meta", dtype=torch.bfloat16).transpose(1, 2)
+
+
+def test_operators_of_cudnn_are_called_as_torch_declares_them() -> None:
+    query, key = empty(6, 4), empty(8, 2)
     pair = PairInputs(query, key, key, "full")
     out, lse = CUDNN.forward(pair)
     assert (out.shape, out.stride(), lse.shape, lse.dtype) == (query.shape, query.stride(), (2, 4, 6), torch.float32)
     assert [part.shape for part in CUDNN.backward(out, pair, out, lse)] == [query.shape, key.shape, key.shape]
+
+
+def test_cudnn_gets_lengths_that_repeat_and_short_heads_alone() -> None:
+    """It makes a graph for every new shape, and documents have any."""
+    for (queries, keys, size), takes in (
+        ((256, 384, 128), True),
+        ((256, 300, 128), False),
+        ((200, 256, 64), False),
+        ((256, 256, 256), False),
+    ):
+        assert CUDNN.takes(PairInputs(empty(queries, 4, size), *[empty(keys, 2, size)] * 2, "full")) is takes
+    masked = PairInputs(empty(256, 4), empty(256, 2), empty(256, 2), "mask", torch.empty(256, 256, device="meta"))
+    assert not CUDNN.takes(masked)
+
+
+def test_flash_attention_takes_shapes_that_cudnn_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After its trial, with a warning; memory that runs out is no refusal."""
+    pair = PairInputs(empty(256, 4), empty(256, 2), empty(256, 2), "full")
+    taken = CUDA_FLASH.forward(pair)
+
+    def failing(error: Exception) -> Kernel:
+        def fail(*given: Any) -> Any:
+            raise error
+
+        return replace(CUDNN, forward=fail, backward=fail)
+
+    monkeypatch.setattr(pair_kernels, "CUDNN", failing(RuntimeError("No execution plans support the graph.\nmore")))
+    with pytest.warns(UserWarning, match=r"cuDNN refused \(queries \(2, 4, 256, 128\), .*: No execution plans"):
+        out, lse = CUDNN_OR_FLASH.forward(pair)
+    assert (out.shape, lse.shape) == (taken[0].shape, taken[1].shape)
+    with pytest.warns(UserWarning, match="cuDNN refused"):
+        assert len(CUDNN_OR_FLASH.backward(out, pair, out, lse)) == 3
+    monkeypatch.setattr(pair_kernels, "CUDNN", failing(torch.OutOfMemoryError("full")))
+    with pytest.raises(torch.OutOfMemoryError):
+        CUDNN_OR_FLASH.forward(pair)
 
 
 def test_a_plan_from_outside_attends_itself() -> None:
@@ -296,7 +332,7 @@ def test_attention_on_cuda_agrees(kernel: Kernel, dtype: torch.dtype, monkeypatc
     if kernel not in pair_kernels._candidates(device, dtype):
         pytest.skip(f"{torch.cuda.get_device_name()} is not given {kernel.name}")
     assert disagreement(kernel, device, dtype) == ""
-    monkeypatch.setattr(blockwise, "kernel_for", lambda *asked: kernel)
+    monkeypatch.setattr(blockwise, "kernels_for", lambda *asked: (replace(kernel, takes=lambda pair: True),))
     num, begins = 300, [70, 231]
     query, grad = (normal(num, 4, dtype, seed=seed, size=64).cuda() for seed in (0, 1))
     key, value = (normal(num, 2, dtype, seed=seed, size=64).cuda() for seed in (2, 3))

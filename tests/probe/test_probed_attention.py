@@ -84,3 +84,11 @@ def test_rows_of_one_length_leave_the_keys_of_the_preset() -> None:
     assert device.kernels.attention_half_keys == start.device.kernels.attention_half_keys
     assert device.kernels.attention == pytest.approx(start.device.kernels.attention, rel=0.01)
     assert device.marks["kernels.attention_half_keys"] == "preset"
+
+
+def test_products_in_8_bits_stay_as_much_of_the_others_as_in_the_preset() -> None:
+    preset = load_cluster("dgx-h100").device.kernels
+    _, probed = _probed("dgx-h100", replace(preset, gemm=0.6))
+    found = probed.cluster.device.kernels
+    assert found.gemm == pytest.approx(0.6, rel=0.03)
+    assert found.gemm_fp8 / found.gemm == pytest.approx(preset.gemm_fp8 / preset.gemm)

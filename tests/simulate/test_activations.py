@@ -22,7 +22,7 @@ from terrace.plan.recompute import OPERATIONS
 from terrace.runtime.head import chunked_head
 from terrace.runtime.replay import Replays
 from terrace.simulate.activations import BlockActivations, block_activation_bytes
-from terrace.simulate.masks import CPU_PLAIN_SEQUENCE, LONGEST_SHARED_HEAD
+from terrace.simulate.masks import CPU_PLAIN_SEQUENCE, CUDNN_HEAD, CUDNN_LENGTHS
 from terrace.simulate.tape import INPUT, OUTPUT, Operation, backward_peak, forward_peak, kept_by_operation
 from terrace.simulate.work import Work
 from tests.support.activations import BATCH, DTYPES, GPT2, HIDDEN, MODELS, VOCAB, rotary_tables
@@ -217,7 +217,7 @@ def test_plain_products_in_bf16(name: str) -> None:
     # Wider: a CPU without products of bf16 keeps other temporaries in the backward than one that has them.
     assert predicted.backward_peak_bytes == pytest.approx(backward, rel=0.15)
     assert CPU_PLAIN_SEQUENCE == SHORT_SEQUENCE
-    assert LONGEST_SHARED_HEAD == pair_kernels._MAX_CUDNN_HEAD
+    assert (CUDNN_HEAD, CUDNN_LENGTHS) == (pair_kernels.CUDNN_HEAD, pair_kernels.CUDNN_LENGTHS)
 
 
 OPERATIONS_OF_CASES = [("attention",), ("mlp",), ("norms",), OPERATIONS]
