@@ -284,7 +284,8 @@ def test_cudnn_gets_lengths_that_repeat_and_short_heads_alone() -> None:
         ((200, 256, 64), False),
         ((256, 256, 256), False),
     ):
-        assert CUDNN.takes(PairInputs(empty(queries, 4, size), *[empty(keys, 2, size)] * 2, "full")) is takes
+        key = empty(keys, 2, size)
+        assert CUDNN.takes(PairInputs(empty(queries, 4, size), key, key, "full")) is takes
     masked = PairInputs(empty(256, 4), empty(256, 2), empty(256, 2), "mask", torch.empty(256, 256, device="meta"))
     assert not CUDNN.takes(masked)
 
