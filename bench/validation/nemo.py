@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
+from bench.models import llama_of
 from bench.validation.rows import Row, Table, gpt, read_rows
 from bench.validation.software import cudnn_of_2024
 from terrace.cluster.cluster import Cluster, Device
 from terrace.cluster.presets import load_cluster
-from terrace.model.config import ModelConfig, block_specs, parse_model
+from terrace.model.config import ModelConfig, block_specs
 from terrace.plan.presets import preset
 from terrace.simulate.cost import Costs, step_costs
 from terrace.simulate.footprint import work_of
@@ -189,19 +190,7 @@ def _models() -> dict[str, tuple[ModelConfig, int]]:
 
 
 def _llama(hidden: int, layers: int, heads: int, inner: int, vocab: int = 128256) -> ModelConfig:
-    return parse_model(
-        {
-            "model_type": "llama",
-            "vocab_size": vocab,
-            "hidden_size": hidden,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": 8,
-            "intermediate_size": inner,
-            "max_position_embeddings": 8192,
-            "tie_word_embeddings": False,
-        }
-    )
+    return llama_of(hidden, layers, heads, 8, inner, vocab, max_position_embeddings=8192, tie_word_embeddings=False)
 
 
 def with_fp8(costs: Costs, device: Device, work: Work, precision: str) -> Costs:
