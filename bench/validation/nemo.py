@@ -57,10 +57,9 @@ to quantise are in no row.
 """
 
 _BLACKWELL_TEXT = """
-As above, with the presets `gb200-nvl72` (64 devices of a rack are used) and `dgx-b200`. Of
-release 25.08 there are two steps, the example of a later recipe. The 405B in bf16 is missed by 12 %, which is not
-explained. On these devices a product takes operands in any order of dims,
-so that nothing is transposed.
+As above, with the presets `gb200-nvl72` (64 devices of a rack are used) and `dgx-b200`. Of release 25.08 there are two
+steps, the example of a later recipe. The 405B in bf16 is missed by 12 %, which is not explained. On these devices a
+product takes operands in any order of dims, so that nothing is transposed.
 """
 
 
