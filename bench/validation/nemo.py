@@ -41,9 +41,9 @@ GPT-3, Nemotron's partial RoPE and the kernels of its squared ReLU.
 
 These rows taught two things. They were modelled 4.4 % too short in the mean, 0.8 to 10.5 % by model and width, while
 the preset had a share of products between that of a moment and that of a step; it has now what a profile of single
-kernels holds ([clusters.md](clusters.md#presets)). And a wide job of 2024 loses little: 1.5 to 2.7 % from the fewest to
-the most devices of a plan, 4 to 128 times as many, of which the model has 0.6 to 2.6. The 340B, with 16 micro-batches a
-step, loses 5.0 %, of which the model has 1.7.
+kernels holds ([clusters.md](clusters.md#presets)). And a wide job of 2024 loses little: 1.5 to 2.7 % from the fewest
+to the most devices of a plan, 4 to 128 times as many, where the model predicts 0.6 to 2.6 %. The 340B, with 16
+micro-batches a step, loses 5.0 %; the model predicts 1.7 %.
 """
 
 _FP8_TEXT = """
