@@ -16,7 +16,8 @@ it once. In bytes an element, and kernels:
     input gradient     codes of dy, those of W transposed, and those of dy over tokens as of x
     weight gradient    nothing more; where nothing is added, it is copied into its place, 2e an element of W
 
-A weight held as codes is not quantised: it costs 2 bytes an element where it is turned. On a CPU the product itself is one in fp32.
+A weight held as codes is not quantised: it costs 2 bytes an element where it is turned. On a CPU the
+product itself is one in fp32.
 """
 
 from collections.abc import Sequence
