@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from terrace.base.errors import CheckpointError, ConfigError
-from terrace.base.schema import read_table
-from terrace.train.config import RunConfig, parse_run
-from terrace.train.folder import BYTES, SOURCE, check_source, no_run_words
+from terrace.train.folder import BYTES, check_source
+from terrace.train.runs import RunFolder, read_run
 
 if TYPE_CHECKING:
     from terrace.checkpoint.reading import Checkpoint
@@ -26,7 +25,7 @@ def add_parser(commands: Any) -> None:
         "the tokenizer of the run. With --format dcp, as one that torch.distributed.checkpoint loads, with AdamW's "
         "states.",
     )
-    parser.add_argument("folder", metavar="RUN", type=Path, help="run folder that terrace train has left")
+    parser.add_argument("folder", metavar="RUN", type=Path, help="run folder that terrace train or terrace rl has left")
     parser.add_argument("path", metavar="PATH", type=Path, help="folder to make; it must not be there, or be empty")
     parser.add_argument("--step", type=int, metavar="N", help="the checkpoint after this step (default: the newest)")
     parser.add_argument(
@@ -72,54 +71,51 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     _check_together(options)
     if options.shard_bytes is not None and options.shard_bytes < 1:
         raise ConfigError(f"--shard-bytes {options.shard_bytes} must be at least 1")
-    if not (options.folder / "config.toml").is_file():
-        raise CheckpointError(no_run_words(options.folder))
-    config = parse_run(read_table(options.folder / "config.toml"))
-    from terrace.checkpoint.reading import Checkpoint
+    run = read_run(options.folder)
     from terrace.train.export import export_adapter
 
-    checkpoint = Checkpoint(_chosen(options.folder, options.step))
+    checkpoint = _chosen(run, options.step)
     # A damaged checkpoint must not become a model that looks sound.
     checkpoint.verify()
     if options.adapter:
-        base = config.train.weights if options.base is None else options.base
+        base = run.base if options.base is None else options.base
         written = export_adapter(checkpoint, options.path, base)
-        print(f"wrote {options.path}, the adapters after step {checkpoint.step}: {', '.join(written)}")
+        print(f"wrote {options.path}, the adapters after step {run.step_of(checkpoint)}: {', '.join(written)}")
         return 0
     check_source(options.folder)
-    written, dtype = (_export_dcp if options.format == DCP else _export_hf)(options, config, checkpoint)
+    written, dtype = (_export_dcp if options.format == DCP else _export_hf)(options, run, checkpoint)
     # A run on bytes has no tokenizer file; say so, since generating elsewhere needs one.
     if "tokenizer.json" not in written:
         print(
-            f"no tokenizer: the run was trained on {config.data.tokenizer}; generate and eval take the folder with "
-            f"--tokenizer {config.data.tokenizer}"
+            f"no tokenizer: the run was trained on {run.tokenizer}; generate and eval take the folder with "
+            f"--tokenizer {run.tokenizer}"
         )
-    print(f"wrote {options.path}, the model after step {checkpoint.step} in {dtype}: {', '.join(written)}")
+    print(f"wrote {options.path}, the model after step {run.step_of(checkpoint)} in {dtype}: {', '.join(written)}")
     return 0
 
 
-def _export_hf(options: argparse.Namespace, config: RunConfig, checkpoint: "Checkpoint") -> tuple[list[str], str]:
+def _export_hf(options: argparse.Namespace, run: RunFolder, checkpoint: "Checkpoint") -> tuple[list[str], str]:
     from terrace.train.export import export
 
-    source, dtype = options.folder / SOURCE, options.dtype or config.plan.compute
-    shard_bytes, end = options.shard_bytes or SHARD_BYTES, _end_of_text(config, source)
+    source, dtype = run.source, options.dtype or run.compute
+    shard_bytes, end = options.shard_bytes or SHARD_BYTES, _end_of_text(run)
     return export(checkpoint, options.path, dtype, shard_bytes, source if source.is_dir() else None, end), dtype
 
 
-def _export_dcp(options: argparse.Namespace, config: RunConfig, checkpoint: "Checkpoint") -> tuple[list[str], str]:
+def _export_dcp(options: argparse.Namespace, run: RunFolder, checkpoint: "Checkpoint") -> tuple[list[str], str]:
     from terrace.train.export_dcp import DcpExport, export_dcp, stored_dtype
 
-    source = options.folder / SOURCE
+    source = run.source
     wanted = DcpExport(
         dtype=options.dtype,
         naming=options.names or NAMINGS[0],
         states=not options.weights_only,
         file_bytes=options.shard_bytes or SHARD_BYTES,
         source=source if source.is_dir() else None,
-        end_of_text=_end_of_text(config, source),
+        end_of_text=_end_of_text(run),
     )
     beside = "" if options.weights_only else ", with the states of adamw"
-    return export_dcp(checkpoint, config, options.path, wanted), (options.dtype or stored_dtype(checkpoint)) + beside
+    return export_dcp(checkpoint, run, options.path, wanted), (options.dtype or stored_dtype(checkpoint)) + beside
 
 
 def _check_together(options: argparse.Namespace) -> None:
@@ -138,26 +134,26 @@ def _check_together(options: argparse.Namespace) -> None:
         raise ConfigError(f"--base {options.base} has no effect without --adapter: leave it out")
 
 
-def _chosen(folder: Path, step: int | None) -> Path:
-    from terrace.checkpoint.layout import complete, latest, step_of
+def _chosen(run: RunFolder, step: int | None) -> "Checkpoint":
+    from terrace.checkpoint.layout import complete, latest
+    from terrace.checkpoint.reading import Checkpoint
 
-    found = complete(folder / "checkpoints")
-    newest = latest(folder)
+    newest = latest(run.saves)
     if newest is None:
-        raise CheckpointError(f"{folder} has no complete checkpoint yet")
+        raise CheckpointError(f"{run.folder} has no complete checkpoint yet")
     if step is None:
-        return newest
-    for path in found:
-        if step_of(path) == step:
-            return path
-    there = ", ".join(str(step_of(path)) for path in found)
-    raise CheckpointError(f"{folder} has no checkpoint after step {step}, but after {there}: name one of these")
+        return Checkpoint(newest)
+    found = {run.step_of(each): each for each in map(Checkpoint, complete(run.saves / "checkpoints"))}
+    if step in found:
+        return found[step]
+    there = ", ".join(map(str, found))
+    raise CheckpointError(f"{run.folder} has no checkpoint after step {step}, but after {there}: name one of these")
 
 
-def _end_of_text(config: RunConfig, source: Path) -> int | None:
+def _end_of_text(run: RunFolder) -> int | None:
     # The run's own tokenizer knows which token ended a document in training.
     from terrace.data.tokenizer import load_tokenizer
 
-    if config.data.tokenizer == BYTES:
+    if run.tokenizer == BYTES:
         return load_tokenizer(BYTES).text_tokens.end
-    return load_tokenizer(source).text_tokens.end if (source / "tokenizer.json").is_file() else None
+    return load_tokenizer(run.source).text_tokens.end if (run.source / "tokenizer.json").is_file() else None

@@ -1,9 +1,13 @@
 """The command that starts the ranks of a cluster on its machines."""
 
 import math
+import sys
 
+from terrace.base.errors import ConfigError
 from terrace.cluster.cluster import Cluster
+from terrace.launch.launchers import launcher_of, rank_of
 from terrace.launch.machines import MACHINE_TIERS
+from terrace.probe.environment import variables_here
 
 
 def num_machines(cluster: Cluster) -> int:
@@ -20,3 +24,21 @@ def torchrun(cluster: Cluster, command: str) -> str:
     if nodes > 1:
         places = f"--nnodes {nodes} {places} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
     return f"torchrun {places} -m terrace {command}"
+
+
+def check_alone(command: str, instead: str = "") -> None:
+    """Refuse a command that starts its ranks itself under a launcher, each process of which would start all of them.
+
+    Raises `ConfigError` on rank 0, and ends the other ranks; `instead` says how other machines take part.
+    """
+    variables = variables_here()
+    launcher = launcher_of(variables)
+    if launcher is None or variables[launcher.world_size] == "1":
+        return
+    if rank_of(variables) != "0":
+        sys.exit(2)
+    raise ConfigError(
+        f"terrace {command} starts its ranks itself, and {launcher.name} started {variables[launcher.world_size]} "
+        f"processes of it ({launcher.world_size}={variables[launcher.world_size]}): start it once, without a launcher "
+        f"(in a job of Slurm with --ntasks 1){f'; {instead}' if instead else ''}"
+    )

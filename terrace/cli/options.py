@@ -4,6 +4,7 @@ import argparse
 import os
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import ConfigError
@@ -20,6 +21,17 @@ OVERRIDES_HELP = (
     "Any key can be set as --section.key VALUE, e.g. --train.steps 500 --cluster.tiers.system.size 4. The config.toml "
     "in a run folder shows the keys of a run."
 )
+
+
+AUTO = "auto"  # of --resume
+
+
+def resumed(options: argparse.Namespace) -> tuple[Path | None, bool]:
+    """(The run folder of --resume, whether a run in --folder goes on if there is one)."""
+    going_on = options.resume == AUTO
+    if going_on and options.folder is None:
+        raise ConfigError("--resume auto needs a folder: give --folder FOLDER")
+    return None if going_on or options.resume is None else Path(options.resume), going_on
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:

@@ -27,8 +27,7 @@ from terrace.data.eval_batches import EvalSource
 from terrace.data.prepared import compare_facts, prepare_eval_sources, prepare_sources
 from terrace.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer, trained_otherwise
 from terrace.launch.socket_folder import clear_abandoned
-from terrace.model.config import to_table
-from terrace.model.hf.mixtures import OWN_KEYS
+from terrace.launch.start import is_restarted
 from terrace.model.liger import why_missing
 from terrace.plan.layout import Layout
 from terrace.report.tables import quantity
@@ -36,7 +35,7 @@ from terrace.runtime.compiled import check_compiler
 from terrace.train.adapted import FACT, fact_of
 from terrace.train.config import RunConfig, run_toml
 from terrace.train.effects import why_no_sample
-from terrace.train.facts import OBJECTIVE
+from terrace.train.facts import OBJECTIVE, check_facts, model_facts
 from terrace.train.folder import SOURCE, check_tokenizer, check_weights, source_files
 from terrace.train.job import RunJob
 from terrace.train.lock import folder_lock
@@ -46,10 +45,32 @@ from terrace.train.trackers import check_installed
 from terrace.train.validation import eval_batches_of
 
 _RUNS = Path("runs")
+OF_NUMBERS = ("train", "optimizer", "plan", "lora", "balance")  # sections of a run that may change its numbers
 
 
 class CompleteError(CheckpointError):
     """The run has made all its steps."""
+
+
+def goes_on(folder: Path | None, resume: Path | None, asked: bool) -> bool:
+    """Whether a run in `folder` is continued if there is one: as `asked`, and where a launcher starts it once more."""
+    return asked or (folder is not None and resume is None and is_restarted())
+
+
+def check_left(folder: Path, done: int, steps: int, key: str) -> None:
+    """Raise `CompleteError` where the checkpoint in `folder` is after the last of a run's `steps`, which `key` sets."""
+    if done >= steps:
+        raise CompleteError(
+            f"{folder} is after step {done} of {steps}, so nothing is left to train: ask for more with --{key} N"
+        )
+
+
+def say_complete(complete: CompleteError, going_on: bool) -> None:
+    """Say that a run is complete; raises it where the user asked for more."""
+    # A launcher may restart a complete run once too often; a user gets an error with the fix.
+    if not going_on:
+        raise complete
+    print(complete, flush=True)
 
 
 def prepare(
@@ -67,7 +88,7 @@ def prepare(
     """
     there = resume or (folder if going_on and folder is not None and (folder / "config.toml").is_file() else None)
     if there is not None:
-        _tidy(there)
+        tidy(there, [there])
     # A run that ended before its first checkpoint has nothing to resume, and begins again in its folder.
     if going_on and folder is not None and (memory is not None or complete(folder / "checkpoints")):
         resume = folder
@@ -96,17 +117,15 @@ def prepare(
     if config.train.prompt is not None and not why_no_sample(config):
         sample_prompt(config, sources, tokenizer)  # refused now rather than at the end
     checkpoint = None if resume is None else _to_resume(resume, config, sources, tokenizer, memory)
-    if checkpoint is not None and checkpoint.step >= config.train.steps:
-        raise CompleteError(
-            f"{checkpoint.folder} is after step {checkpoint.step} of {config.train.steps}, so nothing is left to "
-            "train: ask for more with --train.steps N"
-        )
+    if checkpoint is not None:
+        check_left(checkpoint.folder, checkpoint.step, config.train.steps, "train.steps")
     _check_disk(resume or folder or _RUNS, config)
-    carried = source_files(config, tokenizer) if resume is None else {}
+    template = config.data.chat_template
+    carried = {} if resume else source_files(config.train.weights, config.data.tokenizer, template, tokenizer)
     is_new = there is None
     chosen = resume or new_folder(folder, going_on)
     # A file of an earlier start is replaced by rank 0, once the ranks are ready and it holds the folder.
-    earlier = _earlier(chosen)
+    earlier = earlier_table(chosen)
     try:
         with folder_lock(chosen):
             for name, content in carried.items():
@@ -171,21 +190,28 @@ def _sources(config: RunConfig, tokenizer: Tokenizer) -> tuple[tuple[Source, ...
     return sources, evaluated
 
 
-def _tidy(folder: Path) -> None:
-    # Also for a run that has nothing left to train and so starts no ranks, which would do the same.
+def tidy(folder: Path, saves: Sequence[Path]) -> None:
+    """Remove what a killed run left in its folder, whose checkpoints are in the folders `saves`.
+
+    Also for a run that has nothing left to train and so starts no ranks, which would do the same. Raises
+    `CheckpointError` where another run writes there.
+    """
     clear_abandoned(Path(tempfile.gettempdir()))
     # Fails if another run writes there: its rank 0 holds the lock to the end.
     with folder_lock(folder):
         remove_abandoned(folder)
-        # Also for a run that has nothing left to train, which was killed after its last checkpoint.
-        if (folder / "checkpoints").is_dir():
-            try:
-                clear_leftovers(folder / "checkpoints")
-            except OSError as error:
-                raise _unusable(folder, error) from error
+        for each in saves:
+            # Also for a run that has nothing left to train, which was killed after its last checkpoint.
+            if (each / "checkpoints").is_dir():
+                try:
+                    clear_leftovers(each / "checkpoints")
+                except OSError as error:
+                    raise _unusable(folder, error) from error
 
 
-def changes(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> tuple[str, ...]:
+def changes(
+    old: Mapping[str, Any] | None, new: Mapping[str, Any], sections: Sequence[str] = OF_NUMBERS
+) -> tuple[str, ...]:
     """Settings of a resumed run that may change its numbers and differ from the earlier start's: `key old -> new`.
 
     Data, model and ranks are compared with the checkpoint, and named elsewhere.
@@ -193,7 +219,7 @@ def changes(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> tuple[str,
     if not old:
         return ("the settings of the earlier start cannot be read, so changes of them are not known",)
     found = []
-    for section in ("train", "optimizer", "plan", "lora", "balance"):
+    for section in sections:
         before, after = (_flat(table.get(section, {}), section) for table in (old, new))
         for key in sorted(before.keys() | after.keys()):
             values = (before.get(key), after.get(key))
@@ -210,8 +236,8 @@ def _flat(table: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return flat
 
 
-def _earlier(folder: Path) -> dict[str, Any] | None:
-    # None: no earlier start has left its configuration. A file that cannot be read counts as one without keys.
+def earlier_table(folder: Path) -> dict[str, Any] | None:
+    """The settings of a run's earlier start; None where there was none, without keys where they cannot be read."""
     path = folder / "config.toml"
     try:
         return read_table(path) if path.is_file() and path.stat().st_size else None
@@ -235,7 +261,6 @@ def check_same_run(checkpoint: Checkpoint, config: RunConfig, sources: Sequence[
     folder = checkpoint.folder
     check_model(folder, checkpoint.layout, config.blocks(), config.optimizer)
     # Every fact that decides the sequence of batches or the model must be the same.
-    stored = dict(checkpoint.facts.get("model", {}))
     here: dict[str, Any] = {
         "tokenizer": tokenizer.fingerprint,
         "seed": config.train.seed,
@@ -245,21 +270,12 @@ def check_same_run(checkpoint: Checkpoint, config: RunConfig, sources: Sequence[
         OBJECTIVE: config.train.objective if config.on_pairs else None,
     }
     there = {name: checkpoint.facts.get(name) for name in here}
-    model = to_table(config.model)
-    # A key that one of them leaves out, such as a gate that is the family's own, is another value too.
-    for name in (*model, *(stored.keys() - model.keys())):
-        there[f"model.{name}"], here[f"model.{name}"] = (
-            table.get(name, OWN_KEYS.get(name)) for table in (stored, model)
-        )
+    of_model = model_facts(checkpoint.facts.get("model", {}), config.model)
+    there |= of_model[0]
+    here |= of_model[1]
     for name, (old, new) in compare_facts(checkpoint.facts, sources, config.data.holdout).items():
         there[name], here[name] = old, new
-    for name, value in here.items():
-        if there[name] != value:
-            fix = trained_otherwise(str(there[name]), tokenizer) if name == "tokenizer" else "restore it"
-            raise CheckpointError(
-                f"{folder} was made with {name} = {there[name]!r}, now it is {value!r}, so the run would not be "
-                f"the same: {fix}, or start a new run"
-            )
+    check_facts(folder, there, here, {"tokenizer": trained_otherwise(str(there["tokenizer"]), tokenizer)})
 
 
 def _newest(run_folder: Path, memory: Checkpoint | None) -> tuple[Checkpoint, list[str]]:

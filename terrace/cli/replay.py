@@ -7,12 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from terrace.base.errors import CheckpointError, ConfigError
-from terrace.base.schema import read_table
+from terrace.base.errors import ConfigError
 from terrace.cli.output import sigterm_raises
 from terrace.cli.terminal import Terminal
-from terrace.train.config import parse_run
-from terrace.train.folder import no_run_words
+from terrace.train.runs import read_trained
 
 
 def add_parser(commands: Any) -> None:
@@ -31,29 +29,26 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Print the table of a step; returns 0."""
     if rest:
         raise ConfigError(f"unknown argument {rest[0]!r}; see terrace replay --help")
-    path = options.folder / "config.toml"
-    if not path.is_file():
-        raise CheckpointError(no_run_words(options.folder))
-    config = parse_run(read_table(path))
+    config = read_trained(options.folder, "which draws anew: replay takes a run of terrace train")
     if not 1 <= options.step <= config.train.steps:
         raise ConfigError(f"--step {options.step}: the run has steps 1 to {config.train.steps}")
     from terrace.checkpoint.layout import complete, step_of
     from terrace.checkpoint.reading import newest_whole
     from terrace.cli.checks import check_memory_here
     from terrace.cli.joined import check_local
+    from terrace.cli.launching import check_alone
     from terrace.cli.prepare import check_same_run
     from terrace.cli.programs import checked_programs, forget_programs
     from terrace.data.prepared import prepare_sources
     from terrace.data.tokenizer import load_tokenizer
-    from terrace.launch.start import launch_local, local_devices, world_size
+    from terrace.launch.start import launch_local, local_devices
     from terrace.probe.machine import memory_bytes
     from terrace.report.tables import new_table
     from terrace.train.job import RunJob
     from terrace.train.prediction import resolved_run
     from terrace.train.replay import replay_rank
 
-    if world_size() is not None:
-        raise ConfigError("terrace replay starts its ranks itself: run it without a launcher")
+    check_alone("replay")
     check_local(config.cluster)
     check_memory_here(config, local_devices(), memory_bytes())
     # A step from before every checkpoint that is left is reached from the initial values: the run's file says them.

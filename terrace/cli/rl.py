@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from terrace.base.errors import CheckpointError, ConfigError
+from terrace.base.errors import ConfigError
 from terrace.cli.here import cluster_here
-from terrace.cli.options import flags
+from terrace.cli.launching import check_alone
+from terrace.cli.options import flags, resumed
 from terrace.cli.overrides import parse_overrides
 from terrace.cli.ranks import add_ranks, with_ranks
-from terrace.train.folder import no_run_words
+from terrace.train.runs import CONFIG, table_to_resume
 
 
 def add_parser(commands: Any) -> None:
@@ -34,7 +35,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--plan", metavar="NAME|FILE", help="plan preset or TOML file (default: the task's)")
     parser.add_argument("--folder", type=Path, metavar="FOLDER", help="run folder to make (default: runs/TIME)")
     parser.add_argument(
-        "--resume", type=Path, metavar="RUN", help="go on with this run folder from its newest checkpoint"
+        "--resume",
+        metavar="RUN|auto",
+        help="go on with this run folder from its newest whole checkpoint, whose weights may have moved to another "
+        "--model; auto: go on with --folder if it holds a run, else start there",
     )
     parser.add_argument(
         "--explain", action="store_true", help="predict a step by role, stage and pool, with its memory; start nothing"
@@ -56,9 +60,15 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from terrace.rl.config import check_vocabulary, resolve
     from terrace.rl.config_layers import resolve_table
 
+    if not options.explain:
+        check_alone("rl", "other machines take part with --ray ADDRESS (docs/rl.md)")
+    resume, going_on = resumed(options)
     given: dict[str, Any] = dict(flags(options, "model", "cluster", "plan"))
     given["cluster"], overrides = cluster_here(given["cluster"]), parse_overrides(rest, of_run=False)
-    file = _file(options)
+    if resume is not None and given["model"] is not None:
+        # The model is the run's own; only its weights are read again.
+        overrides["weights"] = given.pop("model")
+    file = _file(options, resume)
     if options.ranks is not None:
         overrides = with_ranks(options.ranks, overrides, resolve_table(options.task, file, given, overrides)["cluster"])
     is_placed = options.place is None or options.explain
@@ -69,7 +79,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     check_vocabulary(config.run, config.model)
     if options.place is not None:
         config = rl_explain.placed(config)
-    rl_run.run(config, options.folder, options.resume, options.ray)
+    rl_run.run(config, options.folder, resume, options.ray, going_on=going_on)
     return 0
 
 
@@ -83,15 +93,13 @@ def _check_explain(options: argparse.Namespace) -> None:
         )
 
 
-def _file(options: argparse.Namespace) -> str | None:
-    if options.resume is None:
+def _file(options: argparse.Namespace, resume: Path | None) -> str | None:
+    if resume is None:
         config: str | None = options.config
         return config
-    # A resumed run keeps its own model, task and data.
-    named = [f"--{name}" for name in ("task", "config", "model", "folder") if getattr(options, name) is not None]
+    # A resumed run keeps its own task and data.
+    named = [f"--{name}" for name in ("task", "config", "folder") if getattr(options, name) is not None]
     if named:
         raise ConfigError(f"--resume takes these from the run folder: leave out {', '.join(named)}")
-    path = options.resume / "config.toml"
-    if not path.is_file():
-        raise CheckpointError(no_run_words(options.resume))
-    return str(path)
+    table_to_resume(resume, "rl")
+    return str(resume / CONFIG)

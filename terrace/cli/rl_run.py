@@ -2,20 +2,34 @@
 
 import math
 import os
+import tomllib
+from dataclasses import replace
 from pathlib import Path
 from shlex import quote
-from statistics import fmean
 
 import tomli_w
 
-from terrace.base.errors import ConfigError, ModelError, PlanError, TerraceError, TrainingError
+from terrace.base.errors import ConfigError, ModelError, PlanError, TerraceError
 from terrace.base.files import write_atomic
 from terrace.base.sealed import sealed_toml
 from terrace.base.words import counted
-from terrace.cli.prepare import new_folder
+from terrace.checkpoint.layout import latest
+from terrace.checkpoint.reading import Checkpoint
+from terrace.cli.output import Terminated, sigterm_raises
+from terrace.cli.prepare import (
+    CompleteError,
+    changes,
+    check_left,
+    earlier_table,
+    goes_on,
+    new_folder,
+    say_complete,
+    tidy,
+)
 from terrace.cli.rl_record import METRICS, recording, write_prediction
 from terrace.data.tokenizer import Tokenizer, load_tokenizer
 from terrace.launch.start import local_devices
+from terrace.launch.stop import StoppedEarly, StopRequest, passed_on
 from terrace.model.config import block_specs
 from terrace.model.hf.folder import TOKENIZER
 from terrace.model.hf.pretrained import Pretrained
@@ -27,24 +41,63 @@ from terrace.rl.calls.inline import InlineRuntime
 from terrace.rl.calls.local import LocalRuntime
 from terrace.rl.calls.runtime import Runtime
 from terrace.rl.config import RlConfig, to_toml_table
+from terrace.rl.identity import contents_of
 from terrace.rl.making import check_roles, started
 from terrace.rl.placing import ACTOR, ROLLOUT
 from terrace.rl.predicted import PHASES, predicted, stages_of
-from terrace.rl.run import RunInputs, checkpoint_of
+from terrace.rl.run import LEARNING, START, RunInputs, checkpoint_of
 from terrace.rl.sort_task import SortPrompts, SortTokenizer
 from terrace.rl.stream.prompt_file import read_prompts
+from terrace.rl.totals import Totals
 from terrace.rl.workers.reward_function import load_function
+from terrace.train.folder import SOURCE, source_files, with_sums
 from terrace.train.lock import folder_lock
+from terrace.train.runs import CONFIG, FEEDBACK, again, table_to_resume
 from terrace.train.trackers import check_installed
 
-CONFIG = "config.toml"
+_OF_NUMBERS = ("run", "plan", "plans")  # sections of a run that may change its numbers
 
 
-def run(config: RlConfig, folder: Path | None, resume: Path | None, ray: str | None = None) -> None:
+def run(
+    config: RlConfig, folder: Path | None, resume: Path | None, ray: str | None = None, *, going_on: bool = False
+) -> None:
     """Run it in a new `folder`, or go on in `resume`, in processes of this machine or on the Ray cluster at `ray`.
 
-    Raises the `TerraceError` of the first mistake.
+    With `going_on`, or where Slurm starts the job once more, a run in `folder` is continued. Raises the `TerraceError`
+    of the first mistake, and `Terminated` after a signal.
     """
+    going_on = goes_on(folder, resume, going_on)
+    if going_on and folder is not None and (folder / CONFIG).is_file():
+        table_to_resume(folder, "rl")
+        resume = folder
+    if resume is not None:
+        tidy(resume, [resume, *(resume / name for name in (START, *LEARNING))])
+    inputs = _checked(config, ray)
+    checkpoint, wrong = (None, list[str]()) if resume is None else checkpoint_of(inputs, resume)
+    if checkpoint is not None:
+        try:
+            done = int(checkpoint.facts[FEEDBACK]["step"])
+            check_left(checkpoint.folder, done, config.run.steps, "run.steps")
+        except CompleteError as complete:
+            say_complete(complete, going_on)
+            return
+        if wrong:
+            print(f"resuming from {checkpoint.folder}, since {'; '.join(wrong)}", flush=True)
+    chosen = resume or new_folder(folder, going_on)
+    print(f"{_words(config)}{_unused_gpus(config, ray)}\nrun folder {chosen}", flush=True)
+    asked = StopRequest()
+    try:
+        with sigterm_raises(), passed_on(asked.ask), folder_lock(chosen), _runtime(config, ray) as runtime:
+            words = _learned(inputs, runtime, chosen, checkpoint, asked)
+    except StoppedEarly as early:
+        asked.name = str(early)
+    if asked.name is not None and words is None:
+        raise Terminated(asked.name, again(chosen, "rl", is_saved=latest(chosen / ACTOR) is not None))
+    print(words)
+
+
+def _checked(config: RlConfig, ray: str | None) -> RunInputs:
+    """What a run reads, once all of it has been looked at; raises the `TerraceError` of the first mistake."""
     inputs = inputs_of(config)
     check_roles(config)
     _check_devices(config, ray)
@@ -54,37 +107,52 @@ def run(config: RlConfig, folder: Path | None, resume: Path | None, ray: str | N
             load_function(each.function, os.getcwd())
         else:
             _check_reward_model(each.model, inputs.tokenizer)
-    if resume is not None:
-        checkpoint_of(inputs, resume)
-    chosen = resume or new_folder(folder)
-    print(f"{_words(config)}{_unused_gpus(config, ray)}\nrun folder {chosen}", flush=True)
-    with folder_lock(chosen), _runtime(config, ray) as runtime:
-        if resume is None:
-            # Before the supervised start, so that a run that ends in it can be resumed.
-            _write_config(chosen, config)
-        # Ranks on other machines have another working folder.
-        made = started(inputs, runtime, chosen.absolute(), lambda text: print(text, flush=True))
-        first = made.resume() if resume is not None else 0
-        if first >= config.run.steps:
-            raise TrainingError(f"{chosen} has all of its {counted(first, 'step')}: give a larger --run.steps to go on")
-        _write_config(chosen, config)
-        expected = _predicted(config)
-        report = None if isinstance(expected, TerraceError) else expected
-        write_prediction(chosen, report, PHASES, is_measured=config.cluster.is_measured)
-        with recording(chosen, config, first) as record:
-            if first:
-                print(f"going on after step {first}", flush=True)
-            elif config.run.evaluate_every:
-                print(" ".join(f"before: {name} {value:.3f}" for name, value in made.evaluated().items()), flush=True)
-                record.samples(0, made.samples.taken(0, False))
-            found = list[Metrics]()
-            for step, metrics in made.steps():
-                samples = made.samples.taken(step, step == config.run.steps)
-                record.step(step, metrics, made.calls, samples)
-                found.append(metrics)
-                print(_line(step, metrics), flush=True)
-    print(_summary(found, chosen))
-    print(_beside_predicted(config, expected, found))
+    return replace(inputs, contents=contents_of(config, inputs.prompts))
+
+
+def _learned(
+    inputs: RunInputs, runtime: Runtime, folder: Path, checkpoint: Checkpoint | None, asked: StopRequest
+) -> str | None:
+    """The run, to its last step: its last words; None where it is `asked` to stop before."""
+    config, earlier = inputs.config, earlier_table(folder)
+    if not earlier:
+        for name, content in _source_of(inputs).items():
+            write_atomic(folder / SOURCE / name, content)
+        # Before the supervised start, so that a run that ends in it can be resumed.
+        _write_config(folder, config)
+    # Ranks on other machines have another working folder.
+    made = started(inputs, runtime, folder.absolute(), lambda text: print(text, flush=True))
+    first = made.resume(checkpoint)
+    _write_config(folder, config)
+    expected = _predicted(config)
+    report = None if isinstance(expected, TerraceError) else expected
+    write_prediction(folder, report, PHASES, is_measured=config.cluster.is_measured)
+    totals = Totals()
+    with recording(folder, config, first) as record:
+        if first:
+            print(f"going on after step {first}", flush=True)
+            for change in changes(earlier, tomllib.loads(_toml(config)), _OF_NUMBERS):
+                print(f"{change} since step {first}", flush=True)
+        elif config.run.evaluate_every:
+            print(" ".join(f"before: {name} {value:.3f}" for name, value in made.evaluated().items()), flush=True)
+            record.samples(0, made.samples.taken(0, False))
+        asked.begin()
+        for step, metrics in made.steps(lambda: asked.name is not None):
+            samples = made.samples.taken(step, step == config.run.steps)
+            record.step(step, metrics, made.calls, samples)
+            totals.add(metrics)
+            print(_line(step, metrics), flush=True)
+    if step < config.run.steps:
+        return None
+    return f"{_summary(totals, folder)}\n{_beside_predicted(config, expected, totals)}"
+
+
+def _source_of(inputs: RunInputs) -> dict[str, bytes]:
+    """The files that commands need to use the model, beside its weights."""
+    weights = inputs.config.weights
+    if isinstance(inputs.tokenizer, SortTokenizer):
+        return with_sums(inputs.tokenizer.files())
+    return source_files(weights, str(Path(weights) / TOKENIZER), "", inputs.tokenizer)
 
 
 def _predicted(config: RlConfig) -> IterationReport | TerraceError:
@@ -96,7 +164,11 @@ def _predicted(config: RlConfig) -> IterationReport | TerraceError:
 
 
 def _write_config(folder: Path, config: RlConfig) -> None:
-    write_atomic(folder / CONFIG, sealed_toml(tomli_w.dumps(to_toml_table(config))))
+    write_atomic(folder / CONFIG, sealed_toml(_toml(config)))
+
+
+def _toml(config: RlConfig) -> str:
+    return tomli_w.dumps(to_toml_table(config))
 
 
 def inputs_of(config: RlConfig) -> RunInputs:
@@ -219,39 +291,32 @@ def _line(step: int, found: Metrics) -> str:
     return "   ".join(shown)
 
 
-def _summary(found: list[Metrics], folder: Path) -> str:
+def _summary(found: Totals, folder: Path) -> str:
     """Mean seconds by phase, idle ranks, lag, and the hand-over's bytes, predicted and measured."""
-    names = dict.fromkeys(name for step in found for name in step if name.startswith("time/"))
-    means = {name: _mean(found, name) for name in names}
-    phases = [(name.removeprefix("time/"), value) for name, value in means.items()]
-    lines = [f"\nseconds of a step, mean of {counted(len(found), 'step')}"]
+    phases = [(name.removeprefix("time/"), found.mean(name)) for name in found.names if name.startswith("time/")]
+    lines = [f"\nseconds of a step, mean of {counted(found.num_steps, 'step')}"]
     lines += [f"    {name:14s} {value:8.3f}" for name, value in sorted(phases, key=lambda each: -each[1])]
-    lines.append(f"ranks without a call: {100 * _mean(found, 'sync/bubble'):.0f} % of a step{_lag_words(found)}")
+    lines.append(f"ranks without a call: {100 * found.mean('sync/bubble'):.0f} % of a step{_lag_words(found)}")
     # The first step of a resumed run may learn from responses that were saved with their checkpoint.
-    handed = [step for step in found if "reshard/bytes_sent" in step]
-    if handed:
-        planned, sent = (fmean(step[f"reshard/bytes_{kind}"] for step in handed) for kind in ("planned", "sent"))
+    planned, sent = (found.mean_that_have(f"reshard/bytes_{kind}") for kind in ("planned", "sent"))
+    if planned is not None and sent is not None:
         lines.append(f"hand-over: predicted {quantity(planned, 'B')}, measured {quantity(sent, 'B')}")
     lines.append(f"metrics in {folder / METRICS}; to go on: terrace rl --resume {quote(str(folder))} --run.steps N")
     return "\n".join(lines)
 
 
-def _lag_words(found: list[Metrics]) -> str:
-    largest = max(step.get("sync/version_lag_max", 0.0) for step in found)
+def _lag_words(found: Totals) -> str:
+    largest = found.largest("sync/version_lag_max")
     if not largest:
         return ""
-    stale, resumed = (100 * _mean(found, f"sync/{name}") for name in ("stale_tokens", "resumed"))
+    stale, resumed = (100 * found.mean(f"sync/{name}") for name in ("stale_tokens", "resumed"))
     return (
-        f"; responses are {_mean(found, 'sync/version_lag'):.1f} steps old, at most {largest:.0f}: older weights drew "
+        f"; responses are {found.mean('sync/version_lag'):.1f} steps old, at most {largest:.0f}: older weights drew "
         f"{stale:.0f} % of tokens, several {resumed:.0f} % of responses"
     )
 
 
-def _mean(found: list[Metrics], name: str) -> float:
-    return sum(step.get(name, 0.0) for step in found) / len(found)
-
-
-def _beside_predicted(config: RlConfig, expected: IterationReport | TerraceError, found: list[Metrics]) -> str:
+def _beside_predicted(config: RlConfig, expected: IterationReport | TerraceError, found: Totals) -> str:
     if isinstance(expected, TerraceError):
         return f"no prediction beside it: {expected}"
     asked = (

@@ -9,21 +9,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from terrace.base.errors import CheckpointError, ConfigError
-from terrace.base.schema import read_table
+from terrace.base.errors import ConfigError
 from terrace.cli.elastic import fitted_run
 from terrace.cli.here import cluster_here
-from terrace.cli.options import OVERRIDES_HELP, add_run_options, run_table
+from terrace.cli.options import AUTO, OVERRIDES_HELP, add_run_options, resumed, run_table
 from terrace.cli.overrides import parse_overrides
 from terrace.cli.ranks import with_ranks
 from terrace.cluster.presets import lay_over
 from terrace.launch.fork_server import fork_server_ahead
 from terrace.train.config import parse_run, section
 from terrace.train.effects import check_effects, file_layers
-from terrace.train.folder import no_run_words
 from terrace.train.rates import check_rate
-
-AUTO = "auto"
+from terrace.train.runs import table_to_resume
 
 
 def add_parser(commands: Any) -> None:
@@ -60,9 +57,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     # A resumed run has its rate, unless it is given another.
     if options.resume in (None, AUTO) or "optimizer" in parse_overrides(rest):
         check_rate(config)
-    going_on = options.resume == AUTO
-    if going_on and options.folder is None:
-        raise ConfigError("--resume auto needs a folder: give --folder FOLDER")
+    resume, going_on = resumed(options)
     with fork_server_ahead("terrace.cli.worker"):
         # The first import of torch: everything above works without it.
         from terrace.cli import worker
@@ -70,7 +65,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         worker.run(
             config,
             folder=options.folder,
-            resume=None if going_on or options.resume is None else Path(options.resume),
+            resume=resume,
             going_on=going_on,
             verbose=options.verbose,
             fit=lambda num_ranks: fitted_run(table, num_ranks),
@@ -89,10 +84,7 @@ def _table(options: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
     overrides = parse_overrides(rest)
     if "weights" in overrides.get("train", {}):
         raise ConfigError("--resume takes the weights from the checkpoint: leave out --train.weights")
-    path = Path(options.resume) / "config.toml"
-    if not path.is_file():
-        raise CheckpointError(no_run_words(Path(options.resume)))
-    table = dict(read_table(path))
+    table = dict(table_to_resume(Path(options.resume), "train"))
     for name in ("cluster", "plan"):
         if getattr(options, name) is not None:
             table[name] = section(name, cluster_here(getattr(options, name), options.ranks))

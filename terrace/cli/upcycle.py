@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from terrace.base.errors import CheckpointError, ConfigError
+from terrace.base.errors import ConfigError
 from terrace.base.words import counted
 from terrace.cli.export import DTYPES, SHARD_BYTES
 from terrace.model.config import load_model, num_active_params, num_params
@@ -51,8 +51,6 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         raise ConfigError(f"unknown argument {rest[0]!r}; see terrace upcycle --help")
     if options.shard_bytes is not None and options.shard_bytes < 1:
         raise ConfigError(f"--shard-bytes {options.shard_bytes} must be at least 1")
-    if (options.folder / "config.toml").is_file():
-        raise CheckpointError(f"{options.folder} is a run folder: make a model of it first with terrace export")
     # After the options are checked: importing torch takes seconds.
     from terrace.model.hf.pretrained import Pretrained, write_pretrained
     from terrace.model.hf.upcycle import Upcycling

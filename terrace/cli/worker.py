@@ -16,14 +16,14 @@ from terrace.cli.from_memory import check_partners, check_when_asked, checks_end
 from terrace.cli.job_text import job_text, read_job, read_sources, section_digests, sources_text
 from terrace.cli.joined import JOIN_TIMEOUT_S, check_local, check_world, one_makes
 from terrace.cli.output import Terminated, drop_stdout, printable_output, sigterm_raises
-from terrace.cli.prepare import CompleteError, prepare
+from terrace.cli.prepare import CompleteError, goes_on, prepare, say_complete
 from terrace.cli.screen import Screen
 from terrace.data.batches import Source
 from terrace.data.eval_batches import EvalSource
 from terrace.data.prepared import prepare_eval_sources, prepare_sources
 from terrace.data.tokenizer import load_tokenizer
 from terrace.launch.rank_log import FOLDER, rank_log
-from terrace.launch.start import is_restarted, join, launch_local, local_devices, pace, world_size
+from terrace.launch.start import join, launch_local, local_devices, pace, world_size
 from terrace.launch.stop import Stop
 from terrace.launch.world import World, store_lost
 from terrace.probe.machine import memory_bytes
@@ -51,7 +51,7 @@ def run(
     `resume`, the run is fitted to the number of started ranks. `verbose` prints tables at the start.
     """
     pace()  # refuses a bad TERRACE_PACE before anything is made
-    going_on = going_on or (folder is not None and resume is None and is_restarted())
+    going_on = goes_on(folder, resume, going_on)
     num_ranks = world_size()
     if num_ranks is not None:
         # A fresh run must match the launcher's ranks exactly; only a resumed one is fitted.
@@ -74,7 +74,7 @@ def run(
     try:
         job = prepare(config, folder, resume, going_on)
     except CompleteError as complete:
-        _say_complete(complete, going_on)
+        say_complete(complete, going_on)
         return
     show_plan(job, verbose)
     with sigterm_raises():
@@ -105,13 +105,6 @@ def _log_of(rank: int, job: RunJob) -> Path | None:
     return job.folder / FOLDER / f"rank-{rank:05d}.log" if rank and job.run.train.rank_logs else None
 
 
-def _say_complete(complete: CompleteError, going_on: bool) -> None:
-    # A launcher may restart a complete run once too often; a user gets an error with the fix.
-    if not going_on:
-        raise complete
-    print(complete, flush=True)
-
-
 def joined_job(
     world: World, config: RunConfig, folder: Path | None, resume: Path | None, going_on: bool
 ) -> RunJob | None:
@@ -127,7 +120,7 @@ def joined_job(
         try:
             return job_text(prepare(config, folder, resume, going_on, memory))
         except CompleteError as complete:
-            _say_complete(complete, going_on)
+            say_complete(complete, going_on)
             return ""
 
     if world.rank != 0:

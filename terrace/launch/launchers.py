@@ -78,37 +78,44 @@ def names() -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in (*own, *_ADDRESS, *_OF_SLURM) if name))
 
 
+def launcher_of(variables: Mapping[str, str]) -> Launcher | None:
+    """The launcher that started this process, wherever rank 0 is; None without one, or for a process alone."""
+    for launcher in LAUNCHERS:
+        world_size = variables.get(launcher.world_size)
+        if any(name not in variables for name in (launcher.rank, launcher.world_size, *launcher.needed)):
+            continue
+        # All but torchrun set these for a single process, and srun's are set in a batch script.
+        if launcher.name == "torchrun" or world_size != "1":
+            return launcher
+    return None
+
+
 def place(variables: Mapping[str, str]) -> Place | None:
     """The place that a launcher gave this process; None without one, or for a process alone.
 
     Where rank 0 is stands in MASTER_ADDR and MASTER_PORT; under srun both follow from the job (`slurm_address`). Raises
     `ConfigError` where they are missing elsewhere, or a number is none.
     """
-    for launcher in LAUNCHERS:
-        rank, world_size = variables.get(launcher.rank), variables.get(launcher.world_size)
-        if rank is None or world_size is None or any(name not in variables for name in launcher.needed):
-            continue
-        if launcher.name != "torchrun" and world_size == "1":
-            # All but torchrun set these for a single process, and srun's are set in a batch script.
-            continue
-        address, port = _address(launcher, variables)
-        of_rank = [_number(name, variables) for name in (launcher.rank, launcher.world_size)]
-        found = Place(
-            launcher=launcher.name,
-            rank=of_rank[0] or 0,
-            world_size=of_rank[1] or 0,
-            local_rank=_number(launcher.local_rank, variables),
-            local_world_size=_number(launcher.local_world_size, variables),
-            address=address,
-            port=port,
+    launcher = launcher_of(variables)
+    if launcher is None:
+        return None
+    address, port = _address(launcher, variables)
+    of_rank = [_number(name, variables) for name in (launcher.rank, launcher.world_size)]
+    found = Place(
+        launcher=launcher.name,
+        rank=of_rank[0] or 0,
+        world_size=of_rank[1] or 0,
+        local_rank=_number(launcher.local_rank, variables),
+        local_world_size=_number(launcher.local_world_size, variables),
+        address=address,
+        port=port,
+    )
+    if not found.rank < found.world_size:
+        raise ConfigError(
+            f"{launcher.rank}={found.rank} with {launcher.world_size}={found.world_size}: ranks are numbered "
+            "from 0 to the number of ranks less one; the launcher sets both, or unset both"
         )
-        if not found.rank < found.world_size:
-            raise ConfigError(
-                f"{launcher.rank}={found.rank} with {launcher.world_size}={found.world_size}: ranks are numbered "
-                "from 0 to the number of ranks less one; the launcher sets both, or unset both"
-            )
-        return found
-    return None
+    return found
 
 
 def _address(launcher: Launcher, variables: Mapping[str, str]) -> tuple[str, int]:

@@ -76,9 +76,28 @@ class StopSignal:
             os.kill(os.getpid(), number)
 
 
+class StopRequest:
+    """The stop that a signal asks of steps in this process: `name` is the signal's, once it has come."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self._has_begun = False
+
+    def begin(self) -> None:
+        """From now on the steps end in order."""
+        self._has_begun = True
+
+    def ask(self, name: str) -> None:
+        """For `passed_on`. Raises `StoppedEarly` before the steps have begun, when nothing would be lost."""
+        if not self._has_begun:
+            raise StoppedEarly(name)
+        self.name = name
+
+
 @contextmanager
 def passed_on(ask: Callable[[str], None]) -> Iterator[None]:
-    """In the parent of the ranks: the first signal goes to `ask`, a later one has its previous effect.
+    """In the parent of the ranks: the first signal goes to `ask`, a later one, after two seconds, has its previous
+    effect.
 
     Has no effect outside the main thread.
     """

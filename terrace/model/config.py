@@ -212,6 +212,8 @@ def load_model(path: str, *, training: bool = True) -> ModelConfig:
     """
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
+    if (file.parent / "config.toml").is_file() and not file.is_file():
+        raise ModelError(f"{path} is a run folder: make a model of it first with terrace export {path} FOLDER")
     if file.suffix != ".json":
         raise ModelError(f"{path} is not a model: give a config.json or a folder that holds one")
     try:

@@ -27,6 +27,7 @@ from terrace.report.rl_samples import samples_of
 from terrace.report.rl_timeline import recorded_step, steady_iteration
 from terrace.report.tables import model_size, plan_rows, plan_title, quantity, seconds
 from terrace.train.recorder import PREDICTION
+from terrace.train.runs import command_of
 
 _CALLS, _SAMPLES, _METRICS = "calls.jsonl", "samples.jsonl", "metrics.jsonl"
 _LEARNING = ("actor", "critic", "cost_critic")  # folders of checkpoints
@@ -54,7 +55,7 @@ def is_rl_folder(folder: Path) -> bool:
     if any((folder / name).is_file() for name in (_CALLS, _SAMPLES)):
         return True
     with suppress(TerraceError):
-        return "run" in read_table(folder / "config.toml")
+        return command_of(read_table(folder / "config.toml")) == "rl"
     return False
 
 

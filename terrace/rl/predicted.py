@@ -5,7 +5,6 @@ are no model; neither the greedy responses of ReMax nor the further rounds of DA
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from terrace.base.errors import ConfigError, PlanError
@@ -15,6 +14,7 @@ from terrace.planner.roles.placement import IterationReport, PlacedRole, Pool, R
 from terrace.planner.roles.search import FoundPlacements, find
 from terrace.rl.config import RlConfig
 from terrace.rl.placing import ACTOR, COST, COST_CRITIC, CRITIC, REFERENCE, ROLLOUT, reward_name
+from terrace.rl.totals import Totals
 
 PHASES = {  # of a stage, in `time/...`
     RESHARD: ("reshard",),
@@ -111,14 +111,13 @@ def found_placements(config: RlConfig) -> FoundPlacements:
     return FoundPlacements(best=tuple(best), num_tried=sum(one.num_tried for one in found))
 
 
-def stages_of(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def stages_of(measured: Totals) -> dict[str, float]:
     """Seconds of a step, by stage and as a whole (`step`), as a run measured them (`time/...`).
 
     They are the means over its steps but the first, if there are others.
     """
-    steady = metrics[1:] or metrics
     return {
-        stage: sum(found.get(f"time/{phase}", 0.0) for found in steady for phase in phases) / len(steady)
+        stage: sum(measured.steady(f"time/{phase}") for phase in phases)
         for stage, phases in (*PHASES.items(), ("step", ("step",)))
     }
 

@@ -4,23 +4,23 @@
 
 A checkpoint of the actor has the run's progress among its facts: steps, the KL coefficient, the multiplier; a file
 beside it has the responses under way. Prompts and responses are functions of seeds and places, so a resumed run has the
-bits of one that went on.
+bits of one that went on. As a run of `terrace train` does, it saves before its first step, after its last, and after
+the step in which it is asked to stop.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from terrace.base.errors import CheckpointError
-from terrace.base.schema import dump
 from terrace.checkpoint.layout import complete, folder_of, latest, step_of
-from terrace.checkpoint.reading import Checkpoint
+from terrace.checkpoint.reading import Checkpoint, newest_whole
 from terrace.checkpoint.writing import remove
-from terrace.data.tokenizer import Tokenizer
+from terrace.data.tokenizer import Tokenizer, trained_otherwise
 from terrace.rl.algorithms.lagrange import Multiplier
 from terrace.rl.algorithms.metrics import Metrics
 from terrace.rl.call_lines import CallLines
@@ -30,19 +30,19 @@ from terrace.rl.config import RlConfig
 from terrace.rl.controllers.controllers import CONTROLLERS
 from terrace.rl.controllers.setup import Progress, Roles, Setup, Sizes
 from terrace.rl.controllers.step import rewarded
-from terrace.rl.placing import ACTOR
+from terrace.rl.identity import identity
+from terrace.rl.placing import ACTOR, COST_CRITIC, CRITIC
 from terrace.rl.samples import Samples
-from terrace.rl.stream.saved import read_state, write_state
+from terrace.rl.stream.saved import clear_states, read_state, state_file, write_state
 from terrace.rl.stream.stream import Drawing, stream_of
 from terrace.rl.values.prompts import PromptSource, rows_of
 from terrace.rl.values.rows import Rows
+from terrace.train.facts import check_facts, model_facts
+from terrace.train.runs import FEEDBACK
+from terrace.train.schedule import warmed_up
 
 START, STREAM = "start", "stream"  # folders of a run folder, beside those of checkpoints by role
-# Keys of [run] that a resumed run may have otherwise: its length, where it runs, and what it shows and keeps.
-_MAY_CHANGE = (
-    *("steps", "rows", "reference", "metrics", "timeout_s", "reward_timeout_s"),
-    *("evaluate_every", "checkpoint_every", "keep_checkpoints"),
-)
+LEARNING = (ACTOR, CRITIC, COST_CRITIC)  # roles with checkpoints, each in a folder of its name
 _ALL = 1 << 30  # more checkpoints than a run has
 _MULTIPLIER_WINDOW = 1024  # last responses whose mean cost the multiplier follows; a guess
 
@@ -52,13 +52,17 @@ Examples = Callable[[int, int], Rows]  # (first, number) -> prompts with their r
 
 @dataclass(frozen=True, kw_only=True)
 class RunInputs:
-    """Configuration, prompts and tokenizer of a run; `examples` are for its supervised start, if it has one."""
+    """Configuration, prompts and tokenizer of a run; `examples` are for its supervised start, if it has one.
+
+    `contents` are digests of the files that it depends on (`terrace.rl.identity`).
+    """
 
     config: RlConfig
     prompts: PromptSource
     tokenizer: Tokenizer
     stops: frozenset[int]
     examples: Examples | None = None
+    contents: Mapping[str, str] = field(default_factory=dict)
 
 
 class Run:
@@ -104,7 +108,7 @@ class Run:
 
     def _make_setup(self) -> Setup:
         config = self._inputs.config
-        run, warm = config.run, max(1, config.run.warmup_steps)
+        run = config.run
         return Setup(
             roles=self._roles,
             algorithm=config.algorithm,
@@ -117,16 +121,21 @@ class Run:
                 epochs=run.epochs,
             ),
             progress=self._progress,
-            lr=lambda step: config.optimizer.lr * min(1.0, (step + 1) / warm),
-            critic_lr=lambda step: run.critic_lr * min(1.0, (step + 1) / warm),
+            lr=lambda step: warmed_up(config.optimizer.lr, step, run.warmup_steps),
+            critic_lr=lambda step: warmed_up(run.critic_lr, step, run.warmup_steps),
             rollout_is_exact=config.rollout_is_exact,
             observe=self.samples.drawn,
         )
 
-    def steps(self) -> Iterator[tuple[int, Metrics]]:
-        """(number of the step, from 1, its numbers); saved and evaluated as the run says."""
+    def steps(self, stops: Callable[[], bool] = lambda: False) -> Iterator[tuple[int, Metrics]]:
+        """(number of the step, from 1, its numbers); saved and evaluated as the run says.
+
+        Where it `stops`, asked after each step but the last, the step is saved, and no other begins.
+        """
         config, controller = self._inputs.config, CONTROLLERS[self._inputs.config.algorithm.name](self._setup)
         run, world_size = config.run, config.cluster.world_size
+        if not self._progress.step:
+            self._save()  # a folder that cannot be written ends the run in its first minute
         for step in range(self._progress.step + 1, run.steps + 1):
             begin_s = now_s()
             found = next(controller)
@@ -145,8 +154,11 @@ class Run:
             if run.evaluate_every and (step % run.evaluate_every == 0 or is_last):
                 found |= self.evaluated()
             yield step, found
-            if is_last or (run.checkpoint_every and step % run.checkpoint_every == 0):
+            is_stopped = not is_last and stops()
+            if is_last or is_stopped or (run.checkpoint_every and step % run.checkpoint_every == 0):
                 self._save()
+            if is_stopped:
+                return
 
     def _timed(self, begin_s: float, end_s: float) -> Metrics:
         """Seconds of the step by phase, the ranks' idle share, and the bytes of its hand-over."""
@@ -173,47 +185,33 @@ class Run:
         return {"val/reward": float(rows.tensor("reward").mean())}
 
     def _save(self) -> None:
-        facts = {"rl": _facts(self._progress, self._inputs.tokenizer, self._inputs.config)}
+        facts = {"tokenizer": self._inputs.tokenizer.fingerprint, FEEDBACK: _facts(self._progress, self._inputs)}
         keep = self._inputs.config.run.keep_checkpoints
         (actor, of_actor), *critics = self._learning()
-        state = self._state_file(self._progress.updates, self._progress.step)
-        facts["rl"]["stream"] = write_state(state, *self._stream.state())
+        state = state_file(self._folder / STREAM, self._progress.updates, self._progress.step)
+        facts[FEEDBACK]["stream"] = write_state(state, *self._stream.state())
         # By updates, as checkpoints count. The actor last: a step counts as saved when it is there. Until then its
         # earlier step needs the critics of that step.
         for name, role in critics:
             role.save(folder=self._folder / name, step=self._progress.updates, facts=facts, keep=_ALL)
         of_actor.save(folder=self._folder / actor, step=self._progress.updates, facts=facts, keep=keep)
         kept = {step_of(path) for path in _checkpoints(self._folder / actor)}
-        names = {folder_of(Path(), updates).name for updates in kept}
-        for path in state.parent.iterdir():
-            updates, _, _ = path.name.partition(".")
-            is_older = updates == state.name.partition(".")[0] and path != state
-            if updates not in names or is_older:
-                path.unlink()
+        clear_states(state, kept)
         for name, _ in critics:
             for path in _checkpoints(self._folder / name):
                 if step_of(path) not in kept:
                     remove(path)
 
-    def _state_file(self, updates: int, step: int) -> Path:
-        # Also by step: one without updates must not change the file of the checkpoint that it replaces.
-        return self._folder / STREAM / f"{folder_of(Path(), updates).name}.{step}.safetensors"
-
     def _learning(self) -> list[tuple[str, Any]]:
         roles = self._roles
-        named = [(ACTOR, roles.actor), ("critic", roles.critic), ("cost_critic", roles.cost_critic)]
+        named = zip(LEARNING, (roles.actor, roles.critic, roles.cost_critic), strict=True)
         return [(name, role) for name, role in named if role is not None]
 
-    def resume(self) -> int:
-        """Go on from the newest checkpoint of the run folder; returns its step, 0 where there is none.
-
-        Raises `CheckpointError` for one that is damaged or of another run.
-        """
-        checkpoint = checkpoint_of(self._inputs, self._folder)
+    def resume(self, checkpoint: Checkpoint | None) -> int:
+        """Go on from a checkpoint (`checkpoint_of`); returns its step, 0 without one."""
         if checkpoint is None:
             return 0
-        checkpoint.verify()
-        facts = checkpoint.facts["rl"]
+        facts = checkpoint.facts[FEEDBACK]
         for name in ("step", "updates"):
             setattr(self._progress, name, int(facts[name]))
         self._progress.kl_coefficient = float(facts["kl_coefficient"])
@@ -222,51 +220,69 @@ class Run:
             self._progress.multiplier = replace(
                 self._progress.multiplier, log_value=float(values["log_value"]), costs=tuple(values["costs"])
             )
-        self._stream.restore(*read_state(self._state_file(checkpoint.step, self._progress.step), facts["stream"]))
+        state = state_file(self._folder / STREAM, checkpoint.step, self._progress.step)
+        self._stream.restore(*read_state(state, facts["stream"]))
         for name, role in self._learning():
             role.resume(folder=folder_of(self._folder / name, checkpoint.step))
         return self._progress.step
 
 
-def checkpoint_of(inputs: RunInputs, folder: Path) -> Checkpoint | None:
-    """The newest checkpoint in the folder of a run, or None; raises `CheckpointError` for one of another run."""
-    newest = latest(folder / ACTOR)
-    if newest is None:
-        return None
-    checkpoint, own = Checkpoint(newest), _identity(inputs.tokenizer, inputs.config)
-    facts = checkpoint.facts.get("rl")
-    written = facts.get("run") if isinstance(facts, Mapping) else None
-    if not isinstance(written, Mapping):
-        raise CheckpointError(f"{newest} is no checkpoint of terrace rl: resume the folder of such a run")
-    for name in sorted(own.keys() | written.keys()):
-        if written.get(name) != own.get(name):
+def checkpoint_of(inputs: RunInputs, folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest whole checkpoint in the folder of a run, verified, or None; and the damage of each newer one.
+
+    A checkpoint is whole with the critics and the responses under way that were saved with it. Raises `CheckpointError`
+    where none is whole, and for one of another run.
+    """
+    if latest(folder / ACTOR) is None:
+        return None, []
+    before, wrong = None, list[str]()
+    while True:
+        try:
+            checkpoint, newer = newest_whole(folder / ACTOR, before)
+        except CheckpointError as error:
+            raise CheckpointError("; ".join([*wrong, str(error)])) from error
+        wrong += newer
+        facts = checkpoint.facts.get(FEEDBACK)
+        if not isinstance(facts, Mapping) or not isinstance(facts.get("run"), Mapping):
             raise CheckpointError(
-                f"{newest} was written by another run: its {name} is {written.get(name)!r}, not {own.get(name)!r}; "
-                "resume it with its own, or start a new run"
+                f"{checkpoint.folder} is no checkpoint of terrace rl: resume the folder of such a run"
             )
-    return checkpoint
+        try:
+            _check_beside(folder, checkpoint)
+        except CheckpointError as error:
+            wrong.append(str(error))
+            before = checkpoint.step
+            continue
+        of_model = model_facts(checkpoint.facts.get("model", {}), inputs.config.model)
+        there, here = ({**run, **model} for run, model in zip((facts["run"], _identity(inputs)), of_model, strict=True))
+        fixes = {"tokenizer": trained_otherwise(str(there.get("tokenizer")), inputs.tokenizer)}
+        check_facts(checkpoint.folder, there, {name: here.get(name) for name in sorted(there | here)}, fixes)
+        return checkpoint, wrong
+
+
+def _check_beside(folder: Path, checkpoint: Checkpoint) -> None:
+    """Raise `CheckpointError` unless all that was saved with the actor's checkpoint is whole."""
+    facts = checkpoint.facts[FEEDBACK]
+    read_state(state_file(folder / STREAM, checkpoint.step, int(facts["step"])), facts["stream"])
+    for name in facts.get("critics", ()):
+        Checkpoint(folder_of(folder / name, checkpoint.step)).verify()
 
 
 def _checkpoints(folder: Path) -> list[Path]:
     return complete(folder / "checkpoints")
 
 
-def _identity(tokenizer: Tokenizer, config: RlConfig) -> dict[str, Any]:
-    """By dotted name, values that a resumed run must have in common with the one that began."""
-    sections = {name: dump(getattr(config, name)) for name in ("run", "algorithm", "optimizer", "cost")}
-    sections |= {f"reward[{index}]": dump(reward) for index, reward in enumerate(config.reward)}
-    found = {f"{name}.{key}": value for name, section in sections.items() for key, value in (section or {}).items()}
-    for name in _MAY_CHANGE:
-        del found[f"run.{name}"]
-    return found | {"weights": config.weights, "tokenizer": tokenizer.fingerprint}
+def _identity(inputs: RunInputs) -> dict[str, Any]:
+    return identity(inputs.config, inputs.tokenizer, inputs.contents)
 
 
-def _facts(progress: Progress, tokenizer: Tokenizer, config: RlConfig) -> dict[str, Any]:
+def _facts(progress: Progress, inputs: RunInputs) -> dict[str, Any]:
     multiplier = progress.multiplier
     return {
         "step": progress.step,
         "updates": progress.updates,
         "kl_coefficient": progress.kl_coefficient,
         "multiplier": None if multiplier is None else {"log_value": multiplier.log_value, "costs": multiplier.costs},
-        "run": _identity(tokenizer, config),
+        "critics": [name for name in LEARNING[1:] if name in inputs.config.roles],
+        "run": _identity(inputs),
     }

@@ -5,6 +5,7 @@ the end included, else 0. Prompts and responses differ in length, so a wrong mas
 sixteenth of all prompts, by their checksum, is held out and never trained on.
 """
 
+import json
 import random
 import zlib
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from terrace.data.text_tokens import TextTokens
+from terrace.model.hf.folder import TOKENIZER, TOKENIZER_CONFIG
 from terrace.rl.values.prompts import Prompt, Sample
 from terrace.rl.values.ragged import Ragged
 from terrace.rl.values.rows import Rows
@@ -24,6 +26,7 @@ ASK = ">"
 _CHARACTERS = "0123456789" + ASK
 END = len(_CHARACTERS)
 VOCAB = END + 1
+_END_TEXT = "<end>"
 SHORTEST, LONGEST = 5, 10  # digits
 LONGEST_PROMPT, LONGEST_RESPONSE = LONGEST + 1, LONGEST + 1  # tokens
 NUM_HELD_OUT = 512
@@ -46,6 +49,20 @@ class SortTokenizer:
 
     def encode_prompt(self, text: str, *, begins_text: bool = True) -> npt.NDArray[np.int64]:
         return self.encode(text)
+
+    def files(self) -> dict[str, bytes]:
+        """The same tokenizer as the files of a Hugging Face folder, name -> content."""
+        ids = {character: token for token, character in enumerate(_CHARACTERS)} | {_END_TEXT: END}
+        end = {"id": END, "content": _END_TEXT, "single_word": False, "lstrip": False, "rstrip": False}
+        tokenizer = {
+            "version": "1.0",
+            "added_tokens": [end | {"normalized": False, "special": True}],
+            "pre_tokenizer": {"type": "Split", "pattern": {"String": ""}, "behavior": "Isolated", "invert": False},
+            "decoder": {"type": "Fuse"},
+            "model": {"type": "WordLevel", "vocab": ids, "unk_token": ""},
+        }
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": None, "eos_token": _END_TEXT}
+        return {TOKENIZER: json.dumps(tokenizer).encode(), TOKENIZER_CONFIG: json.dumps(config).encode()}
 
     def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
         return "".join(_CHARACTERS[token] for token in ids if token != END)

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 Here = Callable[[Any], Any]  # of the value of section cluster, UNNAMED where none is
 _WHOLE = ("model", "cluster", "plan")  # sections that a name or a file replaces as a whole
+OF_FEEDBACK = ("run", "algorithm", "reward", "cost", "pool", "plans", "weights")  # sections of terrace rl alone
 _KEYED = ("train", "optimizer", "data", "plan")  # sections whose keys are those of one dataclass
 
 
@@ -168,7 +169,8 @@ def parse_sections(table: Mapping[str, Any]) -> RunConfig:
     known = [item.name for item in fields(RunConfig)]
     for name, value in table.items():
         if name not in known:
-            raise ConfigError(f"unknown section {name!r}{did_you_mean(name, known)}")
+            of_rl = "; that is a section of terrace rl" if name in OF_FEEDBACK else ""
+            raise ConfigError(f"unknown section {name!r}{of_rl or did_you_mean(name, known)}")
         if not isinstance(value, Mapping):
             raise ConfigError(f"{name} = {value!r} must be a table of keys")
     for name in ("model", "cluster", "plan", "train"):

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from terrace.base.errors import CheckpointError, ConfigError
-from terrace.base.schema import read_table
 from terrace.checkpoint.layout import latest
 from terrace.checkpoint.reading import Checkpoint
 from terrace.data.batches import Batches
@@ -20,8 +19,9 @@ from terrace.data.eval_batches import EvalBatches, eval_batches
 from terrace.data.prepared import compare_facts, prepare_eval_sources, prepare_sources
 from terrace.model.decoder import IGNORE_INDEX
 from terrace.model.experts.config import refuse_looking_ahead
-from terrace.train.config import RunConfig, parse_run
+from terrace.train.config import RunConfig
 from terrace.train.evaluate import Evaluation, nats_of
+from terrace.train.runs import read_trained
 from terrace.train.trained import Trained
 
 _ROW_TOKENS = 2048  # most tokens of rows that run together, unless one row has more
@@ -43,7 +43,7 @@ def own_data(folder: Path, say: Callable[[str], None]) -> list[EvalBatches]:
     """
     if not (folder / "config.toml").is_file():
         raise ConfigError(f"{folder} is not a run folder, so it has no data of its own: give --data PATH")
-    run = parse_run(read_table(folder / "config.toml"))
+    run = read_trained(folder, "which has no data with a loss per token: give --data PATH")
     if run.on_pairs:
         raise ConfigError(
             f"{folder} was trained on pairs, which have no loss per token: give --data PATH, text or conversations"

@@ -41,8 +41,7 @@ from terrace.model.hf.names import output_name
 from terrace.model.hf.pretrained import DTYPES, Parts, joined, rounded, stored_parts
 from terrace.runtime.states import ADAMW, FROZEN, KINDS
 from terrace.train.adapted import lora_of, merged_values
-from terrace.train.config import RunConfig
-from terrace.train.schedule import learning_rate
+from terrace.train.runs import RunFolder
 
 _VALUE = "value"
 _MOMENTS = KINDS[ADAMW][1:]
@@ -60,7 +59,7 @@ class DcpExport:
     end_of_text: int | None = None  # token
 
 
-def export_dcp(checkpoint: Checkpoint, run: RunConfig, folder: Path, options: DcpExport) -> list[str]:
+def export_dcp(checkpoint: Checkpoint, run: RunFolder, folder: Path, options: DcpExport) -> list[str]:
     """Write a checkpoint of a run to `folder` for `torch.distributed.checkpoint`; returns the names of the files.
 
     config.json and the tokenizer's files are written, too. Raises `ModelError` for a folder that is not empty or cannot
@@ -81,7 +80,7 @@ def export_dcp(checkpoint: Checkpoint, run: RunConfig, folder: Path, options: Dc
     try:
         with folder_atomic(folder) as made:
             writer = DcpWriter(made, options.file_bytes)
-            state = _StateDict(writer, config, options, _settings(run, checkpoint.step), checkpoint.num_updates)
+            state = _StateDict(writer, config, options, _settings(run, run.step_of(checkpoint)), checkpoint.num_updates)
             for name, stored in _tensors(checkpoint, config, options.states):
                 state.add(name, stored)
             if config.tied_embeddings and not config.scalar_head:
@@ -186,12 +185,12 @@ class _StateDict:
         return to_titan(value, heads_of(self._config, name)) if self._options.naming == TORCHTITAN else value
 
 
-def _settings(run: RunConfig, step: int) -> dict[str, Any]:
+def _settings(run: RunFolder, step: int) -> dict[str, Any]:
     # The keys of a parameter's group in torch.optim.AdamW and those that torch's schedulers add. `lr` is that of the
     # next step, as after scheduler.step().
     optimizer = run.optimizer
     return {
-        "lr": learning_rate(step, run.train, optimizer),
+        "lr": run.rate_after(step),
         "initial_lr": optimizer.lr,
         "betas": (optimizer.beta1, optimizer.beta2),
         "eps": optimizer.eps,

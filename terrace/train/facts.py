@@ -1,10 +1,13 @@
 """Facts of a run that its checkpoints keep: a resumed run must have the same."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from terrace.base.errors import CheckpointError
 from terrace.data.prepared import data_facts
-from terrace.model.config import to_table
+from terrace.model.config import ModelConfig, to_table
+from terrace.model.hf.mixtures import OWN_KEYS
 from terrace.sequence.cost import WorkCost
 from terrace.train.adapted import FACT, fact_of
 from terrace.train.attention_cost import KEY, cost_fact
@@ -28,3 +31,27 @@ def facts_of(job: RunJob, cost: WorkCost | None) -> Mapping[str, Any]:
         **({OBJECTIVE: run.train.objective} if run.on_pairs else {}),
         **({} if cost is None else {KEY: cost_fact(run, cost)}),
     }
+
+
+def model_facts(stored: Mapping[str, Any], config: ModelConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """By name, the facts of a checkpoint's model, whose table is `stored`, and those of a run's: for `check_facts`."""
+    model = to_table(config)
+    names = (*model, *(stored.keys() - model.keys()))
+    # A key that one of them leaves out, such as a gate that is the family's own, is another value too.
+    there, here = (
+        {f"model.{name}": table.get(name, OWN_KEYS.get(name)) for name in names} for table in (stored, model)
+    )
+    return there, here
+
+
+def check_facts(folder: Path, there: Mapping[str, Any], here: Mapping[str, Any], fixes: Mapping[str, str]) -> None:
+    """Raise `CheckpointError` for the first of a run's facts that a checkpoint in `folder` has otherwise.
+
+    `fixes` say by name what to do where this is not to restore what there was.
+    """
+    for name, value in here.items():
+        if there.get(name) != value:
+            raise CheckpointError(
+                f"{folder} was made with {name} = {there.get(name)!r}, now it is {value!r}, so the run would not be "
+                f"the same: {fixes.get(name, 'restore it')}, or start a new run"
+            )

@@ -96,8 +96,9 @@ def check_weights(run: "RunConfig") -> str:
     return ""
 
 
-def source_files(run: "RunConfig", tokenizer: "Tokenizer") -> dict[str, bytes]:
-    """Files that an export of a run needs in addition to its weights, name -> content, as they are when the run starts.
+def source_files(weights: str, tokenizer_path: str, template_path: str, tokenizer: "Tokenizer") -> dict[str, bytes]:
+    """Files that an export of a run needs in addition to its weights, name -> content, as they are when the run starts:
+    those of the folder `weights`, if it began with any, and of its tokenizer.
 
     They declare the tokens that the run puts around its texts. Raises `ModelError` for a file that cannot be read.
     """
@@ -105,25 +106,30 @@ def source_files(run: "RunConfig", tokenizer: "Tokenizer") -> dict[str, bytes]:
     from terrace.data.tokenizer_files import agreeing
 
     found: dict[str, bytes] = {}
-    if run.train.weights:
-        found |= read_files(Path(run.train.weights), (CONFIG, GENERATION))
-    if run.data.tokenizer != BYTES:
-        path = Path(run.data.tokenizer)
+    if weights:
+        found |= read_files(Path(weights), (CONFIG, GENERATION))
+    if tokenizer_path != BYTES:
+        path = Path(tokenizer_path)
         path = path / TOKENIZER if path.is_dir() else path
         if path.name == TOKENIZER:
             found |= read_files(path.parent, TOKENIZER_FILES)
         # A tokenizer under another name is exported under the usual one.
         else:
             found[TOKENIZER] = read_files(path.parent, (path.name,))[path.name]
-        if run.data.chat_template:  # transformers prefers this file to one in tokenizer_config.json
-            template = Path(run.data.chat_template)
+        if template_path:  # transformers prefers this file to one in tokenizer_config.json
+            template = Path(template_path)
             found[CHAT_TEMPLATE] = read_files(template.parent, (template.name,))[template.name]
         if isinstance(tokenizer, FileTokenizer):
             found |= agreeing(found, tokenizer)
-    if found:
-        sums = {name: checksum(content) for name, content in sorted(found.items())}
-        found[_SUMS] = sealed_json(json.dumps(sums)).encode()
-    return found
+    return with_sums(found)
+
+
+def with_sums(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Files of SOURCE with their checksums, by which `check_source` knows them."""
+    if not files:
+        return {}
+    sums = {name: checksum(content) for name, content in sorted(files.items())}
+    return {**files, _SUMS: sealed_json(json.dumps(sums)).encode()}
 
 
 def check_source(run_folder: Path) -> None:

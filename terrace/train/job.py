@@ -1,6 +1,5 @@
 """The input of every rank of `terrace train`."""
 
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from terrace.checkpoint.layout import latest
 from terrace.data.batches import Source
 from terrace.data.eval_batches import EvalSource
 from terrace.train.config import RunConfig
+from terrace.train.runs import again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +41,7 @@ class RunJob(JobInputs):
 
     def again(self) -> str:
         """Words on the checkpoints that are saved, with the command that goes on with the run."""
-        folder = shlex.quote(str(self.folder))
-        if latest(self.folder) is not None:
-            return f"saved checkpoints are complete; to go on: terrace train --resume {folder}"
-        return (
-            "nothing was saved yet; to begin again: terrace train --config "
-            f"{shlex.quote(str(self.folder / 'config.toml'))} --folder {folder} --resume auto"
-        )
+        return again(self.folder, "train", is_saved=latest(self.folder) is not None)
 
 
 def device_of() -> torch.device:

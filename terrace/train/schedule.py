@@ -25,6 +25,11 @@ def learning_rate(step: int, train: TrainConfig, optimizer: OptimizerConfig) -> 
     return optimizer.lr * (last + (1 - last) * _height(step, train))
 
 
+def warmed_up(peak: float, step: int, num_steps: int) -> float:
+    """Learning rate of step `step` (from 0) of a run of feedback: it rises for `num_steps` steps, and stays."""
+    return peak * min(1.0, (step + 1) / max(1, num_steps))
+
+
 def _height(step: int, train: TrainConfig) -> float:
     if train.schedule == "constant":
         return 1.0

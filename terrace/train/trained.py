@@ -21,8 +21,8 @@ from terrace.model.hf.pretrained import Pretrained
 from terrace.runtime.describe import replace_parameters
 from terrace.runtime.norm import is_finite
 from terrace.train.adapted import merged_values
-from terrace.train.config import RunConfig, parse_run
-from terrace.train.folder import SOURCE, check_source, no_run_words, run_above
+from terrace.train.folder import check_source, no_run_words, run_above
+from terrace.train.runs import read_run
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -52,7 +52,7 @@ class Trained:
 def load_trained(
     folder: Path, *, dtype: str = "fp32", tokenizer: str | None = None, device: torch.device | str = "cpu"
 ) -> Trained:
-    """Loads a folder written by `terrace train` or `save_pretrained`, in `dtype`: fp32, bf16 or fp64.
+    """Loads a folder written by `terrace train`, `terrace rl` or `save_pretrained`, in `dtype`: fp32, bf16 or fp64.
 
     The tokenizer is the folder's, unless `tokenizer` names another. Raises `CheckpointError` for any other folder and
     for a checkpoint that is damaged or was trained with another tokenizer, and the errors of reading it.
@@ -60,14 +60,14 @@ def load_trained(
     if dtype not in DTYPES:
         raise ConfigError(f"dtype = {dtype!r} is not known{did_you_mean(dtype, DTYPES)}")
     if (folder / "config.toml").is_file():
-        return _of_run(folder, parse_run(read_table(folder / "config.toml")), DTYPES[dtype], tokenizer, device)
+        return _of_run(folder, DTYPES[dtype], tokenizer, device)
     if (folder / CONFIG).is_file() and holds_weights(str(folder)):
         return _of_hugging_face(folder, DTYPES[dtype], tokenizer, device)
     if run_above(folder) is not None:
         raise CheckpointError(no_run_words(folder))
     raise CheckpointError(
         f"{folder} is neither a run folder (config.toml) nor a Hugging Face folder ({CONFIG} and *.safetensors): name "
-        "one that terrace train or save_pretrained has left"
+        "one that terrace train, terrace rl or save_pretrained has left"
     )
 
 
@@ -116,28 +116,29 @@ def check_tokenizer(checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
         )
 
 
-def _of_run(
-    folder: Path, run: RunConfig, dtype: torch.dtype, tokenizer: str | None, device: torch.device | str
-) -> Trained:
-    newest = latest(folder)
+def _of_run(folder: Path, dtype: torch.dtype, tokenizer: str | None, device: torch.device | str) -> Trained:
+    run = read_run(folder)
+    newest = latest(run.saves)
     if newest is None:
         raise CheckpointError(f"{folder} has no complete checkpoint yet")
     checkpoint = Checkpoint(newest)
     # Checksums first, so that a damaged file gives an error rather than a bad model.
     checkpoint.verify()
-    path = tokenizer or run.data.tokenizer
-    own = load_tokenizer(path, run.data.bos, run.data.eos)
-    check_tokenizer(checkpoint, own)
+    path = tokenizer or run.tokenizer
+    own = load_tokenizer(path, run.bos, run.eos)
+    # The tokenizer of a task has no file but the run's copy of it, which `check_source` knows.
+    if tokenizer is not None or run.command == "train":
+        check_tokenizer(checkpoint, own)
     config, blocks = load_blocks(checkpoint, device, dtype)
     check_source(folder)
     return Trained(
         config=config,
         blocks=blocks,
         tokenizer=own,
-        context=run.train.sequence,
-        stops=_stops(own, folder / SOURCE),
+        context=run.context,
+        stops=_stops(own, run.source),
         tokenizer_path=path,
-        template_path=run.data.chat_template,
+        template_path=run.template,
     )
 
 

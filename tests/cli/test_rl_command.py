@@ -67,7 +67,9 @@ def test_a_task_runs_and_goes_on(here: CommandLine) -> None:
     assert drawn["reward"] == (drawn["finish"] == "stop" and drawn["response"] == "".join(sorted(drawn["prompt"][:-1])))
     assert held_out["prompt"] == SortPrompts(0).held_out()[0].text
     _check_tensorboard(here.folder / "made" / "tensorboard", lines[1])
-    assert "has all of its 2 steps: give a larger --run.steps" in here.call("rl", "--resume", "made").error
+    assert "is after step 2 of 2, so nothing is left to train: ask for more with --run.steps N" in here.refusal(
+        "rl", "--resume", "made"
+    )
     _check_page(here, samples[2]["samples"])
 
 

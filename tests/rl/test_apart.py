@@ -22,7 +22,7 @@ from terrace.rl.making import apart_of, check_roles, engine_settings, started
 from terrace.rl.placing import ACTOR, PoolKeys
 from terrace.rl.predicted import found_placements, placement_of, predicted
 from terrace.rl.workers.handing import transition_of
-from tests.support.rl_runs import ALONE, EXACT, FOUR, config_of, inputs_of, numbers, ran
+from tests.support.rl_runs import ALONE, EXACT, FOUR, config_of, inputs_of, numbers, ran, resumed
 
 SHARDED = {"preset": "zero3", **EXACT, "micro_batch": 4}
 APART: dict[str, Any] = {
@@ -95,7 +95,7 @@ def test_a_rollout_that_draws_ahead_goes_on_with_the_same_bits(tmp_path: Path) -
     runtime = LocalRuntime(timeout_s=120.0)
     with runtime:
         run = started(inputs_of(config), runtime, folder, lambda text: None)
-        assert run.resume() == 2
+        assert resumed(run, config, folder) == 2
         rest = list(islice(run.steps(), 1))
         assert numbers(rest[0][1]) == numbers(whole[2])
         # What happens to a rollout is told with its name, also while an actor waits for it.

@@ -11,7 +11,7 @@ from terrace.rl.calls.inline import InlineRuntime
 from terrace.rl.making import started
 from terrace.rl.run import STREAM
 from terrace.rl.stream.saved import write_state
-from tests.support.rl_runs import ALONE, FOUR, config_of, inputs_of, ran
+from tests.support.rl_runs import ALONE, FOUR, config_of, inputs_of, ran, resumed, totals_of
 
 DEGENERATE: dict[str, Any] = {
     **ALONE,
@@ -21,10 +21,11 @@ DEGENERATE: dict[str, Any] = {
 
 
 def test_a_run_of_one_step_without_a_hand_over_has_a_summary() -> None:
-    said = rl_run._summary([{"time/step": 1.0}], Path("run"))
+    said = rl_run._summary(totals_of([{"time/step": 1.0}]), Path("run"))
     assert "hand-over" not in said
     both = rl_run._summary(
-        [{"time/step": 1.0}, {"time/step": 1.0, "reshard/bytes_planned": 8.0, "reshard/bytes_sent": 8.0}], Path("run")
+        totals_of([{"time/step": 1.0}, {"time/step": 1.0, "reshard/bytes_planned": 8.0, "reshard/bytes_sent": 8.0}]),
+        Path("run"),
     )
     assert "predicted 8 B, measured 8 B" in both
 
@@ -38,7 +39,7 @@ def test_a_step_without_updates_leaves_the_checkpoint_before_whole(
     def interrupted(path: Path, *state: Any) -> Any:
         facts = write_state(path, *state)
         paths.append(path)
-        if len(paths) == 2:
+        if len(paths) == 3:  # the first is of before all steps
             raise TrainingError("killed")
         return facts
 
@@ -48,7 +49,7 @@ def test_a_step_without_updates_leaves_the_checkpoint_before_whole(
             ran(InlineRuntime(), config, tmp_path)
     with InlineRuntime() as runtime:
         run = started(inputs_of(config), runtime, tmp_path, lambda text: None)
-        assert run.resume() == 1
+        assert resumed(run, config, tmp_path) == 1
         assert [step for step, _ in run.steps()] == [2, 3]
     assert len(list((tmp_path / STREAM).iterdir())) == 1
 

@@ -15,6 +15,7 @@ from terrace.rl.keys import RewardKeys
 from terrace.rl.predicted import dataflow_of, found_placements, placement_of, predicted, stages_of
 from tests.support.command_line import CommandLine
 from tests.support.hf_folder import TABLE, write_model
+from tests.support.rl_runs import totals_of
 
 QUICK = ["--run.steps", 1, "--run.start_steps", 0, "--run.evaluate_every", 0, "--run.prompts", 16]
 QUICK += ["--run.mini_batch", 128]
@@ -70,8 +71,8 @@ def test_a_run_has_all_its_roles_on_all_ranks_under_its_plan() -> None:
 def test_measured_seconds_go_to_stages() -> None:
     usual = {"time/generate": 1.0, "time/ref": 2.0, "time/step": 8.0}
     steps = [{"time/generate": 9.0}, *({**usual, "time/values": each} for each in (3, 5))]
-    assert stages_of(steps) == {"reshard": 0.0, "generate": 1.0, "prepare": 6.0, "train": 0.0, "step": 8.0}
-    assert stages_of(steps[:1])["generate"] == 9.0
+    assert stages_of(totals_of(steps)) == {"reshard": 0.0, "generate": 1.0, "prepare": 6.0, "train": 0.0, "step": 8.0}
+    assert stages_of(totals_of(steps[:1]))["generate"] == 9.0
 
 
 def test_a_batch_that_the_plan_cannot_take_is_one_line() -> None:

@@ -52,7 +52,7 @@ def ran(folder: Path, *overrides: Mapping[str, Any]) -> list[Metrics]:
     config = inputs.config
     with InlineRuntime() as runtime:
         run = started(inputs, runtime, folder, lambda text: None)
-        first = run.resume()
+        first = run.resume(checkpoint_of(inputs, folder)[0])
         steps = list(run.steps())
     assert [step for step, _ in steps] == list(range(first + 1, config.run.steps + 1))
     return [found for _, found in steps]
@@ -97,11 +97,15 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
         "weights": {"weights": "elsewhere"},
     }
     for name, other in others.items():
-        with pytest.raises(CheckpointError, match=f"was written by another run: its {name} is .*; resume it with"):
+        with pytest.raises(
+            CheckpointError, match=f"was made with {name} = .*, so the run would not be the same: restore it"
+        ):
             checkpoint_of(inputs_of(other), tmp_path)
-    with pytest.raises(CheckpointError, match=r"its run.seed is 0, not 1; resume it with its own"):
+    with pytest.raises(CheckpointError, match=r"was made with run.seed = 0, now it is 1"):
         ran(tmp_path, {"run": {"seed": 1}})
-    assert checkpoint_of(inputs_of({"run": {"steps": 9, "evaluate_every": 1, "timeout_s": 9.0}}), tmp_path) is not None
+    assert (
+        checkpoint_of(inputs_of({"run": {"steps": 9, "evaluate_every": 1, "timeout_s": 9.0}}), tmp_path)[0] is not None
+    )
     # Without checkpoints the same folder is a new run, whose supervised start is there already.
     shutil.rmtree(tmp_path / ACTOR)
     assert len(ran(tmp_path, {"run": {"steps": 1, "evaluate_every": 0}})) == 1

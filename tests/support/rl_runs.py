@@ -1,6 +1,6 @@
 """Small runs of `terrace rl` in fp64, on any runtime."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +9,9 @@ from terrace.rl.algorithms.metrics import Metrics
 from terrace.rl.calls.runtime import Runtime
 from terrace.rl.config import RlConfig, resolve
 from terrace.rl.making import check_roles, started
-from terrace.rl.run import RunInputs
+from terrace.rl.run import Run, RunInputs, checkpoint_of
 from terrace.rl.sort_task import END, SortPrompts, SortTokenizer
+from terrace.rl.totals import Totals
 
 ONE_STAGE = {"schedule": None, "mapping": {"system": {"pipeline": 1}}}
 EXACT = {"compute": "fp64", "master": "fp64", "micro_batch": 2, **ONE_STAGE}
@@ -42,8 +43,20 @@ def ran(runtime: Runtime, config: RlConfig, folder: Path) -> list[Metrics]:
     check_roles(config)
     with runtime:
         run = started(inputs_of(config), runtime, folder, lambda text: None)
-        run.resume()
+        resumed(run, config, folder)
         return [found for _, found in run.steps()]
+
+
+def resumed(run: Run, config: RlConfig, folder: Path) -> int:
+    """The step from which a run goes on."""
+    return run.resume(checkpoint_of(inputs_of(config), folder)[0])
+
+
+def totals_of(steps: Iterable[Metrics]) -> Totals:
+    found = Totals()
+    for each in steps:
+        found.add(each)
+    return found
 
 
 def numbers(found: Metrics) -> Metrics:

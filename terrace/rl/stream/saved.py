@@ -4,7 +4,8 @@ Tensors alone, in safetensors. The checkpoint's facts have the file's digest, so
 step, is refused.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,36 @@ from torch import Tensor
 
 from terrace.base.errors import CheckpointError
 from terrace.base.files import write_atomic
+from terrace.checkpoint.layout import folder_name
 from terrace.rl.values.ragged import Ragged
 from terrace.rl.values.rows import Rows
 from terrace.rl.workers.drawing import BEGUN
 
 _OFFSETS = "offsets"
+_NAME = re.compile(r"step-(\d{8,})\.\d+\.safetensors")
+
+
+def state_file(folder: Path, updates: int, step: int) -> Path:
+    """The file of the state beside the checkpoint after `updates` updates.
+
+    Also by step: one without updates must not change the file of the checkpoint that it replaces.
+    """
+    return folder / f"{folder_name(updates)}.{step}.safetensors"
+
+
+def clear_states(newest: Path, kept: Collection[int]) -> None:
+    """Remove the files beside `newest` of checkpoints that are not `kept`, by updates, or that `newest` replaces.
+
+    Whatever else lies in the folder stays: a run did not write it.
+    """
+    own = _NAME.fullmatch(newest.name)
+    assert own is not None, "it is a file of `state_file`"
+    for path in newest.parent.iterdir():
+        found = _NAME.fullmatch(path.name)
+        if found is None or path == newest or path.is_symlink() or not path.is_file():
+            continue
+        if int(found[1]) not in kept or found[1] == own[1]:
+            path.unlink(missing_ok=True)
 
 
 def write_state(path: Path, place: int, rows: Rows) -> dict[str, Any]:
@@ -27,7 +53,13 @@ def write_state(path: Path, place: int, rows: Rows) -> dict[str, Any]:
     tensors = {name: rows.tensor(name) for name in ("groups", "finish")}
     tensors |= {name: rows.ragged(name).values for name in BEGUN} | {_OFFSETS: rows.ragged(BEGUN[0]).offsets}
     content = save({name: tensor.contiguous() for name, tensor in tensors.items()})
-    write_atomic(path, content)
+    try:
+        write_atomic(path, content)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {path}, the responses under way: {error.strerror or error}; free space, or "
+            "move away what is there"
+        ) from error
     return {"place": place, "sha256": sha256(content).hexdigest()}
 
 
@@ -36,10 +68,7 @@ def read_state(path: Path, facts: Mapping[str, Any]) -> tuple[int, Rows]:
     try:
         content = path.read_bytes()
         if sha256(content).hexdigest() != facts["sha256"]:
-            raise CheckpointError(
-                f"{path} is damaged: its digest is not that of its checkpoint; remove that checkpoint to resume from "
-                "the one before"
-            )
+            raise CheckpointError(f"{path} is damaged: its digest is not that of its checkpoint")
         tensors: dict[str, Tensor] = load(content)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {path}, the responses under way of a checkpoint: {error}") from error

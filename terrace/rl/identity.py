@@ -1,0 +1,118 @@
+"""What a run of feedback is: facts that a resumed run must have in common with the one that began.
+
+What a run depends on is known by its content, not by its name: prompts by their tokens, weights by their bytes, a
+reward by the source of its module. So a file that has moved is the same, and one that has changed is another.
+"""
+
+import hashlib
+import json
+import sys
+import zlib
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from modulefinder import ModuleFinder
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from terrace.base.schema import dump
+from terrace.data.tokenizer import Tokenizer
+from terrace.model.hf.folder import CONFIG, METADATA, SINGLE, is_dcp, weight_files
+from terrace.rl.config import RlConfig
+from terrace.rl.placing import COST
+from terrace.rl.stream.prompt_file import PromptFile
+
+if TYPE_CHECKING:
+    from terrace.rl.values.prompts import PromptSource
+
+# Keys of [run] that a resumed run may have otherwise: its length, where it runs, and what it shows and keeps.
+_MAY_CHANGE = (
+    *("steps", "rows", "reference", "metrics", "timeout_s", "reward_timeout_s"),
+    *("evaluate_every", "checkpoint_every", "keep_checkpoints"),
+)
+_OURS = "terrace."  # modules whose rewards a run knows by name, as it knows the rest of Terrace
+_READ_BYTES, _NUM_READERS = 4 << 20, 8
+
+
+def identity(config: RlConfig, tokenizer: Tokenizer, contents: Mapping[str, str]) -> dict[str, Any]:
+    """By dotted name, values that a resumed run must have in common; `contents` as of `contents_of`."""
+    sections = {name: dump(getattr(config, name)) for name in ("run", "algorithm", "optimizer", "cost")}
+    sections |= {f"reward[{index}]": dump(reward) for index, reward in enumerate(config.reward)}
+    found = {f"{name}.{key}": value for name, section in sections.items() for key, value in (section or {}).items()}
+    for name in _MAY_CHANGE:
+        del found[f"run.{name}"]
+    known: dict[str, Any] = {"weights": config.weights, "tokenizer": tokenizer.fingerprint}
+    return {**found, **known, **contents}
+
+
+def contents_of(config: RlConfig, prompts: "PromptSource") -> dict[str, str]:
+    """The digest of every file that a run depends on, by the key that names it.
+
+    Raises `ModelError` for a folder without weights. Modules of rewards have been imported.
+    """
+    found = {}
+    if isinstance(prompts, PromptFile):
+        found["run.prompts_file"] = _prompts_digest(prompts)
+    if config.weights:
+        found["weights"] = _weights_digest(Path(config.weights))
+    rewards = {f"reward[{index}]": reward for index, reward in enumerate(config.reward)}
+    for name, reward in (rewards | ({} if config.cost is None else {COST: config.cost})).items():
+        if reward.model:
+            found[f"{name}.model"] = _weights_digest(Path(reward.model))
+        else:
+            found[f"{name}.function"] = _function_digest(reward.function)
+    return found
+
+
+def _prompts_digest(prompts: PromptFile) -> str:
+    digest = hashlib.sha256()
+    for each in prompts.prompts:
+        # Columns of Parquet may have values that JSON has not.
+        line = json.dumps([each.text, each.tokens, each.data], sort_keys=True, default=repr)
+        digest.update(line.encode() + b"\n")
+    return f"sha256-{digest.hexdigest()}"
+
+
+def _weights_digest(folder: Path) -> str:
+    """Of all weights and their config.json; CRC-32 of each file, as in checkpoints: folders may have hundreds of GB."""
+    if is_dcp(folder):
+        names = {METADATA, *(path.name for path in folder.glob("*.distcp"))}
+    else:
+        names = set((weight_files(folder) or {"": SINGLE}).values())
+    paths = [folder / name for name in sorted(names | ({CONFIG} if (folder / CONFIG).is_file() else set()))]
+    digest = hashlib.sha256()
+    with ThreadPoolExecutor(_NUM_READERS) as readers:
+        for path, (size, crc) in zip(paths, readers.map(_checksum, paths), strict=True):
+            digest.update(f"{path.name} {size} {crc:08x}\n".encode())
+    return f"sha256-{digest.hexdigest()}"
+
+
+def _checksum(path: Path) -> tuple[int, int]:
+    size = crc = 0
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_READ_BYTES):
+            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+    return size, crc
+
+
+def _function_digest(name: str) -> str:
+    """`function` of a module, with a digest of the source of the module and of what it imports beside it."""
+    module_name, _, function = name.partition(":")
+    file = getattr(sys.modules.get(module_name), "__file__", None)
+    if module_name.startswith(_OURS) or file is None:
+        return name
+    digest, root = hashlib.sha256(), Path(file).parents[module_name.count(".") + (Path(file).stem == "__init__")]
+    for path in _sources(module_name, Path(file), root):
+        digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    return f"{function} of sha256-{digest.hexdigest()}"
+
+
+def _sources(module_name: str, file: Path, root: Path) -> list[Path]:
+    """Files below `root` that importing a module reads; of an installed package that of the module alone."""
+    if root.name in ("site-packages", "dist-packages"):
+        return [file]
+    finder = ModuleFinder(path=[str(root)], excludes=["terrace"])
+    with suppress(Exception):  # of a source that does not compile, which the module may never import
+        finder.import_hook(module_name)
+    found = [Path(each.__file__) for each in finder.modules.values() if each.__file__]
+    return sorted({path for path in found if root in path.parents} | {file})

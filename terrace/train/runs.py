@@ -1,0 +1,158 @@
+"""A run folder, of `terrace train` or `terrace rl`: which kind it is, and where its model is. Needs no torch.
+
+Every command that takes a run folder asks here. What feedback has trained is the actor, whose checkpoints have a folder
+of their own; they are numbered by updates, and their facts have the step of the run.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING, Any, Literal
+
+from terrace.base.errors import CheckpointError, ConfigError
+from terrace.base.schema import load, read_table
+from terrace.model.hf.folder import TOKENIZER
+from terrace.runtime.settings import OptimizerConfig
+from terrace.train.config import RunConfig, parse_run
+from terrace.train.folder import SOURCE, no_run_words
+from terrace.train.schedule import learning_rate, warmed_up
+
+if TYPE_CHECKING:
+    from terrace.checkpoint.reading import Checkpoint
+
+CONFIG = "config.toml"
+ACTOR = "actor"  # the folder of a run of feedback with the checkpoints of its model
+FEEDBACK = "rl"  # facts of a checkpoint, by which a run of feedback goes on
+Command = Literal["train", "rl"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFolder:
+    """What commands need of a run to use its model; `train` is the configuration of a run of `terrace train`.
+
+    `saves` has the folder `checkpoints`; `tokenizer` and `template` are those of the training, `base` the weights that
+    it began with, `context` the tokens of its longest row, `compute` the dtype in which it computed.
+    """
+
+    folder: Path
+    command: Command
+    saves: Path
+    tokenizer: str
+    template: str
+    base: str
+    context: int
+    compute: str
+    bos: bool | str
+    eos: str
+    optimizer: OptimizerConfig
+    warmup_steps: int
+    train: RunConfig | None = None
+
+    @property
+    def source(self) -> Path:
+        """The folder with the files that an export needs beside the weights."""
+        return self.folder / SOURCE
+
+    def step_of(self, checkpoint: "Checkpoint") -> int:
+        """The step of the run after which a checkpoint was saved."""
+        return checkpoint.step if self.command == "train" else int(checkpoint.facts[FEEDBACK]["step"])
+
+    def rate_after(self, step: int) -> float:
+        """The learning rate of the step after `step` steps."""
+        if self.train is None:
+            return warmed_up(self.optimizer.lr, step, self.warmup_steps)
+        return learning_rate(step, self.train.train, self.optimizer)
+
+
+def command_of(table: Mapping[str, Any]) -> Command:
+    """The command whose run has these settings."""
+    return "rl" if "run" in table and "train" not in table else "train"
+
+
+def read_run(folder: Path) -> RunFolder:
+    """The run in `folder`; raises `CheckpointError` for another folder, and `ConfigError` for wrong settings."""
+    table = _table(folder)
+    if command_of(table) == "rl":
+        return _of_feedback(folder, table)
+    run = parse_run(table)
+    return RunFolder(
+        folder=folder,
+        command="train",
+        saves=folder,
+        tokenizer=run.data.tokenizer,
+        template=run.data.chat_template,
+        base=run.train.weights,
+        context=run.train.sequence,
+        compute=run.plan.compute,
+        bos=run.data.bos,
+        eos=run.data.eos,
+        optimizer=run.optimizer,
+        warmup_steps=run.train.warmup_steps,
+        train=run,
+    )
+
+
+def read_trained(folder: Path, why: str) -> RunConfig:
+    """The configuration of the run of `terrace train` in `folder`; for one of `terrace rl`, `why` says what it lacks.
+
+    Raises as `read_run` does.
+    """
+    run = read_run(folder)
+    if run.train is None:
+        raise ConfigError(f"{folder} is a run of terrace rl, {why}")
+    return run.train
+
+
+def table_to_resume(folder: Path, command: Command) -> Mapping[str, Any]:
+    """The settings of the run in `folder`, with which `command` goes on.
+
+    Raises `CheckpointError` for another folder, and for a run of the other command.
+    """
+    table = _table(folder)
+    own = command_of(table)
+    if own != command:
+        raise CheckpointError(
+            f"{folder} is a run of terrace {own}: to go on: terrace {own} --resume {quote(str(folder))}"
+        )
+    return table
+
+
+def again(folder: Path, command: Command, *, is_saved: bool) -> str:
+    """Words on the checkpoints that are saved, with the command that goes on with the run in `folder`."""
+    name = quote(str(folder))
+    if is_saved:
+        return f"saved checkpoints are complete; to go on: terrace {command} --resume {name}"
+    return (
+        f"nothing was saved yet; to begin again: terrace {command} --config {quote(str(folder / CONFIG))} "
+        f"--folder {name} --resume auto"
+    )
+
+
+def _table(folder: Path) -> Mapping[str, Any]:
+    if not (folder / CONFIG).is_file():
+        raise CheckpointError(no_run_words(folder))
+    return read_table(folder / CONFIG)
+
+
+def _of_feedback(folder: Path, table: Mapping[str, Any]) -> RunFolder:
+    run, plan = ({} if not isinstance(table.get(name), Mapping) else table[name] for name in ("run", "plan"))
+    names = ("max_prompt", "max_response", "warmup_steps")
+    sizes = [run[name] for name in names if type(run.get(name)) is int and run[name] >= 0]
+    if len(sizes) < len(names):
+        raise ConfigError(f"{folder / CONFIG} lacks whole numbers for run.{', run.'.join(names)}: restore the file")
+    return RunFolder(
+        folder=folder,
+        command="rl",
+        saves=folder / ACTOR,
+        # The run's own copy, which stays as it was.
+        tokenizer=str(folder / SOURCE / TOKENIZER),
+        template="",
+        base=str(table.get("weights", "")),
+        context=sizes[0] + sizes[1],
+        compute=str(plan.get("compute", "fp32")),
+        bos="auto",
+        eos="auto",
+        optimizer=load(OptimizerConfig, table.get("optimizer", {}), "optimizer"),
+        warmup_steps=sizes[2],
+    )
