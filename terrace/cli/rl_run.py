@@ -85,7 +85,7 @@ def run(
             print(f"resuming from {checkpoint.folder}, since {'; '.join(wrong)}", flush=True)
     chosen = resume or new_folder(folder, going_on)
     print(f"{_words(config)}{_unused_gpus(config, ray)}\nrun folder {chosen}", flush=True)
-    asked = StopRequest()
+    asked, words = StopRequest(), None
     try:
         with sigterm_raises(), passed_on(asked.ask), folder_lock(chosen), _runtime(config, ray) as runtime:
             words = _learned(inputs, runtime, chosen, checkpoint, asked)

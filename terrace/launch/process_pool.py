@@ -19,10 +19,12 @@ from typing import Any, Self
 from torch.distributed.distributed_c10d import PrefixStore
 
 from terrace.base.errors import HangError
+from terrace.launch.heartbeats import HeartbeatStore
 from terrace.launch.machines import num_cores
 from terrace.launch.postmortem import in_words
 from terrace.launch.rendezvous import host_store
 from terrace.launch.seal import Seal
+from terrace.launch.silence import beats_of
 from terrace.launch.stop import ask
 from terrace.launch.workers import LOOPBACK, PoolJob, Report, serve
 
@@ -84,8 +86,16 @@ class ProcessPool:
 
     def ask_to_stop(self, name: str) -> None:
         """Ask the ranks of the current or next call to end it in order; `name` is the signal that caused it."""
+        ask(*self._world(), name)
+
+    def beats(self, world_size: int) -> HeartbeatStore:
+        """The heartbeats of the ranks of the current call."""
+        return beats_of(*self._world(), world_size)
+
+    def _world(self) -> tuple[Any, Seal]:
+        """The store and the seal of the world of the current or next call."""
         call = f"job/{max(1, self._num_jobs)}"
-        ask(PrefixStore(f"{call}/world", self._store), self._seal.within(call), name)
+        return PrefixStore(f"{call}/world", self._store), self._seal.within(call)
 
     def close(self) -> None:
         """End every process; harmless when repeated."""

@@ -1,8 +1,20 @@
-"""Silence: a rank whose heartbeats stop while the others wait for it outside a step, where no timeout runs."""
+"""Silence: a rank whose heartbeats stop while the others wait for it outside a step, where no timeout runs.
 
+The parent of local ranks can look for it, too: then the ranks' watchdogs only publish, with a timeout of `NEVER_S`.
+"""
+
+import time
 from collections.abc import Sequence
 
-from terrace.launch.postmortem import GONE, Heartbeat
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from terrace.launch.heartbeats import HeartbeatStore
+from terrace.launch.postmortem import GONE, Diagnosis, Heartbeat, diagnose
+from terrace.launch.seal import Seal
+
+BEATS, INTERVAL_S = "step", 0.5  # the name space of heartbeats in the store of a world, and seconds between two
+WINDOW_INTERVALS = 4.0  # between two looks, in which every living rank has published
+NEVER_S = 1e9
 
 
 class Silence:
@@ -22,3 +34,17 @@ class Silence:
             else:
                 found |= now_s - since_s >= self._limit_s
         return found
+
+
+def beats_of(store: Store, seal: Seal, world_size: int) -> HeartbeatStore:
+    """The heartbeats in the store of a world, for a process that is none of its ranks."""
+    return HeartbeatStore(PrefixStore(BEATS, store), -1, world_size, INTERVAL_S, seal.within(BEATS))
+
+
+def silent(worlds: Sequence[HeartbeatStore]) -> list[Diagnosis | None]:
+    """Of each world, who is silent, if anybody is: by two looks, some intervals apart."""
+    before, begin_s = [world.read_all() for world in worlds], time.monotonic()
+    time.sleep(WINDOW_INTERVALS * INTERVAL_S)
+    passed_s = time.monotonic() - begin_s
+    found = [diagnose(old, world.read_all(), passed_s) for world, old in zip(worlds, before, strict=True)]
+    return [each if each.rule == "silent" else None for each in found]

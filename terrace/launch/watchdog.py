@@ -29,7 +29,7 @@ from terrace.launch.postmortem import Heartbeat, State, compress, diagnose
 from terrace.launch.rank_log import write_loud
 from terrace.launch.seal import Seal
 from terrace.launch.signals import SIGNALS
-from terrace.launch.silence import Silence
+from terrace.launch.silence import BEATS, INTERVAL_S, WINDOW_INTERVALS, Silence
 from terrace.launch.slow import Comparison, OwnTimes, SlowRank, slowest_of
 from terrace.launch.world import World, is_communication_error
 
@@ -37,7 +37,6 @@ EXIT_HANG = 70  # EX_SOFTWARE of sysexits.h
 EXIT_STOPPED = 128 + signal.SIGTERM  # the shell's code for SIGTERM
 
 _MAX_WRITES_PER_S = 2000  # a store took some 10^5 small calls a second on one core; on other machines: a guess
-_WINDOW_INTERVALS = 4.0
 _ATTEMPTS = 3
 _COMPARE_S = 2.0  # between two looks for slow ranks, in a small world
 
@@ -77,7 +76,7 @@ class Watchdog:
         self._early_s = max(self._interval_s / 2, world_size / _MAX_WRITES_PER_S)
         self._begun = not stops
         # Two readings must be far enough apart for every living rank to have published in between.
-        self._window_s = _WINDOW_INTERVALS * self._interval_s
+        self._window_s = WINDOW_INTERVALS * self._interval_s
         if self._window_s > timeout_s / 2:
             raise ConfigError(
                 f"a timeout of {timeout_s:g} s is too short to watch {world_size} ranks: "
@@ -339,7 +338,7 @@ class Watchdog:
 
     def _look(self, cause: _Cause) -> str:
         before, start_s = self._heartbeats.read_all(), time.monotonic()
-        window_s = _WINDOW_INTERVALS * self._beat_s if cause == "stopped" else self._window_s
+        window_s = WINDOW_INTERVALS * self._beat_s if cause == "stopped" else self._window_s
         while time.monotonic() < start_s + window_s:
             self._sleep(self._beat_s)
             self._beat()
@@ -377,7 +376,7 @@ def watch(
     world: World,
     *,
     timeout_s: float,
-    interval_s: float = 0.5,
+    interval_s: float = INTERVAL_S,
     stops: str = "",
     recorder: FlightRecorder | None = None,
 ) -> Watchdog:
@@ -386,7 +385,7 @@ def watch(
     With `stops`, words for the user, the main thread ends the run in order after SIGTERM.
     """
     return Watchdog(
-        PrefixStore("step", world.store),
+        PrefixStore(BEATS, world.store),
         world.rank,
         world.world_size,
         timeout_s=timeout_s,
@@ -394,7 +393,7 @@ def watch(
         on_hang=world.on_hang,
         catch_sigterm=world.supervised,
         stops=stops,
-        seal=world.seal.within("step"),
+        seal=world.seal.within(BEATS),
         store_rank=world.store_rank,
         recorder=recorder,
     )

@@ -137,7 +137,7 @@ class Run:
         if not self._progress.step:
             self._save()  # a folder that cannot be written ends the run in its first minute
         for step in range(self._progress.step + 1, run.steps + 1):
-            begin_s = now_s()
+            self._runtime.step, begin_s = step, now_s()
             found = next(controller)
             end_s = now_s()
             found |= self._timed(begin_s, end_s)

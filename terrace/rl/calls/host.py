@@ -46,7 +46,8 @@ class Piece:
 class Task:
     """One rank's part of a call. `rows` are the pieces of each argument; `values` is the rest, or a role's settings.
 
-    `worker` is the class of a role that is made. Without `is_taken` the result is dropped.
+    `worker` is the class of a role that is made. Without `is_taken` the result is dropped. `step` is the run's, for
+    words on a rank that stopped.
     """
 
     number: int
@@ -56,6 +57,7 @@ class Task:
     values: Mapping[str, Any]
     is_taken: bool
     worker: type | None = None
+    step: int = 0
 
     @property
     def name(self) -> str:

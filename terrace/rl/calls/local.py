@@ -16,8 +16,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 
 from terrace.base.errors import ConfigError, HangError
 from terrace.launch.fork_server import start_fork_server
+from terrace.launch.postmortem import Diagnosis
 from terrace.launch.process_pool import LOST_PEER
 from terrace.launch.rendezvous import host_store
+from terrace.launch.silence import silent
 from terrace.launch.workers import LOOPBACK
 from terrace.rl.calls.host import Answer, Part, Task
 from terrace.rl.calls.pending import Pending, Sent, checked, in_progress, overdue, seconds_left
@@ -71,9 +73,9 @@ class LocalRuntime(Runtime):
                 backend=self._backend,
                 first_device=sum(each.num_ranks for each in self.pools),
             )
-        except Exception as error:
+        except BaseException as error:
             self._end()
-            self._error = error
+            self._error = error if isinstance(error, Exception) else None
             raise
         self._processes.append(processes)
         for rank, link in enumerate(processes.links):
@@ -197,14 +199,29 @@ class LocalRuntime(Runtime):
         late, words = overdue(self._ranks.values(), self._timeout_s)
         if not late:
             return
+        # Others, also those of other pools, wait for ranks that stand still: these alone are named.
+        stopped = silent([each.beats() for each in self._processes])
+        if self._has_failed.is_set() or (not any(stopped) and self._has_answered(late)):
+            return  # meanwhile: who waits will see
         with self._first_failure:
             self._failure = self._failure or (late[0].pool, HangError())
-        # The stacks of the late ranks tell where they wait.
-        self._processes[late[0].pool].signal([each.rank for each in late], signal.SIGUSR1)
-        time.sleep(STACKS_S)
+        if any(stopped):
+            words = "; ".join(self._stopped_words(pool, found) for pool, found in enumerate(stopped) if found)
+        else:
+            # The stacks of the late ranks tell where they wait.
+            self._processes[late[0].pool].signal([each.rank for each in late], signal.SIGUSR1)
+            time.sleep(STACKS_S)
+            words += "; stacks are on stderr"
         self._end()
-        self._error = HangError(f"{words}; stacks are on stderr")
+        self._error = HangError(words)
         raise self._error
+
+    def _has_answered(self, late: Sequence[_Rank]) -> bool:
+        return any(each.link.poll() for each in late)
+
+    def _stopped_words(self, pool: int, found: Diagnosis) -> str:
+        roles = self.pools[pool].roles if pool < len(self.pools) else ()
+        return f"{found.message}; {in_progress(roles, [each for each in self._ranks.values() if each.pool == pool])}"
 
     def _end(self) -> None:
         for processes in self._processes:

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection, Listener
 from typing import Any, NoReturn
 
 from terrace.base.errors import HangError
+from terrace.launch.heartbeats import HeartbeatStore
 from terrace.launch.postmortem import in_words
 from terrace.launch.process_pool import ProcessPool
 from terrace.rl.calls.serve import serve
@@ -47,10 +48,25 @@ class Processes:
         start_s: float = _START_S,
     ) -> None:
         self._pool, self._failed = ProcessPool(num_ranks, grace_s=GRACE_S), failed
+        self._job = threading.Thread()
         secret = secrets.token_bytes(_SECRET_BYTES)
         events: queue.SimpleQueue[_Link | BaseException] = queue.SimpleQueue()
+        try:
+            self.links = self._linked(num_ranks, secret, events, (backend, first_device), start_s)
+        except BaseException:  # also a signal's
+            self._abandon(num_ranks)
+            raise
+
+    def _linked(
+        self,
+        num_ranks: int,
+        secret: bytes,
+        events: "queue.SimpleQueue[_Link | BaseException]",
+        devices: tuple[str, int],
+        start_s: float,
+    ) -> "list[Connection[Any, Any]]":
         with Listener(family="AF_UNIX", backlog=num_ranks, authkey=secret) as listener:
-            job = (num_ranks, serve, (listener.address, secret), None, backend, first_device)
+            job = (num_ranks, serve, (listener.address, secret), None, *devices)
             self._job = threading.Thread(target=self._run, args=(job, events), name="pool of roles", daemon=True)
             self._job.start()
             threading.Thread(target=_accept, args=(listener, num_ranks, events), name="links", daemon=True).start()
@@ -63,7 +79,14 @@ class Processes:
                 if isinstance(event, BaseException):
                     raise event
                 found[event[0]] = event[1]
-        self.links = [found[rank] for rank in range(num_ranks)]
+        return [found[rank] for rank in range(num_ranks)]
+
+    def _abandon(self, num_ranks: int) -> None:
+        # Some may be starting yet: the pool ends all once it sees that one is gone.
+        deadline_s = time.monotonic() + _END_S
+        while self._job.is_alive() and time.monotonic() < deadline_s:
+            self.signal(list(range(num_ranks)), signal.SIGKILL)
+            self._job.join(0.05)
 
     def _run(self, job: tuple[Any, ...], events: "queue.SimpleQueue[_Link | BaseException]") -> None:
         try:
@@ -85,6 +108,10 @@ class Processes:
         for rank in ranks:
             with suppress(ProcessLookupError, IndexError):
                 os.kill(pids[rank], number)
+
+    def beats(self) -> HeartbeatStore:
+        """The heartbeats of the processes."""
+        return self._pool.beats(len(self.links))
 
     def close(self, patience_s: float) -> None:
         """Close the links and end the processes: those that do not end by themselves in time are killed."""

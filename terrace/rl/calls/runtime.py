@@ -157,7 +157,8 @@ class Caller:
         handle = Handle(runtime, name, self._call.take, sources, weights, self._pool.index)
         number = runtime.number()
         tasks = [
-            Task(number, self._role, self._call, tuple(own), values, rank in sources) for rank, own in enumerate(pieces)
+            Task(number, self._role, self._call, tuple(own), values, rank in sources, step=runtime.step)
+            for rank, own in enumerate(pieces)
         ]
         runtime.send(self._pool, tasks, handle, given)
         return handle
@@ -206,6 +207,7 @@ class Runtime(ABC):
     def __init__(self, store: Store) -> None:
         self._store, self._numbers = store, 0
         self.pools: list[Pool] = []
+        self.step = 0  # of the run, for words on a rank that stopped
         self.calls = Calls()
 
     def __enter__(self) -> Self:

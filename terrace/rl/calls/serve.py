@@ -11,6 +11,10 @@ from multiprocessing.connection import Client, Connection
 from typing import Any
 
 from terrace.base.errors import TerraceError
+from terrace.launch.signals import SIGNALS
+from terrace.launch.silence import NEVER_S
+from terrace.launch.stop import StopSignal
+from terrace.launch.watchdog import watch
 from terrace.launch.world import World, is_communication_error
 from terrace.rl.calls.host import Host, Task
 from terrace.rl.values.memory import SharedMemory
@@ -27,9 +31,16 @@ def serve(world: World, address: str, secret: bytes) -> None:
 
     Raises the worker's error, with role and method in its message.
     """
-    store = SharedMemory()
+    store, everyone = SharedMemory(), tuple(range(world.world_size))
     host = Host(world if world.world_size > 1 else None, store)
-    with Client(address, "AF_UNIX", secret) as link:
+    # A signal that was sent to all processes of a run is for the controller; as a rank of `terrace train`, this one
+    # takes the first. The controller looks at heartbeats when a call is late.
+    with (
+        StopSignal(SIGNALS[:1]),
+        watch(world, timeout_s=NEVER_S) as dog,
+        Client(address, "AF_UNIX", secret) as link,
+    ):
+        dog.idle("between calls")
         link.send_bytes(str(world.rank).encode())
         inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         # A controller that sends must not wait for a worker that sends to it.
@@ -38,10 +49,12 @@ def serve(world: World, address: str, secret: bytes) -> None:
             dropped, task = pickle.loads(message)
             for place in dropped:
                 store.drop(place)
+            dog.at(task.step, task.number, task.name, everyone)
             try:
                 answer = host.run(task)
             except Exception as error:
                 raise named(error, task) from error
+            dog.idle("between calls")
             link.send_bytes(pickle.dumps(answer, PROTOCOL))
 
 
