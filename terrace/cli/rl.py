@@ -55,14 +55,14 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Learn, or explain; returns 0."""
     _check_explain(options)
+    resume, going_on = resumed(options)
+    if not options.explain:
+        check_alone("rl", "other machines take part with --ray ADDRESS (docs/rl.md)")
     # Torch is imported here: the parser works without it.
     from terrace.cli import rl_explain, rl_run
     from terrace.rl.config import check_vocabulary, resolve
     from terrace.rl.config_layers import resolve_table
 
-    if not options.explain:
-        check_alone("rl", "other machines take part with --ray ADDRESS (docs/rl.md)")
-    resume, going_on = resumed(options)
     given: dict[str, Any] = dict(flags(options, "model", "cluster", "plan"))
     given["cluster"], overrides = cluster_here(given["cluster"]), parse_overrides(rest, of_run=False)
     if resume is not None and given["model"] is not None:

@@ -3,6 +3,7 @@
 import math
 import os
 import tomllib
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
@@ -28,6 +29,7 @@ from terrace.cli.prepare import (
 )
 from terrace.cli.rl_record import METRICS, recording, write_prediction
 from terrace.data.tokenizer import Tokenizer, load_tokenizer
+from terrace.launch.fork_server import fork_server_ahead
 from terrace.launch.start import local_devices
 from terrace.launch.stop import StoppedEarly, StopRequest, passed_on
 from terrace.model.config import block_specs
@@ -66,7 +68,13 @@ def run(
     With `going_on`, or where Slurm starts the job once more, a run in `folder` is continued. Raises the `TerraceError`
     of the first mistake, and `Terminated` after a signal.
     """
-    going_on = goes_on(folder, resume, going_on)
+    is_local = ray is None and config.cluster.world_size > 1
+    # The ranks' modules are imported while this process looks at what the run reads.
+    with fork_server_ahead("terrace.rl.making") if is_local else nullcontext():
+        _run(config, folder, resume, ray, goes_on(folder, resume, going_on))
+
+
+def _run(config: RlConfig, folder: Path | None, resume: Path | None, ray: str | None, going_on: bool) -> None:
     if going_on and folder is not None and (folder / CONFIG).is_file():
         table_to_resume(folder, "rl")
         resume = folder

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -93,7 +94,8 @@ def serve(link: "Connection[Any, Any]", port: int) -> None:
         try:
             send(_run(job, port, send))
         except BaseException as error:
-            send(failure(job.number, job.rank, error))
+            with suppress(OSError):  # nobody is there: the parent was killed, and ended what the job waited for
+                send(failure(job.number, job.rank, error))
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)

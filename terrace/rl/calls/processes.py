@@ -82,9 +82,10 @@ class Processes:
         return [found[rank] for rank in range(num_ranks)]
 
     def _abandon(self, num_ranks: int) -> None:
-        # Some may be starting yet: the pool ends all once it sees that one is gone.
+        # Some may be starting yet: the pool ends all once it sees that one is gone. Where none has started, the fork
+        # server still imports, and nothing has to be ended.
         deadline_s = time.monotonic() + _END_S
-        while self._job.is_alive() and time.monotonic() < deadline_s:
+        while self._pool.pids and self._job.is_alive() and time.monotonic() < deadline_s:
             self.signal(list(range(num_ranks)), signal.SIGKILL)
             self._job.join(0.05)
 
