@@ -7,6 +7,7 @@ At any instant the folder holds either the earlier checkpoints, or these and the
 """
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -16,7 +17,17 @@ from typing import TYPE_CHECKING, Any
 from terrace.base.errors import CheckpointError
 from terrace.base.files import sync_folder, write_atomic
 from terrace.checkpoint.islands import Islands
-from terrace.checkpoint.layout import LOSS_SCALE, Files, complete, encode, folder_of, manifest_of, step_of, stored_as
+from terrace.checkpoint.layout import (
+    LOSS_SCALE,
+    Files,
+    complete,
+    encode,
+    folder_name,
+    folder_of,
+    manifest_of,
+    step_of,
+    stored_as,
+)
 from terrace.checkpoint.parts import choices_of, numbers_of, slices_of
 from terrace.checkpoint.residuals import digest, file_of
 from terrace.checkpoint.snapshot import Snapshot
@@ -26,12 +37,13 @@ if TYPE_CHECKING:
     from terrace.runtime.engine import Engine
 
 _REPLACED = ".replaced"
+_LEFT = re.compile(r"\.step-\d{8,18}\.(.+\.)?(partial|removed|replaced)")  # a run writes no others
 
 
-def save(engine: "Engine", run_folder: Path, step: int, facts: Mapping[str, Any], keep: int) -> Path:
+def save(engine: "Engine", run_folder: Path, step: int, facts: Mapping[str, Any], keep: int | None) -> Path:
     """Write a checkpoint of all ranks and return its folder. Every rank calls this after `engine.drain()`.
 
-    Keeps the newest `keep` checkpoints. Raises `CheckpointError` on every rank if any rank could not write; then
+    Keeps the newest `keep` checkpoints, with None all of them. Raises `CheckpointError` on every rank if any rank could not write; then
     earlier checkpoints are untouched and no partial file is left.
     """
     folder = folder_of(run_folder, step)
@@ -106,12 +118,12 @@ def commit(
     folder: Path,
     step: int,
     facts: Mapping[str, Any],
-    keep: int,
+    keep: int | None,
     best: int | None = None,
 ) -> None:
     """Join the parts of all ranks, rename the folder into place and remove old checkpoints. Raises `OSError`.
 
-    The checkpoint after step `best` stays beside the newest `keep`.
+    The checkpoint after step `best` stays beside the newest `keep`; with None all stay.
     """
     files: Files = {}
     num_updates = 0
@@ -139,6 +151,8 @@ def commit(
     # The rename must survive a crash before the old checkpoint is removed.
     sync_folder(folder.parent)
     shutil.rmtree(aside, ignore_errors=True)
+    if keep is None:
+        return
     # Newer checkpoints may be damaged, if the run resumed before them: they are neither counted nor removed.
     earlier = [path for path in complete(folder.parent) if step_of(path) <= step]
     for old in earlier[:-keep] + [path for path in earlier[-keep:] if step_of(path) == 0 < step]:
@@ -146,8 +160,17 @@ def commit(
             remove(old)
 
 
+def _is_own(folder: Path) -> bool:
+    """Whether a run wrote this folder: a user may have made others beside it."""
+    return folder.name == folder_name(step_of(folder)) and (folder / "manifest.json").is_file()
+
+
 def remove(folder: Path) -> None:
-    """Remove a checkpoint. An interruption leaves no damaged one, but a hidden folder for `clear_leftovers`."""
+    """Remove a checkpoint, if it is one. An interruption leaves no damaged one, but a hidden folder for
+    `clear_leftovers`.
+    """
+    if not _is_own(folder):
+        return
     hidden = folder.with_name(f".{folder.name}.removed")
     with suppress(OSError):
         _move(folder, hidden)
@@ -169,5 +192,6 @@ def clear_leftovers(checkpoints: Path) -> None:
         # Interrupted between the two renames of `commit`.
         if not whole.exists():
             left.rename(whole)
-    for left in checkpoints.glob(".step-*"):
-        shutil.rmtree(left)
+    for left in checkpoints.iterdir():
+        if _LEFT.fullmatch(left.name) and left.is_dir() and not left.is_symlink():
+            shutil.rmtree(left)

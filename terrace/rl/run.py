@@ -43,7 +43,6 @@ from terrace.train.schedule import warmed_up
 
 START, STREAM = "start", "stream"  # folders of a run folder, beside those of checkpoints by role
 LEARNING = (ACTOR, CRITIC, COST_CRITIC)  # roles with checkpoints, each in a folder of its name
-_ALL = 1 << 30  # more checkpoints than a run has
 _MULTIPLIER_WINDOW = 1024  # last responses whose mean cost the multiplier follows; a guess
 
 
@@ -193,7 +192,7 @@ class Run:
         # By updates, as checkpoints count. The actor last: a step counts as saved when it is there. Until then its
         # earlier step needs the critics of that step.
         for name, role in critics:
-            role.save(folder=self._folder / name, step=self._progress.updates, facts=facts, keep=_ALL)
+            role.save(folder=self._folder / name, step=self._progress.updates, facts=facts, keep=None)
         of_actor.save(folder=self._folder / actor, step=self._progress.updates, facts=facts, keep=keep)
         kept = {step_of(path) for path in _checkpoints(self._folder / actor)}
         clear_states(state, kept)

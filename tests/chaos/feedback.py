@@ -39,6 +39,8 @@ STEPS, RESUMES, LIMIT_S = 5, 3, 150.0
 WORDS = ("rl", "--config", "run.toml", "--folder", "run", "--resume", "auto")
 _SAVING = 0.3  # of the strikes: as soon as a save is seen
 _MODEL = TABLE | {"num_hidden_layers": 1}
+_JUDGE = _MODEL | {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1}
+_PROMPTS = ("The fox", "lazy dog", "quick", "brown 0123", "jumps")
 _REWARDS = """
 def near(samples):
     return [-abs(len(each.response) - each.data["wanted"]) / 10 for each in samples]
@@ -230,6 +232,8 @@ def _attempt(folder: Path, what: Strike | None, took_s: float) -> tuple[int, str
             time.sleep(what.where * took_s * (0.7 if what.is_saving else 1.0))
             if what.is_saving:
                 _until(lambda: _saves(folder / "run") or not is_alive(command.pid))
+            if what.victim == "rank":
+                _until(lambda: len(rank_pids(command.pid)) > what.rank or not is_alive(command.pid))
             is_struck = _strike(what, command.pid)
         try:
             _, errors = said.result()
@@ -256,14 +260,14 @@ def _strike(what: Strike, controller: int) -> bool:
         "rank": ranks[what.rank : what.rank + 1],
         "all": [controller, *descendants(controller)],
     }[what.victim]
-    struck = False
+    is_struck = False
     for pid in pids:
         try:
             os.kill(pid, signal.Signals[what.signal])
-            struck = True
+            is_struck = True
         except ProcessLookupError:
             continue
-    return (struck and is_alive(controller)) or (what.signal == "SIGKILL" and struck)
+    return is_struck
 
 
 def _judge(what: Strike, code: int, errors: str, result: Result) -> None:

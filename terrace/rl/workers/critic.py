@@ -58,8 +58,8 @@ class Critic:
         return {"vf_loss": result.loss, "grad_norm": result.grad_norm, "lr": lr, **means_of(self._engine, self._sums)}
 
     @call()
-    def save(self, folder: Path, step: int, facts: Mapping[str, Any], keep: int) -> str:
-        """Write a checkpoint with `facts` into a run folder, and keep the newest `keep`; returns its folder."""
+    def save(self, folder: Path, step: int, facts: Mapping[str, Any], keep: int | None) -> str:
+        """Write a checkpoint with `facts` into a run folder, and keep the newest `keep`, or all; returns its folder."""
         return saved(self._engine, self._settings, folder, step, facts, keep)
 
     @call()

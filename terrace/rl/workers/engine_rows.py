@@ -170,9 +170,9 @@ def means_of(engine: Engine, sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def saved(
-    engine: Engine, settings: EngineSettings, folder: Path, step: int, facts: Mapping[str, Any], keep: int
+    engine: Engine, settings: EngineSettings, folder: Path, step: int, facts: Mapping[str, Any], keep: int | None
 ) -> str:
-    """Write a checkpoint with `facts` into a run folder, and keep the newest `keep`; returns its folder."""
+    """Write a checkpoint with `facts` into a run folder, and keep the newest `keep`, or all; returns its folder."""
     engine.drain()
     return str(save(engine, folder, step, {"model": to_table(settings.model), **facts}, keep))
 
