@@ -53,8 +53,9 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     _check_explain(options)
     # Torch is imported here: the parser works without it.
     from terrace.cli import rl_explain, rl_run
-    from terrace.rl.config import check_vocabulary, resolve
+    from terrace.rl.config import resolve
     from terrace.rl.config_layers import resolve_table
+    from terrace.rl.rules import check_vocabulary
 
     given: dict[str, Any] = dict(flags(options, "model", "cluster", "plan"))
     given["cluster"], overrides = cluster_here(given["cluster"]), parse_overrides(rest, of_run=False)
@@ -62,7 +63,15 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.ranks is not None:
         overrides = with_ranks(options.ranks, overrides, resolve_table(options.task, file, given, overrides)["cluster"])
     is_placed = options.place is None or options.explain
-    config = resolve(options.task, file, given, overrides, is_placed=is_placed)
+    config = resolve(
+        options.task,
+        file,
+        given,
+        overrides,
+        is_placed=is_placed,
+        is_resumed=options.resume is not None,
+        has_timeouts=options.ray is not None,
+    )
     if options.explain:
         rl_explain.explain(config, search=options.place is not None)
         return 0

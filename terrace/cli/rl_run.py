@@ -30,9 +30,11 @@ from terrace.rl.config import RlConfig, to_toml_table
 from terrace.rl.making import check_roles, started
 from terrace.rl.placing import ACTOR, ROLLOUT
 from terrace.rl.predicted import PHASES, predicted, stages_of
+from terrace.rl.rates import rate_lines
 from terrace.rl.run import RunInputs, checkpoint_of
 from terrace.rl.sort_task import SortPrompts, SortTokenizer
 from terrace.rl.stream.prompt_file import read_prompts
+from terrace.rl.workers.reward_forms import check_columns
 from terrace.rl.workers.reward_function import load_function
 from terrace.train.lock import folder_lock
 from terrace.train.trackers import check_installed
@@ -51,7 +53,8 @@ def run(config: RlConfig, folder: Path | None, resume: Path | None, ray: str | N
     check_installed(config.run.metrics)
     for each in config.rewards:
         if each.function:
-            load_function(each.function, os.getcwd())
+            function = load_function(each.function, os.getcwd())
+            check_columns(function, each.function, inputs.prompts.prompt(0).data)
         else:
             _check_reward_model(each.model, inputs.tokenizer)
     if resume is not None:
@@ -195,7 +198,7 @@ def _words(config: RlConfig) -> str:
         f"{config.algorithm.name}: {size / 1e6:.2f} M parameters, {counted(run.steps, 'step')} of {run.prompts} "
         f"prompts x {counted(run.responses, 'response')}, {run.mini_batch} an update\n{counted(ranks, 'rank')}, plan "
         f"{config.plan.name}; {counted(drawing // run.rows, 'replica')} of {counted(run.rows, 'rank')} to generate"
-        f"{_uncorrected(config)}"
+        f"{_uncorrected(config)}\n" + "\n".join(rate_lines(config))
     )
 
 

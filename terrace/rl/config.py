@@ -14,18 +14,19 @@ from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import parse_cluster
 from terrace.model.config import ModelConfig, parse_model, to_table
 from terrace.plan.layout import Layout
-from terrace.plan.mesh import TENSOR, Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.presets import command_plan
 from terrace.plan.validate import num_micro_batches
-from terrace.rl.algorithms.algorithm import NEEDS_CRITIC, Algorithm, algorithm_of
+from terrace.rl.algorithms.algorithm import Algorithm, algorithm_of
 from terrace.rl.config_layers import given_table, resolve_table
+from terrace.rl.effects import check_effects
 from terrace.rl.keys import RewardKeys, RunKeys
 from terrace.rl.placing import (
     ACTOR,
     COST,
     COST_CRITIC,
     CRITIC,
+    LEARNING,
     REFERENCE,
     ROLLOUT,
     Place,
@@ -34,12 +35,15 @@ from terrace.rl.placing import (
     places_of,
     reward_name,
 )
-from terrace.rl.sort_task import LONGEST_PROMPT, LONGEST_RESPONSE, VOCAB
+from terrace.rl.rates import check_loaded_rates, with_rates
+from terrace.rl.rules import check_sections, check_sizes
 from terrace.runtime.settings import OptimizerConfig
 from terrace.train.config import section
 
 if TYPE_CHECKING:
     from terrace.planner.roles.placement import RolePlacement
+
+KEPT_BY_PLACEMENT = ("compute", "master", "messages")  # keys of a plan that a search for plans keeps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +122,7 @@ class RlConfig:
         """
         plan = self.plan_of(role)
         layout = Layout.of(self.places[role].cluster, plan)
-        if role in (ACTOR, CRITIC, COST_CRITIC):
+        if role in LEARNING:
             return num_micro_batches(plan, layout, batch)
         return -(-batch // (layout.data_degree * plan.micro_batch))
 
@@ -132,9 +136,9 @@ def roles_of(
         found[ROLLOUT] = False
     if run.reference:
         found[REFERENCE] = True
-    if algorithm.name in NEEDS_CRITIC:
+    if algorithm.traits.has_critic:
         found[CRITIC] = True
-    if algorithm.name == "safe-rlhf":
+    if algorithm.traits.has_cost:
         found[COST_CRITIC] = True
     found |= {reward_name(index): bool(each.model) for index, each in enumerate(reward)}
     return found | ({} if cost is None else {COST: bool(cost.model)})
@@ -147,10 +151,13 @@ def resolve(
     overrides: Mapping[str, Any],
     *,
     is_placed: bool = True,
+    is_resumed: bool = False,
+    has_timeouts: bool = False,
 ) -> RlConfig:
     """The checked configuration; raises the `TerraceError` of the first mistake.
 
-    Of a run that is not placed yet, plans need not fit its sizes, and there may be none: a search finds others.
+    Of a run that is not placed yet, plans need not fit its sizes, and there may be none: a search finds others. A
+    resumed run keeps its learning rates. `has_timeouts` as for `check_effects`.
     """
     table, given = resolve_table(task, path, flags, overrides), given_table(path, flags, overrides)
     if not is_placed:
@@ -160,16 +167,39 @@ def resolve(
                 f"run.rows = {given['run']['rows']} has no effect with --place auto, which finds the tensor ranks that "
                 "a replica generates on: leave run.rows out, or leave out --place"
             )
-    if ACTOR in given.get("plans", {}) and flags.get("plan") is not None:
+        _refuse_plan(given, flags)
+    given_plan = f"--plan {flags['plan']}" if flags.get("plan") is not None else _first_key(overrides.get("plan"))
+    if ACTOR in given.get("plans", {}) and given_plan:
         raise ConfigError(
-            f"--plan {flags['plan']} has no effect on the actor, which has a plan of its own in [plans]: give "
+            f"{given_plan} has no effect on the actor, which has a plan of its own in [plans]: give "
             "--plans.actor in its place, or leave plans.actor out"
         )
-    return parse(table, is_placed=is_placed)
+    config = parse(with_rates(table, given), is_placed=is_placed, has_timeouts=has_timeouts)
+    if is_placed:
+        check_effects(config, {}, overrides, has_timeouts=has_timeouts)
+    if not is_resumed:
+        check_loaded_rates(config)
+    return config
 
 
-def parse(table: Mapping[str, Any], *, is_placed: bool = True) -> RlConfig:
-    """Builds and checks a run from its whole table; `is_placed` as for `resolve`."""
+def _first_key(plan: Any) -> str:
+    return f"--plan.{next(iter(plan))}" if isinstance(plan, Mapping) and plan else ""
+
+
+def _refuse_plan(given: Mapping[str, Any], flags: Mapping[str, str | None]) -> None:
+    """Raise `ConfigError` for a plan beside a search that finds plans and keeps only the dtypes of the run's."""
+    if flags.get("plan") is not None:
+        raise ConfigError(f"--plan {flags['plan']} has no effect with --place auto, which finds plans: leave one out")
+    for key in given.get("plan", {}):
+        if key not in KEPT_BY_PLACEMENT:
+            raise ConfigError(
+                f"plan.{key} has no effect with --place auto, which finds plans and keeps "
+                f"{', '.join(KEPT_BY_PLACEMENT)}: leave one of them out"
+            )
+
+
+def parse(table: Mapping[str, Any], *, is_placed: bool = True, has_timeouts: bool = False) -> RlConfig:
+    """Builds and checks a run from its whole table; `is_placed` and `has_timeouts` as for `resolve`."""
     known = [item.name for item in fields(RlConfig)]
     for name in table:
         if name not in known:
@@ -207,9 +237,10 @@ def parse(table: Mapping[str, Any], *, is_placed: bool = True) -> RlConfig:
         pool=pools,
         plans={role: plan for role, plan in plans.items() if plan != plans[ACTOR]},
     )
-    _check(config)
+    check_sections(config)
     if is_placed:
-        _check_sizes(config)
+        check_sizes(config)
+        check_effects(config, table, {}, has_timeouts=has_timeouts)
     return config
 
 
@@ -248,73 +279,3 @@ def to_toml_table(config: RlConfig) -> dict[str, Any]:
     table = {item.name: dump(getattr(config, item.name)) for item in fields(config)}
     table["model"] = dump(to_table(config.model))
     return {name: value for name, value in table.items() if value is not None and value not in ("", [], {})}
-
-
-def _check(config: RlConfig) -> None:
-    if "fp16" in (config.plan.compute, *(plan.compute for plan in config.plans.values())):
-        raise ConfigError("plan.compute = 'fp16': losses of token numbers are not scaled; use 'bf16' or 'fp32'")
-    algorithm, run = config.algorithm, config.run
-    if algorithm.kl_coefficient and not run.reference:
-        raise ConfigError(
-            f"algorithm.kl_coefficient = {algorithm.kl_coefficient} needs the reference: leave out run.reference"
-        )
-    if (config.cost is not None) != (algorithm.name == "safe-rlhf"):
-        raise ConfigError(
-            f"[cost] and algorithm.name = {algorithm.name!r}: safe-rlhf needs a [cost], and no other algorithm has one"
-        )
-    if config.cost is not None and config.cost.weight != 1:
-        raise ConfigError(
-            f"cost.weight = {config.cost.weight} has no effect: the multiplier weighs the cost; leave it out, or set "
-            "algorithm.multiplier"
-        )
-    drawn = run.prompts * run.responses
-    if algorithm.kl_target is not None and drawn >= 5 * algorithm.kl_horizon:
-        raise ConfigError(
-            f"algorithm.kl_horizon = {algorithm.kl_horizon:g}: a step of {drawn} responses could turn the sign of the "
-            f"coefficient; it must be above {drawn / 5:g}"
-        )
-    if algorithm.entropy and any(Mesh.of(config.places[ACTOR].cluster, config.plan).total(axis) > 1 for axis in TENSOR):
-        raise ConfigError(
-            f"algorithm.entropy = {algorithm.entropy} has no form where a tensor axis cuts the vocabulary: leave it "
-            "out, or give the ranks of that axis to another"
-        )
-    _check_task(run)
-    if run.start_steps and not run.task:
-        raise ConfigError(f"run.start_steps = {run.start_steps}: only a task has right responses; leave it out")
-    if algorithm.name not in NEEDS_CRITIC and run.critic_lr != RunKeys.critic_lr:
-        raise ConfigError(
-            f"run.critic_lr = {run.critic_lr} has no effect: algorithm.name = {algorithm.name!r} has no critic"
-        )
-    if config.is_apart and run.max_lag and len(config.pool[config.places[ROLLOUT].pool].roles) > 1:
-        raise ConfigError(
-            f"run.max_lag = {run.max_lag} lets the rollout draw while others learn, and the other roles of its pool "
-            "would wait for it: give it a pool of its own, or set run.max_lag = 0"
-        )
-
-
-def _check_sizes(config: RlConfig) -> None:
-    for role, has_engine in config.roles.items():
-        if has_engine:
-            config.num_micros(config.run.mini_batch, role)
-
-
-def check_vocabulary(run: RunKeys, model: ModelConfig) -> None:
-    """Raise `ConfigError` for a model with more tokens than its task has; a prediction does not need this check."""
-    if run.task and model.vocab_size > VOCAB:
-        raise ConfigError(
-            f"task {run.task!r} has a tokenizer of its own, of {VOCAB} tokens, and the model would write "
-            f"{model.vocab_size}: leave --model out, or give run.prompts_file in place of the task"
-        )
-
-
-def _check_task(run: RunKeys) -> None:
-    if run.task and run.max_prompt < LONGEST_PROMPT:
-        raise ConfigError(
-            f"run.max_prompt = {run.max_prompt}: prompts of task {run.task!r} have up to {LONGEST_PROMPT} tokens; "
-            "raise it"
-        )
-    if run.task and run.start_steps and run.max_response < LONGEST_RESPONSE:
-        raise ConfigError(
-            f"run.max_response = {run.max_response}: the responses that a supervised start learns have up to "
-            f"{LONGEST_RESPONSE} tokens; raise it, or set run.start_steps = 0"
-        )

@@ -1,12 +1,13 @@
 """Sections of the file of a run, `[run]` and `[[reward]]`, each checked by itself."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from terrace.base.errors import ConfigError, did_you_mean
 from terrace.train.trackers import check_names
 
 TASKS = ("sort",)  # a TOML file each, beside this one
+_MOST = 1 << 31  # of any count: more than a run or a tensor's dim has
 _LONGEST_S = 1e6  # of a deadline, 11 days: waiting for links overflows beyond 2^31 ms
 
 
@@ -30,10 +31,11 @@ class RunKeys:
     reference: bool = True  # measure the distance from the start, at the cost of a forward pass
     seed: int = 0
     warmup_steps: int = 10  # in which the learning rate rises
-    critic_lr: float = 1e-3
+    critic_lr: float = 1e-3  # peak rate of critics; of loaded weights 1e-5
+    high_lr: bool = False  # loaded weights may train at a rate that destroys them: terrace.train.rates
     start_steps: int = 0  # supervised steps of a task before
-    start_batch: int = 128
-    start_lr: float = 1e-3
+    start_batch: int = 128  # examples of such a step
+    start_lr: float = 1e-3  # rate of these steps; of loaded weights 2e-5
     evaluate_every: int = 10  # 0: never
     checkpoint_every: int = 0  # 0: only at the end
     keep_checkpoints: int = 2
@@ -50,13 +52,17 @@ class RunKeys:
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
                 raise ConfigError(f"run.{name} = {getattr(self, name)} must be at least {smallest}")
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, int) and item.name != "seed" and value >= _MOST:
+                raise ConfigError(f"run.{item.name} = {value} must be below 2^31")
         if self.seed >= 1 << 63:
             raise ConfigError(f"run.seed = {self.seed} must be below 2^63")
         if self.responses >= 1 << 20:
             raise ConfigError(f"run.responses = {self.responses} must be below 2^20: seeds of prompts lie so far apart")
         for name in ("critic_lr", "start_lr", "timeout_s", "reward_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"run.{name} = {getattr(self, name)} must be above 0")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"run.{name} = {getattr(self, name)} must be a finite number above 0")
         for name in ("timeout_s", "reward_timeout_s"):
             if getattr(self, name) > _LONGEST_S:
                 raise ConfigError(f"run.{name} = {getattr(self, name)} must be at most {_LONGEST_S:g} seconds")

@@ -20,6 +20,7 @@ from terrace.cluster.cluster import Cluster
 from terrace.planner.roles.pools import pool_cluster, side_by_side
 
 ACTOR, ROLLOUT, REFERENCE, CRITIC, COST_CRITIC, COST = "actor", "rollout", "reference", "critic", "cost_critic", "cost"
+LEARNING = (ACTOR, CRITIC, COST_CRITIC)
 
 
 @dataclass(frozen=True, kw_only=True)

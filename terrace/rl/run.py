@@ -40,7 +40,7 @@ from terrace.rl.values.rows import Rows
 START, STREAM = "start", "stream"  # folders of a run folder, beside those of checkpoints by role
 # Keys of [run] that a resumed run may have otherwise: its length, where it runs, and what it shows and keeps.
 _MAY_CHANGE = (
-    *("steps", "rows", "reference", "metrics", "timeout_s", "reward_timeout_s"),
+    *("steps", "rows", "reference", "metrics", "timeout_s", "reward_timeout_s", "high_lr"),
     *("evaluate_every", "checkpoint_every", "keep_checkpoints"),
 )
 _ALL = 1 << 30  # more checkpoints than a run has
@@ -84,7 +84,7 @@ class Run:
             source=self._inputs.prompts,
             prompts=config.run.prompts,
             responses=config.run.responses,
-            has_greedy=config.algorithm.name == "remax",
+            has_greedy=config.algorithm.traits.baseline == "greedy",
             max_lag=config.run.max_lag,
             is_apart=config.is_apart,
         )

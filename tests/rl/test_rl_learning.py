@@ -15,12 +15,13 @@ from torch import Tensor
 
 from terrace.rl.algorithms.advantages import gae
 from terrace.rl.algorithms.aggregation import Aggregation
-from terrace.rl.algorithms.algorithm import Sums, algorithm_of, policy_loss
+from terrace.rl.algorithms.algorithm import algorithm_of
 from terrace.rl.algorithms.batches import WEIGHTS
 from terrace.rl.algorithms.kl import token_rewards
 from terrace.rl.algorithms.lagrange import Multiplier
 from terrace.rl.algorithms.losses import value_loss
 from terrace.rl.algorithms.metrics import Metrics
+from terrace.rl.algorithms.policy_loss import Sums, aggregation_of, policy_loss
 from terrace.rl.controllers.controllers import CONTROLLERS
 from terrace.rl.controllers.setup import Progress, Roles, Setup, Sizes
 from terrace.rl.stream.stream import Drawing, stream_of
@@ -92,7 +93,7 @@ class Table:
 
     def update(self, rows: Rows, *, lr: float, columns: tuple[str, ...]) -> dict[str, float]:
         tokens, sums = rows.ragged("responses"), Sums(float)
-        aggregation = self.algorithm.aggregate(LENGTH)
+        aggregation = aggregation_of(self.algorithm, LENGTH)
         given = {name: rows.ragged(name).values for name in columns}
         self.given.append(given)
         logs = self.theta.log_softmax(-1)[place_of_each(tokens)]
@@ -241,7 +242,8 @@ def test_the_policy_that_drew_is_not_scored_again() -> None:
 @pytest.mark.parametrize("name", CONTROLLERS)
 def test_kl_counts_once_and_where_it_is_asked_for(name: str, place: str) -> None:
     def columns(coefficient: float) -> dict[str, Tensor]:
-        setup = setup_of(name, kl=place, kl_estimator="k2", kl_coefficient=coefficient)
+        kl = {"kl": place, "kl_estimator": "k2", "kl_coefficient": coefficient} if coefficient else {}
+        setup = setup_of(name, **kl)
         # Away from the reference, and otherwise at each place.
         setup.roles.actor.theta.data = torch.sin(torch.arange(LENGTH * VOCAB).view(LENGTH, VOCAB).float())
         next(CONTROLLERS[name](setup))
@@ -300,4 +302,4 @@ def test_a_critic_learns_the_returns() -> None:
 
 
 def test_an_aggregation_over_a_constant_length_knows_it() -> None:
-    assert algorithm_of({"name": "dr-grpo"}).aggregate(7) == Aggregation("seq-mean-token-sum-norm", 7)
+    assert aggregation_of(algorithm_of({"name": "dr-grpo"}), 7) == Aggregation("seq-mean-token-sum-norm", 7)
