@@ -6,10 +6,11 @@ Model, cluster and plan are given as to `terrace train`: a name or a file. All s
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from terrace.base.errors import ConfigError, did_you_mean
-from terrace.base.schema import dump, load
+from terrace.base.schema import dump, load, read_table
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import parse_cluster
 from terrace.model.config import ModelConfig, parse_model, to_table
@@ -43,7 +44,9 @@ from terrace.train.config import section
 if TYPE_CHECKING:
     from terrace.planner.roles.placement import RolePlacement
 
-KEPT_BY_PLACEMENT = ("compute", "master", "messages")  # keys of a plan that a search for plans keeps
+# Keys of a plan: that a search for plans keeps, and that it refuses with words of its own (terrace.rl.predicted).
+_KEPT_BY_SEARCH = ("compute", "master", "messages")
+_REFUSED_BY_SEARCH = ("wire", "optimizer_states", "products")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,17 +164,10 @@ def resolve(
     """
     table, given = resolve_table(task, path, flags, overrides), given_table(path, flags, overrides)
     if not is_placed:
-        table.setdefault("plan", {"preset": "zero3"})
-        if "rows" in given.get("run", {}):
-            raise ConfigError(
-                f"run.rows = {given['run']['rows']} has no effect with --place auto, which finds the tensor ranks that "
-                "a replica generates on: leave run.rows out, or leave out --place"
-            )
-        _refuse_plan(given, flags)
-    given_plan = f"--plan {flags['plan']}" if flags.get("plan") is not None else _first_key(overrides.get("plan"))
-    if ACTOR in given.get("plans", {}) and given_plan:
+        table = _to_be_placed(table, given, flags["plan"] if flags.get("plan") is not None else _named_plan(path))
+    if ACTOR in given.get("plans", {}) and flags.get("plan") is not None:
         raise ConfigError(
-            f"{given_plan} has no effect on the actor, which has a plan of its own in [plans]: give "
+            f"--plan {flags['plan']} has no effect on the actor, which has a plan of its own in [plans]: give "
             "--plans.actor in its place, or leave plans.actor out"
         )
     config = parse(with_rates(table, given), is_placed=is_placed, has_timeouts=has_timeouts)
@@ -182,20 +178,33 @@ def resolve(
     return config
 
 
-def _first_key(plan: Any) -> str:
-    return f"--plan.{next(iter(plan))}" if isinstance(plan, Mapping) and plan else ""
+def _named_plan(path: str | None) -> str | None:
+    named = None if path is None else read_table(Path(path)).get("plan")
+    return named if isinstance(named, str) else None
 
 
-def _refuse_plan(given: Mapping[str, Any], flags: Mapping[str, str | None]) -> None:
-    """Raise `ConfigError` for a plan beside a search that finds plans and keeps only the dtypes of the run's."""
-    if flags.get("plan") is not None:
-        raise ConfigError(f"--plan {flags['plan']} has no effect with --place auto, which finds plans: leave one out")
+def _to_be_placed(table: Mapping[str, Any], given: Mapping[str, Any], named_plan: str | None) -> dict[str, Any]:
+    """The table of a run for which a search finds plans; of its own plan the dtypes stay.
+
+    Raises `ConfigError` for what the search finds and the user has given.
+    """
+    if "rows" in given.get("run", {}):
+        raise ConfigError(
+            f"run.rows = {given['run']['rows']} has no effect with --place auto, which finds the tensor ranks that "
+            "a replica generates on: leave run.rows out, or leave out --place"
+        )
+    if named_plan is not None:
+        raise ConfigError(f"--plan {named_plan} has no effect with --place auto, which finds plans: leave one out")
     for key in given.get("plan", {}):
-        if key not in KEPT_BY_PLACEMENT:
+        if key not in (*_KEPT_BY_SEARCH, *_REFUSED_BY_SEARCH):
             raise ConfigError(
                 f"plan.{key} has no effect with --place auto, which finds plans and keeps "
-                f"{', '.join(KEPT_BY_PLACEMENT)}: leave one of them out"
+                f"{', '.join(_KEPT_BY_SEARCH)}: leave one of them out"
             )
+    own = table.get("plan", {})
+    keeps = (*_KEPT_BY_SEARCH, *_REFUSED_BY_SEARCH)
+    kept = {key: own[key] for key in keeps if key in own} if isinstance(own, Mapping) else {}
+    return {**table, "plan": {"preset": "zero3", **kept}}
 
 
 def parse(table: Mapping[str, Any], *, is_placed: bool = True, has_timeouts: bool = False) -> RlConfig:
@@ -223,7 +232,8 @@ def parse(table: Mapping[str, Any], *, is_placed: bool = True, has_timeouts: boo
     reward = tuple(load(RewardKeys, each, f"reward[{index}]") for index, each in enumerate(rewards))
     cost = load(RewardKeys, table["cost"], "cost") if "cost" in table else None
     algorithm, pools = algorithm_of(table.get("algorithm", {})), _pools(table)
-    plans = _plans(table, cluster, pools, roles_of(run, algorithm, reward, cost, pools), optimizer)
+    roles = roles_of(run, algorithm, reward, cost, pools)
+    plans = _plans(table, cluster, pools, roles, optimizer)
     config = RlConfig(
         model=parse_model(table["model"]),
         cluster=cluster,

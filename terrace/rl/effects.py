@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from terrace.base.errors import ConfigError
 from terrace.plan.plan import Plan
 from terrace.rl.algorithms.algorithm import Algorithm
 from terrace.rl.config_layers import task_table
@@ -107,8 +108,12 @@ def check_effects(
     """
     own = {role for each in (table, overrides) for role in each.get("plans", {})}
     rules = {name: rule for name, rule in RULES.items() if not (has_timeouts and name == "run.timeout_s")}
+    shared = [role for role, has_engine in config.roles.items() if has_engine and role not in own]
+    for key in overrides.get("plan", {}) if not shared else ():
+        raise ConfigError(
+            f"plan.{key} has no effect: every role has a plan of its own in [plans]; leave one of them out"
+        )
     for key, rule in PLAN_RULES.items():
-        shared = [role for role, has_engine in config.roles.items() if has_engine and role not in own]
         rules[f"plan.{key}"] = _of_plans(shared, rule)
         rules |= {f"plans.{role}.{key}": _of_plans([role], rule) for role in own}
     task = task_table(config.run.task) if config.run.task else {}

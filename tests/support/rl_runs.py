@@ -29,6 +29,8 @@ def config_of(*overrides: Mapping[str, Any]) -> RlConfig:
     table = SMALL
     for each in overrides:
         table = merge(table, each)
+    if "actor" in table.get("plans", {}):
+        del table["plan"]  # which would be that of no role
     return resolve("sort", None, {}, table)
 
 
