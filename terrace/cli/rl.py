@@ -45,6 +45,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--ray", metavar="ADDRESS", help="run roles on the Ray cluster at ADDRESS (auto: that of this machine), on CPUs"
     )
+    parser.add_argument(
+        "--verbose", action="store_true", help="begin with the pages of memory that keys and values of responses have"
+    )
     parser.set_defaults(run=run)
 
 
@@ -78,13 +81,13 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     check_vocabulary(config.run, config.model)
     if options.place is not None:
         config = rl_explain.placed(config)
-    rl_run.run(config, options.folder, options.resume, options.ray)
+    rl_run.run(config, options.folder, options.resume, options.ray, verbose=options.verbose)
     return 0
 
 
 def _check_explain(options: argparse.Namespace) -> None:
-    for name in ("folder", "ray"):
-        if options.explain and getattr(options, name) is not None:
+    for name in ("folder", "ray", "verbose"):
+        if options.explain and getattr(options, name):
             raise ConfigError(f"--explain starts nothing: leave out --{name}")
     if options.place is not None and options.resume is not None:
         raise ConfigError(

@@ -7,6 +7,7 @@ from shlex import quote
 from statistics import fmean
 
 import tomli_w
+import torch
 
 from terrace.base.errors import ConfigError, ModelError, PlanError, TerraceError, TrainingError
 from terrace.base.files import write_atomic
@@ -14,7 +15,10 @@ from terrace.base.sealed import sealed_toml
 from terrace.base.words import counted
 from terrace.cli.prepare import new_folder
 from terrace.cli.rl_record import METRICS, recording, write_prediction
+from terrace.comm.collectives import DTYPES
 from terrace.data.tokenizer import Tokenizer, load_tokenizer
+from terrace.generation.mapped import pages_words
+from terrace.generation.sliced import sliced_config
 from terrace.launch.start import local_devices
 from terrace.model.config import block_specs
 from terrace.model.hf.folder import TOKENIZER
@@ -22,6 +26,7 @@ from terrace.model.hf.pretrained import Pretrained
 from terrace.planner.roles.placement import IterationReport
 from terrace.report.roles import measured_words
 from terrace.report.tables import quantity
+from terrace.rl.agreement import Agreement
 from terrace.rl.algorithms.metrics import Metrics
 from terrace.rl.calls.inline import InlineRuntime
 from terrace.rl.calls.local import LocalRuntime
@@ -34,6 +39,7 @@ from terrace.rl.rates import rate_lines
 from terrace.rl.run import RunInputs, checkpoint_of
 from terrace.rl.sort_task import SortPrompts, SortTokenizer
 from terrace.rl.stream.prompt_file import read_prompts
+from terrace.rl.workers.drawing import page_tokens_of
 from terrace.rl.workers.reward_forms import check_columns
 from terrace.rl.workers.reward_function import load_function
 from terrace.train.lock import folder_lock
@@ -42,7 +48,9 @@ from terrace.train.trackers import check_installed
 CONFIG = "config.toml"
 
 
-def run(config: RlConfig, folder: Path | None, resume: Path | None, ray: str | None = None) -> None:
+def run(
+    config: RlConfig, folder: Path | None, resume: Path | None, ray: str | None = None, *, verbose: bool = False
+) -> None:
     """Run it in a new `folder`, or go on in `resume`, in processes of this machine or on the Ray cluster at `ray`.
 
     Raises the `TerraceError` of the first mistake.
@@ -60,7 +68,7 @@ def run(config: RlConfig, folder: Path | None, resume: Path | None, ray: str | N
     if resume is not None:
         checkpoint_of(inputs, resume)
     chosen = resume or new_folder(folder)
-    print(f"{_words(config)}{_unused_gpus(config, ray)}\nrun folder {chosen}", flush=True)
+    print(f"{_words(config)}{_pages(config, verbose)}{_unused_gpus(config, ray)}\nrun folder {chosen}", flush=True)
     with folder_lock(chosen), _runtime(config, ray) as runtime:
         if resume is None:
             # Before the supervised start, so that a run that ends in it can be resumed.
@@ -80,12 +88,14 @@ def run(config: RlConfig, folder: Path | None, resume: Path | None, ray: str | N
             elif config.run.evaluate_every:
                 print(" ".join(f"before: {name} {value:.3f}" for name, value in made.evaluated().items()), flush=True)
                 record.samples(0, made.samples.taken(0, False))
-            found = list[Metrics]()
+            found, agreement = list[Metrics](), Agreement(config)
             for step, metrics in made.steps():
                 samples = made.samples.taken(step, step == config.run.steps)
                 record.step(step, metrics, made.calls, samples)
                 found.append(metrics)
                 print(_line(step, metrics), flush=True)
+                if warning := agreement.words(metrics):
+                    print(warning, flush=True)
     print(_summary(found, chosen))
     print(_beside_predicted(config, expected, found))
 
@@ -200,6 +210,14 @@ def _words(config: RlConfig) -> str:
         f"{config.plan.name}; {counted(drawing // run.rows, 'replica')} of {counted(run.rows, 'rank')} to generate"
         f"{_uncorrected(config)}\n" + "\n".join(rate_lines(config))
     )
+
+
+def _pages(config: RlConfig, verbose: bool) -> str:
+    """A line on the pages of keys and values of a replica, where it is asked for or they cannot be mapped."""
+    own, dtype = sliced_config(config.model, config.run.rows), DTYPES[config.plan.compute]
+    device = torch.device("cuda" if config.cluster.device.backend == "cuda" else "cpu")
+    words, is_fallback = pages_words(own, page_tokens_of(own, dtype), device, dtype)
+    return f"\n{words}" if verbose or is_fallback else ""
 
 
 def _uncorrected(config: RlConfig) -> str:

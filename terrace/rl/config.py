@@ -18,6 +18,7 @@ from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
 from terrace.plan.presets import command_plan
 from terrace.plan.validate import num_micro_batches
+from terrace.rl.agreement import causes
 from terrace.rl.algorithms.algorithm import Algorithm, algorithm_of
 from terrace.rl.config_layers import given_table, resolve_table
 from terrace.rl.effects import check_effects
@@ -111,12 +112,10 @@ class RlConfig:
 
     @property
     def rollout_is_exact(self) -> bool:
-        """Whether generation finds the log-probabilities of training but for rounding in fp32: nothing is coded on its
-        way or in a product, and no weights of rollout against training are asked for.
+        """Whether generation finds the log-probabilities of training but for rounding in fp32, and no weights of
+        rollout against training are asked for. Parameters are handed over as the messages of training round them.
         """
-        formats = {self.plan.compute, self.plan.messages or "fp32"}
-        rounds = self.plan.wire or self.plan.products
-        return formats == {"fp32"} and not rounds and self.algorithm.importance_bound is None
+        return self.plan.compute == "fp32" and not causes(self) and self.algorithm.importance_bound is None
 
     def num_micros(self, batch: int, role: str = ACTOR) -> int:
         """Micro-batches of a role's data rank for a step of `batch` rows.
