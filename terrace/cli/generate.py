@@ -75,7 +75,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--seed", type=int, metavar="N", default=0, help="seed of the draws (default: %(default)s)")
     parser.add_argument(
-        "--verbose", action="store_true", help="say on stderr in which pages of memory keys and values are"
+        "--verbose", action="store_true", help="begin with the pages of memory that keys and values have, on stderr"
     )
     parser.set_defaults(run=run)
 

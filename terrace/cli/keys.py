@@ -16,6 +16,7 @@ import tokenize
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
@@ -64,8 +65,8 @@ _SAID = {
     "reward": "of terrace rl; [[reward]] again for another",
     "cost": "of terrace rl, for safe-rlhf",
     "pool": "of terrace rl; [[pool]] for each",
-    _PLANS: "of terrace rl: plans.ROLE has the keys of [plan], or is the name of a plan; ROLE is actor, reference, critic, "
-    "cost_critic, cost or reward_0",
+    _PLANS: "of terrace rl: plans.ROLE has the keys of [plan], or is the name of a plan; ROLE is actor, reference, "
+    "critic, cost_critic, cost or reward_0",
 }
 _NAMES = {int: "integer", float: "number", str: "string", bool: "true or false"}
 _ELSEWHERE = {"cluster": "docs/clusters.md", "model": "docs/hugging-face.md"}
@@ -74,7 +75,7 @@ _REQUIRED = object()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Key:
-    """A key of a section; `default` is a value as JSON, or says that there is none; `others` are those of other runs."""
+    """A key; `default` is a value as JSON, or says that there is none, and `others` are those of other runs."""
 
     name: str
     kind: str
@@ -119,10 +120,10 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         return 0
     found = _found(asked)
     if not found:
-        known = (*SECTIONS, _PLANS, *dotted())
-        raise ConfigError(
-            f"there is no section {asked!r}, and no key with that in its name{did_you_mean(asked, known)}"
-        )
+        known = (*SECTIONS, _PLANS, *dotted(), *(name.rpartition(".")[2] for name in dotted()))
+        near = get_close_matches(asked, known, n=1)
+        hint = did_you_mean(asked, near) if near else " and no key with that in its name: terrace keys lists all"
+        raise ConfigError(f"there is no section {asked!r}{hint}")
     print("\n".join(_wrapped(f"{section}.{key.text}", "", "    ") for section, key in found))
     return 0
 
@@ -210,7 +211,8 @@ def _others(section: str, name: str, default: Any) -> str:
     key, found = f"{section}.{name}", list[str]()
     rates = {"optimizer.lr": ("next-token", "reward", "dpo", "feedback"), "run.critic_lr": ("critic",)}
     for objective in rates.get(key, ("next-token",) if key == "run.start_lr" else ()):
-        words = {"next-token": "on loaded weights", "feedback": "in terrace rl"}.get(objective, f"of {objective}")
+        words = {"feedback": "in terrace rl"}.get(objective, f"of {objective}")
+        words = "on loaded weights" if objective in ("next-token", "critic") else words
         found.append(f"{usual_rate('adamw', objective, adapters=False):g} {words}")
     if key == "optimizer.lr":
         found.append(f"{usual_rate('adamw', 'next-token', adapters=True):g} with [lora]")

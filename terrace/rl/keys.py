@@ -16,32 +16,32 @@ class RunKeys:
     """Length and sizes of a run: a step draws `responses` to each of `prompts`, and learns `mini_batch` at a time."""
 
     max_prompt: int  # tokens; a longer prompt is refused
-    max_response: int
+    max_response: int  # tokens; a longer response is cut
     task: str = ""  # one that ships with Terrace; empty: the prompts of a file
     prompts_file: str = ""  # JSONL or Parquet
     prompt_column: str = "prompt"  # its other columns go to rewards
     held_out: int = 0  # first prompts of the file, which are never trained on and evaluated instead
-    steps: int = 40
-    prompts: int = 64
-    responses: int = 8
+    steps: int = 40  # of learning; each draws, scores and updates
+    prompts: int = 64  # of a step, over all ranks
+    responses: int = 8  # to each prompt of a step
     mini_batch: int = 256  # responses an update
     epochs: int = 1  # times that a response is learned from
     rows: int = 1  # tensor ranks of a replica that generates
     max_lag: int = 0  # steps that may lie between the weights that draw a response and the step that learns from it
     reference: bool = True  # measure the distance from the start, at the cost of a forward pass
-    seed: int = 0
+    seed: int = 0  # of prompts, responses and initial values
     warmup_steps: int = 10  # in which the learning rate rises
-    critic_lr: float = 1e-3  # peak rate of critics; of loaded weights 1e-5
+    critic_lr: float = 1e-3  # peak learning rate of critics
     high_lr: bool = False  # loaded weights may train at a rate that destroys them: terrace.train.rates
     start_steps: int = 0  # supervised steps of a task before
     start_batch: int = 128  # examples of such a step
-    start_lr: float = 1e-3  # rate of these steps; of loaded weights 2e-5
-    evaluate_every: int = 10  # 0: never
-    checkpoint_every: int = 0  # 0: only at the end
-    keep_checkpoints: int = 2
+    start_lr: float = 1e-3  # learning rate of these steps
+    evaluate_every: int = 10  # steps between evaluations of held-out prompts; 0: none
+    checkpoint_every: int = 0  # steps between checkpoints; 0: only at the end
+    keep_checkpoints: int = 2  # the newest ones that stay in the run folder
     metrics: tuple[str, ...] = ()  # where else they go: terrace.train.trackers
     timeout_s: float = 600.0  # of a call of a role
-    reward_timeout_s: float = 60.0
+    reward_timeout_s: float = 60.0  # of a call of a reward function
 
     def __post_init__(self) -> None:
         least = dict.fromkeys(
@@ -91,9 +91,9 @@ class RunKeys:
 class RewardKeys:
     """A reward, or a cost: numbers that a Python function `module:function`, or a model, gives to responses."""
 
-    function: str = ""
+    function: str = ""  # module:function
     model: str = ""  # Hugging Face folder of a model with one output
-    weight: float = 1.0
+    weight: float = 1.0  # in the sum of all rewards
 
     def __post_init__(self) -> None:
         if bool(self.function) == bool(self.model):

@@ -27,8 +27,8 @@ LEARNING = (ACTOR, CRITIC, COST_CRITIC)
 class PoolKeys:
     """Neighbouring ranks, and the roles that share them."""
 
-    ranks: int
-    roles: tuple[str, ...]
+    ranks: int  # of the pool; pools lie side by side, the largest first
+    roles: tuple[str, ...]  # that share these ranks
 
     def __post_init__(self) -> None:
         if self.ranks < 1:

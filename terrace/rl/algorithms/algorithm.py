@@ -88,26 +88,26 @@ assert set(TRAITS) == set(get_args(Name)), "each algorithm has a row"
 class Algorithm:
     """Raises `ConfigError` for values out of range, and for an option without effect under `name`."""
 
-    name: Name = "grpo"
-    clip_low: float = 0.2  # of the ratio of policies, below 1 and above it
-    clip_high: float = 0.2
+    name: Name = "grpo"  # whose paper has the defaults of the other keys
+    clip_low: float = 0.2  # of the ratio of policies, below 1
+    clip_high: float = 0.2  # above 1
     dual_clip: float | None = None  # bounds the loss of tokens with negative advantages; usual is 3
-    aggregation: Form = "token-mean"
+    aggregation: Form = "token-mean"  # how losses of tokens become one
     kl: Literal["reward", "loss"] = "loss"  # where the distance from the reference counts
-    kl_estimator: Estimator = "k3"
-    kl_coefficient: float = 0.0
+    kl_estimator: Estimator = "k3"  # of the distance from the reference, by token
+    kl_coefficient: float = 0.0  # of the distance from the reference; 0: it is only measured
     kl_target: float | None = None  # the coefficient adapts to it (Ziegler et al., 1909.08593)
     kl_horizon: float = 10_000.0  # responses in which it does
     entropy: float = 0.0  # coefficient of the entropy, which keeps it up
-    gamma: float = 1.0
+    gamma: float = 1.0  # discount of rewards of tokens
     lam: float = 0.95  # of GAE
-    value_clip: float | None = None
+    value_clip: float | None = None  # of a critic's values, around those before the update
     importance_bound: float | None = None  # truncates weights of training over rollout (TIS); usual is 2
     overlong_window: int = 0  # tokens before the longest in which the penalty of DAPO and CISPO grows; 0: no penalty
     cost_threshold: float | None = None  # the mean cost that Safe-RLHF allows
     multiplier: float = 1.0  # of Safe-RLHF, at the start
-    multiplier_rate: float = 0.1
-    multiplier_largest: float = 10.0
+    multiplier_rate: float = 0.1  # at which its logarithm follows the mean cost
+    multiplier_largest: float = 10.0  # the multiplier stays at most this
 
     def __post_init__(self) -> None:
         for name in ("clip_low", "clip_high", "kl_coefficient", "entropy", "overlong_window"):
