@@ -14,6 +14,7 @@ from terrace.cli.here import cluster_here
 from terrace.cli.options import flags
 from terrace.cli.overrides import parse_overrides
 from terrace.cli.ranks import add_ranks, with_ranks
+from terrace.rl.calls.ray_address import check_address
 from terrace.train.folder import no_run_words
 
 
@@ -89,6 +90,8 @@ def _check_explain(options: argparse.Namespace) -> None:
     for name in ("folder", "ray", "verbose"):
         if options.explain and getattr(options, name):
             raise ConfigError(f"--explain starts nothing: leave out --{name}")
+    if options.ray is not None:
+        check_address(options.ray)
     if options.place is not None and options.resume is not None:
         raise ConfigError(
             f"--place {options.place}: a resumed run keeps the placement of its config.toml: leave --place out"

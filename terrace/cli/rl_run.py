@@ -58,7 +58,7 @@ def run(
     inputs = inputs_of(config)
     check_roles(config)
     _check_devices(config, ray)
-    check_installed(config.run.metrics)
+    check_installed(config.run.metrics, "run.metrics")
     for each in config.rewards:
         if each.function:
             function = load_function(each.function, os.getcwd())

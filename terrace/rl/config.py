@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from terrace.base.errors import ConfigError, did_you_mean
+from terrace.base.errors import ConfigError, PlanError, did_you_mean
 from terrace.base.schema import dump, load, read_table
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import parse_cluster
@@ -17,7 +17,7 @@ from terrace.model.config import ModelConfig, parse_model, to_table
 from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
 from terrace.plan.presets import command_plan
-from terrace.plan.validate import num_micro_batches
+from terrace.plan.validate import check_micro_batch, num_micro_batches
 from terrace.rl.agreement import causes
 from terrace.rl.algorithms.algorithm import Algorithm, algorithm_of
 from terrace.rl.config_layers import given_table, resolve_table
@@ -125,7 +125,12 @@ class RlConfig:
         plan = self.plan_of(role)
         layout = Layout.of(self.places[role].cluster, plan)
         if role in LEARNING:
-            return num_micro_batches(plan, layout, batch)
+            try:
+                return num_micro_batches(plan, layout, batch)
+            except PlanError as error:
+                # Its rows are those of an update.
+                raise PlanError(f"run.mini_{error}" if str(error).startswith("batch = ") else str(error)) from error
+        check_micro_batch(plan)
         return -(-batch // (layout.data_degree * plan.micro_batch))
 
 

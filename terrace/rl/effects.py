@@ -72,7 +72,7 @@ def _cost_weight(config: "RlConfig") -> str:
 
 def _of_algorithm(key: str) -> Rule:
     def why(config: "RlConfig") -> str:
-        own = config.algorithm.without_effect(key)
+        own = config.algorithm.without_effect(key).removeprefix("under ")
         return own or (_of_ratios(config) if key in _OF_RATIOS else "")
 
     return why

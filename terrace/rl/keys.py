@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, fields
 
 from terrace.base.errors import ConfigError, did_you_mean
+from terrace.runtime.settings import LARGEST
 from terrace.train.trackers import check_names
 
 TASKS = ("sort",)  # a TOML file each, beside this one
@@ -61,8 +62,8 @@ class RunKeys:
         if self.responses >= 1 << 20:
             raise ConfigError(f"run.responses = {self.responses} must be below 2^20: seeds of prompts lie so far apart")
         for name in ("critic_lr", "start_lr", "timeout_s", "reward_timeout_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"run.{name} = {getattr(self, name)} must be a finite number above 0")
+            if not 0 < getattr(self, name) <= LARGEST:
+                raise ConfigError(f"run.{name} = {getattr(self, name):g} must be above 0 and at most {LARGEST:g}")
         for name in ("timeout_s", "reward_timeout_s"):
             if getattr(self, name) > _LONGEST_S:
                 raise ConfigError(f"run.{name} = {getattr(self, name)} must be at most {_LONGEST_S:g} seconds")
@@ -84,7 +85,7 @@ class RunKeys:
                 f"run.mini_batch = {self.mini_batch} must divide the responses of a step, {self.prompts} x "
                 f"{self.responses} = {self.prompts * self.responses}"
             )
-        check_names(self.metrics)
+        check_names(self.metrics, "run.metrics")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -163,11 +163,11 @@ class Asking:
         return ()
 
 
-def setup_of(name: str, shuffle: bool = False, max_lag: int = 0, **more: Any) -> Setup:
+def setup_of(name: str, shuffle: bool = False, max_lag: int = 0, responses: int | None = None, **more: Any) -> Setup:
     actor, single = Table(name, **more), name in ("ppo", "reinforce++", "remax", "safe-rlhf")
     algorithm, is_safe = actor.algorithm, name == "safe-rlhf"
-    prompts, responses = (NUM_RESPONSES, 1) if single else (NUM_RESPONSES // 8, 8)
-    drawing = Drawing(source=Asking(), prompts=prompts, responses=responses, max_lag=max_lag)
+    responses = responses or (1 if single else 8)
+    drawing = Drawing(source=Asking(), prompts=NUM_RESPONSES // responses, responses=responses, max_lag=max_lag)
     return Setup(
         roles=Roles(
             actor=actor,

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 from terrace.base.errors import ConfigError, did_you_mean
 from terrace.base.schema import load
+from terrace.runtime.settings import LARGEST
 
 Name = Literal[
     "ppo",
@@ -117,8 +118,12 @@ class Algorithm:
         for item in fields(self):
             value = getattr(self, item.name)
             may_be_infinite = item.name in ("clip_high", "importance_bound")
-            if isinstance(value, float) and not (math.isfinite(value) or (may_be_infinite and value > 0)):
+            if not isinstance(value, float) or (may_be_infinite and value == math.inf):
+                continue
+            if not math.isfinite(value):
                 raise ConfigError(f"algorithm.{item.name} = {value} must be a finite number")
+            if abs(value) > LARGEST and item.name != "kl_horizon":
+                raise ConfigError(f"algorithm.{item.name} = {value:g} must be at most {LARGEST:g}")
         if self.clip_low > 1:
             raise ConfigError(f"algorithm.clip_low = {self.clip_low} must be at most 1, which clips no ratio")
         for name in ("gamma", "lam"):
