@@ -3,6 +3,7 @@
 A response has up to four tokens of five; token 0 ends it. Each 1 is worth 1/4; each 2 is worth 1/2 and costs 1.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from terrace.base.errors import ConfigError
 from terrace.rl.algorithms.advantages import gae
 from terrace.rl.algorithms.aggregation import Aggregation
 from terrace.rl.algorithms.algorithm import algorithm_of
@@ -22,6 +24,7 @@ from terrace.rl.algorithms.lagrange import Multiplier
 from terrace.rl.algorithms.losses import value_loss
 from terrace.rl.algorithms.metrics import Metrics
 from terrace.rl.algorithms.policy_loss import Sums, aggregation_of, policy_loss
+from terrace.rl.config import resolve
 from terrace.rl.controllers.controllers import CONTROLLERS
 from terrace.rl.controllers.setup import Progress, Roles, Setup, Sizes
 from terrace.rl.stream.stream import Drawing, stream_of
@@ -303,3 +306,24 @@ def test_a_critic_learns_the_returns() -> None:
 
 def test_an_aggregation_over_a_constant_length_knows_it() -> None:
     assert aggregation_of(algorithm_of({"name": "dr-grpo"}), 7) == Aggregation("seq-mean-token-sum-norm", 7)
+
+
+@pytest.mark.parametrize("name", CONTROLLERS)
+def test_groups_of_one_are_refused_where_they_would_teach_nothing(name: str) -> None:
+    """By what the algorithm makes of a group of one, a run with it is refused or not."""
+    seen = list[Ragged]()
+
+    def observe(rows: Rows, advantages: Ragged) -> None:
+        seen.append(advantages)
+
+    next(CONTROLLERS[name](replace(setup_of(name, responses=1), observe=observe)))
+    teaches = any(bool(each.values.abs().max() > 1e-6) for each in seen)
+    algorithm: dict[str, Any] = {"name": name} | ({"cost_threshold": 0.5} if name == "safe-rlhf" else {})
+    table: dict[str, Any] = {"algorithm": algorithm, "run": {"responses": 1, "mini_batch": 64}}
+    table["plan"] = {"micro_batch": 16}
+    table |= {"cost": {"function": "terrace.rl.sort_task:length_cost"}} if name == "safe-rlhf" else {}
+    if teaches:
+        assert resolve("sort", None, {}, table).run.responses == 1
+    else:
+        with pytest.raises(ConfigError, match=re.escape(f"run.responses = 1: algorithm.name = '{name}' compares")):
+            resolve("sort", None, {}, table)

@@ -1,7 +1,5 @@
 """Rules across a run of feedback: plans of every role, groups that compare, rates of loaded weights, keys' effects."""
 
-import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +14,12 @@ from terrace.model.config import parse_model
 from terrace.rl import making
 from terrace.rl.algorithms.algorithm import TRAITS, algorithm_of
 from terrace.rl.config import RlConfig, resolve
-from terrace.rl.controllers.controllers import CONTROLLERS
 from terrace.rl.effects import RULES
 from terrace.rl.keys import RunKeys
 from terrace.rl.making import check_roles, engine_settings
 from terrace.rl.placing import ACTOR, REFERENCE
 from terrace.rl.rates import rate_lines
-from terrace.rl.values.ragged import Ragged
-from terrace.rl.values.rows import Rows
-from tests.cli.test_rl_command import write_run
-from tests.rl.test_rl_learning import setup_of
-from tests.support.rl_runs import ALONE
+from tests.support.rl_runs import ALONE, write_own
 
 POOLS = [{"ranks": 4, "roles": ["actor", "critic"]}, {"ranks": 4, "roles": ["rollout", "reference"]}]
 FLAT: dict[str, Any] = {"preset": "zero1", "micro_batch": 8}
@@ -90,28 +83,6 @@ def test_what_only_scores_needs_nothing_of_an_optimizer() -> None:
     assert (of_reference.plan.update, of_reference.optimizer.name) == ("adamw", "adamw")
 
 
-@pytest.mark.parametrize("name", CONTROLLERS)
-def test_groups_of_one_are_refused_where_they_would_teach_nothing(name: str) -> None:
-    """By what the algorithm makes of a group of one, a run with it is refused or not."""
-    seen = list[Ragged]()
-
-    def observe(rows: Rows, advantages: Ragged) -> None:
-        seen.append(advantages)
-
-    setup = replace(setup_of(name, responses=1), observe=observe)
-    next(CONTROLLERS[name](setup))
-    teaches = any(bool(each.values.abs().max() > 1e-6) for each in seen)
-    safe = {"cost_threshold": 0.5} if TRAITS[name].has_cost else {}
-    table: dict[str, Any] = {"algorithm": {"name": name, **safe}, "run": {"responses": 1, "mini_batch": 64}}
-    table["plan"] = {"micro_batch": 16}
-    table |= {"cost": {"function": "terrace.rl.sort_task:length_cost"}} if safe else {}
-    if teaches:
-        assert config_of(table).run.responses == 1
-    else:
-        with pytest.raises(ConfigError, match=re.escape(f"run.responses = 1: algorithm.name = '{name}' compares")):
-            config_of(table)
-
-
 def test_a_step_of_one_response_has_nothing_to_compare_it_with() -> None:
     run = {"responses": 1, "prompts": 1, "mini_batch": 1}
     with pytest.raises(ConfigError, match="compares a response with the others of its step, and there is none"):
@@ -162,7 +133,7 @@ def test_a_file_may_have_defaults_and_a_task_its_own_numbers() -> None:
 
 
 def loaded(folder: Path, overrides: dict[str, Any] | None = None, **more: Any) -> RlConfig:
-    return resolve(None, str(write_run(folder, **more)), {}, merge(ALONE, overrides or {}))
+    return resolve(None, str(write_own(folder, **more)), {}, merge(ALONE, overrides or {}))
 
 
 def test_loaded_weights_have_rates_of_their_own_which_are_said(tmp_path: Path) -> None:
@@ -173,7 +144,6 @@ def test_loaded_weights_have_rates_of_their_own_which_are_said(tmp_path: Path) -
         "peak learning rate 1e-06, usual for loaded weights under adamw (--optimizer.lr)",
         "peak learning rate of critics 1e-05, usual for loaded weights under adamw (--run.critic_lr)",
     ]
-    (tmp_path / "model").rename(tmp_path / "elsewhere")
     lion = loaded(tmp_path, {"optimizer": {"name": "lion"}}, **own)
     assert lion.optimizer.lr == pytest.approx(2e-7)
 
@@ -195,7 +165,6 @@ def test_a_high_rate_can_be_asked_for_and_a_given_one_stays(tmp_path: Path) -> N
     asked = loaded(tmp_path, {"optimizer": {"lr": 3e-3}, "run": {"high_lr": True}})
     assert asked.optimizer.lr == 3e-3
     assert "3e+03 times the usual 1e-06" in rate_lines(asked)[0]
-    (tmp_path / "model").rename(tmp_path / "elsewhere")
     assert loaded(tmp_path, {"optimizer": {"lr": 2e-6}}).optimizer.lr == 2e-6
     assert config_of({}).optimizer.lr == 1e-4, "a task without weights has its own"
     assert rate_lines(config_of({})) == [

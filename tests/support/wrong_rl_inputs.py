@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import tomli_w
-
 from terrace.cli import rl_run
 from terrace.rl.algorithms.algorithm import Algorithm
 from terrace.rl.keys import RewardKeys, RunKeys
 from terrace.runtime.settings import OptimizerConfig
-from tests.support.hf_folder import write_model
+from tests.support.rl_runs import write_own
 from tests.support.wrong_inputs import BAD, Case, Ended, campaign, ended, table
 
 _KEYS = [
@@ -189,15 +187,9 @@ def cases(folder: Path) -> Iterator[Case]:
 
 def _own(folder: Path) -> Iterator[Case]:
     """Runs on a model, prompts and rewards of one's own, each with one fault."""
-    (folder / "model").mkdir()
-    write_model(folder / "model")
-    (folder / "good.jsonl").write_text('{"prompt": "The fox", "wanted": 1}\n' * 3)
-    (folder / "good_rewards.py").write_text("def f(samples):\n    return [0.0 for _ in samples]\n")
-    run = {"prompts_file": "good.jsonl", "max_prompt": 12, "max_response": 6, "prompts": 2, "mini_batch": 16}
-    good = {"model": "model", "cluster": "local", "plan": "ddp", "reward": [{"function": "good_rewards:f"}], "run": run}
 
     def own(name: str, **more: Any) -> tuple[str, ...]:
-        (folder / f"{name}.toml").write_text(tomli_w.dumps(good | more))
+        write_own(folder, **more).rename(folder / f"{name}.toml")
         return "rl", "--config", f"{name}.toml"
 
     for name, text in _REWARDS.items():
@@ -207,9 +199,9 @@ def _own(folder: Path) -> Iterator[Case]:
         yield Case("rewards", own(f"reward{number}", reward=[{"function": reward}]))
     for number, text in enumerate(_PROMPTS):
         (folder / f"bad{number}.jsonl").write_text(text)
-        yield Case("prompts", own(f"prompts{number}", run=run | {"prompts_file": f"bad{number}.jsonl"}))
+        yield Case("prompts", own(f"prompts{number}", run={"prompts_file": f"bad{number}.jsonl"}))
     for number, name in enumerate(("nowhere.jsonl", ".", "/dev/null", "model/model.safetensors")):
-        yield Case("prompts", own(f"files{number}", run=run | {"prompts_file": name}))
+        yield Case("prompts", own(f"files{number}", run={"prompts_file": name}))
     usual = own("good")
     for words in (
         *("--optimizer.lr 0.003", "--run.start_steps 1", "--run.held_out 3", "--run.prompt_column text"),
