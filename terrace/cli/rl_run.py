@@ -230,7 +230,8 @@ def _uncorrected(config: RlConfig) -> str:
 def _line(step: int, found: Metrics) -> str:
     shown = [f"step {step:4d}", f"reward {found.get('reward/mean', math.nan):.3f}"]
     for words, name in (("KL", "actor/kl"), ("cost", "safe/cost"), ("lambda", "safe/lambda")):
-        shown += [f"{words} {found[name]:.3f}"] if name in found else []
+        # Without the sign of a rounded zero.
+        shown += [f"{words} {round(found[name], 3) + 0.0:.3f}"] if name in found else []
     shown += [f"entropy {found['actor/entropy']:.3f}"] if "actor/entropy" in found else []
     shown.append(f"length {found.get('response_length/mean', math.nan):.1f}")
     shown.append(f"rollout diff {found.get('rollout/logprob_diff_max', math.nan):.1e}")

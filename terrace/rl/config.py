@@ -164,7 +164,7 @@ def resolve(
     """The checked configuration; raises the `TerraceError` of the first mistake.
 
     Of a run that is not placed yet, plans need not fit its sizes, and there may be none: a search finds others. A
-    resumed run keeps its learning rates. `has_timeouts` as for `check_effects`.
+    resumed run keeps the numbers of its file, whatever is refused by now. `has_timeouts` as for `check_effects`.
     """
     table, given = resolve_table(task, path, flags, overrides), given_table(path, flags, overrides)
     if not is_placed:
@@ -174,7 +174,7 @@ def resolve(
             f"--plan {flags['plan']} has no effect on the actor, which has a plan of its own in [plans]: give "
             "--plans.actor in its place, or leave plans.actor out"
         )
-    config = parse(with_rates(table, given), is_placed=is_placed, has_timeouts=has_timeouts)
+    config = parse(with_rates(table, given), is_placed=is_placed, is_resumed=is_resumed, has_timeouts=has_timeouts)
     if is_placed:
         check_effects(config, {}, overrides, has_timeouts=has_timeouts)
     if not is_resumed:
@@ -211,8 +211,10 @@ def _to_be_placed(table: Mapping[str, Any], given: Mapping[str, Any], named_plan
     return {**table, "plan": {"preset": "zero3", **kept}}
 
 
-def parse(table: Mapping[str, Any], *, is_placed: bool = True, has_timeouts: bool = False) -> RlConfig:
-    """Builds and checks a run from its whole table; `is_placed` and `has_timeouts` as for `resolve`."""
+def parse(
+    table: Mapping[str, Any], *, is_placed: bool = True, is_resumed: bool = False, has_timeouts: bool = False
+) -> RlConfig:
+    """Builds and checks a run from its whole table; other arguments as for `resolve`."""
     known = [item.name for item in fields(RlConfig)]
     for name in table:
         if name not in known:
@@ -254,7 +256,8 @@ def parse(table: Mapping[str, Any], *, is_placed: bool = True, has_timeouts: boo
     check_sections(config)
     if is_placed:
         check_sizes(config)
-        check_effects(config, table, {}, has_timeouts=has_timeouts)
+        if not is_resumed:
+            check_effects(config, table, {}, has_timeouts=has_timeouts)
     return config
 
 
