@@ -1,6 +1,7 @@
 """`terrace completion SHELL`: completion of commands and options for bash, zsh and fish.
 
-The words are those of the argument parsers, so a script that is made anew knows every option.
+The words are those of the argument parsers, and the keys that `terrace keys` lists, so a script that is made anew knows
+every option.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from typing import Any
 from terrace.base.errors import ConfigError
 
 SHELLS = ("bash", "zsh", "fish")
+_TAKE_KEYS = ("train", "simulate", "explain", "doctor", "rl")  # commands with --SECTION.KEY VALUE
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,16 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 def all_words() -> dict[tuple[str, ...], Words]:
     """The words of the whole command line, by the words that lead to them."""
     # Imported here: the module imports this one.
+    from terrace.cli.keys import SECTIONS, dotted
     from terrace.cli.main import HELP, whole_parser
 
     found = dict(words_of(whole_parser(), ()))
-    return found | {(): replace(found[()], actions=HELP)}
+    found[()] = replace(found[()], actions=HELP)
+    found["keys",] = replace(found["keys",], actions=dict.fromkeys(SECTIONS, "") | dotted())
+    for command in _TAKE_KEYS:
+        keys = {f"--{name}": _line(line) for name, line in dotted(command).items()}
+        found[command,] = replace(found[command,], options={**found[command,].options, **keys})
+    return found
 
 
 def words_of(parser: argparse.ArgumentParser, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Words]]:

@@ -74,6 +74,9 @@ def add_parser(commands: Any) -> None:
         help="end a continuation before TEXT; may be given several times",
     )
     parser.add_argument("--seed", type=int, metavar="N", default=0, help="seed of the draws (default: %(default)s)")
+    parser.add_argument(
+        "--verbose", action="store_true", help="begin with the pages of memory that keys and values have, on stderr"
+    )
     parser.set_defaults(run=run)
 
 
@@ -136,7 +139,12 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         seed=options.seed,
     )
     asked = [chat_prompt(model, prompt) if options.chat else prompt for prompt in options.prompt]
-    texts = generate_texts(model, asked, options.tokens, sampling, options.stop)
+
+    def say(words: str, is_fallback: bool) -> None:
+        if options.verbose or is_fallback:
+            print(words, file=sys.stderr)
+
+    texts = generate_texts(model, asked, options.tokens, sampling, options.stop, say)
     if not options.chat:
         texts = [prompt + text for prompt, text in zip(options.prompt, texts, strict=True)]
     # A terminal gets control characters spelled out; a file gets the text as it is.

@@ -1,6 +1,7 @@
-"""`terrace keys [SECTION]`: every key of a run with its type, its default, and one line.
+"""`terrace keys [SECTION | SECTION.KEY | WORD]`: keys of runs with type, default and one line, for every command.
 
-The lines are the comments beside the fields of the dataclasses that read the keys, so there is one text for both.
+The lines are the comments beside the fields of the dataclasses that read the keys, so there is one text for both, and
+defaults are those that a run takes: of `terrace train` from its default file, of `terrace rl` from its dataclasses.
 """
 
 import argparse
@@ -14,7 +15,9 @@ import textwrap
 import tokenize
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from functools import cache
 from typing import Any
 
 from terrace.base.errors import ConfigError, did_you_mean
@@ -24,11 +27,17 @@ from terrace.model.experts.balance import BalanceConfig
 from terrace.model.lora.config import LoraConfig
 from terrace.plan.outer import Outer
 from terrace.plan.plan import Plan
+from terrace.rl.algorithms.algorithm import TRAITS, Algorithm
+from terrace.rl.config_layers import task_table
+from terrace.rl.keys import TASKS, RewardKeys, RunKeys
+from terrace.rl.placing import PoolKeys
 from terrace.runtime.settings import OptimizerConfig
-from terrace.train.config import resolve
+from terrace.train.config import RunConfig, resolve
+from terrace.train.effects import value_at
 from terrace.train.keys import TrainConfig
+from terrace.train.rates import usual_rate
 
-SECTIONS: Mapping[str, type[Any]] = {
+_OF_TRAIN: Mapping[str, type[Any]] = {
     "train": TrainConfig,
     "optimizer": OptimizerConfig,
     "data": DataConfig,
@@ -38,6 +47,27 @@ SECTIONS: Mapping[str, type[Any]] = {
     "lora": LoraConfig,
     "balance": BalanceConfig,
 }
+_OF_RL: Mapping[str, type[Any]] = {
+    "run": RunKeys,
+    "algorithm": Algorithm,
+    "reward": RewardKeys,
+    "cost": RewardKeys,
+    "pool": PoolKeys,
+}
+SECTIONS: Mapping[str, type[Any]] = {**_OF_TRAIN, **_OF_RL}
+# Sections with the keys of another, and those that are lists of tables in a file.
+_ALSO_OF_RL = ("optimizer", "plan")
+_PLANS = "plans"
+_LISTS = ("data.mixture", "reward", "pool")
+_SAID = {
+    "run": "of terrace rl",
+    "algorithm": "of terrace rl",
+    "reward": "of terrace rl; [[reward]] again for another",
+    "cost": "of terrace rl, for safe-rlhf",
+    "pool": "of terrace rl; [[pool]] for each",
+    _PLANS: "of terrace rl: plans.ROLE has the keys of [plan], or is the name of a plan; ROLE is actor, reference, "
+    "critic, cost_critic, cost or reward_0",
+}
 _NAMES = {int: "integer", float: "number", str: "string", bool: "true or false"}
 _ELSEWHERE = {"cluster": "docs/clusters.md", "model": "docs/hugging-face.md"}
 _REQUIRED = object()
@@ -45,62 +75,157 @@ _REQUIRED = object()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Key:
-    """A key of a section; `default` is a value as JSON, or says that there is none."""
+    """A key; `default` is a value as JSON, or says that there is none, and `others` are those of other runs."""
 
     name: str
     kind: str
     default: str
     line: str
+    others: str = ""
+
+    @property
+    def text(self) -> str:
+        return f"{self.name} = {self.default} ({self.kind}): {self.line}{self.others and f'; {self.others}'}"
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "keys",
-        description="List the keys of a run with type, default and one line, as --SECTION.KEY VALUE takes them.",
+        description="List the keys of runs with type, default and one line, as --SECTION.KEY VALUE takes them: of "
+        "terrace train, simulate and rl.",
         epilog=f"Keys of clusters are in {_ELSEWHERE['cluster']}, of models in {_ELSEWHERE['model']}.",
     )
-    parser.add_argument("section", nargs="?", metavar="SECTION", help=f"one of {', '.join(SECTIONS)} (default: all)")
+    parser.add_argument(
+        "asked",
+        nargs="?",
+        metavar="SECTION|KEY|WORD",
+        help=f"a section ({', '.join((*SECTIONS, _PLANS))}), a key such as optimizer.lr, or a part of a key's name "
+        "(default: all)",
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Print the keys; returns 0."""
+    # As on other command lines a key may have its dashes.
+    if options.asked is None and len(rest) == 1 and rest[0].startswith("--") and "." in rest[0]:
+        options.asked, rest = rest[0].removeprefix("--"), ()
     if rest:
         raise ConfigError(f"unknown argument {rest[0]!r}; see terrace keys --help")
-    asked = options.section
+    asked = options.asked
     if asked in _ELSEWHERE:
         raise ConfigError(f"keys of the section {asked!r} are not listed here: see {_ELSEWHERE[asked]}")
-    if asked is not None and asked not in SECTIONS:
-        raise ConfigError(f"there is no section {asked!r}{did_you_mean(asked, SECTIONS)}")
-    width = shutil.get_terminal_size((80, 24)).columns
-    blocks = []
-    # A section comes with the tables inside it.
-    for name in [each for each in SECTIONS if asked is None or each == asked or each.startswith(f"{asked}.")]:
-        lines = [f"[{name}]"]
-        for key in keys_of(name):
-            text = f"{key.name} = {key.default} ({key.kind}): {key.line}"
-            lines += textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
-        blocks.append("\n".join(lines))
-    print("\n\n".join(blocks))
+    if asked is None or asked in SECTIONS or asked == _PLANS:
+        print("\n\n".join(_block(name) for name in (*SECTIONS, _PLANS) if _is_in(name, asked)))
+        return 0
+    found = _found(asked)
+    if not found:
+        known = (*SECTIONS, _PLANS, *dotted(), *(name.rpartition(".")[2] for name in dotted()))
+        near = get_close_matches(asked, known, n=1)
+        hint = did_you_mean(asked, near) if near else " and no key with that in its name: terrace keys lists all"
+        raise ConfigError(f"there is no section {asked!r}{hint}")
+    print("\n".join(_wrapped(f"{section}.{key.text}", "", "    ") for section, key in found))
     return 0
 
 
+def _is_in(name: str, asked: str | None) -> bool:
+    # A section comes with the tables inside it.
+    return asked is None or name == asked or name.startswith(f"{asked}.")
+
+
+def _found(asked: str) -> list[tuple[str, Key]]:
+    """Keys with this dotted name, else with this in their name, else in their line."""
+    every = [(section, key) for section in SECTIONS for key in keys_of(section)]
+    word = asked.lower().replace("-", "_")
+    tests: list[Callable[[str, Key], bool]] = [
+        lambda section, key: f"{section}.{key.name}" == word,
+        lambda section, key: word in f"{section}.{key.name}" if "." in word else word in key.name.split("_"),
+        lambda section, key: word in key.name,
+        lambda section, key: word.replace("_", " ") in key.line.lower(),
+    ]
+    # A role's plan has the keys of [plan].
+    head, _, rest = word.partition(".")
+    if head == _PLANS and "." in rest:
+        return [("plans." + rest.partition(".")[0], key) for key in keys_of("plan") if key.name == rest.split(".")[1]]
+    return next((hits for test in tests if (hits := [each for each in every if test(*each)])), [])
+
+
+def _block(name: str) -> str:
+    title = f"[[{name}]]" if name in _LISTS else f"[{name}]"
+    lines = [f"{title}  {_SAID[name]}" if name in _SAID else title]
+    return "\n".join([_wrapped(lines[0], "", "  "), *(_wrapped(key.text, "  ", "      ") for key in _keys(name))])
+
+
+def _keys(name: str) -> list[Key]:
+    return [] if name == _PLANS else keys_of(name)
+
+
+def _wrapped(text: str, first: str, later: str) -> str:
+    width = shutil.get_terminal_size((80, 24)).columns
+    return textwrap.fill(text, width, initial_indent=first, subsequent_indent=later, break_on_hyphens=False)
+
+
+def dotted(command: str | None = None) -> dict[str, str]:
+    """The line of every key by its dotted name; with a `command`, of those that it takes as --SECTION.KEY."""
+    of_rl = [name for name in (*_OF_RL, *_ALSO_OF_RL) if name not in _LISTS]
+    of_train = [name for name in _OF_TRAIN if name not in _LISTS]
+    sections = {None: [*SECTIONS], "rl": of_rl}.get(command, of_train)
+    return {f"{section}.{key.name}": key.line for section in sections for key in keys_of(section)}
+
+
+@cache
+def _default_run() -> RunConfig:
+    return resolve(None, {}, {})
+
+
+@cache
 def keys_of(section: str) -> list[Key]:
     """The keys of `section`, in the order of its dataclass."""
     kind = SECTIONS[section]
     hints, said = typing.get_type_hints(kind), dict(_comments(kind))
-    default_run = getattr(resolve(None, {}, {}), section, None)
+    # Sections of every run have a value in the default run of terrace train.
+    default_run = getattr(_default_run(), section, None) if section in _OF_TRAIN else None
     found = []
     for field in dataclasses.fields(kind):
         default = field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-        if default is dataclasses.MISSING:
-            # Sections of every run have a value in the default run.
-            default = getattr(default_run, field.name, _REQUIRED)
-        shown = "required" if default is _REQUIRED else "none" if default is None else json.dumps(default)
-        found.append(Key(name=field.name, kind=kind_words(hints[field.name]), default=shown, line=said[field.name]))
+        if default_run is not None:
+            default = getattr(default_run, field.name)
+        shown = "required" if default is dataclasses.MISSING else "none" if default is None else json.dumps(default)
+        others = _others(section, field.name, default)
+        found.append(
+            Key(
+                name=field.name,
+                kind=kind_words(hints[field.name]),
+                default=shown,
+                line=said[field.name],
+                others=others,
+            )
+        )
     return found
+
+
+def _others(section: str, name: str, default: Any) -> str:
+    """Defaults of a key in runs that take another: of loaded weights, of an algorithm, of a task."""
+    key, found = f"{section}.{name}", list[str]()
+    rates = {"optimizer.lr": ("next-token", "reward", "dpo", "feedback"), "run.critic_lr": ("critic",)}
+    for objective in rates.get(key, ("next-token",) if key == "run.start_lr" else ()):
+        words = {"feedback": "in terrace rl"}.get(objective, f"of {objective}")
+        words = "on loaded weights" if objective in ("next-token", "critic") else words
+        found.append(f"{usual_rate('adamw', objective, adapters=False):g} {words}")
+    if key == "optimizer.lr":
+        found.append(f"{usual_rate('adamw', 'next-token', adapters=True):g} with [lora]")
+    if section == "algorithm":
+        papers = {paper: traits.paper[name] for paper, traits in TRAITS.items() if name in traits.paper}
+        by_value: dict[str, list[str]] = {}
+        for paper, value in papers.items():
+            by_value.setdefault(json.dumps(value), []).append(paper)
+        found += [f"{value} for {', '.join(names)}" for value, names in by_value.items()]
+    for task in TASKS if section in (*_OF_RL, *_ALSO_OF_RL) else ():
+        value = value_at(task_table(task), key)
+        found += [f"{json.dumps(value)} of --task {task}"] if value is not None and value != default else []
+    return ", ".join(found)
 
 
 def kind_words(hint: Any) -> str:

@@ -15,6 +15,7 @@ from terrace.cli.launching import check_alone
 from terrace.cli.options import flags, resumed
 from terrace.cli.overrides import parse_overrides
 from terrace.cli.ranks import add_ranks, with_ranks
+from terrace.rl.calls.ray_address import check_address
 from terrace.train.runs import CONFIG, table_to_resume
 
 
@@ -49,6 +50,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--ray", metavar="ADDRESS", help="run roles on the Ray cluster at ADDRESS (auto: that of this machine), on CPUs"
     )
+    parser.add_argument(
+        "--verbose", action="store_true", help="begin with the pages of memory that keys and values of responses have"
+    )
     parser.set_defaults(run=run)
 
 
@@ -60,8 +64,9 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         check_alone("rl", "other machines take part with --ray ADDRESS (docs/rl.md)")
     # Torch is imported here: the parser works without it.
     from terrace.cli import rl_explain, rl_run
-    from terrace.rl.config import check_vocabulary, resolve
+    from terrace.rl.config import resolve
     from terrace.rl.config_layers import resolve_table
+    from terrace.rl.rules import check_vocabulary
 
     given: dict[str, Any] = dict(flags(options, "model", "cluster", "plan"))
     given["cluster"], overrides = cluster_here(given["cluster"]), parse_overrides(rest, of_run=False)
@@ -72,21 +77,31 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.ranks is not None:
         overrides = with_ranks(options.ranks, overrides, resolve_table(options.task, file, given, overrides)["cluster"])
     is_placed = options.place is None or options.explain
-    config = resolve(options.task, file, given, overrides, is_placed=is_placed)
+    config = resolve(
+        options.task,
+        file,
+        given,
+        overrides,
+        is_placed=is_placed,
+        is_resumed=options.resume is not None,
+        has_timeouts=options.ray is not None,
+    )
     if options.explain:
         rl_explain.explain(config, search=options.place is not None)
         return 0
     check_vocabulary(config.run, config.model)
     if options.place is not None:
         config = rl_explain.placed(config)
-    rl_run.run(config, options.folder, resume, options.ray, going_on=going_on)
+    rl_run.run(config, options.folder, resume, options.ray, going_on=going_on, verbose=options.verbose)
     return 0
 
 
 def _check_explain(options: argparse.Namespace) -> None:
-    for name in ("folder", "ray"):
-        if options.explain and getattr(options, name) is not None:
+    for name in ("folder", "ray", "verbose"):
+        if options.explain and getattr(options, name):
             raise ConfigError(f"--explain starts nothing: leave out --{name}")
+    if options.ray is not None:
+        check_address(options.ray)
     if options.place is not None and options.resume is not None:
         raise ConfigError(
             f"--place {options.place}: a resumed run keeps the placement of its config.toml: leave --place out"

@@ -9,6 +9,7 @@ from pathlib import Path
 from shlex import quote
 
 import tomli_w
+import torch
 
 from terrace.base.errors import ConfigError, ModelError, PlanError, TerraceError
 from terrace.base.files import write_atomic
@@ -28,7 +29,10 @@ from terrace.cli.prepare import (
     tidy,
 )
 from terrace.cli.rl_record import METRICS, recording, write_prediction
+from terrace.comm.collectives import DTYPES
 from terrace.data.tokenizer import Tokenizer, load_tokenizer
+from terrace.generation.mapped import pages_words
+from terrace.generation.sliced import sliced_config
 from terrace.launch.fork_server import fork_server_ahead
 from terrace.launch.start import local_devices
 from terrace.launch.stop import StoppedEarly, StopRequest, passed_on
@@ -38,6 +42,7 @@ from terrace.model.hf.pretrained import Pretrained
 from terrace.planner.roles.placement import IterationReport
 from terrace.report.roles import measured_words
 from terrace.report.tables import quantity
+from terrace.rl.agreement import Agreement
 from terrace.rl.algorithms.metrics import Metrics
 from terrace.rl.calls.inline import InlineRuntime
 from terrace.rl.calls.local import LocalRuntime
@@ -47,10 +52,13 @@ from terrace.rl.identity import contents_of
 from terrace.rl.making import check_roles, started
 from terrace.rl.placing import ACTOR, ROLLOUT
 from terrace.rl.predicted import PHASES, predicted, stages_of
+from terrace.rl.rates import rate_lines
 from terrace.rl.run import LEARNING, START, RunInputs, checkpoint_of
 from terrace.rl.sort_task import SortPrompts, SortTokenizer
 from terrace.rl.stream.prompt_file import read_prompts
 from terrace.rl.totals import Totals
+from terrace.rl.workers.drawing import page_tokens_of
+from terrace.rl.workers.reward_forms import check_columns
 from terrace.rl.workers.reward_function import load_function
 from terrace.train.folder import SOURCE, source_files, with_sums
 from terrace.train.lock import folder_lock
@@ -61,7 +69,13 @@ _OF_NUMBERS = ("run", "plan", "plans")  # sections of a run that may change its 
 
 
 def run(
-    config: RlConfig, folder: Path | None, resume: Path | None, ray: str | None = None, *, going_on: bool = False
+    config: RlConfig,
+    folder: Path | None,
+    resume: Path | None,
+    ray: str | None = None,
+    *,
+    going_on: bool = False,
+    verbose: bool = False,
 ) -> None:
     """Run it in a new `folder`, or go on in `resume`, in processes of this machine or on the Ray cluster at `ray`.
 
@@ -71,10 +85,12 @@ def run(
     is_local = ray is None and config.cluster.world_size > 1
     # The ranks' modules are imported while this process looks at what the run reads.
     with fork_server_ahead("terrace.rl.making") if is_local else nullcontext():
-        _run(config, folder, resume, ray, goes_on(folder, resume, going_on))
+        _run(config, folder, resume, ray, goes_on(folder, resume, going_on), verbose)
 
 
-def _run(config: RlConfig, folder: Path | None, resume: Path | None, ray: str | None, going_on: bool) -> None:
+def _run(
+    config: RlConfig, folder: Path | None, resume: Path | None, ray: str | None, going_on: bool, verbose: bool
+) -> None:
     if going_on and folder is not None and (folder / CONFIG).is_file():
         table_to_resume(folder, "rl")
         resume = folder
@@ -92,7 +108,7 @@ def _run(config: RlConfig, folder: Path | None, resume: Path | None, ray: str | 
         if wrong:
             print(f"resuming from {checkpoint.folder}, since {'; '.join(wrong)}", flush=True)
     chosen = resume or new_folder(folder, going_on)
-    print(f"{_words(config)}{_unused_gpus(config, ray)}\nrun folder {chosen}", flush=True)
+    print(f"{_words(config)}{_pages(config, verbose)}{_unused_gpus(config, ray)}\nrun folder {chosen}", flush=True)
     asked, words = StopRequest(), None
     try:
         with sigterm_raises(), passed_on(asked.ask), folder_lock(chosen), _runtime(config, ray) as runtime:
@@ -109,10 +125,11 @@ def _checked(config: RlConfig, ray: str | None) -> RunInputs:
     inputs = inputs_of(config)
     check_roles(config)
     _check_devices(config, ray)
-    check_installed(config.run.metrics)
+    check_installed(config.run.metrics, "run.metrics")
     for each in config.rewards:
         if each.function:
-            load_function(each.function, os.getcwd())
+            function = load_function(each.function, os.getcwd())
+            check_columns(function, each.function, inputs.prompts.prompt(0).data)
         else:
             _check_reward_model(each.model, inputs.tokenizer)
     return replace(inputs, contents=contents_of(config, inputs.prompts))
@@ -135,7 +152,7 @@ def _learned(
     expected = _predicted(config)
     report = None if isinstance(expected, TerraceError) else expected
     write_prediction(folder, report, PHASES, is_measured=config.cluster.is_measured)
-    totals = Totals()
+    totals, agreement = Totals(), Agreement(config)
     with recording(folder, config, first) as record:
         if first:
             print(f"going on after step {first}", flush=True)
@@ -150,6 +167,8 @@ def _learned(
             record.step(step, metrics, made.calls, samples)
             totals.add(metrics)
             print(_line(step, metrics), flush=True)
+            if warning := agreement.words(metrics):
+                print(warning, flush=True)
     if step < config.run.steps:
         return None
     return f"{_summary(totals, folder)}\n{_beside_predicted(config, expected, totals)}"
@@ -275,8 +294,16 @@ def _words(config: RlConfig) -> str:
         f"{config.algorithm.name}: {size / 1e6:.2f} M parameters, {counted(run.steps, 'step')} of {run.prompts} "
         f"prompts x {counted(run.responses, 'response')}, {run.mini_batch} an update\n{counted(ranks, 'rank')}, plan "
         f"{config.plan.name}; {counted(drawing // run.rows, 'replica')} of {counted(run.rows, 'rank')} to generate"
-        f"{_uncorrected(config)}"
+        f"{_uncorrected(config)}\n" + "\n".join(rate_lines(config))
     )
+
+
+def _pages(config: RlConfig, verbose: bool) -> str:
+    """A line on the pages of keys and values of a replica, where it is asked for or they cannot be mapped."""
+    own, dtype = sliced_config(config.model, config.run.rows), DTYPES[config.plan.compute]
+    device = torch.device("cuda" if config.cluster.device.backend == "cuda" else "cpu")
+    words, is_fallback = pages_words(own, page_tokens_of(own, dtype), device, dtype)
+    return f"\n{words}" if verbose or is_fallback else ""
 
 
 def _uncorrected(config: RlConfig) -> str:
@@ -289,7 +316,8 @@ def _uncorrected(config: RlConfig) -> str:
 def _line(step: int, found: Metrics) -> str:
     shown = [f"step {step:4d}", f"reward {found.get('reward/mean', math.nan):.3f}"]
     for words, name in (("KL", "actor/kl"), ("cost", "safe/cost"), ("lambda", "safe/lambda")):
-        shown += [f"{words} {found[name]:.3f}"] if name in found else []
+        # Without the sign of a rounded zero.
+        shown += [f"{words} {round(found[name], 3) + 0.0:.3f}"] if name in found else []
     shown += [f"entropy {found['actor/entropy']:.3f}"] if "actor/entropy" in found else []
     shown.append(f"length {found.get('response_length/mean', math.nan):.1f}")
     shown.append(f"rollout diff {found.get('rollout/logprob_diff_max', math.nan):.1e}")

@@ -9,8 +9,9 @@ text costs one mapping for each run of its pages that lie side by side:
 
     place p of layer l:   keys at [p, l, 0], values at [p, l, 1] of a text's tensor (places, layers, 2, K, D)
 
-Pages that the system cannot map are gathered, with a warning: all pages where their size is no multiple of the
-system's (`mapped_pages`), those of one text where the process has too many mappings.
+`terrace generate` and `terrace rl` have mapped pages on a CPU under Linux (`platform_pages`), of as many tokens as fill
+whole pages of the system (`mapped_tokens`). Pages that the system cannot map are gathered: all pages where their size
+is no multiple of the system's, those of one text, with a warning, where the process has too many mappings.
 
 Shape legend: K key-value heads, D head_dim, P page_tokens, L places that a span reads.
 """
@@ -25,9 +26,13 @@ import torch
 from torch import Tensor
 
 from terrace.base.errors import ConfigError
+from terrace.base.words import counted
 from terrace.generation.host_memory import HostMemory, OutOfMappingsError, VirtualMemory
 from terrace.generation.pages import GatheredPages, PagePool, Span, page_bytes, targets_of
+from terrace.model.config import ModelConfig
 
+# Tokens. With a larger page the samples of a prompt share little, and copy much of a page that is not full; a guess.
+_LARGEST_STEP = 256
 _AS_MANY = "the process has as many mappings as it may"
 
 
@@ -43,17 +48,67 @@ def mapped_pages(
     """A pool of mapped pages; of gathered ones, with a warning, where the system cannot map them."""
     sizes = num_layers, num_pages, page_tokens, num_kv_heads, head_dim
     try:
-        if device.type != "cpu":
-            raise ConfigError(f"pages on {device.type} are mapped by CudaMemory, which has never run on hardware")
-        one_bytes = page_bytes(num_layers, page_tokens, num_kv_heads, head_dim, dtype)
-        if one_bytes % mmap.PAGESIZE:
-            token_bytes = one_bytes // page_tokens
-            fix = math.lcm(token_bytes, mmap.PAGESIZE) // token_bytes
-            raise ConfigError(f"{one_bytes} bytes are no multiple of {mmap.PAGESIZE}: use a multiple of {fix} tokens")
-        return MappedPages(*sizes, HostMemory(num_pages, one_bytes), dtype)
+        return _mapped(*sizes, device, dtype)
     except ConfigError as error:
         warnings.warn(f"pages of keys and values are gathered, not mapped: {error}", stacklevel=2)
         return GatheredPages(*sizes, device, dtype)
+
+
+def platform_pages(
+    num_layers: int,
+    num_pages: int,
+    page_tokens: int,
+    num_kv_heads: int,
+    head_dim: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> PagePool:
+    """As `mapped_pages`, without a warning: `pages_words` says which pages a model has here."""
+    sizes = num_layers, num_pages, page_tokens, num_kv_heads, head_dim
+    try:
+        return _mapped(*sizes, device, dtype)
+    except ConfigError:
+        return GatheredPages(*sizes, device, dtype)
+
+
+def mapped_tokens(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, least: int) -> int:
+    """The fewest tokens of a page that can be mapped, at least `least`; `least` where that would be far more."""
+    step = _step(page_bytes(num_layers, 1, num_kv_heads, head_dim, dtype))
+    return -(-least // step) * step if step <= _LARGEST_STEP else least
+
+
+def pages_words(config: ModelConfig, page_tokens: int, device: torch.device, dtype: torch.dtype) -> tuple[str, bool]:
+    """The pages that `platform_pages` makes for a model, in words; whether a CPU has other ones than mapped."""
+    try:
+        _mapped(config.num_layers, 1, page_tokens, config.num_kv_heads, config.head_dim, device, dtype)
+    except ConfigError as error:
+        words = f"keys and values in gathered pages of {counted(page_tokens, 'token')}: {error}"
+        return words, device.type == "cpu"
+    return f"keys and values in mapped pages of {counted(page_tokens, 'token')}", False
+
+
+def _step(token_bytes: int) -> int:
+    # Tokens that fill whole pages of the system.
+    return math.lcm(token_bytes, mmap.PAGESIZE) // token_bytes
+
+
+def _mapped(
+    num_layers: int,
+    num_pages: int,
+    page_tokens: int,
+    num_kv_heads: int,
+    head_dim: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> "MappedPages":
+    if device.type != "cpu":
+        raise ConfigError(f"pages on {device.type} are mapped by CudaMemory, which has never run on hardware")
+    one_bytes = page_bytes(num_layers, page_tokens, num_kv_heads, head_dim, dtype)
+    if one_bytes % mmap.PAGESIZE:
+        fix = _step(one_bytes // page_tokens)
+        raise ConfigError(f"{one_bytes} bytes are no multiple of {mmap.PAGESIZE}: use a multiple of {fix} tokens")
+    sizes = num_layers, num_pages, page_tokens, num_kv_heads, head_dim
+    return MappedPages(*sizes, HostMemory(num_pages, one_bytes), dtype)
 
 
 @dataclass

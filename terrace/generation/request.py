@@ -37,6 +37,12 @@ class Sampling:
             raise ConfigError(f"top_p = {self.top_p} must be above 0 and at most 1, which keeps all")
         if not 0 <= self.min_p <= 1:
             raise ConfigError(f"min_p = {self.min_p} must be at least 0, which keeps all, and at most 1")
+        for name, keeps_all in (("top_p", 1.0), ("min_p", 0.0)):
+            if not self.temperature and getattr(self, name) != keeps_all:
+                raise ConfigError(
+                    f"{name} = {getattr(self, name)} has no effect at temperature 0, which takes the likeliest token: "
+                    "leave one of them out"
+                )
 
 
 @dataclass(frozen=True)

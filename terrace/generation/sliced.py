@@ -50,7 +50,7 @@ def sliced_config(config: ModelConfig, rows: int) -> ModelConfig:
         return heads % rows == 0 and (kv_heads % rows == 0 or rows % kv_heads == 0)
 
     if rows < 1 or not cut(rows):
-        most = max((degree for degree in range(1, rows) if cut(degree)), default=1)
+        most = max((degree for degree in range(1, min(rows, heads + 1)) if cut(degree)), default=1)
         raise PlanError(
             f"rows = {rows} of a replica cannot share the model's {heads} heads and {kv_heads} key-value heads: "
             f"use {most}"

@@ -1,10 +1,11 @@
 """Continues a few texts at once, with memory for all of them."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from torch import nn
 
 from terrace.generation.engine import GenerationEngine
+from terrace.generation.mapped import mapped_tokens, pages_words, platform_pages
 from terrace.generation.request import Completion, Request, Sampling
 from terrace.generation.running_text import Decode
 from terrace.model.arranged import arrange
@@ -25,11 +26,13 @@ def continue_texts(
     stops: Collection[int] = (),
     stop_texts: Collection[str] = (),
     decode: Decode | None = None,
+    say: Callable[[str, bool], None] = lambda words, is_fallback: None,
 ) -> list[Completion]:
     """Up to `num_tokens` further tokens of every prompt; text i draws by the sampling's seed and by i.
 
     A text that `stops` or `stop_texts` end has the token that ended it. Frozen matrices of the blocks are rearranged in
-    memory (terrace.model.arranged). Raises `ConfigError` for an empty prompt and as `Request` does.
+    memory (terrace.model.arranged). `say` is told which pages keys and values have (`pages_words`). Raises
+    `ConfigError` for an empty prompt and as `Request` does.
     """
     requests = [
         Request(
@@ -47,12 +50,15 @@ def continue_texts(
     arrange(blocks, len(requests))
     longest = max(len(request.prompt) for request in requests) + num_tokens
     budget = max(_PASS_TOKENS, len(requests))
+    weight = next(blocks[0].parameters())
+    sizes = config.num_layers, config.num_kv_heads, config.head_dim, weight.dtype
     if 0 < config.sliding_window <= context and not config.most_positions:
-        page_tokens = min(_WINDOW_PAGE, longest)
+        page_tokens = mapped_tokens(*sizes, min(_WINDOW_PAGE, longest))
         pages = -(-min(longest, config.sliding_window + budget + page_tokens) // page_tokens)
     else:
         # A page holds a whole text, which is then never gathered.
-        page_tokens, pages = min(longest, context, config.most_positions or context), 1
+        page_tokens, pages = mapped_tokens(*sizes, min(longest, context, config.most_positions or context)), 1
+    say(*pages_words(config, page_tokens, weight.device, weight.dtype))
     engine = GenerationEngine(
         blocks,
         config,
@@ -61,5 +67,6 @@ def continue_texts(
         page_tokens=page_tokens,
         token_budget=budget,
         decode=decode,
+        build_pool=platform_pages,
     )
     return engine.run(requests)

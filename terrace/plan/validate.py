@@ -60,6 +60,7 @@ def num_micro_batches(plan: Plan, layout: Layout, batch: int) -> int:
 
     Raises `PlanError` when the batch does not divide.
     """
+    check_micro_batch(plan)
     # Sequences that all data ranks take in one micro-batch.
     unit = plan.micro_batch * layout.data_degree
     if batch < 1 or batch % unit:
@@ -70,6 +71,12 @@ def num_micro_batches(plan: Plan, layout: Layout, batch: int) -> int:
             f"{layout.data_degree} = {unit}: use {near}, or another plan.micro_batch"
         )
     return batch // unit
+
+
+def check_micro_batch(plan: Plan) -> None:
+    """Raise `PlanError` for micro-batches without a sequence."""
+    if plan.micro_batch < 1:
+        raise PlanError(f"micro_batch = {plan.micro_batch}: a rank works on at least 1 sequence at a time")
 
 
 def _check_mapping(cluster: Cluster, plan: Plan) -> None:
@@ -291,8 +298,7 @@ def _check_muon(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> No
 
 
 def _check_numbers(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> None:
-    if plan.micro_batch < 1:
-        raise PlanError(f"micro_batch = {plan.micro_batch}: a rank works on at least 1 sequence at a time")
+    check_micro_batch(plan)
     if plan.unit < 1:
         raise PlanError(f"unit = {plan.unit}: at least 1 micro-batch passes a block at a time")
     # Gradients within a unit are summed in the compute dtype; units are summed in the master dtype.

@@ -6,26 +6,29 @@ Model, cluster and plan are given as to `terrace train`: a name or a file. All s
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from terrace.base.errors import ConfigError, did_you_mean
-from terrace.base.schema import dump, load
+from terrace.base.errors import ConfigError, PlanError, did_you_mean
+from terrace.base.schema import dump, load, read_table
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import parse_cluster
 from terrace.model.config import ModelConfig, parse_model, to_table
 from terrace.plan.layout import Layout
-from terrace.plan.mesh import TENSOR, Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.presets import command_plan
-from terrace.plan.validate import num_micro_batches
-from terrace.rl.algorithms.algorithm import NEEDS_CRITIC, Algorithm, algorithm_of
+from terrace.plan.validate import check_micro_batch, num_micro_batches
+from terrace.rl.agreement import causes
+from terrace.rl.algorithms.algorithm import Algorithm, algorithm_of
 from terrace.rl.config_layers import given_table, resolve_table
+from terrace.rl.effects import check_effects
 from terrace.rl.keys import RewardKeys, RunKeys
 from terrace.rl.placing import (
     ACTOR,
     COST,
     COST_CRITIC,
     CRITIC,
+    LEARNING,
     REFERENCE,
     ROLLOUT,
     Place,
@@ -34,12 +37,17 @@ from terrace.rl.placing import (
     places_of,
     reward_name,
 )
-from terrace.rl.sort_task import LONGEST_PROMPT, LONGEST_RESPONSE, VOCAB
+from terrace.rl.rates import check_loaded_rates, with_rates
+from terrace.rl.rules import check_sections, check_sizes
 from terrace.runtime.settings import OptimizerConfig
 from terrace.train.config import section
 
 if TYPE_CHECKING:
     from terrace.planner.roles.placement import RolePlacement
+
+# Keys of a plan: that a search for plans keeps, and that it refuses with words of its own (terrace.rl.predicted).
+_KEPT_BY_SEARCH = ("compute", "master", "messages")
+_REFUSED_BY_SEARCH = ("wire", "optimizer_states", "products")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,12 +112,10 @@ class RlConfig:
 
     @property
     def rollout_is_exact(self) -> bool:
-        """Whether generation finds the log-probabilities of training but for rounding in fp32: nothing is coded on its
-        way or in a product, and no weights of rollout against training are asked for.
+        """Whether generation finds the log-probabilities of training but for rounding in fp32, and no weights of
+        rollout against training are asked for. Parameters are handed over as the messages of training round them.
         """
-        formats = {self.plan.compute, self.plan.messages or "fp32"}
-        rounds = self.plan.wire or self.plan.products
-        return formats == {"fp32"} and not rounds and self.algorithm.importance_bound is None
+        return self.plan.compute == "fp32" and not causes(self) and self.algorithm.importance_bound is None
 
     def num_micros(self, batch: int, role: str = ACTOR) -> int:
         """Micro-batches of a role's data rank for a step of `batch` rows.
@@ -118,8 +124,13 @@ class RlConfig:
         """
         plan = self.plan_of(role)
         layout = Layout.of(self.places[role].cluster, plan)
-        if role in (ACTOR, CRITIC, COST_CRITIC):
-            return num_micro_batches(plan, layout, batch)
+        if role in LEARNING:
+            try:
+                return num_micro_batches(plan, layout, batch)
+            except PlanError as error:
+                # Its rows are those of an update.
+                raise PlanError(f"run.mini_{error}" if str(error).startswith("batch = ") else str(error)) from error
+        check_micro_batch(plan)
         return -(-batch // (layout.data_degree * plan.micro_batch))
 
 
@@ -132,9 +143,9 @@ def roles_of(
         found[ROLLOUT] = False
     if run.reference:
         found[REFERENCE] = True
-    if algorithm.name in NEEDS_CRITIC:
+    if algorithm.traits.has_critic:
         found[CRITIC] = True
-    if algorithm.name == "safe-rlhf":
+    if algorithm.traits.has_cost:
         found[COST_CRITIC] = True
     found |= {reward_name(index): bool(each.model) for index, each in enumerate(reward)}
     return found | ({} if cost is None else {COST: bool(cost.model)})
@@ -147,29 +158,63 @@ def resolve(
     overrides: Mapping[str, Any],
     *,
     is_placed: bool = True,
+    is_resumed: bool = False,
+    has_timeouts: bool = False,
 ) -> RlConfig:
     """The checked configuration; raises the `TerraceError` of the first mistake.
 
-    Of a run that is not placed yet, plans need not fit its sizes, and there may be none: a search finds others.
+    Of a run that is not placed yet, plans need not fit its sizes, and there may be none: a search finds others. A
+    resumed run keeps the numbers of its file, whatever is refused by now. `has_timeouts` as for `check_effects`.
     """
     table, given = resolve_table(task, path, flags, overrides), given_table(path, flags, overrides)
     if not is_placed:
-        table.setdefault("plan", {"preset": "zero3"})
-        if "rows" in given.get("run", {}):
-            raise ConfigError(
-                f"run.rows = {given['run']['rows']} has no effect with --place auto, which finds the tensor ranks that "
-                "a replica generates on: leave run.rows out, or leave out --place"
-            )
+        table = _to_be_placed(table, given, flags["plan"] if flags.get("plan") is not None else _named_plan(path))
     if ACTOR in given.get("plans", {}) and flags.get("plan") is not None:
         raise ConfigError(
             f"--plan {flags['plan']} has no effect on the actor, which has a plan of its own in [plans]: give "
             "--plans.actor in its place, or leave plans.actor out"
         )
-    return parse(table, is_placed=is_placed)
+    config = parse(with_rates(table, given), is_placed=is_placed, is_resumed=is_resumed, has_timeouts=has_timeouts)
+    if is_placed:
+        check_effects(config, {}, overrides, has_timeouts=has_timeouts)
+    if not is_resumed:
+        check_loaded_rates(config)
+    return config
 
 
-def parse(table: Mapping[str, Any], *, is_placed: bool = True) -> RlConfig:
-    """Builds and checks a run from its whole table; `is_placed` as for `resolve`."""
+def _named_plan(path: str | None) -> str | None:
+    named = None if path is None else read_table(Path(path)).get("plan")
+    return named if isinstance(named, str) else None
+
+
+def _to_be_placed(table: Mapping[str, Any], given: Mapping[str, Any], named_plan: str | None) -> dict[str, Any]:
+    """The table of a run for which a search finds plans; of its own plan the dtypes stay.
+
+    Raises `ConfigError` for what the search finds and the user has given.
+    """
+    if "rows" in given.get("run", {}):
+        raise ConfigError(
+            f"run.rows = {given['run']['rows']} has no effect with --place auto, which finds the tensor ranks that "
+            "a replica generates on: leave run.rows out, or leave out --place"
+        )
+    if named_plan is not None:
+        raise ConfigError(f"--plan {named_plan} has no effect with --place auto, which finds plans: leave one out")
+    for key in given.get("plan", {}):
+        if key not in (*_KEPT_BY_SEARCH, *_REFUSED_BY_SEARCH):
+            raise ConfigError(
+                f"plan.{key} has no effect with --place auto, which finds plans and keeps "
+                f"{', '.join(_KEPT_BY_SEARCH)}: leave one of them out"
+            )
+    own = table.get("plan", {})
+    keeps = (*_KEPT_BY_SEARCH, *_REFUSED_BY_SEARCH)
+    kept = {key: own[key] for key in keeps if key in own} if isinstance(own, Mapping) else {}
+    return {**table, "plan": {"preset": "zero3", **kept}}
+
+
+def parse(
+    table: Mapping[str, Any], *, is_placed: bool = True, is_resumed: bool = False, has_timeouts: bool = False
+) -> RlConfig:
+    """Builds and checks a run from its whole table; other arguments as for `resolve`."""
     known = [item.name for item in fields(RlConfig)]
     for name in table:
         if name not in known:
@@ -193,7 +238,8 @@ def parse(table: Mapping[str, Any], *, is_placed: bool = True) -> RlConfig:
     reward = tuple(load(RewardKeys, each, f"reward[{index}]") for index, each in enumerate(rewards))
     cost = load(RewardKeys, table["cost"], "cost") if "cost" in table else None
     algorithm, pools = algorithm_of(table.get("algorithm", {})), _pools(table)
-    plans = _plans(table, cluster, pools, roles_of(run, algorithm, reward, cost, pools), optimizer)
+    roles = roles_of(run, algorithm, reward, cost, pools)
+    plans = _plans(table, cluster, pools, roles, optimizer)
     config = RlConfig(
         model=parse_model(table["model"]),
         cluster=cluster,
@@ -207,9 +253,11 @@ def parse(table: Mapping[str, Any], *, is_placed: bool = True) -> RlConfig:
         pool=pools,
         plans={role: plan for role, plan in plans.items() if plan != plans[ACTOR]},
     )
-    _check(config)
+    check_sections(config)
     if is_placed:
-        _check_sizes(config)
+        check_sizes(config)
+        if not is_resumed:
+            check_effects(config, table, {}, has_timeouts=has_timeouts)
     return config
 
 
@@ -248,73 +296,3 @@ def to_toml_table(config: RlConfig) -> dict[str, Any]:
     table = {item.name: dump(getattr(config, item.name)) for item in fields(config)}
     table["model"] = dump(to_table(config.model))
     return {name: value for name, value in table.items() if value is not None and value not in ("", [], {})}
-
-
-def _check(config: RlConfig) -> None:
-    if "fp16" in (config.plan.compute, *(plan.compute for plan in config.plans.values())):
-        raise ConfigError("plan.compute = 'fp16': losses of token numbers are not scaled; use 'bf16' or 'fp32'")
-    algorithm, run = config.algorithm, config.run
-    if algorithm.kl_coefficient and not run.reference:
-        raise ConfigError(
-            f"algorithm.kl_coefficient = {algorithm.kl_coefficient} needs the reference: leave out run.reference"
-        )
-    if (config.cost is not None) != (algorithm.name == "safe-rlhf"):
-        raise ConfigError(
-            f"[cost] and algorithm.name = {algorithm.name!r}: safe-rlhf needs a [cost], and no other algorithm has one"
-        )
-    if config.cost is not None and config.cost.weight != 1:
-        raise ConfigError(
-            f"cost.weight = {config.cost.weight} has no effect: the multiplier weighs the cost; leave it out, or set "
-            "algorithm.multiplier"
-        )
-    drawn = run.prompts * run.responses
-    if algorithm.kl_target is not None and drawn >= 5 * algorithm.kl_horizon:
-        raise ConfigError(
-            f"algorithm.kl_horizon = {algorithm.kl_horizon:g}: a step of {drawn} responses could turn the sign of the "
-            f"coefficient; it must be above {drawn / 5:g}"
-        )
-    if algorithm.entropy and any(Mesh.of(config.places[ACTOR].cluster, config.plan).total(axis) > 1 for axis in TENSOR):
-        raise ConfigError(
-            f"algorithm.entropy = {algorithm.entropy} has no form where a tensor axis cuts the vocabulary: leave it "
-            "out, or give the ranks of that axis to another"
-        )
-    _check_task(run)
-    if run.start_steps and not run.task:
-        raise ConfigError(f"run.start_steps = {run.start_steps}: only a task has right responses; leave it out")
-    if algorithm.name not in NEEDS_CRITIC and run.critic_lr != RunKeys.critic_lr:
-        raise ConfigError(
-            f"run.critic_lr = {run.critic_lr} has no effect: algorithm.name = {algorithm.name!r} has no critic"
-        )
-    if config.is_apart and run.max_lag and len(config.pool[config.places[ROLLOUT].pool].roles) > 1:
-        raise ConfigError(
-            f"run.max_lag = {run.max_lag} lets the rollout draw while others learn, and the other roles of its pool "
-            "would wait for it: give it a pool of its own, or set run.max_lag = 0"
-        )
-
-
-def _check_sizes(config: RlConfig) -> None:
-    for role, has_engine in config.roles.items():
-        if has_engine:
-            config.num_micros(config.run.mini_batch, role)
-
-
-def check_vocabulary(run: RunKeys, model: ModelConfig) -> None:
-    """Raise `ConfigError` for a model with more tokens than its task has; a prediction does not need this check."""
-    if run.task and model.vocab_size > VOCAB:
-        raise ConfigError(
-            f"task {run.task!r} has a tokenizer of its own, of {VOCAB} tokens, and the model would write "
-            f"{model.vocab_size}: leave --model out, or give run.prompts_file in place of the task"
-        )
-
-
-def _check_task(run: RunKeys) -> None:
-    if run.task and run.max_prompt < LONGEST_PROMPT:
-        raise ConfigError(
-            f"run.max_prompt = {run.max_prompt}: prompts of task {run.task!r} have up to {LONGEST_PROMPT} tokens; "
-            "raise it"
-        )
-    if run.task and run.start_steps and run.max_response < LONGEST_RESPONSE:
-        raise ConfigError(
-            f"run.max_response = {run.max_response}: the responses that a supervised start learns have up to "
-            f"{LONGEST_RESPONSE} tokens; raise it, or set run.start_steps = 0"
-        )

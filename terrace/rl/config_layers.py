@@ -26,7 +26,7 @@ def resolve_table(
         raise ConfigError(f"task {name!r} is not known{did_you_mean(str(name), TASKS)}")
     table: dict[str, Any] = {}
     if name:
-        table = merge(read_table(Path(str(resources.files(__package__) / f"{name}.toml"))), {"run": {"task": name}})
+        table = merge(task_table(name), {"run": {"task": name}})
     for key, value in own.items():
         # A name or a file takes the place of a task's table.
         table = table | {key: value} if key in ("cluster", "plan", "model") else merge(table, {key: value})
@@ -38,6 +38,11 @@ def resolve_table(
             table[key] = section(key, table[key])
     # A command line names files as its shell does.
     return lay_over(table, _with_paths(overrides, Path()))
+
+
+def task_table(name: str) -> dict[str, Any]:
+    """The table of a task that ships with Terrace."""
+    return read_table(Path(str(resources.files(__package__) / f"{name}.toml")))
 
 
 def given_table(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # Keys of [run] that a resumed run may have otherwise: its length, where it runs, and what it shows and keeps.
 _MAY_CHANGE = (
-    *("steps", "rows", "reference", "metrics", "timeout_s", "reward_timeout_s"),
+    *("steps", "rows", "reference", "metrics", "timeout_s", "reward_timeout_s", "high_lr"),
     *("evaluate_every", "checkpoint_every", "keep_checkpoints"),
 )
 _OURS = "terrace."  # modules whose rewards a run knows by name, as it knows the rest of Terrace

@@ -1,12 +1,14 @@
 """Sections of the file of a run, `[run]` and `[[reward]]`, each checked by itself."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from terrace.base.errors import ConfigError, did_you_mean
+from terrace.runtime.settings import LARGEST
 from terrace.train.trackers import check_names
 
 TASKS = ("sort",)  # a TOML file each, beside this one
+_MOST = 1 << 31  # of any count: more than a run or a tensor's dim has
 _LONGEST_S = 1e6  # of a deadline, 11 days: waiting for links overflows beyond 2^31 ms
 
 
@@ -15,31 +17,32 @@ class RunKeys:
     """Length and sizes of a run: a step draws `responses` to each of `prompts`, and learns `mini_batch` at a time."""
 
     max_prompt: int  # tokens; a longer prompt is refused
-    max_response: int
+    max_response: int  # tokens; a longer response is cut
     task: str = ""  # one that ships with Terrace; empty: the prompts of a file
     prompts_file: str = ""  # JSONL or Parquet
     prompt_column: str = "prompt"  # its other columns go to rewards
     held_out: int = 0  # first prompts of the file, which are never trained on and evaluated instead
-    steps: int = 40
-    prompts: int = 64
-    responses: int = 8
+    steps: int = 40  # of learning; each draws, scores and updates
+    prompts: int = 64  # of a step, over all ranks
+    responses: int = 8  # to each prompt of a step
     mini_batch: int = 256  # responses an update
     epochs: int = 1  # times that a response is learned from
     rows: int = 1  # tensor ranks of a replica that generates
     max_lag: int = 0  # steps that may lie between the weights that draw a response and the step that learns from it
     reference: bool = True  # measure the distance from the start, at the cost of a forward pass
-    seed: int = 0
+    seed: int = 0  # of prompts, responses and initial values
     warmup_steps: int = 10  # in which the learning rate rises
-    critic_lr: float = 1e-3
+    critic_lr: float = 1e-3  # peak learning rate of critics
+    high_lr: bool = False  # loaded weights may train at a rate that destroys them: terrace.train.rates
     start_steps: int = 0  # supervised steps of a task before
-    start_batch: int = 128
-    start_lr: float = 1e-3
-    evaluate_every: int = 10  # 0: never
-    checkpoint_every: int = 0  # 0: only at the end
-    keep_checkpoints: int = 2
+    start_batch: int = 128  # examples of such a step
+    start_lr: float = 1e-3  # learning rate of these steps
+    evaluate_every: int = 10  # steps between evaluations of held-out prompts; 0: none
+    checkpoint_every: int = 0  # steps between checkpoints; 0: only at the end
+    keep_checkpoints: int = 2  # the newest ones that stay in the run folder
     metrics: tuple[str, ...] = ()  # where else they go: terrace.train.trackers
     timeout_s: float = 600.0  # of a call of a role
-    reward_timeout_s: float = 60.0
+    reward_timeout_s: float = 60.0  # of a call of a reward function
 
     def __post_init__(self) -> None:
         least = dict.fromkeys(
@@ -50,13 +53,17 @@ class RunKeys:
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
                 raise ConfigError(f"run.{name} = {getattr(self, name)} must be at least {smallest}")
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, int) and item.name != "seed" and value >= _MOST:
+                raise ConfigError(f"run.{item.name} = {value} must be below 2^31")
         if self.seed >= 1 << 63:
             raise ConfigError(f"run.seed = {self.seed} must be below 2^63")
         if self.responses >= 1 << 20:
             raise ConfigError(f"run.responses = {self.responses} must be below 2^20: seeds of prompts lie so far apart")
         for name in ("critic_lr", "start_lr", "timeout_s", "reward_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"run.{name} = {getattr(self, name)} must be above 0")
+            if not 0 < getattr(self, name) <= LARGEST:
+                raise ConfigError(f"run.{name} = {getattr(self, name):g} must be above 0 and at most {LARGEST:g}")
         for name in ("timeout_s", "reward_timeout_s"):
             if getattr(self, name) > _LONGEST_S:
                 raise ConfigError(f"run.{name} = {getattr(self, name)} must be at most {_LONGEST_S:g} seconds")
@@ -78,16 +85,16 @@ class RunKeys:
                 f"run.mini_batch = {self.mini_batch} must divide the responses of a step, {self.prompts} x "
                 f"{self.responses} = {self.prompts * self.responses}"
             )
-        check_names(self.metrics)
+        check_names(self.metrics, "run.metrics")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardKeys:
     """A reward, or a cost: numbers that a Python function `module:function`, or a model, gives to responses."""
 
-    function: str = ""
+    function: str = ""  # module:function
     model: str = ""  # Hugging Face folder of a model with one output
-    weight: float = 1.0
+    weight: float = 1.0  # in the sum of all rewards
 
     def __post_init__(self) -> None:
         if bool(self.function) == bool(self.model):

@@ -10,19 +10,23 @@ from terrace.base.errors import ModelError, PlanError
 from terrace.base.words import counted
 from terrace.checkpoint.layout import folder_of
 from terrace.generation.sliced import sliced_config
-from terrace.model.config import load_model
+from terrace.model.config import block_specs, load_model
 from terrace.model.experts.config import refuse_looking_ahead
+from terrace.model.spec import freeze
 from terrace.plan.context import is_context_parallel
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
 from terrace.plan.transition import Apart
+from terrace.program.lowering import build_stages
 from terrace.rl.calls.layout import RoleLayout
 from terrace.rl.calls.runtime import Group, Pool, Runtime
 from terrace.rl.config import RlConfig
 from terrace.rl.controllers.setup import Roles
-from terrace.rl.placing import ACTOR, COST, COST_CRITIC, CRITIC, REFERENCE, ROLLOUT, reward_name
+from terrace.rl.placing import ACTOR, COST, COST_CRITIC, CRITIC, LEARNING, REFERENCE, ROLLOUT, reward_name
+from terrace.rl.rules import naming
 from terrace.rl.run import START, Run, RunInputs
 from terrace.rl.workers.critic import Critic
+from terrace.rl.workers.engine_rows import ALL
 from terrace.rl.workers.policy import Actor, Reference, Student
 from terrace.rl.workers.reward_function import RewardFunction
 from terrace.rl.workers.reward_model import RewardModel
@@ -35,40 +39,60 @@ _Worker = tuple[type, Mapping[str, Any]]  # a class and its settings
 
 def check_roles(config: RlConfig) -> None:
     """Raise `PlanError` or `ModelError` for a plan or a model that no role can have; starts nothing."""
+    _check_model(config)
+    workers = workers_of(config, config.weights)
+    for role, (_, settings) in workers.items():
+        if config.roles[role]:
+            with naming(config, role):
+                _check_engine(settings["settings"], learns=role in LEARNING)
+    if config.run.start_steps:
+        with naming(config, "actor, at its supervised start"):
+            _check_engine(student_settings(config), learns=True)
+    for role, (worker, settings) in workers.items():
+        layout = getattr(worker, "layout", None)
+        if layout is not None:
+            with naming(config, role):
+                found: RoleLayout = layout(config.places[role].cluster.world_size, **settings)
+            assert found.num_ranks == config.places[role].cluster.world_size, "a role has the ranks of its pool"
+
+
+def _check_model(config: RlConfig) -> None:
     longest = config.run.max_prompt + config.run.max_response
-    for role, has_engine in config.roles.items():
-        plan, where = config.plan_of(role), f"role {role}: " if config.plans or config.pool else ""
-        if has_engine and is_context_parallel(Mesh.of(config.places[role].cluster, plan), plan):
-            raise PlanError(f"{where}responses need whole rows: leave out the context axis and balance")
-        if has_engine and plan.outer is not None:
-            raise PlanError(f"{where}islands would generate with parameters that differ: leave out plan.outer")
-    if config.model.learned_positions and longest > config.model.max_positions:
+    if 0 < config.model.most_positions < longest:
         raise ModelError(
-            f"run.max_prompt + run.max_response = {longest} tokens, and the model has learned "
-            f"{config.model.max_positions} positions: lower one of them"
+            f"run.max_prompt + run.max_response = {longest} tokens, and the model has "
+            f"{config.model.most_positions} positions: lower one of them"
         )
     if config.model.scalar_head:
         raise ModelError("the model is a reward model, which writes nothing: name a causal language model")
     refuse_looking_ahead(config.model.experts)
     sliced_config(config.model, config.run.rows)
-    for role, (worker, settings) in workers_of(config, config.weights).items():
-        layout = getattr(worker, "layout", None)
-        if layout is not None:
-            found: RoleLayout = layout(config.places[role].cluster.world_size, **settings)
-            assert found.num_ranks == config.places[role].cluster.world_size, "a role has the ranks of its pool"
+
+
+def _check_engine(settings: EngineSettings, *, learns: bool) -> None:
+    """Raise what the engine of a role would raise for its plan, by the same code: its programs are built."""
+    cluster, plan = settings.cluster, settings.plan
+    if is_context_parallel(Mesh.of(cluster, plan), plan):
+        raise PlanError("responses need whole rows: leave out the context axis and balance")
+    if plan.outer is not None:
+        raise PlanError("islands would generate with parameters that differ: leave out plan.outer")
+    blocks = block_specs(settings.model)
+    build_stages(cluster, plan, blocks if learns else freeze(blocks, ALL), settings.num_micros, settings.sequence)
 
 
 def engine_settings(
     config: RlConfig, role: str, weights: str, batch: int, optimizer: OptimizerConfig | None = None
 ) -> EngineSettings:
     """The engine of a role that steps on `batch` rows; raises `PlanError` where these do not fit."""
+    plan = config.plan_of(role)
     return EngineSettings(
         model=config.model,
         cluster=config.places[role].cluster,
-        plan=config.plan_of(role),
+        # What only scores has no optimizer, and its plan must not ask anything of one.
+        plan=plan if role in LEARNING else replace(plan, update=OptimizerConfig().update),
         num_micros=config.num_micros(batch, role),
         sequence=config.sequence,
-        optimizer=optimizer or config.optimizer,
+        optimizer=(optimizer or config.optimizer) if role in LEARNING else OptimizerConfig(),
         weights=weights,
         seed=config.run.seed,
     )

@@ -20,14 +20,15 @@ from terrace.cluster.cluster import Cluster
 from terrace.planner.roles.pools import pool_cluster, side_by_side
 
 ACTOR, ROLLOUT, REFERENCE, CRITIC, COST_CRITIC, COST = "actor", "rollout", "reference", "critic", "cost_critic", "cost"
+LEARNING = (ACTOR, CRITIC, COST_CRITIC)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolKeys:
     """Neighbouring ranks, and the roles that share them."""
 
-    ranks: int
-    roles: tuple[str, ...]
+    ranks: int  # of the pool; pools lie side by side, the largest first
+    roles: tuple[str, ...]  # that share these ranks
 
     def __post_init__(self) -> None:
         if self.ranks < 1:

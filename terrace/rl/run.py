@@ -87,7 +87,7 @@ class Run:
             source=self._inputs.prompts,
             prompts=config.run.prompts,
             responses=config.run.responses,
-            has_greedy=config.algorithm.name == "remax",
+            has_greedy=config.algorithm.traits.baseline == "greedy",
             max_lag=config.run.max_lag,
             is_apart=config.is_apart,
         )

@@ -161,7 +161,7 @@ class Engine:
         island when loss or gradient are inf or nan: the state is then as before, and the error names rank, micro-batch
         and block.
         """
-        self._settle()
+        self.settle()
         result = self._run(batches, lr, self._exchanging(None if self.island is None else self.island.next()))
         if isinstance(result, NotFinite):
             agree(self.comm, result)
@@ -217,7 +217,7 @@ class Engine:
         return self._evaluate(batches, program)
 
     def _evaluate(self, batches: Sequence[Batch], program: Program) -> StepResult:
-        self._settle()
+        self.settle()
         before = self._declared()
         with undisturbed(self.state.modules.values(), self.comm.collectives.errors, self.device):
             result = self._run(batches, 0.0, program)
@@ -302,7 +302,7 @@ class Engine:
 
     def examine(self, batches: Sequence[Batch]) -> Examination:
         """Run a step up to its CLIP and look at every block's results; nothing is updated. Every rank calls this."""
-        self._settle()
+        self.settle()
         return self._examined(self._taken(batches, self.program), self.program, random_state(self.device))
 
     def _examined(self, batches: Sequence[Batch], program: Program, drawn: Tensor) -> Examination:
@@ -386,9 +386,9 @@ class Engine:
         self._outside.update(program.sent_bytes)
         self.drain()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
+        """Have the parameters of the next step: of the first, too, rounded ones, as when it is resumed. All ranks."""
         self.state.recover()
-        # The first step, too, computes with rounded parameters, as it does when resumed from its own checkpoint.
         if not self._is_refreshed:
             self.refresh()
 

@@ -4,7 +4,7 @@ Its instructions are a program (terrace.program.hand_over), verified before the 
 (terrace.runtime.reshard_messages); its bytes are declared to the engine. A rank sends values from its part of the flat
 buffers, or from its slices if they came over an outer tier, and holds the messages of one instruction a lane at a time.
 Values travel in the dtype of the working copies (message class `reshard`): copies of these, or of the masters, rounded
-as a refresh rounds them.
+as a refresh and the gather of a forward round them, so that what generates is what trains.
 """
 
 from collections.abc import Sequence
@@ -18,13 +18,14 @@ from terrace.base.boxes import overlap
 from terrace.base.boxes import within as inside
 from terrace.base.errors import PlanError
 from terrace.comm.process_group import OrderedGroup, new_group
-from terrace.plan.layout import island_ranks
+from terrace.plan.layout import island_ranks, message_tiers
 from terrace.plan.transition import Transition
 from terrace.plan.wire import MessageClass
 from terrace.program.hand_over import hand_over_program
 from terrace.program.program import Program
 from terrace.program.verify_hand_over import verify_hand_over
 from terrace.runtime.engine import Engine
+from terrace.runtime.forward_values import gather_of
 from terrace.runtime.reshard_messages import BlockParts, Slices, boxes_of, held_boxes, play, within
 
 # A flat buffer without memory, and its boxes, each with its values elsewhere.
@@ -81,13 +82,13 @@ class HandOver:
         return self.program.sent_bytes
 
     def run(self, *, lend: bool = False) -> list[Slices]:
-        """This rank's slices of every block's parameters, as they are after the last step.
+        """This rank's slices of every block's parameters, as the forwards of the next step have them.
 
         With `lend`, a flat buffer whose parameters all lie in these slices gives up its memory; the engine takes it
         back, with the values, when it is next used. On tensor x pipeline ranks a rank thus has its slices alone, M/g,
         and never more than one block's own part beside those it has made. Slices must keep their values till then.
         """
-        self._engine.state.recover()
+        self._engine.settle()
         # A refresh writes into flat buffers, which a loan leaves without memory.
         if lend or self._source == "params":
             self._engine.drain()
@@ -112,8 +113,13 @@ class HandOver:
         )
 
     def _lend(self, block: int, parts: BlockParts, loans: list["_Loan"]) -> None:
-        """Take the memory of working copies that the slices have; the parts to send are read there."""
+        """Take the memory of working copies that the slices have; the parts to send are read there.
+
+        Where a gather rounds, slices have other values than the working copy, which then stays.
+        """
         for flat in self._engine.state.flats.get(block, ()):
+            if gather_of(self._engine, block, flat) is not None:
+                continue
             own = boxes_of(self._engine, flat, flat.part(flat.layout.params).start, flat.shard)
             if all(name in parts.boxes and overlap(box, parts.boxes[name]) == box for name, box, _ in own):
                 loan = [(values, parts.slices[name][inside(box, parts.boxes[name])]) for name, box, values in own]
@@ -133,6 +139,14 @@ def _take_back(loans: Sequence[_Loan]) -> None:
 
 
 def _check_exact(program: Program) -> None:
+    layout = program.layout
+    for place in message_tiers(layout, MessageClass.GATHER):
+        gather = program.plan.wire_format(MessageClass.GATHER, layout.tiers[place])
+        if gather.block:
+            raise PlanError(
+                f"gathers travel as {gather.name} over {layout.tiers[place]}, in blocks of working copies, of which "
+                'masters are parts: hand over from "params", or leave the format out'
+            )
     for tier in program.cluster.tiers:
         wire = program.plan.wire_format(MessageClass.REFRESH, tier.name)
         if wire.name != program.plan.compute:

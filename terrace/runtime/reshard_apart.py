@@ -65,7 +65,7 @@ class HandOverApart:
         """Send the parameters as they are after the last step, or receive this rank's slices of every block."""
         engine = self._engine
         if engine is not None:
-            engine.state.recover()
+            engine.settle()
             engine.drain()
             engine.runner.declared_bytes.update(self.sent_bytes)
         parts = [self._parts(block) for block in range(len(self.transition.alike))]

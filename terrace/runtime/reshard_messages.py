@@ -29,6 +29,7 @@ from terrace.plan.slices import rank_slices
 from terrace.plan.transition import Transition
 from terrace.plan.wire import MessageClass
 from terrace.program.hand_over import HandOverProgram
+from terrace.runtime.forward_values import forward_values, gather_of, in_dtypes
 from terrace.runtime.gap_messages import behind
 
 if TYPE_CHECKING:
@@ -83,13 +84,14 @@ class BlockParts:
 
 
 def held_boxes(engine: "Engine", block: int, source: Literal["params", "optimizer"] = "params") -> list[Own]:
-    """Boxes of a block's parameters with the values that this rank sends."""
+    """Boxes of a block's parameters with the values that this rank sends, which are those that forwards have."""
     found = list[Own]()
     for flat in engine.state.flats.get(block, ()):
         if source == "params" or flat.optimizer is None:
-            found += boxes_of(engine, flat, flat.part(flat.layout.params).start, flat.shard)
+            found += boxes_of(engine, flat, flat.part(flat.layout.params).start, forward_values(engine, block, flat))
         else:
-            masters = flat.optimizer.master.to(flat.shard.dtype)
+            masters, transfer = flat.optimizer.master.to(flat.shard.dtype), gather_of(engine, block, flat)
+            masters = masters if transfer is None else in_dtypes(masters, transfer)
             found += boxes_of(engine, flat, flat.part(flat.layout.optimizer).start, masters)
     return found
 

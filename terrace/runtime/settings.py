@@ -7,6 +7,8 @@ from typing import Literal
 from terrace.base.errors import ConfigError
 from terrace.plan.update import Update
 
+LARGEST = 1e6  # of a rate or a coefficient: beyond it a number is a slip; a guess
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
@@ -38,6 +40,8 @@ class OptimizerConfig:
                 continue
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"optimizer.{name} = {value} must be zero or a positive number")
+            if value > LARGEST:
+                raise ConfigError(f"optimizer.{name} = {value:g} must be at most {LARGEST:g}")
         for name in ("beta1", "beta2", "momentum"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1:

@@ -4,16 +4,17 @@ A key on the command line was set on purpose, whatever its value. A key of a fil
 config.toml of an earlier run has every key.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from fnmatch import fnmatchcase
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from terrace.base.errors import ConfigError
 from terrace.base.schema import read_table
 from terrace.base.words import counted
+from terrace.cluster.cluster import Cluster
 from terrace.model.config import num_params
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
@@ -22,7 +23,10 @@ from terrace.train.keys import TrainConfig
 
 SAMPLE_MAX_PARAMS = 100_000_000  # of a model that writes a sample at the end of its run
 
-Rule = Callable[[RunConfig], str]  # why a key has no effect and what to do; "" if it has one
+T = TypeVar("T")
+# Why a key has no effect and what to do; "" if it has one.
+Rule = Callable[[RunConfig], str]
+PlanRule = Callable[[Cluster, Plan, int], str]  # of a key of a plan, with the micro-batches of a rank in a step
 
 
 def _final_lr_fraction(run: RunConfig) -> str:
@@ -31,13 +35,18 @@ def _final_lr_fraction(run: RunConfig) -> str:
     return 'train.schedule = "constant" ends at the peak rate: choose another schedule, or leave it out'
 
 
-def _warmup_steps(run: RunConfig) -> str:
-    if run.train.warmup_steps <= run.train.steps:
+def why_no_peak(section: str, warmup_steps: int, steps: int) -> str:
+    """Why a learning rate that rises over `warmup_steps` never gets to its peak, and the remedy; "" if it does."""
+    if warmup_steps <= steps:
         return ""
     return (
-        f"the run ends after {counted(run.train.steps, 'step')}, below the peak rate: use at most {run.train.steps}, "
-        "or raise train.steps"
+        f"the run ends after {counted(steps, 'step')}, below the peak rate: use at most {steps}, or raise "
+        f"{section}.steps"
     )
+
+
+def _warmup_steps(run: RunConfig) -> str:
+    return why_no_peak("train", run.train.warmup_steps, run.train.steps)
 
 
 def why_no_sample(run: RunConfig) -> str:
@@ -55,21 +64,20 @@ def why_no_sample(run: RunConfig) -> str:
     )
 
 
-def _prefetch(run: RunConfig) -> str:
-    if run.plan.params != "device":
+def _prefetch(cluster: Cluster, plan: Plan, num_micros: int) -> str:
+    if plan.params != "device":
         return ""
     return 'under params = "device" nothing is gathered: leave it out, or shard the parameters'
 
 
-def _sequence_parallel(run: RunConfig) -> str:
-    if Mesh.of(run.cluster, run.plan).total("rows") > 1:
+def _sequence_parallel(cluster: Cluster, plan: Plan, num_micros: int) -> str:
+    if Mesh.of(cluster, plan).total("rows") > 1:
         return ""
     return "the tensor axis has no rows: leave it out, or give the tensor axis rows"
 
 
-def _unit(run: RunConfig) -> str:
-    num_micros = run.num_micros()
-    if run.plan.unit <= num_micros:
+def _unit(cluster: Cluster, plan: Plan, num_micros: int) -> str:
+    if plan.unit <= num_micros:
         return ""
     return f"a rank has {counted(num_micros, 'micro-batch')} in a step: use at most {num_micros}"
 
@@ -85,14 +93,23 @@ def _freeze(run: RunConfig) -> str:
     return ""
 
 
+PLAN_RULES: dict[str, PlanRule] = {
+    "prefetch": _prefetch,
+    "sequence_parallel": _sequence_parallel,
+    "unit": _unit,
+}
+
+
+def _of_plan(rule: PlanRule) -> Rule:
+    return lambda run: rule(run.cluster, run.plan, run.num_micros())
+
+
 RULES: dict[str, Rule] = {
     "train.final_lr_fraction": _final_lr_fraction,
     "train.warmup_steps": _warmup_steps,
     "train.prompt": why_no_sample,
     "train.freeze": _freeze,
-    "plan.prefetch": _prefetch,
-    "plan.sequence_parallel": _sequence_parallel,
-    "plan.unit": _unit,
+    **{f"plan.{key}": _of_plan(rule) for key, rule in PLAN_RULES.items()},
 }
 
 
@@ -100,17 +117,28 @@ def check_effects(run: RunConfig, files: Mapping[str, Any], overrides: Mapping[s
     """Raises `ConfigError` for the first key of `files` or `overrides`, tables by section, that has no effect."""
     defaults = read_table(Path(str(resources.files(__package__) / "default.toml")))
     silent = {
-        name: [*_default(name), *([own] if (own := _value(defaults, name)) is not None else [])] for name in RULES
+        name: [*_default(name), *([own] if (own := value_at(defaults, name)) is not None else [])] for name in RULES
     }
-    for name, rule in RULES.items():
-        in_file = _value(files, name)
-        if _value(overrides, name) is None and (in_file is None or in_file in silent[name]):
+    refuse_without_effect(RULES, run, files, overrides, silent)
+
+
+def refuse_without_effect(
+    rules: Mapping[str, Callable[[T], str]],
+    run: T,
+    files: Mapping[str, Any],
+    overrides: Mapping[str, Any],
+    silent: Mapping[str, Sequence[Any]],
+) -> None:
+    """Raise `ConfigError` for the first key of `files` or `overrides` that has no effect on `run` by its rule.
+
+    `silent` has the values of each key that a file may have without meaning anything: its defaults.
+    """
+    for name, rule in rules.items():
+        given, in_file = value_at(overrides, name), value_at(files, name)
+        if given is None and (in_file is None or in_file in silent[name]):
             continue
-        why = rule(run)
-        if why:
-            key = name.partition(".")[2]
-            value = getattr(run.train if name.startswith("train.") else run.plan, key)
-            raise ConfigError(f"{name} = {value!r} has no effect: {why}")
+        if why := rule(run):
+            raise ConfigError(f"{name} = {(in_file if given is None else given)!r} has no effect: {why}")
 
 
 def file_layers(config_path: str | None, plan: str | None) -> dict[str, Any]:
@@ -130,7 +158,9 @@ def _default(name: str) -> list[Any]:
     return [item.default for item in fields(owner) if item.name == key]
 
 
-def _value(table: Mapping[str, Any], name: str) -> Any:
-    head, _, key = name.partition(".")
-    inner = table.get(head)
-    return inner.get(key) if isinstance(inner, Mapping) else None
+def value_at(table: Mapping[str, Any], name: str) -> Any:
+    """The value of a dotted name in nested tables; None where there is none."""
+    inner: Any = table
+    for key in name.split("."):
+        inner = inner.get(key) if isinstance(inner, Mapping) else None
+    return inner

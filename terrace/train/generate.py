@@ -1,6 +1,6 @@
 """Text from a trained model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from terrace.base.errors import DataError
@@ -16,13 +16,18 @@ Prompt = str | Sequence[int]  # a text, or the ids of one
 
 
 def generate_texts(
-    model: Trained, prompts: Sequence[Prompt], num_tokens: int, sampling: Sampling, stop_texts: Sequence[str] = ()
+    model: Trained,
+    prompts: Sequence[Prompt],
+    num_tokens: int,
+    sampling: Sampling,
+    stop_texts: Sequence[str] = (),
+    say: Callable[[str, bool], None] = lambda words, is_fallback: None,
 ) -> list[str]:
     """Continuation of every prompt by `num_tokens` sampled tokens, or fewer if the text ends or before one of
     `stop_texts`.
 
-    A prompt's special tokens are special, and a text begins as in training. Raises `DataError` for a prompt with tokens
-    outside the model's vocabulary.
+    A prompt's special tokens are special, and a text begins as in training. `say` as for `continue_texts`. Raises
+    `DataError` for a prompt with tokens outside the model's vocabulary.
     """
     refuse_looking_ahead(model.config.experts)
     given = [_encoded(prompt, model) for prompt in prompts]
@@ -36,6 +41,7 @@ def generate_texts(
         stops=model.stops,
         stop_texts=stop_texts,
         decode=model.tokenizer.decode,
+        say=say,
     )
     return [_decoded(each, model, stop_texts) for each in made]
 

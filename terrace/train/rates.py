@@ -5,6 +5,8 @@ The default of a run from scratch is a hundred times too high for weights that a
 - 2e-5 for a whole model: supervised fine-tuning of Llama 2 (Touvron et al. 2307.09288, section 3.1).
 - 1e-5 for a reward model: the same paper, section 3.2.2, all sizes but the largest.
 - 1e-6 for DPO: Rafailov et al. 2305.18290, appendix B.
+- 1e-6 for a policy that learns from feedback: GRPO in DeepSeekMath, Shao et al. 2402.03300, section 4.2.
+- 1e-5 for a critic that begins as a copy of the policy: the default of verl (`critic.optim.lr`).
 - ten times these with adapters: 2e-4 is QLoRA's rate for models of up to 13 B parameters (Dettmers et al. 2305.14314).
 
 Lion takes a third to a tenth of AdamW's rate (Chen et al. 2302.06675, section 5): a fifth here. Muon's update has the
@@ -13,6 +15,7 @@ gradient, so no rate of it is usual, and a run under sgd keeps its own. Pure: ne
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from terrace.base.errors import ConfigError
@@ -20,7 +23,8 @@ from terrace.base.errors import ConfigError
 if TYPE_CHECKING:
     from terrace.train.config import RunConfig
 
-_ADAMW = {"next-token": 2e-5, "reward": 1e-5, "dpo": 1e-6}  # by objective, for a whole model
+# By objective, for a whole model.
+_ADAMW = {"next-token": 2e-5, "reward": 1e-5, "dpo": 1e-6, "feedback": 1e-6, "critic": 1e-5}
 _ADAPTERS = 10.0
 _OF_OPTIMIZER = {"adamw": 1.0, "muon": 1.0, "lion": 0.2}
 # Guesses. Beyond the first the start of a run says so; beyond the second it is refused: a whole model would train at
@@ -34,6 +38,60 @@ def usual_rate(optimizer: str, objective: str, adapters: bool) -> float | None:
         return None
     rate = _ADAMW[objective] * _OF_OPTIMIZER[optimizer] * (_ADAPTERS if adapters else 1.0)
     return float(f"{rate:.6g}")  # as a user would write it
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedRate:
+    """A peak learning rate of weights that are loaded; `key` sets it."""
+
+    key: str
+    lr: float
+    optimizer: str
+    objective: str
+    adapters: bool = False
+    of: str = ""  # which of the rates of a run, in words
+
+    @property
+    def usual(self) -> float | None:
+        """As `usual_rate`."""
+        return usual_rate(self.optimizer, self.objective, self.adapters)
+
+    @property
+    def is_high(self) -> bool:
+        """Whether it would destroy the weights."""
+        return self.usual is not None and self.lr > _MOST * self.usual * (1 + 1e-9)
+
+    @property
+    def words(self) -> str:
+        """The rate beside the usual one; "" where none is usual."""
+        usual, kind = self.usual, self.kind
+        if usual is None:
+            return ""
+        rate = f"peak learning rate{self.of} {self.lr:g}"
+        if self.lr == usual:
+            return f"{rate}, usual for loaded weights {kind} (--{self.key})"
+        times = self.lr / usual
+        warning = ", which may undo what they have learned" if times > _HIGH else ""
+        return f"{rate}: {times:.3g} times the usual {usual:g} for loaded weights {kind}{warning}"
+
+    @property
+    def kind(self) -> str:
+        return f"under {self.optimizer}" + (" with adapters" if self.adapters else "")
+
+
+def check_rates(rates: Sequence[LoadedRate], flag: str, *, is_allowed: bool, lr: float) -> None:
+    """Raise `ConfigError` for a rate that would destroy loaded weights, unless `flag` allows it, and for one without
+    effect. Without `rates` no weights are loaded; `lr` is then shown.
+    """
+    high = [each for each in rates if each.is_high]
+    if high and not is_allowed:
+        raise ConfigError(
+            f"{high[0].key} = {high[0].lr:g} would destroy the loaded weights, which train at about "
+            f"{high[0].usual:g} {high[0].kind}: leave it out, or ask for it with --{flag} true"
+        )
+    if is_allowed and not high:
+        why = "no weights are loaded" if not rates else f"{rates[0].key} = {lr:g} is not high"
+        raise ConfigError(f"{flag} = true has no effect: {why}; leave it out")
 
 
 def with_rate(table: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -51,36 +109,23 @@ def with_rate(table: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> 
 
 def check_rate(run: "RunConfig") -> None:
     """Raise `ConfigError` for a rate that would destroy loaded weights, or a key for it that has no effect."""
-    usual = _usual_of(run)
-    is_high = usual is not None and run.optimizer.lr > _MOST * usual * (1 + 1e-9)
-    if is_high and not run.train.high_lr:
-        raise ConfigError(
-            f"optimizer.lr = {run.optimizer.lr:g} would destroy the loaded weights, which train at about {usual:g} "
-            f"{_kind(run)}: leave it out, or ask for it with --train.high_lr true"
-        )
-    if run.train.high_lr and not is_high:
-        why = "no weights are loaded" if not run.train.weights else f"optimizer.lr = {run.optimizer.lr:g} is not high"
-        raise ConfigError(f"train.high_lr = true has no effect: {why}; leave it out")
+    check_rates(_rates(run), "train.high_lr", is_allowed=run.train.high_lr, lr=run.optimizer.lr)
 
 
 def rate_words(run: "RunConfig") -> str:
     """The peak rate of a run that loads weights beside the usual one; "" where none is usual."""
-    usual = _usual_of(run)
-    if usual is None:
-        return ""
-    rate = f"peak learning rate {run.optimizer.lr:g}"
-    if run.optimizer.lr == usual:
-        return f"{rate}, usual for loaded weights {_kind(run)} (--optimizer.lr)"
-    times = run.optimizer.lr / usual
-    warning = ", which may undo what they have learned" if times > _HIGH else ""
-    return f"{rate}: {times:.3g} times the usual {usual:g} for loaded weights {_kind(run)}{warning}"
+    return "".join(each.words for each in _rates(run))
 
 
-def _usual_of(run: "RunConfig") -> float | None:
+def _rates(run: "RunConfig") -> list[LoadedRate]:
     if not run.train.weights:
-        return None
-    return usual_rate(run.optimizer.name, run.train.objective, run.lora is not None)
-
-
-def _kind(run: "RunConfig") -> str:
-    return f"under {run.optimizer.name}" + (" with adapters" if run.lora is not None else "")
+        return []
+    return [
+        LoadedRate(
+            key="optimizer.lr",
+            lr=run.optimizer.lr,
+            optimizer=run.optimizer.name,
+            objective=run.train.objective,
+            adapters=run.lora is not None,
+        )
+    ]

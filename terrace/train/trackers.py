@@ -43,21 +43,21 @@ class Tracker:
     write: Callable[[str, str, int], object] = lambda name, text, step: None  # services without texts get none
 
 
-def check_names(names: Sequence[str]) -> None:
-    """Raises `ConfigError` for a name in `train.metrics` that is unknown or duplicate."""
+def check_names(names: Sequence[str], key: str = "train.metrics") -> None:
+    """Raises `ConfigError` for a name in `key` that is unknown or duplicate."""
     for name in names:
         if name not in TRACKERS:
-            raise ConfigError(f"train.metrics names {name!r}{did_you_mean(name, TRACKERS)}")
+            raise ConfigError(f"{key} names {name!r}{did_you_mean(name, TRACKERS)}")
         if names.count(name) > 1:
-            raise ConfigError(f"train.metrics names {name!r} twice: keep one of them")
+            raise ConfigError(f"{key} names {name!r} twice: keep one of them")
 
 
-def check_installed(names: Sequence[str]) -> None:
+def check_installed(names: Sequence[str], key: str = "train.metrics") -> None:
     """Raises `ConfigError` with the command that installs a missing package."""
     for name in names:
         # Found without importing it: a package may take seconds to import.
         if importlib.util.find_spec(name) is None:
-            raise ConfigError(f"train.metrics names {name!r}, which is not installed: pip install {name}")
+            raise ConfigError(f"{key} names {name!r}, which is not installed: pip install {name}")
 
 
 def values_of(record: StepRecord) -> dict[str, float]:

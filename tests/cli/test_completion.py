@@ -32,6 +32,10 @@ def test_bash_completes_commands_options_and_values(tmp_path: Path) -> None:
     assert completed(script, "terrace", "data", "lengths", "--dist") == {"--distribution"}
     assert completed(script, "terrace", "completion", "") >= {"bash", "zsh", "fish"}
     assert completed(script, "terrace", "train", "--folder", "runs/export", "--resu") == {"--resume"}
+    assert completed(script, "terrace", "rl", "--run.resp") == {"--run.responses"}
+    assert completed(script, "terrace", "train", "--optimizer.l") == {"--optimizer.lr"}
+    assert completed(script, "terrace", "train", "--run.r") == set()
+    assert completed(script, "terrace", "keys", "alg") >= {"algorithm", "algorithm.clip_low"}
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from terrace.cli.keys import SECTIONS, keys_of
+from terrace.cli.keys import SECTIONS, dotted, keys_of
 from terrace.cli.main import main
+from terrace.rl.config import resolve as resolve_rl
 from terrace.train.config import resolve
 from terrace.train.keys import TrainConfig
+from terrace.train.rates import usual_rate
+from tests.support.command_line import without_torch
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -29,7 +32,62 @@ def test_defaults_are_those_of_a_run() -> None:
     assert keys["attention"].kind.startswith('"auto" | "sdpa"')
     assert (keys["prompt"].default, keys["metrics"].kind) == ("none", "list")
     assert {key.name: key.default for key in keys_of("lora")}["rank"] == "required"
-    assert {key.name: key.default for key in keys_of("plan")}["params"] == json.dumps(run.plan.params)
+    for section in ("train", "optimizer", "data", "plan"):
+        for key in keys_of(section):
+            value = getattr(getattr(run, section), key.name)
+            wanted = "none" if value is None else json.dumps(value)
+            assert key.default == wanted, (section, key.name)
+
+
+def test_defaults_of_feedback_are_those_of_its_runs() -> None:
+    """Those of a task, of an algorithm's paper and of loaded weights are named beside those of the keys."""
+    sort, safe = resolve_rl("sort", None, {}, {}), {"name": "safe-rlhf", "cost_threshold": 0.5}
+    more = {"algorithm": safe, "cost": {"function": "terrace.rl.sort_task:length_cost"}}
+    algorithm = resolve_rl("sort", None, {}, more).algorithm
+    for key in keys_of("run"):
+        value = json.dumps(getattr(sort.run, key.name))
+        assert value == key.default or f"{value} of --task sort" in key.others or key.name == "task", key
+    for key in keys_of("algorithm"):
+        value = getattr(algorithm, key.name)
+        shown = "none" if value is None else json.dumps(value)
+        assert shown == key.default or f"{shown} for " in key.others or key.name in safe, key
+    (rate,) = (key for key in keys_of("optimizer") if key.name == "lr")
+    assert f"{usual_rate('adamw', 'feedback', adapters=False):g} in terrace rl" in rate.others
+    assert f"{sort.optimizer.lr:g} of --task sort" in rate.others
+
+
+@pytest.mark.parametrize(
+    ("asked", "lines"),
+    [
+        ("optimizer.lr", ["optimizer.lr = 0.0025 (number): peak learning rate; 2e-05 on loaded weights"]),
+        ("--optimizer.lr", ["optimizer.lr = 0.0025"]),
+        ("lr", ["optimizer.lr = ", "plan.outer.lr = ", "run.critic_lr = ", "run.start_lr = "]),
+        ("clip", ["optimizer.clip = ", "algorithm.clip_low = ", "algorithm.value_clip = "]),
+        ("critics", ["run.critic_lr = "]),
+        ("run", ["[run]  of terrace rl", "  responses = 8", "  steps = 40"]),
+        ("reward", ["[[reward]]  of terrace rl", "  function = "]),
+        ("pool", ["[[pool]]  of terrace rl", "  roles = required (list)"]),
+        ("plans", ["[plans]  of terrace rl: plans.ROLE has the keys of [plan]"]),
+        ("plans.critic.prefetch", ["plans.critic.prefetch = 1 (integer)"]),
+    ],
+)
+def test_a_section_a_key_or_a_word(
+    asked: str, lines: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["keys", asked]) == 0
+    found = capsys.readouterr().out.splitlines()
+    for line in lines:
+        assert any(each.startswith(line) for each in found), line
+
+
+def test_all_sections_are_listed_without_torch() -> None:
+    said = without_torch("keys").stdout.splitlines()
+    for section in (*SECTIONS, "plans"):
+        assert any(line.startswith((f"[{section}]", f"[[{section}]]")) for line in said), section
+    assert "run.responses" in dotted("rl")
+    assert "train.steps" not in dotted("rl")
+    assert "run.responses" not in dotted("train")
 
 
 def test_pages_name_keys_that_are_there() -> None:
@@ -48,7 +106,7 @@ def test_a_section_is_printed_within_the_columns(
     assert main(["keys", "data"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "[data]"
-    assert "[data.mixture]" in lines
+    assert "[[data.mixture]]" in lines
     assert "[train]" not in lines
     assert max(map(len, lines)) <= 60
     assert main(["keys", "trian"]) == 2

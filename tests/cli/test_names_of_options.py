@@ -83,7 +83,7 @@ MEANINGS = {
     "--top-k": r"the K likeliest",
     "--top-p": r"probability P",
     "--trace": r"trace for Perfetto",
-    "--verbose": r"begin with the tables",
+    "--verbose": r"begin with the (tables|pages)",
     "--version": r"show program's version",
     "--view": r"where the time goes",
     "--watch": r"serve the page",

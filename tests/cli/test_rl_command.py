@@ -86,7 +86,6 @@ def _check_calls(line: dict[str, Any], numbers: dict[str, Any]) -> None:
             ("actor", "hand_over"),
             ("actor", "generate"),
             ("reward_0", "rewards"),
-            ("actor", "logprobs"),
             ("reference", "logprobs"),
             *[("actor", "update")] * 2,
         )

@@ -106,6 +106,8 @@ def test_values_out_of_range_are_refused() -> None:
         ({"min_p": 1.5}, "min_p = 1.5"),
         ({"temperature": float("nan")}, "temperature = nan"),
         ({"temperature": 1e-7}, "temperature = 1e-07 must be 0"),
+        ({"temperature": 0.0, "top_p": 0.9}, "top_p = 0.9 has no effect at temperature 0"),
+        ({"temperature": 0.0, "min_p": 0.1}, "min_p = 0.1 has no effect at temperature 0"),
     ):
         with pytest.raises(ConfigError, match=said):
             Sampling(**options)

@@ -2,6 +2,7 @@
 
 import mmap
 import random
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,16 @@ import torch
 from torch import Tensor
 
 from terrace.base.errors import ConfigError
+from terrace.generation import texts as texts_module
 from terrace.generation.engine import GenerationEngine
 from terrace.generation.host_memory import HostMemory, OutOfMappingsError
-from terrace.generation.mapped import MappedPages, mapped_pages
+from terrace.generation.mapped import MappedPages, mapped_pages, mapped_tokens, pages_words
 from terrace.generation.pages import GatheredPages, PagePool, Span, page_bytes
 from terrace.generation.request import Request, Sampling
+from terrace.generation.texts import continue_texts
+from terrace.rl.values.ragged import Ragged
+from terrace.rl.values.rows import Rows
+from terrace.rl.workers import drawing as drawing_module
 from tests.support.generation import MODELS, make
 
 LAYERS, HEADS, DIM = 2, 2, 4
@@ -208,3 +214,66 @@ def test_the_pool_that_engines_build_is_mapped() -> None:
     assert isinstance(mapped_pages(LAYERS, 4, TOKENS, HEADS, DIM, CPU, torch.float64), MappedPages)
     with pytest.raises(ConfigError, match=f"a page of 100 bytes is no multiple of the system's {mmap.PAGESIZE}"):
         HostMemory(2, 100)
+
+
+def maps() -> int:
+    """Mappings of this process that show keys and values."""
+    return Path("/proc/self/maps").read_text().count("terrace keys and values")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "window"])
+def test_the_commands_write_the_same_bits_over_mapped_pages(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens and log-probabilities of `terrace generate` and of a rollout, whose memory goes back with the engine."""
+    config = MODELS[name]
+    blocks = [block.to(dtype) for block in make(config)]
+    prompts = [tuple(range(3, 3 + size)) for size in (5, 21, 9)]
+    rows = Rows({
+        "prompts": Ragged.of([torch.tensor(prompt) for prompt in prompts for _ in range(2)]),
+        "seeds": torch.arange(6),
+    })  # fmt: skip
+    drawing: dict[str, Any] = {"num_tokens": 24, "stops": frozenset({1}), "seed": 0, "tensor_rows": 1, "version": 0}
+
+    def made() -> tuple[Any, ...]:
+        said = list[str]()
+
+        def say(words: str, is_fallback: bool) -> None:
+            said.append(words)
+
+        sampling = Sampling(temperature=1.0, top_k=0, seed=4)
+        texts = continue_texts(
+            blocks,
+            config,
+            prompts,
+            num_tokens=40,
+            context=64,
+            sampling=sampling,
+            say=say,
+        )
+        responses = drawing_module.drawn(blocks, config, rows, context=48, leave=Fraction(0), **drawing)
+        return said, texts, responses.ragged("responses").values.tolist(), responses.ragged("rollout").values.tolist()
+
+    before = maps()
+    said, *mapped_ones = made()
+    assert said[0].startswith("keys and values in mapped pages of")
+    assert maps() == before
+    for module in (drawing_module, texts_module):
+        monkeypatch.setattr(module, "platform_pages", GatheredPages)
+    assert made()[1:] == tuple(mapped_ones)
+
+
+def test_pages_of_the_commands_fill_those_of_the_system_or_say_why_not() -> None:
+    config = MODELS["llama"]
+    sizes = config.num_layers, config.num_kv_heads, config.head_dim, torch.float32
+    tokens = mapped_tokens(*sizes, 16)
+    assert tokens >= 16
+    assert page_bytes(config.num_layers, tokens, config.num_kv_heads, config.head_dim, torch.float32) % 4096 == 0
+    assert pages_words(config, tokens, CPU, torch.float32)[1] is False
+    words, is_fallback = pages_words(config, tokens + 1, CPU, torch.float32)
+    assert is_fallback
+    assert f"in gathered pages of {tokens + 1} tokens: " in words
+    assert pages_words(config, tokens, torch.device("cuda"), torch.float32)[1] is False
+    # 3 x 2 x 4 bytes a token: 512 tokens fill three pages of the system, which is too coarse for samples of a prompt.
+    assert mapped_tokens(1, 1, 3, torch.float32, 16) == 16

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from terrace.base.errors import ConfigError
-from terrace.rl.algorithms.algorithm import Algorithm, Sums, algorithm_of, policy_loss
+from terrace.rl.algorithms.algorithm import Algorithm, algorithm_of
 from terrace.rl.algorithms.batches import WEIGHTS
 from terrace.rl.algorithms.losses import clipped_surrogate, kl_loss
+from terrace.rl.algorithms.policy_loss import Sums, policy_loss
 from terrace.rl.values.ragged import Ragged
 
 

@@ -3,6 +3,7 @@
 A response has up to four tokens of five; token 0 ends it. Each 1 is worth 1/4; each 2 is worth 1/2 and costs 1.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
@@ -13,14 +14,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from terrace.base.errors import ConfigError
 from terrace.rl.algorithms.advantages import gae
 from terrace.rl.algorithms.aggregation import Aggregation
-from terrace.rl.algorithms.algorithm import Sums, algorithm_of, policy_loss
+from terrace.rl.algorithms.algorithm import algorithm_of
 from terrace.rl.algorithms.batches import WEIGHTS
 from terrace.rl.algorithms.kl import token_rewards
 from terrace.rl.algorithms.lagrange import Multiplier
 from terrace.rl.algorithms.losses import value_loss
 from terrace.rl.algorithms.metrics import Metrics
+from terrace.rl.algorithms.policy_loss import Sums, aggregation_of, policy_loss
+from terrace.rl.config import resolve
 from terrace.rl.controllers.controllers import CONTROLLERS
 from terrace.rl.controllers.setup import Progress, Roles, Setup, Sizes
 from terrace.rl.stream.stream import Drawing, stream_of
@@ -92,7 +96,7 @@ class Table:
 
     def update(self, rows: Rows, *, lr: float, columns: tuple[str, ...]) -> dict[str, float]:
         tokens, sums = rows.ragged("responses"), Sums(float)
-        aggregation = self.algorithm.aggregate(LENGTH)
+        aggregation = aggregation_of(self.algorithm, LENGTH)
         given = {name: rows.ragged(name).values for name in columns}
         self.given.append(given)
         logs = self.theta.log_softmax(-1)[place_of_each(tokens)]
@@ -162,11 +166,11 @@ class Asking:
         return ()
 
 
-def setup_of(name: str, shuffle: bool = False, max_lag: int = 0, **more: Any) -> Setup:
+def setup_of(name: str, shuffle: bool = False, max_lag: int = 0, responses: int | None = None, **more: Any) -> Setup:
     actor, single = Table(name, **more), name in ("ppo", "reinforce++", "remax", "safe-rlhf")
     algorithm, is_safe = actor.algorithm, name == "safe-rlhf"
-    prompts, responses = (NUM_RESPONSES, 1) if single else (NUM_RESPONSES // 8, 8)
-    drawing = Drawing(source=Asking(), prompts=prompts, responses=responses, max_lag=max_lag)
+    responses = responses or (1 if single else 8)
+    drawing = Drawing(source=Asking(), prompts=NUM_RESPONSES // responses, responses=responses, max_lag=max_lag)
     return Setup(
         roles=Roles(
             actor=actor,
@@ -241,7 +245,8 @@ def test_the_policy_that_drew_is_not_scored_again() -> None:
 @pytest.mark.parametrize("name", CONTROLLERS)
 def test_kl_counts_once_and_where_it_is_asked_for(name: str, place: str) -> None:
     def columns(coefficient: float) -> dict[str, Tensor]:
-        setup = setup_of(name, kl=place, kl_estimator="k2", kl_coefficient=coefficient)
+        where = {"kl": place, "kl_estimator": "k2"} if coefficient else {}
+        setup = setup_of(name, **where, kl_coefficient=coefficient)
         # Away from the reference, and otherwise at each place.
         setup.roles.actor.theta.data = torch.sin(torch.arange(LENGTH * VOCAB).view(LENGTH, VOCAB).float())
         next(CONTROLLERS[name](setup))
@@ -300,4 +305,25 @@ def test_a_critic_learns_the_returns() -> None:
 
 
 def test_an_aggregation_over_a_constant_length_knows_it() -> None:
-    assert algorithm_of({"name": "dr-grpo"}).aggregate(7) == Aggregation("seq-mean-token-sum-norm", 7)
+    assert aggregation_of(algorithm_of({"name": "dr-grpo"}), 7) == Aggregation("seq-mean-token-sum-norm", 7)
+
+
+@pytest.mark.parametrize("name", CONTROLLERS)
+def test_groups_of_one_are_refused_where_they_would_teach_nothing(name: str) -> None:
+    """By what the algorithm makes of a group of one, a run with it is refused or not."""
+    seen = list[Ragged]()
+
+    def observe(rows: Rows, advantages: Ragged) -> None:
+        seen.append(advantages)
+
+    next(CONTROLLERS[name](replace(setup_of(name, responses=1), observe=observe)))
+    teaches = any(bool(each.values.abs().max() > 1e-6) for each in seen)
+    algorithm: dict[str, Any] = {"name": name} | ({"cost_threshold": 0.5} if name == "safe-rlhf" else {})
+    table: dict[str, Any] = {"algorithm": algorithm, "run": {"responses": 1, "mini_batch": 64}}
+    table["plan"] = {"micro_batch": 16}
+    table |= {"cost": {"function": "terrace.rl.sort_task:length_cost"}} if name == "safe-rlhf" else {}
+    if teaches:
+        assert resolve("sort", None, {}, table).run.responses == 1
+    else:
+        with pytest.raises(ConfigError, match=re.escape(f"run.responses = 1: algorithm.name = '{name}' compares")):
+            resolve("sort", None, {}, table)

@@ -19,7 +19,7 @@ from tests.support.rl_runs import totals_of
 
 QUICK = ["--run.steps", 1, "--run.start_steps", 0, "--run.evaluate_every", 0, "--run.prompts", 16]
 QUICK += ["--run.mini_batch", 128]
-QUICK += ["--cluster.tiers.system.size", 1, "--cluster.tiers.node.size", 1, "--plan", "ddp"]
+QUICK += ["--cluster.tiers.system.size", 1, "--cluster.tiers.node.size", 1]
 
 
 def sort(**overrides: Any) -> RlConfig:
@@ -151,7 +151,8 @@ def test_a_found_placement_keeps_the_dtypes_of_the_run() -> None:
     ("words", "said"),
     [
         (["--run.rows", "2"], "run.rows = 2 has no effect with --place auto"),
-        (["--plan", "zero++"], "and the run has wire gather.system = 'int8', "),
+        (["--plan", "zero++"], "--plan zero++ has no effect with --place auto, which finds plans"),
+        (["--plan.micro_batch", "4"], "plan.micro_batch has no effect with --place auto, which finds plans and keeps"),
         (["--plan.wire.sync.system", "bf16"], "and the run has wire sync.system = 'bf16': leave out plan.wire"),
         (["--plan.optimizer_states", "int8"], "and the run has plan.optimizer_states = 'int8'"),
         (["--plan.products", "fp8"], "and the run has plan.products = 'fp8': leave it out"),

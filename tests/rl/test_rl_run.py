@@ -94,7 +94,12 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
         r"reward\[0\].function": {"reward": [{"function": "terrace.rl.sort_task:length_cost"}]},
         r"reward\[1\].function": {"reward": [*REWARD, {"function": "terrace.rl.sort_task:length_cost"}]},
         r"reward\[0\].weight": {"reward": [{**REWARD[0], "weight": 2.0}]},
-        "weights": {"weights": "elsewhere"},
+        # With the rates of the run that has none loaded.
+        "weights": {
+            "weights": "elsewhere",
+            "optimizer": {"lr": 1e-4},
+            "run": {"high_lr": True, "start_lr": 1e-3},
+        },
     }
     for name, other in others.items():
         with pytest.raises(
@@ -104,7 +109,8 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"was made with run.seed = 0, now it is 1"):
         ran(tmp_path, {"run": {"seed": 1}})
     assert (
-        checkpoint_of(inputs_of({"run": {"steps": 9, "evaluate_every": 1, "timeout_s": 9.0}}), tmp_path)[0] is not None
+        checkpoint_of(inputs_of({"run": {"steps": 9, "evaluate_every": 1, "reward_timeout_s": 9.0}}), tmp_path)[0]
+        is not None
     )
     # Without checkpoints the same folder is a new run, whose supervised start is there already.
     shutil.rmtree(tmp_path / ACTOR)

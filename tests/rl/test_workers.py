@@ -14,9 +14,10 @@ from terrace.base.errors import TrainingError
 from terrace.generation.engine import GenerationEngine
 from terrace.launch.start import LocalPool, World
 from terrace.model.config import block_specs
-from terrace.rl.algorithms.algorithm import Algorithm, Sums, algorithm_of, policy_loss
+from terrace.rl.algorithms.algorithm import Algorithm, algorithm_of
 from terrace.rl.algorithms.batches import objective_of
 from terrace.rl.algorithms.metrics import ROLLOUT, of_rows
+from terrace.rl.algorithms.policy_loss import Sums, policy_loss
 from terrace.rl.calls.call import calls_of
 from terrace.rl.calls.host import tokens_of
 from terrace.rl.calls.layout import RoleLayout

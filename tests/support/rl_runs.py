@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from terrace.base.schema import merge
 from terrace.rl.algorithms.metrics import Metrics
 from terrace.rl.calls.runtime import Runtime
@@ -12,6 +14,7 @@ from terrace.rl.making import check_roles, started
 from terrace.rl.run import Run, RunInputs, checkpoint_of
 from terrace.rl.sort_task import END, SortPrompts, SortTokenizer
 from terrace.rl.totals import Totals
+from tests.support.hf_folder import write_model
 
 ONE_STAGE = {"schedule": None, "mapping": {"system": {"pipeline": 1}}}
 EXACT = {"compute": "fp64", "master": "fp64", "micro_batch": 2, **ONE_STAGE}
@@ -30,7 +33,28 @@ def config_of(*overrides: Mapping[str, Any]) -> RlConfig:
     table = SMALL
     for each in overrides:
         table = merge(table, each)
+    if "actor" in table.get("plans", {}):
+        del table["plan"]  # which would be that of no role
     return resolve("sort", None, {}, table)
+
+
+def write_own(folder: Path, **more: Any) -> Path:
+    """A run on a Hugging Face folder, with prompts and a reward of its own; `more` replaces sections of its file."""
+    if not (folder / "model").is_dir():
+        (folder / "model").mkdir()
+        write_model(folder / "model")
+        (folder / "good.jsonl").write_text('{"prompt": "The fox", "wanted": 1}\n' * 3)
+        (folder / "good_rewards.py").write_text("def f(samples):\n    return [0.0 for _ in samples]\n")
+    run = {"prompts_file": "good.jsonl", "max_prompt": 12, "max_response": 6, "prompts": 2, "mini_batch": 16}
+    table = {
+        "model": "model",
+        "cluster": "local",
+        "plan": "ddp",
+        "run": run,
+        "reward": [{"function": "good_rewards:f"}],
+    }
+    (folder / "run.toml").write_text(tomli_w.dumps(merge(table, more)))
+    return folder / "run.toml"
 
 
 def inputs_of(config: RlConfig) -> RunInputs:

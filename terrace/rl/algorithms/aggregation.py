@@ -5,14 +5,13 @@ micro-batches and ranks of a step and divides once, so that no mean of means can
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from terrace.base.errors import ConfigError
-
-Form = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+from terrace.rl.algorithms.algorithm import Form
 
 
 @dataclass(frozen=True)

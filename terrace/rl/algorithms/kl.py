@@ -3,17 +3,15 @@
 As a loss, see `terrace.rl.algorithms.losses.kl_loss`. Shape legend: N tokens, R responses.
 """
 
-from typing import Literal
-
 from torch import Tensor
 
 from terrace.base.errors import ConfigError, DataError
+from terrace.rl.algorithms.algorithm import Estimator
 from terrace.rl.values.ragged import Ragged, check_shapes
 
 # exp(20) = 5e8 is far beyond any clip. A ratio that overflows would make the gradient of the side that is not taken
 # 0 * inf, and k3 infinite. verl has the same bound.
 LARGEST_LOG_RATIO = 20.0
-Estimator = Literal["k1", "k2", "k3"]
 
 
 def estimates(logprobs: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from terrace.base.errors import ConfigError
-from terrace.rl.algorithms.kl import LARGEST_LOG_RATIO, Estimator, estimates
+from terrace.rl.algorithms.algorithm import Estimator
+from terrace.rl.algorithms.kl import LARGEST_LOG_RATIO, estimates
 from terrace.rl.values.ragged import check_shapes, row_of_each, row_sums
 
 

@@ -28,6 +28,7 @@ from terrace.launch.world import World
 from terrace.rl.calls.host import Answer, Host, Part, Task
 from terrace.rl.calls.pending import Pending, Sent, checked, in_progress, overdue, seconds_left
 from terrace.rl.calls.processes import GRACE_S
+from terrace.rl.calls.ray_address import check_address
 from terrace.rl.calls.runtime import Handle, Pool, Runtime
 from terrace.rl.calls.serve import named
 from terrace.rl.values.packing import Packing
@@ -261,10 +262,12 @@ class RayRuntime(Runtime):
 
 def _join_cluster(address: str | None) -> None:
     """Join Ray's cluster; `ConfigError` where there is none, of which Ray says nothing for minutes, and then exits."""
+    if address is not None:
+        check_address(address)
     host, _, port = (address or "").rpartition(":")
     try:
-        if host and "/" not in host and port.isdecimal():
-            socket.create_connection((host, int(port)), _REACH_S).close()
+        if host:
+            socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
         ray.init(address=address, log_to_driver=False)
     except (OSError, OverflowError, ValueError) as error:  # a port beyond the largest overflows
         raise ConfigError(f"no Ray cluster at {address!r} ({error}): start one with ray start --head") from error

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from terrace.generation.engine import GenerationEngine
+from terrace.generation.mapped import mapped_tokens, platform_pages
 from terrace.generation.request import Completion, Request, Sampling
 from terrace.generation.sliced import sliced_config
 from terrace.model.config import ModelConfig
@@ -22,7 +23,7 @@ Finish = Literal["stop", "length", "aborted"]
 FINISHES: tuple[Finish, ...] = get_args(Finish)
 BEGUN = ("responses", "rollout", "versions")  # columns of a response so far
 READS = ("prompts", "seeds", "greedy", "groups", "must", *BEGUN)
-_PAGE_TOKENS = 16  # of keys and values
+_PAGE_TOKENS = 16  # of keys and values, at least
 _MOST_REQUESTS = 256  # with pages at a time: beyond it a pass over a CPU's matrices gains nothing; a guess
 
 
@@ -43,16 +44,24 @@ def drawn(
     requests = requests_of(rows, num_tokens=num_tokens, stops=stops, seed=seed)
     if not requests:
         return rows_of_completions([])
+    config = sliced_config(model, tensor_rows)
+    page_tokens = page_tokens_of(config, next(blocks[0].parameters()).dtype)
     # With pages for its requests and no more; every rank of the replica has the same requests.
     engine = GenerationEngine(
         blocks,
-        sliced_config(model, tensor_rows),
+        config,
         context=context,
-        num_pages=min(_MOST_REQUESTS, len(requests)) * -(-context // _PAGE_TOKENS),
-        page_tokens=_PAGE_TOKENS,
+        num_pages=min(_MOST_REQUESTS, len(requests)) * -(-context // page_tokens),
+        page_tokens=page_tokens,
         version=version,
+        build_pool=platform_pages,
     )
     return rows_of_completions(completed(engine, requests, rows, leave))
+
+
+def page_tokens_of(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Tokens of a page of keys and values, of a model as a rank of a replica attends."""
+    return mapped_tokens(config.num_layers, config.num_kv_heads, config.head_dim, dtype, _PAGE_TOKENS)
 
 
 def requests_of(rows: Rows, *, num_tokens: int, stops: frozenset[int], seed: int) -> list[Request]:

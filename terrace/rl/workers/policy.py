@@ -20,9 +20,10 @@ from terrace.launch.rendezvous import open_store
 from terrace.launch.world import World
 from terrace.plan.transition import Apart
 from terrace.rl.algorithms.aggregation import Aggregation
-from terrace.rl.algorithms.algorithm import Algorithm, Sums, policy_loss
+from terrace.rl.algorithms.algorithm import Algorithm
 from terrace.rl.algorithms.batches import objective_of
 from terrace.rl.algorithms.metrics import rollout_numbers
+from terrace.rl.algorithms.policy_loss import Sums, aggregation_of, policy_loss
 from terrace.rl.calls.call import call
 from terrace.rl.calls.layout import RoleLayout
 from terrace.rl.values.rows import Rows
@@ -68,7 +69,7 @@ class Actor:
         A message of a hand-over may take `timeout_s`. Raises as the engine does.
         """
         self._settings, self._num_tokens, self._stops, self._seed = settings, num_tokens, stops, seed
-        self._aggregation, self._sums = algorithm.aggregate(num_tokens), Sums(float)
+        self._aggregation, self._sums = aggregation_of(algorithm, num_tokens), Sums(float)
         objective = objective_of(policy_loss(algorithm, self._sums))
         self.engine = engine_of(world, settings, objective, device_of(settings))
         self._apart, self._limit = apart, timedelta(seconds=timeout_s)

@@ -2,21 +2,20 @@
 
     def reward(samples: Sequence[Sample]) -> Iterable[float]: ...
 
-It gets the responses of a call and gives a number for each, in their order. It runs in a thread with a deadline. A
-function that yields its numbers one by one has the prompt named that it stood at.
+It gets the responses of a call and gives a number for each, in their order; other signatures are those of
+terrace.rl.workers.reward_forms. It runs in a thread with a deadline. A function that yields its numbers one by one has
+the prompt named that it stood at.
 """
 
 import math
 import os
-import reprlib
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from itertools import islice
-from numbers import Real
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -27,10 +26,11 @@ from terrace.launch.world import World
 from terrace.rl.calls.call import call
 from terrace.rl.values.prompts import Sample
 from terrace.rl.values.rows import Rows
+from terrace.rl.workers.reward_forms import call_of, shown
+from terrace.rl.workers.reward_numbers import given_numbers, in_fp32, shown_error, shown_value
 
-Function = Callable[[Sequence[Sample]], Iterable[float]]
+Function = Callable[..., Iterable[float]]
 _OBJECTS = ("prompt_texts", "finish", "data")  # columns
-_SHOWN = 60  # characters of a prompt in an error
 
 
 def load_function(name: str, folder: str) -> Function:
@@ -45,12 +45,15 @@ def load_function(name: str, folder: str) -> Function:
         sys.path.insert(0, folder)
     try:
         module = import_module(module_name)
-    except Exception as error:  # whatever the user's module raises
-        raise ConfigError(f"the reward {name!r} cannot be imported: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:  # whatever the user's module raises
+        raise ConfigError(
+            f"the reward {name!r} cannot be imported: {shown_error(error).removeprefix('raised ')}"
+        ) from error
     found = getattr(module, function_name, None)
     if not callable(found):
         names = [each for each in vars(module) if not each.startswith("_")]
         raise ConfigError(f"the reward {name!r}: no function of {module_name}{did_you_mean(function_name, names)}")
+    call_of(found, name)  # refuses another signature before a run begins
     function: Function = found
     return function
 
@@ -69,7 +72,7 @@ class RewardFunction:
         folder: str | None = None,
     ) -> None:
         """The function's module lies in `folder`, the working folder by default."""
-        self._name, self._function = function, load_function(function, folder or os.getcwd())
+        self._name, self._call = function, call_of(load_function(function, folder or os.getcwd()), function)
         self._tokenizer, self._deadline_s, self._column = tokenizer, deadline_s, column
 
     @call(split="data", take="data", reads=("responses", *_OBJECTS))
@@ -78,21 +81,24 @@ class RewardFunction:
 
         A share without rows does not call the function.
         """
-        texts = [self._tokenizer.decode(each.tolist()) for each in rows.ragged("responses").rows()]
+        tokens = [each.tolist() for each in rows.ragged("responses").rows()]
+        texts = [self._tokenizer.decode(each) for each in tokens]
         columns: list[Any] = [rows.objects(name) for name in _OBJECTS]
         samples = [
             Sample(prompt, response, finish, data)
             for prompt, response, finish, data in zip(columns[0], texts, *columns[1:], strict=True)
         ]
-        return Rows({self._column: torch.tensor(self._numbers(samples) if samples else [], dtype=torch.float32)})
+        return Rows(
+            {self._column: torch.tensor(self._numbers(samples, tokens) if samples else [], dtype=torch.float32)}
+        )
 
-    def _numbers(self, samples: Sequence[Sample]) -> list[float]:
+    def _numbers(self, samples: Sequence[Sample], tokens: Sequence[Sequence[int]]) -> list[float]:
         found, failed = list[Any](), list[BaseException]()
 
         def run() -> None:
             try:
                 # One more than is asked for is enough to tell a function that gives too many, or never ends.
-                for number in islice(self._function(samples), len(samples) + 1):
+                for number in islice(given_numbers(self._call(samples, tokens)), len(samples) + 1):
                     found.append(number)
             except BaseException as error:
                 failed.append(error)
@@ -106,40 +112,33 @@ class RewardFunction:
             raise TrainingError(
                 f"the reward {self._name} took longer than {self._deadline_s:g} s for "
                 f"{counted(len(samples), 'response')}; it has given {len(found)}, the next is to "
-                f"{_shown(samples[at])}: raise run.reward_timeout_s if it is slow"
+                f"{shown(samples[at])}: raise run.reward_timeout_s if it is slow"
             )
         if failed:
-            last = traceback.extract_tb(failed[0].__traceback__)[-1]
-            raise TrainingError(
-                f"the reward {self._name} raised {type(failed[0]).__name__}: {failed[0]}, in line {last.lineno} of "
-                f"{last.filename}, at the response to {_shown(samples[at])}"
-            ) from failed[0]
+            self._refuse(failed[0], samples[at])
         if len(found) != len(samples):
             given = counted(len(found), "number") if len(found) < len(samples) else f"more than {len(samples)} numbers"
             raise TrainingError(
                 f"the reward {self._name} gave {given} for "
-                f"{counted(len(samples), 'response')}, the first to {_shown(samples[0])}: give one for each, in order"
+                f"{counted(len(samples), 'response')}, the first to {shown(samples[0])}: give one for each, in order"
             )
-        numbers = [_in_fp32(number) for number in found]
+        numbers = [in_fp32(number) for number in found]
         for sample, number, given in zip(samples, numbers, found, strict=True):
             if not math.isfinite(number):
                 raise TrainingError(
-                    f"the reward {self._name} gave {reprlib.repr(given)} for the response to {_shown(sample)}: give a "
+                    f"the reward {self._name} gave {shown_value(given)} for the response to {shown(sample)}: give a "
                     "finite number, which fp32 can hold"
                 )
         return numbers
 
-
-def _in_fp32(given: Any) -> float:
-    """The number as it will be kept; NaN where it is none."""
-    # Those of numpy are registered as real, but its bool is not.
-    if isinstance(given, bool) or not isinstance(given, Real):
-        return math.nan
-    try:
-        return float(torch.tensor(float(given), dtype=torch.float32))
-    except OverflowError:  # an int beyond fp64
-        return math.inf
-
-
-def _shown(sample: Sample) -> str:
-    return repr(sample.prompt if len(sample.prompt) <= _SHOWN else sample.prompt[:_SHOWN] + "...")
+    def _refuse(self, error: BaseException, sample: Sample) -> NoReturn:
+        if isinstance(error, TrainingError):
+            raise error
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        if last.filename == given_numbers.__code__.co_filename:
+            raise TrainingError(f"the reward {self._name}: {error}; the first is to {shown(sample)}")
+        # Without the error itself as a cause: its own words may fail, and another process may not know its class.
+        raise TrainingError(
+            f"the reward {self._name} {shown_error(error)}, in line {last.lineno} of {last.filename}, at the response "
+            f"to {shown(sample)}"
+        ) from None

@@ -1,0 +1,57 @@
+"""Whether rollout and training agree: generation has the parameters that forwards have, so what differs is arithmetic.
+
+The hand-over sends parameters as the gathers and refreshes of training round them (terrace.runtime.forward_values).
+What remains is that generation passes tokens otherwise than training does: in fp32 that is rounding; a narrower compute
+dtype, products in 8 bits and coded activations round more, and a router may choose another expert for a token.
+"""
+
+from typing import TYPE_CHECKING
+
+from terrace.plan.wire import TO_EXPERTS, MessageClass
+from terrace.rl.algorithms.metrics import Metrics
+
+if TYPE_CHECKING:
+    from terrace.rl.config import RlConfig
+
+DIFFERENCE = "rollout/logprob_diff_max"
+# The largest differences of log-probabilities that are usual; guesses, ten times what runs of a few thousand tokens
+# showed: 1e-5 to 1e-4 in fp32, 1e-2 in bf16.
+_IN_FP32, _ROUNDED = 1e-3, 0.2
+_OF_FORWARDS = (MessageClass.TENSOR, MessageClass.CONTEXT, MessageClass.PIPELINE, *TO_EXPERTS)
+
+
+def causes(config: "RlConfig") -> list[str]:
+    """What makes generation find other log-probabilities than training, beyond rounding in fp32."""
+    plan = config.plan
+    found = [f"plan.compute = {plan.compute!r}"] if plan.compute not in ("fp32", "fp64") else []
+    found += [f"plan.products = {plan.products!r}"] if plan.products is not None else []
+    for message in _OF_FORWARDS:
+        row = plan.wire.get(message.value, {})
+        found += [f"plan.wire.{message.value}.{tier} = {name!r}" for tier, name in row.items()]
+    return found
+
+
+class Agreement:
+    """Watches the difference over the steps of a run, and says once that it is above its usual size."""
+
+    def __init__(self, config: "RlConfig") -> None:
+        self._causes, self._bound = causes(config), config.algorithm.importance_bound
+        # Rounding is enough to turn a router.
+        self._causes += ["routers that choose other experts"] if config.model.experts is not None else []
+        self._usual, self._has_said = _ROUNDED if self._causes else _IN_FP32, False
+
+    def words(self, found: Metrics) -> str:
+        """A line on a step whose difference is above its usual size, with the cause; "" of others, and the next ones.
+
+        Responses of older weights differ by what was learned since, and do not count.
+        """
+        difference = found.get(DIFFERENCE, 0.0)
+        if self._has_said or difference <= self._usual or found.get("sync/version_lag_max"):
+            return ""
+        self._has_said = True
+        why = " and ".join(self._causes) or "nothing rounds on their way, so it is a fault: please report it"
+        weighs = "" if self._bound is not None else "; algorithm.importance_bound = 2 weighs tokens by it"
+        return (
+            f"warning: rollout and training differ by {difference:.1e} in the log-probability of a token, and up to "
+            f"{self._usual:g} is usual: {why}{weighs}"
+        )

@@ -1,0 +1,77 @@
+"""Learning rates of a run that loads weights: what `terrace train` does for its one rate, for each of a run's.
+
+The actor and the critics begin with the weights, and so does a supervised start before them.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from terrace.rl.algorithms.algorithm import TRAITS, Algorithm
+from terrace.train.rates import LoadedRate, check_rates, usual_rate
+
+if TYPE_CHECKING:
+    from terrace.rl.config import RlConfig
+
+_KEYS = {  # of a rate -> what learns by it, as terrace.train.rates knows it
+    "optimizer.lr": "feedback",
+    "run.critic_lr": "critic",
+    "run.start_lr": "next-token",
+}
+_OF = {"run.critic_lr": " of critics", "run.start_lr": " of the supervised start"}
+
+
+def with_rates(table: Mapping[str, Any], given: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Table of a run with the rates for loaded weights, where it loads some and `given`, by section, has no rate."""
+    found = dict(table)
+    optimizer = table.get("optimizer", {})
+    if not table.get("weights") or not isinstance(optimizer, Mapping):
+        return found
+    for name in _KEYS:
+        section, _, key = name.partition(".")
+        rate = usual_rate(str(optimizer.get("name", "adamw")), _KEYS[name], adapters=False)
+        own = found.get(section, {})
+        if rate is not None and key not in given.get(section, {}) and isinstance(own, Mapping) and _learns(name, table):
+            found[section] = {**own, key: rate}
+    return found
+
+
+def _learns(name: str, table: Mapping[str, Any]) -> bool:
+    run, algorithm = table.get("run"), table.get("algorithm", {})
+    if name == "run.start_lr":
+        return isinstance(run, Mapping) and bool(run.get("start_steps"))
+    if name == "run.critic_lr":
+        chosen = algorithm.get("name", Algorithm.name) if isinstance(algorithm, Mapping) else None
+        return isinstance(chosen, str) and chosen in TRAITS and TRAITS[chosen].has_critic
+    return True
+
+
+def check_loaded_rates(config: "RlConfig") -> None:
+    """Raise `ConfigError` for a rate that would destroy loaded weights, or a key for it that has no effect."""
+    rates = loaded_rates(config)
+    check_rates(rates, "run.high_lr", is_allowed=config.run.high_lr, lr=config.optimizer.lr)
+
+
+def loaded_rates(config: "RlConfig") -> list[LoadedRate]:
+    """The rates of a run by which loaded weights learn; none where it begins with random ones."""
+    if not config.weights:
+        return []
+    return [
+        LoadedRate(key=name, lr=lr, optimizer=config.optimizer.name, objective=_KEYS[name], of=_OF.get(name, ""))
+        for name, lr in _rates(config).items()
+    ]
+
+
+def rate_lines(config: "RlConfig") -> list[str]:
+    """A line for each rate of a run, beside the usual one for loaded weights."""
+    by_key = {each.key: each.words for each in loaded_rates(config)}
+    return [
+        by_key.get(name) or f"peak learning rate{_OF.get(name, '')} {lr:g} (--{name})"
+        for name, lr in _rates(config).items()
+    ]
+
+
+def _rates(config: "RlConfig") -> dict[str, float]:
+    run = config.run
+    found = {"optimizer.lr": config.optimizer.lr}
+    found |= {"run.critic_lr": run.critic_lr} if config.algorithm.traits.has_critic else {}
+    return found | ({"run.start_lr": run.start_lr} if run.start_steps else {})

@@ -1,0 +1,114 @@
+"""Rules across the sections of a run of `terrace rl`, and the role in the errors of its plan."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from terrace.base.errors import ConfigError, TerraceError
+from terrace.model.config import ModelConfig
+from terrace.plan.mesh import TENSOR, Mesh
+from terrace.rl.keys import RunKeys
+from terrace.rl.placing import ACTOR, ROLLOUT
+from terrace.rl.sort_task import LONGEST_PROMPT, LONGEST_RESPONSE, VOCAB
+
+if TYPE_CHECKING:
+    from terrace.rl.config import RlConfig
+
+
+@contextmanager
+def naming(config: "RlConfig", role: str) -> Iterator[None]:
+    """Around what may refuse a role: its name in the error, where roles have pools or plans of their own."""
+    try:
+        yield
+    except TerraceError as error:
+        if not (config.plans or config.pool):
+            raise
+        raise type(error)(f"role {role}: {error}") from error
+
+
+def check_sections(config: "RlConfig") -> None:
+    """Raise a `TerraceError` for sections that do not fit each other."""
+    if "fp16" in (config.plan.compute, *(plan.compute for plan in config.plans.values())):
+        raise ConfigError("plan.compute = 'fp16': losses of token numbers are not scaled; use 'bf16' or 'fp32'")
+    algorithm, run = config.algorithm, config.run
+    _check_compared(config)
+    if algorithm.kl_coefficient and not run.reference:
+        raise ConfigError(
+            f"algorithm.kl_coefficient = {algorithm.kl_coefficient} needs the reference: leave out run.reference"
+        )
+    if (config.cost is not None) != algorithm.traits.has_cost:
+        raise ConfigError(
+            f"[cost] and algorithm.name = {algorithm.name!r}: safe-rlhf needs a [cost], and no other algorithm has one"
+        )
+    if not any(reward.weight for reward in config.reward):
+        raise ConfigError("every [[reward]] has weight = 0, so all responses count alike: give one of them a weight")
+    if algorithm.overlong_window > run.max_response:
+        raise ConfigError(
+            f"algorithm.overlong_window = {algorithm.overlong_window} is longer than run.max_response = "
+            f"{run.max_response}, the longest response: use at most that"
+        )
+    drawn = run.prompts * run.responses
+    if algorithm.kl_target is not None and drawn >= 5 * algorithm.kl_horizon:
+        raise ConfigError(
+            f"algorithm.kl_horizon = {algorithm.kl_horizon:g}: a step of {drawn} responses could turn the sign of the "
+            f"coefficient; it must be above {drawn / 5:g}"
+        )
+    if algorithm.entropy and any(Mesh.of(config.places[ACTOR].cluster, config.plan).total(axis) > 1 for axis in TENSOR):
+        raise ConfigError(
+            f"algorithm.entropy = {algorithm.entropy} has no form where a tensor axis cuts the vocabulary: leave it "
+            "out, or give the ranks of that axis to another"
+        )
+    _check_task(run)
+    if run.start_steps and not run.task:
+        raise ConfigError(f"run.start_steps = {run.start_steps}: only a task has right responses; leave it out")
+    if config.is_apart and run.max_lag and len(config.pool[config.places[ROLLOUT].pool].roles) > 1:
+        raise ConfigError(
+            f"run.max_lag = {run.max_lag} lets the rollout draw while others learn, and the other roles of its pool "
+            "would wait for it: give it a pool of its own, or set run.max_lag = 0"
+        )
+
+
+def _check_compared(config: "RlConfig") -> None:
+    """Raise `ConfigError` for a run whose rewards have nothing to be compared with, so that it would learn nothing."""
+    run, name, baseline = config.run, config.algorithm.name, config.algorithm.traits.baseline
+    if baseline == "group" and run.responses < 2:
+        raise ConfigError(
+            f"run.responses = {run.responses}: algorithm.name = {name!r} compares a response with the others to its "
+            "prompt, and a group of one has none, so nothing would be learned: use at least 2, or an algorithm that "
+            "compares otherwise, such as 'reinforce++' or 'ppo'"
+        )
+    if baseline == "batch" and run.prompts * run.responses < 2:
+        raise ConfigError(
+            f"run.prompts x run.responses = {run.prompts} x {run.responses}: algorithm.name = {name!r} compares a "
+            "response with the others of its step, and there is none, so nothing would be learned: use more"
+        )
+
+
+def check_sizes(config: "RlConfig") -> None:
+    """Raise `PlanError` for a role whose plan does not fit the sizes of a step."""
+    for role, has_engine in config.roles.items():
+        if has_engine:
+            with naming(config, role):
+                config.num_micros(config.run.mini_batch, role)
+
+
+def check_vocabulary(run: RunKeys, model: ModelConfig) -> None:
+    """Raise `ConfigError` for a model with more tokens than its task has; a prediction does not need this check."""
+    if run.task and model.vocab_size > VOCAB:
+        raise ConfigError(
+            f"task {run.task!r} has a tokenizer of its own, of {VOCAB} tokens, and the model would write "
+            f"{model.vocab_size}: leave --model out, or give run.prompts_file in place of the task"
+        )
+
+
+def _check_task(run: RunKeys) -> None:
+    if run.task and run.max_prompt < LONGEST_PROMPT:
+        raise ConfigError(
+            f"run.max_prompt = {run.max_prompt}: prompts of task {run.task!r} have up to {LONGEST_PROMPT} tokens; "
+            "raise it"
+        )
+    if run.task and run.start_steps and run.max_response < LONGEST_RESPONSE:
+        raise ConfigError(
+            f"run.max_response = {run.max_response}: the responses that a supervised start learns have up to "
+            f"{LONGEST_RESPONSE} tokens; raise it, or set run.start_steps = 0"
+        )
