@@ -2,6 +2,7 @@
 
 import math
 import os
+import sys
 from pathlib import Path
 from shlex import quote
 from statistics import fmean
@@ -12,6 +13,7 @@ from terrace.base.errors import ConfigError, ModelError, PlanError, TerraceError
 from terrace.base.files import write_atomic
 from terrace.base.sealed import sealed_toml
 from terrace.base.words import counted
+from terrace.cli.output import outlive_output
 from terrace.cli.prepare import new_folder
 from terrace.cli.rl_record import METRICS, recording, write_prediction
 from terrace.data.tokenizer import Tokenizer, load_tokenizer
@@ -45,6 +47,7 @@ def run(config: RlConfig, folder: Path | None, resume: Path | None, ray: str | N
 
     Raises the `TerraceError` of the first mistake.
     """
+    outlive_output(_say_loud)
     inputs = inputs_of(config)
     check_roles(config)
     _check_devices(config, ray)
@@ -85,6 +88,10 @@ def run(config: RlConfig, folder: Path | None, resume: Path | None, ray: str | N
                 print(_line(step, metrics), flush=True)
     print(_summary(found, chosen))
     print(_beside_predicted(config, expected, found))
+
+
+def _say_loud(words: str) -> None:
+    print(f"terrace: {words}", file=sys.stderr, flush=True)
 
 
 def _predicted(config: RlConfig) -> IterationReport | TerraceError:
