@@ -188,6 +188,14 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        # argparse takes the value of --option=-- for the mark that ends options, and drops it.
+        if action.option_strings and action.nargs is None and arg_strings == ["--"]:
+            value = self._get_value(action, "--")
+            self._check_value(action, value)
+            return value
+        return super()._get_values(action, arg_strings)
+
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         # An empty name, as of an unset variable of a shell, would be the working folder.
         # Defaults come this way, too.
