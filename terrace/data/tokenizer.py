@@ -18,7 +18,7 @@ import numpy.typing as npt
 from terrace.base.errors import DataError, TerraceError
 from terrace.base.extras import needs
 from terrace.base.files import read_bounded
-from terrace.data.bounded_call import within
+from terrace.data.bounded_call import is_panic, within
 from terrace.data.text_tokens import AUTO, TextTokens, Vocabulary, find_text_tokens, read_tables, state_of
 
 if TYPE_CHECKING:
@@ -148,9 +148,11 @@ class FileTokenizer:
         except TerraceError:
             raise
         except BaseException as error:  # the package raises bare Exception, and where it panics an error of its own
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            if not isinstance(error, Exception) and not is_panic(error):
                 raise
             reason = " ".join(str(error).split())
+            if "Regex" in reason:
+                fix = "its pattern goes back and tries again; name another tokenizer"
             raise DataError(f"the tokenizer cannot {what} ({reason}): {fix}") from error
 
     def words(self) -> str:
@@ -217,7 +219,7 @@ def load_tokenizer(name_or_path: str | Path, bos: bool | str = AUTO, eos: str = 
     try:
         encoder = Encoder.from_str(raw.decode("utf-8"))
     except BaseException as error:  # the package raises bare Exception for a malformed file, or panics
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        if not isinstance(error, Exception) and not is_panic(error):
             raise
         reason = " ".join(str(error).split())
         raise DataError(f"{path} is not a tokenizer.json ({reason}); export it again") from error

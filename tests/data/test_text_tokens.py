@@ -1,6 +1,8 @@
 """Tokens around a text: what a folder declares, as transformers reads it, and what a run says instead."""
 
 import json
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from terrace.base.errors import DataError
 from terrace.base.schema import load
 from terrace.data import pieces as pieces_module
 from terrace.data import tokenizer as tokenizer_module
+from terrace.data.bounded_call import within
 from terrace.data.chat import ChatReader, load_encoder
 from terrace.data.config import DataConfig
 from terrace.data.prepared import prepare_sources
@@ -257,7 +260,9 @@ def test_a_post_processor_of_a_token_beyond_the_vocabulary_is_refused(folder: Pa
         load_tokenizer(folder)
 
 
-def test_a_pattern_that_goes_back_for_ever_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pattern_that_goes_back_for_ever_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     whole = json.loads((folder / "tokenizer.json").read_text())
     split = {"type": "Split", "pattern": {"Regex": "^(a+)+b$"}, "behavior": "Isolated", "invert": False}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -266,5 +271,19 @@ def test_a_pattern_that_goes_back_for_ever_is_refused(folder: Path, monkeypatch:
     monkeypatch.setattr(tokenizer_module, "_LIMIT_S", 0.5)
     tokenizer = load_tokenizer(folder)
     assert len(tokenizer.encode("ab" * 50))
-    with pytest.raises(DataError, match=r"a pattern that goes back .* takes more than 0 s|cannot encode"):
-        tokenizer.encode("a" * 28)
+    with pytest.raises(DataError, match="pattern goes back and tries again"):
+        tokenizer.encode("a" * 60)
+    assert capfd.readouterr().err == ""  # without the report of the package
+
+
+def test_a_call_that_does_not_come_back_is_left_behind() -> None:
+    with pytest.raises(DataError, match="to wait takes more than 0 s"):
+        within(0.05, threading.Event().wait, "to wait")
+    assert within(5.0, lambda: 3, "to count") == 3
+    with pytest.raises(KeyError):
+        within(5.0, lambda: {}["a"], "to look")
+
+
+def test_what_others_say_meanwhile_is_kept(capfd: pytest.CaptureFixture[str]) -> None:
+    within(5.0, lambda: os.write(2, b"heard\n"), "to speak")
+    assert capfd.readouterr().err == "heard\n"
