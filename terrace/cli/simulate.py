@@ -122,8 +122,6 @@ def _outputs(options: argparse.Namespace) -> dict[str, Path]:
                 raise ConfigError(f"--{other} and --{name} both name {outputs[other]}: name two files")
     if "page" in outputs:
         check_page("--page", outputs["page"])
-    if options.force and not outputs:
-        raise ConfigError("--force has no effect without --page FILE, --trace FILE or --csv FILE")
     return outputs
 
 

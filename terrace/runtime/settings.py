@@ -1,6 +1,5 @@
 """Settings of the runtime that a user writes. No torch here: they are checked before it is loaded."""
 
-import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -36,8 +35,11 @@ class OptimizerConfig:
             value = getattr(self, name)
             if name == "adamw_lr" and value is None:
                 continue
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"optimizer.{name} = {value} must be zero or a positive number")
+            if not 0 <= value < _ENDLESS:
+                raise ConfigError(
+                    f"optimizer.{name} = {value} must be zero or a positive number below {_ENDLESS:g}"
+                    + "; 0 turns clipping off" * (name == "clip" and value >= _ENDLESS)
+                )
         for name in ("beta1", "beta2", "momentum"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1:
@@ -71,6 +73,7 @@ class OptimizerConfig:
         return 1.0 if self.adamw_lr is None else self.adamw_lr / self.lr
 
 
+_ENDLESS = 1e9  # no rate, decay or norm of a gradient is as large, so nobody means it
 _OF_MUON = ("newton_schulz_steps", "adamw_lr")
 _WITHOUT_EFFECT = {
     "adamw": ("momentum", *_OF_MUON),
