@@ -31,6 +31,7 @@ class JobInputs:
     changes: tuple[str, ...] = ()
     memory: str = ""
     eval_sources: tuple[EvalSource, ...] = ()
+    command: str = "terrace"  # as the user has called it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +44,9 @@ class RunJob(JobInputs):
         """Words on the checkpoints that are saved, with the command that goes on with the run."""
         folder = shlex.quote(str(self.folder))
         if latest(self.folder) is not None:
-            return f"saved checkpoints are complete; to go on: terrace train --resume {folder}"
+            return f"saved checkpoints are complete; to go on: {self.command} train --resume {folder}"
         return (
-            "nothing was saved yet; to begin again: terrace train --config "
+            f"nothing was saved yet; to begin again: {self.command} train --config "
             f"{shlex.quote(str(self.folder / 'config.toml'))} --folder {folder} --resume auto"
         )
 
