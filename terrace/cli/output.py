@@ -151,7 +151,7 @@ def printable_output() -> Iterator[None]:
         if isinstance(guard.whole, TextIOWrapper):
             guard.whole.reconfigure(errors="replace")
     out, error = map(_Spelled, guards)
-    sys.stdout, sys.stderr = out, error  # type: ignore[assignment]  # which have all that is used of a text stream
+    sys.stdout, sys.stderr = out, error
     try:
         yield
     finally:
