@@ -57,6 +57,7 @@ chaos: setup
 	$(CHAOS) $(ARGS)
 	$(CHAOS).disks
 	$(CHAOS).damage
+	$(CHAOS).wrong_inputs
 
 soak: setup
 	$(CHAOS).soak $(ARGS)

@@ -80,8 +80,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if (path is None) == (options.distribution is None):
         raise ConfigError("give either a PATH or --distribution NAME; see terrace data lengths --help")
     for option in ("sequence", "batch"):
-        if getattr(options, option) is not None and getattr(options, option) < 1:
-            raise ConfigError(f"--{option} {getattr(options, option)} must be at least 1")
+        if getattr(options, option) is not None and not 1 <= getattr(options, option) < 2**31:
+            raise ConfigError(f"--{option} {getattr(options, option)} must be at least 1 and below 2^31")
     if options.picture is not None:
         check_writable("--picture", options.picture)
         if options.picture.suffix != ".svg":

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _MARKS = {"fine": "ok", "absent": "absent", "note": "note", "blocks": "BLOCKS"}
 _STYLES = {"fine": "", "absent": "dim", "note": "yellow", "blocks": "bold red"}
 _SLOW = 0.5  # of the file's bandwidth: below it predictions are far off
-_MOST_S = 30.0
+_MOST_S, _USUAL_S = 30.0, 10.0
 _HEAD = 128  # size of heads of most large models
 
 
@@ -44,7 +44,7 @@ def add_parser(commands: Any) -> None:
     add_run_options(parser)
     parser.add_argument("--network", action="store_true", help="measure the links of every tier, with all ranks")
     parser.add_argument(
-        "--seconds", type=float, default=10.0, metavar="S", help="seconds for --network, at most 30 (default: 10)"
+        "--seconds", type=float, metavar="S", help=f"seconds for --network, at most 30 (default: {_USUAL_S:g})"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(run=run)
@@ -52,13 +52,14 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Print the findings; returns 0, or 1 if one of them blocks."""
+    options.seconds = _USUAL_S if options.seconds is None else options.seconds
     if not (math.isfinite(options.seconds) and 0 < options.seconds <= _MOST_S):
         raise ConfigError(f"--seconds {options.seconds:g} must be above 0 and at most {_MOST_S:g}")
     machine = look(Path())
     found = [*findings(machine), *_attention(machine), *_products(machine)]
     # Under a launcher all ranks measure, one prints.
     is_first = rank_of(machine.variables) == "0"
-    asked = [getattr(options, name) for name in ("config", "model", "cluster", "plan", "data")]
+    asked = [getattr(options, name) for name in ("config", "model", "cluster", "plan", "data", "ranks")]
     # Without options of a run the doctor looks at the machine only.
     if rest or any(each is not None for each in asked):
         found += _run_findings(options, rest, machine)

@@ -120,9 +120,6 @@ def _export_dcp(options: argparse.Namespace, run: RunFolder, checkpoint: "Checkp
 
 def _check_together(options: argparse.Namespace) -> None:
     # No option is ignored silently.
-    for name, given in (("names", options.names), ("weights_only", options.weights_only)):
-        if given and options.format != DCP:
-            raise ConfigError(f"--{name.replace('_', '-')} has no effect without --format {DCP}: leave it out")
     if options.adapter and options.format == DCP:
         raise ConfigError(f"--adapter writes a folder for peft, which --format {DCP} is not: leave one of them out")
     for name in ("dtype", "shard_bytes"):
@@ -130,8 +127,6 @@ def _check_together(options: argparse.Namespace) -> None:
             raise ConfigError(
                 f"--{name.replace('_', '-')} has no effect with --adapter, which writes one file in fp32: leave it out"
             )
-    if options.base is not None and not options.adapter:
-        raise ConfigError(f"--base {options.base} has no effect without --adapter: leave it out")
 
 
 def _chosen(run: RunFolder, step: int | None) -> "Checkpoint":

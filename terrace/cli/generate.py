@@ -10,6 +10,9 @@ from typing import Any
 from terrace.base.errors import ConfigError
 from terrace.base.schema import check_text
 from terrace.cli.output import raw_stream
+from terrace.generation.request import Sampling
+
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 
 
 def add_parser(commands: Any) -> None:
@@ -39,32 +42,28 @@ def add_parser(commands: Any) -> None:
         "--temperature",
         type=float,
         metavar="T",
-        default=0.8,
         help="how freely tokens are drawn: 0 always takes the likeliest, 1 draws as the model predicts "
-        "(default: %(default)s)",
+        f"(default: {Sampling.temperature})",
     )
     parser.add_argument(
         "--top-k",
         type=int,
         metavar="K",
-        default=40,
-        help="draw from the K likeliest, 0: from all (default: %(default)s)",
+        help=f"draw from the K likeliest, 0: from all (default: {Sampling.top_k})",
     )
     parser.add_argument(
         "--top-p",
         type=float,
         metavar="P",
-        default=1.0,
         help="of these, with probabilities scaled to 1, draw from the smallest set of the likeliest that together have "
-        "at least probability P (default: %(default)s, all)",
+        f"at least probability P (default: {Sampling.top_p}, all)",
     )
     parser.add_argument(
         "--min-p",
         type=float,
         metavar="P",
-        default=0.0,
         help="of these, draw from the tokens with at least P times the probability of the likeliest "
-        "(default: %(default)s, all)",
+        f"(default: {Sampling.min_p}, all)",
     )
     parser.add_argument(
         "--stop",
@@ -73,7 +72,7 @@ def add_parser(commands: Any) -> None:
         default=[],
         help="end a continuation before TEXT; may be given several times",
     )
-    parser.add_argument("--seed", type=int, metavar="N", default=0, help="seed of the draws (default: %(default)s)")
+    parser.add_argument("--seed", type=int, metavar="N", help=f"seed of the draws (default: {Sampling.seed})")
     parser.add_argument(
         "--verbose", action="store_true", help="begin with the pages of memory that keys and values have, on stderr"
     )
@@ -109,20 +108,19 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
             else f"if it is the text: --prompt {quote(rest[0])}"
         )
         raise ConfigError(f"unknown argument {rest[0]!r}; {fix}")
-    for name, least in (("tokens", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
-        if not least <= getattr(options, name) < 2**63:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} {getattr(options, name)} must be at least {least} and below 2^63"
-            )
-    if not 0 < options.top_p <= 1:
-        raise ConfigError(f"--top-p {options.top_p} must be above 0 and at most 1, which keeps all")
-    if not 0 <= options.min_p <= 1:
-        raise ConfigError(f"--min-p {options.min_p} must be at least 0, which keeps all, and at most 1")
+    if not 1 <= options.tokens < 2**63:
+        raise ConfigError(f"--tokens {options.tokens} must be at least 1 and below 2^63")
+    given = {name: value for name in SAMPLING if (value := getattr(options, name)) is not None}
+    try:
+        sampling = Sampling(**given)
+        if idle := sampling.without_effect(given):
+            raise ConfigError(idle)
+    except ConfigError as error:
+        raise ConfigError(_as_options(str(error))) from error
     if not options.prompt:
         about = "what the user says" if options.chat else 'the text to continue, or "" to let the model begin'
         raise ConfigError(f"--prompt TEXT is missing: give {about}")
     # After the options are checked: importing torch takes seconds.
-    from terrace.generation.request import Sampling
     from terrace.train.generate import chat_prompt, generate_texts
 
     # A prompt from a shell may hold bytes that are no text.
@@ -131,13 +129,6 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     for stop in options.stop:
         check_text("--stop", stop)
     model = load_model_of(options)
-    sampling = Sampling(
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        seed=options.seed,
-    )
     asked = [chat_prompt(model, prompt) if options.chat else prompt for prompt in options.prompt]
 
     def say(words: str, is_fallback: bool) -> None:
@@ -152,6 +143,13 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0
 
 
+def _as_options(words: str) -> str:
+    # As they are written here: --top-k 3 for top_k = 3.
+    for name in SAMPLING:
+        words = words.replace(f"{name} = ", f"--{name.replace('_', '-')} ")
+    return words
+
+
 def load_model_of(options: argparse.Namespace) -> Any:
     import torch
 
@@ -159,6 +157,8 @@ def load_model_of(options: argparse.Namespace) -> Any:
 
     try:
         device = torch.device(options.device)
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError("no model runs there")
         # A device may be known by name and still unusable: allocate on it.
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:

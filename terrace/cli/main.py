@@ -5,6 +5,7 @@ Exit codes are listed in docs/training.md.
 
 import argparse
 import errno
+import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -14,9 +15,11 @@ from typing import Any, NoReturn
 
 from terrace import __version__
 from terrace.base.errors import ConfigError, HangError, ProbeError, TerraceError, TrainingError
+from terrace.base.printable import printable
 from terrace.base.sealed import ChangedFile
 from terrace.cli.aliases import translated
-from terrace.cli.output import Terminated, drop_stdout, printable_output
+from terrace.cli.output import OutputError, Terminated, printable_output
+from terrace.cli.partners import check_partners
 
 # Listed here, so that --help needs none of their modules.
 HELP = {
@@ -42,6 +45,8 @@ HELP = {
 _FORMER = {"explain": "simulate"}  # the module of a command under its former name
 _COMMANDS = tuple(name for name in HELP if name not in _FORMER)
 _MAY_BE_EMPTY = ("prompt",)
+_LONGEST = 80  # characters of a file's name in an error
+_FAILURES = (HangError, OutputError, ProbeError, TrainingError)
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_CLOSED, EXIT_TERMINATED = 1, 2, 130, 141, 143
 
 
@@ -88,20 +93,21 @@ def _run(arguments: Sequence[str] | None) -> int:
         _check_command(words[0])
         for line in said:
             print(f"terrace: {line}", file=sys.stderr)
-        options, rest = _parser(words[:1]).parse_known_args(words)
+        options, rest = _parsed(words)
         options.command_words = command
         if getattr(options, "headroom", None) is not None:
             rest.append(_headroom(options.headroom, rest))
+        _check_working_folder()
+        check_partners(_FORMER.get(options.command, options.command), options)
         code: int = options.run(options, rest)
         # A closed pipe shows itself here, inside the try, not at interpreter exit.
         sys.stdout.flush()
     except BrokenPipeError:
-        drop_stdout()
         return EXIT_CLOSED
     except TerraceError as error:
         print(f"terrace: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         # Scripts can tell a failed run from bad input, which would fail again.
-        return EXIT_FAILED if isinstance(error, (HangError, ProbeError, TrainingError)) else EXIT_BAD_INPUT
+        return EXIT_FAILED if isinstance(error, _FAILURES) else EXIT_BAD_INPUT
     except ModuleNotFoundError as error:
         from terrace.base.extras import EXTRAS, needs  # here alone: most commands end well
 
@@ -111,11 +117,11 @@ def _run(arguments: Sequence[str] | None) -> int:
         print(f"terrace: error: terrace {words[0] if words else ''} {needs(package)}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except OSError as error:
-        # A name that no file can have shows itself wherever a path is first looked at.
-        if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
+        if error.errno is None:
             raise
-        print(f"terrace: error: {str(error.filename)[:80]}...: {error.strerror}; name another file", file=sys.stderr)
-        return EXIT_BAD_INPUT
+        print(f"terrace: error: {_surroundings(error)}", file=sys.stderr)
+        # A name that no file can have is bad input; anything else may be well the next time.
+        return EXIT_BAD_INPUT if error.errno in (errno.ENAMETOOLONG, errno.ELOOP) else EXIT_FAILED
     except KeyboardInterrupt:
         return _ended(Terminated("SIGINT"))
     except Terminated as ended:
@@ -127,6 +133,37 @@ def _ended(ended: Terminated) -> int:
     by_hand = ended.name == "SIGINT"
     print(f"terrace: {'interrupted' if by_hand else f'ended by {ended.name}'}; {ended.words}", file=sys.stderr)
     return EXIT_INTERRUPTED if by_hand else EXIT_TERMINATED
+
+
+def _parsed(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    try:
+        return _parser(words[:1]).parse_known_args(words)
+    except SystemExit:  # --help and --version, whose print takes no notice of an error
+        sys.stdout.flush()
+        raise
+
+
+def _check_working_folder() -> None:
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError(f"the working folder is gone ({error.strerror}): cd to one that is there") from error
+
+
+def _surroundings(error: OSError) -> str:
+    """An error of the machine that no command has foreseen, wherever a file is first looked at."""
+    reason = error.strerror or str(error)
+    if "temporary directory" in reason:  # of tempfile, which has tried them all
+        fix = "set TMPDIR to a folder with room"
+    elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+        fix = "free space there; TMPDIR names the folder of temporary files"
+    elif error.errno in (errno.EMFILE, errno.ENFILE):
+        fix = "raise the limit of open files, as ulimit -n 4096 does"
+    else:
+        fix = "name another file"
+    name = " ".join(printable(str(error.filename)).splitlines()) if error.filename is not None else ""
+    where = f"{name[:_LONGEST]}{'...' * (len(name) > _LONGEST)}: " if name else ""
+    return f"{where}{reason}; {fix}"
 
 
 def _check_command(word: str) -> None:
@@ -152,6 +189,14 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        # argparse takes the value of --option=-- for the mark that ends options, and drops it.
+        if action.option_strings and action.nargs is None and arg_strings == ["--"]:
+            value = self._get_value(action, "--")
+            self._check_value(action, value)
+            return value
+        return super()._get_values(action, arg_strings)
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         # An empty name, as of an unset variable of a shell, would be the working folder.

@@ -12,12 +12,12 @@ def next_commands(job: RunJob) -> tuple[str, str]:
     """Two commands: the page of the run, and a use of its model."""
     run, folder = job.run, quote(str(job.folder))
     experts = run.model.experts
-    report = f"terrace report {folder}"
+    report = f"{job.command} report {folder}"
     # A model with a score in place of logits generates no text, nor does one whose experts depend on later tokens.
     if run.model.scalar_head or (experts is not None and experts.looks_ahead):
-        return report, f"terrace export {folder} {quote(f'{job.folder}-model')}"
+        return report, f"{job.command} export {folder} {quote(f'{job.folder}-model')}"
     spec, prompt = run.data.sources()[0], run.train.prompt or ""
     is_chat = spec.format == "chat" and holds_conversations(spec.path, spec.split)
     if not prompt or len(prompt) > _LONGEST or not prompt.isprintable():
         prompt = "Hello" if is_chat else "The "
-    return report, f"terrace generate {folder} {'--chat ' * is_chat}--prompt {quote(prompt)}"
+    return report, f"{job.command} generate {folder} {'--chat ' * is_chat}--prompt {quote(prompt)}"

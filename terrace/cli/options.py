@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import ConfigError
-from terrace.base.schema import check_text
+from terrace.base.schema import check_text, merge
 from terrace.cli.here import cluster_here
 from terrace.cli.overrides import add_headroom, parse_overrides
 from terrace.cli.ranks import add_ranks, with_ranks
 from terrace.train.config import RunConfig, parse_run, resolve_table
 from terrace.train.effects import check_effects, file_layers
+from terrace.train.inputs import check_inputs
 from terrace.train.planned import TASK, read_planned
 from terrace.train.rates import check_rate
 
@@ -65,7 +66,9 @@ def resolve_run(options: argparse.Namespace, rest: Sequence[str]) -> RunConfig:
     """Validated configuration from the options and the dotted overrides in `rest`."""
     run = parse_run(run_table(options, rest))
     check_rate(run)
-    check_effects(run, file_layers(options.config, options.plan), parse_overrides(rest))
+    given = parse_overrides(rest)
+    check_effects(run, file_layers(options.config, options.plan), given)
+    check_inputs(run, merge({"data": {"path": options.data}}, given) if options.data is not None else given)
     return run
 
 

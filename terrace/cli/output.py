@@ -1,9 +1,15 @@
-"""Standard output that may be closed or in another encoding; and the signal that ends a run.
+"""Standard output that may be closed, full or in another encoding; and the signal that ends a run.
 
 While a command runs, standard output and error spell out control characters, since most lines hold names from files.
 Terrace's own drawing (colours, a line in place) goes to `raw_stream`.
+
+A standard output that cannot be written (a full disk, a descriptor that the caller closed) ends a command in one line,
+unless the command has said `outlive_output`: hours of training are worth more than their screen. Standard error that
+cannot be written is given up in silence, since nothing is left to say it on. A reader of standard
+output that is gone (`| head`) is a `BrokenPipeError`.
 """
 
+import errno
 import os
 import signal
 import sys
@@ -13,6 +19,7 @@ from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from typing import Any, TextIO
 
+from terrace.base.errors import TerraceError
 from terrace.base.printable import printable
 
 
@@ -27,17 +34,83 @@ class Terminated(BaseException):
         self.name, self.words = name, words
 
 
-def drop_stdout() -> None:
-    """Redirect standard output to the null device, so that flushing at exit does not fail."""
-    with suppress(OSError, ValueError):
+class OutputError(TerraceError):
+    """Standard output cannot be written, and the command has nothing else to show."""
+
+
+def _drop(stream: Any) -> None:
+    with suppress(OSError, ValueError, AttributeError):
         # The descriptor itself, since the interpreter flushes to it at exit.
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
+        os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
 
 
+class _Guarded:
+    # A standard stream; None stands for one that the caller has closed. `lost` hears of the first failure alone.
+    def __init__(self, stream: TextIO | None, lost: Callable[[OSError], None]) -> None:
+        self.whole: TextIO = stream or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # as long as the process
+        self.lost = lost
+        self.failure: OSError | None = None
+        self._is_closed = stream is None
+
+    def write(self, text: str) -> int:
+        if self._is_closed and text:
+            self._lose(OSError(errno.EBADF, "it is closed"))
+        else:
+            self._done(lambda: self.whole.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._done(self.whole.flush)
+
+    def _done(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except OSError as error:
+            self._lose(error)
+
+    def _lose(self, error: OSError) -> None:
+        if self.failure is not None:
+            return
+        self.failure = error
+        # What is left in the buffer goes there, too, so that the interpreter's flush at exit does not fail.
+        _drop(self.whole)
+        self.lost(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.whole, name)
+
+
+def _ends_the_command(error: OSError) -> None:
+    if isinstance(error, BrokenPipeError):
+        raise error
+    raise OutputError(
+        f"cannot write standard output: {error.strerror}: send it to a file on a disk with room, or to a program"
+    )
+
+
+def outlive_output(say: Callable[[str], None]) -> None:
+    """From now on the command goes on where standard output cannot be written; `say` gets a line on it, once.
+
+    A reader that is gone still ends it: whoever closed the pipe wanted no more.
+    """
+    guard = raw_stream(sys.stdout)
+    if not isinstance(guard, _Guarded):
+        return
+
+    def lost(error: OSError) -> None:
+        if isinstance(error, BrokenPipeError):
+            raise error
+        say(f"standard output cannot be written ({error.strerror}): the run goes on without its screen")
+
+    guard.lost = lost
+    if guard.failure is not None:
+        lost(guard.failure)
+
+
 class _Spelled:
-    def __init__(self, raw: TextIO) -> None:
+    def __init__(self, raw: _Guarded) -> None:
         self.raw_stream = raw
 
     def write(self, text: str) -> int:
@@ -47,9 +120,9 @@ class _Spelled:
         return getattr(self.raw_stream, name)
 
 
-def raw_stream(stream: TextIO) -> TextIO:
+def raw_stream(stream: Any) -> Any:
     """The stream below a standard stream of `printable_output`; any other as it is."""
-    raw: TextIO = getattr(stream, "raw_stream", stream)
+    raw: Any = getattr(stream, "raw_stream", stream)
     return raw
 
 
@@ -71,15 +144,35 @@ def printable_output() -> Iterator[None]:
     missing in the terminal's encoding are shown as `?`.
     """
     before = sys.stdout, sys.stderr
-    for stream in before:
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="replace")
-    out, error = (_Spelled(raw_stream(stream)) for stream in before)
+    for number in range(3):
+        _occupy(number)
+    guards = [_guarded(sys.stdout, _ends_the_command), _guarded(sys.stderr, lambda error: None)]
+    for guard in guards:
+        if isinstance(guard.whole, TextIOWrapper):
+            guard.whole.reconfigure(errors="replace")
+    out, error = map(_Spelled, guards)
     sys.stdout, sys.stderr = out, error
     try:
         yield
     finally:
         sys.stdout, sys.stderr = before
+        for stream, guard in zip(before, guards, strict=True):
+            if raw_stream(stream) is not guard:  # the outermost block
+                guard.lost = lambda error: None
+                guard.flush()
+
+
+def _guarded(stream: Any, lost: Callable[[OSError], None]) -> _Guarded:
+    raw = raw_stream(stream)
+    return raw if isinstance(raw, _Guarded) else _Guarded(raw, lost)
+
+
+def _occupy(descriptor: int) -> None:
+    # A file that is opened takes the lowest free descriptor, and lines of C libraries would go into it.
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from terrace.cli.overrides import parse_overrides
 from terrace.cli.task import TASK_EPILOG, add_task_options, check_output, check_price, read_task, task_words
 from terrace.cli.terminal import Terminal
 from terrace.cluster.cluster import Cluster
+from terrace.launch.called import called
 from terrace.plan.plan import Plan
 from terrace.planner.bottleneck import waits_outside
 from terrace.planner.evaluate import step_of
@@ -288,7 +289,7 @@ def _write(task: Task, plan: Plan, shown: Estimate, options: argparse.Namespace)
     table = dump(plan)
     table[TASK] = planned_table(task.model, task.cluster, task.batch, task.sequence)
     write_file("--out", options.out, sealed_toml(head + tomli_w.dumps(table)))
-    look = f"to look at its step: terrace simulate {quote(str(options.out))}"
+    look = f"to look at its step: {called()} simulate {quote(str(options.out))}"
     if refused is not None:
         said = filled(f"wrote {options.out}, to be looked at: it cannot be trained, since {refused}")
         return f"{said}\n{look}"
@@ -303,10 +304,10 @@ def _chosen(task: Task, best: Estimate) -> Plan:
 def _to_train(cluster: Cluster, path: Path) -> str:
     command = f"train --plan {quote(str(path))}"
     if cluster.device.backend == "cpu" or cluster.world_size == 1:
-        return f"to train: terrace {command}"
+        return f"to train: {called()} {command}"
     nodes = num_machines(cluster)
     if nodes == 1:
-        return f"to train, on a machine with {cluster.world_size} devices: terrace {command}"
+        return f"to train, on a machine with {cluster.world_size} devices: {called()} {command}"
     command += " --folder SHARED_FOLDER/run"
     each = f"to train, on each of the {nodes} machines: {torchrun(cluster, command)}"
-    return f"{each}\n  or, under Slurm: srun terrace {command}"
+    return f"{each}\n  or, under Slurm: srun {called()} {command}"

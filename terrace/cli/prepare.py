@@ -26,6 +26,7 @@ from terrace.data.batches import Batches, Source
 from terrace.data.eval_batches import EvalSource
 from terrace.data.prepared import compare_facts, prepare_eval_sources, prepare_sources
 from terrace.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer, trained_otherwise
+from terrace.launch.called import called
 from terrace.launch.socket_folder import clear_abandoned
 from terrace.launch.start import is_restarted
 from terrace.model.liger import why_missing
@@ -39,7 +40,7 @@ from terrace.train.facts import OBJECTIVE, check_facts, model_facts
 from terrace.train.folder import SOURCE, check_tokenizer, check_weights, source_files
 from terrace.train.job import RunJob
 from terrace.train.lock import folder_lock
-from terrace.train.prediction import resolved_run
+from terrace.train.prediction import gaps_words, resolved_run
 from terrace.train.sample import sample_prompt
 from terrace.train.trackers import check_installed
 from terrace.train.validation import eval_batches_of
@@ -97,6 +98,8 @@ def prepare(
     check_passes(config, "trained")
     checked_programs(config)
     plan = resolved_run(config).plan
+    if said := gaps_words(config.plan, plan):
+        print(said, flush=True)
     # Kept, so that on other figures, too, a resumed run multiplies the same parts and rounds the same parts of
     # gradients. It may have other stages, so its file names none that nobody gave.
     kept = replace(config.plan, expert_chunks=plan.expert_chunks, expert_gaps=plan.expert_gaps)
@@ -146,6 +149,7 @@ def prepare(
         config="" if earlier is None else run_toml(config),
         changes=() if checkpoint is None else changes(earlier, tomllib.loads(run_toml(config))),
         memory="" if checkpoint is None else checkpoint.text,
+        command=called(),
     )
 
 

@@ -104,8 +104,6 @@ def _check(options: argparse.Namespace) -> None:
                 raise ConfigError(f"{name} has no effect with --watch, which writes no file: leave one out")
         if options.port is not None and not 0 <= options.port < _PORTS:
             raise ConfigError(f"--port {options.port} must be from 1 to {_PORTS - 1}, or 0 for any free one")
-    elif options.port is not None:
-        raise ConfigError(f"--port {options.port} has no effect without --watch")
 
 
 def _page_of(folders: Sequence[Path]) -> _Page:
@@ -172,8 +170,6 @@ def _watch(options: argparse.Namespace) -> int:
 
 def _path(options: argparse.Namespace) -> Path:
     if options.out is None:
-        if options.force:
-            raise ConfigError("--force has no effect without --out FILE")
         own: Path = options.folders[0] / (_NAME if len(options.folders) == 1 else _OF_SEVERAL)
         check_writable("--out", own)
         return own

@@ -2,6 +2,7 @@
 
 import math
 import os
+import sys
 import tomllib
 from contextlib import nullcontext
 from dataclasses import replace
@@ -17,7 +18,7 @@ from terrace.base.sealed import sealed_toml
 from terrace.base.words import counted
 from terrace.checkpoint.layout import latest
 from terrace.checkpoint.reading import Checkpoint
-from terrace.cli.output import Terminated, sigterm_raises
+from terrace.cli.output import Terminated, outlive_output, sigterm_raises
 from terrace.cli.prepare import (
     CompleteError,
     changes,
@@ -33,6 +34,7 @@ from terrace.comm.collectives import DTYPES
 from terrace.data.tokenizer import Tokenizer, load_tokenizer
 from terrace.generation.mapped import pages_words
 from terrace.generation.sliced import sliced_config
+from terrace.launch.called import called
 from terrace.launch.fork_server import fork_server_ahead
 from terrace.launch.start import local_devices
 from terrace.launch.stop import StoppedEarly, StopRequest, passed_on
@@ -82,6 +84,7 @@ def run(
     With `going_on`, or where Slurm starts the job once more, a run in `folder` is continued. Raises the `TerraceError`
     of the first mistake, and `Terminated` after a signal.
     """
+    outlive_output(_say_loud)
     is_local = ray is None and config.cluster.world_size > 1
     # The ranks' modules are imported while this process looks at what the run reads.
     with fork_server_ahead("terrace.rl.making") if is_local else nullcontext():
@@ -116,7 +119,7 @@ def _run(
     except StoppedEarly as early:
         asked.name = str(early)
     if asked.name is not None and words is None:
-        raise Terminated(asked.name, again(chosen, "rl", is_saved=latest(chosen / ACTOR) is not None))
+        raise Terminated(asked.name, again(called(), chosen, "rl", is_saved=latest(chosen / ACTOR) is not None))
     print(words)
 
 
@@ -180,6 +183,10 @@ def _source_of(inputs: RunInputs) -> dict[str, bytes]:
     if isinstance(inputs.tokenizer, SortTokenizer):
         return with_sums(inputs.tokenizer.files())
     return source_files(weights, str(Path(weights) / TOKENIZER), "", inputs.tokenizer)
+
+
+def _say_loud(words: str) -> None:
+    print(f"terrace: {words}", file=sys.stderr, flush=True)
 
 
 def _predicted(config: RlConfig) -> IterationReport | TerraceError:

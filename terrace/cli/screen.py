@@ -4,7 +4,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from terrace.base.errors import TrainingError
 from terrace.base.files import write_atomic
 from terrace.cli.checks import slow_warning
 from terrace.cli.next_commands import next_commands
+from terrace.cli.output import outlive_output
 from terrace.cli.step_progress import ProgressLine, utilisation_words
 from terrace.cli.terminal import Terminal
 from terrace.cluster.cluster import Cluster
@@ -27,6 +28,7 @@ from terrace.simulate.bands import band_of
 from terrace.train.job import RunJob, device_of
 from terrace.train.metrics import Outcome, SlowestRank, StepRecord, eval_lines, own_seconds, read_metrics
 from terrace.train.prediction import utilisation_of
+from terrace.train.recorder import append_event
 
 _WARM_STEPS = 10  # a run of fewer says little about a steady step
 
@@ -39,6 +41,8 @@ class Screen:
 
     def __init__(self, job: RunJob, verbose: bool = False) -> None:
         self._job, self._verbose, self._next = job, verbose, next_commands(job)
+        self._step = 0
+        outlive_output(self._note_lost)
         self._console = Terminal()
         self._progress = ProgressLine(self._console, job.run.train.steps, job.run.train.log_every)
 
@@ -74,7 +78,13 @@ class Screen:
             origin, where = f"as the cluster's file says, by {cluster.device.source}", "large products"
         print(f"{origin}: {quantity(rate, 'FLOP/s')} per rank in {where}\n  {links}")
 
+    def _note_lost(self, words: str) -> None:
+        # Disks that are full may be the same one.
+        with suppress(OSError):
+            append_event(self._job.folder, "note", step=self._step, text=words)
+
     def stepped(self, record: StepRecord, seconds_left: float) -> None:
+        self._step = record.step
         self._progress.show(record, seconds_left)
 
     def saved(self, folder: Path) -> None:

@@ -18,7 +18,7 @@ from terrace.cli.programs import check_passes
 from terrace.cli.views import VIEWS, StepView
 from terrace.report.tables import quantity
 from terrace.report.uncertainty import filled
-from terrace.train.prediction import resolved_run
+from terrace.train.prediction import gaps_words, resolved_run
 
 _SECTIONS = ("model", "cluster", "plan")  # options that may name a file
 _FILES = ("page", "trace", "csv")  # options that name a file to write
@@ -79,7 +79,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     # All outputs are checked before anything is computed.
     outputs = _outputs(options)
     check_task(options, rest)
-    view = StepView.of(resolved_run(resolve_run(options, rest)), options)
+    run = resolve_run(options, rest)
+    view = StepView.of(resolved_run(run), options)
     # Before anything is printed.
     if outputs or any(view.draws(section) for section in VIEWS[options.view]):
         check_passes(view.run, "drawn (without a pipeline, --view program draws nothing)")
@@ -91,6 +92,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if "trace" in outputs:
         written.append(_write("trace", outputs["trace"], view.trace()))
     print(f"{filled(view.subtitle)}\n")
+    if said := gaps_words(run.plan, view.run.plan):
+        print(f"{filled(said)}\n")
     for section in VIEWS[options.view]:
         section(view)
     if written:
@@ -122,8 +125,6 @@ def _outputs(options: argparse.Namespace) -> dict[str, Path]:
                 raise ConfigError(f"--{other} and --{name} both name {outputs[other]}: name two files")
     if "page" in outputs:
         check_page("--page", outputs["page"])
-    if options.force and not outputs:
-        raise ConfigError("--force has no effect without --page FILE, --trace FILE or --csv FILE")
     return outputs
 
 

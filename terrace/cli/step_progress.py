@@ -14,7 +14,7 @@ from rich.text import Text
 
 from terrace.cli.output import raw_stream
 from terrace.cli.progress_lines import ERASE
-from terrace.report.tables import quantity
+from terrace.report.tables import quantity, utilisation
 from terrace.train.metrics import StepRecord, eval_figures
 from terrace.train.utilisation import Utilisation
 
@@ -79,8 +79,7 @@ def step_words(record: StepRecord, num_steps: int, seconds_left: float, width: i
     if record.pairs:
         parts.insert(2, f"right {100 * record.pairs['accuracy']:.1f} %  margin {record.pairs['margin']:.3f}")
     if record.mfu is not None:
-        # No device exceeds its peak.
-        parts.append(f"MFU {100 * record.mfu:.1f} %{' (the peak is wrong)' * (record.mfu > 1)}")
+        parts.append(f"MFU {utilisation(record.mfu)}")
     if record.balance is not None:
         parts.append(f"balance {record.balance:.2f}")
     if record.peak_memory_bytes:

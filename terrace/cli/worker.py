@@ -15,7 +15,7 @@ from terrace.cli.first_screen import show_plan
 from terrace.cli.from_memory import check_partners, check_when_asked, checks_end, chosen, offer, placed
 from terrace.cli.job_text import job_text, read_job, read_sources, section_digests, sources_text
 from terrace.cli.joined import JOIN_TIMEOUT_S, check_local, check_world, one_makes
-from terrace.cli.output import Terminated, drop_stdout, printable_output, sigterm_raises
+from terrace.cli.output import Terminated, outlive_output, printable_output, sigterm_raises
 from terrace.cli.prepare import CompleteError, goes_on, prepare, say_complete
 from terrace.cli.screen import Screen
 from terrace.data.batches import Source
@@ -50,6 +50,8 @@ def run(
     With `going_on`, or if a launcher restarts its ranks, an existing run in `folder` is continued. Then, and with
     `resume`, the run is fitted to the number of started ranks. `verbose` prints tables at the start.
     """
+    # Ranks note it in their run's folder; this process may have none yet.
+    outlive_output(lambda words: print(f"terrace: {words}", file=sys.stderr, flush=True))
     pace()  # refuses a bad TERRACE_PACE before anything is made
     going_on = goes_on(folder, resume, going_on)
     num_ranks = world_size()
@@ -93,7 +95,6 @@ def run_rank(world: World, job: RunJob, verbose: bool = False) -> str | None:
             end = train(world, job, Screen(job, verbose) if world.rank == 0 else Silent())
         return end.text if isinstance(end, Stop) else None
     except BrokenPipeError as error:
-        drop_stdout()
         raise TrainingError(
             "the output's reader is gone, so the run ended; send output to a file, and resume with --resume "
             f"{job.folder} if it has a checkpoint"

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from terrace.comm import codecs
 from terrace.comm.arena import Arena
+from terrace.comm.byte_views import as_bytes
 from terrace.comm.exchange import all_gather
 from terrace.comm.groups import TierGroup, TierGroups
 from terrace.comm.ledger import Ledger, Meter
@@ -183,7 +184,7 @@ class Collectives:
     def code_rows(self, message: MessageClass, hop: Hop, rows: Tensor, origin: Origin) -> Tensor:
         """`rows` (n, elements of the hop) in its format, each by itself: (n, bytes)."""
         if not hop.wire.block:
-            return rows.to(DTYPES[hop.wire.codec]).contiguous().view(torch.uint8)
+            return as_bytes(rows.to(DTYPES[hop.wire.codec]))
         coded = rows.new_empty(len(rows), hop.part_bytes, dtype=torch.uint8)
         self._encode(message, hop, "rows", rows, coded, origin)
         return coded

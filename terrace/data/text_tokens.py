@@ -126,7 +126,7 @@ def _begin(
         return (vocabulary.named(bos, "data.bos"),), "as data.bos says"
     if bos is False:
         return (), "as data.bos says"
-    put = _put_before(post_processor)
+    put = _put_before(post_processor, vocabulary.path)
     if bos == AUTO and put is not None:
         return put, "from the post-processor of tokenizer.json"
     if bos == AUTO and config.get("add_bos_token") is not True:
@@ -141,13 +141,13 @@ def _begin(
     return (vocabulary.named(declared, f"bos_token in {CONFIG_FILE}"),), origin
 
 
-def _put_before(processor: Mapping[str, Any] | None) -> tuple[int, ...] | None:
+def _put_before(processor: Mapping[str, Any] | None, path: Path) -> tuple[int, ...] | None:
     """Ids that a post-processor puts before a text; None where it has no template of texts."""
     kind = None if processor is None else processor.get("type")
     if processor is None or kind not in ("Sequence", "TemplateProcessing", "BertProcessing", "RobertaProcessing"):
         return None
     if kind == "Sequence":
-        found = [before for each in processor["processors"] if (before := _put_before(each)) is not None]
+        found = [before for each in processor["processors"] if (before := _put_before(each, path)) is not None]
         # A later processor puts its tokens around those of an earlier one.
         return tuple(token for before in reversed(found) for token in before) if found else None
     if kind != "TemplateProcessing":
@@ -156,5 +156,11 @@ def _put_before(processor: Mapping[str, Any] | None) -> tuple[int, ...] | None:
     for piece in processor["single"]:
         if "SpecialToken" not in piece:
             break
-        put += processor["special_tokens"][piece["SpecialToken"]["id"]]["ids"]
+        name = piece["SpecialToken"]["id"]
+        if name not in processor["special_tokens"]:
+            raise DataError(
+                f"the post-processor of {path} puts {name!r} before a text and does not say which token it is: name "
+                "one with --data.bos TOKEN, or none with --data.bos false"
+            )
+        put += processor["special_tokens"][name]["ids"]
     return tuple(put)

@@ -8,22 +8,26 @@ forge the end of a document. In a prompt, which its user writes, it is the speci
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from terrace.base.errors import DataError
+from terrace.base.errors import DataError, TerraceError
 from terrace.base.extras import needs
 from terrace.base.files import read_bounded
+from terrace.data.bounded_call import is_panic, within
 from terrace.data.text_tokens import AUTO, TextTokens, Vocabulary, find_text_tokens, read_tables, state_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Encoder
 
 BYTES = "bytes"
+T = TypeVar("T")
+# Seconds of a call, and characters of one more; a machine that is shared encodes a hundred times as many: a guess.
+_LIMIT_S, _PER_S = 5.0, 20_000
 
 
 class Tokenizer(Protocol):
@@ -86,6 +90,7 @@ class FileTokenizer:
         encoder.no_padding()
         encoder.encode_special_tokens = True
         self._encoder = encoder
+        self._has_patterns = '"Regex"' in encoder.to_str()
         self.vocabulary = vocabulary
         # Ids may have holes, so that the number of words is less than the largest id.
         self.vocab_size: int = max(encoder.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -104,14 +109,13 @@ class FileTokenizer:
         Raises `DataError` for a text that the tokenizer cannot express in its vocabulary, such as one without an
         unknown word.
         """
-        try:
-            encoded = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
-        except Exception as error:  # the package raises bare Exception
-            reason = " ".join(str(error).split())
-            raise DataError(
-                f"the tokenizer cannot encode the text ({reason}): give it an unknown word, or name another with "
-                "--data.tokenizer"
-            ) from error
+        given = list(texts)
+        encoded = self._called(
+            lambda: self._encoder.encode_batch_fast(given, add_special_tokens=False),
+            sum(map(len, given)),
+            "encode the text",
+            "give it an unknown word, or name another with --data.tokenizer",
+        )
         return [np.array(each.ids, dtype=np.int64) for each in encoded]
 
     def encode_prompt(self, text: str, *, begins_text: bool = True) -> npt.NDArray[np.int64]:
@@ -124,7 +128,32 @@ class FileTokenizer:
         return np.array([*begin, *ids], dtype=np.int64) if begins_text and tuple(ids[: len(begin)]) != begin else ids
 
     def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
-        return str(self._encoder.decode([int(token) for token in ids], skip_special_tokens=not keep_special))
+        given = [int(token) for token in ids]
+        return str(
+            self._called(
+                lambda: self._encoder.decode(given, skip_special_tokens=not keep_special),
+                len(given),
+                "decode the tokens",
+                "name another tokenizer",
+            )
+        )
+
+    def _called(self, work: Callable[[], T], size: int, what: str, fix: str) -> T:
+        try:
+            if not self._has_patterns:
+                return work()
+            limit_s = _LIMIT_S + size / _PER_S
+            said = f"{self.vocabulary.path} has a pattern that goes back and tries again: to {what} ({size:,} long)"
+            return within(limit_s, work, said)
+        except TerraceError:
+            raise
+        except BaseException as error:  # the package raises bare Exception, and where it panics an error of its own
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
+            reason = " ".join(str(error).split())
+            if "Regex" in reason:
+                fix = "its pattern goes back and tries again; name another tokenizer"
+            raise DataError(f"the tokenizer cannot {what} ({reason}): {fix}") from error
 
     def words(self) -> str:
         """One line on the tokens around a text."""
@@ -189,7 +218,9 @@ def load_tokenizer(name_or_path: str | Path, bos: bool | str = AUTO, eos: str = 
         raise DataError(f"tokenizer {path} {needs('tokenizers')}") from error
     try:
         encoder = Encoder.from_str(raw.decode("utf-8"))
-    except Exception as error:  # the package raises bare Exception for a malformed file
+    except BaseException as error:  # the package raises bare Exception for a malformed file, or panics
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         reason = " ".join(str(error).split())
         raise DataError(f"{path} is not a tokenizer.json ({reason}); export it again") from error
     # transformers reads the files beside a tokenizer of this name alone.
@@ -201,6 +232,12 @@ def load_tokenizer(name_or_path: str | Path, bos: bool | str = AUTO, eos: str = 
     # An untrained tokenizer encodes everything to nothing.
     if tokenizer.vocab_size == 0:
         raise DataError(f"{path} has an empty vocabulary; export it again after training it")
+    for token in found.begin:
+        if not 0 <= token < tokenizer.vocab_size:
+            raise DataError(
+                f"{path} puts the token {token} before a text, and its largest is {tokenizer.vocab_size - 1}: name "
+                "another with --data.bos TOKEN, or none with --data.bos false"
+            )
     if found.end is not None and not 0 <= found.end < tokenizer.vocab_size:
         raise DataError(
             f"{folder} names the token {found.end} for the end of a text, but the largest of {path.name} is "

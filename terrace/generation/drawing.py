@@ -80,6 +80,7 @@ def _draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor,
     if sampling.top_p < 1:
         odds = logprobs.exp()
         kept = kept & (odds.cumsum(1) - odds < sampling.top_p)
+        kept[:, 0] = True  # the likeliest, also where `top_p` is 0 in this dtype
     if sampling.min_p > 0:
         kept = kept & (logprobs.exp() >= sampling.min_p * logprobs.amax(1, keepdim=True).exp())
     if kept.dim():

@@ -1,5 +1,6 @@
 """Requests to generation and their results. Pure: needs no torch."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,12 +38,21 @@ class Sampling:
             raise ConfigError(f"top_p = {self.top_p} must be above 0 and at most 1, which keeps all")
         if not 0 <= self.min_p <= 1:
             raise ConfigError(f"min_p = {self.min_p} must be at least 0, which keeps all, and at most 1")
-        for name, keeps_all in (("top_p", 1.0), ("min_p", 0.0)):
-            if not self.temperature and getattr(self, name) != keeps_all:
-                raise ConfigError(
-                    f"{name} = {getattr(self, name)} has no effect at temperature 0, which takes the likeliest token: "
-                    "leave one of them out"
-                )
+
+    def without_effect(self, given: Collection[str]) -> str:
+        """Why one of the fields `given` on purpose changes nothing, and the remedy; "" if all have an effect.
+
+        A cut at its neutral value and a seed of 0 may stand anywhere: they say what happens.
+        """
+        if self.temperature and self.top_k != 1:
+            return ""
+        why = "top_k = 1" if self.temperature else "temperature = 0"
+        neutral = {"temperature": (0.0,), "top_k": (0, 1), "top_p": (1.0,), "min_p": (0.0,), "seed": (0,)}
+        for name in given:
+            value = getattr(self, name)
+            if value not in neutral[name]:
+                return f"{name} = {value} has no effect: {why} always takes the likeliest token; leave it out"
+        return ""
 
 
 @dataclass(frozen=True)

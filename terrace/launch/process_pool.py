@@ -9,6 +9,7 @@ import multiprocessing.forkserver
 import os
 import pickle
 import signal
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -34,10 +35,6 @@ _STORE_TIMEOUT_S = 60.0
 _TORCH_LIMIT_S = 7 * 24 * 3600.0
 _STACKS_S = 0.3  # for a process to write its stacks
 _LOST_CODE = "exited with code 255"  # of multiprocessing, for a child whose fork server did not report its end
-_SERVER_ENDED = (
-    "the fork server of the ranks ended, and all ranks with it: something killed it, as the kernel does when memory "
-    "runs out (dmesg says so); start the run again"
-)
 
 
 @dataclass(frozen=True)
@@ -162,7 +159,9 @@ class ProcessPool:
         self._stop(range(world_size), 0.0)
         # The ranks end with the server, and their own exit codes are lost with it: these come a moment before its end.
         lost = any(_LOST_CODE in death for death in deaths)
-        raise HangError(_SERVER_ENDED) if _has_server_ended(_STOP_S if lost else 0.0) else one_error(reports, deaths)
+        if _has_server_ended(_STOP_S if lost else 0.0):
+            raise HangError(_server_end_words())
+        raise one_error(reports, deaths)
 
     def _collect(
         self, members: list[_Member], deadline_s: float | None, deaths: list[str]
@@ -203,7 +202,7 @@ class ProcessPool:
         try:
             process.start()
         except (EOFError, ConnectionError) as error:
-            raise HangError(_SERVER_ENDED) from error
+            raise HangError(_server_end_words()) from error
         # Only the child keeps its end, so that its death is an end of file here.
         there.close()
         member = self._members[rank] = _Member(process, here)
@@ -272,14 +271,36 @@ def _has_server_ended(patience_s: float = 0.0) -> bool:
 
 
 def _is_server_gone() -> bool:
+    return _server_end() is not None
+
+
+def _server_end() -> tuple[int, int] | None:
+    """How the fork server ended, (CLD code, exit code or signal), (0, 0) where nobody knows; None: it has not."""
     pid = getattr(getattr(multiprocessing.forkserver, "_forkserver", None), "_forkserver_pid", None)
     if pid is None:
-        return False
+        return None
     try:
         # Left to be waited for by multiprocessing, which then starts another.
-        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
-        return True
+        return 0, 0
+    return None if found is None else (found.si_code, found.si_status)
+
+
+def _server_end_words() -> str:
+    return f"the fork server of the ranks ended, and all ranks with it: {end_words(*(_server_end() or (0, 0)))}"
+
+
+def end_words(code: int, status: int) -> str:
+    """Why a process ended, by its CLD code and its exit code or signal, with the remedy."""
+    if code == os.CLD_EXITED:
+        return (
+            f"it exited with code {status}, as where {sys.executable} or a module of torch cannot be read; lines "
+            "above, if any, say more"
+        )
+    if code in (os.CLD_KILLED, os.CLD_DUMPED) and status != signal.SIGKILL:
+        return f"{signal.Signals(status).name} ended it; start the run again"
+    return "something killed it, as the kernel does when memory runs out (dmesg says so); start the run again"
 
 
 def _join(members: list[_Member], patience_s: float) -> None:

@@ -39,7 +39,9 @@ def _check_islands(cluster: Cluster, plan: Plan, outer: Outer) -> None:
                 "give that tier and those outside to the data axis alone"
             )
     if layout.num_islands == 1:
-        raise PlanError(f"{here}: it and the tiers outside have one member, so there is one island; leave outer out")
+        raise PlanError(
+            f"{here}: it and the tiers outside have one member, so there is one island; {_with_members(cluster)}"
+        )
     inside = layout.tiers[layout.island] if layout.island >= 0 else "device"
     for state in ("params", "grads", "optimizer"):
         if getattr(layout, state) > layout.island:
@@ -47,6 +49,18 @@ def _check_islands(cluster: Cluster, plan: Plan, outer: Outer) -> None:
                 f"{state} = {getattr(plan, state)!r} does not lie inside {here}: every island keeps all states; place "
                 f"them on {inside!r} or further in"
             )
+
+
+def _with_members(cluster: Cluster) -> str:
+    # The outermost tier that has islands; on the innermost every rank is one, which the presets that shard refuse.
+    found = [tier.name for tier in cluster.tiers if tier.size > 1]
+    if not found:
+        return "leave outer out"
+    preset = "--plan ddp " if found[-1] == cluster.tiers[0].name else ""
+    return (
+        "leave outer out, or name a tier with several members, as "
+        f"{preset}--plan.outer.preset NAME --plan.outer.tier {found[-1]} does"
+    )
 
 
 def _check_cycle(outer: Outer, trained: Sequence[int]) -> None:

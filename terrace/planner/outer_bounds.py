@@ -103,6 +103,13 @@ def _bounds(
     for name, (low, _) in (("delay", delay), ("fragments", fragments)):
         if low > every[1]:
             raise PlanError(f"--outer {text!r}: {name} is at most every, so at most {every[1]}, not {low}")
+    # An upper bound that `every` sets anyway bounds nothing; a preset brings its own.
+    for name, (_, high) in (("delay", delay), ("fragments", fragments)):
+        if name in ranges and every[1] < high < _MOST:
+            raise PlanError(
+                f"--outer {text!r}: {name}<={high} has no effect, since {name} is at most every, so at most "
+                f"{every[1]}: leave it out, or lower it"
+            )
     delay, fragments = (delay[0], min(delay[1], every[1])), (fragments[0], min(fragments[1], every[1]))
     table = {**own, **step, "every": every[1], "delay": delay[1], "fragments": fragments[1]}
     outer = load(Outer, table, "--outer")

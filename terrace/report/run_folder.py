@@ -29,7 +29,7 @@ from terrace.report.run_cycle import run_cycle
 from terrace.report.run_page import RunView
 from terrace.report.run_timeline import read_trace, run_timeline
 from terrace.report.slowest import slowest_note, slowest_points, slowest_times
-from terrace.report.tables import model_size, plan_rows, plan_title, quantity, seconds, time_categories
+from terrace.report.tables import model_size, plan_rows, plan_title, quantity, seconds, time_categories, utilisation
 from terrace.report.timeline import TimelineChart
 from terrace.simulate.bands import band_of
 from terrace.simulate.recording import record
@@ -222,7 +222,7 @@ def _figures(left: _Left, num_starts: int) -> list[tuple[str, str]]:
     for name in ("mfu", "hfu"):
         values = [value for record in steady if (value := getattr(record, name)) is not None]
         if values:
-            figures.append((f"{100 * statistics.fmean(values):.1f} %", name.upper()))
+            figures.append((utilisation(statistics.fmean(values)), name.upper()))
     figures.append((seconds(_mean(steady, attrgetter("step_s"))), "a step"))
     figures.append((f"{records[-1].step:,}", "step" if records[-1].step == 1 else "steps"))
     if num_starts > 1:

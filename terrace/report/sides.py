@@ -13,7 +13,7 @@ from terrace.report.folder_parts import steady
 from terrace.report.rl_page import RlView
 from terrace.report.run_curves import Curve, Point, finite
 from terrace.report.run_page import RunView
-from terrace.report.tables import quantity, scaled, seconds
+from terrace.report.tables import quantity, scaled, seconds, utilisation
 from terrace.train.metrics import num_final
 
 
@@ -58,8 +58,8 @@ def side_of_run(name: str, view: RunView) -> Side:
             add(f"{source}: lowest loss", lowest, f"{lowest:.4g} (step {step})")
     for title, line, words, shown in (
         ("Throughput", "tokens/s", "tokens/s", lambda value: quantity(value, "").strip()),
-        ("Utilisation", "MFU", "MFU", lambda value: f"{value:.1f} %"),
-        ("Utilisation", "HFU", "HFU", lambda value: f"{value:.1f} %"),
+        ("Utilisation", "MFU", "MFU", lambda value: utilisation(value / 100)),
+        ("Utilisation", "HFU", "HFU", lambda value: utilisation(value / 100)),
         ("Seconds of a step", "step", "step", seconds),
     ):
         points = finite(steady(curves[title].lines.get(line, ()))) if title in curves else []

@@ -345,3 +345,8 @@ def new_table(
         table.add_section()
         table.add_row(*total)
     return table
+
+
+def utilisation(share: float) -> str:
+    """A share of the peak in words, the same wherever a run's is shown; no device exceeds its peak."""
+    return f"{100 * share:.1f} %{' (the peak is wrong)' * (share > 1)}"

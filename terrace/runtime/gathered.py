@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from terrace.comm.byte_views import as_bytes
+
 
 def gather_plain(value: Any, device: torch.device, group: Any = None) -> list[Any]:
     """`value` of every rank, in rank order; every rank of `group` (default: the world) calls this.
@@ -21,7 +23,7 @@ def gather_plain(value: Any, device: torch.device, group: Any = None) -> list[An
 def gather_tensors(tensors: Sequence[Tensor], device: torch.device, group: Any = None) -> list[list[Tensor]]:
     """The CPU `tensors` of every rank, in rank order: any number, of any shapes and dtypes."""
     kinds = [[str(each.dtype).removeprefix("torch."), list(each.shape)] for each in tensors]
-    parts = [each.contiguous().view(-1).view(torch.uint8) for each in tensors if each.numel()]
+    parts = [as_bytes(each.reshape(-1)) for each in tensors if each.numel()]
     own = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
     found = []
     for kinds_there, raw in zip(gather_plain(kinds, device, group), gather_bytes(own.to(device), group), strict=True):

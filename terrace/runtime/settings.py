@@ -1,13 +1,12 @@
 """Settings of the runtime that a user writes. No torch here: they are checked before it is loaded."""
 
-import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
 from terrace.base.errors import ConfigError
 from terrace.plan.update import Update
 
-LARGEST = 1e6  # of a rate or a coefficient: beyond it a number is a slip; a guess
+LARGEST = 1e6  # of a rate or a coefficient: nobody means a larger one; a guess
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +37,11 @@ class OptimizerConfig:
             value = getattr(self, name)
             if name == "adamw_lr" and value is None:
                 continue
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"optimizer.{name} = {value} must be zero or a positive number")
-            if value > LARGEST:
-                raise ConfigError(f"optimizer.{name} = {value:g} must be at most {LARGEST:g}")
+            if not 0 <= value <= LARGEST:
+                raise ConfigError(
+                    f"optimizer.{name} = {value} must be zero or a positive number of at most {LARGEST:g}"
+                    + "; 0 turns clipping off" * (name == "clip" and value > LARGEST)
+                )
         for name in ("beta1", "beta2", "momentum"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1:

@@ -104,12 +104,43 @@ def _of_plan(rule: PlanRule) -> Rule:
     return lambda run: rule(run.cluster, run.plan, run.num_micros())
 
 
+def _most_prefetch(run: RunConfig) -> str:
+    num_blocks = len(run.blocks())
+    if why := _prefetch(run.cluster, run.plan, run.num_micros()):
+        return why
+    return "" if run.plan.prefetch <= num_blocks else f"the model has {num_blocks} blocks: use at most {num_blocks}"
+
+
+def _slow_steps(run: RunConfig) -> str:
+    if not run.train.slow_factor or run.train.slow_steps <= run.train.steps:
+        return ""
+    return f"the run ends after {counted(run.train.steps, 'step')}: use at most {run.train.steps}, or raise train.steps"
+
+
+def _initializer_range(run: RunConfig) -> str:
+    return f"the weights in {run.train.weights} are loaded: leave it out" if run.train.weights else ""
+
+
+def _window(run: RunConfig) -> str:
+    if any(run.model.windows):
+        return ""
+    return "no layer has a window: leave it out, or set model.use_sliding_window = true where the family has that key"
+
+
 RULES: dict[str, Rule] = {
     "train.final_lr_fraction": _final_lr_fraction,
     "train.warmup_steps": _warmup_steps,
     "train.prompt": why_no_sample,
     "train.freeze": _freeze,
     **{f"plan.{key}": _of_plan(rule) for key, rule in PLAN_RULES.items()},
+    "plan.prefetch": _most_prefetch,
+}
+# These count on the command line alone: a file has every key of a published model, or serves short runs, too.
+ASKED: dict[str, Rule] = {
+    "train.slow_steps": _slow_steps,
+    "model.initializer_range": _initializer_range,
+    "model.sliding_window": _window,
+    "model.max_window_layers": _window,
 }
 
 
@@ -120,6 +151,7 @@ def check_effects(run: RunConfig, files: Mapping[str, Any], overrides: Mapping[s
         name: [*_default(name), *([own] if (own := value_at(defaults, name)) is not None else [])] for name in RULES
     }
     refuse_without_effect(RULES, run, files, overrides, silent)
+    refuse_without_effect(ASKED, run, {}, overrides, {})
 
 
 def refuse_without_effect(

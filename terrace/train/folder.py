@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 from terrace.base.errors import CheckpointError, DataError, ModelError
 from terrace.base.fitting import parse_table
 from terrace.base.sealed import checksum, sealed_json
+from terrace.base.words import counted
 from terrace.model.hf.folder import (
     CHAT_TEMPLATE,
     CONFIG,
     GENERATION,
     TOKENIZER,
     TOKENIZER_FILES,
+    adapter_words,
     holds_weights,
     read_files,
 )
@@ -60,6 +62,8 @@ def with_folder(table: Mapping[str, Any], model: Any, names_tokenizer: bool) -> 
     weights = train.get("weights")
     if isinstance(weights, str) and weights:
         train["weights"] = folder = os.path.abspath(weights)
+        if words := adapter_words(Path(folder)):
+            raise ModelError(words)
     if folder and not names_tokenizer and (train.get("weights") or os.path.isfile(os.path.join(folder, TOKENIZER))):
         data["tokenizer"] = os.path.join(folder, TOKENIZER)
     return {**table, "train": train, "data": data}
@@ -68,10 +72,11 @@ def with_folder(table: Mapping[str, Any], model: Any, names_tokenizer: bool) -> 
 def check_tokenizer(tokenizer: "Tokenizer", run: "RunConfig") -> None:
     """Raises `DataError` when a tokenizer has an id without a row in the model's vocabulary."""
     if tokenizer.vocab_size > run.model.vocab_size:
+        rows = "; loaded weights get new rows, which begin as the mean of theirs" * bool(run.train.weights)
         raise DataError(
             f"the largest id of the tokenizer {run.data.tokenizer} is {tokenizer.vocab_size - 1}, but the model's "
             f"vocab_size is {run.model.vocab_size}: name the model's own with --data.tokenizer, or give the model a "
-            f"vocab_size of at least {tokenizer.vocab_size}, for example --model.vocab_size {tokenizer.vocab_size}"
+            f"vocab_size of at least {tokenizer.vocab_size}, as --model.vocab_size {tokenizer.vocab_size} does{rows}"
         )
 
 
@@ -89,10 +94,23 @@ def check_weights(run: "RunConfig") -> str:
                 f"train.weights = {run.train.weights!r} has no router for gate = {experts.gate!r}: leave the gate out, "
                 'or begin from scratch with --train.weights ""'
             )
-        weights = Pretrained(run.train.weights, run.model)
+        weights = Pretrained(run.train.weights, run.model, adds_rows=True)
         weights.check()
+        said = []
         if weights.lacks_score:
-            return f"{run.train.weights} has no score: its one output a token begins with small random values"
+            said.append(f"{run.train.weights} has no score: its one output a token begins with small random values")
+        if new := weights.num_new_rows:
+            if run.lora is not None:
+                raise ModelError(
+                    f"model.vocab_size = {run.model.vocab_size}: {run.train.weights} has {run.model.vocab_size - new} "
+                    "rows of tokens, and [lora] would train no new ones: train without [lora], or keep the tokenizer "
+                    "of the model"
+                )
+            said.append(
+                f"{run.train.weights} has {run.model.vocab_size - new} rows of tokens: {counted(new, 'new one')} "
+                "begin as the mean of these"
+            )
+        return "; ".join(said)
     return ""
 
 

@@ -31,6 +31,7 @@ class JobInputs:
     changes: tuple[str, ...] = ()
     memory: str = ""
     eval_sources: tuple[EvalSource, ...] = ()
+    command: str = "terrace"  # as the user has called it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ class RunJob(JobInputs):
 
     def again(self) -> str:
         """Words on the checkpoints that are saved, with the command that goes on with the run."""
-        return again(self.folder, "train", is_saved=latest(self.folder) is not None)
+        return again(self.command, self.folder, "train", is_saved=latest(self.folder) is not None)
 
 
 def device_of() -> torch.device:

@@ -12,6 +12,8 @@ from terrace.model.part_kernel import PartChoice
 from terrace.train.steps import check_profile
 from terrace.train.trackers import check_names
 
+_MOST_FACTOR, _MOST_LOSS = 1e4, 1e6  # beyond, a value asks for nothing: guesses
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -77,13 +79,21 @@ class TrainConfig:
             raise ConfigError(f"train.timeout_s = {self.timeout_s} must be positive and at most 1e6")
         if self.slow_factor and not 1 < self.slow_factor < math.inf:
             raise ConfigError(f"train.slow_factor = {self.slow_factor} must be above 1, or 0 to look for no slow ranks")
+        if self.slow_factor > _MOST_FACTOR:
+            raise ConfigError(
+                f"train.slow_factor = {self.slow_factor} has no effect: no rank is so slow and alive; use 0 to look "
+                f"for none, or at most {_MOST_FACTOR:g}"
+            )
         if not self.slow_factor and self.slow_steps != TrainConfig.slow_steps:
             raise ConfigError("train.slow_steps has no effect: train.slow_factor = 0")
         for message, limit in self.error_budget.items():
             if not 0 < limit < math.inf:
                 raise ConfigError(f"train.error_budget.{message} = {limit} must be a positive number")
-        if self.target_loss is not None and not math.isfinite(self.target_loss):
-            raise ConfigError(f"train.target_loss = {self.target_loss} must be a number; leave it out for no target")
+        if self.target_loss is not None and not abs(self.target_loss) < _MOST_LOSS:
+            raise ConfigError(
+                f"train.target_loss = {self.target_loss} must be a number below {_MOST_LOSS:g}; leave it out for no "
+                "target"
+            )
         check_names(self.metrics)
         check_profile(self.profile, self.profile_torch, self.steps)
 

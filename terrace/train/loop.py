@@ -103,7 +103,7 @@ class RankOfRun:
         self.num_before = 0  # instructions of the step and of evaluations behind it, before those that run
         starts_with = run.train.weights if job.resume is None else ""
         # A resumed run has its values in the checkpoint, so the starting weights are not read again.
-        self._pretrained = Pretrained(starts_with, run.model) if starts_with else None
+        self._pretrained = Pretrained(starts_with, run.model, adds_rows=True) if starts_with else None
         self.compiling = bool(run.train.compile)  # compiling may take minutes in the first step
         self.engine = Engine(
             run_blocks_of(run, device_of()),

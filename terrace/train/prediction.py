@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from terrace.cluster.cluster import Cluster
 from terrace.model.config import forward_flops
+from terrace.plan.plan import Plan
 from terrace.simulate.step import Prediction, Step, predict_step, resolved
 from terrace.train.config import RunConfig
 from terrace.train.utilisation import Utilisation, utilisation
@@ -47,4 +48,14 @@ def utilisation_of(run: RunConfig, cluster: Cluster, backend: str) -> Utilisatio
         cluster=run.cluster,
         measured=cluster,
         backend=backend,
+    )
+
+
+def gaps_words(asked: Plan, found: Plan) -> str:
+    """A line where shares of gradients were to be found and none are worth taking; "" otherwise."""
+    if asked.expert_gaps != "auto" or found.expert_gaps:
+        return ""
+    return (
+        'expert_gaps = "auto" takes none: no share of the gradients in the gaps of the experts makes a step noticeably '
+        "shorter"
     )

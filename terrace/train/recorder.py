@@ -96,6 +96,17 @@ def read_prediction(folder: Path) -> Predicted:
     return fitting(Predicted, parse_table((folder / PREDICTION).read_text(encoding="utf-8")))
 
 
+def append_event(run_folder: Path, name: str, /, **facts: Any) -> None:
+    """Add a line to the events of a run; raises `OSError`."""
+    line = sealed_json(json.dumps({"time": time.time(), "event": name, **facts}))
+    with (run_folder / EVENTS).open("ab+") as file:
+        if file.tell():
+            # The last byte tells whether the file ends with a whole line.
+            file.seek(-1, os.SEEK_END)
+        torn = file.read(1) not in (b"", b"\n")  # a crash cut the last line short
+        file.write(f"{chr(10) * torn}{line}".encode())
+
+
 class _Recorder:
     def __init__(self, observer: Observer, job: RunJob) -> None:
         self._observer, self._job, self._run, self._folder = observer, job, job.run, job.folder
@@ -157,14 +168,8 @@ class _Recorder:
         self._observer.finished(outcome)
 
     def event(self, name: str, **facts: Any) -> None:
-        line = sealed_json(json.dumps({"time": time.time(), "event": name, **facts}))
         try:
-            with (self._folder / EVENTS).open("ab+") as file:
-                if file.tell():
-                    # The last byte tells whether the file ends with a whole line.
-                    file.seek(-1, os.SEEK_END)
-                torn = file.read(1) not in (b"", b"\n")  # a crash cut the last line short
-                file.write(f"{chr(10) * torn}{line}".encode())
+            append_event(self._folder, name, **facts)
         except OSError as error:
             # A full disk must not end a run whose metrics file survived, nor fill the screen.
             if not self._says_lost:

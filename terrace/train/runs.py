@@ -118,13 +118,16 @@ def table_to_resume(folder: Path, command: Command) -> Mapping[str, Any]:
     return table
 
 
-def again(folder: Path, command: Command, *, is_saved: bool) -> str:
-    """Words on the checkpoints that are saved, with the command that goes on with the run in `folder`."""
+def again(terrace: str, folder: Path, command: Command, *, is_saved: bool) -> str:
+    """Words on the checkpoints that are saved, with the command that goes on with the run in `folder`.
+
+    `terrace` is the command line as the user has called it (terrace.launch.called).
+    """
     name = quote(str(folder))
     if is_saved:
-        return f"saved checkpoints are complete; to go on: terrace {command} --resume {name}"
+        return f"saved checkpoints are complete; to go on: {terrace} {command} --resume {name}"
     return (
-        f"nothing was saved yet; to begin again: terrace {command} --config {quote(str(folder / CONFIG))} "
+        f"nothing was saved yet; to begin again: {terrace} {command} --config {quote(str(folder / CONFIG))} "
         f"--folder {name} --resume auto"
     )
 

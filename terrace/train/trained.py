@@ -16,7 +16,7 @@ from terrace.data.tokenizer import BYTES, Tokenizer, load_tokenizer, trained_oth
 from terrace.model.config import ModelConfig, block_specs, load_model, parse_model
 from terrace.model.decoder import build_blocks
 from terrace.model.experts.config import GATE_BIAS
-from terrace.model.hf.folder import CONFIG, GENERATION, TOKENIZER, holds_weights
+from terrace.model.hf.folder import CONFIG, GENERATION, TOKENIZER, adapter_words, holds_weights
 from terrace.model.hf.pretrained import Pretrained
 from terrace.runtime.describe import replace_parameters
 from terrace.runtime.norm import is_finite
@@ -63,6 +63,8 @@ def load_trained(
         return _of_run(folder, DTYPES[dtype], tokenizer, device)
     if (folder / CONFIG).is_file() and holds_weights(str(folder)):
         return _of_hugging_face(folder, DTYPES[dtype], tokenizer, device)
+    if words := adapter_words(folder):
+        raise ModelError(words)
     if run_above(folder) is not None:
         raise CheckpointError(no_run_words(folder))
     raise CheckpointError(

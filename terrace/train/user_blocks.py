@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from terrace.base.errors import ConfigError, ModelError
 from terrace.base.schema import dump
+from terrace.comm.byte_views import as_bytes
 from terrace.model.spec import BlockSpec
 from terrace.runtime.gathered import gather_plain
 
@@ -115,5 +116,5 @@ def move_buffers(blocks: Sequence[nn.Module], device: torch.device) -> None:
 def digest(tensor: Tensor) -> str:
     """A digest that differs for tensors of different values or shapes."""
     # Bytes are viewed, so any dtype can be hashed; the shape is part of the digest.
-    values = tensor.detach().cpu().contiguous()
-    return hashlib.sha256(values.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest() + str(tuple(tensor.shape))
+    values = as_bytes(tensor.detach().cpu().reshape(-1))
+    return hashlib.sha256(values.numpy().tobytes()).hexdigest() + str(tuple(tensor.shape))

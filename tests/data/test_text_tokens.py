@@ -1,6 +1,8 @@
 """Tokens around a text: what a folder declares, as transformers reads it, and what a run says instead."""
 
 import json
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,8 @@ import pytest
 from terrace.base.errors import DataError
 from terrace.base.schema import load
 from terrace.data import pieces as pieces_module
+from terrace.data import tokenizer as tokenizer_module
+from terrace.data.bounded_call import within
 from terrace.data.chat import ChatReader, load_encoder
 from terrace.data.config import DataConfig
 from terrace.data.prepared import prepare_sources
@@ -238,3 +242,48 @@ def test_checkpoints_of_earlier_versions_are_told_apart(folder: Path) -> None:
     assert fix in trained_otherwise(before.fingerprint, now)
     assert "as they were" in trained_otherwise(now.fingerprint, before)
     assert trained_otherwise("bytes-1", now) == "name the tokenizer of its config.toml"
+
+
+def test_a_post_processor_that_names_a_missing_token_is_refused(folder: Path) -> None:
+    processor = template("<s>", ids=ids_of(folder))
+    begins(folder, processor | {"special_tokens": {}})
+    with pytest.raises(DataError, match="puts '<s>' before a text and does not say which token it is"):
+        load_tokenizer(folder)
+    assert found(folder, False)[0] == ()  # the remedy
+
+
+@pytest.mark.parametrize("kind", ["TemplateProcessing", "BertProcessing"])
+def test_a_post_processor_of_a_token_beyond_the_vocabulary_is_refused(folder: Path, kind: str) -> None:
+    other = {"type": "BertProcessing", "sep": ["</s>", 10**6], "cls": ["<s>", 10**6]}
+    begins(folder, template("<s>", ids={"<s>": 10**6}) if kind == "TemplateProcessing" else other)
+    with pytest.raises(DataError, match=r"puts the token 1000000 before a text, and its largest is \d+"):
+        load_tokenizer(folder)
+
+
+def test_a_pattern_that_goes_back_for_ever_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole = json.loads((folder / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": "^(a+)+b$"}, "behavior": "Isolated", "invert": False}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    whole["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, byte_level]}
+    (folder / "tokenizer.json").write_text(json.dumps(whole))
+    monkeypatch.setattr(tokenizer_module, "_LIMIT_S", 0.5)
+    tokenizer = load_tokenizer(folder)
+    assert len(tokenizer.encode("ab" * 50))
+    with pytest.raises(DataError, match="pattern goes back and tries again"):
+        tokenizer.encode("a" * 60)
+    assert capfd.readouterr().err == ""  # without the report of the package
+
+
+def test_a_call_that_does_not_come_back_is_left_behind() -> None:
+    with pytest.raises(DataError, match="to wait takes more than 0 s"):
+        within(0.05, threading.Event().wait, "to wait")
+    assert within(5.0, lambda: 3, "to count") == 3
+    with pytest.raises(KeyError):
+        within(5.0, lambda: {}["a"], "to look")
+
+
+def test_what_others_say_meanwhile_is_kept(capfd: pytest.CaptureFixture[str]) -> None:
+    within(5.0, lambda: os.write(2, b"heard\n"), "to speak")
+    assert capfd.readouterr().err == "heard\n"

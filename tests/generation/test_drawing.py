@@ -106,8 +106,35 @@ def test_values_out_of_range_are_refused() -> None:
         ({"min_p": 1.5}, "min_p = 1.5"),
         ({"temperature": float("nan")}, "temperature = nan"),
         ({"temperature": 1e-7}, "temperature = 1e-07 must be 0"),
-        ({"temperature": 0.0, "top_p": 0.9}, "top_p = 0.9 has no effect at temperature 0"),
-        ({"temperature": 0.0, "min_p": 0.1}, "min_p = 0.1 has no effect at temperature 0"),
     ):
         with pytest.raises(ConfigError, match=said):
             Sampling(**options)
+
+
+@pytest.mark.parametrize("top_k", [0, 40, 3])
+def test_the_smallest_top_p_keeps_the_likeliest(top_k: int) -> None:
+    """A probability that fp32 rounds to 0 is still above 0."""
+    logits = torch.randn(5, 50, generator=torch.Generator().manual_seed(0))
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        sampling = Sampling(top_p=1e-300, top_k=top_k)
+        tokens, logprobs = draw(logits.to(dtype), [sampling] * 5, [0.0, 0.3, 0.5, 0.7, 0.999])
+        assert tokens == logits.to(dtype).argmax(1).tolist()
+        assert logprobs == [0.0] * 5
+
+
+@pytest.mark.parametrize(
+    ("given", "idle"),
+    [
+        ({"temperature": 0.0, "top_p": 0.5}, "top_p = 0.5 has no effect: temperature = 0 "),
+        ({"temperature": 0.0, "top_k": 40}, "top_k = 40 has no effect: temperature = 0 "),
+        ({"temperature": 0.0, "seed": 3}, "seed = 3 has no effect: temperature = 0 "),
+        ({"top_k": 1, "min_p": 0.1}, "min_p = 0.1 has no effect: top_k = 1 "),
+        ({"top_k": 1, "temperature": 0.7}, "temperature = 0.7 has no effect: top_k = 1 "),
+        ({"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0}, ""),
+        ({"temperature": 0.7, "top_k": 40, "top_p": 0.5, "min_p": 0.1, "seed": 1}, ""),
+    ],
+)
+def test_fields_that_change_nothing_are_named(given: dict[str, float], idle: str) -> None:
+    found = Sampling(**given).without_effect(given)  # type: ignore[arg-type]  # numbers of both kinds
+    assert found.startswith(idle)
+    assert bool(found) == bool(idle)

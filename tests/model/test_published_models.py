@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from terrace.base.errors import ModelError
 from terrace.model.config import num_params, parse_model, to_table
 from terrace.model.hf.config import published_table
 
@@ -85,6 +86,36 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
             "torch_dtype": "float32", "transformers_version": "4.47.0.dev0", "use_cache": True, "vocab_size": 100352,
         },
         7_298_617_344,
+    ),
+    "Phi-4-mini-instruct": (
+        {
+            "architectures": ["Phi3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}, "bos_token_id": 199999, "embd_pdrop": 0.0,
+            "eos_token_id": 199999, "full_attn_mod": 1, "hidden_act": "silu", "hidden_size": 3072,
+            "initializer_range": 0.02, "intermediate_size": 8192, "interpolate_factor": 1, "lm_head_bias": False,
+            "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "phi3", "num_attention_heads": 24,
+            "num_hidden_layers": 32, "num_key_value_heads": 8, "original_max_position_embeddings": 4096,
+            "pad_token_id": 199999, "partial_rotary_factor": 0.75, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05,
+            "rope_scaling": {"long_factor": [1.0 + n / 8 for n in range(48)], "short_factor": [1.0] * 48,
+                             "type": "longrope"},
+            "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+            "transformers_version": "4.45.0", "use_cache": True, "vocab_size": 200064,
+        },
+        3_836_021_760,
+    ),
+    "Llama-2-7b, YaRN": (
+        {
+            "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+            "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 11008,
+            "max_position_embeddings": 65536, "model_type": "llama", "num_attention_heads": 32,
+            "num_hidden_layers": 32, "num_key_value_heads": 32, "pad_token_id": 0, "pretraining_tp": 1,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": {"factor": 16.0, "finetuned": True, "original_max_position_embeddings": 4096,
+                             "type": "yarn"},
+            "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.32.0.dev0",
+            "use_cache": True, "vocab_size": 32000,
+        },
+        6_738_415_616,
     ),
     "Phi-3-mini-4k": (
         {
@@ -220,3 +251,37 @@ def test_published_models_are_read_whole(name: str) -> None:
     assert parse_model(json.loads(json.dumps(published))) == config
     without_newer = {key: value for key, value in published.items() if key != "rope_parameters"}
     assert parse_model(without_newer) == config
+
+
+# A file that transformers wrote in full, as releases before 4.30 did, has these beside its own.
+FULL_DUMP: dict[str, Any] = {
+    "_commit_hash": None, "add_cross_attention": False, "bad_words_ids": None, "begin_suppress_tokens": None,
+    "chunk_size_feed_forward": 0, "cross_attention_hidden_size": None, "diversity_penalty": 0.0, "do_sample": False,
+    "encoder_no_repeat_ngram_size": 0, "exponential_decay_length_penalty": None, "is_encoder_decoder": False,
+    "length_penalty": 1.0, "max_sequence_length": 2048, "num_beam_groups": 1, "num_beams": 1, "output_scores": False,
+    "pruned_heads": {}, "remove_invalid_values": False, "tf_legacy_loss": False, "tie_encoder_decoder": False,
+    "use_bfloat16": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_remarks_change_nothing(name: str) -> None:
+    table, _ = PUBLISHED[name]
+    assert parse_model(table | FULL_DUMP) == parse_model(table)
+
+
+@pytest.mark.parametrize("key", ["full_attn_mod", "interpolate_factor", "lm_head_bias", "mlp_bias"])
+def test_parts_that_a_family_does_without_are_not_remarks(key: str) -> None:
+    """Each with another value than Phi-4-mini has would be another model."""
+    table, _ = PUBLISHED["Phi-4-mini-instruct"]
+    with pytest.raises(ModelError, match=f"{key} = .* is not implemented"):
+        parse_model(table | {key: True if key.endswith("bias") else 2})
+
+
+def test_an_unknown_key_comes_with_the_way_to_drop_it() -> None:
+    table, _ = PUBLISHED["Llama-3.1-8B"]
+    fix = "where it changes nothing that the model computes, delete it from config.json"
+    with pytest.raises(ModelError, match=f"unknown key 'remark' for llama; .*{fix}"):
+        parse_model(table | {"remark": 1})
+    with pytest.raises(ModelError, match=rf"unknown key rope_scaling\.remark for rope_type llama3; .*{fix}"):
+        parse_model(table | {"rope_scaling": table["rope_scaling"] | {"remark": 1}})

@@ -247,6 +247,12 @@ MODELS = {
         _LLAMA | {"num_hidden_layers": 3}, experts=replace(_EIGHT_GROUPED, shared_size=6, dense_layers=(0,))
     ),
     "one of many experts": _decoder_model(_LLAMA, experts=replace(_EXPERTS, per_token=1)),
+    "one scaled expert, sigmoid": _decoder_model(
+        _LLAMA, experts=replace(_EXPERTS, per_token=1, gate="sigmoid", scale=2.5)
+    ),
+    "one scaled expert, softmax": _decoder_model(
+        _LLAMA, experts=replace(_EXPERTS, per_token=1, normalized=False, scale=2.5)
+    ),
     "one expert for all": _decoder_model(  # the first: no router tells experts apart
         _LLAMA, ("layers.*.mlp.router.weight",), "router.weight", experts=replace(_EXPERTS, per_token=1)
     ),

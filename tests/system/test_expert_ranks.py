@@ -37,6 +37,13 @@ def test_two_ranks_hold_different_experts(pool: LocalPool) -> None:
     check(pool, cluster, cases)
 
 
+def test_a_rank_routes_no_token(pool: LocalPool) -> None:
+    """All labels of the third row are ignored, so in the second micro-batch the first rank has nothing to send."""
+    cluster, table = cluster_of(2), {"package": {"expert": 2}}
+    models = [f"one scaled expert, {gate}" for gate in ("sigmoid", "softmax")]
+    check(pool, cluster, [Case(spread(cluster, "zero3", table), num_micros=2, model=model) for model in models])
+
+
 EIGHT: dict[str, Table] = {
     "package": {"package": {"expert": 2}},
     "system": {"system": {"expert": 2}},

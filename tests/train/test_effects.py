@@ -8,8 +8,9 @@ import tomli_w
 from terrace.base.errors import ClusterError, ConfigError, TerraceError
 from terrace.cli.overrides import parse_overrides
 from terrace.train.config import RunConfig, resolve, run_toml
-from terrace.train.effects import RULES, check_effects, file_layers
+from terrace.train.effects import ASKED, RULES, check_effects, file_layers
 
+QWEN2 = ("--model.model_type", "qwen2", "--model.use_sliding_window", "false")
 LARGE = ("--model.hidden_size", "3200", "--model.vocab_size", "20000")
 
 
@@ -29,6 +30,11 @@ CASES: list[tuple[tuple[str, ...], str]] = [
     (("--lora.rank", "2", "--train.freeze", '["embedding.*"]'), "[lora] freezes all that 'embedding.*' matches"),
     (("--plan.preset", "ddp", "--plan.prefetch", "2"), "nothing is gathered"),
     (("--plan.sequence_parallel", "false"), "the tensor axis has no rows"),
+    (("--plan.prefetch", "50"), "the model has 6 blocks: use at most 6"),
+    (("--train.steps", "5", "--train.slow_steps", "6"), "the run ends after 5 steps: use at most 5"),
+    (("--train.weights", "w", "--model.initializer_range", "0.1"), "the weights in "),
+    (("--model.model_type", "mistral", "--model.sliding_window", "0"), "no layer has a window"),
+    ((*QWEN2, "--model.max_window_layers", "1"), "no layer has a window"),
     (("--plan.unit", "5"), "a rank has 4 micro-batches in a step: use at most 4"),
 ]
 
@@ -46,7 +52,7 @@ def test_a_key_without_effect_is_refused(words: tuple[str, ...], said: str) -> N
 
 def test_every_rule_has_a_case() -> None:
     given = {word.removeprefix("--") for words, _ in CASES for word in words if word.startswith("--")}
-    assert RULES.keys() <= given
+    assert RULES.keys() | ASKED.keys() <= given
 
 
 @pytest.mark.parametrize(

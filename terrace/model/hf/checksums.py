@@ -75,4 +75,6 @@ def _table(file: Any, key: str) -> Mapping[str, Any]:
 
 
 def _crc(tensor: Tensor) -> str:
-    return checksum(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    flat = tensor.contiguous().flatten()
+    # One element has the stride that it came with, and only elements at stride 1 can be viewed as bytes.
+    return checksum(flat.as_strided((flat.numel(),), (1,)).view(torch.uint8).numpy().data)

@@ -48,7 +48,10 @@ def read_fields(table: Mapping[str, Any]) -> dict[str, Any]:
     rotary_keys = rope_keys(family)
     for key in table:
         if key not in own_keys | rotary_keys | HARMLESS | family.harmless | ONLY.keys() | family.only.keys():
-            raise ModelError(f"unknown key {key!r} for {name}{did_you_mean(key, own_keys | rotary_keys)}")
+            raise ModelError(
+                f"unknown key {key!r} for {name}{did_you_mean(key, own_keys | rotary_keys)}; where it changes nothing "
+                "that the model computes, delete it from config.json"
+            )
     try:
         loaded = load(family.table, {key: table[key] for key in table if key in own_keys}, name)
     except ConfigError as error:

@@ -165,7 +165,11 @@ FAMILIES: Mapping[str, Family] = {
         factor_is_free=True,
         rope_types=("default", "longrope"),
         harmless=frozenset({"auto_map"}),
-        only={"attention_bias": (False,)},
+        # Phi-4-mini's files name parts of the family that it does without.
+        only={
+            **dict.fromkeys(("attention_bias", "mlp_bias", "lm_head_bias"), (False,)),
+            **dict.fromkeys(("full_attn_mod", "interpolate_factor"), (1,)),
+        },
         windows="all",
     ),
     "gemma2": _GEMMA2,

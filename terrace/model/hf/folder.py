@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from terrace.base.errors import ModelError
+from terrace.base.errors import ConfigError, ModelError
 from terrace.base.schema import read_table
 
+ADAPTER = "adapter_config.json"  # of a folder of peft
 METADATA = ".metadata"  # of a folder of torch.distributed.checkpoint
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -43,6 +44,30 @@ def holds_weights(folder: str) -> bool:
     return any(any(Path(folder).glob(pattern)) for pattern in (INDEX, METADATA, *_OTHER_WEIGHTS))
 
 
+def adapter_words(folder: Path) -> str:
+    """Why a folder that holds an adapter of peft is no model, and how to make one; "" for any other folder."""
+    if not (folder / ADAPTER).is_file() or (folder / CONFIG).is_file():
+        return ""
+    try:
+        named = read_table(folder / ADAPTER).get("base_model_name_or_path")
+    except ConfigError as error:
+        return f"{folder} holds an adapter, not a model, and {error}"
+    base = named if isinstance(named, str) and named else "BASE"
+    return (
+        f"{folder} holds an adapter of {base}, not a model: merge it in Python, as "
+        f"PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base!r}), {str(folder)!r})"
+        ".merge_and_unload().save_pretrained('MERGED'), and give MERGED with the tokenizer of the base; or train new "
+        f"adapters with --model on the folder of {base} and --lora.rank"
+    )
+
+
+def config_file(path: Path) -> Path:
+    """The config.json that a path names, itself or its folder; raises `ModelError` for the folder of an adapter."""
+    if words := adapter_words(path):
+        raise ModelError(words)
+    return path / CONFIG if path.is_dir() else path
+
+
 def is_dcp(folder: Path) -> bool:
     """Whether the weights of a folder are in files of `torch.distributed.checkpoint`; safetensors come first."""
     return (folder / METADATA).is_file() and not any((folder / name).is_file() for name in (INDEX, SINGLE))
@@ -64,6 +89,8 @@ def weight_files(folder: Path) -> dict[str, str] | None:
         return index
     if (folder / SINGLE).is_file():
         return None
+    if words := adapter_words(folder):
+        raise ModelError(words)
     # Other formats (pickles) are named in the error, but never opened.
     others = sorted(path.name for pattern in _OTHER_WEIGHTS for path in folder.glob(pattern))
     if others:

@@ -27,6 +27,7 @@ from terrace.model.hf.checksums import Checksums, checksums_of, sort_metadata
 from terrace.model.hf.config import published_table
 from terrace.model.hf.families import FAMILIES
 from terrace.model.hf.folder import CONFIG, INDEX, METADATA, SINGLE, carried_files, is_dcp, token_ids, weight_files
+from terrace.model.hf.misfit import misfit_words
 from terrace.model.hf.names import DERIVED, NAMES, StoredTensor, output_name, sources, stored_bytes
 
 SHARD_BYTES = 5_000_000_000  # the size at which transformers begins the next file
@@ -39,13 +40,15 @@ _NAMED = 3  # how many tensors of a kind an error names
 class Pretrained:
     """The weights in a folder, opened for reading.
 
-    `config` is the model they are for; by default, the folder's own config.json. Raises `ModelError` for a folder
+    `config` is the model they are for; by default, the folder's own config.json. With `adds_rows` that model may have
+    more tokens than the folder's own: their rows begin as the mean of the others. Raises `ModelError` for a folder
     without readable weights.
     """
 
-    def __init__(self, folder: str | Path, config: ModelConfig | None = None) -> None:
+    def __init__(self, folder: str | Path, config: ModelConfig | None = None, *, adds_rows: bool = False) -> None:
         self.folder = Path(folder)
         self._config = config
+        self._adds_rows = adds_rows
         self._open: dict[str, Any] = {}
         self._sums = Checksums(self.folder)
         self._dcp = DcpWeights(self.folder, lambda: self.config) if is_dcp(self.folder) else None
@@ -94,9 +97,26 @@ class Pretrained:
             raise ModelError(f"{self.folder} has no tensor {wanted}")
         try:
             self._sums.check(self._file(self._files[name]), self._files[name], name)
-            return _taken(self._file(self._files[name]).get_slice(name), source)
+            tensor = _taken(self._file(self._files[name]).get_slice(name), source)
+            return self._with_new_rows(tensor) if source.name in self._of_tokens else tensor
         except (OSError, safetensors.SafetensorError) as error:
             raise ModelError(f"cannot read {name} of {self.folder / self._files[name]}: {error}") from error
+
+    @property
+    def num_new_rows(self) -> int:
+        """Tokens of the model that the folder's own has no row for, where they are added."""
+        if not self._adds_rows or self._dcp is not None or not (self.folder / CONFIG).is_file():
+            return 0
+        return max(0, self.config.vocab_size - load_model(str(self.folder), training=False).vocab_size)
+
+    @cached_property
+    def _of_tokens(self) -> tuple[str, ...]:
+        # The tensors with a row for each token.
+        return (self._sources["embedding", "weight"].name, output_name(self.config)) if self.num_new_rows else ()
+
+    def _with_new_rows(self, tensor: Tensor) -> Tensor:
+        mean = tensor.double().mean(0, keepdim=True).to(tensor.dtype)
+        return torch.cat([tensor, mean.expand(self.num_new_rows, -1)])
 
     def check(self, config: ModelConfig | None = None) -> None:
         """Compare names, shapes and dtypes with the model, `config` or the folder's own.
@@ -105,11 +125,14 @@ class Pretrained:
         not a plain float. Warns of files that were written with the weights and have changed since.
         """
         if config is not None and config != self._config:
-            Pretrained(self.folder, config).check()
+            Pretrained(self.folder, config, adds_rows=self._adds_rows).check()
             return
         if self._dcp is not None:
             self._dcp.check(self.config)
         wanted = {name: source.shape for source in self._sources.values() for name in source.tensors}
+        for name in self._of_tokens:
+            if name in wanted:
+                wanted[name] = (wanted[name][0] - self.num_new_rows, *wanted[name][1:])
         if self.lacks_score:
             del wanted[SCORE]
         names = {self._stored_name(name): name for name in wanted}
@@ -129,7 +152,7 @@ class Pretrained:
                 complaints.append(f"{name} is stored as {dtype}, and only {', '.join(_FLOATS)} are read")
         if complaints:
             more = f"; and {len(complaints) - _NAMED} more" if len(complaints) > _NAMED else ""
-            fix = "give --model the folder of the weights"
+            fix = misfit_words(missing, unexpected) or "give --model the folder of the weights"
             if missing == [output_name(self.config)]:
                 fix = "give --model.tie_word_embeddings true where the embedding is the output matrix"
             raise ModelError(f"{self.folder} does not fit the model: {'; '.join(complaints[:_NAMED])}{more}: {fix}")
@@ -138,7 +161,8 @@ class Pretrained:
         # A folder may store both matrices with different values; tying them would lose one.
         if tied is None or self.config.scalar_head:
             return
-        if not torch.equal(self._file(self._files[tied]).get_tensor(tied), self.value("embedding", "weight")):
+        stored = self._file(self._files[tied]).get_tensor(tied)
+        if not torch.equal(stored, self.value("embedding", "weight")[: len(stored)]):
             raise ModelError(
                 f"{self.folder} has an output matrix {tied} that differs from the embedding, to which the model ties "
                 "it: give --model.tie_word_embeddings false"

@@ -32,6 +32,7 @@ Turn = tuple[float, Mapping[str, Any] | None]  # base and fields of a scaling
 ENDLESS = 1e30  # beyond, it is no number that anyone means
 ORIGINAL = "original_max_position_embeddings"
 _OTHERS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_REMARKS = {"finetuned"}  # says how the weights came about
 _READ = {"yarn": ("mscale", "mscale_all_dim"), "longrope": ("factor",)}  # attention_factor is computed from these
 _ALIASES = {"su": "longrope"}  # older names
 
@@ -96,9 +97,10 @@ def read_scaling(table: Mapping[str, Any], family: "Family", max_positions: int)
         kind = _kind(inner, where, family)
         known = (*_NEEDED.get(kind, ()), *_FREE.get(kind, ()))
         for key in inner:
-            if key not in _OTHERS | {*known, *_READ.get(kind, ())}:
+            if key not in _OTHERS | _REMARKS | {*known, *_READ.get(kind, ())}:
                 raise ModelError(
                     f"unknown key {where}.{key} for rope_type {kind}{did_you_mean(key, {*known, *_OTHERS})}"
+                    "; where it changes nothing that the model computes, delete it from config.json"
                 )
         found.append(None if kind == "default" else _scaling(kind, inner, where, table, max_positions))
     if any(each != found[0] for each in found):

@@ -26,6 +26,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from terrace.comm.byte_views import as_bytes
 from terrace.plan.in_block_messages import ExpertMessage
 from terrace.plan.wire import MessageClass, WireFormat
 from terrace.runtime.experts.route import HopRows
@@ -210,7 +211,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def _packed(parts: Sequence[Tensor]) -> Tensor:
     """The bytes of each row of all parts, one after the other."""
-    views = [part.contiguous().view(torch.uint8) for part in parts]
+    views = [as_bytes(part) for part in parts]
     return views[0] if len(views) == 1 else torch.cat(views, 1)
 
 

@@ -1,0 +1,63 @@
+"""Options that have an effect beside another one alone: one table for all commands, and one line for what breaks it.
+
+Keys of a run, which may stand in a file, have theirs in terrace.train.effects; how tokens are drawn, in
+terrace.generation.request.
+"""
+
+import argparse
+from dataclasses import dataclass
+
+from terrace.base.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Partner:
+    """`option` needs one of `needs`, options that are given or have the value behind a blank: `--format dcp`."""
+
+    option: str
+    needs: tuple[str, ...]
+    shows_value: bool = False
+    says: int | None = None  # of `needs`, the first so many; beside the others it is refused with a reason of theirs
+
+
+PARTNERS: dict[str, tuple[Partner, ...]] = {
+    "doctor": (Partner("--seconds", ("--network",), shows_value=True),),
+    "export": (
+        Partner("--names", ("--format dcp",)),
+        Partner("--weights-only", ("--format dcp",)),
+        Partner("--base", ("--adapter",), shows_value=True),
+    ),
+    "report": (
+        Partner("--port", ("--watch",), shows_value=True),
+        Partner("--force", ("--out FILE", "--watch"), says=1),
+    ),
+    "scale": (Partner("--force", ("--picture FILE",)),),
+    "simulate": (Partner("--force", ("--page FILE", "--trace FILE", "--csv FILE")),),
+}
+
+
+def check_partners(command: str, options: argparse.Namespace) -> None:
+    """Raise `ConfigError` for the first option of a command that is given without any that it needs."""
+    for partner in PARTNERS.get(command, ()):
+        value = _value(options, partner.option)
+        if not _is_given(value) or any(_is_there(options, need) for need in partner.needs):
+            continue
+        shown = f" {value}" * partner.shows_value
+        *others, last = partner.needs[: partner.says]
+        needed = f"{', '.join(others)} or {last}" if others else last
+        raise ConfigError(f"{partner.option}{shown} has no effect without {needed}: leave it out")
+
+
+def _is_there(options: argparse.Namespace, need: str) -> bool:
+    name, _, wanted = need.partition(" ")
+    value = _value(options, name)
+    # A word in capitals stands for any value.
+    return _is_given(value) if not wanted or wanted.isupper() else value == wanted
+
+
+def _is_given(value: object) -> bool:
+    return value is not None and value is not False
+
+
+def _value(options: argparse.Namespace, option: str) -> object:
+    return getattr(options, option.removeprefix("--").replace("-", "_"))

@@ -1,0 +1,72 @@
+"""Calls into a package that may not come back.
+
+The patterns of a tokenizer.json are regular expressions of a stranger, and those of `tokenizers` go back and try again:
+a line of a hundred characters can take centuries. The package holds no lock of the interpreter while it works, so the
+call runs in a thread that can be left behind; it ends with the process. Where the package gives up, it panics: its own
+report, which goes to the descriptor of standard error, is dropped, since the error says it in a line.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from terrace.base.errors import DataError
+
+T = TypeVar("T")
+_STDERR = 2
+_lock = threading.Lock()  # of the descriptor
+
+
+def within(limit_s: float, work: Callable[[], T], words: str) -> T:
+    """The result of `work`, or its error; one that is no `Exception` is a panic.
+
+    Raises `DataError` with `words` if it takes longer than `limit_s`.
+    """
+    found: list[T] = []
+    raised: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            found.append(work())
+        except BaseException as error:  # handed on below, whatever it is
+            raised.append(error)
+
+    # A daemon, since the end of the process must not wait for it.
+    thread = threading.Thread(target=call, name="terrace bounded call", daemon=True)
+    with _set_apart() as drop:
+        thread.start()
+        thread.join(limit_s)
+        if raised and is_panic(raised[0]):
+            drop()
+    if raised:
+        raise raised[0]
+    if not found:
+        raise DataError(f"{words} takes more than {limit_s:.0f} s")
+    return found[0]
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether an error is a panic of Rust, whose class no module exports."""
+    return type(error).__name__ == "PanicException"
+
+
+@contextmanager
+def _set_apart() -> Iterator[Callable[[], None]]:
+    # What is written to standard error meanwhile, by other threads too, comes after the block, unless it is dropped.
+    if not hasattr(os, "memfd_create"):
+        yield lambda: None
+        return
+    with _lock:
+        kept, apart = os.dup(_STDERR), os.memfd_create("stderr")
+        os.dup2(apart, _STDERR)
+        try:
+            yield lambda: os.ftruncate(apart, 0)
+        finally:
+            os.dup2(kept, _STDERR)
+            said = os.pread(apart, os.fstat(apart).st_size, 0)
+            if said:
+                os.write(_STDERR, said)
+            os.close(apart)
+            os.close(kept)

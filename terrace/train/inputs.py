@@ -1,0 +1,52 @@
+"""What a start refuses of the keys that stand on its command line, for commands that start nothing.
+
+`terrace simulate` and `terrace doctor` read no corpus, and a file of a run may name paths of another machine. But a key
+on the command line was set on purpose, so it is refused here as `terrace train` would refuse it; of a corpus, the first
+part is opened.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from terrace.base.errors import DataError
+
+if TYPE_CHECKING:
+    from terrace.train.config import RunConfig
+
+_OF_TOKENIZER = ("tokenizer", "bos", "eos")
+
+
+def check_inputs(run: "RunConfig", given: Mapping[str, Any]) -> None:
+    """Raise the `TerraceError` of a start for the sections and keys `given`, a table as of dotted overrides."""
+    data, train = (given.get(name) for name in ("data", "train"))
+    if isinstance(train, Mapping) and "metrics" in train:
+        from terrace.train.trackers import check_installed
+
+        check_installed(run.train.metrics)
+    if not isinstance(data, Mapping) or not data:
+        return
+    # Here, since these need numpy, and most commands name no data.
+    from terrace.data.chat_tokens import holds_conversations
+    from terrace.data.corpus import corpus_units
+    from terrace.data.indexed import is_indexed
+    from terrace.data.tokenizer import load_tokenizer
+    from terrace.train.folder import check_tokenizer
+
+    config = run.data.absolute()
+    if any(key in data for key in _OF_TOKENIZER):
+        check_tokenizer(load_tokenizer(config.tokenizer, config.bos, config.eos), run)
+    for spec in config.sources():
+        if spec.format != "text":
+            holds_conversations(spec.path, spec.split)
+        elif not is_indexed(spec.path):
+            next(corpus_units(spec.path, spec.column, spec.split), None)
+    _check_cache(Path(config.cache))
+
+
+def _check_cache(folder: Path) -> None:
+    for each in (folder, *folder.parents):
+        if each.exists():
+            if not each.is_dir():
+                raise DataError(f"data.cache = {str(folder)!r} cannot be made, since {each} is a file: name another")
+            return

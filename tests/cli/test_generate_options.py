@@ -1,0 +1,29 @@
+"""Options of `terrace generate`: values that argparse would drop, and options without effect."""
+
+import pytest
+
+from terrace.cli.main import main
+
+
+@pytest.mark.parametrize("option", ["--prompt", "--tokenizer", "--stop"])
+def test_a_value_of_two_dashes_is_a_value(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """And comes as far as the folder that is not there."""
+    assert main(["generate", "nowhere", "--prompt", "a", f"{option}=--"]) == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--temperature 0 --top-p 0.5", "--top-p 0.5 has no effect: --temperature 0 always takes the likeliest token"),
+        ("--temperature 0 --top-k 40", "--top-k 40 has no effect: --temperature 0 always takes the likeliest token"),
+        ("--top-k 1 --seed 4", "--seed 4 has no effect: --top-k 1 always takes the likeliest token"),
+        ("--top-p 1.5", "--top-p 1.5 must be above 0 and at most 1"),
+        ("--device meta", "--device meta cannot be used"),
+    ],
+)
+def test_options_are_refused_in_one_line(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "nowhere", "--prompt", "a", *words.split()]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"terrace: error: {said}")
+    assert error.count("\n") == 1
