@@ -1,7 +1,6 @@
 """Preparation of a run before its ranks start: data, checkpoint, run folder, disk."""
 
 import shutil
-import tempfile
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +25,7 @@ from terrace.data.batches import Batches, Source
 from terrace.data.eval_batches import EvalSource
 from terrace.data.prepared import compare_facts, prepare_eval_sources, prepare_sources
 from terrace.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer, trained_otherwise
-from terrace.launch.socket_folder import clear_abandoned
+from terrace.launch.socket_folder import clear_all_abandoned
 from terrace.model.config import to_table
 from terrace.model.hf.mixtures import OWN_KEYS
 from terrace.model.liger import why_missing
@@ -173,7 +172,7 @@ def _sources(config: RunConfig, tokenizer: Tokenizer) -> tuple[tuple[Source, ...
 
 def _tidy(folder: Path) -> None:
     # Also for a run that has nothing left to train and so starts no ranks, which would do the same.
-    clear_abandoned(Path(tempfile.gettempdir()))
+    clear_all_abandoned()
     # Fails if another run writes there: its rank 0 holds the lock to the end.
     with folder_lock(folder):
         remove_abandoned(folder)

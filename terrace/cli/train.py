@@ -17,7 +17,7 @@ from terrace.cli.options import OVERRIDES_HELP, add_run_options, run_table
 from terrace.cli.overrides import parse_overrides
 from terrace.cli.ranks import with_ranks
 from terrace.cluster.presets import lay_over
-from terrace.launch.fork_server import fork_server_ahead
+from terrace.launch.fork_server import fork_server_ahead, refusals_told
 from terrace.train.config import parse_run, section
 from terrace.train.effects import check_effects, file_layers
 from terrace.train.folder import no_run_words
@@ -52,17 +52,18 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Train; returns 0."""
-    table = _table(options, rest)
-    config = parse_run(table)
-    # A run that goes on keeps the keys of its own file.
-    files = file_layers(options.config, options.plan) if options.resume in (None, AUTO) else {}
-    check_effects(config, files, parse_overrides(rest))
-    # A resumed run has its rate, unless it is given another.
-    if options.resume in (None, AUTO) or "optimizer" in parse_overrides(rest):
-        check_rate(config)
     going_on = options.resume == AUTO
-    if going_on and options.folder is None:
-        raise ConfigError("--resume auto needs a folder: give --folder FOLDER")
+    with refusals_told():
+        table = _table(options, rest)
+        config = parse_run(table)
+        # A run that goes on keeps the keys of its own file.
+        files = file_layers(options.config, options.plan) if options.resume in (None, AUTO) else {}
+        check_effects(config, files, parse_overrides(rest))
+        # A resumed run has its rate, unless it is given another.
+        if options.resume in (None, AUTO) or "optimizer" in parse_overrides(rest):
+            check_rate(config)
+        if going_on and options.folder is None:
+            raise ConfigError("--resume auto needs a folder: give --folder FOLDER")
     with fork_server_ahead("terrace.cli.worker"):
         # The first import of torch: everything above works without it.
         from terrace.cli import worker

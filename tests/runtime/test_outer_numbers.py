@@ -61,5 +61,7 @@ def test_anchors_of_all_blocks_are_compared_at_once() -> None:
     island._check(program, [1, 2])
     assert OnDevice.waits == 1
     island._digests = {1: torch.ones(2), 3: torch.tensor([1.0, 2.0])}
-    with pytest.raises(DivergedError, match=r"block 'block\.3' has other outer parameters on island 1 than on island 0"):
+    with pytest.raises(
+        DivergedError, match=r"block 'block\.3' has other outer parameters on island 1 than on island 0"
+    ):
         island._check(program, [1, 3])
