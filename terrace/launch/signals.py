@@ -24,13 +24,18 @@ def handled(signals: Sequence[int], handler: Any) -> Iterator[dict[int, Any]]:
             signal.signal(number, earlier)
 
 
+def signal_name(number: int) -> str:
+    """The name of a signal; real-time signals have none of their own."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def ended_words(code: int) -> str:
     """How a process ended, by its exit code, or below 0 the number of the signal that killed it."""
     if code >= 0:
         return f"exited with code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:  # real-time signals have no names of their own
-        name = f"signal {-code}"
+    name = signal_name(-code)
     why = ", as the kernel does when memory runs out (dmesg says so)" if name == "SIGKILL" else ""
     return f"was killed by {name}{why}"

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, NoReturn
 
-from terrace.launch.signals import ended_words
+from terrace.launch.signals import signal_name
 from terrace.rehearse import guard
 from terrace.rehearse.calm import undisturbed
 from terrace.rehearse.network import Network
@@ -133,7 +133,8 @@ class _Ranks:
         num_ended = len(self._running)
         self._end()
         rank, code = self._failed
-        words = f"rank {rank} {ended_words(code)}" + (f"; {num_ended} others were ended" if num_ended else "")
+        how = f"ended with exit code {code}" if code > 0 else f"was killed by {signal_name(-code)}"
+        words = f"rank {rank} {how}" + (f"; {num_ended} others were ended" if num_ended else "")
         return Ended(rank=rank, code=code if code > 0 else 128 - code, words=words)
 
     def _step(self, timeout_s: float | None) -> None:

@@ -182,7 +182,7 @@ def test_a_rank_that_fails_is_named_with_its_own_words(cluster_file: Path) -> No
     done = _rehearse(cluster_file, "fail")
     assert done.returncode == 1
     assert "[rank 2] ValueError: two is one too many" in done.stderr
-    assert done.stderr.splitlines()[-1] == "terrace: rank 2 exited with code 1; 3 others were ended"
+    assert done.stderr.splitlines()[-1] == "terrace: rank 2 ended with exit code 1; 3 others were ended"
 
 
 def test_the_exit_code_is_that_of_the_rank_that_failed(cluster_file: Path) -> None:
