@@ -1,7 +1,12 @@
 """Packages that only some commands need, and the extra that installs each.
 
-The distribution's name differs from the import's: `terrace` on the package index is somebody else's.
+The distribution's name differs from the import's: `terrace` on the package index is somebody else's. Terrace itself is
+not on the index, so the commands here name the checkout that runs, or else the packages of the extra.
 """
+
+import re
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
 
 DISTRIBUTION = "terrace-train"
 EXTRAS = {
@@ -17,10 +22,31 @@ EXTRAS = {
 }
 
 
-def install(package: str) -> str:
-    """The command that installs `package`, by the extra that has it."""
+def install(package: str, checkout: Path = Path(__file__).parents[2]) -> str:
+    """The command that installs `package`, with the others of its extra; `checkout` is the folder of this code."""
     extra = EXTRAS.get(package)
-    return f"pip install '{DISTRIBUTION}[{extra}]'" if extra else f"pip install {package}"
+    if extra is None:
+        return f"pip install {package}"
+    if (checkout / "pyproject.toml").is_file():
+        return f"pip install -e '{checkout}[{extra}]'"
+    return f"pip install {' '.join(_packages(extra)) or package}"
+
+
+def _packages(extra: str) -> list[str]:
+    """Requirements of an extra in an installed wheel, quoted for a shell."""
+    try:
+        found = requires(DISTRIBUTION) or []
+    except PackageNotFoundError:  # a copy of the package's folder alone
+        return []
+    parts = [each.partition(";") for each in found]
+    names = [name.strip() for name, _, when in parts if re.search(rf"extra == ['\"]{re.escape(extra)}['\"]", when)]
+    of_extras = [re.match(rf"{re.escape(DISTRIBUTION)}\[(.+)\]", name) for name in names]
+    # An extra may bring another one.
+    return [
+        each
+        for name, other in zip(names, of_extras, strict=True)
+        for each in (_packages(other[1]) if other else [f"'{name}'"])
+    ]
 
 
 def needs(package: str) -> str:

@@ -175,13 +175,26 @@ def read_bounded(path: Path, most: int = 256 << 20) -> bytes:
     return raw
 
 
+def resolved(path: Path) -> Path:
+    """The path behind links. Raises `OSError` for links that lead round in a circle.
+
+    Python's own method raises `RuntimeError` for these up to 3.12, and nothing from 3.13 on.
+    """
+    try:
+        os.stat(path)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise
+    return path.resolve()
+
+
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Writes `content` to `path` as `open_atomic` does, and creates the folder.
 
     The target of a link is replaced, not the link. Raises `OSError`, also for a path that exists and is not a regular
     file, such as a device.
     """
-    path = path.resolve()
+    path = resolved(path)
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not a regular file")
     raw = content.encode("utf-8") if isinstance(content, str) else content

@@ -43,8 +43,8 @@ _LEFT = re.compile(r"\.step-\d{8,18}\.(.+\.)?(partial|removed|replaced)")  # a r
 def save(engine: "Engine", run_folder: Path, step: int, facts: Mapping[str, Any], keep: int | None) -> Path:
     """Write a checkpoint of all ranks and return its folder. Every rank calls this after `engine.drain()`.
 
-    Keeps the newest `keep` checkpoints, with None all of them. Raises `CheckpointError` on every rank if any rank could not write; then
-    earlier checkpoints are untouched and no partial file is left.
+    Keeps the newest `keep` checkpoints, with None all of them. Raises `CheckpointError` on every rank if any rank could
+    not write; then earlier checkpoints are untouched and no partial file is left.
     """
     folder = folder_of(run_folder, step)
     partial = partial_of(folder)

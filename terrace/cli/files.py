@@ -6,7 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from terrace.base.errors import ConfigError
-from terrace.base.files import write_atomic
+from terrace.base.files import resolved, write_atomic
 
 
 def check_writable(option: str, path: Path) -> None:
@@ -17,10 +17,10 @@ def check_writable(option: str, path: Path) -> None:
         if path.exists() and not path.is_file():
             raise OSError(0, "it is no regular file")
         # Only creating a file tells: modes say nothing of quotas and read-only mounts.
-        folder = next(parent for parent in path.resolve().parents if parent.exists())
+        folder = next(parent for parent in resolved(path).parents if parent.exists())
         with TemporaryFile(dir=folder):
             pass
-    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a link to itself
+    except (OSError, ValueError) as error:
         raise _unwritable(option, path, error) from error
 
 
@@ -49,6 +49,6 @@ def write_file(option: str, path: Path, content: str) -> None:
         raise _unwritable(option, path, error) from error
 
 
-def _unwritable(option: str, path: Path, error: OSError | ValueError | RuntimeError) -> ConfigError:
+def _unwritable(option: str, path: Path, error: OSError | ValueError) -> ConfigError:
     why = error.strerror if isinstance(error, OSError) else str(error)
     return ConfigError(f"{option} {path} cannot be written ({why}): name a file in a folder that can")

@@ -12,7 +12,6 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from itertools import chain, count
 from pathlib import Path
 
@@ -20,12 +19,13 @@ from terrace.base.errors import CheckpointError, ConfigError
 from terrace.base.schema import dump, load
 from terrace.checkpoint.memory import Held, held, in_memory, memory_folder, newest, place, run_id, without
 from terrace.checkpoint.reading import Checkpoint
+from terrace.cli.joined import awaited
 from terrace.launch.world import World
 from terrace.simulate.peer_copies import find_partners, one_machine
 from terrace.train.config import RunConfig
 from terrace.train.job import RunJob
 
-_LONGEST = timedelta(minutes=30)  # to check the files of a machine
+_LONGEST_S = 1800.0  # to check the files of a machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,8 +142,7 @@ def _told(world: World, host: str, number: int = 0) -> _Told:
 
 
 def _heard(world: World, key: str, host: str = "") -> str:
-    world.store.wait([key], _LONGEST)
-    return world.seal.open(key, bytes(world.store.get(key)), host or world.hosts[0])
+    return awaited(world, key, host or world.hosts[0], _LONGEST_S)
 
 
 def _name(host: str, wrong: tuple[str, ...]) -> None:

@@ -1,11 +1,13 @@
 """Steps that the ranks of a command take together once they have joined, and limits before they start."""
 
+import json
 import sys
 import time
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
-from terrace.base.errors import ConfigError
+from terrace.base import errors
+from terrace.base.errors import ConfigError, HangError, TerraceError, first_line
 from terrace.base.words import were
 from terrace.cli.launching import torchrun
 from terrace.cluster.cluster import Cluster
@@ -13,11 +15,12 @@ from terrace.launch.machines import check_tiers
 from terrace.launch.world import World
 
 JOIN_TIMEOUT_S = 600.0  # machines of one job may start minutes apart
-_PREPARE_TIMEOUT = timedelta(days=1)  # a large corpus takes hours to tokenise; a rank that dies ends the job
+_PREPARE_LIMIT_S = 24 * 3600.0  # a large corpus takes hours to tokenise; a rank that dies ends the job
 _HEARD_S = 10.0  # enough for ranks that only read a key
 _MAX_LOCAL_RANKS = 64  # a process takes some 200 MB: more than this on one machine is surely a mistake
 
-_FAILED, _MADE = "failed", "made:"
+_SHORTEST_POLL_S, _LONGEST_POLL_S = 0.02, 1.0
+_REFUSED, _READY = "prepare/refused", "prepare/ready"  # in the store
 
 
 def check_local(cluster: Cluster) -> None:
@@ -42,28 +45,80 @@ def check_world(world: World, cluster: Cluster) -> None:
     check_tiers(world.machines, [(tier.name, tier.size) for tier in cluster.tiers])
 
 
-def one_makes(world: World, key: str, num_others: int, mine: bool, make: Callable[[], str]) -> str:
-    """Text of `make`, called on one rank (`mine`) and sent to the others through the store.
+@contextmanager
+def together(world: World) -> Iterator[None]:
+    """Around what the ranks prepare: all of them leave the body, or none, and rank 0 tells why.
 
-    If it raises anything, only that rank reports the error; the other `num_others` exit. Raises `ConfigError` for a
-    text that no rank of this run wrote.
+    An error of one rank ends the others where they wait for it (`one_makes`, and the end of the body): rank 0 raises
+    the same error with the rank's name, the others exit. Ranks are not watched here: the launcher ends the job where
+    one is killed.
     """
-    if not mine:
-        world.store.wait([key], _PREPARE_TIMEOUT)
-        said = world.seal.open(key, bytes(world.store.get(key)))
-        if said == _FAILED:
-            # Acknowledged, so that the failing rank may end and take the store with it.
-            world.store.add(f"{key}/heard", 1)
-            sys.exit(2)
-        return said.removeprefix(_MADE)
     try:
-        made = make()
-    except BaseException:
-        world.store.set(key, world.seal.close(key, _FAILED))
-        # The store may be in this process: it stays until the others have heard.
-        deadline_s = time.monotonic() + _HEARD_S
-        while world.store.add(f"{key}/heard", 0) < num_others and time.monotonic() < deadline_s:
-            time.sleep(0.02)
+        yield
+    except SystemExit:  # of another rank's error
         raise
-    world.store.set(key, world.seal.close(key, _MADE + made))
-    return made
+    except BaseException as error:
+        with suppress(RuntimeError):  # the store is gone
+            # The first one counts: a second may follow from it.
+            world.store.compare_set(_REFUSED, "", world.seal.close(_REFUSED, json.dumps(_as_told(world, error))))
+            _wait_until_heard(world)
+        raise
+    world.store.add(_READY, 1)
+    _wait_for(lambda: _is_refused(world) or int(world.store.add(_READY, 0)) >= world.world_size)
+    _end_if_refused(world)
+
+
+def awaited(world: World, key: str, of: str = "another rank", limit_s: float = _PREPARE_LIMIT_S) -> str:
+    """The text that `of` writes into the store; in a body of `together`, whose refusals end the wait."""
+    _wait_for(lambda: world.store.check([key]) or _is_refused(world), limit_s)
+    _end_if_refused(world)
+    return world.seal.open(key, bytes(world.store.get(key)), of)
+
+
+def one_makes(world: World, key: str, mine: bool, make: Callable[[], str]) -> str:
+    """Text of `make`, called on one rank (`mine`) and sent to the others through the store; in a body of `together`.
+
+    Raises `ConfigError` for a text that no rank of this run wrote.
+    """
+    if mine:
+        made = make()
+        world.store.set(key, world.seal.close(key, made))
+        return made
+    return awaited(world, key)
+
+
+def _is_refused(world: World) -> bool:
+    return bool(world.store.check([_REFUSED]))
+
+
+def _end_if_refused(world: World) -> None:
+    if not _is_refused(world):
+        return
+    name, message = json.loads(world.seal.open(_REFUSED, bytes(world.store.get(_REFUSED))))
+    # Acknowledged, so that the refusing rank may end and take the store with it.
+    world.store.add(f"{_REFUSED}/heard", 1)
+    if world.rank != 0:
+        sys.exit(2)
+    if world.store_rank == 0:
+        _wait_until_heard(world)
+    kind = getattr(errors, name, None)
+    raise (kind if isinstance(kind, type) and issubclass(kind, TerraceError) else HangError)(message)
+
+
+def _wait_until_heard(world: World) -> None:
+    _wait_for(lambda: int(world.store.add(f"{_REFUSED}/heard", 0)) >= world.world_size - 1, _HEARD_S)
+
+
+def _as_told(world: World, error: BaseException) -> tuple[str, str]:
+    """The class of an error, and its message with the rank's name."""
+    text = str(error) if isinstance(error, TerraceError) else first_line(error)
+    return type(error).__name__, f"{text} (rank {world.rank}" + (
+        f" on {world.hosts[world.rank]})" if world.hosts else ")"
+    )
+
+
+def _wait_for(is_over: Callable[[], object], limit_s: float = _PREPARE_LIMIT_S) -> None:
+    begin_s = time.monotonic()
+    while not is_over() and (waited_s := time.monotonic() - begin_s) < limit_s:
+        # A large corpus is prepared for hours, by one rank while thousands ask.
+        time.sleep(min(_LONGEST_POLL_S, max(_SHORTEST_POLL_S, waited_s / 20)))

@@ -1,7 +1,6 @@
 """Preparation of a run before its ranks start: data, checkpoint, run folder, disk."""
 
 import shutil
-import tempfile
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -27,7 +26,7 @@ from terrace.data.eval_batches import EvalSource
 from terrace.data.prepared import compare_facts, prepare_eval_sources, prepare_sources
 from terrace.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer, trained_otherwise
 from terrace.launch.called import called
-from terrace.launch.socket_folder import clear_abandoned
+from terrace.launch.socket_folder import clear_all_abandoned
 from terrace.launch.start import is_restarted
 from terrace.model.liger import why_missing
 from terrace.plan.layout import Layout
@@ -200,7 +199,7 @@ def tidy(folder: Path, saves: Sequence[Path]) -> None:
     Also for a run that has nothing left to train and so starts no ranks, which would do the same. Raises
     `CheckpointError` where another run writes there.
     """
-    clear_abandoned(Path(tempfile.gettempdir()))
+    clear_all_abandoned()
     # Fails if another run writes there: its rank 0 holds the lock to the end.
     with folder_lock(folder):
         remove_abandoned(folder)

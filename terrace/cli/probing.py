@@ -5,9 +5,10 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from terrace.cli.joined import JOIN_TIMEOUT_S, check_local, check_world, one_makes
+from terrace.cli.joined import JOIN_TIMEOUT_S, check_local, check_world, one_makes, together
 from terrace.cli.output import printable_output, sigterm_raises
 from terrace.cluster.cluster import Cluster
+from terrace.launch.fork_server import refusals_told
 from terrace.launch.start import detect, join, launch_local, pace
 from terrace.launch.world import World
 from terrace.probe.measure import measure
@@ -38,7 +39,8 @@ def _on_all_ranks(
     check: Callable[[], None],
     say: Callable[[str], None],
 ) -> T | None:
-    pace()  # refuses a bad TERRACE_PACE before anything is started
+    with refusals_told():
+        pace()  # refuses a bad TERRACE_PACE before anything is started
     if not detect():
         check_local(cluster)
         check()
@@ -53,7 +55,8 @@ def _on_all_ranks(
         check()
         return ""
 
-    one_makes(world, "probe", world.world_size - 1, world.rank == 0, check_here)
+    with together(world):
+        one_makes(world, "probe", world.rank == 0, check_here)
     made = target(world, *arguments)
     dist.destroy_process_group()
     return made if world.rank == 0 else None

@@ -42,6 +42,7 @@ from terrace.model.config import block_specs
 from terrace.model.hf.folder import TOKENIZER
 from terrace.model.hf.pretrained import Pretrained
 from terrace.planner.roles.placement import IterationReport
+from terrace.program.verdict import why_no_verdict
 from terrace.report.roles import measured_words
 from terrace.report.tables import quantity
 from terrace.rl.agreement import Agreement
@@ -365,4 +366,4 @@ def _beside_predicted(config: RlConfig, expected: IterationReport | TerraceError
     asked = (
         "" if config.cluster.is_measured else "\nfrom the figures of the cluster's file; terrace probe measures them"
     )
-    return f"{measured_words(expected, stages_of(found))}{asked}"
+    return f"{measured_words(expected, stages_of(found), why_no_verdict(len(found[1:] or found)))}{asked}"

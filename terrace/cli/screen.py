@@ -18,6 +18,7 @@ from terrace.cli.step_progress import ProgressLine, utilisation_words
 from terrace.cli.terminal import Terminal
 from terrace.cluster.cluster import Cluster
 from terrace.program.report import StepReport, plain
+from terrace.program.verdict import why_no_verdict
 from terrace.report.inside import ASSIGNED
 from terrace.report.loads import load_words
 from terrace.report.plot import loss_svg
@@ -29,8 +30,6 @@ from terrace.train.job import RunJob, device_of
 from terrace.train.metrics import Outcome, SlowestRank, StepRecord, eval_lines, own_seconds, read_metrics
 from terrace.train.prediction import utilisation_of
 from terrace.train.recorder import append_event
-
-_WARM_STEPS = 10  # a run of fewer says little about a steady step
 
 
 class Screen:
@@ -108,10 +107,11 @@ class Screen:
         if outcome.stages:
             self._console.print(stage_comparison_table(outcome.stages))
         pairs = outcome.stages or [(outcome.predicted, outcome.measured)]
-        print(f"{band_words(pairs)}\n")
-        miss = largest_miss(pairs)
+        why_not = why_no_verdict(outcome.num_timed, outcome.busy)
+        print(f"{band_words(pairs, why_not)}\n")
+        miss = "" if why_not else largest_miss(pairs)
         if miss:
-            print(f"{miss}; {self._to_do(outcome.num_steps)}\n")
+            print(f"{miss}; {self._to_do()}\n")
         if outcome.slowest is not None:
             print(f"{slowest_words(outcome.slowest, outcome.measured.time_s, len(outcome.stages))}\n")
         if outcome.quantisation_error:
@@ -137,11 +137,9 @@ class Screen:
         if problem is not None:
             raise problem
 
-    def _to_do(self, num_steps: int) -> str:
+    def _to_do(self) -> str:
         # Constants are measured at the start of a run, in a moment, or by the probe that wrote the cluster's file.
         page = f"{self._next[0]} draws a step of both"
-        if num_steps < _WARM_STEPS:
-            return f"the first steps take longer: judge by at least {_WARM_STEPS}; {page}"
         if self._job.run.cluster.is_measured:
             return f"the cluster's file was probed: if the machine was busy then or now, probe again; {page}"
         return (
@@ -198,6 +196,8 @@ def _report(outcome: Outcome) -> dict[str, Any]:
     table = {
         "final_loss": outcome.final_loss,
         "num_steps": outcome.num_steps,
+        "num_timed": outcome.num_timed,
+        "no_verdict": why_no_verdict(outcome.num_timed, outcome.busy),
         "quantisation_error": outcome.quantisation_error,
         "predicted": plain(outcome.predicted),
         "measured": plain(outcome.measured),

@@ -16,7 +16,7 @@ from terrace.cli.options import AUTO, OVERRIDES_HELP, add_run_options, resumed, 
 from terrace.cli.overrides import parse_overrides
 from terrace.cli.ranks import with_ranks
 from terrace.cluster.presets import lay_over
-from terrace.launch.fork_server import fork_server_ahead
+from terrace.launch.fork_server import fork_server_ahead, refusals_told
 from terrace.train.config import parse_run, section
 from terrace.train.effects import check_effects, file_layers
 from terrace.train.rates import check_rate
@@ -49,15 +49,16 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Train; returns 0."""
-    table = _table(options, rest)
-    config = parse_run(table)
-    # A run that goes on keeps the keys of its own file.
-    files = file_layers(options.config, options.plan) if options.resume in (None, AUTO) else {}
-    check_effects(config, files, parse_overrides(rest))
-    # A resumed run has its rate, unless it is given another.
-    if options.resume in (None, AUTO) or "optimizer" in parse_overrides(rest):
-        check_rate(config)
-    resume, going_on = resumed(options)
+    with refusals_told():
+        table = _table(options, rest)
+        config = parse_run(table)
+        # A run that goes on keeps the keys of its own file.
+        files = file_layers(options.config, options.plan) if options.resume in (None, AUTO) else {}
+        check_effects(config, files, parse_overrides(rest))
+        # A resumed run has its rate, unless it is given another.
+        if options.resume in (None, AUTO) or "optimizer" in parse_overrides(rest):
+            check_rate(config)
+        resume, going_on = resumed(options)
     with fork_server_ahead("terrace.cli.worker"):
         # The first import of torch: everything above works without it.
         from terrace.cli import worker

@@ -14,7 +14,7 @@ from terrace.cli.checks import check_devices_here, check_memory_here
 from terrace.cli.first_screen import show_plan
 from terrace.cli.from_memory import check_partners, check_when_asked, checks_end, chosen, offer, placed
 from terrace.cli.job_text import job_text, read_job, read_sources, section_digests, sources_text
-from terrace.cli.joined import JOIN_TIMEOUT_S, check_local, check_world, one_makes
+from terrace.cli.joined import JOIN_TIMEOUT_S, check_local, check_world, one_makes, together
 from terrace.cli.output import Terminated, outlive_output, printable_output, sigterm_raises
 from terrace.cli.prepare import CompleteError, goes_on, prepare, say_complete
 from terrace.cli.screen import Screen
@@ -22,6 +22,7 @@ from terrace.data.batches import Source
 from terrace.data.eval_batches import EvalSource
 from terrace.data.prepared import prepare_eval_sources, prepare_sources
 from terrace.data.tokenizer import load_tokenizer
+from terrace.launch.fork_server import refusals_told
 from terrace.launch.rank_log import FOLDER, rank_log
 from terrace.launch.start import join, launch_local, local_devices, pace, world_size
 from terrace.launch.stop import Stop
@@ -52,19 +53,24 @@ def run(
     """
     # Ranks note it in their run's folder; this process may have none yet.
     outlive_output(lambda words: print(f"terrace: {words}", file=sys.stderr, flush=True))
-    pace()  # refuses a bad TERRACE_PACE before anything is made
     going_on = goes_on(folder, resume, going_on)
-    num_ranks = world_size()
-    if num_ranks is not None:
+    changes, num_ranks = "", world_size()
+    with refusals_told():
+        pace()  # refuses a bad TERRACE_PACE before anything is made
         # A fresh run must match the launcher's ranks exactly; only a resumed one is fitted.
-        changes = ""
-        if going_on or resume is not None:
+        if num_ranks is not None and (going_on or resume is not None):
             config, changes = fit(num_ranks)
+    if num_ranks is not None:
         world = join(timeout_s=JOIN_TIMEOUT_S, sections=section_digests(config))
-        with store_lost():
-            joined = joined_job(world, config, folder, resume, going_on)
-        if joined is not None:
-            _run_joined(world, joined, changes, verbose)
+        with store_lost(), together(world):
+            job = joined_job(world, config, folder, resume, going_on)
+            if job is not None:
+                if world.rank == 0:
+                    print(changes, end="\n" * bool(changes))
+                    show_plan(job, verbose)
+                job = _with_sources(world, job)
+        if job is not None:
+            _run_joined(world, job, verbose)
         return
     if config.train.peer_copies:
         raise ConfigError(one_machine(()))
@@ -126,21 +132,21 @@ def joined_job(
 
     if world.rank != 0:
         check_when_asked(world, here)
-    text = one_makes(world, "job", world.world_size - 1, world.rank == 0, prepare_here)
+    text = one_makes(world, "job", world.rank == 0, prepare_here)
     return placed(read_job(text), here, world) if text else None
 
 
-def _run_joined(world: World, job: RunJob, changes: str, verbose: bool) -> None:
-    if world.rank == 0:
-        print(changes, end="\n" * bool(changes))
-        show_plan(job, verbose)
+def _with_sources(world: World, job: RunJob) -> RunJob:
     # Token caches may be local to a machine: its first rank opens or builds them.
     host = world.hosts[world.rank]
-    first, num_others = world.hosts.index(host) == world.rank, world.hosts.count(host) - 1
-    with store_lost():
-        text = one_makes(world, f"tokens/{host}", num_others, first, lambda: sources_text(*_sources_here(job)))
+    first = world.hosts.index(host) == world.rank
+    text = one_makes(world, f"tokens/{host}", first, lambda: sources_text(*_sources_here(job)))
     sources, eval_sources = read_sources(text)
-    signal_name = run_rank(world, replace(job, sources=sources, eval_sources=eval_sources), verbose)
+    return replace(job, sources=sources, eval_sources=eval_sources)
+
+
+def _run_joined(world: World, job: RunJob, verbose: bool) -> None:
+    signal_name = run_rank(world, job, verbose)
     dist.destroy_process_group()
     if signal_name is not None and world.rank != 0:
         sys.exit(128 + signal.SIGINT if signal_name == "SIGINT" else 128 + signal.SIGTERM)  # rank 0 says why

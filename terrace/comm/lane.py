@@ -4,12 +4,17 @@ A rank has one lane for each tier that is outermost for some message, and none w
 lane in the order in which the program issued them, so all members of a group issue the same order. On a CPU a lane is a
 thread that calls blocking collectives; with a GPU it is a CUDA stream. A `Ticket` stands for submitted work; waiting
 for it blocks the calling thread, or makes the current CUDA stream wait, until the work is done.
+
+Memory that submitted work refers to stays until the work has read it, whatever the caller drops: a thread drops its
+work when it has run, and a stream's ticket when the stream that submitted the work was made to wait for it. Tensors
+that work replaces in an object it refers to are the object's to keep.
 """
 
 import queue
 import threading
 import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -119,16 +124,22 @@ class ThreadLane(Lane):
 
 
 class _StreamTicket(Ticket):
-    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+    def __init__(self, work: Callable[[], None], event: torch.cuda.Event, computing: torch.cuda.Stream) -> None:
+        self.work: Callable[[], None] | None = work
         self.event = event
-        self.device = device
+        self.computing = computing  # the stream that submitted the work, whose memory it reads
 
     def wait(self) -> None:
         # The host goes on; only the stream waits.
-        torch.cuda.current_stream(self.device).wait_event(self.event)
+        stream = torch.cuda.current_stream(self.computing.device)
+        stream.wait_event(self.event)
+        # Another lane's wait does not make computing wait, which would fill the memory again.
+        if stream == self.computing:
+            self.work = None
 
     def wait_on_host(self) -> None:
         self.event.synchronize()
+        self.work = None
 
     @property
     def is_done(self) -> bool:
@@ -139,28 +150,35 @@ class StreamLane(Lane):
     """A CUDA stream other than the current one. The host never blocks.
 
     Work waits for the computation issued before it, so it may overwrite buffers that the computation released in
-    program order, and memory allocated by work may be freed without a wait. The reverse does not hold: the caller keeps
-    tensors allocated by the computation and used by the work alive until the ticket was waited for. The device need not
-    be the current one.
+    program order, and memory allocated by work may be freed without a wait. The reverse does not hold: the allocator
+    gives memory that computing has freed to computing, at once. The ticket of work therefore keeps what the work refers
+    to until the submitting stream waits for it, and the lane keeps tickets that nobody waits for until their work is
+    done. The device need not be the current one.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # Ahead of computing: blocks of a large product would else be placed first, and a message begin late.
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._under_way = deque[_StreamTicket]()
 
     def submit(self, work: Callable[[], None]) -> Ticket:
+        computing = torch.cuda.current_stream(self._device)
         # The work reads results of the computation issued so far.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._stream.wait_stream(computing)
         with torch.cuda.stream(self._stream), torch.no_grad():
             work()
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
-        return _StreamTicket(event, self._device)
+        while self._under_way and (self._under_way[0].work is None or self._under_way[0].is_done):
+            self._under_way.popleft()
+        self._under_way.append(ticket := _StreamTicket(work, event, computing))
+        return ticket
 
     def close(self, wait: bool = True) -> None:
         if wait:
             self._stream.synchronize()
+            self._under_way.clear()
 
 
 class _Over(Ticket):

@@ -12,6 +12,7 @@ visit, because decoding whole messages again would double their cost.
 """
 
 import math
+import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -88,13 +89,16 @@ class Origin:
 class ErrorLog:
     """Squared errors and squares of sampled messages since the last `take`, by message class, origin and tier.
 
-    Each key is written by one lane only; `take` requires all lanes to be idle.
+    Each key is written by one lane only. `take` requires lanes to be idle, but for messages that may be under way after
+    a step: their sums stay until a later `take` finds them done.
     """
 
     def __init__(self, messages: tuple[MessageClass, ...], device: torch.device) -> None:
         self.messages = messages
         self._device = device
+        self._lock = threading.Lock()  # a lane may add to the sums of a message under way while they are taken
         self._sums: dict[_Key, Tensor] = {}
+        self._made: dict[_Key, torch.cuda.Event] = {}  # on CUDA, when the sums of a message under way are there
         self._last: dict[_Key, Tensor] = {}
         self._visits: dict[tuple[_Key, str], int] = defaultdict(int)
         self._is_aside = False
@@ -122,17 +126,25 @@ class ErrorLog:
         if key[0] not in self.messages or not self._counts(key):
             return
         # On the device: a copy to the host would make the lane wait.
-        self._sums[key] = self._sums[key] + sums if key in self._sums else sums
+        with self._lock:
+            self._sums[key] = self._sums[key] + sums if key in self._sums else sums
+            if sums.is_cuda and key[0] in _AFTER_A_STEP:
+                event = self._made[key] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event.record(torch.cuda.current_stream(sums.device))
 
     def take(self) -> Tensor:
         """[squared error, square] of every lossy class, concatenated; resets the sums."""
         total = torch.zeros(len(self.messages), 2, dtype=torch.float64, device=self._device)
         if self._is_aside:
             return total.view(-1)
-        for (message, _, _), sums in self._sums.items():
+        with self._lock:
+            late = {key for key, event in self._made.items() if not event.query()}  # type: ignore[no-untyped-call]
+            # Kept for the error message: the total says that a value is not finite, the parts say whose.
+            self._last = {key: sums for key, sums in self._sums.items() if key not in late}
+            self._sums = {key: self._sums[key] for key in late}
+            self._made = {key: self._made[key] for key in late}
+        for (message, _, _), sums in self._last.items():
             total[self.messages.index(message)] += sums
-        # Kept for the error message: the total says that a value is not finite, the parts say whose.
-        self._last, self._sums = self._sums, {}
         return total.view(-1)
 
     def _counts(self, key: _Key) -> bool:

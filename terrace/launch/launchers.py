@@ -5,7 +5,7 @@ Pure functions of the environment's variables, so that every launcher can be tri
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from terrace.base.errors import ConfigError
 
@@ -24,12 +24,20 @@ class Launcher:
     local_rank: str = ""
     local_world_size: str = ""
     needed: tuple[str, ...] = ()
+    late: str = "the output of the others says why they ended, if they did"  # what to do about ranks that do not come
 
 
 # The first that fits counts. A process of mpirun or mpiexec inside of a Slurm job has Slurm's variables, too, those of
 # the daemon that started it; and `srun --mpi=pmi2` sets PMI_RANK, without a local rank.
 LAUNCHERS = (
-    Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    Launcher(
+        "torchrun",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        late="start the command on every machine, with the MASTER_ADDR and MASTER_PORT of rank 0",
+    ),
     Launcher(  # Open MPI, and jsrun
         "mpirun",
         "OMPI_COMM_WORLD_RANK",
@@ -43,7 +51,13 @@ LAUNCHERS = (
     Launcher(  # Hydra of MPICH and Intel MPI
         "mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", needed=("MPI_LOCALRANKID",)
     ),
-    Launcher("srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    Launcher(
+        "srun",
+        "SLURM_PROCID",
+        "SLURM_NTASKS",
+        "SLURM_LOCALID",
+        late="under Slurm start it with srun: a batch script by itself starts one process",
+    ),
     Launcher("flux run", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
     Launcher("mpiexec", "PMI_RANK", "PMI_SIZE"),
 )
@@ -60,6 +74,7 @@ class Place:
     local_world_size: int | None
     address: str
     port: int
+    late: str = field(default="", compare=False)  # what to do about ranks that do not come
 
 
 def is_launched(variables: Mapping[str, str]) -> bool:
@@ -109,6 +124,7 @@ def place(variables: Mapping[str, str]) -> Place | None:
         local_world_size=_number(launcher.local_world_size, variables),
         address=address,
         port=port,
+        late=launcher.late,
     )
     if not found.rank < found.world_size:
         raise ConfigError(
@@ -126,6 +142,7 @@ def _address(launcher: Launcher, variables: Mapping[str, str]) -> tuple[str, int
         raise ConfigError(
             f"{launcher.world_size}={variables[launcher.world_size]} says that {launcher.name} started this process, "
             f"and nothing says where rank 0 is; set {' and '.join(missing)}, or unset {launcher.world_size}"
+            + ("; under Slurm start it with srun" if launcher.name == "srun" else "")
         )
     port = _number("MASTER_PORT", given)
     if port == 0:

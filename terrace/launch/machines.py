@@ -29,7 +29,8 @@ class Facts:
 
     `boot`: the id of the running kernel, equal in all containers of a machine and empty where there is none; `device`:
     a CUDA device's uuid, empty on a CPU; `numa`: its NUMA node, or -1; `versions`: of Python, torch and Terrace's
-    files; `sections`: a digest of each section of its configuration.
+    files; `sections`: a digest of each section of its configuration; `backend`: torch's for its messages, and `why` it
+    is.
     """
 
     host: str
@@ -38,6 +39,8 @@ class Facts:
     numa: int = -1
     versions: Mapping[str, str] = field(default_factory=dict)
     sections: Mapping[str, str] = field(default_factory=dict)
+    backend: str = ""
+    why: str = ""
 
 
 def files_digest() -> str:
@@ -59,7 +62,7 @@ def numa_of(properties: Any) -> int:
 
 
 def check_same_code(facts: Sequence[Facts]) -> None:
-    """Raises `ConfigError` when a rank's versions differ from rank 0's, or when two ranks share a CUDA device."""
+    """Raises `ConfigError` when a rank's versions or backend differ from rank 0's, or two ranks share a CUDA device."""
     for own in facts:
         for name, version in facts[0].versions.items():
             if own.versions.get(name) != version:
@@ -69,6 +72,12 @@ def check_same_code(facts: Sequence[Facts]) -> None:
                     f"{own.versions.get(name, 'none')}, and rank 0 on {facts[0].host} runs {version}: install the same "
                     "on every machine"
                 )
+    for rank, own in enumerate(facts):
+        if own.backend != facts[0].backend:  # a world with nccl on some machines and gloo on others would hang
+            raise ConfigError(
+                f"rank {rank} on {own.host} would use {own.backend} ({own.why}), but rank 0 uses {facts[0].backend}: "
+                "give every machine working devices, or hide them from all"
+            )
     users: dict[tuple[str, str], int] = {}
     for rank, own in enumerate(facts):
         if own.device and (first := users.setdefault((own.host, own.device), rank)) != rank:

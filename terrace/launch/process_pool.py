@@ -6,10 +6,10 @@ in it, and the next call starts fresh ones.
 
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.spawn
 import os
 import pickle
 import signal
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,6 +25,7 @@ from terrace.launch.machines import num_cores
 from terrace.launch.postmortem import in_words
 from terrace.launch.rendezvous import host_store
 from terrace.launch.seal import Seal
+from terrace.launch.signals import ended_words
 from terrace.launch.silence import beats_of
 from terrace.launch.stop import ask
 from terrace.launch.workers import LOOPBACK, PoolJob, Report, serve
@@ -159,9 +160,8 @@ class ProcessPool:
         self._stop(range(world_size), 0.0)
         # The ranks end with the server, and their own exit codes are lost with it: these come a moment before its end.
         lost = any(_LOST_CODE in death for death in deaths)
-        if _has_server_ended(_STOP_S if lost else 0.0):
-            raise HangError(_server_end_words())
-        raise one_error(reports, deaths)
+        end = _end_of_server(_STOP_S if lost else 0.0)
+        raise one_error(reports, deaths) if end is None else _without_server(end)
 
     def _collect(
         self, members: list[_Member], deadline_s: float | None, deaths: list[str]
@@ -202,7 +202,7 @@ class ProcessPool:
         try:
             process.start()
         except (EOFError, ConnectionError) as error:
-            raise HangError(_server_end_words()) from error
+            raise _without_server(_end_of_server(_STOP_S)) from error
         # Only the child keeps its end, so that its death is an end of file here.
         there.close()
         member = self._members[rank] = _Member(process, here)
@@ -256,51 +256,38 @@ def one_error(reports: list[Report], deaths: list[str]) -> Exception:
 
 
 def _death(rank: int, code: int | None) -> str:
-    if code is not None and code < 0:
-        name = signal.Signals(-code).name
-        why = ", as the kernel does when memory runs out (dmesg says so)" if name == "SIGKILL" else ""
-        return f"rank {rank} was killed by {name}{why}"
-    return f"rank {rank} exited with code {code} before it reported"
+    if code is None:
+        return f"rank {rank} ended before it reported"
+    return f"rank {rank} {ended_words(code)}" + (" before it reported" if code >= 0 else "")
 
 
-def _has_server_ended(patience_s: float = 0.0) -> bool:
+def _without_server(end: str | None) -> HangError:
+    how, program = end or "does not answer", multiprocessing.spawn.get_executable()
+    # What a signal ends was alive; what exits by itself has said why, or could not even begin.
+    fix = "start the run again" if "killed" in how else f"its own lines say why; it runs {os.fsdecode(program or b'')}"
+    return HangError(f"the fork server of the ranks {how}, and all ranks with it: {fix}")
+
+
+def _end_of_server(patience_s: float = 0.0) -> str | None:
+    """How the fork server of ranks ended, in words; None where it is there still after `patience_s`."""
     deadline_s = time.monotonic() + patience_s
-    while not (ended := _is_server_gone()) and time.monotonic() < deadline_s:
+    while (end := _end_of_server_now()) is None and time.monotonic() < deadline_s:
         time.sleep(0.01)
-    return ended
+    return end
 
 
-def _is_server_gone() -> bool:
-    return _server_end() is not None
-
-
-def _server_end() -> tuple[int, int] | None:
-    """How the fork server ended, (CLD code, exit code or signal), (0, 0) where nobody knows; None: it has not."""
+def _end_of_server_now() -> str | None:
     pid = getattr(getattr(multiprocessing.forkserver, "_forkserver", None), "_forkserver_pid", None)
     if pid is None:
         return None
     try:
         # Left to be waited for by multiprocessing, which then starts another.
-        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
-        return 0, 0
-    return None if found is None else (found.si_code, found.si_status)
-
-
-def _server_end_words() -> str:
-    return f"the fork server of the ranks ended, and all ranks with it: {end_words(*(_server_end() or (0, 0)))}"
-
-
-def end_words(code: int, status: int) -> str:
-    """Why a process ended, by its CLD code and its exit code or signal, with the remedy."""
-    if code == os.CLD_EXITED:
-        return (
-            f"it exited with code {status}, as where {sys.executable} or a module of torch cannot be read; lines "
-            "above, if any, say more"
-        )
-    if code in (os.CLD_KILLED, os.CLD_DUMPED) and status != signal.SIGKILL:
-        return f"{signal.Signals(status).name} ended it; start the run again"
-    return "something killed it, as the kernel does when memory runs out (dmesg says so); start the run again"
+        return "ended"
+    if end is None:
+        return None
+    return ended_words(end.si_status if end.si_code == os.CLD_EXITED else -end.si_status)
 
 
 def _join(members: list[_Member], patience_s: float) -> None:

@@ -11,7 +11,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # public, not in __all__
 from torch.distributed.distributed_c10d import Store
 
-from terrace.base.errors import ConfigError, HangError
+from terrace.base.errors import ConfigError, HangError, TerraceError
 from terrace.base.schema import load
 from terrace.launch.machines import Facts, arrange, check_same_code, machine_map, names_of, other_configurations
 from terrace.launch.postmortem import in_words
@@ -142,10 +142,23 @@ class Meeting:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+def _came(store: Store, key: str, patience_s: float) -> bool:
+    begin_s = time.monotonic()
+    try:
+        store.wait([key], timedelta(seconds=patience_s))
+    except dist.DistError:
+        # A store that is gone fails at once.
+        if time.monotonic() - begin_s < patience_s / 2:
+            raise
+        return False
+    return True
+
+
+@dataclass(frozen=True)
 class _Knock:
     token: str
-    facts: Facts
+    facts: Facts = field(default_factory=lambda: Facts(""))
+    refusal: str = ""  # why this rank cannot take part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,21 +170,40 @@ class _Go:
 
 
 def meet(
-    store: Store, rank: int, world_size: int, facts: Facts, seal: Seal, timeout_s: float, *, renumber: bool
+    store: Store,
+    rank: int,
+    world_size: int,
+    facts: Facts | TerraceError,
+    seal: Seal,
+    timeout_s: float,
+    *,
+    renumber: bool,
+    say: Callable[[str], None] = lambda text: None,
+    late: str = "",
 ) -> Meeting:
     """Meet the other ranks; every rank calls this with the number that the launcher gave it.
 
+    A rank that cannot take part gives its error in place of its facts, and raises it when rank 0 has heard. Ranks that
+    do not come within seconds are named in a line for `say`, with `late`, words on what to do about them.
+
     Ranks whose order puts a machine's ranks apart get new numbers if `renumber`. Raises `ConfigError` on rank 0, and
-    `SystemExit` on the others, for ranks that run other code, share a device or may not be renumbered; `ConfigError`
-    for a rank without the run's secret; `HangError` for ranks that do not come within `timeout_s`.
+    `SystemExit` on the others, for ranks that cannot take part, run other code, share a device or may not be
+    renumbered; `ConfigError` for a rank without the run's secret; `HangError` for ranks that do not come within
+    `timeout_s`.
     """
     if rank == 0:
-        return _Host(store, world_size, seal, timeout_s).meet(facts, renumber)
+        return _Host(store, world_size, seal, timeout_s, say, late).meet(facts, renumber)
     token, timeout, begin_s = uuid.uuid4().hex, timedelta(seconds=timeout_s), time.monotonic()
-    store.set(f"knock/{rank}", seal.close(f"knock/{rank}", _text(_Knock(token=token, facts=facts))))
+    if isinstance(facts, TerraceError):
+        knock = _Knock(token, refusal=f"{facts} (rank {rank} on {socket.gethostname()})")
+    else:
+        knock = _Knock(token, facts)
+    store.set(f"knock/{rank}", seal.close(f"knock/{rank}", _text(knock)))
     store.add("knocks", 1)
     try:
-        store.wait([f"answer/{token}"], timeout)
+        if not _came(store, f"answer/{token}", min(_QUIET_S, timeout_s)):
+            say(f"rank {rank} waits up to {timeout_s:g} s for rank 0")
+            store.wait([f"answer/{token}"], timeout)
         life = seal.open(f"answer/{token}", bytes(store.get(f"answer/{token}")), "rank 0")
         inner = seal.within(life)
         store.set(f"{life}/in/{rank}", inner.close(f"in/{rank}", token))
@@ -186,20 +218,26 @@ def meet(
     if go.refused:
         # Acknowledged, so that rank 0 may end and take the store with it; the reason is printed there, once.
         store.add(f"{life}/heard", 1)
-        raise SystemExit(2)
+        raise facts if isinstance(facts, TerraceError) else SystemExit(2)
     return _meeting(life, inner, rank, go)
 
 
 class _Host:
-    def __init__(self, store: Store, world_size: int, seal: Seal, timeout_s: float) -> None:
+    def __init__(
+        self, store: Store, world_size: int, seal: Seal, timeout_s: float, say: Callable[[str], None], late: str
+    ) -> None:
         self._store, self._world_size, self._timeout_s = store, world_size, timeout_s
+        self._say, self._late = say, f": {late}" * bool(late)
         self._seal, self._life = seal, uuid.uuid4().hex
         self._inner = seal.within(self._life)
         self._raws: dict[int, bytes] = {}
         self._knocks: dict[int, _Knock] = {}
 
-    def meet(self, own: Facts, renumber: bool) -> Meeting:
+    def meet(self, own: Facts | TerraceError, renumber: bool) -> Meeting:
         try:
+            if isinstance(own, TerraceError):
+                self._answer_all()
+                raise own
             facts = [own, *self._gathered()]
             check_same_code(facts)
             hosts, machines = names_of(facts)
@@ -209,40 +247,56 @@ class _Host:
                     f"the ranks of a machine are not neighbours ({machine_map(machines)}): start one machine's ranks "
                     "after the other's (srun --distribution=block, mpirun --map-by slot)"
                 )
-        except ConfigError:
+        except TerraceError:
             self._refuse()
             raise
         order = sorted(range(self._world_size), key=ranks.__getitem__)
         there = tuple(hosts[old] for old in order), tuple(machines[old] for old in order)
         go = _Go(refused=False, ranks=tuple(ranks), hosts=there[0], machines=there[1])
-        self._say(go)
+        self._tell(go)
         return _meeting(self._life, self._inner, 0, go, other_configurations(facts))
 
     def _gathered(self) -> list[Facts]:
-        num_seen = 0
-        deadline_s = time.monotonic() + self._timeout_s
+        num_seen, told, begin_s = 0, False, time.monotonic()
         while self._store.add(f"{self._life}/in", 0) < self._world_size - 1 or not self._all_in():
             # One counter is asked for between knocks, not a key for every rank.
             num_knocks = self._store.add("knocks", 0)
             if num_knocks != num_seen:
                 num_seen = num_knocks
                 self._answer()
-            if time.monotonic() > deadline_s:
-                absent = set(range(1, self._world_size)) - set(self._knocks)
-                who = in_words(absent) if absent else "a rank that knocked earlier and died"
-                raise HangError(f"{who} did not join the world within {self._timeout_s:g} s")
+            for rank, knock in self._knocks.items():
+                # Of a rank of this life: one that has heard the answer.
+                if knock.refusal and self._is_in(rank):
+                    raise ConfigError(knock.refusal)
+            waited_s = time.monotonic() - begin_s
+            if waited_s > min(_QUIET_S, self._timeout_s) and not told:
+                told = True
+                self._say(f"rank 0 waits up to {self._timeout_s:g} s for {self._absent()}{self._late}")
+            if waited_s > self._timeout_s:
+                raise HangError(f"{self._absent()} did not join the world within {self._timeout_s:g} s{self._late}")
             time.sleep(_POLL_S)
         return [self._knocks[rank].facts for rank in range(1, self._world_size)]
 
+    def _answer_all(self) -> None:
+        # Of those that come within seconds: without an answer they would wait for a rank 0 that is gone.
+        deadline_s = time.monotonic() + _QUIET_S
+        while len(self._knocks) < self._world_size - 1 and time.monotonic() < deadline_s:
+            self._answer()
+            time.sleep(_POLL_S)
+
+    def _absent(self) -> str:
+        absent = set(range(1, self._world_size)) - set(self._knocks)
+        return in_words(absent) if absent else "a rank that knocked earlier and died"
+
     def _all_in(self) -> bool:
         # The counter may count a rank twice that died and knocked again, so each rank's own word is read at the end.
-        for rank in range(1, self._world_size):
-            knock, key = self._knocks.get(rank), f"in/{rank}"
-            if knock is None or not self._store.check([f"{self._life}/{key}"]):
-                return False
-            if self._inner.open(key, bytes(self._store.get(f"{self._life}/{key}")), f"rank {rank}") != knock.token:
-                return False
-        return True
+        return all(self._is_in(rank) and not self._knocks[rank].refusal for rank in range(1, self._world_size))
+
+    def _is_in(self, rank: int) -> bool:
+        knock, key = self._knocks.get(rank), f"in/{rank}"
+        if knock is None or not self._store.check([f"{self._life}/{key}"]):
+            return False
+        return self._inner.open(key, bytes(self._store.get(f"{self._life}/{key}")), f"rank {rank}") == knock.token
 
     def _answer(self) -> None:
         # Keys that an earlier life left in the store answer no fresh token, so they cannot be mistaken for this life's.
@@ -257,13 +311,13 @@ class _Host:
                 self._store.set(answer, self._seal.close(answer, self._life))
 
     def _refuse(self) -> None:
-        self._say(_Go(refused=True))
+        self._tell(_Go(refused=True))
         # The store may be in this process: it stays until those that were answered have heard.
         deadline_s = time.monotonic() + _HEARD_S
         while self._store.add(f"{self._life}/heard", 0) < len(self._knocks) and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
 
-    def _say(self, go: _Go) -> None:
+    def _tell(self, go: _Go) -> None:
         self._store.set(f"{self._life}/go", self._inner.close("go", _text(go)))
 
 

@@ -1,4 +1,4 @@
-"""The signals that end a run in order, and handlers of them for a while. Needs no torch."""
+"""The signals that end a run in order, their handlers for a while, and words for how a process ended. No torch."""
 
 import signal
 import threading
@@ -22,3 +22,20 @@ def handled(signals: Sequence[int], handler: Any) -> Iterator[dict[int, Any]]:
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
+
+
+def signal_name(number: int) -> str:
+    """The name of a signal; real-time signals have none of their own."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def ended_words(code: int) -> str:
+    """How a process ended, by its exit code, or below 0 the number of the signal that killed it."""
+    if code >= 0:
+        return f"exited with code {code}"
+    name = signal_name(-code)
+    why = ", as the kernel does when memory runs out (dmesg says so)" if name == "SIGKILL" else ""
+    return f"was killed by {name}{why}"

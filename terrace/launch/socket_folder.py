@@ -2,19 +2,28 @@
 
 `multiprocessing` would make one that a killed process leaves for good. The owner holds a lock on its folder, which the
 kernel releases however the owner ends.
+
+The path of a socket has some hundred bytes at most, and many clusters give a job a TMPDIR of nearly as many: then the
+folder is made elsewhere.
 """
 
 import fcntl
 import multiprocessing.process
 import os
 import shutil
+import sys
 import tempfile
 from contextlib import suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
+from terrace.base.errors import ConfigError
+
 _OWNED, _NEW = "terrace-ranks-", "terrace-new-"
+_OTHERS = ("/tmp", "/var/tmp", "/dev/shm")
+_LONGEST = 103 if sys.platform == "darwin" else 107  # bytes of a socket's path
+_SOCKET = len(f"/{_OWNED}xxxxxxxx/listener-xxxxxxxx")
 
 
 def use_socket_folder() -> None:
@@ -24,15 +33,48 @@ def use_socket_folder() -> None:
     config: dict[str, Any] = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
     if config.get("tempdir") is not None:
         return
-    clear_abandoned(Path(tempfile.gettempdir()))
     folder = _owned_folder()
     Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-100)
     config["tempdir"] = str(folder)
 
 
+def short_folders(needed: int) -> list[Path]:
+    """Folders for temporary files whose paths leave `needed` bytes for a socket: the system's own, and others."""
+    named = dict.fromkeys((_system_folder(), *_OTHERS))
+    return [Path(name) for name in named if os.path.isdir(name) and len(os.fsencode(name)) + needed <= _LONGEST]
+
+
+def clear_all_abandoned() -> None:
+    """Removes the folders of killed processes from all places where `use_socket_folder` may make them."""
+    for parent in short_folders(_SOCKET):
+        clear_abandoned(parent)
+
+
+def _system_folder() -> str:
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError:  # no folder of the system's can be written to
+        return _OTHERS[0]
+
+
 def _owned_folder() -> Path:
+    own = _system_folder()
+    why = f"its path has {len(os.fsencode(own))} bytes, of at most {_LONGEST - _SOCKET}"
+    for parent in short_folders(_SOCKET):
+        clear_abandoned(parent)
+        try:
+            return _owned_folder_in(parent)
+        except OSError as error:  # full, or not this user's to write in
+            why = f"{parent}: {error.strerror}"
+    raise ConfigError(
+        f"the ranks of this machine need a folder for their sockets, and none of {', '.join([own, *_OTHERS])} can be "
+        f"one ({why}): set TMPDIR to a folder with a short path and some space"
+    )
+
+
+def _owned_folder_in(parent: Path) -> Path:
     while True:
-        new = Path(tempfile.mkdtemp(prefix=_NEW))
+        new = Path(tempfile.mkdtemp(prefix=_NEW, dir=parent))
         # Another start may take it for abandoned until it is locked: then a new one is made.
         with suppress(FileNotFoundError):
             # Open until this process ends, for its lock. Renamed when locked, so that nobody takes it for abandoned.

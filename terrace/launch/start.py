@@ -10,16 +10,16 @@ import os
 import platform
 import socket
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore
 
-from terrace.base.errors import ConfigError
+from terrace.base.errors import ConfigError, TerraceError
 from terrace.base.words import counted
 from terrace.launch import flight
 from terrace.launch.device import take_device
@@ -35,6 +35,11 @@ from terrace.launch.world import World, store_lost
 __all__ = ["LocalPool", "World", "detect", "is_restarted", "join", "launch_local", "pace", "world_size"]
 
 _LEAST_SECRET = 16  # characters
+_TELL_S = 5.0  # for rank 0 to hear why another rank does not come
+
+
+def _print(text: str) -> None:
+    print(text, flush=True)  # at once: in a job's file a line on what is waited for would stand there at its end
 
 
 def detect() -> bool:
@@ -77,7 +82,7 @@ def pace() -> float | None:
 @store_lost()
 def join(
     timeout_s: float,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = _print,
     *,
     sections: Mapping[str, str] | None = None,
     renumber: bool = True,
@@ -86,8 +91,9 @@ def join(
 
     Ranks get new numbers where the launcher's put the ranks of a machine apart; without `renumber` that is an error.
     `say` gets a few lines on rank 0: backend and reason, which ranks run on which machine, and ranks whose `sections`
-    (digests of the configuration's) differ from rank 0's. Raises `ConfigError` outside a launcher, for an address that
-    cannot be used, and as `meet` does; `HangError` naming the ranks that did not join within `timeout_s`.
+    (digests of the configuration's) differ from rank 0's; and, after seconds, a line on ranks that do not come. Raises
+    `ConfigError` outside a launcher, for an address that cannot be used, and as `meet` does; `HangError` naming the
+    ranks that did not join within `timeout_s`.
     """
     own = _place()
     if own is None:
@@ -101,12 +107,15 @@ def join(
         shared = host_store(own.address, own.port, timeout_s)
     else:
         shared = open_store(own.address, own.port, timeout_s, waiting, agent_hosts=agent_hosts)
-    local_rank = own.rank if own.local_rank is None else own.local_rank
-    backend, device, why = _backend(own.launcher, local_rank)
-    facts = _facts(device, sections or {})
-    met = meet(shared, own.rank, own.world_size, facts, seal, timeout_s, renumber=renumber)
+    local_rank, backend, why = own.rank if own.local_rank is None else own.local_rank, "", ""
+    facts: Facts | TerraceError
+    try:
+        backend, device, why = _backend(own.launcher, local_rank)
+        facts = _facts(device, sections or {}, backend, why)
+    except ConfigError as error:
+        facts = error
+    met = meet(shared, own.rank, own.world_size, facts, seal, timeout_s, renumber=renumber, say=waiting, late=own.late)
     store = PrefixStore(f"terrace/{met.life}", shared)
-    _agree_on_backend(store, met.seal, met.rank, backend, why)
     if met.rank == 0:
         say(f"{counted(own.world_size, 'rank')} under {own.launcher}, backend {backend}: {why}")
         for line in (met.map, *met.notes) if len(set(met.machines)) > 1 else met.notes:
@@ -133,6 +142,20 @@ def join(
     )
 
 
+def refuse(error: TerraceError) -> None:
+    """Tell the other ranks of a launcher's world why this one does not join them.
+
+    Rank 0 raises the error, if it is there within seconds; the other ranks then end. Does nothing outside of a
+    launcher, and on rank 0, whose own output is the one that is read.
+    """
+    with suppress(TerraceError, RuntimeError):  # without the others: they cannot be told
+        own = _place()
+        if own is None or own.rank == 0:
+            return
+        store = open_store(own.address, own.port, _TELL_S)
+        meet(store, own.rank, own.world_size, error, _secret(), _TELL_S, renumber=False)
+
+
 class LocalPool(ProcessPool):
     """Up to `num_processes` ranks on this machine that stay alive between calls, mainly for tests.
 
@@ -157,7 +180,7 @@ def launch_local(
     args: tuple[Any, ...] = (),
     *,
     grace_s: float = 10.0,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = _print,
     stoppable: bool = False,
 ) -> Any:
     """Run `target(world, *args)` in `world_size` processes of this machine; returns rank 0's result.
@@ -247,27 +270,14 @@ def _secret() -> Seal:
     return Seal(os.fsencode(text), "TERRACE_SECRET")
 
 
-def _facts(device: torch.device | None, sections: Mapping[str, str]) -> Facts:
+def _facts(device: torch.device | None, sections: Mapping[str, str], backend: str, why: str) -> Facts:
     versions = {"Python": platform.python_version(), "torch": torch.__version__, "Terrace's files": files_digest()}
     host = socket.gethostname()
     if device is None:
-        return Facts(host, boot_id(), versions=versions, sections=sections)
+        return Facts(host, boot_id(), versions=versions, sections=sections, backend=backend, why=why)
     properties = torch.cuda.get_device_properties(device)
-    return Facts(host, boot_id(), str(properties.uuid), numa_of(properties), versions, sections)
+    return Facts(host, boot_id(), str(properties.uuid), numa_of(properties), versions, sections, backend, why)
 
 
 def _silent(text: str) -> None:
     pass
-
-
-def _agree_on_backend(store: Store, seal: Seal, rank: int, backend: str, why: str) -> None:
-    # A world with nccl on some machines and gloo on others would hang.
-    if rank == 0:
-        store.set("backend", seal.close("backend", backend))
-        return
-    chosen = seal.open("backend", bytes(store.get("backend")))
-    if backend != chosen:
-        raise ConfigError(
-            f"rank {rank} on {socket.gethostname()} would use {backend} ({why}), but rank 0 uses {chosen}: "
-            "give every machine working devices, or hide them from all"
-        )

@@ -13,14 +13,12 @@ import pickle
 import queue
 import signal
 import sys
-import tempfile
 import threading
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -32,7 +30,7 @@ from terrace.launch.device import take_device
 from terrace.launch.rendezvous import open_store
 from terrace.launch.seal import Seal
 from terrace.launch.signals import SIGNALS
-from terrace.launch.socket_folder import clear_abandoned
+from terrace.launch.socket_folder import clear_all_abandoned
 from terrace.launch.world import World, is_communication_error
 
 LOOPBACK = "127.0.0.1"
@@ -147,7 +145,7 @@ def _listen(link: "Connection[Any, Any]", inbox: "queue.SimpleQueue[PoolJob | st
             inbox.put(link.recv())
         except (EOFError, OSError):
             # The folder of a parent that was killed would else stay until the next start.
-            clear_abandoned(Path(tempfile.gettempdir()))
+            clear_all_abandoned()
             os._exit(1)
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, NoReturn
 
+from terrace.launch.signals import signal_name
 from terrace.rehearse import guard
 from terrace.rehearse.calm import undisturbed
 from terrace.rehearse.network import Network
@@ -132,7 +133,7 @@ class _Ranks:
         num_ended = len(self._running)
         self._end()
         rank, code = self._failed
-        how = f"ended with exit code {code}" if code > 0 else f"was killed by {_signal_name(-code)}"
+        how = f"ended with exit code {code}" if code > 0 else f"was killed by {signal_name(-code)}"
         words = f"rank {rank} {how}" + (f"; {num_ended} others were ended" if num_ended else "")
         return Ended(rank=rank, code=code if code > 0 else 128 - code, words=words)
 
@@ -220,10 +221,3 @@ def _guarded() -> Iterator[IO[str]]:
             process.stdin.write("done\n")
             process.stdin.close()
         process.wait()
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

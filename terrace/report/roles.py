@@ -11,6 +11,7 @@ from terrace.plan.plan import AXES, Plan
 from terrace.planner.roles.dataflow import GENERATE, PREPARE, RESHARD, STAGES, TRAIN, Dataflow
 from terrace.planner.roles.placement import IterationReport, PoolReport, RoleReport
 from terrace.planner.roles.pools import pool_cluster
+from terrace.program.verdict import judged
 from terrace.report.tables import STEP_BAND, new_table, quantity, seconds
 from terrace.simulate.bands import widest_band
 
@@ -99,16 +100,17 @@ def against_words(best: IterationReport, other: IterationReport) -> str:
     return f"{groups_words(other)}: {seconds(other.seconds)}, {longer:+.1f} %: {', '.join(stages) or 'as long'}"
 
 
-def measured_words(report: IterationReport, measured: Mapping[str, float]) -> str:
-    """Seconds of every stage and of the step, predicted beside measured, and whether the step kept to its band."""
+def measured_words(report: IterationReport, measured: Mapping[str, float], why_not: str = "") -> str:
+    """Seconds of every stage and of the step, predicted beside measured, and whether the step kept to its band.
+
+    `why_not` (terrace.program.verdict) says why that stays open, if it does.
+    """
     lines = ["predicted beside measured:"]
     for stage in STAGES:
         lines.append(f"    {stage:14s} {seconds(report.stages[stage]):>10s} {seconds(measured[stage]):>10s}")
     whole_s = measured["step"]
     lines.append(f"    {'step':14s} {seconds(report.seconds):>10s} {seconds(whole_s):>10s}")
-    error = (report.seconds - whole_s) / whole_s
-    verdict = "within" if abs(error) <= STEP_BAND else "OUTSIDE"
-    lines.append(f"predicted step time {100 * error:+.0f} %, {verdict} its limit of {100 * STEP_BAND:.0f} %")
+    lines.append(f"predicted step time {judged((report.seconds - whole_s) / whole_s, STEP_BAND, why_not)}")
     return "\n".join(lines)
 
 

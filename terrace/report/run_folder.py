@@ -21,6 +21,7 @@ from terrace.base.schema import read_table
 from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import parse_cluster
+from terrace.program.verdict import why_no_verdict
 from terrace.report.compared import ComparedAmounts
 from terrace.report.folder_parts import checkpoint_rows, steady, text_of
 from terrace.report.markup import ChartedSection
@@ -175,6 +176,13 @@ def _status(left: _Left) -> str:
     return "Not finished: no step has ended yet."
 
 
+def _open_words(left: _Left) -> str:
+    # The end of a run knows more than its steps: whether the machine was busy at the start.
+    told = [event.no_verdict for event in left.events if event.event == "finished" and event.no_verdict]
+    why_not = told[-1] if told else why_no_verdict(len(left.steady))
+    return f", no verdict: {why_not}" if why_not else ""
+
+
 def _notes(left: _Left) -> list[str]:
     # Means over steady steps, as the prediction is for a steady step.
     predicted_s, measured_s = sum(left.predicted["time_s"].values()), _mean(left.steady, attrgetter("step_s"))
@@ -186,7 +194,7 @@ def _notes(left: _Left) -> list[str]:
     if measured_s > 0:
         notes.append(
             f"A step takes {seconds(measured_s)} in the mean; predicted were {seconds(predicted_s)}{_band(left)} "
-            f"({100 * (predicted_s / measured_s - 1):+.0f} %). Rank 0 waits for messages for "
+            f"({100 * (predicted_s / measured_s - 1):+.0f} %{_open_words(left)}). Rank 0 waits for messages for "
             f"{100 * waits_s / measured_s:.0f} % of it."
         )
     slow = [(rank, factor) for record in left.steady for rank, factor in record.slow_ranks.items()]

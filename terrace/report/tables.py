@@ -18,6 +18,7 @@ from terrace.plan.outer import Outer
 from terrace.plan.plan import AXES, CONTEXT_AXES, Plan
 from terrace.plan.wire import OF_EXPERTS, MessageClass
 from terrace.program.report import StepReport
+from terrace.program.verdict import judged
 
 STATES = ("params", "params_backward", "grads", "optimizer")
 _CATEGORY_ORDER = ("forward", "backward", "clip", "update")
@@ -196,28 +197,27 @@ def _size(value: float) -> str:
     return quantity(value, "B")
 
 
-def band_words(stages: Sequence[tuple[StepReport, StepReport]]) -> str:
+def band_words(stages: Sequence[tuple[StepReport, StepReport]], why_not: str = "") -> str:
     """A sentence on step time and memory of the worst of all stages, each (predicted, measured): relative error of the
     prediction, and whether it kept to its band; with several stages, also on their bytes.
+
+    `why_not` (terrace.program.verdict) says why times are not judged, if they are not. Memory is counted, not timed.
     """
     sentences = []
     told = [(predicted, _as_told(predicted, measured)) for predicted, measured in stages]
     # Said only where something was left out.
     parts = any(found is not measured for (_, measured), (_, found) in zip(stages, told, strict=True))
     left_out = ", messages in attention left out," if parts else ""
-    judged = ((f"step time{left_out}", STEP_BAND, attrgetter("step_s")), ("model state", MEMORY_BAND, _state_bytes))
-    for name, band, size in judged:
+    of_time = f"step time{left_out}", STEP_BAND, attrgetter("step_s"), why_not
+    for name, band, size, open_for in (of_time, ("model state", MEMORY_BAND, _state_bytes, "")):
         sizes = [(size(predicted), size(found)) for predicted, found in told]
         # Relative to the measured value: a band says how far a prediction may miss reality.
         errors = [(expected - found) / found if expected > 0 and found > 0 else 0.0 for expected, found in sizes]
         worst = max(range(len(stages)), key=lambda stage: abs(errors[stage]))
         if sizes[worst][0] > 0 and sizes[worst][1] > 0:
-            verdict = "within" if abs(errors[worst]) <= band else "OUTSIDE"
             # One number for many stages is the worst one, and says which.
             where = f" at most (stage {worst})" if len(stages) > 1 else ""
-            sentences.append(
-                f"predicted {name} {100 * errors[worst]:+.0f} %{where}, {verdict} its limit of {100 * band:.0f} %"
-            )
+            sentences.append(f"predicted {name} {judged(errors[worst], band, open_for, where)}")
     if len(stages) > 1:
         differ = [
             str(stage) for stage, (predicted, measured) in enumerate(stages) if not equal_bytes(predicted, measured)

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from terrace.base.errors import ConfigError, TrainingError, first_line
+from terrace.launch.signals import ended_words
 from terrace.model import attention
 from terrace.model.attention_plans import AttentionPlans
 from terrace.model.block_masks import BlockMasked
@@ -81,7 +82,7 @@ def check_compiler(device: torch.device) -> None:
             trial = f"import torch; torch.compile(lambda x: x * 2 + 1)(torch.ones(8, device={device.type!r}))"
             subprocess.run([sys.executable, "-c", trial], capture_output=True, text=True, check=True)
     except subprocess.CalledProcessError as error:
-        last = (error.stderr.strip().splitlines() or [f"ended with {error.returncode}"])[-1]
+        last = (error.stderr.strip().splitlines() or [f"the trial {ended_words(error.returncode)}"])[-1]
         raise _no_compiler(last) from error
     except Exception as error:  # whatever a compiler, a linker or a missing header makes of it
         raise _no_compiler(reason_of(error)) from error

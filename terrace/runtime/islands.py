@@ -63,8 +63,7 @@ class Island:
         """Take the outer step of a block whose mean has arrived."""
         fragment, exchange = self.outer.fragment(block), program.exchange
         assert exchange is not None, "an exchange ends"
-        for each in outer_blocks(program, fragment):
-            self._check(program, each)
+        self._check(program, outer_blocks(program, fragment))
         stretch = self.numbers.stretch(fragment) if self.outer.penalty else None
         waits, moved = fragment not in exchange.arrives, fragment in self.numbers.changed
         for flat in self._flats(block):
@@ -104,18 +103,21 @@ class Island:
         for place, fragment in enumerate(starts):
             self.numbers.hear(fragment, numbers[:, size * place : size * (place + 1)])
 
-    def _check(self, program: Program, block: int) -> None:
+    def _check(self, program: Program, blocks: Sequence[int]) -> None:
         """Raise `DivergedError` where islands do not hold the same anchor of a block."""
-        digests = self._digests.pop(block, None)
-        if digests is None:  # looked at already, or before the checkpoint that the run was resumed from
+        # Others were looked at already, or are from before the checkpoint that the run was resumed from.
+        heard = {block: self._digests.pop(block) for block in blocks if block in self._digests}
+        if not heard:
             return
-        same = (digests == digests[0]).tolist()
-        if not all(same):
-            raise DivergedError(
-                f"block {program.blocks[block].name!r} has other outer parameters on island {same.index(False)} than "
-                "on island 0, and all islands apply the same mean to the same: the memory of a rank or a message was "
-                "damaged; resume from the last checkpoint"
-            )
+        digests = torch.stack([*heard.values()])  # (blocks, islands)
+        # One copy of all: the host waits for it.
+        for block, same in zip(heard, (digests == digests[:, :1]).tolist(), strict=True):
+            if not all(same):
+                raise DivergedError(
+                    f"block {program.blocks[block].name!r} has other outer parameters on island {same.index(False)} "
+                    "than on island 0, and all islands apply the same mean to the same: the memory of a rank or a "
+                    "message was damaged; resume from the last checkpoint"
+                )
 
     def applied(self, exchange: Exchange) -> list[OuterResult]:
         """The results of the fragments that `exchange` applies, once its program has run and its numbers are heard."""

@@ -93,7 +93,7 @@ class OuterNumbers:
 
     def result(self, fragment: int) -> OuterResult:
         """The newest exchange of a fragment that was heard."""
-        figures = self.heard[fragment]
+        figures = self.heard[fragment].cpu()  # at once: on CUDA the host waits for computing each time it reads one
         tokens, before = figures[:, TOKENS].sum(), figures[:, BEFORE].mean().sqrt()
         return OuterResult(
             fragment=fragment,

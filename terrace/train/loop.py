@@ -8,7 +8,7 @@ All user mistakes are caught before; only the machine can still fail here.
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import astuple, replace
 from datetime import timedelta
 from pathlib import Path
 from shlex import quote
@@ -44,6 +44,7 @@ from terrace.sequence.cost import WorkCost
 from terrace.train.adapted import run_blocks_of
 from terrace.train.attention_cost import kept_cost, work_cost
 from terrace.train.attention_words import attention_words
+from terrace.train.busy import CoreSeconds, busy_words
 from terrace.train.calibrate import calibrate, predict_once
 from terrace.train.compared import compare_ranks
 from terrace.train.context_batches import ContextBatches
@@ -100,6 +101,7 @@ class RankOfRun:
             raise ConfigError("TERRACE_PACE paces messages of CPU ranks only: unset it, or set CUDA_VISIBLE_DEVICES=''")
         self.world, self.job, self.run, self.observer, self.dog = world, job, run, observer, dog
         self.step, self.patience, self.learning = 0, Patience(), Learning(run)
+        self.busy = ""  # words on other programs that used the machine while it was measured
         self.num_before = 0  # instructions of the step and of evaluations behind it, before those that run
         starts_with = run.train.weights if job.resume is None else ""
         # A resumed run has its values in the checkpoint, so the starting weights are not read again.
@@ -159,7 +161,11 @@ class RankOfRun:
         # A probed cluster is used as it is; any other gets constants measured here.
         cluster, at, everyone = self.run.cluster, self.dog.at, tuple(range(self.world.world_size))
         if not cluster.is_measured or self.engine.comm.pacer is not None:  # probed constants exclude the pace
+            before = CoreSeconds.now()
             cluster = calibrate(self.engine, self.run, lambda what: at(first_step, 0, f"MEASURE {what}", everyone))
+            self.busy = self._busy_since(before)
+            if self.busy:
+                self.observer.note(f"{self.busy}, so the predicted step may be far off")
         made = self.micro_batches(cluster)
         self.dog.idle("reading the reference of DPO")
         self.learning.begin(self.engine, self.batches, self.job, self.observer.note, self.dog.idle)
@@ -199,10 +205,20 @@ class RankOfRun:
             stages=stages,
             slowest=slowest,
             saves=self.saves.newest,
+            num_timed=summary.num_timed,
+            busy=self.busy,
         )
         self.engine.close()
         self.observer.finished(result)
         return result
+
+    def _busy_since(self, before: CoreSeconds | None) -> str:
+        now = CoreSeconds.now()
+        spent = None if before is None or now is None else now.since(before)
+        # Cores only issue work to a device, and wait.
+        everyone = self.engine.comm.exchange(None if spent is None else astuple(spent))
+        is_shared = self.engine.device.type == "cpu"
+        return busy_words([CoreSeconds(*each) if each else None for each in everyone]) if is_shared else ""
 
     def resume(self) -> int:
         if self.job.resume is None:

@@ -107,7 +107,8 @@ class Outcome:
     """Result of a run: final loss (mean of its last steps) and the two reports of this rank.
 
     `stages` has the two reports of the first data and tensor rank of each pipeline stage; empty without a pipeline.
-    `quantisation_error` is from the last step, by message class. `slowest` is None with one rank.
+    `quantisation_error` is from the last step, by message class. `slowest` is None with one rank. The times of
+    `measured` are the mean of `num_timed` steps; `busy` says that the machine was not ours alone at the start.
     """
 
     final_loss: float
@@ -120,6 +121,8 @@ class Outcome:
     stages: tuple[tuple[StepReport, StepReport], ...] = ()  # (predicted, measured)
     slowest: SlowestRank | None = None
     saves: tuple[Saved, ...] = ()  # the newest `NUM_SAVES` checkpoints of this rank, in order
+    num_timed: int = 0
+    busy: str = ""
 
 
 class Summary:
@@ -168,8 +171,13 @@ class Summary:
         return sum(self._losses) / len(self._losses) if self._losses else float("nan")
 
     @property
+    def num_timed(self) -> int:
+        """Steps in `mean_time_s`."""
+        return max(0, self._num_seen - self.num_warm_up)
+
+    @property
     def mean_time_s(self) -> dict[str, float]:
-        steps = max(1, self._num_seen - self.num_warm_up)
+        steps = max(1, self.num_timed)
         return {category: total / steps for category, total in self._time_s.items()}
 
 

@@ -24,6 +24,7 @@ from terrace.base.schema import dump
 from terrace.base.sealed import sealed_json, sealed_toml
 from terrace.cluster.cluster import Cluster
 from terrace.program.report import StepReport, plain
+from terrace.program.verdict import why_no_verdict
 from terrace.train.config import run_toml
 from terrace.train.job import RunJob
 from terrace.train.metrics import Observer, Outcome, StepRecord
@@ -64,6 +65,7 @@ class RunEvent:
     why: str | None = None
     text: str | None = None
     final_loss: MaybeNaN = math.nan
+    no_verdict: str = ""  # of a finished run: why its steps say nothing about the prediction
     slowest_rank: int | None = None  # of a finished run: the rank with the most own work
     slowest_s: dict[str, dict[str, float]] = field(default_factory=dict)  # its "predicted" and "measured" seconds
 
@@ -164,7 +166,8 @@ class _Recorder:
         if outcome.slowest is not None:
             sides = {"predicted": dict(outcome.slowest.predicted_s), "measured": dict(outcome.slowest.measured_s)}
             slowest = {"slowest_rank": outcome.slowest.rank, "slowest_s": sides}
-        self.event("finished", step=outcome.num_steps, final_loss=outcome.final_loss, **slowest)
+        why_not = why_no_verdict(outcome.num_timed, outcome.busy)
+        self.event("finished", step=outcome.num_steps, final_loss=outcome.final_loss, no_verdict=why_not, **slowest)
         self._observer.finished(outcome)
 
     def event(self, name: str, **facts: Any) -> None:

@@ -17,6 +17,7 @@ from terrace.base.files import (
     open_own,
     read_bounded,
     remove_abandoned,
+    resolved,
     respect_umask,
     sync_folder,
     write_atomic,
@@ -226,3 +227,19 @@ def test_a_name_that_no_file_can_have_is_one_line(capsys: pytest.CaptureFixture[
         assert said.startswith("terrace: error: ")
         assert said.count("\n") == 1
         assert "too long" in said
+
+
+def test_links_in_a_circle_are_an_error_of_the_system(tmp_path: Path) -> None:
+    """On every Python: its own words and classes for them have changed."""
+    loop, link, missing = tmp_path / "loop", tmp_path / "link", tmp_path / "missing" / "file"
+    loop.symlink_to(loop)
+    link.symlink_to(tmp_path / "real")
+    for path in (loop, loop / "below"):
+        with pytest.raises(OSError, match="Too many levels") as error:
+            write_atomic(path, "text")
+        assert error.value.errno == errno.ELOOP
+    assert resolved(link) == (tmp_path / "real").resolve()
+    assert resolved(missing) == missing.resolve()
+    write_atomic(link, "text")
+    assert (tmp_path / "real").read_text() == "text"
+    assert link.is_symlink()

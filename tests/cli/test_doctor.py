@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from terrace.base.errors import ConfigError
+from terrace.base.extras import install
 from terrace.cli import checks, first_screen
 from terrace.cli.checks import check_run, slow_warning, task_of
 from terrace.cli.doctor import _plan_command
@@ -57,8 +58,8 @@ def _of(found: list[Finding], about: str) -> Finding:
     ("changes", "about", "level", "words", "fix"),
     [
         ({"python": (3, 10, 2)}, "python", "blocks", "3.10.2 is too old", "install Python 3.11"),
-        ({"packages": {"torch": None}}, "torch", "blocks", "planning works", "pip install 'terrace-train[train]'"),
-        ({"packages": {"safetensors": None}}, "safetensors", "blocks", "absent", "pip install 'terrace-train[train]'"),
+        ({"packages": {"torch": None}}, "torch", "blocks", "planning works", install("torch")),
+        ({"packages": {"safetensors": None}}, "safetensors", "blocks", "absent", install("torch")),
         ({"packages": {"torch": "2.9.1+cu128"}}, "torch", "note", "was not tried", "pip install 'torch>=2.11'"),
         ({"torch_error": "OSError: libcudart"}, "torch", "blocks", "libcudart", "--force-reinstall"),
         ({"packages": {"wandb": None}}, "wandb", "absent", "train.metrics", "pip install wandb"),
@@ -67,7 +68,7 @@ def _of(found: list[Finding], about: str) -> Finding:
             "tokenizers",
             "absent",
             "tokenizer.json",
-            "pip install 'terrace-train[hf]'",
+            install("jinja2"),
         ),
         ({"has_nvidia": True}, "backend", "note", "built for the CPU", "CUDA build"),
         ({"has_nvidia": True, "torch_cuda": "12.8"}, "backend", "note", "sees no device", "nvidia-smi"),
@@ -251,7 +252,7 @@ def test_the_exit_code_is_that_of_what_blocks(tmp_path: Path) -> None:
 def test_without_torch_it_says_what_gets_it() -> None:
     done = without_torch("doctor", "--cluster", "dgx-h100", "--network")
     assert done.returncode == 1, done.stderr
-    assert "pip install 'terrace-train[train]'" in done.stdout
+    assert install("torch") in done.stdout
     assert "blocked by torch, numpy, links" in done.stdout
     assert "suits cluster" in done.stdout, "planning needs no torch"
 

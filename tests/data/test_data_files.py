@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from terrace.base.errors import DataError
+from terrace.base.extras import install
 from terrace.data import pieces as pieces_module
 from terrace.data import text as text_module
 from terrace.data.corpus import read_documents, read_pieces
@@ -50,7 +52,7 @@ def test_load_tokenizer_bytes_and_missing(tmp_path: Path) -> None:
 def test_load_tokenizer_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(DataError, match=r"pip install 'terrace-train\[hf\]'"):
+    with pytest.raises(DataError, match=re.escape(install("jinja2"))):
         load_tokenizer(tmp_path)
 
 

@@ -1,6 +1,5 @@
 """The name of the command in lines that propose one, and why a fork server ended."""
 
-import os
 import signal
 import sys
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from terrace.launch.called import called
-from terrace.launch.process_pool import end_words
+from terrace.launch.signals import ended_words
 
 
 def script(folder: Path) -> Path:
@@ -41,11 +40,7 @@ def test_without_a_script_it_is_terrace(argv: list[str], monkeypatch: pytest.Mon
 
 
 def test_only_a_kill_is_put_down_to_memory() -> None:
-    assert "memory runs out" in end_words(os.CLD_KILLED, signal.SIGKILL)
-    for code, status, said in (
-        (os.CLD_EXITED, 1, "it exited with code 1"),
-        (os.CLD_KILLED, signal.SIGTERM, "SIGTERM ended it"),
-        (os.CLD_DUMPED, signal.SIGSEGV, "SIGSEGV ended it"),
-    ):
-        assert said in end_words(code, status)
-        assert "memory" not in end_words(code, status)
+    assert "memory runs out" in ended_words(-signal.SIGKILL)
+    for code, said in ((1, "exited with code 1"), (-signal.SIGTERM, "SIGTERM"), (-signal.SIGSEGV, "SIGSEGV")):
+        assert said in ended_words(code)
+        assert "memory" not in ended_words(code)

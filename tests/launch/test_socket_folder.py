@@ -5,9 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
-from terrace.launch.socket_folder import clear_abandoned
+import pytest
+
+from terrace.base.errors import ConfigError
+from terrace.launch import socket_folder
+from terrace.launch.socket_folder import clear_abandoned, clear_all_abandoned, short_folders
 from tests.support.tiny_runs import environment
 
 MAKE = """
@@ -102,3 +107,57 @@ def test_a_folder_is_made_where_there_are_no_locks(tmp_path: Path) -> None:
     )
     assert done.returncode == 0
     assert not list(tmp_path.iterdir())
+
+
+SERVES = """
+from multiprocessing.connection import Client, Listener
+from terrace.launch.socket_folder import use_socket_folder
+use_socket_folder()
+with Listener(family="AF_UNIX") as listener:
+    Client(listener.address).close()
+    print(listener.address)
+"""
+
+
+@pytest.mark.parametrize("letter", ["x", "\u00fc"])
+def test_a_long_folder_of_temporary_files_is_passed_over(tmp_path: Path, letter: str) -> None:
+    """Many clusters give every job a folder of its own. A path counts in bytes."""
+    room = 107 - len(os.fsencode(tmp_path)) - 2
+    long = tmp_path / (letter * (room // len(letter.encode())))
+    long.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", SERVES],
+        env=environment() | {"TMPDIR": str(long)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    folder = Path(done.stdout.strip()).parent
+    assert folder.parent in map(Path, socket_folder._OTHERS)
+    assert not folder.exists(), "it goes with its process, as any other"
+    assert not list(long.iterdir())
+
+
+def test_a_place_that_cannot_be_written_to_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    monkeypatch.setattr(socket_folder, "_OTHERS", ("/proc/self", str(tmp_path)))
+    monkeypatch.setattr(socket_folder, "_LONGEST", len(str(tmp_path)) + socket_folder._SOCKET)
+    (abandoned := tmp_path / "terrace-ranks-old").mkdir()
+    folder = socket_folder._owned_folder()
+    assert (folder.parent, abandoned.exists()) == (tmp_path, False)
+    abandoned.mkdir()
+    clear_all_abandoned()
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_without_a_place_for_sockets_the_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("x" * 90)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    monkeypatch.setattr(socket_folder, "_OTHERS", ())
+    assert short_folders(50) == []
+    with pytest.raises(
+        ConfigError, match=rf"none of {long} .* {len(str(long))} bytes, of at most .*: set TMPDIR to a "
+    ):
+        socket_folder._owned_folder()

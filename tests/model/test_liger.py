@@ -1,5 +1,6 @@
 """Kernels of liger-kernel: which parts they serve, refusals, and their numbers in Triton's interpreter and on a GPU."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from terrace.base.errors import ConfigError
+from terrace.base.extras import install
 from terrace.cli import prepare
 from terrace.model import liger, liger_parts, liger_trial
 from terrace.model.config import ModelConfig, parse_model
@@ -144,7 +146,7 @@ def test_a_run_says_which_parts_are_served_and_is_refused_where_none_can_be(monk
         prepare._check_kernels(run)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(liger, "find_spec", lambda name: None)
-    missing = r"liger-kernel is not installed \(pip install 'terrace-train\[liger\]'\); leave train.kernels out"
+    missing = rf"liger-kernel is not installed \({re.escape(install('liger-kernel'))}\); leave train.kernels out"
     with pytest.raises(ConfigError, match=missing):
         prepare._check_kernels(run)
     with pytest.raises(ConfigError, match=missing):

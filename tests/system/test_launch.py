@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from terrace.base.errors import ConfigError, HangError, PlanError
-from terrace.launch.process_pool import _has_server_ended, one_error
+from terrace.launch.process_pool import _death, _end_of_server, one_error
 from terrace.launch.start import LocalPool, World, detect, join, launch_local
 from terrace.launch.watchdog import watch
 from terrace.launch.workers import Report
@@ -121,19 +121,66 @@ def test_a_frozen_rank_is_named_and_ended(tmp_path: Path) -> None:
     assert "waiting for it: ranks 1-3" in message
 
 
+_KILLED_SERVER = (
+    r"^the fork server of the ranks was killed by SIGKILL, as the kernel does when memory runs out \(dmesg says so\), "
+    r"and all ranks with it: start the run again$"
+)
+
+
 def test_a_killed_fork_server_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(HangError, match=r"^the fork server of the ranks ended, and all ranks with it: .*[^\n]$"):
+    with pytest.raises(HangError, match=_KILLED_SERVER):
         launch_local(2, toy, (str(tmp_path), "server", 1), grace_s=GRACE_S)
     assert all_gone(tmp_path, 10.0)
     assert launch_local(2, toy, (str(tmp_path), "nothing", 0), grace_s=GRACE_S) == 2
 
 
+def _ended(code: int, status: int) -> os.waitid_result:
+    return os.waitid_result((0, 0, 0, status, code))
+
+
 def test_the_end_of_the_fork_server_may_come_after_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = iter([None, None, object()])
+    found = iter([None, None, _ended(os.CLD_EXITED, 255)])
     monkeypatch.setattr(forkserver._forkserver, "_forkserver_pid", os.getpid())
     monkeypatch.setattr(os, "waitid", lambda *_: next(found))
-    assert not _has_server_ended()
-    assert _has_server_ended(5.0)
+    assert _end_of_server() is None
+    assert _end_of_server(5.0) == "exited with code 255"
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (signal.SIGKILL, "was killed by SIGKILL, as the kernel does when memory runs out (dmesg says so)"),
+        (signal.SIGSEGV, "was killed by SIGSEGV"),
+        (signal.SIGRTMIN + 6, f"was killed by signal {signal.SIGRTMIN + 6}"),
+    ],
+)
+def test_only_sigkill_speaks_of_memory(monkeypatch: pytest.MonkeyPatch, number: int, words: str) -> None:
+    monkeypatch.setattr(forkserver._forkserver, "_forkserver_pid", os.getpid())
+    for code in (os.CLD_KILLED, os.CLD_DUMPED):
+        monkeypatch.setattr(os, "waitid", lambda *_, code=code: _ended(code, number))
+        assert _end_of_server() == words
+    assert _death(3, -number) == f"rank 3 {words}"
+    assert _death(3, 127) == "rank 3 exited with code 127 before it reported"
+
+
+def test_ranks_that_cannot_be_started_are_one_line_with_the_program(tmp_path: Path) -> None:
+    """An interpreter that this user may not read or run, say."""
+    program = (
+        "import multiprocessing as m\n"
+        f"m.set_executable({str(tmp_path / 'python')!r})\n"
+        "from terrace.launch.process_pool import ProcessPool\n"
+        "from terrace.base.errors import HangError\n"
+        "try:\n"
+        "    ProcessPool(1, grace_s=0.1).call(1, print, (), 5.0)\n"
+        "except HangError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    (said,) = done.stdout.splitlines()
+    assert said.startswith("the fork server of the ranks exited with code ")
+    assert said.endswith(f"and all ranks with it: its own lines say why; it runs {tmp_path / 'python'}")
+    assert "memory" not in said
 
 
 def test_ranks_that_end_without_a_word_are_one_line() -> None:
@@ -305,7 +352,7 @@ def test_join_names_the_ranks_that_stay_away(monkeypatch: pytest.MonkeyPatch) ->
         "MASTER_PORT": port,
     }.items():
         monkeypatch.setenv(name, str(value))
-    with pytest.raises(HangError, match="ranks 1-2 did not join the world within 1 s"):
+    with pytest.raises(HangError, match=r"^ranks 1-2 did not join the world within 1 s: start the command on every"):
         join(1.0)
 
 

@@ -23,6 +23,7 @@ from terrace.base.words import counted
 from terrace.launch.process_pool import one_error
 from terrace.launch.rendezvous import host_store, open_store
 from terrace.launch.seal import Seal
+from terrace.launch.socket_folder import short_folders
 from terrace.launch.workers import Report, failure
 from terrace.launch.world import World
 from terrace.rl.calls.host import Answer, Host, Part, Task
@@ -43,6 +44,7 @@ except ImportError as error:
     raise ConfigError(f"RayRuntime {needs(str(error.name))}") from error
 
 _ray: Any = ray  # whose functions are not all typed
+_RAY_SOCKET = 75  # bytes that Ray adds to the path of its folder, and some more
 _REACH_S = 5.0  # for the head of a cluster to accept a connection
 _START_S = 120.0  # for a rank to join the world of its pool, and for Ray to find room
 
@@ -268,9 +270,20 @@ def _join_cluster(address: str | None) -> None:
     try:
         if host:
             socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
-        ray.init(address=address, log_to_driver=False)
+        _init(address)
     except (OSError, OverflowError, ValueError) as error:  # a port beyond the largest overflows
         raise ConfigError(f"no Ray cluster at {address!r} ({error}): start one with ray start --head") from error
+
+
+def _init(address: str | None) -> None:
+    try:
+        ray.init(address=address, log_to_driver=False)
+    except (OSError, ValueError) as error:
+        # Where Ray starts a cluster, paths of its sockets are much longer than that of TMPDIR.
+        folders = short_folders(_RAY_SOCKET) if "AF_UNIX" in str(error) else []
+        if not folders:
+            raise
+        ray.init(address=address, log_to_driver=False, _temp_dir=str(folders[0] / "ray"))
 
 
 def _found(reference: Any) -> Answer | Report | None:

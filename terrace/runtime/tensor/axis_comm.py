@@ -78,11 +78,11 @@ class AxisComm:
         return whole
 
     def start_gather(self, whole: Tensor, x: Tensor) -> InFlight:
-        """Begin to fill `whole` (n m, ...) with x (m, ...) of all ranks; keep both until it was waited for."""
+        """Begin to fill `whole` (n m, ...) with x (m, ...) of all ranks, neither of which may change until the wait."""
         return self.in_block.submit(lambda: self._gather_into(whole, x), self._message(Leg.GATHER, whole))
 
     def start_reduce(self, part: Tensor, x: Tensor) -> InFlight:
-        """Begin to set `part` (m, ...) to this rank's part of the sum of x (n m, ...); keep x until then."""
+        """Begin to set `part` (m, ...) to this rank's part of the sum of x (n m, ...)."""
         return self.in_block.submit(lambda: self._reduce_into(part, x), self._message(Leg.REDUCE, x))
 
     def wait(self, flight: InFlight) -> None:

@@ -78,11 +78,10 @@ class _ProductScatter(Function):
             product = F.linear(by_rank[:, start:stop].flatten(0, 1), values)
             if more is not None:
                 product += more.view(comm.degree, tokens, -1)[:, start:stop].flatten(0, 1)
-            # The product must live until its message has been read.
-            under_way.append((comm.start_reduce(part[start:stop], product), product))
+            under_way.append(comm.start_reduce(part[start:stop], product))
         # The region's input has been used by its last product.
         held.drop()
-        for flight, _ in under_way:
+        for flight in under_way:
             comm.wait(flight)
         return part
 
