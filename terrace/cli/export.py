@@ -74,7 +74,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         raise ConfigError(f"--shard-bytes {options.shard_bytes} must be at least 1")
     if not (options.folder / "config.toml").is_file():
         raise CheckpointError(no_run_words(options.folder))
-    config = parse_run(read_table(options.folder / "config.toml"))
+    config = parse_run(read_table(options.folder / "config.toml", options.folder))
     from terrace.checkpoint.reading import Checkpoint
     from terrace.train.export import export_adapter
 

@@ -214,7 +214,7 @@ def _earlier(folder: Path) -> dict[str, Any] | None:
     # None: no earlier start has left its configuration. A file that cannot be read counts as one without keys.
     path = folder / "config.toml"
     try:
-        return read_table(path) if path.is_file() and path.stat().st_size else None
+        return read_table(path, folder) if path.is_file() and path.stat().st_size else None
     except ConfigError:
         return {}
 

@@ -34,7 +34,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     path = options.folder / "config.toml"
     if not path.is_file():
         raise CheckpointError(no_run_words(options.folder))
-    config = parse_run(read_table(path))
+    config = parse_run(read_table(path, options.folder))
     if not 1 <= options.step <= config.train.steps:
         raise ConfigError(f"--step {options.step}: the run has steps 1 to {config.train.steps}")
     from terrace.checkpoint.layout import complete, step_of

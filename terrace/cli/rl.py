@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import CheckpointError, ConfigError
+from terrace.base.schema import read_table
 from terrace.cli.here import cluster_here
 from terrace.cli.options import flags
 from terrace.cli.overrides import parse_overrides
@@ -94,4 +95,5 @@ def _file(options: argparse.Namespace) -> str | None:
     path = options.resume / "config.toml"
     if not path.is_file():
         raise CheckpointError(no_run_words(options.resume))
+    read_table(path, options.resume)  # a file of the folder, and no link to another
     return str(path)

@@ -92,7 +92,7 @@ def _table(options: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
     path = Path(options.resume) / "config.toml"
     if not path.is_file():
         raise CheckpointError(no_run_words(Path(options.resume)))
-    table = dict(read_table(path))
+    table = dict(read_table(path, path.parent))
     for name in ("cluster", "plan"):
         if getattr(options, name) is not None:
             table[name] = section(name, cluster_here(getattr(options, name), options.ranks))

@@ -205,17 +205,26 @@ def parse_model(table: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig(**with_scaling(fields), kinds=kinds, scales=scales, experts=experts)
 
 
+def read_model_table(path: str) -> dict[str, Any]:
+    """The table of a file, or of the config.json in a folder. Raises `ConfigError`."""
+    file = _file_of(path)
+    return read_table(file, None if file == Path(path) else Path(path))
+
+
+def _file_of(path: str) -> Path:
+    return Path(path, "config.json") if Path(path).is_dir() else Path(path)
+
+
 def load_model(path: str, *, training: bool = True) -> ModelConfig:
     """Read a `config.json`, or the one in a folder; without `training` its dropout and losses of routers do not count.
 
     Raises `ModelError` as `parse_model` does, and for a file that is missing or is not JSON.
     """
-    file = Path(path)
-    file = file / "config.json" if file.is_dir() else file
+    file = _file_of(path)
     if file.suffix != ".json":
         raise ModelError(f"{path} is not a model: give a config.json or a folder that holds one")
     try:
-        table = read_table(file)
+        table = read_model_table(path)
         return parse_model(table if training else without_training(table))
     except ConfigError as error:
         raise ModelError(str(error)) from error

@@ -105,15 +105,15 @@ def run_view(folder: Path, draws: bool = True) -> RunView:
         timeline_words=timeline_words,
         events=[_event_row(event) for event in left.events],
         checkpoints=checkpoint_rows(folder, missing),
-        settings=text_of(folder / "config.toml"),
-        sample=text_of(folder / "sample.txt"),
+        settings=text_of(folder, "config.toml"),
+        sample=text_of(folder, "sample.txt"),
     )
 
 
 def _read(folder: Path, missing: list[str]) -> _Left:
     run: RunConfig | None = None
     try:
-        run = parse_run(read_table(folder / "config.toml"))
+        run = parse_run(read_table(folder / "config.toml", folder))
     except TerraceError as error:
         missing.append(f"settings and plan: {error}")
     records: list[StepRecord] = []
@@ -132,8 +132,10 @@ def _read(folder: Path, missing: list[str]) -> _Left:
         amounts = prediction.predicted
         # The prediction's cluster differs from the run's only where the start measured constants.
         cluster = parse_cluster(prediction.cluster) if prediction.is_measured else None
-    except OSError:
+    except FileNotFoundError:
         missing.append(f"predictions: there is no {PREDICTION}, which a run writes once it has measured its machine")
+    except OSError as error:
+        missing.append(f"predictions: {PREDICTION} cannot be read ({error.strerror})")
     except (ValueError, TerraceError):
         amounts = {}
         missing.append(f"predictions: {PREDICTION} is damaged")
@@ -295,7 +297,7 @@ def _timeline(left: _Left, missing: list[str]) -> tuple[TimelineChart | None, st
     # The newest readable trace, else the prediction above the mean measured seconds. A damaged trace is reported.
     for path in sorted((left.folder / "profile").glob("step-*-rank-0.json"), key=_step_of_trace, reverse=True):
         try:
-            trace, compared = read_trace(path)
+            trace, compared = read_trace(path, left.folder)
         except (OSError, ValueError):
             missing.append(f"{path.parent.name}/{path.name} is damaged")
             continue

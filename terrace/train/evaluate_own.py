@@ -43,7 +43,7 @@ def own_data(folder: Path, say: Callable[[str], None]) -> list[EvalBatches]:
     """
     if not (folder / "config.toml").is_file():
         raise ConfigError(f"{folder} is not a run folder, so it has no data of its own: give --data PATH")
-    run = parse_run(read_table(folder / "config.toml"))
+    run = parse_run(read_table(folder / "config.toml", folder))
     if run.on_pairs:
         raise ConfigError(
             f"{folder} was trained on pairs, which have no loss per token: give --data PATH, text or conversations"

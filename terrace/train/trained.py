@@ -60,7 +60,7 @@ def load_trained(
     if dtype not in DTYPES:
         raise ConfigError(f"dtype = {dtype!r} is not known{did_you_mean(dtype, DTYPES)}")
     if (folder / "config.toml").is_file():
-        return _of_run(folder, parse_run(read_table(folder / "config.toml")), DTYPES[dtype], tokenizer, device)
+        return _of_run(folder, parse_run(read_table(folder / "config.toml", folder)), DTYPES[dtype], tokenizer, device)
     if (folder / CONFIG).is_file() and holds_weights(str(folder)):
         return _of_hugging_face(folder, DTYPES[dtype], tokenizer, device)
     if run_above(folder) is not None:
@@ -166,7 +166,7 @@ def _of_hugging_face(folder: Path, dtype: torch.dtype, tokenizer: str | None, de
 
 
 def _ends(path: Path) -> Any:
-    return read_table(path).get("eos_token_id") if path.is_file() else None
+    return read_table(path, path.parent).get("eos_token_id") if path.is_file() else None
 
 
 def _stops(tokenizer: Tokenizer, folder: Path) -> tuple[int, ...]:
