@@ -19,6 +19,7 @@ from typing import Any, Self
 from torch.distributed.distributed_c10d import PrefixStore
 
 from terrace.base.errors import HangError
+from terrace.launch.fork_server import start_fork_server
 from terrace.launch.machines import num_cores
 from terrace.launch.postmortem import in_words
 from terrace.launch.rendezvous import host_store
@@ -191,6 +192,7 @@ class ProcessPool:
         here, there = self._context.Pipe()
         process = self._context.Process(target=serve, args=(there, self._store.port), name=f"rank {rank}")
         try:
+            start_fork_server()  # one that has died is started anew as the first was
             process.start()
         except (EOFError, ConnectionError) as error:
             raise HangError(_SERVER_ENDED) from error

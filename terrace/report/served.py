@@ -90,6 +90,7 @@ class LivePage:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = 128  # connections that wait for a thread, so that the owner is not made to try again
 
     def __init__(self, port: int, page: LivePage) -> None:
         self.page, self.token = page, secrets.token_urlsafe(_TOKEN_BYTES)

@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from terrace.base.errors import ConfigError, HangError
 from terrace.base.extras import needs
+from terrace.base.own_path import safe_flags
 from terrace.base.words import counted
 from terrace.launch.process_pool import one_error
 from terrace.launch.rendezvous import host_store, open_store
@@ -36,6 +37,7 @@ from terrace.rl.values.rows import Rows
 try:
     import ray
     from ray.exceptions import RayActorError
+    from ray.job_config import JobConfig
     from ray.util import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError as error:
@@ -265,7 +267,9 @@ def _join_cluster(address: str | None) -> None:
     try:
         if host and "/" not in host and port.isdecimal():
             socket.create_connection((host, int(port)), _REACH_S).close()
-        ray.init(address=address, log_to_driver=False)
+        # Ray has its workers look for modules in the working folder first, but not those of such a job.
+        job = JobConfig(_client_job=True) if safe_flags() else None
+        ray.init(address=address, log_to_driver=False, job_config=job)
     except (OSError, OverflowError, ValueError) as error:  # a port beyond the largest overflows
         raise ConfigError(f"no Ray cluster at {address!r} ({error}): start one with ray start --head") from error
 
