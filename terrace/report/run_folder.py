@@ -43,6 +43,7 @@ from terrace.train.recorder import PREDICTION, RunEvent, read_events, read_predi
 
 _FILES = ("config.toml", "metrics.jsonl", "events.jsonl")
 _US = 1e6
+_MOST_PASSES = 30_000  # of layers in a step that is simulated for its picture, which takes a millisecond each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,13 +329,22 @@ def _cycle(left: _Left, missing: list[str]) -> ChartedSection | None:
     if left.run is None or left.run.plan.outer is None:
         return None
     try:
+        _check_length(left.run)
         return run_cycle(left.run, left.cluster, left.steady)
     except TerraceError as error:
         missing.append(f"the cycle of islands: {error}")
         return None
 
 
+def _check_length(run: RunConfig) -> None:
+    # The settings may be a stranger's: any number of micro-batches is a number of a few digits.
+    num_passes = run.num_micros() * run.model.num_layers
+    if num_passes > _MOST_PASSES:
+        raise TerraceError(f"a step passes layers {num_passes:,} times, and at most {_MOST_PASSES:,} are drawn")
+
+
 def _predicted_events(run: RunConfig, cluster: Cluster | None) -> list[dict[str, Any]]:
+    _check_length(run)
     played = play_whole(step_of(run, cluster))
     if len(played.programs) == 1:
         return recording_events(record(played.programs[0], played.costs[0]), 0, "predicted")
