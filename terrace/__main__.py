@@ -1,7 +1,12 @@
 """The command `terrace`, and `python -m terrace`, which torchrun starts: `torchrun ... -m terrace train`."""
 
 import sys
-from importlib import import_module
+
+from terrace.base.own_path import leave_working_folder
+
+leave_working_folder()  # before anything else is imported
+
+from importlib import import_module  # noqa: E402
 
 
 def main() -> int:

@@ -4,7 +4,6 @@ A value fits the type of its field or it does not; nothing is coerced, unknown k
 (`terrace.base.schema`) explains each error instead, at a hundred times the cost: long runs have many lines.
 """
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -12,6 +11,7 @@ from functools import cache
 from types import NoneType
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
+from terrace.base.parsing import parse_json
 from terrace.base.sealed import KEY, is_intact_json
 
 T = TypeVar("T")
@@ -29,10 +29,7 @@ def parse_table(text: str) -> dict[str, Any]:
     """
     if not is_intact_json(text):
         raise ValueError("its checksum differs")
-    try:
-        table = json.loads(text)
-    except RecursionError as error:
-        raise ValueError("brackets are nested too deeply") from error
+    table = parse_json(text)
     if not isinstance(table, dict):
         raise ValueError("not a table")
     table.pop(KEY, None)

@@ -7,15 +7,17 @@ option can be silently ignored. Nothing is coerced except an integer where a flo
 import dataclasses
 import json
 import re
-import tomllib
 import types
 import typing
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from terrace.base.errors import ConfigError, did_you_mean
 from terrace.base.files import read_bounded
+from terrace.base.foreign import read_file
+from terrace.base.parsing import parse_json, parse_toml
 from terrace.base.sealed import is_intact_toml, warn_changed
 
 T = TypeVar("T")
@@ -23,14 +25,16 @@ _ENDLESS = 2**63
 _PYTHON_BOOLS = ("True", "False")  # which TOML writes in lower case
 
 
-def read_table(path: Path) -> dict[str, Any]:
+def read_table(path: Path, within: Path | None = None) -> dict[str, Any]:
     """Read a TOML (`.toml`) or JSON (`.json`) file whose top level is a table.
 
-    Raises `ConfigError` for a missing, unreadable or malformed file. Warns of a TOML file that is not as Terrace wrote
-    it.
+    `within` is the folder to which the file belongs, as `terrace.base.foreign` reads it; a file that the user named has
+    none. Raises `ConfigError` for a missing, unreadable or malformed file. Warns of a TOML file that is not as Terrace
+    wrote it.
     """
     try:
-        text = read_bounded(path).decode("utf-8-sig")  # some editors begin a file with a mark
+        raw = read_bounded(path) if within is None else read_file(path, within)
+        text = raw.decode("utf-8-sig")  # some editors begin a file with a mark
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -38,8 +42,8 @@ def read_table(path: Path) -> dict[str, Any]:
     except ValueError as error:  # a name that no file can have
         raise ConfigError(f"cannot read {str(path)!r}: {error}") from error
     try:
-        table = json.loads(text, object_pairs_hook=_unique) if path.suffix == ".json" else tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
+        table = parse_json(text, _unique) if path.suffix == ".json" else parse_toml(text)
+    except ValueError as error:
         kind = "JSON" if path.suffix == ".json" else "TOML"
         raise ConfigError(f"{path} is not valid {kind}: {error}{_python_word(text, error)}") from error
     if not isinstance(table, dict):
@@ -63,8 +67,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object as a table; a repeated key, which would silently lose a value, is an error."""
     table = dict(pairs)
     if len(table) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"the key {twice!r} is there twice: keep one of them")
     return table
 
@@ -139,8 +142,8 @@ def parse_override(dotted: str, text: str) -> dict[str, Any]:
     check_text(f"--{dotted}", text)
     try:
         # A text with a newline could smuggle in more keys; it then counts as a string.
-        table = tomllib.loads(f"value = {text}")
-    except (ValueError, RecursionError):
+        table = parse_toml(f"value = {text}")
+    except ValueError:
         table = {}
     value: Any = table["value"] if table.keys() == {"value"} else text
     for key in reversed(dotted.split(".")):

@@ -29,6 +29,8 @@ from typing import Any
 
 from terrace.base.boxes import Box, to_text
 from terrace.base.errors import CheckpointError
+from terrace.base.foreign import open_file
+from terrace.base.parsing import parse_json
 from terrace.checkpoint.islands import Islands, has_momentum
 from terrace.model.spec import BlockSpec
 from terrace.plan.dims import is_layer
@@ -166,7 +168,7 @@ def encode(manifest: Mapping[str, Any]) -> str:
 
 def decode(text: str) -> dict[str, Any]:
     """Parse the text of a manifest; raises `ValueError` if it is damaged."""
-    manifest = json.loads(text)
+    manifest = parse_json(text)
     if not isinstance(manifest, dict):
         raise ValueError("it holds no table")
     found = manifest.pop("checksum", None)
@@ -178,7 +180,7 @@ def decode(text: str) -> dict[str, Any]:
 
 def is_intact(path: Path, entry: Mapping[str, Any]) -> bool:
     """Whether a file has the checksum of its entry in the manifest; raises `OSError`."""
-    with path.open("rb", buffering=0) as file:
+    with open_file(path, path.parent) as file:
         # Format 2.
         if "crc32" not in entry:
             return bool(hashlib.file_digest(file, "sha256").hexdigest() == entry["sha256"])

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from terrace.base.boxes import Box, from_text, numel, sizes, to_text, whole, within
 from terrace.base.errors import CheckpointError
+from terrace.base.foreign import check_file, read_file
 from terrace.checkpoint.islands import HEARD, MARKS, NUMBERS, NUMBERS_BLOCK, TOLD, Islands, note, own_name
 from terrace.checkpoint.layout import (
     FORMAT,
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from terrace.runtime.engine import Engine
 
 _NUM_READERS = 8
+_MOST_BYTES = 1 << 30  # of a manifest, which lists the pieces of every rank
+_MOST_DIMS = 8  # of a box: to find what a set of boxes leaves out takes time in a power of them
 _INSTEAD = "delete the folder to go on from the checkpoint before it"
 
 
@@ -63,7 +66,7 @@ class Checkpoint:
         path = folder / "manifest.json"
         self._pieces: dict[tuple[str, str], list[tuple[Box, str]]] = defaultdict(list)  # -> (box, file), sorted
         try:
-            manifest = decode(text or path.read_text(encoding="utf-8"))
+            manifest = decode(text or read_file(path, folder, _MOST_BYTES).decode("utf-8"))
             # Before any other key, since only known formats promise them.
             if manifest["format"] not in (FORMAT_2, FORMAT):
                 raise CheckpointError(
@@ -93,7 +96,7 @@ class Checkpoint:
                     raise ValueError(f"files names {file!r}, which is not the name of a file in the folder")
                 for block, boxes in entry["pieces"].items():
                     for name, texts in boxes.items():
-                        self._pieces[block, name] += [(from_text(text), file) for text in texts]
+                        self._pieces[block, name] += [(_box(text), file) for text in texts]
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}; is {folder} a checkpoint?") from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -216,6 +219,7 @@ class Checkpoint:
         for file_name, copies in by_file.items():
             path = self.folder / file_name
             try:
+                check_file(path, self.folder)
                 with safetensors.safe_open(path, framework="pt") as file:
                     for index, piece, common in copies:
                         name, _, kinds = wanted[index]
@@ -236,6 +240,13 @@ class Checkpoint:
             ) from None
         for copy in copies:
             yield *pieces[copy.source], copy.box
+
+
+def _box(text: str) -> Box:
+    box = from_text(text)
+    if len(box) > _MOST_DIMS:
+        raise ValueError(f"a piece has {len(box)} dims")
+    return box
 
 
 def _counts(step: object, num_updates: object) -> tuple[int, int]:

@@ -16,6 +16,7 @@ import safetensors
 from torch import Tensor
 
 from terrace.base.errors import CheckpointError
+from terrace.base.foreign import check_file
 from terrace.comm.rounding import Hop, Origin
 from terrace.plan.hops import RESIDUAL_BYTES
 from terrace.plan.routes import between_two, residual_numels
@@ -118,6 +119,7 @@ def restore_residuals(state: ModelState, folder: Path, stored: str) -> str:
         return ""  # saved before the first step
     origins = dict(_origins(state, state.edges.values()))
     try:
+        check_file(path, folder)
         with safetensors.safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  (no mapping)
                 if name.startswith(f"{_PREFIX}/"):

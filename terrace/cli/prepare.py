@@ -243,7 +243,7 @@ def earlier_table(folder: Path) -> dict[str, Any] | None:
     """The settings of a run's earlier start; None where there was none, without keys where they cannot be read."""
     path = folder / "config.toml"
     try:
-        return read_table(path) if path.is_file() and path.stat().st_size else None
+        return read_table(path, folder) if path.is_file() and path.stat().st_size else None
     except ConfigError:
         return {}
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from terrace.base.errors import ConfigError
 from terrace.base.extras import needs
+from terrace.base.own_path import safe_flags
 from terrace.base.words import counted
 from terrace.cli.files import check_writable, write_file
 from terrace.cli.output import Terminated, sigterm_raises
@@ -136,7 +137,9 @@ def _check(options: argparse.Namespace, rest: Sequence[str]) -> int:
         # Ranks are separate processes in namespaces of their own: experiments and results travel as files.
         tasks, results = Path(folder, "experiments.json"), Path(folder, "seconds.json")
         tasks.write_text(json.dumps([experiment.table() for experiment in experiments(net.wiring)]), encoding="utf-8")
-        ended = run_ranks(net, [sys.executable, "-m", "terrace.rehearse.probe", str(tasks), str(results)])
+        ended = run_ranks(
+            net, [sys.executable, *safe_flags(), "-m", "terrace.rehearse.probe", str(tasks), str(results)]
+        )
         if ended.rank is not None:
             _say(ended.words)
             return EXIT_FAILED
@@ -197,7 +200,7 @@ def _checked_command(words: Sequence[str]) -> list[str]:
             "no command given: write it after --, as in terrace rehearse run --cluster lab -- terrace train"
         )
     if words[0] == "terrace":
-        return [sys.executable, "-m", "terrace", *words[1:]]
+        return [sys.executable, *safe_flags(), "-m", "terrace", *words[1:]]
     if shutil.which(words[0]) is None:
         raise ConfigError(f"no program {words[0]!r} to run: check its name, or give its path")
     return list(words)

@@ -158,7 +158,8 @@ def _watch(options: argparse.Namespace) -> int:
             page.current()
             own = server.server_address[1]
             print(
-                f"http://{ADDRESS}:{own}/ shows the page and updates it; Ctrl-C ends this\n"
+                f"{server.address} shows the page and updates it; Ctrl-C ends this\n"
+                "only this address shows it: keep it from others who use this machine\n"
                 f"from another machine: ssh -L {own}:{ADDRESS}:{own} and the name of this one",
                 flush=True,
             )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from terrace.base.files import write_atomic
 from terrace.base.fitting import parse_table
+from terrace.base.foreign import read_lines
 from terrace.base.sealed import sealed_json
 from terrace.rl.algorithms.metrics import Metrics
 from terrace.rl.config import RlConfig, to_toml_table
@@ -111,7 +112,7 @@ def _is_done(line: Mapping[str, Any], first_step: int) -> bool:
 
 def _read(path: Path) -> list[dict[str, Any]]:
     found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else ():
+    for line in read_lines(path, path.parent) if path.exists() else ():
         with suppress(ValueError):  # a last line that a crash cut short
             found.append(parse_table(line))
     return found

@@ -4,13 +4,14 @@
 `dataset_dict.json` above them. On the hub a split's files are called `train-00000-of-00002.parquet`.
 """
 
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import DataError, did_you_mean
+from terrace.base.foreign import leaves, read_file
+from terrace.base.parsing import parse_json
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 _SHARD = re.compile(r"(\w[\w.-]*?)-\d+-of-\d+(-[0-9a-f]+)?\.(parquet|arrow|jsonl)")
@@ -23,7 +24,10 @@ def dataset_files(root: Path, split: str) -> list[Path] | None:
     """
     if (root / _SPLITS).is_file():
         there = _strings(root / _SPLITS, _read(root / _SPLITS).get("splits"))
-        return _saved(root / _chosen(root, split, there))
+        chosen = root / _chosen(root, split, there)
+        if leaves(chosen, root):
+            raise _damaged(root / _SPLITS, f"its split {chosen.name} lies elsewhere")
+        return _saved(chosen)
     if (root / _STATE).is_file():
         if split:
             raise DataError(f"data.split = {split!r} has no effect: {root} holds one split; leave it out")
@@ -62,6 +66,8 @@ def _saved(folder: Path) -> list[Path]:
         raise _damaged(state, "it has no list _data_files")
     files = [folder / name for name in _strings(state, [entry.get("filename") for entry in entries])]
     for file in files:
+        if leaves(file, folder):
+            raise _damaged(state, f"it names {file.name}, which lies elsewhere")
         # A partly copied data set must not become a smaller corpus.
         if not file.is_file():
             raise DataError(f"{state} names {file.name}, which is missing; copy the whole folder again")
@@ -72,7 +78,7 @@ def _saved(folder: Path) -> list[Path]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
+        table = parse_json(read_file(path, path.parent))
     except (OSError, ValueError) as error:
         raise _damaged(path, str(error)) from error
     if not isinstance(table, dict):

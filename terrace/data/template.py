@@ -25,6 +25,7 @@ from typing import Any
 
 from terrace.base.errors import DataError
 from terrace.base.files import read_bounded
+from terrace.base.foreign import read_file
 from terrace.data.rendering import TemplateRefusalError, renderers
 from terrace.data.template_process import BEGIN, END
 from terrace.data.text_tokens import CONFIG_FILE, read_tables, token_text
@@ -118,7 +119,7 @@ def _own_template(
     tokenizer: str | Path, folder: Path | None, config: Mapping[str, Any], tokens: Mapping[str, Any]
 ) -> ChatTemplate:
     if folder is not None and (folder / TEMPLATE_FILE).is_file():
-        return ChatTemplate(_read(folder / TEMPLATE_FILE), tokens, str(folder / TEMPLATE_FILE))
+        return ChatTemplate(_read(folder / TEMPLATE_FILE, folder), tokens, str(folder / TEMPLATE_FILE))
     own = config.get("chat_template")
     if isinstance(own, list):  # several by name; the one without a purpose of its own is called default
         named = {each.get("name"): each.get("template") for each in own if isinstance(each, dict)}
@@ -132,9 +133,10 @@ def _own_template(
     )
 
 
-def _read(path: Path) -> str:
+def _read(path: Path, within: Path | None = None) -> str:
     try:
-        return read_bounded(path).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+        raw = read_bounded(path) if within is None else read_file(path, within)
+        return raw.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except OSError as error:
         raise DataError(f"cannot read the chat template {path}: {error.strerror}; name another file") from error
     except UnicodeDecodeError as error:

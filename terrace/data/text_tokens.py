@@ -84,7 +84,9 @@ def read_tables(folder: Path | None) -> dict[str, dict[str, Any]]:
     if folder is None:
         return {}
     try:
-        return {name: read_table(folder / name) for name in (CONFIG_FILE, *_ID_FILES) if (folder / name).is_file()}
+        return {
+            name: read_table(folder / name, folder) for name in (CONFIG_FILE, *_ID_FILES) if (folder / name).is_file()
+        }
     except ConfigError as error:
         raise DataError(str(error)) from error
 

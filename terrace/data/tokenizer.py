@@ -18,6 +18,7 @@ import numpy.typing as npt
 from terrace.base.errors import DataError, TerraceError
 from terrace.base.extras import needs
 from terrace.base.files import read_bounded
+from terrace.base.foreign import read_file
 from terrace.data.bounded_call import is_panic, within
 from terrace.data.text_tokens import AUTO, TextTokens, Vocabulary, find_text_tokens, read_tables, state_of
 
@@ -205,7 +206,8 @@ def load_tokenizer(name_or_path: str | Path, bos: bool | str = AUTO, eos: str = 
     try:
         if path.is_dir():
             path = path / "tokenizer.json"
-        raw = read_bounded(path)
+        # Beside it stand other files of its folder; a file of another name is the user's own.
+        raw = read_file(path, path.parent) if path.name == "tokenizer.json" else read_bounded(path)
     except OSError as error:
         raise DataError(
             f"cannot read tokenizer {path}: {error.strerror}; give {BYTES!r}, a tokenizer.json or a folder "

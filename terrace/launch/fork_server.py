@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from terrace.base.errors import TerraceError
+from terrace.base.own_path import safe_environment
 from terrace.launch import flight
 from terrace.launch.launchers import is_launched
 from terrace.launch.signals import SIGNALS, handled
@@ -73,13 +74,15 @@ def start_fork_server(module: str = "__main__") -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD if module == "__main__" else [*_PRELOAD, module])
     # Forking is safe only from a single-threaded server; each child sets its own number of threads.
-    defaults = {"OMP_NUM_THREADS": "1", **flight.settings()}
+    # They are started with `python -c`, which looks for modules in the working folder first.
+    defaults = {"OMP_NUM_THREADS": "1", **flight.settings(), **safe_environment()}
     loopback = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
     # Gloo would otherwise look up the machine's name on the network, and NCCL would listen on an outer interface.
     for name in loopback:
         defaults |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
     # It would let through what is held back below.
-    multiprocessing.resource_tracker.ensure_running()
+    with _defaults_in_environment(safe_environment()):
+        multiprocessing.resource_tracker.ensure_running()
     # A job may send stop signals to all its processes, but the ranks end with the fork server, so it ignores them.
     # A signal to this process in this moment must not be ignored: it is held back.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

@@ -20,6 +20,7 @@ from typing import Any, Self
 from torch.distributed.distributed_c10d import PrefixStore
 
 from terrace.base.errors import HangError
+from terrace.launch.fork_server import start_fork_server
 from terrace.launch.heartbeats import HeartbeatStore
 from terrace.launch.machines import num_cores
 from terrace.launch.postmortem import in_words
@@ -200,6 +201,7 @@ class ProcessPool:
         here, there = self._context.Pipe()
         process = self._context.Process(target=serve, args=(there, self._store.port), name=f"rank {rank}")
         try:
+            start_fork_server()  # one that has died is started anew as the first was
             process.start()
         except (EOFError, ConnectionError) as error:
             raise _without_server(_end_of_server(_STOP_S)) from error

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from terrace.base.errors import HangError, TerraceError
+from terrace.base.own_path import free_children
 from terrace.launch.device import take_device
 from terrace.launch.rendezvous import open_store
 from terrace.launch.seal import Seal
@@ -69,6 +70,7 @@ def serve(link: "Connection[Any, Any]", port: int) -> None:
 
     After a failed job the process reports and exits: its connections close, and its peers notice.
     """
+    free_children()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the fork server ignores it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # and was started while they were held back

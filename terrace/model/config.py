@@ -206,6 +206,12 @@ def parse_model(table: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig(**with_scaling(fields), kinds=kinds, scales=scales, experts=experts)
 
 
+def read_model_table(path: str) -> dict[str, Any]:
+    """The table of a file, or of the config.json in a folder. Raises `ConfigError`."""
+    file = config_file(Path(path))
+    return read_table(file, None if file == Path(path) else Path(path))
+
+
 def load_model(path: str, *, training: bool = True) -> ModelConfig:
     """Read a `config.json`, or the one in a folder; without `training` its dropout and losses of routers do not count.
 
@@ -217,7 +223,7 @@ def load_model(path: str, *, training: bool = True) -> ModelConfig:
     if file.suffix != ".json":
         raise ModelError(f"{path} is not a model: give a config.json or a folder that holds one")
     try:
-        table = read_table(file)
+        table = read_model_table(path)
         return parse_model(table if training else without_training(table))
     except ConfigError as error:
         raise ModelError(str(error)) from error

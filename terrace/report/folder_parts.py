@@ -1,9 +1,12 @@
 """Parts of a run folder that runs of all kinds have."""
 
+import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
+
+from terrace.base.foreign import leaves, open_file
 
 _LONGEST_TEXT = 200_000  # characters shown of a settings file or a sample
 
@@ -16,10 +19,14 @@ def steady(records: Sequence[T]) -> Sequence[T]:
 
 
 def checkpoint_rows(folder: Path, missing: list[str]) -> list[tuple[str, int, str]]:
-    """(Name, bytes, state) of each checkpoint; says in `missing` that none is complete."""
+    """(Name, bytes, state) of each checkpoint; says in `missing` that none is complete.
+
+    One that a link leads to elsewhere is not looked into: its files may be without number.
+    """
     found = []
-    for path in sorted((folder / "checkpoints").glob("*")):
-        if path.is_dir():
+    inside = not leaves(folder / "checkpoints", folder)
+    for path in sorted((folder / "checkpoints").glob("*")) if inside else ():
+        if path.is_dir() and not leaves(path, folder):
             # The manifest is written last: without it the checkpoint is incomplete.
             whole = (path / "manifest.json").is_file()
             size = sum(map(_size, path.rglob("*")))
@@ -32,13 +39,16 @@ def checkpoint_rows(folder: Path, missing: list[str]) -> list[tuple[str, int, st
 def _size(path: Path) -> int:
     # A run that goes on removes old checkpoints while they are counted.
     with suppress(OSError):
-        return path.stat().st_size if path.is_file() else 0
+        about = path.lstat()
+        return about.st_size if stat.S_ISREG(about.st_mode) else 0
     return 0
 
 
-def text_of(path: Path) -> str:
-    """The beginning of a file; empty for one that cannot be read."""
+def text_of(folder: Path, name: str) -> str:
+    """The beginning of a file of a run folder; empty for one that cannot be read."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace")[:_LONGEST_TEXT]
+        with open_file(folder / name, folder) as file:
+            # No character takes more than four bytes.
+            return file.read(4 * _LONGEST_TEXT).decode("utf-8", errors="replace")[:_LONGEST_TEXT]
     except OSError:
         return ""

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from terrace.base.errors import TerraceError
 from terrace.base.fitting import fitting, numbers, parse_table
+from terrace.base.foreign import read_lines, read_text
 from terrace.base.schema import read_table
 from terrace.base.words import counted
 from terrace.cluster.presets import parse_cluster
@@ -55,7 +56,7 @@ def is_rl_folder(folder: Path) -> bool:
     if any((folder / name).is_file() for name in (_CALLS, _SAMPLES)):
         return True
     with suppress(TerraceError):
-        return command_of(read_table(folder / "config.toml")) == "rl"
+        return command_of(read_table(folder / "config.toml", folder)) == "rl"
     return False
 
 
@@ -63,7 +64,7 @@ def rl_view(folder: Path) -> RlView:
     missing: list[str] = []
     table: Mapping[str, Any] = {}
     try:
-        table = read_table(folder / "config.toml")
+        table = read_table(folder / "config.toml", folder)
     except TerraceError as error:
         missing.append(f"settings: {error}")
     lines = _lines(folder / _METRICS, "curves and times", _step_numbers, missing)
@@ -94,24 +95,24 @@ def rl_view(folder: Path) -> RlView:
         samples=samples,
         plan=plan,
         checkpoints=_checkpoints(folder, missing),
-        settings=text_of(folder / "config.toml"),
+        settings=text_of(folder, "config.toml"),
     )
 
 
 def _lines(path: Path, what: str, read: Callable[[Mapping[str, Any]], T], missing: list[str]) -> list[T]:
     """The lines of a file that can be read; a sentence on it, or on those that cannot."""
+    found, num_written = list[T](), 0
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        for line in read_lines(path, path.parent):
+            num_written += bool(line.strip())
+            with suppress(ValueError):
+                found.append(read(parse_table(line)))
     except OSError as error:
         missing.append(f"{what}: {path.name} cannot be read ({error.strerror})")
         return []
-    found, written = list[T](), [line for line in text.split("\n") if line.strip()]
-    for line in written:
-        with suppress(ValueError):
-            found.append(read(parse_table(line)))
-    if len(found) < len(written):
-        missing.append(f"{what}: damaged lines in {path.name}: {len(written) - len(found)}")
-    if not written:
+    if len(found) < num_written:
+        missing.append(f"{what}: damaged lines in {path.name}: {num_written - len(found)}")
+    if not num_written:
         missing.append(f"{what}: {path.name} is empty")
     return found
 
@@ -125,10 +126,12 @@ def _step_numbers(line: Mapping[str, Any]) -> Numbers:
 
 def _prediction(folder: Path, missing: list[str]) -> tuple[_Prediction, dict[str, _Stage]]:
     try:
-        found = fitting(_Prediction, parse_table((folder / PREDICTION).read_text(encoding="utf-8")))
+        found = fitting(_Prediction, parse_table(read_text(folder / PREDICTION, folder)))
         return found, {name: fitting(_Stage, stage) for name, stage in found.stages.items()}
-    except OSError:
+    except FileNotFoundError:
         missing.append(f"predictions: there is no {PREDICTION}, which a run writes where its step can be predicted")
+    except OSError as error:
+        missing.append(f"predictions: {PREDICTION} cannot be read ({error.strerror})")
     except ValueError:
         missing.append(f"predictions: {PREDICTION} is damaged")
     return _Prediction(), {}

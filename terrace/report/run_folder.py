@@ -44,6 +44,7 @@ from terrace.train.recorder import PREDICTION, RunEvent, read_events, read_predi
 
 _FILES = ("config.toml", "metrics.jsonl", "events.jsonl")
 _US = 1e6
+_MOST_PASSES = 30_000  # of layers in a step that is simulated for its picture, which takes a millisecond each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,15 +107,15 @@ def run_view(folder: Path, draws: bool = True) -> RunView:
         timeline_words=timeline_words,
         events=[_event_row(event) for event in left.events],
         checkpoints=checkpoint_rows(folder, missing),
-        settings=text_of(folder / "config.toml"),
-        sample=text_of(folder / "sample.txt"),
+        settings=text_of(folder, "config.toml"),
+        sample=text_of(folder, "sample.txt"),
     )
 
 
 def _read(folder: Path, missing: list[str]) -> _Left:
     run: RunConfig | None = None
     try:
-        run = parse_run(read_table(folder / "config.toml"))
+        run = parse_run(read_table(folder / "config.toml", folder))
     except TerraceError as error:
         missing.append(f"settings and plan: {error}")
     records: list[StepRecord] = []
@@ -133,8 +134,10 @@ def _read(folder: Path, missing: list[str]) -> _Left:
         amounts = prediction.predicted
         # The prediction's cluster differs from the run's only where the start measured constants.
         cluster = parse_cluster(prediction.cluster) if prediction.is_measured else None
-    except OSError:
+    except FileNotFoundError:
         missing.append(f"predictions: there is no {PREDICTION}, which a run writes once it has measured its machine")
+    except OSError as error:
+        missing.append(f"predictions: {PREDICTION} cannot be read ({error.strerror})")
     except (ValueError, TerraceError):
         amounts = {}
         missing.append(f"predictions: {PREDICTION} is damaged")
@@ -303,7 +306,7 @@ def _timeline(left: _Left, missing: list[str]) -> tuple[TimelineChart | None, st
     # The newest readable trace, else the prediction above the mean measured seconds. A damaged trace is reported.
     for path in sorted((left.folder / "profile").glob("step-*-rank-0.json"), key=_step_of_trace, reverse=True):
         try:
-            trace, compared = read_trace(path)
+            trace, compared = read_trace(path, left.folder)
         except (OSError, ValueError):
             missing.append(f"{path.parent.name}/{path.name} is damaged")
             continue
@@ -334,13 +337,22 @@ def _cycle(left: _Left, missing: list[str]) -> ChartedSection | None:
     if left.run is None or left.run.plan.outer is None:
         return None
     try:
+        _check_length(left.run)
         return run_cycle(left.run, left.cluster, left.steady)
     except TerraceError as error:
         missing.append(f"the cycle of islands: {error}")
         return None
 
 
+def _check_length(run: RunConfig) -> None:
+    # The settings may be a stranger's: any number of micro-batches is a number of a few digits.
+    num_passes = run.num_micros() * run.model.num_layers
+    if num_passes > _MOST_PASSES:
+        raise TerraceError(f"a step passes layers {num_passes:,} times, and at most {_MOST_PASSES:,} are drawn")
+
+
 def _predicted_events(run: RunConfig, cluster: Cluster | None) -> list[dict[str, Any]]:
+    _check_length(run)
     played = play_whole(step_of(run, cluster))
     if len(played.programs) == 1:
         return recording_events(record(played.programs[0], played.costs[0]), 0, "predicted")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from terrace.base.fitting import fitting, parse_table
+from terrace.base.foreign import read_text
 from terrace.report.bars import Interval
 from terrace.report.svg import Row
 from terrace.report.timeline import TimelineChart
@@ -53,12 +54,12 @@ class _Metadata:
 _KINDS: dict[str, type] = {"X": _Complete, "M": _Metadata}
 
 
-def read_trace(path: Path) -> tuple[list[dict[str, Any]], ComparedStep]:
-    """(events with their checked types, facts) of a trace that has both steps.
+def read_trace(path: Path, folder: Path) -> tuple[list[dict[str, Any]], ComparedStep]:
+    """(events with their checked types, facts) of a trace of a run `folder` that has both steps.
 
     Raises `OSError` for an unreadable file, `ValueError` for a damaged one.
     """
-    table = parse_table(path.read_text(encoding="utf-8"))
+    table = parse_table(read_text(path, folder))
     events, other = table.get("traceEvents"), table.get("otherData")
     if not isinstance(other, dict) or not isinstance(events, list) or not all(isinstance(e, dict) for e in events):
         raise ValueError("not a trace of two steps")

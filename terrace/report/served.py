@@ -1,12 +1,17 @@
-"""A page served to this machine alone, rendered again when its files change.
+"""A page served to its owner alone, rendered again when its files change.
 
-The server listens on 127.0.0.1 and refuses a request whose Host header is neither that address nor localhost, so that a
-foreign page whose name resolves to this machine (DNS rebinding) reads nothing. It has two paths: `/` is the page, and
-`/state` a text that changes with the page. An open page polls the state and reloads itself when that has changed.
+The server listens on 127.0.0.1, which every user of this machine reaches. So all paths begin with a random token, which
+only the printed address has: `/TOKEN/` is the page, and `/TOKEN/state` a text that changes with it. An open page polls
+the state and reloads itself when that has changed. A request whose Host header is neither 127.0.0.1 nor localhost is
+refused, so that a foreign page whose name resolves to this machine (DNS rebinding) reads nothing.
+
+A request has a deadline as a whole, however slowly it arrives, and a limited number are open at once; of those that are
+not whole yet the oldest makes room.
 """
 
 import hashlib
 import secrets
+import socket
 import sys
 import threading
 import time
@@ -22,6 +27,10 @@ from terrace.base.errors import TerraceError
 
 ADDRESS = "127.0.0.1"
 _POLL_S = 3.0  # between two polls of a page
+_REQUEST_S = 10.0  # for a whole request to arrive
+_ANSWER_S = 60.0  # for a page to be taken, perhaps through ssh
+_MOST_OPEN = 32  # connections; a browser has six
+_TOKEN_BYTES = 24
 _SHARE = 0.2  # largest share of the time that goes into rendering
 _WATCHED = ("*", "profile/*", "checkpoints/*/manifest.json", "*/checkpoints/*/manifest.json")
 _IGNORED = ("report.html", "compared.html", ".lock")  # a page does not show them
@@ -33,8 +42,8 @@ background:var(--ink);color:var(--paper);border-radius:5px;font-size:13px">terra
   const note = document.getElementById("stands");
   const ask = async () => {
     try {
-      const answer = await fetch("/state", { cache: "no-store" });
-      note.hidden = true;
+      const answer = await fetch("state", { cache: "no-store" });
+      note.hidden = answer.status !== 404;  // a later server has another token
       if (answer.ok && await answer.text() !== "STATE") location.reload();
     } catch { note.hidden = false; }
     setTimeout(ask, POLL);
@@ -81,15 +90,63 @@ class LivePage:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = 128  # connections that wait for a thread, so that the owner is not made to try again
 
     def __init__(self, port: int, page: LivePage) -> None:
-        self.page = page
+        self.page, self.token = page, secrets.token_urlsafe(_TOKEN_BYTES)
+        self._lock, self._open = threading.Lock(), set[Any]()
+        self._until_s = dict[Any, float]()  # connection whose request is not whole yet -> deadline, the oldest first
         super().__init__((ADDRESS, port), _Handler)
 
     def server_bind(self) -> None:
         # The base class looks up the machine's name, which may take seconds.
         TCPServer.server_bind(self)
         self.server_name, self.server_port = ADDRESS, self.server_address[1]
+
+    @property
+    def address(self) -> str:
+        """The address of the page, with the token."""
+        return f"http://{ADDRESS}:{self.server_port}/{self.token}/"
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            is_full = len(self._open) >= _MOST_OPEN
+            oldest = next(iter(self._until_s), None) if is_full else None
+            if oldest is not None:
+                self._cut(oldest)
+            if not is_full or oldest is not None:
+                self._open.add(request)
+                self._until_s[request] = time.monotonic() + _REQUEST_S
+        if is_full and oldest is None:
+            self.shutdown_request(request)
+        else:
+            super().process_request(request, client_address)
+
+    def arrived(self, request: Any) -> None:
+        """The request of a connection is whole."""
+        with self._lock:
+            self._until_s.pop(request, None)
+
+    def service_actions(self) -> None:
+        now_s = time.monotonic()
+        with self._lock:
+            for request in [each for each, until_s in self._until_s.items() if until_s < now_s]:
+                self._cut(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._forget(request)
+        super().shutdown_request(request)
+
+    def _cut(self, request: Any) -> None:
+        # Its thread reads the end of the connection, and closes it.
+        self._forget(request)
+        with suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
+
+    def _forget(self, request: Any) -> None:
+        self._open.discard(request)
+        self._until_s.pop(request, None)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         # Browsers close connections in the middle of an answer: no traceback for that.
@@ -99,22 +156,31 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
-    timeout = 10  # seconds for a request, so that none holds a thread for ever
+    timeout = _REQUEST_S
     server_version, sys_version = "terrace", ""
+
+    def parse_request(self) -> bool:
+        is_whole = super().parse_request()
+        self.server.arrived(self.connection)
+        self.connection.settimeout(_ANSWER_S)
+        return is_whole
 
     def do_GET(self) -> None:
         # Browsers leave the port out where it is 80.
         named = (self.headers.get("Host") or "").partition(":")[0]
         if named not in (ADDRESS, "localhost"):
             return self._answer(HTTPStatus.FORBIDDEN, "text/plain", f"ask for {ADDRESS} or localhost\n")
-        path = self.path.partition("?")[0]
-        if path not in ("/", "/state"):
-            return self._answer(HTTPStatus.NOT_FOUND, "text/plain", "nothing but / is here\n")
+        given, _, path = self.path.partition("?")[0].removeprefix("/").partition("/")
+        is_owner = secrets.compare_digest(given.encode(errors="replace"), self.server.token.encode())
+        if not is_owner or path not in ("", "state"):
+            return self._answer(
+                HTTPStatus.NOT_FOUND, "text/plain", "open the address that terrace report --watch printed\n"
+            )
         try:
             state, page = self.server.page.current()
         except (TerraceError, OSError) as error:
             return self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", f"{error}\n")
-        if path == "/state":
+        if path == "state":
             return self._answer(HTTPStatus.OK, "text/plain", state)
         return self._answer(HTTPStatus.OK, "text/html", page)
 
@@ -135,7 +201,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def served(page: LivePage, port: int) -> Iterator[ThreadingHTTPServer]:
+def served(page: LivePage, port: int) -> Iterator[_Server]:
     """A server of the page, not yet serving; port 0 is any free one. Raises `OSError` for a port that is taken."""
     server = _Server(port, page)
     try:

@@ -2,13 +2,13 @@
 
 import math
 import statistics
-import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from terrace.base.parsing import parse_toml
 from terrace.report.folder_parts import steady
 from terrace.report.rl_page import RlView
 from terrace.report.run_curves import Curve, Point, finite
@@ -133,8 +133,8 @@ def _of_parts(missing: Sequence[str]) -> list[str]:
 
 
 def _flat_settings(text: str) -> dict[str, Any] | None:
-    with suppress(tomllib.TOMLDecodeError):
-        return _flat(tomllib.loads(text)) or None
+    with suppress(ValueError):
+        return _flat(parse_toml(text)) or None
     return None
 
 

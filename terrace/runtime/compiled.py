@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from terrace.base.errors import ConfigError, TrainingError, first_line
+from terrace.base.own_path import safe_flags
 from terrace.launch.signals import ended_words
 from terrace.model import attention
 from terrace.model.attention_plans import AttentionPlans
@@ -80,7 +81,7 @@ def check_compiler(device: torch.device) -> None:
         else:
             # In another process: this one, which starts the ranks, would keep memory of the device.
             trial = f"import torch; torch.compile(lambda x: x * 2 + 1)(torch.ones(8, device={device.type!r}))"
-            subprocess.run([sys.executable, "-c", trial], capture_output=True, text=True, check=True)
+            subprocess.run([sys.executable, *safe_flags(), "-c", trial], capture_output=True, text=True, check=True)
     except subprocess.CalledProcessError as error:
         last = (error.stderr.strip().splitlines() or [f"the trial {ended_words(error.returncode)}"])[-1]
         raise _no_compiler(last) from error

@@ -22,9 +22,8 @@ from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import UNNAMED, cluster_table, lay_over, parse_cluster, preset_names
 from terrace.data.config import PATHS, DataConfig
 from terrace.data.sources import beside, eval_beside
-from terrace.model.config import ModelConfig, block_specs, parse_model, to_table
+from terrace.model.config import ModelConfig, block_specs, parse_model, read_model_table, to_table
 from terrace.model.experts.balance import BalanceConfig
-from terrace.model.hf.folder import config_file
 from terrace.model.lora.config import LoraConfig, with_adapters
 from terrace.model.spec import BlockSpec, freeze
 from terrace.plan.balance_rules import check_balance, telling_choices
@@ -251,7 +250,7 @@ def section(name: str, value: Any) -> Any:
             )
         if Path(value).suffix in (".safetensors", ".bin", ".pt", ".gguf"):
             raise ConfigError(f"{value} is a file of weights: give its folder, which also has the config.json")
-        return read_table(config_file(Path(value)))
+        return read_model_table(value)
     if value in PRESETS:
         return {"preset": value}
     if Path(value).suffix not in (".toml", ".json") and not os.path.exists(value):

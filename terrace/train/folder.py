@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from terrace.base.errors import CheckpointError, DataError, ModelError
 from terrace.base.fitting import parse_table
+from terrace.base.foreign import read_file, read_text
 from terrace.base.sealed import checksum, sealed_json
 from terrace.base.words import counted
 from terrace.model.hf.folder import (
@@ -133,10 +134,9 @@ def source_files(weights: str, tokenizer_path: str, template_path: str, tokenize
             found |= read_files(path.parent, TOKENIZER_FILES)
         # A tokenizer under another name is exported under the usual one.
         else:
-            found[TOKENIZER] = read_files(path.parent, (path.name,))[path.name]
+            found[TOKENIZER] = _named(path)
         if template_path:  # transformers prefers this file to one in tokenizer_config.json
-            template = Path(template_path)
-            found[CHAT_TEMPLATE] = read_files(template.parent, (template.name,))[template.name]
+            found[CHAT_TEMPLATE] = _named(Path(template_path))
         if isinstance(tokenizer, FileTokenizer):
             found |= agreeing(found, tokenizer)
     return with_sums(found)
@@ -150,6 +150,13 @@ def with_sums(files: Mapping[str, bytes]) -> dict[str, bytes]:
     return {**files, _SUMS: sealed_json(json.dumps(sums)).encode()}
 
 
+def _named(path: Path) -> bytes:
+    try:
+        return read_file(path)
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}") from error
+
+
 def check_source(run_folder: Path) -> None:
     """Raises `CheckpointError` for a file of a run's source folder that is not as it was when the run started."""
     folder = run_folder / SOURCE
@@ -157,12 +164,12 @@ def check_source(run_folder: Path) -> None:
     if not (folder / _SUMS).is_file():  # a run on bytes, or of an earlier version
         return
     try:
-        sums = parse_table((folder / _SUMS).read_text(encoding="utf-8"))
+        sums = parse_table(read_text(folder / _SUMS, folder))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder / _SUMS} is damaged ({error}): {fix}") from error
     for name, wanted in sums.items():
         try:
-            found = checksum((folder / name).read_bytes())
+            found = checksum(read_file(folder / name, folder))
         except OSError as error:
             raise CheckpointError(f"cannot read {folder / name}: {error.strerror}: {fix}") from error
         if found != wanted:

@@ -8,13 +8,14 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from terrace.base.errors import TrainingError
 from terrace.base.files import write_atomic
 from terrace.base.fitting import fitting, parse_table
+from terrace.base.foreign import read_lines
 from terrace.base.sealed import sealed_json
 from terrace.program.loads import Loads
 
@@ -97,15 +98,12 @@ def _line(part: LoadsOfSteps) -> str:
 
 def _read(path: Path) -> list[LoadsOfSteps]:
     found = []
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    for line in lines:
-        try:
-            part = fitting(LoadsOfSteps, parse_table(line))
-        except ValueError:
-            continue
-        if all(row and min(row) >= 0 for row in part.counts.values()):
-            found.append(part)
+    with suppress(OSError):
+        for line in read_lines(path, path.parent):
+            try:
+                part = fitting(LoadsOfSteps, parse_table(line))
+            except ValueError:
+                continue
+            if all(row and min(row) >= 0 for row in part.counts.values()):
+                found.append(part)
     return found

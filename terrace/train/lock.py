@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from terrace.base.errors import CheckpointError
+from terrace.base.foreign import leaves
 
 LOCK = ".lock"
 _WAIT_S = 5.0  # ranks whose parent was killed notice within seconds
@@ -20,10 +21,11 @@ _PAUSE_S = 0.1
 @contextmanager
 def folder_lock(folder: Path, wait_s: float | None = None) -> Iterator[None]:
     """Holds a run folder. Raises `CheckpointError` when another process holds it for longer than `wait_s`
-    (default: some seconds).
+    (default: some seconds), or when a file of the folder is a link out of it: the run would write its target.
 
     Does nothing on a file system without locks, or in a folder that cannot be written.
     """
+    _refuse_links(folder)
     try:
         file = (folder / LOCK).open("a")
     except OSError:
@@ -33,6 +35,17 @@ def folder_lock(folder: Path, wait_s: float | None = None) -> Iterator[None]:
     with file:
         _take(file.fileno(), folder, time.monotonic() + (_WAIT_S if wait_s is None else wait_s))
         yield
+
+
+def _refuse_links(folder: Path) -> None:
+    with suppress(OSError):  # the next write to the folder raises the error
+        for path in sorted(folder.iterdir()):
+            # A user may keep a whole folder, such as that of the checkpoints, on another file system.
+            if path.is_symlink() and not path.is_dir() and leaves(path, folder):
+                raise CheckpointError(
+                    f"{path} is a link out of the run folder, whose target the run would write: put a copy of the file "
+                    "there (cp -L), or remove the link"
+                )
 
 
 def _take(handle: int, folder: Path, until_s: float) -> None:

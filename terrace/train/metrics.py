@@ -11,6 +11,7 @@ from typing import Protocol
 from terrace.base.errors import TrainingError
 from terrace.base.files import write_atomic
 from terrace.base.fitting import MaybeNaN, fitting, parse_table
+from terrace.base.foreign import read_lines
 from terrace.base.sealed import sealed_json
 from terrace.checkpoint.saved import Saved
 from terrace.cluster.cluster import Cluster
@@ -279,14 +280,15 @@ def read_metrics(path: Path) -> list[StepRecord]:
 def read_sound_metrics(path: Path) -> tuple[list[StepRecord], int]:
     """The same, and the number of damaged lines."""
     records: dict[int, StepRecord] = {}
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    for line in lines:
+    num_written = 0
+    for line in read_lines(path, path.parent):
+        num_written += bool(line.strip())
         try:
             record = fitting(StepRecord, parse_table(line))
         except ValueError:
             continue
         records.setdefault(record.step, record)
-    return list(records.values()), sum(bool(line.strip()) for line in lines) - len(records)
+    return list(records.values()), num_written - len(records)
 
 
 def _line(record: StepRecord) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from terrace.base.errors import CheckpointError, TrainingError
 from terrace.base.files import write_atomic
+from terrace.base.foreign import check_file
 from terrace.base.sealed import checksum
 from terrace.base.words import counted
 from terrace.data.batches import Batches
@@ -176,6 +177,7 @@ def _write(file: Path, reference: Tensor, digest: str) -> None:
 def _read(file: Path, digest: str, num_samples: int) -> Tensor:
     fix = "restore it, or start a new run: it has the log-probabilities of the starting weights"
     try:
+        check_file(file, file.parent)
         with safetensors.safe_open(file, framework="pt") as opened:
             facts, reference = opened.metadata() or {}, opened.get_tensor("log_probs")
     except (OSError, safetensors.SafetensorError) as error:

@@ -20,6 +20,7 @@ from typing import Any
 from terrace.base.errors import TrainingError
 from terrace.base.files import write_atomic
 from terrace.base.fitting import MaybeNaN, fitting, parse_table
+from terrace.base.foreign import read_lines, read_text
 from terrace.base.schema import dump
 from terrace.base.sealed import sealed_json, sealed_toml
 from terrace.cluster.cluster import Cluster
@@ -81,21 +82,19 @@ class Predicted:
 
 def read_events(folder: Path) -> tuple[list[RunEvent], int]:
     """Events of a run folder, and the number of its damaged lines, such as a last one that a crash cut short."""
-    try:
-        lines = (folder / EVENTS).read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return [], 0
-    found = []
-    for line in lines:
-        # A torn line may happen to be JSON.
-        with suppress(ValueError):
-            found.append(fitting(RunEvent, parse_table(line), skip=True))
-    return found, sum(bool(line.strip()) for line in lines) - len(found)
+    found, num_written = list[RunEvent](), 0
+    with suppress(OSError):
+        for line in read_lines(folder / EVENTS, folder):
+            num_written += bool(line.strip())
+            # A torn line may happen to be JSON.
+            with suppress(ValueError):
+                found.append(fitting(RunEvent, parse_table(line), skip=True))
+    return found, num_written - len(found)
 
 
 def read_prediction(folder: Path) -> Predicted:
     """The prediction made at the start of a run; raises `OSError` without the file, `ValueError` for a damaged one."""
-    return fitting(Predicted, parse_table((folder / PREDICTION).read_text(encoding="utf-8")))
+    return fitting(Predicted, parse_table(read_text(folder / PREDICTION, folder)))
 
 
 def append_event(run_folder: Path, name: str, /, **facts: Any) -> None:

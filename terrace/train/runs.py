@@ -135,7 +135,7 @@ def again(terrace: str, folder: Path, command: Command, *, is_saved: bool) -> st
 def _table(folder: Path) -> Mapping[str, Any]:
     if not (folder / CONFIG).is_file():
         raise CheckpointError(no_run_words(folder))
-    return read_table(folder / CONFIG)
+    return read_table(folder / CONFIG, folder)  # of the folder, and no link to another
 
 
 def _of_feedback(folder: Path, table: Mapping[str, Any]) -> RunFolder:

@@ -23,6 +23,7 @@ from typing import Any
 from terrace.base.errors import ConfigError, did_you_mean
 from terrace.base.files import write_atomic
 from terrace.base.fitting import parse_table
+from terrace.base.foreign import read_text
 from terrace.base.sealed import sealed_json
 from terrace.train.metrics import StepRecord, eval_figures
 
@@ -191,7 +192,7 @@ def _flat(table: Mapping[str, Any], before: str = "") -> dict[str, str]:
 
 def _ids(folder: Path) -> dict[str, str]:
     try:
-        table = parse_table((folder / _IDS).read_text(encoding="utf-8", errors="replace"))
+        table = parse_table(read_text(folder / _IDS, folder))
     except OSError:
         return {}
     except ValueError as error:

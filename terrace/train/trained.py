@@ -169,7 +169,7 @@ def _of_hugging_face(folder: Path, dtype: torch.dtype, tokenizer: str | None, de
 
 
 def _ends(path: Path) -> Any:
-    return read_table(path).get("eos_token_id") if path.is_file() else None
+    return read_table(path, path.parent).get("eos_token_id") if path.is_file() else None
 
 
 def _stops(tokenizer: Tokenizer, folder: Path) -> tuple[int, ...]:

@@ -1,13 +1,9 @@
 """Tensors of a DCP folder, with the names and the interface of an open safetensors file.
 
-A tensor is read whole, chunk by chunk. `torch.save` wrote a chunk, and torch's own unpickler reads it, which admits
-tensors alone (`weights_only`).
+A tensor is read whole, chunk by chunk, each as `torch.save` wrote it (`terrace.model.dcp.stored_tensor`).
 """
 
-import io
-import pickle
-import stat
-import struct
+import os
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,27 +15,17 @@ import torch
 from torch import Tensor
 
 from terrace.base.errors import ModelError
+from terrace.base.foreign import open_file
 from terrace.base.printable import printable
 from terrace.model.config import ModelConfig
 from terrace.model.dcp.metadata import Chunk, DcpTensor, read_metadata
 from terrace.model.dcp.names import TORCHTITAN, check_dense, check_titan, from_titan, heads_of, model_names
+from terrace.model.dcp.pickled import OF_PICKLE, DamagedError
+from terrace.model.dcp.stored_tensor import read_tensor
 from terrace.model.hf.folder import METADATA
 
 _TORCH = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-# The errors of `torch.load` on bytes that are damaged or hold anything but a tensor.
-_UNREADABLE = (
-    RuntimeError,
-    ValueError,
-    EOFError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    AssertionError,
-    OverflowError,
-    struct.error,
-    pickle.UnpicklingError,
-    zipfile.BadZipFile,
-)
+_UNREADABLE = (*OF_PICKLE, DamagedError, RuntimeError, OverflowError, NotImplementedError, zipfile.BadZipFile)
 
 
 class DcpWeights:
@@ -65,13 +51,12 @@ class DcpWeights:
         for file, end in sorted(ends.items()):
             path = self.folder / file
             try:
-                about = path.stat()
+                with open_file(path, self.folder) as opened:
+                    size = os.fstat(opened.fileno()).st_size
             except OSError as error:
                 raise ModelError(f"cannot read {path}: {error.strerror}; copy the folder again") from error
-            if not stat.S_ISREG(about.st_mode):  # a pipe would be waited for
-                raise ModelError(f"{path} is no file: copy the folder again")
-            if about.st_size < end:
-                raise ModelError(f"{path} has {about.st_size} bytes, and {METADATA} needs {end}: copy the folder again")
+            if size < end:
+                raise ModelError(f"{path} has {size} bytes, and {METADATA} needs {end}: copy the folder again")
 
     def check(self, config: ModelConfig) -> None:
         """Raise `ModelError` for a model whose parameters have no known names in a DCP folder."""
@@ -123,18 +108,19 @@ class DcpWeights:
         if not prod(chunk.shape):
             return torch.empty(chunk.shape, dtype=dtype)
         try:
-            with path.open("rb") as file:
+            raw = bytearray(chunk.num_bytes)  # no more than the file has
+            with open_file(path, self.folder) as file:
                 file.seek(chunk.position)
-                content = io.BytesIO(file.read(chunk.num_bytes))
-            found: Any = torch.load(content, map_location="cpu", weights_only=True)
+                file.readinto(raw)  # type: ignore[attr-defined]  # of a buffered reader
+            found = read_tensor(path, raw)
         except OSError as error:
             raise ModelError(f"cannot read {path}: {error.strerror}") from error
         except _UNREADABLE as error:
             reason = printable(str(error).partition("\n")[0])[:80]
             raise ModelError(f"{name} in {path} is damaged ({reason}): copy the folder again") from error
-        if not isinstance(found, Tensor) or found.shape != chunk.shape or found.dtype != dtype or found.is_sparse:
+        if found.shape != chunk.shape or found.dtype != dtype:
             raise ModelError(f"{name} in {path} is not the tensor that {METADATA} says: copy the folder again")
-        return found.detach()
+        return found
 
 
 @dataclass(frozen=True)

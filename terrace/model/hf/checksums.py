@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from terrace.base.errors import ModelError
+from terrace.base.foreign import read_file
+from terrace.base.parsing import parse_json
 from terrace.base.sealed import checksum, warn_changed
 
 _TENSORS, _FILES = "crc32", "crc32_of_files"
@@ -62,13 +64,20 @@ class Checksums:
         """Warn of files that were written with an open file of weights and have changed since; a user may edit them."""
         for name, wanted in _table(file, _FILES).items():
             path = self._folder / str(name)
-            if path.parent == self._folder and path.is_file() and checksum(path.read_bytes()) != wanted:
+            if path.parent == self._folder and path.is_file() and _checksum(path) != wanted:
                 warn_changed(path, "the weights were exported with another")
+
+
+def _checksum(path: Path) -> str:
+    try:
+        return checksum(read_file(path, path.parent))
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}") from error
 
 
 def _table(file: Any, key: str) -> Mapping[str, Any]:
     try:
-        found = json.loads((file.metadata() or {}).get(key, "{}"))
+        found = parse_json((file.metadata() or {}).get(key, "{}"))
     except ValueError:  # of another program, or damaged: then the tensors are not
         return {}
     return found if isinstance(found, dict) else {}

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import ConfigError, ModelError
+from terrace.base.foreign import read_file
+from terrace.base.parsing import parse_json
 from terrace.base.schema import read_table
 
 ADAPTER = "adapter_config.json"  # of a folder of peft
@@ -79,7 +81,7 @@ def weight_files(folder: Path) -> dict[str, str] | None:
     Raises `ModelError` for a folder without weights or with weights in another form, and for a damaged index.
     """
     if (folder / INDEX).is_file():
-        index = read_table(folder / INDEX).get("weight_map")
+        index = read_table(folder / INDEX, folder).get("weight_map")
         if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
             raise ModelError(f"{folder / INDEX} has no weight_map of tensors to files: download it again")
         for file in sorted(set(index.values())):
@@ -111,7 +113,7 @@ def token_ids(source: str | Path | None, end_of_text: int | None) -> dict[str, A
     """
     table: dict[str, Any] = dict.fromkeys(_TOKEN_IDS) | {"eos_token_id": end_of_text}
     if source is not None and (Path(source) / CONFIG).is_file():
-        given = read_table(Path(source) / CONFIG)
+        given = read_table(Path(source) / CONFIG, Path(source))
         table |= {key: given[key] for key in _TOKEN_IDS if key in given}
     return table
 
@@ -130,12 +132,14 @@ def carried_files(source: str | Path | None, end_of_text: int | None = None) -> 
 
 
 def read_files(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
-    """Name -> content of the files that exist; raises `ModelError` for one that is not readable."""
+    """Name -> content of the files that exist; raises `ModelError` for one that is not readable, or a link out of the
+    folder: the content goes into other folders.
+    """
     found = {}
     for name in names:
         try:
-            if (folder / name).is_file():
-                found[name] = (folder / name).read_bytes()
+            if (folder / name).exists():
+                found[name] = read_file(folder / name, folder)
         except OSError as error:
             raise ModelError(f"cannot read {folder / name}: {error.strerror}") from error
     return found
@@ -144,7 +148,7 @@ def read_files(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
 def _tokenizer_config(tokenizer: bytes, end_of_text: int | None) -> dict[str, Any]:
     table: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     try:
-        added = json.loads(tokenizer).get("added_tokens", [])
+        added = parse_json(tokenizer).get("added_tokens", [])
     except (ValueError, AttributeError) as error:
         raise ModelError(f"{TOKENIZER} is damaged ({error}): save the tokenizer again") from error
     for token in added if isinstance(added, list) else []:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from terrace.base.errors import ModelError, did_you_mean
 from terrace.base.files import folder_atomic, respect_umask, write_atomic
+from terrace.base.foreign import check_file
 from terrace.model.config import SCORE, ModelConfig, load_model, to_table
 from terrace.model.dcp.reading import DcpWeights
 from terrace.model.hf.checksums import Checksums, checksums_of, sort_metadata
@@ -197,6 +198,7 @@ class Pretrained:
     def _file(self, name: str) -> Any:
         if name not in self._open:
             try:
+                check_file(self.folder / name, self.folder)
                 self._open[name] = safetensors.safe_open(self.folder / name, framework="pt")
             except (OSError, safetensors.SafetensorError) as error:
                 raise ModelError(f"cannot read {self.folder / name} ({error}): download it again") from error

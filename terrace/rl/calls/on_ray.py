@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from terrace.base.errors import ConfigError, HangError
 from terrace.base.extras import needs
+from terrace.base.own_path import safe_flags
 from terrace.base.words import counted
 from terrace.launch.process_pool import one_error
 from terrace.launch.rendezvous import host_store, open_store
@@ -38,6 +39,7 @@ from terrace.rl.values.rows import Rows
 try:
     import ray
     from ray.exceptions import RayActorError
+    from ray.job_config import JobConfig
     from ray.util import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError as error:
@@ -276,14 +278,16 @@ def _join_cluster(address: str | None) -> None:
 
 
 def _init(address: str | None) -> None:
+    # Ray has its workers look for modules in the working folder first, but not those of such a job.
+    job = JobConfig(_client_job=True) if safe_flags() else None
     try:
-        ray.init(address=address, log_to_driver=False)
+        ray.init(address=address, log_to_driver=False, job_config=job)
     except (OSError, ValueError) as error:
         # Where Ray starts a cluster, paths of its sockets are much longer than that of TMPDIR.
         folders = short_folders(_RAY_SOCKET) if "AF_UNIX" in str(error) else []
         if not folders:
             raise
-        ray.init(address=address, log_to_driver=False, _temp_dir=str(folders[0] / "ray"))
+        ray.init(address=address, log_to_driver=False, job_config=job, _temp_dir=str(folders[0] / "ray"))
 
 
 def _found(reference: Any) -> Answer | Report | None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from terrace.base.errors import CheckpointError
 from terrace.base.files import write_atomic
+from terrace.base.foreign import read_file
 from terrace.checkpoint.layout import folder_name
 from terrace.rl.values.ragged import Ragged
 from terrace.rl.values.rows import Rows
@@ -23,6 +24,7 @@ from terrace.rl.workers.drawing import BEGUN
 
 _OFFSETS = "offsets"
 _NAME = re.compile(r"step-(\d{8,})\.\d+\.safetensors")
+_MOST_BYTES = 16 << 30
 
 
 def state_file(folder: Path, updates: int, step: int) -> Path:
@@ -66,7 +68,7 @@ def write_state(path: Path, place: int, rows: Rows) -> dict[str, Any]:
 def read_state(path: Path, facts: Mapping[str, Any]) -> tuple[int, Rows]:
     """The state that `write_state` wrote, as `Stream.restore` takes it; raises `CheckpointError` for another file."""
     try:
-        content = path.read_bytes()
+        content = read_file(path, path.parent, _MOST_BYTES)
         if sha256(content).hexdigest() != facts["sha256"]:
             raise CheckpointError(f"{path} is damaged: its digest is not that of its checkpoint")
         tensors: dict[str, Tensor] = load(content)

@@ -14,7 +14,9 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from itertools import islice
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -41,8 +43,10 @@ def load_function(name: str, folder: str) -> Function:
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
         raise ConfigError(f"the reward {name!r} must be module:function, such as my_rewards:exact")
+    _check_name(name, module_name, folder)
     if folder not in sys.path:
-        sys.path.insert(0, folder)
+        # Last: the folder has the modules that the user's own imports, and must not stand for any that is installed.
+        sys.path.append(folder)
     try:
         module = import_module(module_name)
     except (Exception, SystemExit) as error:  # whatever the user's module raises
@@ -56,6 +60,25 @@ def load_function(name: str, folder: str) -> Function:
     call_of(found, name)  # refuses another signature before a run begins
     function: Function = found
     return function
+
+
+def _check_name(name: str, module_name: str, folder: str) -> None:
+    """Raises `ConfigError` if both the folder and Python have the first part of a module's name."""
+    first = module_name.partition(".")[0]
+    own = next(
+        (path for path in (Path(folder, f"{first}.py"), Path(folder, first, "__init__.py")) if path.is_file()), None
+    )
+    if own is None or folder in sys.path:
+        return
+    try:
+        installed = find_spec(first)
+    except ValueError:  # of a module that was made by hand
+        return
+    if installed is not None:
+        raise ConfigError(
+            f"the reward {name!r}: {own} has the name of an installed module ({installed.origin}), which would be "
+            "imported in its place: rename the file"
+        )
 
 
 class RewardFunction:
