@@ -366,4 +366,4 @@ def _beside_predicted(config: RlConfig, expected: IterationReport | TerraceError
     asked = (
         "" if config.cluster.is_measured else "\nfrom the figures of the cluster's file; terrace probe measures them"
     )
-    return f"{measured_words(expected, stages_of(found), why_no_verdict(len(found[1:] or found)))}{asked}"
+    return f"{measured_words(expected, stages_of(found), why_no_verdict(max(1, found.num_steps - 1)))}{asked}"
