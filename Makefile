@@ -55,6 +55,7 @@ CHAOS := OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos
 
 chaos: setup
 	$(CHAOS) $(ARGS)
+	$(CHAOS).feedback
 	$(CHAOS).disks
 	$(CHAOS).damage
 	$(CHAOS).wrong_inputs

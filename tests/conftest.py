@@ -10,6 +10,7 @@ others, as long as there are any. The rest of each grid of cases is marked `nigh
 """
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -27,6 +28,12 @@ if TYPE_CHECKING:
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("explore", derandomize=False, deadline=None)
 settings.load_profile("fixed")
+
+for _number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    # A suite in the background of a script, or under nohup, begins with some ignored, and its children would ignore
+    # them, too: tests that send signals would wait for nothing.
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 
 os.environ.pop("COLUMNS", None)  # a worker of pytest-xdist gets one of 80, and tables follow it
 

@@ -6,6 +6,7 @@
 At any instant the folder holds either the earlier checkpoints, or these and the new one, all complete.
 """
 
+import errno
 import json
 import re
 import shutil
@@ -146,6 +147,8 @@ def commit(
     # old one moves aside first.
     aside = folder.with_name(f".{folder.name}{_REPLACED}")
     if folder.exists():
+        if not _is_own(folder) and any(folder.iterdir()):
+            raise OSError(errno.EEXIST, f"{folder.name} is there and no checkpoint of a run: move it away")
         _move(folder, aside)
     partial.rename(folder)
     # The rename must survive a crash before the old checkpoint is removed.
@@ -154,7 +157,7 @@ def commit(
     if keep is None:
         return
     # Newer checkpoints may be damaged, if the run resumed before them: they are neither counted nor removed.
-    earlier = [path for path in complete(folder.parent) if step_of(path) <= step]
+    earlier = [path for path in complete(folder.parent) if step_of(path) <= step and _is_own(path)]
     for old in earlier[:-keep] + [path for path in earlier[-keep:] if step_of(path) == 0 < step]:
         if step_of(old) != best:
             remove(old)
@@ -162,7 +165,8 @@ def commit(
 
 def _is_own(folder: Path) -> bool:
     """Whether a run wrote this folder: a user may have made others beside it."""
-    return folder.name == folder_name(step_of(folder)) and (folder / "manifest.json").is_file()
+    has_part = (folder / "manifest.json").is_file() or any(folder.glob("rank-*.safetensors"))
+    return folder.name == folder_name(step_of(folder)) and has_part
 
 
 def remove(folder: Path) -> None:

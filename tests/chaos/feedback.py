@@ -38,8 +38,8 @@ from tests.support.tiny_runs import descendants, environment, is_alive, rank_pid
 STEPS, RESUMES, LIMIT_S = 5, 3, 150.0
 WORDS = ("rl", "--config", "run.toml", "--folder", "run", "--resume", "auto")
 _SAVING = 0.3  # of the strikes: as soon as a save is seen
-_MODEL = TABLE | {"num_hidden_layers": 1}
-_JUDGE = _MODEL | {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1}
+MODEL = TABLE | {"num_hidden_layers": 1}
+_JUDGE = MODEL | {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1}
 _PROMPTS = ("The fox", "lazy dog", "quick", "brown 0123", "jumps")
 _REWARDS = """
 def near(samples):
@@ -84,8 +84,8 @@ class Kind:
         """The run's file and all that it reads, in a new folder."""
         folder.mkdir(parents=True)
         for name, table in (
-            ("model", _MODEL),
-            ("judge", _MODEL | {"architectures": ["Qwen3ForSequenceClassification"]}),
+            ("model", MODEL),
+            ("judge", MODEL | {"architectures": ["Qwen3ForSequenceClassification"]}),
         ):
             (folder / name).mkdir()
             write_model(folder / name, table | ({"num_labels": 1} if name == "judge" else {}))

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -154,6 +155,25 @@ def test_a_failure_has_one_error_and_ends_all(how: str, error: type[Exception], 
         assert took_s < ENDED_S + (2.0 if how == "stalled" else 0.0)
         with pytest.raises(error):
             roles["critic"].pid()
+
+
+@pytest.mark.parametrize("pool", [0, 1])
+def test_a_rank_that_stands_still_is_the_one_that_is_named(pool: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """The other rank of its pool waits for it in a collective, and is not to blame; nor is a pool that is at work."""
+    with LocalRuntime(timeout_s=2.0) as runtime:
+        roles = [runtime.pool(2).host(**{name: (Scaler, {})})[name] for name in ("actor", "critic")]
+        stopped = roles[pool].pid()[1]
+        os.kill(stopped, signal.SIGSTOP)
+        calls = [role.update.remote(Rows({"scores": torch.ones(2)})) for role in roles]
+        with pytest.raises(HangError) as caught:
+            calls[pool].get()
+    said = str(caught.value)
+    assert said.startswith("rank 1 stopped at ")
+    assert "the process is gone or frozen" in said
+    assert f"pid {stopped}; waiting for it: rank 0" in said.replace("); ", "; ")
+    assert f"the pool of {('actor', 'critic')[pool]} was running {('actor', 'critic')[pool]}.update" in said
+    assert "likewise" not in said
+    assert capfd.readouterr().err == ""
 
 
 def test_a_call_that_is_overdue_before_anybody_waits_is_named() -> None:

@@ -37,14 +37,14 @@ def write_tokenizer(folder: Path, num_added: int = 0) -> None:
     encoder.save(str(folder / "tokenizer.json"))
 
 
-def write_model(folder: Path, table: dict[str, Any] = TABLE) -> Path:
+def write_model(folder: Path, table: dict[str, Any] = TABLE, seed: int = 4) -> Path:
     """Write a model with weights and a tokenizer, as Terrace exports them."""
     config = parse_model(table)
     shapes = {(block.name, param.name): param.shape for block in block_specs(config) for param in block.params}
     write_pretrained(
         folder,
         config,
-        lambda block, param: initial_value(config, block, param, shapes[block, param], seed=4),
+        lambda block, param: initial_value(config, block, param, shapes[block, param], seed=seed),
         "bf16",
         shard_bytes=8_000,
     )
