@@ -268,7 +268,7 @@ def _join_cluster(address: str | None) -> None:
         if host and "/" not in host and port.isdecimal():
             socket.create_connection((host, int(port)), _REACH_S).close()
         # Ray has its workers look for modules in the working folder first, but not those of such a job.
-        job = JobConfig(_client_job=True) if safe_flags() else None
+        job: Any = JobConfig(_client_job=True) if safe_flags() else None
         ray.init(address=address, log_to_driver=False, job_config=job)
     except (OSError, OverflowError, ValueError) as error:  # a port beyond the largest overflows
         raise ConfigError(f"no Ray cluster at {address!r} ({error}): start one with ray start --head") from error
