@@ -13,8 +13,8 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import IO
 
 _SMALL_BYTES = 256 << 20  # of a file of settings, a tokenizer or a picture of a step
 _LINES_BYTES = 1 << 30  # of a file of lines: 500,000 steps have about as many
@@ -28,7 +28,7 @@ _KINDS = {
 }
 
 
-def open_file(path: Path, within: Path | None = None) -> IO[bytes]:
+def open_file(path: Path, within: Path | None = None) -> BufferedReader:
     """Open a regular file for reading; `within` is the folder that it must not leave.
 
     Raises `OSError`, whose `strerror` says what the path is instead.

@@ -97,6 +97,11 @@ class Kept:
 class PickleReader(pickle._Unpickler):
     """Reads one pickle. `is_known(module, name)` is the table, `of` says in errors whose it is."""
 
+    # Attributes of the reader in Python, which its type in C does not declare.
+    stack: list[Any]
+    append: Callable[[object], None]
+    pop_mark: Callable[[], list[Any]]
+
     def __init__(self, path: Path, content: bytes, is_known: Callable[[str, str], bool], of: str) -> None:
         super().__init__(BytesIO(content))
         self._path, self._is_known, self._of = path, is_known, of

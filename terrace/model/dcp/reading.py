@@ -111,7 +111,7 @@ class DcpWeights:
             raw = bytearray(chunk.num_bytes)  # no more than the file has
             with open_file(path, self.folder) as file:
                 file.seek(chunk.position)
-                file.readinto(raw)  # type: ignore[attr-defined]  # of a buffered reader
+                file.readinto(raw)
             found = read_tensor(path, raw)
         except OSError as error:
             raise ModelError(f"cannot read {path}: {error.strerror}") from error

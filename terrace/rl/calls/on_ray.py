@@ -279,7 +279,7 @@ def _join_cluster(address: str | None) -> None:
 
 def _init(address: str | None) -> None:
     # Ray has its workers look for modules in the working folder first, but not those of such a job.
-    job = JobConfig(_client_job=True) if safe_flags() else None
+    job: Any = JobConfig(_client_job=True) if safe_flags() else None
     try:
         ray.init(address=address, log_to_driver=False, job_config=job)
     except (OSError, ValueError) as error:

@@ -1,0 +1,104 @@
+"""A working folder with files that are named as modules of Python, of torch and of Terrace: none is imported."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from terrace.base import own_path
+from terrace.base.errors import ConfigError
+from terrace.rl.workers.reward_function import load_function
+from tests.support.tiny_runs import environment, write_run
+
+# Of the main process, the fork server and its tracker, ranks, replay and the generation of text.
+SHADOWS = ["socket", "torch", "sympy", "queue", "types", "functools", "numpy", "selectors", "signal", "json", "enum"]
+SHADOWS += ["copyreg", "struct", "tempfile", "typing", "random", "pandas", "yaml", "terrace/__init__"]
+# As pip writes it; its own folder is the first that Python looks into.
+SCRIPT = """import sys
+from terrace.__main__ import main
+if __name__ == "__main__":
+    sys.exit(main())
+"""
+REWARD = """import helper
+def score(samples):
+    return [helper.one(each.response) for each in samples]
+"""
+RL = ["--cluster.tiers.package.size", "2", "--cluster.tiers.node.size", "1", "--cluster.tiers.system.size", "1"]
+RL += ["--plan", "ddp", "--plan.micro_batch", "8", "--run.rows", "1", "--model.hidden_size", "32", "--run.steps", "1"]
+RL += ["--model.num_hidden_layers", "1", "--run.prompts", "4", "--run.mini_batch", "16", "--run.start_steps", "0"]
+
+
+@pytest.fixture
+def shadowed(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    (folder / "terrace").mkdir(parents=True)
+    for name in SHADOWS:
+        (folder / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r} + ' ')\n")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "terrace").write_text(SCRIPT)
+    return folder
+
+
+def call(folder: Path, *words: str, **variables: str) -> str:
+    line = [sys.executable, str(folder.parent / "bin" / "terrace"), *words]
+    done = subprocess.run(
+        line, cwd=folder, env=environment() | variables, capture_output=True, text=True, check=False, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    ran = folder.parent / "ran"
+    assert not ran.exists(), f"{words[0]} ran {ran.read_text()}"
+    return done.stdout
+
+
+@pytest.mark.timeout(350)
+def test_no_command_imports_a_module_of_the_working_folder(shadowed: Path) -> None:
+    write_run(shadowed, 2, plan="ddp", steps=2)
+    call(shadowed, "train", "--config", "run.toml", "--folder", "run")
+    call(shadowed, "replay", "run", "--step", "1")
+    call(shadowed, "generate", "run", "--prompt", "fox", "--tokens", "2")
+    (shadowed / "my_reward.py").write_text(REWARD)
+    (shadowed / "helper.py").write_text("def one(text):\n    return float(len(text))\n")
+    (shadowed / "rl.toml").write_text('[[reward]]\nfunction = "my_reward:score"\n')
+    assert "reward" in call(shadowed, "rl", "--task", "sort", "--config", "rl.toml", *RL, "--folder", "learned")
+
+
+def test_an_empty_part_of_pythonpath_is_not_the_working_folder(shadowed: Path) -> None:
+    # Python itself imports these before any line of Terrace.
+    for name in ("types", "functools", "signal", "enum", "typing", "copyreg", "terrace/__init__"):
+        (shadowed / f"{name}.py").unlink()
+    (shadowed / "terrace").rmdir()
+    call(shadowed, "keys", PYTHONPATH=os.pathsep + environment()["PYTHONPATH"])
+
+
+def test_the_path_keeps_what_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", str(tmp_path), "/elsewhere"])
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    own_path.leave_working_folder()
+    assert sys.path == ["/elsewhere"]
+    assert own_path.safe_flags() == ("-P",)
+    # A checkout that is not installed is found through the working folder alone.
+    monkeypatch.chdir(Path(own_path.__file__).parents[2])
+    monkeypatch.setattr(sys, "path", ["", "/elsewhere"])
+    own_path.leave_working_folder()
+    assert (sys.path, own_path.safe_flags()) == (["", "/elsewhere"], ())
+    # The user has named it.
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    own_path.leave_working_folder()
+    assert (sys.path, own_path.safe_environment()) == (["", "/elsewhere"], {})
+
+
+def test_a_reward_stands_for_no_installed_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "wave.py").write_text("def score(samples):\n    return [1.0 for each in samples]\n")
+    with pytest.raises(ConfigError, match=r"wave\.py has the name of an installed module .*: rename the file"):
+        load_function("wave:score", str(tmp_path))
+    (tmp_path / "my_own_wave.py").write_text("import wave\ndef score(samples):\n    return [wave.open]\n")
+    import wave
+
+    found: list[object] = list(load_function("my_own_wave:score", str(tmp_path))([]))
+    assert found == [wave.open]
+    assert sys.path[-1] == str(tmp_path)
