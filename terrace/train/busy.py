@@ -7,11 +7,14 @@ the ranks was others'. Ranks share cores, so their own seconds are added up firs
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from terrace.launch.machines import boot_id, num_cores
+
+if TYPE_CHECKING:
+    from terrace.runtime.engine import Engine
 
 _STAT = Path("/proc/stat")
 _MOST = 0.2  # of the cores: a share that shows in a measurement; a guess
@@ -51,6 +54,16 @@ class CoreSeconds:
         """What was added since."""
         spent = (getattr(self, name) - getattr(before, name) for name in ("all_s", "own_s", "clock_s"))
         return type(self)(self.place, self.num_cores, *spent)
+
+
+def busy_since(before: CoreSeconds | None, engine: "Engine") -> str:
+    """As `busy_words`, of all ranks since `before`; on CUDA "", since cores only issue work and wait. Every rank calls
+    this.
+    """
+    now = CoreSeconds.now()
+    spent = None if before is None or now is None else now.since(before)
+    ranks = engine.comm.exchange(None if spent is None else astuple(spent))
+    return busy_words([CoreSeconds(*each) if each else None for each in ranks]) if engine.device.type == "cpu" else ""
 
 
 def busy_words(ranks: Sequence[CoreSeconds | None]) -> str:

@@ -8,7 +8,7 @@ All user mistakes are caught before; only the machine can still fail here.
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import astuple, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from shlex import quote
@@ -44,7 +44,7 @@ from terrace.sequence.cost import WorkCost
 from terrace.train.adapted import run_blocks_of
 from terrace.train.attention_cost import kept_cost, work_cost
 from terrace.train.attention_words import attention_words
-from terrace.train.busy import CoreSeconds, busy_words
+from terrace.train.busy import CoreSeconds, busy_since
 from terrace.train.calibrate import calibrate, predict_once
 from terrace.train.compared import compare_ranks
 from terrace.train.context_batches import ContextBatches
@@ -163,7 +163,7 @@ class RankOfRun:
         if not cluster.is_measured or self.engine.comm.pacer is not None:  # probed constants exclude the pace
             before = CoreSeconds.now()
             cluster = calibrate(self.engine, self.run, lambda what: at(first_step, 0, f"MEASURE {what}", everyone))
-            self.busy = self._busy_since(before)
+            self.busy = busy_since(before, self.engine)
             if self.busy:
                 self.observer.note(f"{self.busy}, so the predicted step may be far off")
         made = self.micro_batches(cluster)
@@ -211,14 +211,6 @@ class RankOfRun:
         self.engine.close()
         self.observer.finished(result)
         return result
-
-    def _busy_since(self, before: CoreSeconds | None) -> str:
-        now = CoreSeconds.now()
-        spent = None if before is None or now is None else now.since(before)
-        # Cores only issue work to a device, and wait.
-        everyone = self.engine.comm.exchange(None if spent is None else astuple(spent))
-        is_shared = self.engine.device.type == "cpu"
-        return busy_words([CoreSeconds(*each) if each else None for each in everyone]) if is_shared else ""
 
     def resume(self) -> int:
         if self.job.resume is None:

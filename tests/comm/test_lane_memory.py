@@ -4,13 +4,13 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from terrace.comm import lane as lanes
 from terrace.comm.lane import Lane, StreamLane, ThreadLane
 from terrace.comm.rounding import ErrorLog
 from terrace.plan.in_block_messages import Leg, TensorMessage
@@ -68,9 +68,13 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
         current.pop()
 
     for name, value in {"Stream": Stream, "Event": Event, "stream": on}.items():
-        monkeypatch.setattr(lanes.torch.cuda, name, value)
-    monkeypatch.setattr(lanes.torch.cuda, "current_stream", lambda device=None: current[-1])
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
     return current
+
+
+def waits_for(go: threading.Event) -> None:
+    assert go.wait(10)
 
 
 def work_on(values: Tensor) -> Any:
@@ -131,7 +135,7 @@ def test_a_closed_stream_keeps_nothing(streams: list[Stream]) -> None:
 
 def test_a_thread_reads_memory_until_it_has_run() -> None:
     lane, go = ThreadLane(), threading.Event()
-    lane.submit(lambda: bool(go.wait(10)))
+    lane.submit(partial(waits_for, go))
     ticket, values = submitted(lane)
     assert values() is not None
     go.set()
@@ -147,7 +151,7 @@ def test_messages_inside_blocks_keep_what_they_read(streams: list[Stream], kind:
     comm = InBlockComm({INSIDE: lane}, HostClock(), WeightGradients())
     go, values = threading.Event(), torch.zeros(3)
     if kind is ThreadLane:
-        lane.submit(lambda: bool(go.wait(10)))
+        lane.submit(partial(waits_for, go))
     flight = comm.submit(work_on(values), TensorMessage(Leg.GATHER, ("tensor",), 3))
     held = weakref.ref(values)
     del values
@@ -159,7 +163,7 @@ def test_messages_inside_blocks_keep_what_they_read(streams: list[Stream], kind:
 
 
 class OnCuda(Tensor):
-    is_cuda = True  # type: ignore[assignment]
+    is_cuda = True
 
 
 def test_errors_of_a_message_under_way_are_taken_when_they_are_there(streams: list[Stream]) -> None:

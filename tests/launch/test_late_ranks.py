@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, not in __all__
 from torch.distributed.distributed_c10d import PrefixStore
 
 from terrace.base.errors import CheckpointError, ConfigError, DataError, HangError
@@ -29,7 +29,7 @@ SLURM = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_J
 
 def on_threads(work: Any, num: int, seconds: float = 60.0) -> list[Any]:
     """What `work(rank)` returns or raises on each of `num` threads."""
-    found = [None] * num
+    found = list[Any]([None] * num)
 
     def run(rank: int) -> None:
         try:
@@ -125,7 +125,8 @@ def test_a_batch_script_without_srun_is_told_of_it(tmp_path: Path) -> None:
     )
     assert process.stdout is not None
     said = list[str]()
-    reader = threading.Thread(target=lambda: said.append(process.stdout.readline()), daemon=True)
+    output = process.stdout
+    reader = threading.Thread(target=lambda: said.append(output.readline()), daemon=True)
     reader.start()
     reader.join(60)
     still_waits = process.poll() is None

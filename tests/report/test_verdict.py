@@ -1,6 +1,7 @@
 """Whether a prediction kept to its limit is said by one rule, and only where steps and machine allow it."""
 
 import ast
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,6 @@ import pytest
 from terrace.program.report import StepReport
 from terrace.program.verdict import LEAST_STEPS, judged, why_no_verdict
 from terrace.report.tables import STEP_BAND, band_words
-from terrace.train import busy
 from terrace.train.busy import CoreSeconds, busy_words
 from terrace.train.metrics import StepRecord, Summary
 
@@ -73,10 +73,10 @@ def test_seconds_of_cores_are_read_for_the_cores_of_this_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stat = tmp_path / "stat"
-    monkeypatch.setattr(busy.os, "sched_getaffinity", lambda _: {1, 12})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 12})
     rows = ["cpu 9 9 9 9 9 9 9 9", "cpu1 10 20 30 999 999 999 999 40 999 999", "cpu12 100 0 0 5 5 5 5 0 0 0"]
     stat.write_text("\n".join([*rows, "cpu2 7777 0 0 0 0 0 0 0 0 0", "intr 1 2 3"]))
-    ticks = busy.os.sysconf("SC_CLK_TCK")
+    ticks = os.sysconf("SC_CLK_TCK")
     before = CoreSeconds.now(stat)
     assert before is not None
     assert before.all_s == 200 / ticks

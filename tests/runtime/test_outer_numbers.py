@@ -22,7 +22,7 @@ class OnDevice(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         waits = getattr(func, "__name__", "") in _TO_HOST
         OnDevice.waits += waits
-        found = super().__torch_function__(func, types, args, kwargs or {})
+        found = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         return found.as_subclass(Tensor) if waits and isinstance(found, Tensor) else found
 
 
