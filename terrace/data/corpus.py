@@ -1,15 +1,18 @@
 """From a path to the text of its documents.
 
-A text file is one document; each line of a `.jsonl` file and each row of a table is one. terrace.data.files finds the
-files. Unreadable or malformed parts of a corpus are never skipped: they are errors that name file and line.
+A text file is one document, or several behind one another with a separator between them; each record of JSON or csv
+and each row of a table is one. terrace.data.files finds the files. Unreadable or malformed parts of a corpus are never
+skipped: they are errors that name file and line.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
 
 from terrace.base.errors import DataError
-from terrace.data.files import JSON_LINES_SUFFIXES, TABLE_SUFFIXES, find_documents
+from terrace.data.files import find_data
+from terrace.data.forms import DataFile
 from terrace.data.pieces import DocumentPart, Unit, unreadable
+from terrace.data.records import read_record_unit
 from terrace.data.sources import STDLIB
 from terrace.data.tables import read_table_unit, table_units
 from terrace.data.text import UNIT_BYTES, line_units, read_lines, read_text, text_units
@@ -52,30 +55,33 @@ def corpus_units(path: str | Path, column: str = "text", split: str = "") -> Ite
 
     Raises `DataError` for a damaged table, one without the column, and a line that is too long.
     """
-    files = find_documents(path, split)
-    if column != "text" and not any(file.suffix.lower() in JSON_LINES_SUFFIXES | TABLE_SUFFIXES for file in files):
+    files = find_data(path, split).files
+    if column != "text" and not any(file.holds_records for file in files):
         raise DataError(f"data.column = {column!r} has no effect: {path} holds text and no records; leave it out")
     for file in files:
         # Python's own library may hold files in other encodings; they are skipped only there.
-        if path != STDLIB or _is_utf8(file):
+        if path != STDLIB or _is_utf8(file.path):
             yield from _units(file, column)
 
 
 def read_unit(unit: Unit) -> Iterator[DocumentPart]:
-    readers = {"text": read_text, "lines": read_lines, "parquet": read_table_unit, "arrow": read_table_unit}
-    return readers[unit.kind](unit)
+    readers = {"text": read_text, "lines": read_lines, "array": read_record_unit, "csv": read_record_unit}
+    return readers.get(unit.kind, read_table_unit)(unit)
 
 
-def _units(file: Path, column: str) -> list[Unit]:
+def _units(file: DataFile, column: str) -> list[Unit]:
     try:
-        size = file.stat().st_size
-        if file.suffix.lower() in TABLE_SUFFIXES:
-            return table_units(file, size, UNIT_BYTES, column)
-        if file.suffix.lower() in JSON_LINES_SUFFIXES:
-            return line_units(file, size, UNIT_BYTES, column)
-        return text_units(file, size, UNIT_BYTES)
+        size = file.path.stat().st_size
+        if file.form == "text":
+            return text_units(file.path, size, UNIT_BYTES)
+        if file.form == "lines":
+            return line_units(file.path, size, UNIT_BYTES, column)
+        # Where a record begins is only known from the beginning of the file.
+        if file.form in ("array", "csv"):
+            return [Unit(file.path, file.form, 0, size, True, size, column, file.separator)]
+        return table_units(file, size, UNIT_BYTES, column)
     except OSError as error:
-        raise unreadable(file, error) from error
+        raise unreadable(file.path, error) from error
 
 
 def _is_utf8(file: Path) -> bool:

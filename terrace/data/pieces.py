@@ -4,13 +4,14 @@ A `Unit` is a part of one file. The units of a corpus depend only on its files, 
 processes gets the same pieces.
 """
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from terrace.base.errors import DataError
+from terrace.base.json_text import read_json
+from terrace.data.forms import Form
 
 PIECE_CHARACTERS = 1 << 20  # a tokenizer needs some hundred bytes a character, so this bounds memory
 _NAMED_KEYS = 8  # enough to see what a record is
@@ -29,12 +30,13 @@ class Unit:
     """A part of a file: bytes `first` to `end` of text, else row groups or record batches `first` to `end`."""
 
     file: Path
-    kind: Literal["text", "lines", "parquet", "arrow"]
+    kind: Form
     first: int
     end: int
     ends_document: bool  # False: its last document goes on in the next unit
     num_bytes: int  # of the file, for progress
     column: str = "text"  # the key of a record that holds its text
+    separator: str = ""  # of fields of csv, or of the documents of a text
 
 
 def check_text(text: object, column: str, where: str) -> str:
@@ -54,7 +56,7 @@ def check_text(text: object, column: str, where: str) -> str:
 def json_object(line: str, where: Callable[[], str], form: str) -> dict[str, Any]:
     """The object in a line of JSON, which has the `form`. Raises `DataError` for anything else."""
     try:
-        record = json.loads(line)
+        record = read_json(line)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where()} is not valid JSON ({error}); each line must be an object") from error
     if not isinstance(record, dict):

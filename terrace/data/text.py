@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import IO
 
 from terrace.base.errors import DataError
+from terrace.data.forms import MAX_LINE_BYTES
 from terrace.data.pieces import DocumentPart, Unit, check_text, cut, json_object, missing_column, unreadable
 
 UNIT_BYTES = 16 << 20  # some seconds of a tokenizer's work
-MAX_LINE_BYTES = 100_000_000  # a longer line is more likely a file without line ends than a document
 _BLOCK_BYTES = 1 << 20  # read at a time; large enough that Python's cost per block vanishes
 _WINDOW_BYTES = 1 << 16  # searched for a place to cut a text
 
@@ -47,7 +47,7 @@ def line_units(file: Path, size: int, unit_bytes: int, column: str) -> list[Unit
 
 def read_text(unit: Unit) -> Iterator[DocumentPart]:
     """Yields the pieces of a part of a text file. Raises `DataError` naming the byte that is not UTF-8."""
-    yield from cut(_blocks(unit), ends_document=unit.ends_document)
+    yield from cut(read_blocks(unit), ends_document=unit.ends_document)
 
 
 def read_lines(unit: Unit) -> Iterator[DocumentPart]:
@@ -103,7 +103,8 @@ def _text_of(line: str, unit: Unit, number: int) -> str:
         return check_text(text, unit.column, where())  # counting lines means reading the file, so only on an error
 
 
-def _blocks(unit: Unit) -> Iterator[str]:
+def read_blocks(unit: Unit) -> Iterator[str]:
+    """Yields the text of a unit, block by block. Raises `DataError` naming the byte that is not UTF-8."""
     offset, held = unit.first, b""
     try:
         with unit.file.open("rb") as stream:
