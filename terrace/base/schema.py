@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from terrace.base.errors import ConfigError, did_you_mean
 from terrace.base.files import read_bounded
+from terrace.base.json_text import read_json
 from terrace.base.sealed import is_intact_toml, warn_changed
 
 T = TypeVar("T")
@@ -37,7 +38,7 @@ def read_table(path: Path) -> dict[str, Any]:
     except ValueError as error:  # a name that no file can have
         raise ConfigError(f"cannot read {str(path)!r}: {error}") from error
     try:
-        table = json.loads(text, object_pairs_hook=_unique) if path.suffix == ".json" else tomllib.loads(text)
+        table = read_json(text, _unique) if path.suffix == ".json" else tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         kind = "JSON" if path.suffix == ".json" else "TOML"
         raise ConfigError(f"{path} is not valid {kind}: {error}{_python_word(text, error)}") from error

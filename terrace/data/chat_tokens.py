@@ -191,7 +191,7 @@ def record_files(path: str | Path, split: str, form: Literal["chat", "pairs"]) -
     for file in files:
         if not file.holds_records:
             raise DataError(
-                f"data {file.path} is no .jsonl, .parquet or .arrow file, as {needed} must be; convert it or move it "
-                "elsewhere"
+                f"data {file.path} is text, and {needed} are records: write them as .jsonl, .json, .csv, .parquet or "
+                ".arrow, or move the file elsewhere"
             )
     return files

@@ -37,7 +37,7 @@ from terrace.data.splits import TRAIN, choose_split, splits_of
 _DATA_SUFFIXES = RECORD_SUFFIXES | {PLAIN_SUFFIX}
 # Never data to `datasets`, unless a card names them.
 _NOT_DATA = frozenset({CARD, "config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"})
-_MOST_SAID = 6
+_MOST_SAID = 8  # kinds of files on a line
 
 
 @dataclass(frozen=True)
@@ -208,14 +208,13 @@ def _left(listing: _Listing, files: Sequence[DataFile], chosen: str, splits: Map
     left += [f"{name}, which holds no records" for name in no_records]
     left += [counted(len(empty), "empty file")] * bool(empty)
     kinds = Counter(_suffix(name) for name in rest if name not in {*no_records, *empty})
-    left += [
-        counted(number, f"{kind} file" if kind else "file without a suffix") for kind, number in kinds.most_common()
-    ]
+    for kind, number in sorted(kinds.items()):
+        left.append(counted(number, f"{kind} file") if kind else f"{counted(number, 'file')} without a suffix")
     return left + [counted(listing.num_hidden, "hidden file")] * bool(listing.num_hidden)
 
 
 def _words(read: str, left: Sequence[str]) -> str:
-    more = [f"{len(left) - _MOST_SAID} kinds more"] if len(left) > _MOST_SAID else []
+    more = ["and more"] if len(left) > _MOST_SAID else []
     return read + f"; left out: {', '.join([*left[:_MOST_SAID], *more])}" * bool(left)
 
 

@@ -14,6 +14,7 @@ from terrace.base.json_text import read_json
 from terrace.data.forms import Form
 
 PIECE_CHARACTERS = 1 << 20  # a tokenizer needs some hundred bytes a character, so this bounds memory
+LINE_PIECE_CHARACTERS = 1 << 16  # of a line that is longer
 _NAMED_KEYS = 8  # enough to see what a record is
 
 
@@ -92,21 +93,41 @@ def cut(blocks: Iterable[str], *, ends_document: bool = True) -> Iterator[Docume
     depend only on the text. A document without text has one piece without text, unless it is only a part of one
     (`ends_document` False).
     """
-    held, any_text = "", False
+    cutter = Cutter()
     for block in blocks:
-        held += block
-        start = 0
+        yield from cutter.feed(block)
+    yield from cutter.end(ends_document=ends_document)
+
+
+class Cutter:
+    """`cut` for blocks that come one by one; after `end` the next document begins."""
+
+    def __init__(self) -> None:
+        self._held, self._any_text = "", False
+
+    def feed(self, block: str) -> Iterator[DocumentPart]:
+        held, start = self._held + block, 0
         # The rest waits for the next block, so that cuts do not depend on the sizes of blocks.
         while len(held) - start > PIECE_CHARACTERS:
-            end = start + PIECE_CHARACTERS
-            at = held.rfind("\n", start, end) + 1
-            if at <= start:
-                at = held.rfind(" ", start + 1, end)
-            if at <= start:
-                at = end
+            at = _place(held, start)
             yield DocumentPart(held[start:at], ends_document=False)
-            any_text, start = True, at
-        held = held[start:]
-    # An empty document still has one piece, which tells its end.
-    if held or (ends_document and not any_text):
-        yield DocumentPart(held, ends_document=ends_document)
+            self._any_text, start = True, at
+        self._held = held[start:]
+
+    def end(self, *, ends_document: bool = True) -> Iterator[DocumentPart]:
+        held, any_text = self._held, self._any_text
+        self._held, self._any_text = "", False
+        # An empty document still has one piece, which tells its end.
+        if held or (ends_document and not any_text):
+            yield DocumentPart(held, ends_document=ends_document)
+
+
+def _place(text: str, start: int) -> int:
+    """Where the piece of `text` that begins at `start` ends."""
+    at = text.rfind("\n", start, start + PIECE_CHARACTERS) + 1
+    if at > start:
+        return at
+    # A line that is longer than a piece: short pieces of it keep all cores busy.
+    end = start + min(LINE_PIECE_CHARACTERS, PIECE_CHARACTERS)
+    at = text.rfind(" ", start + 1, end)
+    return at if at > start else end

@@ -37,6 +37,7 @@ def find_saved(root: Path, split: str) -> Saved | None:
     if (root / _SPLITS).is_file():
         there = _strings(root / _SPLITS, _read(root / _SPLITS).get("splits"))
         chosen = choose_split(root, split, there)
+        _check_inside(root / _SPLITS, Path(chosen))
         return Saved(_files(root / chosen), chosen, tuple(each for each in there if each != chosen))
     if not (root / STATE).is_file():
         return None
@@ -71,10 +72,17 @@ def _named(state: Path, table: dict[str, Any], key: str) -> list[Path]:
         raise DataError(f"{state} takes a range of rows of a file, which is not read: save the data set again")
     files = [state.parent / name for name in _strings(state, [entry.get("filename") for entry in entries])]
     for file in files:
+        _check_inside(state, file.relative_to(state.parent) if file.is_relative_to(state.parent) else file)
         # A partly copied data set must not become a smaller corpus.
         if not file.is_file():
             raise DataError(f"{state} names {file.name}, which is missing; copy the whole folder again")
     return files
+
+
+def _check_inside(path: Path, name: Path) -> None:
+    # A stranger's data set does not choose files elsewhere on this machine.
+    if name.is_absolute() or ".." in name.parts:
+        raise _damaged(path, f"it names {str(name)!r}, outside its folder")
 
 
 def _read(path: Path) -> dict[str, Any]:

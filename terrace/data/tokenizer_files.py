@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from terrace.base.errors import DataError
+from terrace.base.json_text import read_json
 from terrace.data.text_tokens import AUTO, CONFIG_FILE, find_text_tokens, token_text
 from terrace.data.tokenizer import FileTokenizer
 
@@ -66,7 +67,7 @@ def _processor(old: Any, begin: tuple[int, ...], tokenizer: FileTokenizer) -> An
 
 def _parsed(name: str, raw: bytes) -> dict[str, Any]:
     try:
-        table = json.loads(raw)
+        table = read_json(raw)
     except ValueError as error:
         raise DataError(f"{name} of the tokenizer is not valid JSON: {error}; download it again") from error
     if not isinstance(table, dict):

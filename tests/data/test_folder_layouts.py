@@ -1,7 +1,6 @@
-"""Folders of data as their makers meant them: what `datasets.load_dataset(folder)` reads of a folder is what is trained on."""
+"""Folders of data as their makers meant them: what `datasets.load_dataset(folder)` reads of one is trained on."""
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from terrace.base.errors import DataError
 from terrace.data.corpus import read_documents
 
 Layout = dict[str, Any]  # name -> text of the file; a list of texts is written in the form of the suffix
@@ -35,15 +33,20 @@ def _write_texts(path: Path, texts: list[str]) -> None:
             path.write_text(json.dumps([{"text": text} for text in texts], indent=1))
         case ".csv" | ".tsv":
             between = "," if path.suffix == ".csv" else "\t"
-            path.write_text("".join(f"{text}{between}{id}\n" for text, id in (("text", "id"), *((t, 1) for t in texts))))
+            path.write_text(
+                "".join(f"{text}{between}{id}\n" for text, id in (("text", "id"), *((t, 1) for t in texts)))
+            )
         case ".parquet":
             pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
         case ".arrow":
-            table = pyarrow.table({"text": texts})
-            with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
-                stream.write_table(table)
+            arrow_file(path, pyarrow.table({"text": texts}))
         case _:
             path.write_text("".join(f"{text}\n" for text in texts))
+
+
+def arrow_file(path: Path, table: pyarrow.Table) -> None:
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table)
 
 
 def card(*configs: str) -> str:
@@ -114,16 +117,23 @@ LAYOUTS: dict[str, Layout] = {
     },
     "a card of folders": {
         "en/train.jsonl": A, "en/test.jsonl": LEAK, "de/train.jsonl": LEAK,
-        "README.md": card("- config_name: en\n  data_dir: en\n  default: true\n", "- config_name: de\n  data_dir: de\n"),
+        "README.md": card(
+            "- config_name: en\n  data_dir: en\n  default: true\n", "- config_name: de\n  data_dir: de\n"
+        ),
     },
-    "a card's separator": {"a.csv": "text|n\na,b|1\n", "README.md": card("- config_name: x\n  data_files: a.csv\n  sep: '|'\n")},
+    "a card's separator": {
+        "a.csv": "text|n\na,b|1\n", "README.md": card("- config_name: x\n  data_files: a.csv\n  sep: '|'\n"),
+    },
     "a card by itself": {
-        "train.jsonl": A, "test.jsonl": LEAK, ".huggingface.yaml": "configs:\n- config_name: x\n  data_files: train.jsonl\n",
+        "train.jsonl": A, "test.jsonl": LEAK,
+        ".huggingface.yaml": "configs:\n- config_name: x\n  data_files: train.jsonl\n",
     },
     "a card without configurations": {"train.jsonl": A, "test.jsonl": LEAK, "README.md": "---\nlicense: mit\n---\nx"},
     "a card that names one configuration": {
         "a.jsonl": A, "b.jsonl": LEAK,
-        "README.md": card("- config_name: a\n  data_files: a.jsonl\n", "- config_name: default\n  data_files: a.jsonl\n"),
+        "README.md": card(
+            "- config_name: b\n  data_files: b.jsonl\n", "- config_name: default\n  data_files: a.jsonl\n"
+        ),
     },
 }  # fmt: skip
 
@@ -150,3 +160,14 @@ def test_a_folder_is_read_as_datasets_reads_it(library: Any, tmp_path: Path, nam
         assert sorted(ours) == sorted(theirs), split
     if "train" in found:
         assert list(read_documents(root)) == list(read_documents(root, split="train"))
+
+
+def test_saved_data_sets_are_read_as_datasets_reads_them(library: Any, tmp_path: Path) -> None:
+    rows = library.Dataset.from_dict({"text": [*A, *OTHER]})
+    chosen = library.DatasetDict({"train": rows.select([2, 0]), "test": rows.filter(lambda row: row["text"] == "b")})
+    chosen.save_to_disk(str(tmp_path / "both"))
+    chosen["train"].save_to_disk(str(tmp_path / "one"))
+    loaded = library.load_from_disk(str(tmp_path / "both"))
+    assert list(read_documents(tmp_path / "both")) == list(loaded["train"]["text"])
+    assert list(read_documents(tmp_path / "both", split="test")) == ["b"]
+    assert list(read_documents(tmp_path / "one")) == ["other", "a"]

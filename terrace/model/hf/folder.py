@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import ModelError
+from terrace.base.json_text import read_json
 from terrace.base.schema import read_table
 
 METADATA = ".metadata"  # of a folder of torch.distributed.checkpoint
@@ -117,7 +118,7 @@ def read_files(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
 def _tokenizer_config(tokenizer: bytes, end_of_text: int | None) -> dict[str, Any]:
     table: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     try:
-        added = json.loads(tokenizer).get("added_tokens", [])
+        added = read_json(tokenizer).get("added_tokens", [])
     except (ValueError, AttributeError) as error:
         raise ModelError(f"{TOKENIZER} is damaged ({error}): save the tokenizer again") from error
     for token in added if isinstance(added, list) else []:
