@@ -68,9 +68,7 @@ def prepare_tokens(
     """
     # An indexed data set holds ids already, so no column is read.
     if is_indexed(path):
-        for key, value, plain in (("column", column, "text"), ("split", split, ""), ("separator", separator, "")):
-            if value != plain:
-                raise DataError(f"data.{key} = {value!r} has no effect on the indexed data set {path}: leave it out")
+        _check_plain(path, column=column, split=split, separator=separator)
         return open_indexed(path, cache_dir)
     originals = Originals(path, lambda: find_documents(path, split))
     around = tokenizer.text_tokens
@@ -128,13 +126,23 @@ def prepare_tokens(
         return token_file(target, description)
 
     made = made_once(target, (".tokens", ".starts"), CorpusDescription, make, opened, originals, progress)
-    if found[-1].num_spelled:
-        mark = found[-1].spelled
-        progress(
-            f"{path} spells out {mark} {counted(found[-1].num_spelled, 'time', ',')}, read as characters: if it stands "
-            f"between documents, give --data.separator '{mark}'"
-        )
+    _say_spelled(path, found[-1], progress)
     return made
+
+
+def _check_plain(path: str | Path, **keys: str) -> None:
+    for key, value in keys.items():
+        if value != ("text" if key == "column" else ""):
+            raise DataError(f"data.{key} = {value!r} has no effect on the indexed data set {path}: leave it out")
+
+
+def _say_spelled(path: str | Path, description: CorpusDescription, progress: Progress) -> None:
+    if description.num_spelled:
+        times = counted(description.num_spelled, "time", ",")
+        progress(
+            f"{path} spells out {description.spelled} {times}, read as characters: if it stands between documents, "
+            f"give --data.separator '{description.spelled}'"
+        )
 
 
 def _write_tokens(partial: Partial, units: Iterable[Unit], tokenizer: Tokenizer, progress: Progress) -> None:

@@ -15,7 +15,7 @@ from terrace.data.pair_tokens import prepare_pairs
 from terrace.data.prepared import prepare_sources
 from terrace.data.tokenizer import ByteTokenizer
 from terrace.data.tokens import prepare_tokens
-from tests.data.test_folder_layouts import LEAK, A, Layout, arrow_file, card, write
+from tests.support.layouts import LEAK, A, Layout, arrow_file, card, write
 
 CODE = "def add(a, b):\n    return a + b\n"
 
