@@ -13,7 +13,7 @@ files, such as test_x.py and train.py, are no splits.
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from terrace.data.forms import (
 )
 from terrace.data.pieces import unreadable
 from terrace.data.saved import find_saved
-from terrace.data.splits import TRAIN, choose_split, splits_of
+from terrace.data.splits import TRAIN, choose_split, is_for_training, splits_of
 
 _DATA_SUFFIXES = RECORD_SUFFIXES | {PLAIN_SUFFIX}
 # Never data to `datasets`, unless a card names them.
@@ -85,7 +85,11 @@ def find_in_folder(root: Path, split: str) -> Found:
     files = _readable(listing, splits[chosen], separator)
     counts = Counter(file.path.suffix.lower() for file in files)
     forms = " and ".join(counted(number, f"{suffix} file") for suffix, number in counts.most_common())
-    return Found(tuple(files), chosen, _words(f"{place}{chosen}, {forms}", _left(listing, files, chosen, splits)))
+    read = {file.path.relative_to(root).as_posix() for file in files}
+    # A name such as dev-train is of two splits, and read with either.
+    both = {other: len(read & set(names)) for other, names in splits.items() if other != chosen}
+    also = "".join(f", {number} of them also of {other}" for other, number in both.items() if number)
+    return Found(tuple(files), chosen, _words(f"{place}{chosen}, {forms}{also}", _left(listing, read, chosen, splits)))
 
 
 def _named_splits(listing: _Listing) -> dict[str, list[str]]:
@@ -152,11 +156,13 @@ def _is_data(listing: _Listing, name: str) -> bool:
 
 def _is_source(data: Sequence[str], known: Sequence[str]) -> bool:
     num_code = sum(_suffix(name) in CODE_SUFFIXES for name in known)
-    # Records in sight are what the folder is for, and scripts beside them read or made them.
-    in_sight = any(
-        _kind(name) in RECORD_SUFFIXES - {".json"} and name.rpartition("/")[0] in ("", "data") for name in data
-    )
-    return num_code > len(data) and not in_sight
+    return num_code > len(data) and not any(_is_in_sight(name) for name in data)
+
+
+def _is_in_sight(name: str) -> bool:
+    # These records are what their folder is for, and scripts beside them read or made them.
+    top, _, inside = name.partition("/")
+    return _kind(name) in RECORD_SUFFIXES and (not inside or top == "data" or is_for_training(top))
 
 
 def _prose(known: Sequence[str]) -> list[str]:
@@ -193,9 +199,8 @@ def _data_file(path: Path, separator: str = "") -> DataFile | None:
         raise unreadable(path, error) from error
 
 
-def _left(listing: _Listing, files: Sequence[DataFile], chosen: str, splits: Mapping[str, Sequence[str]]) -> list[str]:
+def _left(listing: _Listing, read: Set[str], chosen: str, splits: Mapping[str, Sequence[str]]) -> list[str]:
     """What of a folder is not read: other splits, then other files by their kind."""
-    read = {file.path.relative_to(listing.root).as_posix() for file in files}
     left, said = list[str](), set[str]()
     for split, names in splits.items():
         others = set(names) - read

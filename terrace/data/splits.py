@@ -56,6 +56,11 @@ def splits_of(root: object, names: Sequence[str]) -> dict[str, list[str]]:
     return shards or _by(_in_folders, names) or _by(_in_file, names)
 
 
+def is_for_training(folder: str) -> bool:
+    """Whether a folder of this name holds data of the split "train"."""
+    return _IN_FOLDER[TRAIN].fullmatch(folder) is not None
+
+
 def choose_split(root: object, wanted: str, there: Sequence[str]) -> str:
     """The split `wanted`; if that is empty, "train", or the only one that is there, unless that is held out.
 

@@ -26,11 +26,22 @@ DIFFERENT: dict[str, tuple[Layout, list[str]]] = {
     "a word of csv is a text": ({"a.csv": "text,id\nNA,1\nnull,2\n7,3\n"}, ["NA", "null", "7"]),
     "prose beside text": ({"a.txt": "one", "b.md": "two", "c.py": CODE}, ["one", "two", CODE]),
     "source is prose": (
-        {"train.py": CODE, "test_add.py": CODE, "tests/x.py": CODE, "README.md": "# Add", "package.json": '{"a": 1}'},
+        {
+            "train.py": CODE,
+            "test_add.py": CODE,
+            "tests/x.py": CODE,
+            "README.md": "# Add",
+            "package.json": '{\n "a": 1\n}',
+        },
         ["# Add", CODE, CODE, CODE],
     ),
     "source with data of its tests": ({"a.py": CODE, "b.py": CODE, "tests/x/rows.json": LEAK}, [CODE, CODE]),
     "scripts beside data": ({"load.py": CODE, "more.py": CODE, "train.csv": A, "test.csv": LEAK}, ["a", "b"]),
+    "scripts beside lists": (
+        {"train.py": CODE, "more.py": CODE, "alpaca.json": A, "settings.json": '{\n "a": 1\n}'},
+        ["a", "b"],
+    ),
+    "scripts beside a train folder": ({"a.py": CODE, "b.py": CODE, "train/0.csv": A, "test/0.csv": LEAK}, ["a", "b"]),
     "prose names no test": ({"testing.md": "how to test", "intro.md": "hello"}, ["hello", "how to test"]),
     "prose with a train split": ({"train/a.md": "hello", "test/b.md": "LEAK", "c.md": "c"}, ["hello"]),
     "settings beside records": ({"a.jsonl": A, "b.jsonl": ["c"], "stats.json": '{\n "rows": 3\n}'}, ["a", "b", "c"]),
@@ -109,6 +120,14 @@ def test_a_configuration_is_chosen_by_the_split(tmp_path: Path) -> None:
     root = write(tmp_path, {"en.csv": A, "de.csv": ["c"], "README.md": card(*BOTH)})
     assert list(read_documents(root, split="de:")) == list(read_documents(root, split="de:train")) == ["c"]
     assert find_data(root, "en:").words.endswith(": en: train, 1 .csv file; left out: 1 .csv file, 1 .md file")
+
+
+def test_a_file_of_two_splits_is_said(tmp_path: Path) -> None:
+    root = write(tmp_path, {"dev-train.csv": A, "dev-test.csv": LEAK})
+    assert list(read_documents(root)) == A
+    assert find_data(root).words.endswith(
+        ": train, 1 .csv file, 1 of them also of validation; left out: 1 file of validation, 1 file of test"
+    )
 
 
 def test_what_is_left_out_is_said_at_the_start(tmp_path: Path) -> None:
