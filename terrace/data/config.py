@@ -159,7 +159,7 @@ class DataConfig:
         chosen = given.format or self.format
         if chosen == "pairs":
             raise ConfigError(f"data.eval.{name} holds pairs, which are not evaluated during training: leave it out")
-        keys = ("too_long",) if chosen == "text" else ("column", "split", "separator")
+        keys = ("too_long",) if chosen == "text" else ("column", "separator")
         for key in keys:
             if getattr(given, key) is not None:
                 raise ConfigError(f'data.eval.{name}.{key} has no effect on format = "{chosen}": leave it out')
@@ -172,7 +172,8 @@ class DataConfig:
             documents="separate" if is_text else "whole",
             too_long=given.too_long or self.too_long or "refuse",
             column=(self.column if given.column is None else given.column) if is_text else "text",
-            split=(self.split if given.split is None else given.split) if is_text else "",
+            # Conversations are another data set than the texts that data.split is about.
+            split=given.split if given.split is not None else self.split if is_text else "",
             separator=(self.separator if given.separator is None else given.separator) if is_text else "",
         )
 

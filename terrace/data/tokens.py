@@ -33,7 +33,7 @@ from terrace.data.forms import CODE_SUFFIXES
 from terrace.data.indexed import is_indexed, open_indexed
 from terrace.data.originals import Originals
 from terrace.data.partial import Noted, Partial
-from terrace.data.pieces import DocumentPart, Unit
+from terrace.data.pieces import DocumentPart, Unit, cut
 from terrace.data.text_tokens import END_OF_TEXT_NAMES
 from terrace.data.token_file import TokenFile
 from terrace.data.tokenizer import FileTokenizer, Tokenizer
@@ -128,6 +128,14 @@ def prepare_tokens(
     made = made_once(target, (".tokens", ".starts"), CorpusDescription, make, opened, originals, progress)
     _say_spelled(path, found[-1], progress)
     return made
+
+
+def encode_whole(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Ids of a text of any length, in the pieces in which it is prepared for training.
+
+    A tokenizer needs some hundred bytes of memory a character, which a long text as a whole would not leave.
+    """
+    return [token for piece in cut([text]) for token in tokenizer.encode(piece.text).tolist()]
 
 
 def _check_plain(path: str | Path, **keys: str) -> None:

@@ -12,7 +12,8 @@ from terrace.data.config import DataConfig
 from terrace.data.corpus import read_documents
 from terrace.data.files import find_data
 from terrace.data.pair_tokens import prepare_pairs
-from terrace.data.prepared import prepare_sources
+from terrace.data.prepared import prepare_eval_sources, prepare_sources
+from terrace.data.sources import EvalConfig
 from terrace.data.tokenizer import ByteTokenizer
 from terrace.data.tokens import prepare_tokens
 from tests.support.layouts import LEAK, A, Layout, arrow_file, card, write
@@ -200,6 +201,15 @@ def test_saved_data_sets_that_are_not_read_are_refused(tmp_path: Path, state: ob
     (tmp_path / "state.json").write_text(json.dumps(state))
     with pytest.raises(DataError, match=message):
         list(read_documents(tmp_path))
+
+
+def test_conversations_are_evaluated_on_a_split_of_their_folder(tmp_path: Path) -> None:
+    lines = {name: json.dumps({"prompt": "a", "completion": name}) + "\n" for name in ("train", "test")}
+    root = write(tmp_path / "talks", {f"{name}.jsonl": line for name, line in lines.items()})
+    of_test = EvalConfig(path=str(root), format="chat", split="test")
+    data = DataConfig(path=str(root), format="chat", cache=str(tmp_path / "cache"), eval={"talks": of_test})
+    (source,) = prepare_eval_sources(data, ByteTokenizer(), 8)
+    assert bytes(source.tokens.open().tolist()[:-1]) == b"atest"
 
 
 def test_conversations_come_from_every_form_of_a_split(tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 import json
 from pathlib import Path
+from typing import ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +20,7 @@ from terrace.data.corpus import read_documents, read_pieces
 from terrace.data.pair_tokens import prepare_pairs
 from terrace.data.prepared import prepare_sources
 from terrace.data.tokenizer import ByteTokenizer
-from terrace.data.tokens import prepare_tokens
+from terrace.data.tokens import encode_whole, prepare_tokens
 from terrace.rl.stream.prompt_file import read_prompts
 
 VALUES = st.recursive(
@@ -146,6 +149,19 @@ def test_a_separator_without_effect_is_refused(tmp_path: Path) -> None:
         list(read_documents(tmp_path / "a.jsonl", separator="#"))
     with pytest.raises(Exception, match=r"data.separator has no effect on 'chats'"):
         DataConfig(path="chats", format="chat", separator="#")
+
+
+def test_a_long_text_is_encoded_in_the_pieces_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counting(ByteTokenizer):
+        sizes: ClassVar[list[int]] = []
+
+        def encode(self, text: str) -> npt.NDArray[np.int64]:
+            self.sizes.append(len(text))
+            return super().encode(text)
+
+    monkeypatch.setattr(pieces_module, "PIECE_CHARACTERS", 10)
+    assert encode_whole(Counting(), "a b " * 20) == list(b"a b " * 20)
+    assert max(Counting.sizes) <= 10
 
 
 def test_a_line_that_is_longer_than_a_piece_is_cut_into_short_ones(tmp_path: Path) -> None:
