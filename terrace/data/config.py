@@ -35,7 +35,7 @@ class DataConfig:
     documents: Documented | None = None  # how they stand in sequences; if absent, joined text and whole conversations
     too_long: TooLong | None = None  # treatment of a whole document that is longer than a sequence
     column: str = "text"  # the key, or the column, that holds the text of a record
-    split: str = ""  # of a data set that has several; if empty, "train"
+    split: str = ""  # of a folder, NAME or CONFIGURATION:NAME; if empty, "train"
     separator: str = ""  # between the documents of a text file; if empty, the file is one
     chat_template: str = ""  # a file; if empty, that of the tokenizer's folder
     holdout: float = 0.0  # a share of each source's samples, or how many, that are never trained on
