@@ -16,6 +16,7 @@ EXTRAS = {
     "tokenizers": "hf",
     "jinja2": "hf",
     "pyarrow": "data",
+    "pyyaml": "data",
     "tensorboard": "metrics",
     "ray": "ray",
     "liger-kernel": "liger",

@@ -52,6 +52,12 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--data.split", dest="split", metavar="NAME", help="the split of a data set (default: train)")
     parser.add_argument(
+        "--data.separator",
+        dest="separator",
+        metavar="TEXT",
+        help="what stands between the documents of a text file (default: a file is a document)",
+    )
+    parser.add_argument(
         "--context",
         type=int,
         metavar="N",
@@ -93,15 +99,22 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 def _check_together(options: argparse.Namespace) -> None:
     # No option is ignored silently.
     keys = {"format": "--data.format", "chat_template": "--data.chat_template", "column": "--data.column"}
-    keys |= {"split": "--data.split", "context": "--context", "documents": "--documents", "tokenizer": "--tokenizer"}
+    keys |= {
+        "separator": "--data.separator",
+        "split": "--data.split",
+        "context": "--context",
+        "documents": "--documents",
+        "tokenizer": "--tokenizer",
+    }
     given = {name: key for name, key in keys.items() if getattr(options, name) is not None}
     if options.data is None and given:
         raise ConfigError(
             f"{next(iter(given.values()))} has no effect on a run's own evaluation data: leave it out, or give "
             "--data PATH"
         )
-    if options.format == "chat" and "column" in given:
-        raise ConfigError("--data.column has no effect on conversations: leave it out")
+    for name in ("column", "separator"):
+        if options.format == "chat" and name in given:
+            raise ConfigError(f"--data.{name} has no effect on conversations: leave it out")
     if options.format != "chat" and "chat_template" in given:
         raise ConfigError("--data.chat_template has no effect on text: leave it out, or give --data.format chat")
 
@@ -132,14 +145,13 @@ def _run_own(options: argparse.Namespace) -> int:
 
 def _of_texts(options: argparse.Namespace) -> "Evaluation":
     from terrace.data.corpus import read_documents
-    from terrace.data.files import find_documents
     from terrace.train.evaluate import evaluate
 
     split, column = options.split or "", options.column or "text"
-    # Fails early for a path without documents.
-    find_documents(options.data, split)  # before the weights, which may take a while
+    _say_files(options.data, split)
     model = load_model_of(options)
-    texts = islice(read_documents(options.data, column, split), options.documents)
+    documents = read_documents(options.data, column, split, separator=options.separator or "")
+    texts = islice(documents, options.documents)
     return evaluate(model, texts, context=options.context, progress=_progress())
 
 
@@ -148,11 +160,20 @@ def _of_chats(options: argparse.Namespace) -> "Evaluation":
     from terrace.train.evaluate import evaluate_chats
 
     split = options.split or ""
+    _say_files(options.data, split)
     holds_conversations(options.data, split)  # fails early for a path without records
     model = load_model_of(options)
     template = model.template_path if options.chat_template is None else options.chat_template
     chats = read_chats(options.data, model.tokenizer, model.tokenizer_path, template, split)
     return evaluate_chats(model, islice(chats, options.documents), context=options.context, progress=_progress())
+
+
+def _say_files(path: str, split: str) -> None:
+    """Say what of a folder is read. Fails for a path without documents, before the weights, which may take a while."""
+    from terrace.data.files import find_data
+
+    if words := find_data(path, split).words:
+        print(words, file=sys.stderr, flush=True)
 
 
 def _progress() -> "Callable[[Evaluation], None]":

@@ -47,6 +47,8 @@ class CorpusDescription(Description):
     num_tokens: int
     template: str | None = None  # of chats
     num_trained: int | None = None  # tokens of chats
+    spelled: str = ""  # a token that prose spells out as characters
+    num_spelled: int = 0  # how often
 
 
 AnyDescription = TypeVar("AnyDescription", bound=Description)

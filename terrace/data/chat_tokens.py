@@ -19,10 +19,11 @@ from terrace.base.errors import DataError
 from terrace.base.files import open_atomic
 from terrace.data.cache import CorpusDescription, cache_file, file_stem, id_dtype, made_once, token_file
 from terrace.data.chat import ChatReader, Ids, Mask, load_encoder
-from terrace.data.files import JSON_LINES_SUFFIXES, TABLE_SUFFIXES, find_documents
+from terrace.data.files import find_data, find_documents
+from terrace.data.forms import DataFile
 from terrace.data.originals import Originals
+from terrace.data.records import lines_of, records
 from terrace.data.sources import STDLIB
-from terrace.data.tables import table_records
 from terrace.data.template import ChatTemplate, load_template
 from terrace.data.token_file import TokenFile
 from terrace.data.tokenizer import Tokenizer
@@ -53,7 +54,7 @@ def prepare_chat(
     template = load_template(tokenizer_path, template_path, needed=needed)
     encoder = Tokenized(tokenizer, tokenizer_path, template, cache_dir)
     return encoder.prepare(
-        path, "chat", _FORMAT, lambda: record_files(path, split, "chat"), lambda reader: reader.read(_records(files))
+        path, "chat", _FORMAT, lambda: find_documents(path, split), lambda reader: reader.read(_records(files))
     )
 
 
@@ -164,30 +165,13 @@ def _checked(
         raise DataError(f"data {path} holds no conversation and no pair; give it one")
 
 
-def lines_of(files: list[Path]) -> Iterator[tuple[str, str]]:
-    """The lines that are not empty, each with its place; raises `DataError` for one that is not UTF-8."""
+def _records(files: Iterable[DataFile]) -> Iterator[tuple[str, str]]:
     for file in files:
-        try:
-            with file.open("rb") as stream:
-                for number, raw in enumerate(stream, start=1):
-                    where = f"{file}:{number}"
-                    try:
-                        # Only the first line may begin with a byte order mark.
-                        line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-                    except UnicodeDecodeError as error:
-                        raise DataError(f"{where} is not UTF-8; convert the file") from error
-                    if line.strip():
-                        yield line, where
-        except OSError as error:
-            raise DataError(f"cannot read data {file}: {error.strerror}; check the path and its permissions") from error
-
-
-def _records(files: list[Path]) -> Iterator[tuple[str, str]]:
-    for file in files:
-        if file.suffix.lower() in JSON_LINES_SUFFIXES:
-            yield from lines_of([file])
+        # Lines are read by the form of chats, and need not be written again.
+        if file.form == "lines":
+            yield from lines_of([file.path])
             continue
-        for record, where in table_records(file, _COLUMNS):
+        for record, where in records(file, _COLUMNS, '{"messages": [...]}'):
             try:
                 yield json.dumps(record), where
             except TypeError as error:
@@ -195,7 +179,7 @@ def _records(files: list[Path]) -> Iterator[tuple[str, str]]:
                 raise DataError(f"{where}: {error}; write the value as a string") from error
 
 
-def record_files(path: str | Path, split: str, form: Literal["chat", "pairs"]) -> list[Path]:
+def record_files(path: str | Path, split: str, form: Literal["chat", "pairs"]) -> tuple[DataFile, ...]:
     """The files of records at `path`, for `data.format = form`. Raises `DataError` for other files."""
     needed = {"chat": "conversations", "pairs": "pairs"}[form]
     if path == STDLIB:
@@ -203,11 +187,11 @@ def record_files(path: str | Path, split: str, form: Literal["chat", "pairs"]) -
             f'data.format = "{form}" needs {needed}, and data.path = {STDLIB!r} is source text: name a .jsonl file '
             "with --data"
         )
-    files = find_documents(path, split)
+    files = find_data(path, split).files
     for file in files:
-        if file.suffix.lower() not in JSON_LINES_SUFFIXES | TABLE_SUFFIXES:
+        if not file.holds_records:
             raise DataError(
-                f"data {file} is no .jsonl, .parquet or .arrow file, as {needed} must be; convert it or move it "
-                "elsewhere"
+                f"data {file.path} is text, and {needed} are records: write them as .jsonl, .json, .csv, .parquet or "
+                ".arrow, or move the file elsewhere"
             )
     return files

@@ -35,7 +35,8 @@ class DataConfig:
     documents: Documented | None = None  # how they stand in sequences; if absent, joined text and whole conversations
     too_long: TooLong | None = None  # treatment of a whole document that is longer than a sequence
     column: str = "text"  # the key, or the column, that holds the text of a record
-    split: str = ""  # of a data set that has several; if empty, "train"
+    split: str = ""  # of a folder, NAME or CONFIGURATION:NAME; if empty, "train"
+    separator: str = ""  # between the documents of a text file; if empty, the file is one
     chat_template: str = ""  # a file; if empty, that of the tokenizer's folder
     holdout: float = 0.0  # a share of each source's samples, or how many, that are never trained on
     eval: Mapping[str, str | EvalConfig] = field(default_factory=dict)  # name -> path or table, only evaluated
@@ -104,6 +105,7 @@ class DataConfig:
             ("too_long", None),
             ("column", "text"),
             ("split", ""),
+            ("separator", ""),
         ):
             if self.mixture and getattr(self, key) != default and all(getattr(each, key) for each in self.mixture):
                 raise ConfigError(
@@ -126,11 +128,12 @@ class DataConfig:
             )
         if chosen != "text":
             # In a mixture, a key of the whole table may be for the other sources.
-            general = "text" if self.mixture else self.column
-            if (general if source.column is None else source.column) != "text":
-                raise ConfigError(
-                    f'data.column has no effect on {source.path!r}, whose format is "{chosen}": leave it out'
-                )
+            for key, plain in (("column", "text"), ("separator", "")):
+                general, own = plain if self.mixture else getattr(self, key), getattr(source, key)
+                if (general if own is None else own) != plain:
+                    raise ConfigError(
+                        f'data.{key} has no effect on {source.path!r}, whose format is "{chosen}": leave it out'
+                    )
         return SourceSpec(
             path=source.path,
             name=source.name or source.path,
@@ -140,6 +143,7 @@ class DataConfig:
             too_long=source.too_long or self.too_long or "refuse",
             column=source.column or self.column,
             split=self.split if source.split is None else source.split,
+            separator=(self.separator if source.separator is None else source.separator) if chosen == "text" else "",
         )
 
     def eval_sources(self) -> tuple[SourceSpec, ...]:
@@ -160,7 +164,7 @@ class DataConfig:
         chosen = given.format or self.format
         if chosen == "pairs":
             raise ConfigError(f"data.eval.{name} holds pairs, which are not evaluated during training: leave it out")
-        keys = ("too_long",) if chosen == "text" else ("column", "split")
+        keys = ("too_long",) if chosen == "text" else ("column", "separator")
         for key in keys:
             if getattr(given, key) is not None:
                 raise ConfigError(f'data.eval.{name}.{key} has no effect on format = "{chosen}": leave it out')
@@ -173,7 +177,9 @@ class DataConfig:
             documents="separate" if is_text else "whole",
             too_long=given.too_long or self.too_long or "refuse",
             column=(self.column if given.column is None else given.column) if is_text else "text",
-            split=(self.split if given.split is None else given.split) if is_text else "",
+            # Conversations are another data set than the texts that data.split is about.
+            split=given.split if given.split is not None else self.split if is_text else "",
+            separator=(self.separator if given.separator is None else given.separator) if is_text else "",
         )
 
     def absolute(self) -> "DataConfig":

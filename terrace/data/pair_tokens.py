@@ -8,7 +8,7 @@ conversation, the assistant's last message.
 
 import json
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,12 @@ import numpy as np
 
 from terrace.base.errors import DataError
 from terrace.data.chat import ChatReader, Ids, Mask
-from terrace.data.chat_tokens import Tokenized, lines_of, record_files
-from terrace.data.files import JSON_LINES_SUFFIXES
-from terrace.data.pieces import json_object, kind_of
+from terrace.data.chat_tokens import Tokenized, record_files
+from terrace.data.files import find_documents
+from terrace.data.forms import DataFile
+from terrace.data.pieces import kind_of
+from terrace.data.records import records
 from terrace.data.rendering import TemplateRefusalError
-from terrace.data.tables import table_records
 from terrace.data.template import load_template
 from terrace.data.token_file import TokenFile
 from terrace.data.tokenizer import Tokenizer
@@ -49,11 +50,11 @@ def prepare_pairs(
     template = load_template(tokenizer_path, template_path, needed=needed)
     encoder = Tokenized(tokenizer, tokenizer_path, template, cache_dir)
     return encoder.prepare(
-        path, "pairs", _FORMAT, lambda: record_files(path, split, "pairs"), lambda reader: _responses(files, reader)
+        path, "pairs", _FORMAT, lambda: find_documents(path, split), lambda reader: _responses(files, reader)
     )
 
 
-def _responses(files: list[Path], reader: ChatReader) -> Iterator[tuple[Ids, Mask, str]]:
+def _responses(files: Iterable[DataFile], reader: ChatReader) -> Iterator[tuple[Ids, Mask, str]]:
     asked: deque[dict[str, Any]] = deque()  # the reader looks some lines ahead
 
     def lines() -> Iterator[tuple[str, str]]:
@@ -138,10 +139,6 @@ def _plain(message: Any) -> Any:
     return {key: value for key, value in message.items() if value is not None} if isinstance(message, dict) else message
 
 
-def _records(files: list[Path]) -> Iterator[tuple[dict[str, Any], str]]:
+def _records(files: Iterable[DataFile]) -> Iterator[tuple[dict[str, Any], str]]:
     for file in files:
-        if file.suffix.lower() in JSON_LINES_SUFFIXES:
-            for line, where in lines_of([file]):
-                yield json_object(line, lambda place=where: place, _FORM), where  # type: ignore[misc]
-        else:
-            yield from table_records(file, ("prompt", *MEMBERS, "tools"))
+        yield from records(file, ("prompt", *MEMBERS, "tools"), _FORM)

@@ -37,6 +37,8 @@ class Noted:
     num_empty: int = 0  # documents without text
     max_token: int = -1
     has_text: bool = False  # other than white space
+    spelled: str = ""  # a token that prose spells out as characters
+    num_spelled: int = 0  # how often
     begins: bool = True  # whether the next piece begins a document
     crc: int = 0  # of the ids
     starts_crc: int = 0

@@ -4,15 +4,17 @@ A `Unit` is a part of one file. The units of a corpus depend only on its files, 
 processes gets the same pieces.
 """
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from terrace.base.errors import DataError
+from terrace.base.parsing import parse_json
+from terrace.data.forms import Form
 
 PIECE_CHARACTERS = 1 << 20  # a tokenizer needs some hundred bytes a character, so this bounds memory
+LINE_PIECE_CHARACTERS = 1 << 16  # of a line that is longer
 _NAMED_KEYS = 8  # enough to see what a record is
 
 
@@ -29,12 +31,13 @@ class Unit:
     """A part of a file: bytes `first` to `end` of text, else row groups or record batches `first` to `end`."""
 
     file: Path
-    kind: Literal["text", "lines", "parquet", "arrow"]
+    kind: Form
     first: int
     end: int
     ends_document: bool  # False: its last document goes on in the next unit
     num_bytes: int  # of the file, for progress
     column: str = "text"  # the key of a record that holds its text
+    separator: str = ""  # of fields of csv, or of the documents of a text
 
 
 def check_text(text: object, column: str, where: str) -> str:
@@ -54,7 +57,7 @@ def check_text(text: object, column: str, where: str) -> str:
 def json_object(line: str, where: Callable[[], str], form: str) -> dict[str, Any]:
     """The object in a line of JSON, which has the `form`. Raises `DataError` for anything else."""
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where()} is not valid JSON ({error}); each line must be an object") from error
     if not isinstance(record, dict):
@@ -90,21 +93,41 @@ def cut(blocks: Iterable[str], *, ends_document: bool = True) -> Iterator[Docume
     depend only on the text. A document without text has one piece without text, unless it is only a part of one
     (`ends_document` False).
     """
-    held, any_text = "", False
+    cutter = Cutter()
     for block in blocks:
-        held += block
-        start = 0
+        yield from cutter.feed(block)
+    yield from cutter.end(ends_document=ends_document)
+
+
+class Cutter:
+    """`cut` for blocks that come one by one; after `end` the next document begins."""
+
+    def __init__(self) -> None:
+        self._held, self._any_text = "", False
+
+    def feed(self, block: str) -> Iterator[DocumentPart]:
+        held, start = self._held + block, 0
         # The rest waits for the next block, so that cuts do not depend on the sizes of blocks.
         while len(held) - start > PIECE_CHARACTERS:
-            end = start + PIECE_CHARACTERS
-            at = held.rfind("\n", start, end) + 1
-            if at <= start:
-                at = held.rfind(" ", start + 1, end)
-            if at <= start:
-                at = end
+            at = _place(held, start)
             yield DocumentPart(held[start:at], ends_document=False)
-            any_text, start = True, at
-        held = held[start:]
-    # An empty document still has one piece, which tells its end.
-    if held or (ends_document and not any_text):
-        yield DocumentPart(held, ends_document=ends_document)
+            self._any_text, start = True, at
+        self._held = held[start:]
+
+    def end(self, *, ends_document: bool = True) -> Iterator[DocumentPart]:
+        held, any_text = self._held, self._any_text
+        self._held, self._any_text = "", False
+        # An empty document still has one piece, which tells its end.
+        if held or (ends_document and not any_text):
+            yield DocumentPart(held, ends_document=ends_document)
+
+
+def _place(text: str, start: int) -> int:
+    """Where the piece of `text` that begins at `start` ends."""
+    at = text.rfind("\n", start, start + PIECE_CHARACTERS) + 1
+    if at > start:
+        return at
+    # A line that is longer than a piece: short pieces of it keep all cores busy.
+    end = start + min(LINE_PIECE_CHARACTERS, PIECE_CHARACTERS)
+    at = text.rfind(" ", start + 1, end)
+    return at if at > start else end

@@ -9,7 +9,7 @@ from terrace.data.batches import Source
 from terrace.data.chat_tokens import prepare_chat
 from terrace.data.config import DataConfig
 from terrace.data.eval_batches import EvalSource
-from terrace.data.files import find_documents
+from terrace.data.files import find_data, find_documents
 from terrace.data.indexed import indexed_files, is_indexed
 from terrace.data.pair_tokens import prepare_pairs
 from terrace.data.pieces import unreadable
@@ -74,11 +74,16 @@ def prepare_eval_sources(
 
 
 def _tokens(spec: SourceSpec, data: DataConfig, tokenizer: Tokenizer, progress: Callable[[str], None]) -> TokenFile:
+    # What of a folder is read, and what is left out, before hours are spent on it.
+    if not is_indexed(spec.path) and (words := find_data(spec.path, spec.split).words):
+        progress(words)
     if spec.format == "chat":
         return prepare_chat(spec.path, tokenizer, data.tokenizer, data.chat_template, data.cache, spec.split)
     if spec.format == "pairs":
         return prepare_pairs(spec.path, tokenizer, data.tokenizer, data.chat_template, data.cache, spec.split)
-    return prepare_tokens(spec.path, tokenizer, Path(data.cache), spec.column, spec.split, progress)
+    return prepare_tokens(
+        spec.path, tokenizer, Path(data.cache), spec.column, spec.split, progress, separator=spec.separator
+    )
 
 
 def data_facts(sources: Sequence[Source], holdout: float) -> dict[str, Any]:

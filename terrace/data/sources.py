@@ -25,6 +25,7 @@ class SourceConfig:
     too_long: TooLong | None = None  # as data.too_long
     column: str | None = None  # as data.column
     split: str | None = None  # as data.split
+    separator: str | None = None  # as data.separator
 
     def absolute(self) -> "SourceConfig":
         """The same source with an absolute path; its name is kept."""
@@ -40,6 +41,7 @@ class EvalConfig:
     too_long: TooLong | None = None  # of conversations
     column: str | None = None
     split: str | None = None
+    separator: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,7 @@ class SourceSpec:
     too_long: TooLong
     column: str
     split: str
+    separator: str
 
 
 def absolute(path: str) -> str:

@@ -1,99 +1,99 @@
-"""Folders of the `datasets` library: as saved to disk, and as kept on the hub.
+"""The splits of a folder by the names of its files and folders, as the `datasets` library reads them.
 
-`save_to_disk` writes one folder a split with a `state.json` that names its Arrow files and, for several splits, a
-`dataset_dict.json` above them. On the hub a split's files are called `train-00000-of-00002.parquet`.
+The first of these rules that finds a file decides, and what it does not find belongs to no split:
+
+1. `data/SPLIT-00000-of-00002.*`, for any name of a split
+2. a folder that is named for train, validation or test, at any depth, and whatever lies in it
+3. a file that is named for one of them
+4. else everything is the split "train"
+
+A name is named for a split if one of its keywords stands there between separators: `train`, `my-train`, `test_2`.
+Unlike in `datasets`, `Test` is `test`: data of a test must not become training data by a capital letter.
 """
 
 import re
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from terrace.base.errors import DataError, did_you_mean
-from terrace.base.foreign import leaves, read_file
-from terrace.base.parsing import parse_json
 
-_STATE, _SPLITS = "state.json", "dataset_dict.json"
-_SHARD = re.compile(r"(\w[\w.-]*?)-\d+-of-\d+(-[0-9a-f]+)?\.(parquet|arrow|jsonl)")
+TRAIN = "train"
+_KEYWORDS = {
+    TRAIN: ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+_BORDER = r"[-._ 0-9]"
+_IN_FOLDER = {
+    split: re.compile(rf"(?:.*{_BORDER})?(?:{'|'.join(words)})(?:{_BORDER}.*)?", re.IGNORECASE | re.DOTALL)
+    for split, words in _KEYWORDS.items()
+}
+_IN_FILE = {
+    split: re.compile(rf"(?:.*{_BORDER})?(?:{'|'.join(words)}){_BORDER}.*", re.IGNORECASE | re.DOTALL)
+    for split, words in _KEYWORDS.items()
+}
+_SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}.*\..*", re.ASCII | re.DOTALL)
+_SPLIT = re.compile(r"\w+(\.\w+)*")
+_HELD_WORD = re.compile("|".join((*_KEYWORDS["validation"], *_KEYWORDS["test"])), re.IGNORECASE)
+_WORD_BORDERS = re.compile(rf"{_BORDER}|_")
 
 
-def dataset_files(root: Path, split: str) -> list[Path] | None:
-    """Arrow files of a folder written by `save_to_disk`; None for any other folder.
+def splits_of(root: object, names: Sequence[str]) -> dict[str, list[str]]:
+    """The splits that `names`, relative to the folder `root`, name; empty if they name none.
 
-    Raises `DataError` for a missing split and for files that are missing or damaged.
+    A name may be in several, or in none. Raises `DataError` for shards whose split has no name.
     """
-    if (root / _SPLITS).is_file():
-        there = _strings(root / _SPLITS, _read(root / _SPLITS).get("splits"))
-        chosen = root / _chosen(root, split, there)
-        if leaves(chosen, root):
-            raise _damaged(root / _SPLITS, f"its split {chosen.name} lies elsewhere")
-        return _saved(chosen)
-    if (root / _STATE).is_file():
-        if split:
-            raise DataError(f"data.split = {split!r} has no effect: {root} holds one split; leave it out")
-        return _saved(root)
-    return None
+    shards: dict[str, list[str]] = {}
+    for name in names:
+        folder, _, file = name.rpartition("/")
+        if folder == "data" and (found := _SHARD.fullmatch(file)):
+            shards.setdefault(found[1], []).append(name)
+    for split in shards:
+        if not is_split(split):
+            raise DataError(
+                f"{root}/data has shards of the split {split!r}, and names of splits have letters, digits, _ and "
+                f"dots alone: rename them to {re.sub(r'[^0-9A-Za-z_.]+', '_', split)}-00000-of-..."
+            )
+    return shards or _by(_in_folders, names) or _by(_in_file, names)
 
 
-def of_split(root: Path, files: list[Path], split: str) -> list[Path]:
-    """Files of one split if file names name their split; else all files."""
-    # The hub puts the split into the file name.
-    splits = {file: found[1] for file in files if (found := _SHARD.fullmatch(file.name))}
-    there = sorted(set(splits.values()))
-    if not there or (len(there) == 1 and not split):
-        if split:
-            raise DataError(f"data.split = {split!r} has no effect: {root} is not cut into splits; leave it out")
-        return files
-    chosen = _chosen(root, split, there)
-    return [file for file in files if splits.get(file) == chosen]
+def is_for_training(folder: str) -> bool:
+    """Whether a folder of this name holds data of the split "train"."""
+    return _IN_FOLDER[TRAIN].fullmatch(folder) is not None
 
 
-def _chosen(root: Path, split: str, there: list[str]) -> str:
-    # Several splits without a choice: "train", whose absence is then the error.
-    wanted = split or ("train" if "train" in there or len(there) != 1 else there[0])
-    if wanted not in there:
-        raise DataError(
-            f"{root} has the splits {', '.join(there) or 'none'}, not {wanted!r}{did_you_mean(wanted, there)}; "
-            "choose one with --data.split NAME"
-        )
-    return wanted
+def choose_split(root: object, wanted: str, there: Sequence[str]) -> str:
+    """The split `wanted`; if that is empty, "train", or the only one that is there, unless that is held out.
+
+    Raises `DataError` for a split that is not there.
+    """
+    only = there[0] if len(there) == 1 and not is_held_out(there[0]) else TRAIN
+    chosen = wanted or only
+    if chosen in there:
+        return chosen
+    named = f"the split{'s' * (len(there) != 1)} {', '.join(there) or 'none'}"
+    raise DataError(
+        f"{root} has {named}, not {chosen!r}{did_you_mean(chosen, there)}; choose one with --data.split NAME"
+    )
 
 
-def _saved(folder: Path) -> list[Path]:
-    state = folder / _STATE
-    entries = _read(state).get("_data_files")
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise _damaged(state, "it has no list _data_files")
-    files = [folder / name for name in _strings(state, [entry.get("filename") for entry in entries])]
-    for file in files:
-        if leaves(file, folder):
-            raise _damaged(state, f"it names {file.name}, which lies elsewhere")
-        # A partly copied data set must not become a smaller corpus.
-        if not file.is_file():
-            raise DataError(f"{state} names {file.name}, which is missing; copy the whole folder again")
-    if not files:
-        raise DataError(f"the data set {folder} is empty: {state.name} names no files")
-    return files
+def is_split(name: object) -> bool:
+    """Whether `name` can name a split."""
+    return isinstance(name, str) and _SPLIT.fullmatch(name) is not None
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        table = parse_json(read_file(path, path.parent))
-    except (OSError, ValueError) as error:
-        raise _damaged(path, str(error)) from error
-    if not isinstance(table, dict):
-        raise _damaged(path, "it holds no object")
-    return table
+def is_held_out(split: str) -> bool:
+    """Whether a split is named for validation or test, as `test_sft` is."""
+    return any(_HELD_WORD.fullmatch(word) for word in _WORD_BORDERS.split(split))
 
 
-def _strings(path: Path, values: Any) -> list[str]:
-    if not isinstance(values, Iterable) or isinstance(values, str):
-        raise _damaged(path, "a list is missing")
-    found = list(values)
-    if not all(isinstance(value, str) for value in found):
-        raise _damaged(path, "a name is no string")
-    return found
+def _by(is_named: Callable[[str, str], bool], names: Sequence[str]) -> dict[str, list[str]]:
+    found = {split: [name for name in names if is_named(split, name)] for split in _KEYWORDS}
+    return {split: those for split, those in found.items() if those}
 
 
-def _damaged(path: Path, reason: str) -> DataError:
-    return DataError(f"{path} is damaged ({reason}); copy the data set again")
+def _in_folders(split: str, name: str) -> bool:
+    return any(_IN_FOLDER[split].fullmatch(part) for part in name.split("/")[:-1])
+
+
+def _in_file(split: str, name: str) -> bool:
+    return _IN_FILE[split].fullmatch(name.rpartition("/")[2]) is not None

@@ -3,14 +3,18 @@
 An Arrow file is a stream, as the `datasets` library writes it, or has the random-access layout.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from terrace.base.errors import DataError
 from terrace.base.extras import needs
+from terrace.data.forms import DataFile
 from terrace.data.pieces import DocumentPart, Unit, check_text, cut, missing_column
+from terrace.data.saved import STATE, selection_parts
 
 _ROWS = 1024  # at a time in memory
 PARQUET = ".parquet"
@@ -18,13 +22,17 @@ _FILE_MAGIC = b"ARROW1"
 _STREAM_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 
-def table_units(file: Path, size: int, unit_bytes: int, column: str) -> list[Unit]:
-    """Units of a Parquet or Arrow file: each a run of its row groups or record batches.
+def table_units(of: DataFile, size: int, unit_bytes: int, column: str) -> list[Unit]:
+    """Units of a Parquet or Arrow file: each a run of its row groups or record batches; a selection is one unit.
 
     Raises `DataError` for a damaged file and one without `column`, or where that holds no strings.
     """
-    kind: Literal["parquet", "arrow"] = "parquet" if file.suffix.lower() == PARQUET else "arrow"
-    if kind == "parquet":
+    file = of.path
+    if of.form == "selection":
+        with _damage(file), _selected(file) as (schema, _):
+            _check_column(file, schema, column)
+        return [Unit(file, of.form, 0, 1, True, sum(part.stat().st_size for part in of.parts), column)]
+    if of.form == "parquet":
         with _parquet(file) as table:
             _check_column(file, table.schema_arrow, column)
             sizes = [table.metadata.row_group(group).total_byte_size for group in range(table.num_row_groups)]
@@ -33,7 +41,7 @@ def table_units(file: Path, size: int, unit_bytes: int, column: str) -> list[Uni
             _check_column(file, schema, column)
             sizes = [batch.nbytes for batch in batches]
     return [
-        Unit(file, kind, first, end, True, num_bytes, column)
+        Unit(file, of.form, first, end, True, num_bytes, column)
         for first, end, num_bytes in _joined(sizes, unit_bytes, size)
     ]
 
@@ -49,6 +57,11 @@ def read_table_unit(unit: Unit) -> Iterator[DocumentPart]:
             row = sum(table.metadata.row_group(group).num_rows for group in range(unit.first))
             groups = list(range(unit.first, unit.end))
             yield from _pieces(unit, table.iter_batches(_ROWS, row_groups=groups, columns=[unit.column]), row)
+    elif unit.kind == "selection":
+        with _damage(unit.file), _selected(unit.file) as (_, rows):
+            for number, (batch, row) in enumerate(rows):
+                text = batch.column(unit.column)[row].as_py()
+                yield from cut([check_text(text, unit.column, f"{unit.file} row {number}")])
     else:
         with _damage(unit.file), _batches(unit.file) as (_, batches):
             row, mine = 0, []
@@ -97,7 +110,7 @@ def _check_column(file: Path, schema: Any, column: str) -> None:
 
 
 def table_records(file: Path, columns: tuple[str, ...]) -> Iterator[tuple[dict[str, Any], str]]:
-    """The rows of a Parquet or Arrow file with those of `columns` that it has, and the place of each.
+    """The rows of a table, or of a saved selection, with those of `columns` that it has, and the place of each.
 
     Nulls are left out, at any depth: a table gives all its records the same keys. Raises `DataError` for a damaged file
     and for one without any of `columns`.
@@ -110,6 +123,11 @@ def table_records(file: Path, columns: tuple[str, ...]) -> Iterator[tuple[dict[s
 
 
 def _columns(file: Path, columns: tuple[str, ...]) -> Iterator[Any]:
+    if file.name == STATE:
+        with _damage(file), _selected(file) as (schema, rows):
+            kept = _present(file, schema, columns)
+            yield from (batch.select(kept).slice(row, 1) for batch, row in rows)
+        return
     if file.suffix.lower() == PARQUET:
         with _parquet(file) as table, _damage(file):
             yield from table.iter_batches(_ROWS, columns=_present(file, table.schema_arrow, columns))
@@ -166,6 +184,29 @@ def _batches(file: Path) -> Iterator[tuple[Any, Iterator[Any]]]:
         mapped.seek(0)
         reader = arrow.ipc.open_stream(mapped)
         yield reader.schema, iter(reader)
+
+
+@contextmanager
+def _selected(state: Path) -> Iterator[tuple[Any, Iterator[tuple[Any, int]]]]:
+    """The schema of a saved selection, and its rows in order: a batch, and a row of it."""
+    parts, indices = selection_parts(state)
+    with ExitStack() as opened:
+        found = [opened.enter_context(_batches(part)) for part in parts]
+        batches = [batch for _, those in found for batch in those]  # mapped, not read
+        for batch in batches:
+            batch.validate(full=True)  # offsets of a damaged file would be followed anywhere
+        ends = list(accumulate(batch.num_rows for batch in batches))
+
+        def rows() -> Iterator[tuple[Any, int]]:
+            for file in indices:
+                with _batches(file) as (_, those):
+                    for index in (each for batch in those for each in batch.column(0).to_pylist()):
+                        if not 0 <= index < (ends[-1] if ends else 0):
+                            raise DataError(f"{file} selects row {index}, which is not there; copy the data set again")
+                        number = bisect_right(ends, index)
+                        yield batches[number], index - ends[number] + batches[number].num_rows
+
+        yield found[0][0], rows()
 
 
 @contextmanager

@@ -10,24 +10,32 @@ from pathlib import Path
 from typing import IO
 
 from terrace.base.errors import DataError
-from terrace.data.pieces import DocumentPart, Unit, check_text, cut, json_object, missing_column, unreadable
+from terrace.data.forms import MAX_LINE_BYTES
+from terrace.data.pieces import Cutter, DocumentPart, Unit, check_text, cut, json_object, missing_column, unreadable
 
 UNIT_BYTES = 16 << 20  # some seconds of a tokenizer's work
-MAX_LINE_BYTES = 100_000_000  # a longer line is more likely a file without line ends than a document
 _BLOCK_BYTES = 1 << 20  # read at a time; large enough that Python's cost per block vanishes
 _WINDOW_BYTES = 1 << 16  # searched for a place to cut a text
 
 
-def text_units(file: Path, size: int, unit_bytes: int) -> list[Unit]:
-    """Units of a text file of `size` bytes."""
+def text_units(file: Path, size: int, unit_bytes: int, separator: str = "") -> list[Unit]:
+    """Units of a text file of `size` bytes, whose documents have `separator` between them; if empty, it is one."""
     places = [0]
+    # In a row of separators that overlap themselves, which of them counts is only known from the beginning.
+    if any(separator.startswith(separator[index:]) for index in range(1, len(separator))):
+        unit_bytes = size
     with file.open("rb") as stream:
         for nominal in range(unit_bytes, size, unit_bytes):
-            place = _text_place(stream, nominal)
+            if nominal <= places[-1]:
+                continue
+            place = _behind(stream, nominal, separator.encode()) if separator else _text_place(stream, nominal)
             if places[-1] < place < size:
                 places.append(place)
     ends = [*places[1:], size]
-    return [Unit(file, "text", first, end, end == size, end - first) for first, end in zip(places, ends, strict=True)]
+    return [
+        Unit(file, "text", first, end, end == size or separator != "", end - first, separator=separator)
+        for first, end in zip(places, ends, strict=True)
+    ]
 
 
 def line_units(file: Path, size: int, unit_bytes: int, column: str) -> list[Unit]:
@@ -47,7 +55,10 @@ def line_units(file: Path, size: int, unit_bytes: int, column: str) -> list[Unit
 
 def read_text(unit: Unit) -> Iterator[DocumentPart]:
     """Yields the pieces of a part of a text file. Raises `DataError` naming the byte that is not UTF-8."""
-    yield from cut(_blocks(unit), ends_document=unit.ends_document)
+    if unit.separator:
+        yield from _separated(unit)
+    else:
+        yield from cut(read_blocks(unit), ends_document=unit.ends_document)
 
 
 def read_lines(unit: Unit) -> Iterator[DocumentPart]:
@@ -103,7 +114,8 @@ def _text_of(line: str, unit: Unit, number: int) -> str:
         return check_text(text, unit.column, where())  # counting lines means reading the file, so only on an error
 
 
-def _blocks(unit: Unit) -> Iterator[str]:
+def read_blocks(unit: Unit) -> Iterator[str]:
+    """Yields the text of a unit, block by block. Raises `DataError` naming the byte that is not UTF-8."""
     offset, held = unit.first, b""
     try:
         with unit.file.open("rb") as stream:
@@ -119,6 +131,46 @@ def _blocks(unit: Unit) -> Iterator[str]:
         raise unreadable(unit.file, error) from error
     except UnicodeDecodeError as error:
         raise not_utf8(unit.file, offset + error.start, error) from error
+
+
+def _separated(unit: Unit) -> Iterator[DocumentPart]:
+    """The pieces of the documents between separators; one line end on each side of a separator belongs to neither."""
+    cutter, held, is_fresh, any_text = Cutter(), "", unit.first > 0, False
+    # The end of what is held may be a line end before a separator, and the beginning of one.
+    most_held = len(unit.separator) + 2
+    for block in read_blocks(unit):
+        *whole, held = (held + block).split(unit.separator)
+        for text in whole:
+            yield from cutter.feed(_without_first(text, is_fresh).removesuffix("\n").removesuffix("\r"))
+            yield from cutter.end()
+            is_fresh, any_text = True, False
+        if len(held) > 2 * most_held:
+            yield from cutter.feed(_without_first(held[:-most_held], is_fresh))
+            held, is_fresh, any_text = held[-most_held:], False, True
+    last = _without_first(held, is_fresh)
+    if last or any_text:
+        yield from cutter.feed(last)
+        yield from cutter.end()
+
+
+def _without_first(text: str, is_fresh: bool) -> str:
+    """`text` without the line end behind a separator."""
+    return text.removeprefix("\r").removeprefix("\n") if is_fresh else text
+
+
+def _behind(stream: IO[bytes], nominal: int, separator: bytes) -> int:
+    """The place behind the first separator that ends after `nominal`; the end of the file if there is none."""
+    offset = max(0, nominal - len(separator) + 1)
+    stream.seek(offset)
+    held = b""
+    while block := stream.read(_BLOCK_BYTES):
+        held += block
+        at = held.find(separator)
+        if at >= 0:
+            return offset + at + len(separator)
+        offset += max(0, len(held) - len(separator) + 1)
+        held = held[len(held) - len(separator) + 1 :] if len(held) >= len(separator) else held
+    return offset + len(held)
 
 
 def _text_place(stream: IO[bytes], nominal: int) -> int:

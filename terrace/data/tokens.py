@@ -25,21 +25,27 @@ import numpy.typing as npt
 
 from terrace.base.errors import DataError
 from terrace.base.progress import Passing
+from terrace.base.words import counted
 from terrace.data.cache import CorpusDescription, cache_file, file_stem, id_dtype, made_once, token_file
 from terrace.data.corpus import corpus_units, read_unit
-from terrace.data.files import find_documents
+from terrace.data.files import find_data, find_documents
+from terrace.data.forms import CODE_SUFFIXES
 from terrace.data.indexed import is_indexed, open_indexed
 from terrace.data.originals import Originals
 from terrace.data.partial import Noted, Partial
-from terrace.data.pieces import DocumentPart, Unit
+from terrace.data.pieces import DocumentPart, Unit, cut
+from terrace.data.text_tokens import END_OF_TEXT_NAMES
 from terrace.data.token_file import TokenFile
-from terrace.data.tokenizer import Tokenizer
+from terrace.data.tokenizer import FileTokenizer, Tokenizer
 
-_FORMAT = "terrace-tokens-4"  # part of the key: raise it when the same corpus would give other bytes
+_FORMAT = "terrace-tokens-5"  # part of the key: raise it when the same corpus would give other bytes
 
 _TELL_S = 1.0
 _NOTE_BYTES = 16 << 20  # bytes of the corpus between two journal entries
 _BATCH_CHARACTERS, _BATCH_PIECES = 1 << 21, 1 << 14  # a tokenizer needs some hundred bytes of memory a character
+
+# Where a token's name is no sign of several documents: in programs, and in HTML, whose </s> ends struck text.
+_MARKUP_SUFFIXES = CODE_SUFFIXES | {".html"}
 
 Progress = Callable[[str], None]
 
@@ -51,6 +57,8 @@ def prepare_tokens(
     column: str = "text",
     split: str = "",
     progress: Progress = lambda text: None,
+    *,
+    separator: str = "",
 ) -> TokenFile:
     """The token file of the corpus `path`, made in `cache_dir` if it is not there yet.
 
@@ -60,20 +68,28 @@ def prepare_tokens(
     """
     # An indexed data set holds ids already, so no column is read.
     if is_indexed(path):
-        for key, value, plain in (("column", column, "text"), ("split", split, "")):
-            if value != plain:
-                raise DataError(f"data.{key} = {value!r} has no effect on the indexed data set {path}: leave it out")
+        _check_plain(path, column=column, split=split, separator=separator)
         return open_indexed(path, cache_dir)
     originals = Originals(path, lambda: find_documents(path, split))
     around = tokenizer.text_tokens
-    identity = (_FORMAT, tokenizer.fingerprint, tokenizer.vocab_size, around.begin, around.end, column)
+    fields = sorted({file.separator for file in find_data(path, split).files})  # a card may say how csv is read
+    identity = (
+        _FORMAT,
+        tokenizer.fingerprint,
+        tokenizer.vocab_size,
+        around.begin,
+        around.end,
+        column,
+        separator,
+        fields,
+    )
     target = cache_file(cache_dir, file_stem(path, "corpus"), (*identity, originals.identity()))
 
     def make(written: dict[str, int]) -> CorpusDescription:
         partial = Partial(target, originals.stamp())
         noted = partial.noted
         try:
-            _write_tokens(partial, corpus_units(path, column, split), tokenizer, progress)
+            _write_tokens(partial, corpus_units(path, column, split, separator=separator), tokenizer, progress)
             if not noted.has_text:
                 raise DataError(f"data {path} holds no text, only white space or empty documents; give it some text")
             if noted.num_tokens == 0:
@@ -99,12 +115,42 @@ def prepare_tokens(
             max_token=noted.max_token,
             digest=partial.digest.hexdigest(),
             num_documents=noted.num_documents,
+            spelled=noted.spelled,
+            num_spelled=noted.num_spelled,
         )
 
+    found: list[CorpusDescription] = []
+
     def opened(description: CorpusDescription) -> TokenFile:
+        found.append(description)
         return token_file(target, description)
 
-    return made_once(target, (".tokens", ".starts"), CorpusDescription, make, opened, originals, progress)
+    made = made_once(target, (".tokens", ".starts"), CorpusDescription, make, opened, originals, progress)
+    _say_spelled(path, found[-1], progress)
+    return made
+
+
+def encode_whole(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Ids of a text of any length, in the pieces in which it is prepared for training.
+
+    A tokenizer needs some hundred bytes of memory a character, which a long text as a whole would not leave.
+    """
+    return [token for piece in cut([text]) for token in tokenizer.encode(piece.text).tolist()]
+
+
+def _check_plain(path: str | Path, **keys: str) -> None:
+    for key, value in keys.items():
+        if value != ("text" if key == "column" else ""):
+            raise DataError(f"data.{key} = {value!r} has no effect on the indexed data set {path}: leave it out")
+
+
+def _say_spelled(path: str | Path, description: CorpusDescription, progress: Progress) -> None:
+    if description.num_spelled:
+        times = counted(description.num_spelled, "time", ",")
+        progress(
+            f"{path} spells out {description.spelled} {times}, read as characters: if it stands between documents, "
+            f"give --data.separator '{description.spelled}'"
+        )
 
 
 def _write_tokens(partial: Partial, units: Iterable[Unit], tokenizer: Tokenizer, progress: Progress) -> None:
@@ -113,13 +159,16 @@ def _write_tokens(partial: Partial, units: Iterable[Unit], tokenizer: Tokenizer,
     around = tokenizer.text_tokens
     begin = np.array(around.begin, dtype=np.int64)
     end = np.array([] if around.end is None else [around.end], dtype=np.int64)
+    own = [tokenizer.name(around.end)] if isinstance(tokenizer, FileTokenizer) and around.end is not None else []
+    marks = dict.fromkeys((*own, *END_OF_TEXT_NAMES))
     began, first = time.monotonic(), noted.num_tokens
     # The rate counts only tokens made by this process.
     told = began
     if first:
         progress(f"going on after {first / 1e6:.1f} M tokens that are there")
     for num_done, group in _groups(units, noted.num_units):
-        for piece, ids in _encoded(chain.from_iterable(map(read_unit, group)), tokenizer, noted):
+        pieces = chain.from_iterable(_looked_at(unit, marks, noted) for unit in group)
+        for piece, ids in _encoded(pieces, tokenizer, noted):
             # The first and the last piece of a document get the tokens around it.
             whole = np.concatenate([begin[: len(begin) * noted.begins], ids, end[: len(end) * piece.ends_document]])
             if whole.size and not 0 <= int(whole.min()) <= int(whole.max()) < tokenizer.vocab_size:
@@ -137,6 +186,16 @@ def _write_tokens(partial: Partial, units: Iterable[Unit], tokenizer: Tokenizer,
             partial.note(num_done)
     if noted.num_empty:
         progress(f"{noted.num_empty} empty documents were left out")
+
+
+def _looked_at(unit: Unit, marks: Iterable[str], noted: Noted) -> Iterator[DocumentPart]:
+    """The pieces of `unit`; notes the first of `marks` that prose spells out."""
+    is_prose = unit.kind == "text" and not unit.separator and unit.file.suffix.lower() not in _MARKUP_SUFFIXES
+    for piece in read_unit(unit):
+        if is_prose:
+            noted.spelled = noted.spelled or next((mark for mark in marks if mark in piece.text), "")
+            noted.num_spelled += piece.text.count(noted.spelled) if noted.spelled else 0
+        yield piece
 
 
 def _groups(units: Iterable[Unit], num_done: int) -> Iterator[tuple[int, list[Unit]]]:

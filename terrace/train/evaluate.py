@@ -22,6 +22,7 @@ from torch import Tensor
 
 from terrace.base.errors import ConfigError, DataError
 from terrace.data.chat import Ids, Mask
+from terrace.data.tokens import encode_whole
 from terrace.model.decoder import IGNORE_INDEX, token_loss
 from terrace.model.experts.config import refuse_looking_ahead
 from terrace.train.trained import Trained
@@ -144,7 +145,7 @@ class _Counted:
     def windows(self, model: Trained, texts: Iterable[str], context: int) -> Iterator[_Window]:
         before, vocabulary = model.tokenizer.text_tokens.context, model.config.vocab_size
         for text in texts:
-            ids = [*([] if before is None else [before]), *model.tokenizer.encode(text).tolist()]
+            ids = [*([] if before is None else [before]), *encode_whole(model.tokenizer, text)]
             _check_vocabulary(ids, vocabulary)
             self.num_documents += 1
             self.num_bytes += len(text.encode())

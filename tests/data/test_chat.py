@@ -353,7 +353,7 @@ def test_prompts_and_completions_need_no_template(tmp_path: Path) -> None:
 def test_data_that_are_no_conversations_are_refused(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(DataError, match=r"a\.txt is no \.jsonl, \.parquet or \.arrow file"):
+    with pytest.raises(DataError, match=r"a\.txt is text, and conversations are records: write them as \.jsonl"):
         prepare_chat(tmp_path / "a.txt", ByteTokenizer(), "bytes", "", cache)
     with pytest.raises(DataError, match=r"'stdlib' is source text"):
         prepare_chat("stdlib", ByteTokenizer(), "bytes", "", cache)

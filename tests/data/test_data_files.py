@@ -85,7 +85,7 @@ def test_folder_is_read_in_order_without_hidden_or_unknown_files(tmp_path: Path)
             "b.txt": "grüße, 世界 🌍\r\n".encode(),
             "a/z.md": b"\xef\xbb\xbfmarked",
             "a/empty.txt": b"",
-            "a.jsonl": b'{"text": "one\\u2028"}\n\n{"text": "", "id": 3}\r\n{"text": "two", "n": 1}',
+            "a.txt": b"one",
             ".git/x.txt": b"hidden",
             ".hidden.txt": b"hidden",
             "logo.png": b"\x89PNG",
@@ -93,12 +93,14 @@ def test_folder_is_read_in_order_without_hidden_or_unknown_files(tmp_path: Path)
     )
     os.symlink(root, root / "a" / "loop")
     assert [file.relative_to(root).as_posix() for file in find_documents(root)] == [
-        "a.jsonl",
+        "a.txt",
         "a/z.md",
         "b.txt",
     ]
-    assert list(read_documents(root)) == ["one\u2028", "two", "marked", "grüße, 世界 🌍\r\n"]
+    assert list(read_documents(root)) == ["one", "marked", "grüße, 世界 🌍\r\n"]
     assert list(read_documents(str(root / "b.txt"))) == ["grüße, 世界 🌍\r\n"]
+    lines = b'{"text": "one\\u2028"}\n\n{"text": "", "id": 3}\r\n{"text": "two", "n": 1}'
+    assert list(read_documents(tree(tmp_path / "l", {"a.jsonl": lines}))) == ["one\u2028", "two"]
 
 
 def test_stdlib_is_always_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -114,10 +116,12 @@ def test_stdlib_is_always_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 @pytest.mark.parametrize("text", ["line of ä text\n" * 40, "x" * 333, "ä 世" * 100, "a" + " " * 200])
 def test_large_documents_are_cut_without_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setattr(pieces_module, "PIECE_CHARACTERS", 50)
+    monkeypatch.setattr(pieces_module, "LINE_PIECE_CHARACTERS", 20)
     monkeypatch.setattr(text_module, "_BLOCK_BYTES", 7)  # cuts characters in two
     tree(tmp_path, {"a.txt": text.encode(), "b.jsonl": json.dumps({"text": text}).encode()})
-    assert list(read_documents(tmp_path)) == [text, text]
-    pieces = list(read_pieces(tmp_path))
+    names = ("a.txt", "b.jsonl")
+    assert [whole for name in names for whole in read_documents(tmp_path / name)] == [text, text]
+    pieces = [piece for name in names for piece in read_pieces(tmp_path / name)]
     assert max(len(piece.text) for piece in pieces) <= 50
     assert sum(piece.ends_document for piece in pieces) == 2
     half = len(pieces) // 2  # from a text file or from JSON, the cuts are the same
@@ -139,8 +143,9 @@ BAD_DATA: list[tuple[dict[str, bytes], str, str]] = [
     ({"a.txt": b"caf\xc3"}, "a.txt", r"byte 0xc3 at offset 3"),
     ({"a.jsonl": b'{"text": "a"}\n{"text": "\xff"}'}, "a.jsonl", r"a.jsonl line 2 is not UTF-8: .* at offset 24"),
     ({"a.jsonl": b'{"text": "a"}\n{"text": '}, "a.jsonl", r"a.jsonl:2 is not valid JSON"),
-    ({"a.jsonl": b"[" * 100_000}, "a.jsonl", r"a.jsonl:1 is not valid JSON"),
-    ({"a.jsonl": b'["text"]'}, "a.jsonl", r"a.jsonl:1 is a list; each line must be an object"),
+    ({"a.jsonl": b"[" * 100_000}, "a.jsonl", r"a.jsonl: record 1 is not valid JSON"),
+    ({"a.jsonl": b'{"text": "a"}\n["text"]'}, "a.jsonl", r"a.jsonl:2 is a list; each line must be an object"),
+    ({"a.jsonl": b"{}" + b"[" * 100_000}, "a.jsonl", r"a.jsonl:1 is not valid JSON"),
     (
         {"a.jsonl": b'{"content": "a", "id": 1}'},
         "a.jsonl",

@@ -66,7 +66,8 @@ def test_a_cut_document_has_one_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_documents_begin_where_the_file_says(tmp_path: Path) -> None:
-    tree(tmp_path, {"in/a.txt": b"ab", "in/b.jsonl": b'{"text": "c"}\n{"text": ""}\n{"text": "def"}\n'})
+    lines = [b'{"text": "ab"}\n', b'{"text": "c"}\n{"text": ""}\n{"text": "def"}\n']
+    tree(tmp_path, {"in/a.jsonl": lines[0], "in/b.jsonl": lines[1]})
     made = prepare_tokens(tmp_path / "in", ByteTokenizer(), tmp_path / "cache")
     assert made.open().tolist() == [*b"ab", 256, *b"c", 256, *b"def", 256]
     assert made.open_starts().tolist() == [0, 3, 5]

@@ -1,6 +1,5 @@
 """Prompts of a JSONL or Parquet file, in an order that is drawn anew for every pass over them."""
 
-import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 
 from terrace.base.errors import ConfigError, DataError
 from terrace.base.extras import needs
+from terrace.base.parsing import parse_json
 from terrace.base.words import counted
 from terrace.data.tokenizer import Tokenizer
 from terrace.rl.values.prompts import Prompt
@@ -93,7 +93,7 @@ def _lines(file: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
 
 def _table(line: bytes, place: str) -> Mapping[str, Any]:
     try:
-        found = json.loads(line.decode("utf-8"))
+        found = parse_json(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise DataError(f"{place} is not UTF-8, at its byte {error.start + 1}: write the file anew as UTF-8") from error
     except (ValueError, RecursionError) as error:
