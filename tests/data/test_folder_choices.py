@@ -191,8 +191,8 @@ def test_a_saved_selection_of_pairs(tmp_path: Path) -> None:
     ("state", "message"),
     [
         ({"_data_files": [{"filename": "a.arrow", "skip": 1, "take": 2}]}, "takes a range of rows of a file"),
-        ({"_data_files": [{"filename": "../a.arrow"}]}, "it names '../a.arrow', outside its folder"),
-        ({"_data_files": [{"filename": "/a.arrow"}]}, "it names '/a.arrow', outside its folder"),
+        ({"_data_files": [{"filename": "../a.arrow"}]}, "it names a.arrow, which lies elsewhere"),
+        ({"_data_files": [{"filename": "/a.arrow"}]}, "it names a.arrow, which lies elsewhere"),
         ({"_data_files": [{"filename": "a.arrow"}], "_indices_data_files": "x"}, "it has no list _indices_data_files"),
     ],
 )
