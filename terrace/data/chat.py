@@ -10,92 +10,25 @@ so the ids are those that a model sees when the same template is used to talk to
 characters is the assistant's.
 """
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from terrace.base.errors import DataError, did_you_mean
+from terrace.data.chat_encoder import ChatEncoder, Ids
 from terrace.data.pieces import json_object, kind_of
 from terrace.data.rendering import TemplateRefusalError
 from terrace.data.template import ChatTemplate, Spans, marks_in
-from terrace.data.text_tokens import TextTokens
-from terrace.data.tokenizer import BYTES, ByteTokenizer, Tokenizer
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer as FileEncoder
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "function": "tool"}
 _SHOWN_KEYS = 8
 _BATCH, _BATCH_CHARACTERS = 64, 1 << 20  # conversations that are rendered together
 
-Ids = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.uint8]
-
-
-class ChatEncoder(Protocol):
-    """Maps text to ids and to the characters that each id stands for."""
-
-    around: TextTokens  # of a prompt with its completion
-
-    def encode(self, text: str) -> tuple[Ids, Ids, Ids]:
-        """Ids with the first character of each and one past its last; each array of shape (num_tokens,)."""
-
-    def forged(self, text: str) -> str | None:
-        """A special token that is spelled out in `text`; None if there is none."""
-
-
-class ByteEncoder:
-    """Encodes text as UTF-8 bytes; there are no special tokens."""
-
-    around = ByteTokenizer.text_tokens
-
-    def encode(self, text: str) -> tuple[Ids, Ids, Ids]:
-        # One id per byte; the bytes of one character share its place.
-        ids = np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
-        characters = np.cumsum((ids & 0xC0) != 0x80) - 1  # all but continuation bytes begin one
-        return ids, characters, characters + 1
-
-    def forged(self, text: str) -> str | None:
-        return None
-
-
-class SpecialEncoder:
-    """A Hugging Face tokenizer that reads special tokens in the text as such."""
-
-    def __init__(self, encoder: "FileEncoder", around: TextTokens) -> None:
-        # A tokenizer.json may ask for truncation and padding, which would cut or fill conversations silently.
-        encoder.no_truncation()
-        encoder.no_padding()
-        self._encoder = encoder
-        self.around = around
-        # One regular expression for all special tokens; "(?!)" matches nothing.
-        special = {token.content for token in encoder.get_added_tokens_decoder().values() if token.special}
-        self._special = re.compile("|".join(map(re.escape, sorted(special))) or "(?!)")
-
-    def encode(self, text: str) -> tuple[Ids, Ids, Ids]:
-        encoding = self._encoder.encode(text, add_special_tokens=False)
-        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-        return np.array(encoding.ids, dtype=np.int64), offsets[:, 0], offsets[:, 1]
-
-    def forged(self, text: str) -> str | None:
-        found = self._special.search(text)
-        return None if found is None else found.group()
-
-
-def load_encoder(path: str | Path, tokenizer: Tokenizer) -> ChatEncoder:
-    """Encoder for chats of the tokenizer at `path`, which `tokenizer` has read without error."""
-    if str(path) == BYTES:
-        return ByteEncoder()
-    from tokenizers import Tokenizer as FileEncoder
-
-    file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
-    return SpecialEncoder(FileEncoder.from_str(file.read_text(encoding="utf-8")), tokenizer.text_tokens)
 
 
 @dataclass(frozen=True)
@@ -184,8 +117,9 @@ class ChatReader:
         mask = np.zeros(len(ids), dtype=np.uint8)
         # Characters are compared, since a token may cross the border of a span.
         for first, end in spans:
-            # Any overlap counts: a token may begin before the assistant's first character.
-            inside = np.flatnonzero((ends > first) & (firsts < end))
+            # Any overlap counts: a token may begin before the assistant's first character. One without characters
+            # belongs to the next.
+            inside = np.flatnonzero((np.maximum(ends, firsts + 1) > first) & (firsts < end))
             if inside.size:
                 mask[inside[0] : inside[-1] + 1] = 1
         return ids, mask

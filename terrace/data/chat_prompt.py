@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from terrace.base.errors import DataError
-from terrace.data.chat import load_encoder
+from terrace.data.chat_encoder import load_encoder
 from terrace.data.rendering import TemplateRefusalError
 from terrace.data.template import load_template
 from terrace.data.tokenizer import Tokenizer

@@ -18,7 +18,8 @@ import numpy as np
 from terrace.base.errors import DataError
 from terrace.base.files import open_atomic
 from terrace.data.cache import CorpusDescription, cache_file, file_stem, id_dtype, made_once, token_file
-from terrace.data.chat import ChatReader, Ids, Mask, load_encoder
+from terrace.data.chat import ChatReader, Mask
+from terrace.data.chat_encoder import Ids, load_encoder
 from terrace.data.files import JSON_LINES_SUFFIXES, TABLE_SUFFIXES, find_documents
 from terrace.data.originals import Originals
 from terrace.data.sources import STDLIB

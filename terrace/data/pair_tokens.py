@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from terrace.base.errors import DataError
-from terrace.data.chat import ChatReader, Ids, Mask
+from terrace.data.chat import ChatReader, Mask
+from terrace.data.chat_encoder import Ids
 from terrace.data.chat_tokens import Tokenized, lines_of, record_files
 from terrace.data.files import JSON_LINES_SUFFIXES
 from terrace.data.pieces import json_object, kind_of

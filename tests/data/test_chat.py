@@ -12,7 +12,8 @@ import pytest
 
 from terrace.base.errors import DataError
 from terrace.data import template, template_process
-from terrace.data.chat import ByteEncoder, ChatReader, load_encoder
+from terrace.data.chat import ChatReader
+from terrace.data.chat_encoder import ByteEncoder, load_encoder
 from terrace.data.chat_tokens import prepare_chat
 from terrace.data.documents import open_documents
 from terrace.data.rendering import Renderers, TemplateRefusalError
