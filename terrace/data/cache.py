@@ -47,6 +47,7 @@ class CorpusDescription(Description):
     num_tokens: int
     template: str | None = None  # of chats
     num_trained: int | None = None  # tokens of chats
+    left_out: str = ""  # a line on what a template and a tokenizer left out of chats
 
 
 AnyDescription = TypeVar("AnyDescription", bound=Description)

@@ -11,7 +11,7 @@ characters is the assistant's.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,8 @@ import numpy.typing as npt
 
 from terrace.base.errors import DataError, did_you_mean
 from terrace.data.chat_encoder import ChatEncoder, Ids
+from terrace.data.left_out import LeftOut, unknown_characters
+from terrace.data.message_forms import given, with_objects
 from terrace.data.pieces import json_object, kind_of
 from terrace.data.rendering import TemplateRefusalError
 from terrace.data.template import ChatTemplate, Spans, marks_in
@@ -35,6 +37,7 @@ Mask = npt.NDArray[np.uint8]
 class ChatReader:
     template: ChatTemplate
     encoder: ChatEncoder
+    left_out: LeftOut = field(default_factory=LeftOut)  # of what was read so far
 
     def tokens(self, line: str, where: str) -> tuple[Ids, Mask]:
         """Ids of the conversation in `line`, and a mask that is 1 for trained tokens; raises as `read` does."""
@@ -62,7 +65,9 @@ class ChatReader:
                 raise bad
 
     def _made(self, records: list[tuple[dict[str, Any], str]]) -> Iterator[tuple[Ids, Mask, str]]:
-        talks = [(record["messages"], record.get("tools")) for record, _ in records if "messages" in record]
+        talks = [
+            (record["messages"], record["tools"], record["variables"]) for record, _ in records if "messages" in record
+        ]
         rendered = self.template.assistant_spans(talks) if talks else iter(())
         for record, where in records:
             # Prompt and completion need no template.
@@ -73,7 +78,10 @@ class ChatReader:
                 text, spans = next(rendered)
             except TemplateRefusalError as error:
                 raise DataError(f"{where}: {error}") from error
-            ids, mask = self._mask(text, spans)
+            by_turn = None if self.template.of(record["tools"]).has_tags else spans
+            for place in self.left_out.note(record, text, by_turn, where):
+                self._check_rendered(record, place, text[: spans[_num_turns(record, place)][1]], where)
+            ids, mask = self._mask(text, spans, where)
             # Some templates leave out turns, such as an assistant turn without content.
             if not mask.any():
                 raise DataError(
@@ -82,18 +90,35 @@ class ChatReader:
                 )
             yield ids, mask, where
 
+    def _check_rendered(self, record: Mapping[str, Any], place: int, text: str, where: str) -> None:
+        """Raises `DataError` if `text`, up to the end of the assistant's message at `place`, holds nothing of it."""
+        messages, blank = record["messages"], {"role": "assistant", "content": ""}
+        try:
+            bare, _ = self.template.render([*messages[:place], blank], record["tools"], record["variables"])
+        except TemplateRefusalError:
+            return  # it tells an empty turn apart
+        if bare == text:
+            raise DataError(
+                f"{where}: {self.template.name} renders nothing of message {place + 1}, so an empty turn would be "
+                "trained on; name a template that renders it with data.chat_template, or drop the line"
+            )
+
     def _checked(self, line: str, where: str) -> dict[str, Any]:
         record = _record(line, where)
         if "messages" not in record:
             return record
-        _messages(record["messages"], where, self.template.source)
-        tools = record.get("tools")
-        if tools is not None and not isinstance(tools, list):
-            raise DataError(f"{where}: 'tools' must be a list, not {kind_of(tools)}; write it as one")
-        # Before rendering: afterwards the template's own special tokens could not be told from forged ones.
-        for text in _texts([record["messages"], tools]):
+        source = f"{self.template.source}{self.template.with_tools or ''}"
+        messages = _messages(record["messages"], where, source)
+        try:
+            told = given(record, source)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
+        # Before rendering: afterwards the template's own special tokens could not be told from forged ones. JSON text
+        # may spell them otherwise, and parts of a content stand together.
+        forms = [messages, [with_objects(message) for message in messages], told["tools"], told["variables"]]
+        for text in (*_texts(forms), *map(_joined, messages)):
             self._check(text, where)
-        return record
+        return {**record, "messages": messages, **told}
 
     def _completion(self, record: Mapping[str, Any], where: str) -> tuple[Ids, Mask]:
         prompt, completion = (_string(record, key, where) for key in ("prompt", "completion"))
@@ -102,7 +127,7 @@ class ChatReader:
         for text in (prompt, completion):
             self._check(text, where)
         # Tokenised as one text, as a model sees it when it continues a prompt.
-        ids, mask = self._mask(prompt + completion, [(len(prompt), len(prompt) + len(completion))])
+        ids, mask = self._mask(prompt + completion, [(len(prompt), len(prompt) + len(completion))], where)
         around = self.encoder.around
         if around.end is None:
             raise DataError(
@@ -112,8 +137,10 @@ class ChatReader:
         ends_mask = [*(0 for _ in around.begin), *mask, 1]
         return np.array([*around.begin, *ids, around.end], dtype=np.int64), np.array(ends_mask, dtype=np.uint8)
 
-    def _mask(self, text: str, spans: Spans) -> tuple[Ids, Mask]:
+    def _mask(self, text: str, spans: Spans, where: str) -> tuple[Ids, Mask]:
         ids, firsts, ends = self.encoder.encode(text)
+        known = ids != self.encoder.unknown
+        self.left_out.note_unknown(unknown_characters(text, spans, firsts[known], ends[known]), where)
         mask = np.zeros(len(ids), dtype=np.uint8)
         # Characters are compared, since a token may cross the border of a span.
         for first, end in spans:
@@ -139,6 +166,10 @@ class ChatReader:
                 f"{where} spells out the special token {token!r}, which would end or begin a turn; write it in another "
                 "way or drop the line"
             )
+
+
+def _num_turns(record: Mapping[str, Any], end: int) -> int:
+    return sum(message["role"] == "assistant" for message in record["messages"][:end])
 
 
 def _batches(lines: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
@@ -184,9 +215,11 @@ def _messages(messages: Any, where: str, template: str) -> list[dict[str, Any]]:
             raise DataError(f"{here} has the unknown role {role!r}{hint}")
         content = message.get("content")
         # A turn that only calls tools has no content.
-        if content is None and not message.get("tool_calls"):
+        if content is None and not message.get("tool_calls") and not message.get("function_call"):
             raise DataError(f"{here}, of the {role}, has no 'content'; say what is said or drop it")
-        if content is not None and not isinstance(content, str):
+        if isinstance(content, list):
+            _check_parts(content, here)
+        elif content is not None and not isinstance(content, str):
             raise DataError(f"{here}: 'content' must be a string, not {kind_of(content)}; convert it")
         # Ignoring it would train on turns that the user meant to leave out.
         if "weight" in message:
@@ -194,6 +227,21 @@ def _messages(messages: Any, where: str, template: str) -> list[dict[str, Any]]:
     if not any(message["role"] == "assistant" for message in messages):
         raise DataError(f"{where}: the assistant says nothing, so nothing is left to train on; drop the line")
     return messages
+
+
+def _check_parts(parts: list[Any], here: str) -> None:
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = f"of type {part.get('type')!r}" if isinstance(part, dict) else kind_of(part)
+            raise DataError(
+                f'{here}: \'content\' has a part {kind}, and only {{"type": "text", "text": ...}} is trained on; '
+                "convert it or drop the line"
+            )
+
+
+def _joined(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    return "".join(part["text"] for part in content) if isinstance(content, list) else ""
 
 
 def _string(record: Mapping[str, Any], key: str, where: str) -> str:
@@ -208,7 +256,8 @@ def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for item in value.values():
+        for key, item in value.items():
+            yield key
             yield from _texts(item)
     elif isinstance(value, Sequence):
         for item in value:

@@ -36,6 +36,7 @@ class ChatEncoder(Protocol):
     """Maps text to ids and to the characters that each id stands for."""
 
     around: TextTokens  # of a prompt with its completion
+    unknown: int | None  # the token of what has none
 
     def encode(self, text: str) -> tuple[Ids, Ids, Ids]:
         """Ids with the first character of each and one past its last; each array of shape (num_tokens,)."""
@@ -47,7 +48,7 @@ class ChatEncoder(Protocol):
 class ByteEncoder:
     """Encodes text as UTF-8 bytes; there are no special tokens."""
 
-    around = ByteTokenizer.text_tokens
+    around, unknown = ByteTokenizer.text_tokens, None
 
     def encode(self, text: str) -> tuple[Ids, Ids, Ids]:
         # One id per byte; the bytes of one character share its place.
@@ -74,8 +75,8 @@ class SpecialEncoder:
         # The names of bytes where a tokenizer falls back to them.
         names = {value: encoder.token_to_id(f"<0x{value:02X}>") for value in range(256)}
         self._byte = {index: value for value, index in names.items() if index is not None}
-        self._unknown = _unknown(encoder)
-        self._fuses = self._unknown is not None and _kind(encoder) in ("BPE", "Unigram")
+        self.unknown = _unknown(encoder)
+        self._fuses = self.unknown is not None and _kind(encoder) in ("BPE", "Unigram")
         # One regular expression for all special tokens; "(?!)" matches nothing.
         special = {index: token for index, token in added.items() if token.special}
         contents = sorted((token.content for token in special.values()), key=len, reverse=True)
@@ -94,7 +95,7 @@ class SpecialEncoder:
         if self._byte:
             self._divide_runs(text, ids, offsets)
         if self._fuses:
-            unknown = ids == self._unknown
+            unknown = ids == self.unknown
             offsets[unknown, 1] = np.minimum(offsets[unknown, 0] + 1, offsets[unknown, 1])
         return ids, offsets[:, 0], offsets[:, 1]
 

@@ -28,8 +28,8 @@ from terrace.data.template import ChatTemplate, load_template
 from terrace.data.token_file import TokenFile
 from terrace.data.tokenizer import Tokenizer
 
-_COLUMNS = ("messages", "prompt", "completion", "tools")
-_FORMAT = "terrace-chat-2"  # part of the key: raise it when the same data would give other bytes
+_COLUMNS = ("messages", "prompt", "completion", "tools", "documents", "chat_template_kwargs")
+_FORMAT = "terrace-chat-3"  # part of the key: raise it when the same data would give other bytes
 
 
 def prepare_chat(
@@ -39,9 +39,10 @@ def prepare_chat(
     template_path: str | Path,
     cache_dir: str | Path,
     split: str = "",
+    progress: Callable[[str], None] = lambda text: None,
 ) -> TokenFile:
     """The token file of the conversations in `path`, a `.jsonl`, `.parquet` or `.arrow` file or a folder of them; made
-    if it is not in the cache. `split` chooses a split of a data set.
+    if it is not in the cache. `split` chooses a split of a data set; `progress` receives a line on what is left out.
 
     Prompts and completions need no template. Raises `DataError`, naming file and record, for one that is not a
     conversation, has nothing to train on or is refused by the template; also for a missing template, a damaged cache,
@@ -52,7 +53,7 @@ def prepare_chat(
     needed = any('"messages"' in line for line, _ in _records(files))
     # Loaded before the cache is looked up, because its fingerprint is part of the key.
     template = load_template(tokenizer_path, template_path, needed=needed)
-    encoder = Tokenized(tokenizer, tokenizer_path, template, cache_dir)
+    encoder = Tokenized(tokenizer, tokenizer_path, template, cache_dir, progress)
     return encoder.prepare(
         path, "chat", _FORMAT, lambda: record_files(path, split, "chat"), lambda reader: reader.read(_records(files))
     )
@@ -66,6 +67,7 @@ class Tokenized:
     tokenizer_path: str | Path
     template: ChatTemplate
     cache_dir: str | Path
+    progress: Callable[[str], None] = lambda text: None
 
     def prepare(
         self,
@@ -93,13 +95,22 @@ class Tokenized:
                 tokenizer=tokenizer.fingerprint,
                 template=self.template.fingerprint,
                 dtype=dtype,
+                left_out=reader.left_out.line(path),
                 **facts,
             )
 
+        left_out = ""
+
         def opened(description: CorpusDescription) -> TokenFile:
+            nonlocal left_out
+            left_out = description.left_out
             return token_file(target, description, target.with_suffix(".mask"))
 
-        return made_once(target, (".tokens", ".mask", ".starts"), CorpusDescription, make, opened, originals)
+        found = made_once(target, (".tokens", ".mask", ".starts"), CorpusDescription, make, opened, originals)
+        # Said of a cache, too: each run is trained on it.
+        if left_out:
+            self.progress(left_out)
+        return found
 
 
 def read_chats(

@@ -8,7 +8,7 @@ conversation, the assistant's last message.
 
 import json
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from terrace.data.token_file import TokenFile
 from terrace.data.tokenizer import Tokenizer
 
 MEMBERS = ("chosen", "rejected")
-_FORMAT = "terrace-pairs-2"  # part of the key: raise it when the same data would give other bytes
+_FORMAT = "terrace-pairs-3"  # part of the key: raise it when the same data would give other bytes
 _FORM = '{"prompt": ..., "chosen": ..., "rejected": ...}'
 
 
@@ -38,9 +38,10 @@ def prepare_pairs(
     template_path: str | Path,
     cache_dir: str | Path,
     split: str = "",
+    progress: Callable[[str], None] = lambda text: None,
 ) -> TokenFile:
     """The token file of the pairs in `path`, a `.jsonl`, `.parquet` or `.arrow` file or a folder of them; made if it is
-    not in the cache. `split` chooses a split of a data set.
+    not in the cache. `split` chooses a split of a data set; `progress` receives a line on what is left out.
 
     Texts need no template. Raises `DataError`, naming file and record, for one that is no pair, else as
     `terrace.data.chat_tokens.prepare_chat`.
@@ -48,7 +49,7 @@ def prepare_pairs(
     files = record_files(path, split, "pairs")
     needed = any(isinstance(record.get(MEMBERS[0]), list) for record, _ in _records(files))
     template = load_template(tokenizer_path, template_path, needed=needed)
-    encoder = Tokenized(tokenizer, tokenizer_path, template, cache_dir)
+    encoder = Tokenized(tokenizer, tokenizer_path, template, cache_dir, progress)
     return encoder.prepare(
         path, "pairs", _FORMAT, lambda: record_files(path, split, "pairs"), lambda reader: _responses(files, reader)
     )
@@ -84,7 +85,7 @@ def _num_earlier(member: Mapping[str, Any], reader: ChatReader, where: str) -> i
     # Stretches of text that the assistant says before its last message.
     *earlier, _ = member.get("messages", [None])
     num_turns = len([message for message in earlier if message["role"] == "assistant"])
-    if not num_turns or not reader.template.has_tags:
+    if not num_turns or not reader.template.of(member.get("tools")).has_tags:
         return num_turns  # told by prefixes, every turn has text
     # Tags may mark nothing of a turn, or several parts of it.
     try:

@@ -75,9 +75,9 @@ def prepare_eval_sources(
 
 def _tokens(spec: SourceSpec, data: DataConfig, tokenizer: Tokenizer, progress: Callable[[str], None]) -> TokenFile:
     if spec.format == "chat":
-        return prepare_chat(spec.path, tokenizer, data.tokenizer, data.chat_template, data.cache, spec.split)
+        return prepare_chat(spec.path, tokenizer, data.tokenizer, data.chat_template, data.cache, spec.split, progress)
     if spec.format == "pairs":
-        return prepare_pairs(spec.path, tokenizer, data.tokenizer, data.chat_template, data.cache, spec.split)
+        return prepare_pairs(spec.path, tokenizer, data.tokenizer, data.chat_template, data.cache, spec.split, progress)
     return prepare_tokens(spec.path, tokenizer, Path(data.cache), spec.column, spec.split, progress)
 
 
