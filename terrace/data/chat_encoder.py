@@ -8,6 +8,7 @@ all that the `tokenizers` package reports for it:
   as empty; trimming is switched off.
 - Unknown characters next to each other become bytes that all report the whole stretch; each means its own character.
 - One token for several unknown characters (not words) means the first: a prompt that ends after it has the same token.
+- A BPE model that drops unknown characters does not count them in what follows; they are counted here.
 
 What a normalizer or a prefix inserts stands for the character that it comes from or is put before.
 """
@@ -25,10 +26,12 @@ from terrace.data.text_tokens import TextTokens, state_of
 from terrace.data.tokenizer import BYTES, ByteTokenizer, Tokenizer
 
 if TYPE_CHECKING:
-    from tokenizers import AddedToken
+    from tokenizers import AddedToken, Encoding
     from tokenizers import Tokenizer as FileEncoder
 
 Ids = npt.NDArray[np.int64]
+Offsets = npt.NDArray[np.int64]  # of shape (num_tokens, 2)
+_SPACE = "▁"  # a space, or the prefix of a text
 _LONGEST_RESPELLED = 256  # characters of a run that a normalizer changes; a guess: the work grows with the square
 
 
@@ -76,6 +79,7 @@ class SpecialEncoder:
         names = {value: encoder.token_to_id(f"<0x{value:02X}>") for value in range(256)}
         self._byte = {index: value for value, index in names.items() if index is not None}
         self.unknown = _unknown(encoder)
+        self._drops = self.unknown is None and _drops(encoder)
         self._fuses = self.unknown is not None and _kind(encoder) in ("BPE", "Unigram")
         # One regular expression for all special tokens; "(?!)" matches nothing.
         special = {index: token for index, token in added.items() if token.special}
@@ -89,6 +93,8 @@ class SpecialEncoder:
         encoding = self._encoder.encode(text, add_special_tokens=False)
         ids = np.array(encoding.ids, dtype=np.int64)
         offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        if self._drops:
+            self._shift(text, encoding, offsets)
         if self._greedy:
             for place in np.flatnonzero(np.isin(ids, list(self._greedy))):
                 offsets[place] = _own_characters(text, *offsets[place].tolist(), self._greedy[int(ids[place])])
@@ -108,7 +114,27 @@ class SpecialEncoder:
         there = self._encoder.encode(text, add_special_tokens=False).ids
         return next((self._respelled[index] for index in there if index in self._respelled), None)
 
-    def _divide_runs(self, text: str, ids: Ids, offsets: npt.NDArray[np.int64]) -> None:
+    def _shift(self, text: str, encoding: "Encoding", offsets: Offsets) -> None:
+        """Count in `offsets`, in place, the characters that the model has dropped."""
+        spelled = {character: self._normalised(character) for character in set(text)}
+        known = self._encoder.model.token_to_id
+        dropped = {each for each, made in spelled.items() if each != " " and all(known(part) is None for part in made)}
+        if not dropped:
+            return
+        # The offsets of a word begin where it begins.
+        for _, group in itertools.groupby(range(len(offsets)), key=encoding.word_ids.__getitem__):
+            word = list(group)
+            tokens = [encoding.tokens[token] for token in word]
+            found = _spelled_from(text, int(offsets[word[0], 0]), tokens, spelled, dropped)
+            if found is not None:
+                offsets[word] = found
+
+    def _normalised(self, character: str) -> str:
+        normalizer = self._encoder.normalizer
+        made = character if normalizer is None else normalizer.normalize_str(character)
+        return made.removeprefix(_SPACE) if len(made) > 1 else made  # a normalizer may put it before a text
+
+    def _divide_runs(self, text: str, ids: Ids, offsets: Offsets) -> None:
         """Give the bytes of a run of unknown characters, in place, the character that each is of."""
         wide = np.isin(ids, list(self._byte)) & (offsets[:, 1] - offsets[:, 0] > 1)
         places = np.flatnonzero(wide).tolist()
@@ -148,6 +174,31 @@ def load_encoder(path: str | Path, tokenizer: Tokenizer) -> ChatEncoder:
     return SpecialEncoder(FileEncoder.from_str(file.read_text(encoding="utf-8")), tokenizer.text_tokens)
 
 
+def _spelled_from(
+    text: str, place: int, tokens: list[str], spelled: dict[str, str], dropped: set[str]
+) -> list[tuple[int, int]] | None:
+    """The characters of each of `tokens`, which spell `text` from `place` on without those that are `dropped`; None if
+    they do not, as where a normalizer composes characters.
+    """
+    found = []
+    for token in tokens:
+        first = None
+        for character in token:
+            here = text[place : place + 1]
+            if character == _SPACE and here != " ":  # a prefix
+                first = place if first is None else first
+                continue
+            while here in dropped:
+                place += 1
+                here = text[place : place + 1]
+            if spelled.get(here, "").replace(" ", _SPACE) != character:
+                return None
+            first = place if first is None else first
+            place += 1
+        found.append((first or 0, max(place, (first or 0) + 1)))
+    return found
+
+
 def _own_characters(text: str, first: int, end: int, token: "AddedToken") -> tuple[int, int]:
     piece, content = text[first:end], token.content
     # A token of white space that swallows what is before it stands last.
@@ -168,6 +219,14 @@ def _unknown(encoder: "FileEncoder") -> int | None:
     # A Unigram model shows its token in JSON alone.
     found = re.search(rb'"unk_id":\s*(\d+)', encoder.model.__getstate__()) if _kind(encoder) == "Unigram" else None
     return None if found is None else int(found[1])
+
+
+def _drops(encoder: "FileEncoder") -> bool:
+    """Whether characters without a token vanish; where texts become bytes first, all have one."""
+    if _kind(encoder) != "BPE" or encoder.model.byte_fallback:
+        return False
+    steps = [step for step in (encoder.normalizer, encoder.pre_tokenizer) if step is not None]
+    return not any(b'"ByteLevel"' in step.__getstate__() for step in steps)
 
 
 def _kind(encoder: "FileEncoder") -> str:

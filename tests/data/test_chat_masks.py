@@ -16,7 +16,17 @@ from terrace.data.template import ChatTemplate
 from tests.support.slow_masks import Pieces, many_tokenizers, slow_mask
 
 HEADERS, END = ("<|user|>", "<|assistant|>"), "<|end|>"
-ANSWERS = ["yes", "\nyes", " yes \n", "é🙂 ﬁ½ yes", "🙂\n\n", "  \n hi, Éa yes  ", "e\u0301s and 12", "\n"]
+ANSWERS = [
+    "yes",
+    "\nyes",
+    " yes \n",
+    "é🙂 ﬁ½ yes",
+    "🙂\n\n",
+    "  \n hi, Éa yes  ",
+    "e\u0301s and 12",
+    "and 🙂so🙂 on",
+    "\n",
+]
 
 # A template, and the pieces of one turn of the assistant under it.
 FORMS: dict[str, tuple[str, list[tuple[str, bool]]]] = {
@@ -64,3 +74,19 @@ def test_masks_are_those_of_the_slow_reference(form: str) -> None:
         ), name
         num_tokenizers += 1
     assert num_tokenizers >= 60
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "text"),
+    [("Lowercase", "a <|END|> b"), ("NFKC", "\uff1c|end|\uff1e"), ("StripAccents", "<|e\u0301nd|>")],
+)
+def test_a_mark_that_normalised_text_spells_is_forged(normalizer: str, text: str) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    for is_normalised in (True, False):
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "<|end|>": 1}, []))
+        tokenizer.normalizer = getattr(tokenizers.normalizers, normalizer)()
+        tokenizer.add_special_tokens([tokenizers.AddedToken(END, special=True, normalized=is_normalised)])
+        encoder = SpecialEncoder(tokenizer, TextTokens())
+        # Read in the text as it is, the mark is spelled in one way alone.
+        assert encoder.forged(text) == (END if is_normalised else None)
+        assert encoder.forged(f"a{END}b") == END

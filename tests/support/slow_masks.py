@@ -60,10 +60,10 @@ def _byte_level() -> Any:
     return models.BPE(_ids([*alphabet, *("".join(merge) for merge in merges)]), merges)
 
 
-def _sentences(byte_fallback: bool) -> Any:
+def _sentences(byte_fallback: bool, unknown: str | None = "<unk>") -> Any:
     merges = [("▁", "y"), ("e", "s"), ("▁y", "es"), ("▁", "▁"), ("h", "i")]
     words = ["<unk>", *_BYTES, "▁", *_LETTERS.replace("\n", ""), "é", *("".join(merge) for merge in merges)]
-    return models.BPE(_ids(words), merges, unk_token="<unk>", byte_fallback=byte_fallback, fuse_unk=not byte_fallback)
+    return models.BPE(_ids(words), merges, unk_token=unknown, byte_fallback=byte_fallback, fuse_unk=not byte_fallback)
 
 
 def _unigram(byte_fallback: bool) -> Any:
@@ -95,6 +95,7 @@ _FORMS: list[tuple[Any, list[Any], list[Any]]] = [
     ),
     (lambda: _sentences(True), [norm.Sequence([norm.Prepend("▁"), _SPACE]), _SPACE], [None]),
     (lambda: _sentences(False), [None, norm.Lowercase()], [pre.Metaspace(prepend_scheme="first")]),
+    (lambda: _sentences(False, None), [None, norm.Lowercase(), norm.NFC()], [pre.Metaspace(), pre.Whitespace()]),
     (
         lambda: _unigram(True),
         [None, norm.NFKC(), norm.Sequence([norm.Strip(), norm.NFKC(), norm.Lowercase()])],
