@@ -51,7 +51,8 @@ class ChatEncoder(Protocol):
 class ByteEncoder:
     """Encodes text as UTF-8 bytes; there are no special tokens."""
 
-    around, unknown = ByteTokenizer.text_tokens, None
+    around = ByteTokenizer.text_tokens
+    unknown: int | None = None
 
     def encode(self, text: str) -> tuple[Ids, Ids, Ids]:
         # One id per byte; the bytes of one character share its place.
@@ -97,7 +98,8 @@ class SpecialEncoder:
             self._shift(text, encoding, offsets)
         if self._greedy:
             for place in np.flatnonzero(np.isin(ids, list(self._greedy))):
-                offsets[place] = _own_characters(text, *offsets[place].tolist(), self._greedy[int(ids[place])])
+                first, end = offsets[place].tolist()
+                offsets[place] = _own_characters(text, first, end, self._greedy[int(ids[place])])
         if self._byte:
             self._divide_runs(text, ids, offsets)
         if self._fuses:

@@ -43,6 +43,9 @@ class Renderer:
         from jinja2.parser import Parser
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+        self._is_marking = False
+        self._now = datetime.now()
+
         class Generation(Extension):
             tags = {"generation"}  # noqa: RUF012  # as Jinja has it
 
@@ -65,7 +68,6 @@ class Renderer:
         environment.globals["raise_exception"] = refuse
         environment.globals["strftime_now"] = lambda form: self._now.strftime(form)
         self._name, self._tokens, self._template_error = name, tokens, TemplateError
-        self._is_marking, self._now = False, datetime.now()
         try:
             self._template = environment.from_string(source)
             calls = environment.parse(source).find_all(nodes.CallBlock)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +85,8 @@ def call(arguments: Any, **more: Any) -> dict[str, Any]:
     return {"id": "c1", "type": "function", "function": {"name": "look", "arguments": arguments}, **more}
 
 
-ASKED = {"role": "user", "content": "Where is the sun?"}
-ANSWER = {"role": "assistant", "content": "Up, x <b>&'\"."}
+ASKED: dict[str, Any] = {"role": "user", "content": "Where is the sun?"}
+ANSWER: dict[str, Any] = {"role": "assistant", "content": "Up, x <b>&'\"."}
 FOUND: dict[str, Any] = {"q": "sun ☀ <&>", "near": {"b": [1, 2.5, True, None], "a": "x"}}
 CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "talk": TALK,
@@ -153,7 +154,7 @@ def test_renderings_are_those_of_transformers(folder: Path, name: str) -> None:
     assert num_rendered >= (1 if name == "objection" else 3)
 
 
-def rendered(template: str, messages: list[dict[str, Any]], **more: Any) -> str:
+def rendered(template: str, messages: Sequence[Mapping[str, Any]], **more: Any) -> str:
     """The text of a conversation as data of chats are read."""
     ids, _ = ChatReader(ChatTemplate(template), ByteEncoder()).tokens(
         json.dumps({"messages": messages, **more}), "here"
