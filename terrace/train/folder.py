@@ -20,6 +20,7 @@ from terrace.model.hf.folder import (
     TOKENIZER_FILES,
     holds_weights,
     read_files,
+    with_templates,
 )
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def source_files(run: "RunConfig", tokenizer: "Tokenizer") -> dict[str, bytes]:
         path = Path(run.data.tokenizer)
         path = path / TOKENIZER if path.is_dir() else path
         if path.name == TOKENIZER:
-            found |= read_files(path.parent, TOKENIZER_FILES)
+            found |= with_templates(path.parent, read_files(path.parent, TOKENIZER_FILES))
         # A tokenizer under another name is exported under the usual one.
         else:
             found[TOKENIZER] = read_files(path.parent, (path.name,))[path.name]

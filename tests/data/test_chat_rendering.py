@@ -12,6 +12,7 @@ from terrace.base.errors import DataError
 from terrace.data.chat import ChatReader
 from terrace.data.template import ChatTemplate, load_template
 from terrace.data.tokenizer import load_tokenizer
+from terrace.model.hf.folder import carried_files
 from tests.support.chats import CHATML, PROMPT, STRICT, TAGGED, TALK, write_lines, write_tokenizer
 
 pytest.importorskip("jinja2")
@@ -274,6 +275,18 @@ def test_templates_are_chosen_as_transformers_chooses(tmp_path: Path, kept: str)
     for (ids, mask, _), (_, text) in zip(reader.read((line, "here") for line, _ in lines), lines, strict=True):
         assert ids.tolist() == other(text, add_special_tokens=False)["input_ids"]
         assert 0 < mask.sum() < len(mask)
+
+
+def test_templates_in_a_folder_of_their_own_are_carried_along(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "from", CHATML, as_file=True)
+    (tmp_path / "from" / "additional_chat_templates").mkdir()
+    (tmp_path / "from" / "additional_chat_templates" / "tool_use.jinja").write_text(TEMPLATES["tools"])
+    (tmp_path / "to").mkdir()
+    for name, content in carried_files(tmp_path / "from").items():
+        (tmp_path / "to" / name).write_bytes(content)
+    for tools in (None, TOOLS):
+        told = [theirs(tmp_path / name).apply_chat_template([ASKED], tools, tokenize=False) for name in ("from", "to")]
+        assert told[0] == told[1] == load_template(tmp_path / "to").render([ASKED], tools)[0]
 
 
 def test_templates_without_a_default_are_named(tmp_path: Path) -> None:
