@@ -151,8 +151,12 @@ def _of_chats(options: argparse.Namespace) -> "Evaluation":
     holds_conversations(options.data, split)  # fails early for a path without records
     model = load_model_of(options)
     template = model.template_path if options.chat_template is None else options.chat_template
-    chats = read_chats(options.data, model.tokenizer, model.tokenizer_path, template, split)
+    chats = read_chats(options.data, model.tokenizer, model.tokenizer_path, template, split, _warn)
     return evaluate_chats(model, islice(chats, options.documents), context=options.context, progress=_progress())
+
+
+def _warn(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _progress() -> "Callable[[Evaluation], None]":

@@ -114,15 +114,27 @@ class Tokenized:
 
 
 def read_chats(
-    path: str | Path, tokenizer: Tokenizer, tokenizer_path: str | Path, template_path: str | Path, split: str = ""
+    path: str | Path,
+    tokenizer: Tokenizer,
+    tokenizer_path: str | Path,
+    template_path: str | Path,
+    split: str = "",
+    progress: Callable[[str], None] = lambda text: None,
 ) -> Iterator[tuple[Ids, Mask, str]]:
-    """Ids, mask and place of each conversation in `path`, without a cache; the errors are those of `prepare_chat`."""
+    """Ids, mask and place of each conversation in `path`, without a cache; the errors are those of `prepare_chat`.
+
+    At the end `progress` receives a line on what is left out of those that were read.
+    """
     files = record_files(path, split, "chat")
     needed = any('"messages"' in line for line, _ in _records(files))
     reader = ChatReader(
         load_template(tokenizer_path, template_path, needed=needed), load_encoder(tokenizer_path, tokenizer)
     )
-    yield from reader.read(_records(files))
+    try:
+        yield from reader.read(_records(files))
+    finally:  # also where no more are asked for
+        if line := reader.left_out.line(path):
+            progress(line)
 
 
 def holds_conversations(path: str | Path, split: str = "") -> bool:

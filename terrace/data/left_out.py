@@ -67,7 +67,7 @@ class LeftOut:
             for what, (count, example) in self.found.items()
         ]
         return (
-            f"warning: {path} holds what is not in the text that is trained on: {'; '.join(parts)}; a template that "
+            f"warning: {path} holds what is not in the text that a model sees: {'; '.join(parts)}; a template that "
             "renders it can be named with data.chat_template"
         )
 

@@ -18,6 +18,7 @@ from tests.support.chats import CHATML, FORGETFUL, PROMPT, TAGGED, TALK, write_l
 pytest.importorskip("jinja2")
 
 from terrace.data.chat_encoder import ByteEncoder, ChatEncoder
+from terrace.data.chat_tokens import read_chats
 
 THOUGHT = "<think>two and two is four</think>four"
 ASKED = {"role": "user", "content": "2 + 2?"}
@@ -76,7 +77,7 @@ QUIET = (
 )  # fmt: skip
 def test_what_is_left_out_is_said(template: str, messages: list[dict[str, Any]], words: str) -> None:
     line = said(template, *messages)
-    assert line.startswith("warning: data holds what is not in the text that is trained on: ")
+    assert line.startswith("warning: data holds what is not in the text that a model sees: ")
     assert words in line
     assert "\n" not in line
 
@@ -173,6 +174,12 @@ def test_the_line_is_said_of_data_and_of_their_cache(tmp_path: Path) -> None:
         (line,) = [each for each in heard if "warning" in each]
         assert "text of the assistant in 2 of 4 conversations" in line
         assert "talks.jsonl:2: '<think>two and two is four</think>')" in line
+    heard = []
+    path = tmp_path / "talks.jsonl"
+    next(iter(read_chats(path, load_tokenizer(folder), folder, "", progress=heard.append)))
+    assert heard == []
+    assert len(list(read_chats(path, load_tokenizer(folder), folder, "", progress=heard.append))) == 4
+    assert heard == [line]
     pairs = [{"prompt": [ASKED], "chosen": [answer(THOUGHT)], "rejected": [answer("five")]}]
     write_lines(tmp_path / "pairs.jsonl", pairs)
     heard = []
