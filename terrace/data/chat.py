@@ -107,18 +107,11 @@ class ChatReader:
         record = _record(line, where)
         if "messages" not in record:
             return record
-        source = f"{self.template.source}{self.template.with_tools or ''}"
-        messages = _messages(record["messages"], where, source)
-        try:
-            told = given(record, source)
-        except DataError as error:
-            raise DataError(f"{where}: {error}") from error
-        # Before rendering: afterwards the template's own special tokens could not be told from forged ones. JSON text
-        # may spell them otherwise, and parts of a content stand together.
-        forms = [messages, [with_objects(message) for message in messages], told["tools"], told["variables"]]
-        for text in (*_texts(forms), *map(_joined, messages)):
+        talk = talk_of(record, where, self.template)
+        # Before rendering: afterwards the template's own special tokens could not be told from forged ones.
+        for text in texts_of(talk):
             self._check(text, where)
-        return {**record, "messages": messages, **told}
+        return talk
 
     def _completion(self, record: Mapping[str, Any], where: str) -> tuple[Ids, Mask]:
         prompt, completion = (_string(record, key, where) for key in ("prompt", "completion"))
@@ -194,6 +187,26 @@ def _record(line: str, where: str) -> dict[str, Any]:
         keys = ", ".join(repr(key) for key in list(record)[:_SHOWN_KEYS]) or "none"
         raise DataError(f"{where} has neither 'messages' nor 'prompt' and 'completion' (keys: {keys}); rename them")
     return record
+
+
+def talk_of(record: Mapping[str, Any], where: str, template: ChatTemplate) -> dict[str, Any]:
+    """`record` with its messages checked, and with the tools and the variables that it gives the template.
+
+    Raises `DataError` naming `where`.
+    """
+    source = f"{template.source}{template.with_tools or ''}"
+    messages = _messages(record["messages"], where, source)
+    try:
+        return {**record, "messages": messages, **given(record, source)}
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
+
+
+def texts_of(talk: Mapping[str, Any]) -> Iterator[str]:
+    """All texts of what `talk_of` has made: JSON text may spell characters otherwise, and parts stand together."""
+    messages = talk["messages"]
+    yield from _texts([messages, [with_objects(message) for message in messages], talk["tools"], talk["variables"]])
+    yield from map(_joined, messages)
 
 
 def _messages(messages: Any, where: str, template: str) -> list[dict[str, Any]]:
