@@ -1,9 +1,8 @@
 """Chat data: from a line of JSON to tokens and a mask of the tokens that are trained on.
 
-A line is `{"messages": [{"role": ..., "content": ...}, ...]}`, optionally with `"tools"`, or `{"prompt": text,
-"completion": text}`; other keys are ignored. Messages go through the tokenizer's chat template, and the assistant's
-text is trained on. Prompt and completion are plain text, concatenated, between the tokens that begin and end a text;
-the completion and that end are trained on.
+A line has any form of terrace.data.forms: messages, perhaps with tools, or a prompt and its completion. Messages go
+through the tokenizer's chat template, and the assistant's text is trained on. Prompt and completion are plain text,
+concatenated, between the tokens that begin and end a text; the completion and that end are trained on.
 
 The whole text of a conversation is tokenised at once. Special tokens of the template count as such and none are added,
 so the ids are those that a model sees when the same template is used to talk to it. A token is trained on if any of its
@@ -20,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from terrace.base.errors import DataError, did_you_mean
+from terrace.data.forms import NUM_ASKED, chat_row
 from terrace.data.pieces import json_object, kind_of
 from terrace.data.rendering import TemplateRefusalError
 from terrace.data.template import ChatTemplate, Spans, marks_in
@@ -36,6 +36,7 @@ _BATCH, _BATCH_CHARACTERS = 64, 1 << 20  # conversations that are rendered toget
 
 Ids = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.uint8]
+Line = str | Mapping[str, Any]  # of JSON, or the row that terrace.data.forms has made of one
 
 
 class ChatEncoder(Protocol):
@@ -103,12 +104,12 @@ class ChatReader:
     template: ChatTemplate
     encoder: ChatEncoder
 
-    def tokens(self, line: str, where: str) -> tuple[Ids, Mask]:
+    def tokens(self, line: Line, where: str) -> tuple[Ids, Mask]:
         """Ids of the conversation in `line`, and a mask that is 1 for trained tokens; raises as `read` does."""
         ids, mask, _ = next(self.read([(line, where)]))
         return ids, mask
 
-    def read(self, lines: Iterable[tuple[str, str]]) -> Iterator[tuple[Ids, Mask, str]]:
+    def read(self, lines: Iterable[tuple[Line, str]]) -> Iterator[tuple[Ids, Mask, str]]:
         """Ids, mask and place of each conversation in `lines` (line, place).
 
         Raises `DataError` naming the place for a line that is not a conversation, has no assistant text, or is refused
@@ -128,7 +129,7 @@ class ChatReader:
             if bad is not None:
                 raise bad
 
-    def _made(self, records: list[tuple[dict[str, Any], str]]) -> Iterator[tuple[Ids, Mask, str]]:
+    def _made(self, records: list[tuple[Mapping[str, Any], str]]) -> Iterator[tuple[Ids, Mask, str]]:
         talks = [(record["messages"], record.get("tools")) for record, _ in records if "messages" in record]
         rendered = self.template.assistant_spans(talks) if talks else iter(())
         for record, where in records:
@@ -147,10 +148,40 @@ class ChatReader:
                     f"{where}: nothing is left to train on, as {self.template.name} renders nothing that the assistant "
                     "said; repair the line or drop it"
                 )
-            yield ids, mask, where
+            yield ids, self._answers(record, mask, where) if record.get(NUM_ASKED) else mask, where
 
-    def _checked(self, line: str, where: str) -> dict[str, Any]:
-        record = _record(line, where)
+    def _answers(self, record: Mapping[str, Any], mask: Mask, where: str) -> Mask:
+        """The mask without the assistant's turns among the messages that ask."""
+        starts = np.flatnonzero(np.diff(mask, prepend=0) == 1)
+        num_earlier = self._num_earlier(record, where)
+        if len(starts) <= num_earlier:
+            raise DataError(
+                f"{where}: {self.template.name} renders nothing of the last message that can be told from the "
+                "assistant's earlier ones; repair or drop the record"
+            )
+        last = np.zeros_like(mask)
+        last[starts[num_earlier] :] = mask[starts[num_earlier] :]
+        return last
+
+    def _num_earlier(self, record: Mapping[str, Any], where: str) -> int:
+        # Stretches of text that the assistant says in the messages that ask.
+        earlier = record["messages"][: record[NUM_ASKED]]
+        num_turns = len([message for message in earlier if message["role"] == "assistant"])
+        if not num_turns or not self.template.has_tags:
+            return num_turns  # told by prefixes, every turn has text
+        # Tags may mark nothing of a turn, or several parts of it.
+        try:
+            _, spans = self.template.render(earlier, record.get("tools"), add_generation_prompt=True)
+        except TemplateRefusalError as error:
+            raise DataError(f"{where}: {error}") from error
+        parts = [(first, end) for first, end in spans or () if first < end]
+        ends = [-1, *(end for _, end in parts)]
+        return sum(first > before for (first, _), before in zip(parts, ends, strict=False))
+
+    def _checked(self, line: Line, where: str) -> Mapping[str, Any]:
+        record = line
+        if isinstance(record, str):
+            record = chat_row(json_object(record, lambda: where, '{"messages": [...]}'), where)
         if "messages" not in record:
             return record
         _messages(record["messages"], where, self.template.source)
@@ -207,28 +238,16 @@ class ChatReader:
             )
 
 
-def _batches(lines: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
-    batch: list[tuple[str, str]] = []
+def _batches(lines: Iterable[tuple[Line, str]]) -> Iterator[list[tuple[Line, str]]]:
+    batch: list[tuple[Line, str]] = []
     size = 0
     for line, where in lines:
         batch.append((line, where))
-        size += len(line)
+        size += sum(map(len, _texts(line)))
         if len(batch) >= _BATCH or size >= _BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0
     yield batch
-
-
-def _record(line: str, where: str) -> dict[str, Any]:
-    record = json_object(line, lambda: where, '{"messages": [...]}')
-    pair = [key for key in ("prompt", "completion") if key in record]
-    # Which of the two is meant cannot be told.
-    if "messages" in record and pair:
-        raise DataError(f"{where} has 'messages' beside {pair[0]!r}; keep one of the two forms")
-    if "messages" not in record and len(pair) < 2:
-        keys = ", ".join(repr(key) for key in list(record)[:_SHOWN_KEYS]) or "none"
-        raise DataError(f"{where} has neither 'messages' nor 'prompt' and 'completion' (keys: {keys}); rename them")
-    return record
 
 
 def _messages(messages: Any, where: str, template: str) -> list[dict[str, Any]]:
