@@ -2,6 +2,7 @@
 
 import math
 import os
+from functools import cache
 from pathlib import Path
 from shlex import quote
 from statistics import fmean
@@ -14,6 +15,7 @@ from terrace.base.sealed import sealed_toml
 from terrace.base.words import counted
 from terrace.cli.prepare import new_folder
 from terrace.cli.rl_record import METRICS, recording, write_prediction
+from terrace.data.chat_prompt import chat_prompts
 from terrace.data.ends import ends_of
 from terrace.data.tokenizer import Tokenizer, load_tokenizer
 from terrace.launch.start import local_devices
@@ -122,6 +124,7 @@ def inputs_of(config: RlConfig) -> RunInputs:
         longest=config.run.max_prompt,
         num_held_out=config.run.held_out,
         seed=config.run.seed,
+        chats=cache(lambda: chat_prompts(tokenizer, Path(config.weights) / TOKENIZER)),
     )
     return RunInputs(config=config, prompts=prompts, tokenizer=tokenizer, stops=_stops(tokenizer, config.weights))
 

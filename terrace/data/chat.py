@@ -184,12 +184,14 @@ class ChatReader:
             record = chat_row(json_object(record, lambda: where, '{"messages": [...]}'), where)
         if "messages" not in record:
             return record
-        _messages(record["messages"], where, self.template.source)
+        check_messages(record["messages"], where, self.template.source)
+        if not any(message["role"] == "assistant" for message in record["messages"]):
+            raise DataError(f"{where}: the assistant says nothing, so nothing is left to train on; drop the line")
         tools = record.get("tools")
         if tools is not None and not isinstance(tools, list):
             raise DataError(f"{where}: 'tools' must be a list, not {kind_of(tools)}; write it as one")
         # Before rendering: afterwards the template's own special tokens could not be told from forged ones.
-        for text in _texts([record["messages"], tools]):
+        for text in texts_in([record["messages"], tools]):
             self._check(text, where)
         return record
 
@@ -243,14 +245,15 @@ def _batches(lines: Iterable[tuple[Line, str]]) -> Iterator[list[tuple[Line, str
     size = 0
     for line, where in lines:
         batch.append((line, where))
-        size += sum(map(len, _texts(line)))
+        size += sum(map(len, texts_in(line)))
         if len(batch) >= _BATCH or size >= _BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0
     yield batch
 
 
-def _messages(messages: Any, where: str, template: str) -> list[dict[str, Any]]:
+def check_messages(messages: Any, where: str, template: str) -> None:
+    """Raises `DataError`, naming `where`, unless these are messages that a `template` can be asked to render."""
     if not isinstance(messages, list):
         raise DataError(f"{where}: 'messages' must be a list, not {kind_of(messages)}; write one message an entry")
     if not messages:
@@ -276,9 +279,6 @@ def _messages(messages: Any, where: str, template: str) -> list[dict[str, Any]]:
         # Ignoring it would train on turns that the user meant to leave out.
         if "weight" in message:
             raise DataError(f"{here} has a 'weight', which is not taken into account; remove the key, or the message")
-    if not any(message["role"] == "assistant" for message in messages):
-        raise DataError(f"{where}: the assistant says nothing, so nothing is left to train on; drop the line")
-    return messages
 
 
 def _string(record: Mapping[str, Any], key: str, where: str) -> str:
@@ -289,12 +289,13 @@ def _string(record: Mapping[str, Any], key: str, where: str) -> str:
     return value
 
 
-def _texts(value: Any) -> Iterator[str]:
+def texts_in(value: Any) -> Iterator[str]:
+    """The texts of a value of JSON, at any depth."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _texts(item)
+            yield from texts_in(item)
     elif isinstance(value, Sequence):
         for item in value:
-            yield from _texts(item)
+            yield from texts_in(item)

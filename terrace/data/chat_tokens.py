@@ -5,7 +5,6 @@ time of every source file (terrace.data.originals).
 """
 
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -20,7 +19,7 @@ from terrace.base.files import open_atomic
 from terrace.data.cache import CorpusDescription, cache_file, file_stem, id_dtype, made_once, token_file
 from terrace.data.chat import ChatReader, Ids, Mask, load_encoder
 from terrace.data.files import JSON_LINES_SUFFIXES, TABLE_SUFFIXES, find_documents
-from terrace.data.forms import CHAT_COLUMNS, chat_row
+from terrace.data.forms import CHAT_COLUMNS, chat_row, checked_json
 from terrace.data.originals import Originals
 from terrace.data.pieces import json_object
 from terrace.data.sources import STDLIB
@@ -194,14 +193,7 @@ def rows_of(
 ) -> Iterator[tuple[dict[str, Any], str]]:
     """The records of `files`, of tables with `columns`, each as `made` of it, and its place."""
     for record, where in records_of(files, columns):
-        row = made(record, where)
-        for key, value in row.items():
-            try:
-                # Tables have values without a form in JSON, such as times and bytes, which no template takes.
-                json.dumps(value)
-            except TypeError as error:
-                raise DataError(f"{where}: {key!r}: {error}; write the value as a string") from error
-        yield row, where
+        yield checked_json(made(record, where), where), where
 
 
 def records_of(files: list[Path], columns: tuple[str, ...]) -> Iterator[tuple[dict[str, Any], str]]:

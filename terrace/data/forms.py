@@ -9,6 +9,7 @@ ignored, and a null value counts as absent. A row of no form is refused with the
 there are. What a message may hold is checked where it is rendered (terrace.data.chat).
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -185,8 +186,8 @@ def prompt_row(row: Row, column: str, where: str) -> str | dict[str, Any]:
         form = next((each for each in QUESTIONS if each.fits(row)), None)
     if form is None or not isinstance(row[form.asked], str | list):
         raise DataError(
-            f"{where} has no text in {column!r}, nor messages: it has {', '.join(map(str, row)) or 'no keys'}; name "
-            "the key of the prompts with run.prompt_column"
+            f"{where} has no text in {column!r}: it has {', '.join(map(str, row)) or 'no keys'}; name the key of the "
+            "prompts, texts or lists of messages, with run.prompt_column"
         )
     messages = _asked(row, form, where)
     while messages and form.asked != "prompt" and role_of(messages[-1]) == ASSISTANT:
@@ -195,7 +196,17 @@ def prompt_row(row: Row, column: str, where: str) -> str | dict[str, Any]:
         raise DataError(
             f"{where}: {form.asked!r} ends with the assistant's answer, so nothing is asked; leave that out"
         )
-    return {"messages": messages, **_tools(row)}
+    return checked_json({"messages": messages, **_tools(row)}, where)
+
+
+def checked_json(row: dict[str, Any], where: str) -> dict[str, Any]:
+    """The row; raises `DataError` for values without a form in JSON, such as the times and bytes of tables."""
+    for key, value in row.items():
+        try:
+            json.dumps(value)
+        except TypeError as error:
+            raise DataError(f"{where}: {key!r}: {error}; write the value as a string") from error
+    return row
 
 
 def _asked(row: Row, form: Form, where: str) -> Messages:

@@ -76,6 +76,14 @@ class ChatTemplate:
         text, spans = next(made)
         return text, None if spans is None else [(first, end) for first, end in spans]
 
+    def prompts(self, conversations: Conversations) -> Iterator[str]:
+        """Texts of conversations (messages, tools) up to where the assistant answers.
+
+        Raises `TemplateRefusalError` as `render` does, after the texts before.
+        """
+        for text, _ in self._made(conversations, prompting=True, spans=False):
+            yield text
+
     def assistant_spans(self, conversations: Conversations) -> Iterator[tuple[str, Spans]]:
         """Texts of conversations (messages, tools) and the character spans of the assistant.
 

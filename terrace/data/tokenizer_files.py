@@ -92,14 +92,13 @@ def _parsed(name: str, raw: bytes) -> dict[str, Any]:
 
 def ending(files: Mapping[str, bytes], ends: Sequence[int]) -> dict[str, bytes]:
     """generation_config.json that ends what a model writes at each of `ends`; none where `files` say so already."""
-    name = GENERATION_FILE
-    table = _parsed(name, files[name]) if name in files else {}
-    beside = table or (_parsed("config.json", files["config.json"]) if "config.json" in files else {})
-    declared = declared_ids(beside.get("eos_token_id"))
+    tables = {name: _parsed(name, files[name]) for name in (GENERATION_FILE, "config.json") if name in files}
+    declared = next((ids for table in tables.values() if (ids := declared_ids(table.get("eos_token_id")))), ())
     more = [end for end in ends if end not in declared]
-    if not more or (name not in files and not declared and len(ends) == 1):
+    # One end of a text stands in config.json, whatever else is there.
+    if not more or (not declared and len(ends) == 1):
         return {}
-    return {name: _written({**table, "eos_token_id": [*declared, *more]})}
+    return {GENERATION_FILE: _written({**tables.get(GENERATION_FILE, {}), "eos_token_id": [*declared, *more]})}
 
 
 def filling(files: Mapping[str, bytes], name: str) -> dict[str, bytes]:

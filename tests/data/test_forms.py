@@ -255,8 +255,8 @@ def test_a_prompt_of_a_published_form(name: str) -> None:
     ("row", "message"),
     [
         ({"prompt": said("sky", "blue")}, "'prompt' ends with the assistant's answer, so nothing is asked"),
-        ({"text": "sky"}, "no text in 'prompt', nor messages: it has text; name the key .* run.prompt_column"),
-        ({"prompt": {"role": "user"}}, "no text in 'prompt', nor messages"),
+        ({"text": "sky"}, "no text in 'prompt': it has text; name the key .* with run.prompt_column"),
+        ({"prompt": {"role": "user"}}, "no text in 'prompt': it has prompt"),
         ({"messages": BLUE}, "'messages' ends with the assistant's answer"),
     ],
 )
