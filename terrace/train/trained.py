@@ -11,6 +11,7 @@ from terrace.base.errors import CheckpointError, ConfigError, ModelError, did_yo
 from terrace.base.schema import read_table
 from terrace.checkpoint.layout import latest
 from terrace.checkpoint.reading import Checkpoint, not_finite
+from terrace.data.converted import other_form
 from terrace.data.ends import ends_of
 from terrace.data.tokenizer import BYTES, Tokenizer, load_tokenizer, trained_otherwise
 from terrace.model.config import ModelConfig, block_specs, load_model, parse_model
@@ -142,7 +143,7 @@ def _of_run(
 
 
 def _of_hugging_face(folder: Path, dtype: torch.dtype, tokenizer: str | None, device: torch.device | str) -> Trained:
-    if tokenizer is None and not (folder / TOKENIZER).is_file():
+    if tokenizer is None and not (folder / TOKENIZER).is_file() and other_form(folder) is None:
         raise CheckpointError(
             f"{folder} has no {TOKENIZER}: name one with --tokenizer PATH, or --tokenizer {BYTES} if the model was "
             f"trained on {BYTES}"
