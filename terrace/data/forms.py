@@ -257,7 +257,7 @@ def _parted(row: Row, talks: Sequence[Messages], where: str) -> dict[str, Any]:
 
 
 def _check_member(member: Messages, where: str) -> None:
-    last = member[-1] if member else None
+    last = member[-1] if member else {}
     if role_of(last) != ASSISTANT:
         raise DataError(f"{where} does not end with a message of the assistant; repair or drop the record")
     if not last.get("content") and not last.get("tool_calls"):

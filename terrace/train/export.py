@@ -33,7 +33,7 @@ def export(
         shard_bytes=shard_bytes,
         source=source,
         end_of_text=end_of_text,
-        files=facts.files,
+        carried=facts.files,
         ids=facts.ids,
     )
 

@@ -78,7 +78,7 @@ def export_dcp(checkpoint: Checkpoint, run: RunConfig, folder: Path, options: Dc
         _check_states(checkpoint)
     dtype = DTYPES[options.dtype or stored_dtype(checkpoint)]
     facts = token_facts(options.source, config, options.end_of_text)
-    ids = token_ids(options.source, options.end_of_text) | facts.ids
+    ids = {**token_ids(options.source, options.end_of_text), **facts.ids}
     table = published_table(to_table(config), str(dtype).removeprefix("torch."), ids)
     try:
         with folder_atomic(folder) as made:
@@ -90,7 +90,7 @@ def export_dcp(checkpoint: Checkpoint, run: RunConfig, folder: Path, options: Dc
                 writer.alias(state.path(output_name(config)), of=state.path(next(iter(stored_parts(config)))))
             files = writer.finish()
             others: dict[str, str | bytes] = {CONFIG: json.dumps(table, indent=2, sort_keys=True) + "\n"}
-            others |= carried_files(options.source, options.end_of_text) | facts.files
+            others |= {**carried_files(options.source, options.end_of_text), **facts.files}
             for name, content in others.items():
                 write_atomic(made / name, content)
     except OSError as error:

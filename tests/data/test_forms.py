@@ -199,6 +199,7 @@ def test_answers_that_part_early_are_whole_responses(tmp_path: Path) -> None:
     tokens = prepare_pairs(path, ByteTokenizer(), "bytes", tmp_path / "chat.jinja", tmp_path / "cache")
     starts, mask = [*tokens.open_starts().tolist(), tokens.num_tokens], tokens.open_mask()
     ids = tokens.open()
+    assert mask is not None
     texts = [ids[first:end][mask[first:end] == 1] for first, end in pairwise(starts)]
     assert [bytes(text.tolist()).decode() for text in texts] == [
         "blue<|im_end|>\nblue<|im_end|>\n",

@@ -56,7 +56,7 @@ def write_export(source: Path, folder: Path, table: dict[str, Any]) -> Path:
     facts = token_facts(source, config, load_tokenizer(source).text_tokens.end)
     write_pretrained(
         folder, config, lambda block, name: values[block].get_parameter(name).detach(), "fp32", source=source,
-        files=facts.files, ids=facts.ids,
+        carried=facts.files, ids=facts.ids,
     )  # fmt: skip
     return folder
 
