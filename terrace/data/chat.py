@@ -1,6 +1,6 @@
 """Chat data: from a line of JSON to tokens and a mask of the tokens that are trained on.
 
-A line has any form of terrace.data.forms: messages, perhaps with tools, or a prompt and its completion. Messages go
+A line has any form of terrace.data.row_forms: messages, perhaps with tools, or a prompt and its completion. Messages go
 through the tokenizer's chat template, and the assistant's text is trained on. Prompt and completion are plain text,
 concatenated, between the tokens that begin and end a text; the completion and that end are trained on.
 
@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from terrace.base.errors import DataError, did_you_mean
-from terrace.data.forms import NUM_ASKED, chat_row
 from terrace.data.pieces import json_object, kind_of
 from terrace.data.rendering import TemplateRefusalError
+from terrace.data.row_forms import NUM_ASKED, chat_row
 from terrace.data.template import ChatTemplate, Spans, marks_in
 from terrace.data.text_tokens import TextTokens
 from terrace.data.tokenizer import BYTES, ByteTokenizer, Tokenizer
@@ -36,7 +36,7 @@ _BATCH, _BATCH_CHARACTERS = 64, 1 << 20  # conversations that are rendered toget
 
 Ids = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.uint8]
-Line = str | Mapping[str, Any]  # of JSON, or the row that terrace.data.forms has made of one
+Line = str | Mapping[str, Any]  # of JSON, or the row that terrace.data.row_forms has made of one
 
 
 class ChatEncoder(Protocol):

@@ -11,7 +11,7 @@ from terrace.data.rendering import TemplateRefusalError
 from terrace.data.template import ChatTemplate, load_template
 from terrace.data.tokenizer import Tokenizer
 
-Asked = Mapping[str, Any]  # messages, perhaps with tools: a row of terrace.data.forms
+Asked = Mapping[str, Any]  # messages, perhaps with tools: a row of terrace.data.row_forms
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from terrace.base.files import open_atomic
 from terrace.data.cache import CorpusDescription, cache_file, file_stem, id_dtype, made_once, token_file
 from terrace.data.chat import ChatReader, Ids, Mask, load_encoder
 from terrace.data.files import JSON_LINES_SUFFIXES, TABLE_SUFFIXES, find_documents
-from terrace.data.forms import CHAT_COLUMNS, chat_row, checked_json
 from terrace.data.originals import Originals
 from terrace.data.pieces import json_object
+from terrace.data.row_forms import CHAT_COLUMNS, chat_row, checked_json
 from terrace.data.sources import STDLIB
 from terrace.data.tables import table_records
 from terrace.data.template import ChatTemplate, load_template

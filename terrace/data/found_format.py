@@ -1,7 +1,7 @@
 """The format of data whose user names none: what the first record is.
 
-A record with a text is text. One without, in a form of terrace.data.forms, is a conversation or a preference. Anything
-else stays text, whose reader names what is wrong. Pure: imports no torch, no numpy.
+A record with a text is text. One without, in a form of terrace.data.row_forms, is a conversation or a preference.
+Anything else stays text, whose reader names what is wrong. Pure: imports no torch, no numpy.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any
 
 from terrace.base.errors import DataError
 from terrace.data.files import JSON_LINES_SUFFIXES, TABLE_SUFFIXES, find_documents
-from terrace.data.forms import CHAT_COLUMNS, PAIR_COLUMNS, chat_form, is_pair
+from terrace.data.row_forms import CHAT_COLUMNS, PAIR_COLUMNS, chat_form, is_pair
 from terrace.data.sources import STDLIB, Format
 from terrace.data.tables import table_records
 

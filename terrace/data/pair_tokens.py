@@ -1,6 +1,6 @@
 """Preferences tokenised once: pairs of responses to one prompt, the preferred before the rejected one.
 
-A record is a preference of any form (terrace.data.forms). Each becomes two documents of a chat corpus
+A record is a preference of any form (terrace.data.row_forms). Each becomes two documents of a chat corpus
 (terrace.data.chat_tokens), 2 k and 2 k + 1, whose masks have the response alone: in a conversation, what the assistant
 says behind the prompt, which both have in common.
 """
@@ -12,7 +12,7 @@ from typing import Any
 from terrace.base.errors import DataError
 from terrace.data.chat import ChatReader, Ids, Mask
 from terrace.data.chat_tokens import Tokenized, record_files, rows_of
-from terrace.data.forms import MEMBERS, NUM_ASKED, PAIR_COLUMNS, pair_row
+from terrace.data.row_forms import MEMBERS, NUM_ASKED, PAIR_COLUMNS, pair_row
 from terrace.data.template import load_template
 from terrace.data.token_file import TokenFile
 from terrace.data.tokenizer import Tokenizer

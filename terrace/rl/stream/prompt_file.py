@@ -1,7 +1,7 @@
 """Prompts of a JSONL or Parquet file, in an order that is drawn anew for every pass over them.
 
-A prompt is a text, or messages (in any form of terrace.data.forms), which the chat template of the model turns into the
-text up to the assistant's answer.
+A prompt is a text, or messages in any form of terrace.data.row_forms, which the chat template of the model turns into
+the text up to the assistant's answer.
 """
 
 import json
@@ -19,7 +19,7 @@ from terrace.base.errors import ConfigError, DataError
 from terrace.base.extras import needs
 from terrace.base.words import counted
 from terrace.data.chat_prompt import ChatPrompts
-from terrace.data.forms import prompt_row
+from terrace.data.row_forms import prompt_row
 from terrace.data.tokenizer import Tokenizer
 from terrace.rl.values.prompts import Prompt
 

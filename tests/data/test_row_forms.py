@@ -9,8 +9,8 @@ import pytest
 
 from terrace.base.errors import DataError
 from terrace.data.chat import ByteEncoder, ChatReader
-from terrace.data.forms import NUM_ASKED, chat_row, pair_row, prompt_row
 from terrace.data.pair_tokens import prepare_pairs
+from terrace.data.row_forms import NUM_ASKED, chat_row, pair_row, prompt_row
 from terrace.data.template import ChatTemplate
 from terrace.data.tokenizer import ByteTokenizer
 from tests.support.chats import CHATML, TAGGED, write_lines
