@@ -36,7 +36,8 @@ def add_parser(commands: Any) -> None:
         "--data.format",
         dest="format",
         choices=("text", "chat"),
-        help="text, or conversations: the loss of the tokens that training on them would train (default: text)",
+        help="text, or conversations: the loss of the tokens that training on them would train (default: text, or "
+        "conversations where the first record is one without a text)",
     )
     parser.add_argument(
         "--data.chat_template",
@@ -71,6 +72,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         value = getattr(options, name)
         if value is not None and not 1 <= value < 2**31:
             raise ConfigError(f"--{name} {value} must be at least 1 and below 2^31")
+    if options.data is not None and options.format is None and options.column is None:
+        options.format = _found_format(options.data, options.split or "")
     _check_together(options)
     if options.data is None:
         return _run_own(options)
@@ -88,6 +91,16 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         print(f"bits per byte  {found.bits_per_byte:.4f}")
     print("of             " + ", ".join(counted(count, name.removesuffix("s"), ",") for name, count in counts.items()))
     return 0
+
+
+def _found_format(path: str, split: str) -> str:
+    from terrace.data.found_format import found_format, record_words
+
+    # Without the key, records without a text are what they look like, as in a run.
+    found = found_format(path, split)
+    if found == "chat":
+        print(f"{path} is taken as {record_words(path, split, found)}", file=sys.stderr, flush=True)
+    return "chat" if found == "chat" else "text"
 
 
 def _check_together(options: argparse.Namespace) -> None:

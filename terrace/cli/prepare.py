@@ -42,6 +42,7 @@ from terrace.train.job import RunJob
 from terrace.train.lock import folder_lock
 from terrace.train.prediction import resolved_run
 from terrace.train.sample import sample_prompt
+from terrace.train.schedule import rate_jump
 from terrace.train.trackers import check_installed
 from terrace.train.validation import eval_batches_of
 
@@ -125,7 +126,7 @@ def prepare(
         tokenizer_fingerprint=tokenizer.fingerprint,
         resume=None if checkpoint is None else checkpoint.folder,
         config="" if earlier is None else run_toml(config),
-        changes=() if checkpoint is None else changes(earlier, tomllib.loads(run_toml(config))),
+        changes=() if checkpoint is None else _changes(checkpoint.step, earlier, config),
         memory="" if checkpoint is None else checkpoint.text,
     )
 
@@ -183,6 +184,12 @@ def _tidy(folder: Path) -> None:
                 clear_leftovers(folder / "checkpoints")
             except OSError as error:
                 raise _unusable(folder, error) from error
+
+
+def _changes(step: int, earlier: Mapping[str, Any] | None, config: RunConfig) -> tuple[str, ...]:
+    # A schedule may be changed by one key and show in another number.
+    jump = rate_jump(step, earlier, config.train, config.optimizer)
+    return (*changes(earlier, tomllib.loads(run_toml(config))), *filter(None, [jump]))
 
 
 def changes(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> tuple[str, ...]:

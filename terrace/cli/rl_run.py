@@ -2,6 +2,7 @@
 
 import math
 import os
+from functools import cache
 from pathlib import Path
 from shlex import quote
 from statistics import fmean
@@ -14,6 +15,8 @@ from terrace.base.sealed import sealed_toml
 from terrace.base.words import counted
 from terrace.cli.prepare import new_folder
 from terrace.cli.rl_record import METRICS, recording, write_prediction
+from terrace.data.chat_prompt import chat_prompts
+from terrace.data.ends import ends_of
 from terrace.data.tokenizer import Tokenizer, load_tokenizer
 from terrace.launch.start import local_devices
 from terrace.model.config import block_specs
@@ -121,8 +124,9 @@ def inputs_of(config: RlConfig) -> RunInputs:
         longest=config.run.max_prompt,
         num_held_out=config.run.held_out,
         seed=config.run.seed,
+        chats=cache(lambda: chat_prompts(tokenizer, Path(config.weights) / TOKENIZER)),
     )
-    return RunInputs(config=config, prompts=prompts, tokenizer=tokenizer, stops=_stops(tokenizer))
+    return RunInputs(config=config, prompts=prompts, tokenizer=tokenizer, stops=_stops(tokenizer, config.weights))
 
 
 def _check_reward_model(folder: str, tokenizer: Tokenizer) -> None:
@@ -140,11 +144,11 @@ def _check_vocabulary(tokenizer: Tokenizer, config: RlConfig) -> None:
         )
 
 
-def _stops(tokenizer: Tokenizer) -> frozenset[int]:
-    end = tokenizer.text_tokens.end
-    if end is None:
+def _stops(tokenizer: Tokenizer, folder: str = "") -> frozenset[int]:
+    found = ends_of(tokenizer, Path(folder) / TOKENIZER, folder=Path(folder) if folder else None)
+    if not found:
         raise ConfigError("the tokenizer has no end of text, so no response could end: declare an eos_token")
-    return frozenset([end])
+    return frozenset(found)
 
 
 def _runtime(config: RlConfig, ray: str | None) -> Runtime:

@@ -1,9 +1,8 @@
 """Chat data: from a line of JSON to tokens and a mask of the tokens that are trained on.
 
-A line is `{"messages": [{"role": ..., "content": ...}, ...]}`, optionally with `"tools"`, or `{"prompt": text,
-"completion": text}`; other keys are ignored. Messages go through the tokenizer's chat template, and the assistant's
-text is trained on. Prompt and completion are plain text, concatenated, between the tokens that begin and end a text;
-the completion and that end are trained on.
+A line has any form of terrace.data.row_forms: messages, perhaps with tools, or a prompt and its completion. Messages go
+through the tokenizer's chat template, and the assistant's text is trained on. Prompt and completion are plain text,
+concatenated, between the tokens that begin and end a text; the completion and that end are trained on.
 
 The whole text of a conversation is tokenised at once. Special tokens of the template count as such and none are added,
 so the ids are those that a model sees when the same template is used to talk to it. A token is trained on if any of its
@@ -23,6 +22,7 @@ from terrace.data.left_out import LeftOut, unknown_characters
 from terrace.data.message_forms import given, with_objects
 from terrace.data.pieces import json_object, kind_of
 from terrace.data.rendering import TemplateRefusalError
+from terrace.data.row_forms import NUM_ASKED, chat_row
 from terrace.data.template import ChatTemplate, Spans, marks_in
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -31,6 +31,7 @@ _SHOWN_KEYS = 8
 _BATCH, _BATCH_CHARACTERS = 64, 1 << 20  # conversations that are rendered together
 
 Mask = npt.NDArray[np.uint8]
+Line = str | Mapping[str, Any]  # of JSON, or the row that terrace.data.row_forms has made of one
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,12 @@ class ChatReader:
     encoder: ChatEncoder
     left_out: LeftOut = field(default_factory=LeftOut)  # of what was read so far
 
-    def tokens(self, line: str, where: str) -> tuple[Ids, Mask]:
+    def tokens(self, line: Line, where: str) -> tuple[Ids, Mask]:
         """Ids of the conversation in `line`, and a mask that is 1 for trained tokens; raises as `read` does."""
         ids, mask, _ = next(self.read([(line, where)]))
         return ids, mask
 
-    def read(self, lines: Iterable[tuple[str, str]]) -> Iterator[tuple[Ids, Mask, str]]:
+    def read(self, lines: Iterable[tuple[Line, str]]) -> Iterator[tuple[Ids, Mask, str]]:
         """Ids, mask and place of each conversation in `lines` (line, place).
 
         Raises `DataError` naming the place for a line that is not a conversation, has no assistant text, or is refused
@@ -64,7 +65,7 @@ class ChatReader:
             if bad is not None:
                 raise bad
 
-    def _made(self, records: list[tuple[dict[str, Any], str]]) -> Iterator[tuple[Ids, Mask, str]]:
+    def _made(self, records: list[tuple[Mapping[str, Any], str]]) -> Iterator[tuple[Ids, Mask, str]]:
         talks = [
             (record["messages"], record["tools"], record["variables"]) for record, _ in records if "messages" in record
         ]
@@ -88,7 +89,7 @@ class ChatReader:
                     f"{where}: nothing is left to train on, as {self.template.name} renders nothing that the assistant "
                     "said; repair the line or drop it"
                 )
-            yield ids, mask, where
+            yield ids, self._answers(record, mask, where) if record.get(NUM_ASKED) else mask, where
 
     def _check_rendered(self, record: Mapping[str, Any], place: int, text: str, where: str) -> None:
         """Raises `DataError` if `text`, up to the end of the assistant's message at `place`, holds nothing of it."""
@@ -103,11 +104,43 @@ class ChatReader:
                 "trained on; name a template that renders it with data.chat_template, or drop the line"
             )
 
-    def _checked(self, line: str, where: str) -> dict[str, Any]:
-        record = _record(line, where)
+    def _answers(self, record: Mapping[str, Any], mask: Mask, where: str) -> Mask:
+        """The mask without the assistant's turns among the messages that ask."""
+        starts = np.flatnonzero(np.diff(mask, prepend=0) == 1)
+        num_earlier = self._num_earlier(record, where)
+        if len(starts) <= num_earlier:
+            raise DataError(
+                f"{where}: {self.template.name} renders nothing of the last message that can be told from the "
+                "assistant's earlier ones; repair or drop the record"
+            )
+        last = np.zeros_like(mask)
+        last[starts[num_earlier] :] = mask[starts[num_earlier] :]
+        return last
+
+    def _num_earlier(self, record: Mapping[str, Any], where: str) -> int:
+        # Stretches of text that the assistant says in the messages that ask.
+        earlier = record["messages"][: record[NUM_ASKED]]
+        num_turns = len([message for message in earlier if message["role"] == "assistant"])
+        if not num_turns or not self.template.of(record["tools"]).has_tags:
+            return num_turns  # told by prefixes, every turn has text
+        # Tags may mark nothing of a turn, or several parts of it.
+        try:
+            _, spans = self.template.render(earlier, record["tools"], record["variables"], add_generation_prompt=True)
+        except TemplateRefusalError as error:
+            raise DataError(f"{where}: {error}") from error
+        parts = [(first, end) for first, end in spans or () if first < end]
+        ends = [-1, *(end for _, end in parts)]
+        return sum(first > before for (first, _), before in zip(parts, ends, strict=False))
+
+    def _checked(self, line: Line, where: str) -> Mapping[str, Any]:
+        record = line
+        if isinstance(record, str):
+            record = chat_row(json_object(record, lambda: where, '{"messages": [...]}'), where)
         if "messages" not in record:
             return record
         talk = talk_of(record, where, self.template)
+        if not any(message["role"] == "assistant" for message in talk["messages"]):
+            raise DataError(f"{where}: the assistant says nothing, so nothing is left to train on; drop the line")
         # Before rendering: afterwards the template's own special tokens could not be told from forged ones.
         for text in texts_of(talk):
             self._check(text, where)
@@ -165,28 +198,16 @@ def _num_turns(record: Mapping[str, Any], end: int) -> int:
     return sum(message["role"] == "assistant" for message in record["messages"][:end])
 
 
-def _batches(lines: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
-    batch: list[tuple[str, str]] = []
+def _batches(lines: Iterable[tuple[Line, str]]) -> Iterator[list[tuple[Line, str]]]:
+    batch: list[tuple[Line, str]] = []
     size = 0
     for line, where in lines:
         batch.append((line, where))
-        size += len(line)
+        size += sum(map(len, texts_in(line)))
         if len(batch) >= _BATCH or size >= _BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0
     yield batch
-
-
-def _record(line: str, where: str) -> dict[str, Any]:
-    record = json_object(line, lambda: where, '{"messages": [...]}')
-    pair = [key for key in ("prompt", "completion") if key in record]
-    # Which of the two is meant cannot be told.
-    if "messages" in record and pair:
-        raise DataError(f"{where} has 'messages' beside {pair[0]!r}; keep one of the two forms")
-    if "messages" not in record and len(pair) < 2:
-        keys = ", ".join(repr(key) for key in list(record)[:_SHOWN_KEYS]) or "none"
-        raise DataError(f"{where} has neither 'messages' nor 'prompt' and 'completion' (keys: {keys}); rename them")
-    return record
 
 
 def talk_of(record: Mapping[str, Any], where: str, template: ChatTemplate) -> dict[str, Any]:
@@ -195,9 +216,9 @@ def talk_of(record: Mapping[str, Any], where: str, template: ChatTemplate) -> di
     Raises `DataError` naming `where`.
     """
     source = f"{template.source}{template.with_tools or ''}"
-    messages = _messages(record["messages"], where, source)
+    check_messages(record["messages"], where, source)
     try:
-        return {**record, "messages": messages, **given(record, source)}
+        return {**record, **given(record, source)}
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
 
@@ -205,11 +226,12 @@ def talk_of(record: Mapping[str, Any], where: str, template: ChatTemplate) -> di
 def texts_of(talk: Mapping[str, Any]) -> Iterator[str]:
     """All texts of what `talk_of` has made: JSON text may spell characters otherwise, and parts stand together."""
     messages = talk["messages"]
-    yield from _texts([messages, [with_objects(message) for message in messages], talk["tools"], talk["variables"]])
+    yield from texts_in([messages, [with_objects(message) for message in messages], talk["tools"], talk["variables"]])
     yield from map(_joined, messages)
 
 
-def _messages(messages: Any, where: str, template: str) -> list[dict[str, Any]]:
+def check_messages(messages: Any, where: str, template: str) -> None:
+    """Raises `DataError`, naming `where`, unless these are messages that a `template` can be asked to render."""
     if not isinstance(messages, list):
         raise DataError(f"{where}: 'messages' must be a list, not {kind_of(messages)}; write one message an entry")
     if not messages:
@@ -237,9 +259,6 @@ def _messages(messages: Any, where: str, template: str) -> list[dict[str, Any]]:
         # Ignoring it would train on turns that the user meant to leave out.
         if "weight" in message:
             raise DataError(f"{here} has a 'weight', which is not taken into account; remove the key, or the message")
-    if not any(message["role"] == "assistant" for message in messages):
-        raise DataError(f"{where}: the assistant says nothing, so nothing is left to train on; drop the line")
-    return messages
 
 
 def _check_parts(parts: list[Any], here: str) -> None:
@@ -265,13 +284,14 @@ def _string(record: Mapping[str, Any], key: str, where: str) -> str:
     return value
 
 
-def _texts(value: Any) -> Iterator[str]:
+def texts_in(value: Any) -> Iterator[str]:
+    """The texts of a value of JSON, at any depth."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield key
-            yield from _texts(item)
+            yield from texts_in(item)
     elif isinstance(value, Sequence):
         for item in value:
-            yield from _texts(item)
+            yield from texts_in(item)

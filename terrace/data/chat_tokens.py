@@ -5,9 +5,8 @@ time of every source file (terrace.data.originals).
 """
 
 import hashlib
-import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +21,14 @@ from terrace.data.chat import ChatReader, Mask
 from terrace.data.chat_encoder import Ids, load_encoder
 from terrace.data.files import JSON_LINES_SUFFIXES, TABLE_SUFFIXES, find_documents
 from terrace.data.originals import Originals
+from terrace.data.pieces import json_object
+from terrace.data.row_forms import CHAT_COLUMNS, chat_row, checked_json
 from terrace.data.sources import STDLIB
 from terrace.data.tables import table_records
 from terrace.data.template import ChatTemplate, load_template
 from terrace.data.token_file import TokenFile
 from terrace.data.tokenizer import Tokenizer
 
-_COLUMNS = ("messages", "prompt", "completion", "tools", "documents", "chat_template_kwargs")
 _FORMAT = "terrace-chat-3"  # part of the key: raise it when the same data would give other bytes
 
 
@@ -49,13 +49,12 @@ def prepare_chat(
     and a folder that cannot be written. An error leaves no file behind.
     """
     files = record_files(path, split, "chat")
-    # A look at the text is enough to decide whether a template is needed; parsing comes later.
-    needed = any('"messages"' in line for line, _ in _records(files))
+    needed = _needs_template(files)
     # Loaded before the cache is looked up, because its fingerprint is part of the key.
     template = load_template(tokenizer_path, template_path, needed=needed)
     encoder = Tokenized(tokenizer, tokenizer_path, template, cache_dir, progress)
     return encoder.prepare(
-        path, "chat", _FORMAT, lambda: record_files(path, split, "chat"), lambda reader: reader.read(_records(files))
+        path, "chat", _FORMAT, lambda: record_files(path, split, "chat"), lambda reader: reader.read(_chats(files))
     )
 
 
@@ -126,12 +125,10 @@ def read_chats(
     At the end `progress` receives a line on what is left out of those that were read.
     """
     files = record_files(path, split, "chat")
-    needed = any('"messages"' in line for line, _ in _records(files))
-    reader = ChatReader(
-        load_template(tokenizer_path, template_path, needed=needed), load_encoder(tokenizer_path, tokenizer)
-    )
+    template = load_template(tokenizer_path, template_path, needed=_needs_template(files))
+    reader = ChatReader(template, load_encoder(tokenizer_path, tokenizer))
     try:
-        yield from reader.read(_records(files))
+        yield from reader.read(_chats(files))
     finally:  # also where no more are asked for
         if line := reader.left_out.line(path):
             progress(line)
@@ -139,7 +136,8 @@ def read_chats(
 
 def holds_conversations(path: str | Path, split: str = "") -> bool:
     """Whether the first record of chat data is a conversation, not a prompt with its completion."""
-    return '"messages"' in next(_records(record_files(path, split, "chat")), ("", ""))[0]
+    first, _ = next(_chats(record_files(path, split, "chat")), ({}, ""))
+    return "messages" in first
 
 
 def _write(target: Path, conversations: Iterable[tuple[Ids, Mask]], dtype: str) -> dict[str, Any]:
@@ -206,17 +204,31 @@ def lines_of(files: list[Path]) -> Iterator[tuple[str, str]]:
             raise DataError(f"cannot read data {file}: {error.strerror}; check the path and its permissions") from error
 
 
-def _records(files: list[Path]) -> Iterator[tuple[str, str]]:
+def _chats(files: list[Path]) -> Iterator[tuple[dict[str, Any], str]]:
+    return rows_of(files, CHAT_COLUMNS, chat_row)
+
+
+def _needs_template(files: list[Path]) -> bool:
+    # Completions are plain text; the first row that is none decides.
+    return any("messages" in row for row, _ in _chats(files))
+
+
+def rows_of(
+    files: list[Path], columns: tuple[str, ...], made: Callable[[Mapping[str, Any], str], dict[str, Any]]
+) -> Iterator[tuple[dict[str, Any], str]]:
+    """The records of `files`, of tables with `columns`, each as `made` of it, and its place."""
+    for record, where in records_of(files, columns):
+        yield checked_json(made(record, where), where), where
+
+
+def records_of(files: list[Path], columns: tuple[str, ...]) -> Iterator[tuple[dict[str, Any], str]]:
+    """The records of `files` as they are, of tables with `columns`, each with its place."""
     for file in files:
         if file.suffix.lower() in JSON_LINES_SUFFIXES:
-            yield from lines_of([file])
-            continue
-        for record, where in table_records(file, _COLUMNS):
-            try:
-                yield json.dumps(record), where
-            except TypeError as error:
-                # Tables have values without a form in JSON, such as times and bytes.
-                raise DataError(f"{where}: {error}; write the value as a string") from error
+            for line, where in lines_of([file]):
+                yield json_object(line, lambda place=where: place, "with the keys of a known form"), where  # type: ignore[misc]
+        else:
+            yield from table_records(file, columns)
 
 
 def record_files(path: str | Path, split: str, form: Literal["chat", "pairs"]) -> list[Path]:

@@ -10,6 +10,7 @@ from terrace.data.chat_tokens import prepare_chat
 from terrace.data.config import DataConfig
 from terrace.data.eval_batches import EvalSource
 from terrace.data.files import find_documents
+from terrace.data.found_format import record_words
 from terrace.data.indexed import indexed_files, is_indexed
 from terrace.data.pair_tokens import prepare_pairs
 from terrace.data.pieces import unreadable
@@ -74,6 +75,9 @@ def prepare_eval_sources(
 
 
 def _tokens(spec: SourceSpec, data: DataConfig, tokenizer: Tokenizer, progress: Callable[[str], None]) -> TokenFile:
+    # Said, since a record may have several forms, and its format may not have been named.
+    if words := record_words(spec.path, spec.split, spec.format):
+        progress(f"{spec.name} is taken as {words}")
     if spec.format == "chat":
         return prepare_chat(spec.path, tokenizer, data.tokenizer, data.chat_template, data.cache, spec.split, progress)
     if spec.format == "pairs":

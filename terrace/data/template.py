@@ -102,16 +102,27 @@ class ChatTemplate:
         text, spans = next(made)
         return text, None if spans is None else [(first, end) for first, end in spans]
 
+    def prompts(self, conversations: Conversations) -> Iterator[str]:
+        """Texts of conversations (messages, tools) up to where the assistant answers.
+
+        Raises `TemplateRefusalError` as `render` does, after the texts before.
+        """
+        for text, _ in self._in_order(conversations, prompting=True, spans=False):
+            yield text
+
     def assistant_spans(self, conversations: Conversations) -> Iterator[tuple[str, Spans]]:
         """Texts of conversations (messages, tools, variables) and the character spans of the assistant.
 
         Raises `TemplateRefusalError` as `render` does, or when the prefixes do not agree, after the texts before.
         """
+        for text, spans in self._in_order(conversations, spans=True):
+            yield text, [(first, end) for first, end in spans]
+
+    def _in_order(self, conversations: Conversations, **more: bool) -> Iterator[Any]:
         # In runs of one template, so that texts come in the order of the conversations.
         for _, talks in itertools.groupby(conversations, key=lambda talk: talk[1] is None):
             run = list(talks)
-            for text, spans in self.of(run[0][1])._made(run, spans=True):
-                yield text, [(first, end) for first, end in spans]
+            yield from self.of(run[0][1])._made(run, **more)
 
     def _made(self, conversations: Conversations, **more: bool) -> Iterator[Any]:
         asked = {"conversations": [_asked(*talk) for talk in conversations], **more}

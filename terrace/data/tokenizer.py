@@ -18,6 +18,7 @@ import numpy.typing as npt
 from terrace.base.errors import DataError
 from terrace.base.extras import needs
 from terrace.base.files import read_bounded
+from terrace.data.converted import tokenizer_file
 from terrace.data.text_tokens import AUTO, TextTokens, Vocabulary, find_text_tokens, read_tables, state_of
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ def trained_otherwise(there: str, tokenizer: Tokenizer) -> str:
 
 
 def load_tokenizer(name_or_path: str | Path, bos: bool | str = AUTO, eos: str = AUTO) -> ByteTokenizer | FileTokenizer:
-    """The tokenizer "bytes", or the one in a `tokenizer.json` or in a folder that holds one.
+    """The tokenizer "bytes", or the one in a `tokenizer.json` or in a folder that holds one, or another form of it.
 
     `bos` and `eos` are `data.bos` and `data.eos` (terrace.data.text_tokens). Raises `DataError` for a path that is
     missing, unreadable or not a tokenizer, for tokens that it has not, and when the `tokenizers` package is not
@@ -172,10 +173,8 @@ def load_tokenizer(name_or_path: str | Path, bos: bool | str = AUTO, eos: str = 
             if value not in (AUTO, False):
                 raise DataError(f'data.{key} = {value!r} has no effect on data.tokenizer = "bytes": leave it out')
         return ByteTokenizer()
-    path = Path(name_or_path)
+    path = tokenizer_file(Path(name_or_path))
     try:
-        if path.is_dir():
-            path = path / "tokenizer.json"
         raw = read_bounded(path)
     except OSError as error:
         raise DataError(

@@ -42,6 +42,7 @@ from terrace.model.hf.pretrained import DTYPES, Parts, joined, rounded, stored_p
 from terrace.runtime.states import ADAMW, FROZEN, KINDS
 from terrace.train.adapted import lora_of, merged_values
 from terrace.train.config import RunConfig
+from terrace.train.export_tokens import token_facts
 from terrace.train.schedule import learning_rate
 
 _VALUE = "value"
@@ -76,8 +77,9 @@ def export_dcp(checkpoint: Checkpoint, run: RunConfig, folder: Path, options: Dc
     if options.states:
         _check_states(checkpoint)
     dtype = DTYPES[options.dtype or stored_dtype(checkpoint)]
-    ends = token_ids(options.source, options.end_of_text)
-    table = published_table(to_table(config), str(dtype).removeprefix("torch."), ends)
+    facts = token_facts(options.source, config, options.end_of_text)
+    ids = {**token_ids(options.source, options.end_of_text), **facts.ids}
+    table = published_table(to_table(config), str(dtype).removeprefix("torch."), ids)
     try:
         with folder_atomic(folder) as made:
             writer = DcpWriter(made, options.file_bytes)
@@ -88,7 +90,7 @@ def export_dcp(checkpoint: Checkpoint, run: RunConfig, folder: Path, options: Dc
                 writer.alias(state.path(output_name(config)), of=state.path(next(iter(stored_parts(config)))))
             files = writer.finish()
             others: dict[str, str | bytes] = {CONFIG: json.dumps(table, indent=2, sort_keys=True) + "\n"}
-            others |= carried_files(options.source, options.end_of_text)
+            others |= {**carried_files(options.source, options.end_of_text), **facts.files}
             for name, content in others.items():
                 write_atomic(made / name, content)
     except OSError as error:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from terrace.base.errors import CheckpointError, DataError, ModelError
 from terrace.base.fitting import parse_table
 from terrace.base.sealed import checksum, sealed_json
+from terrace.data.converted import other_form
 from terrace.model.hf.folder import (
     CHAT_TEMPLATE,
     CONFIG,
@@ -61,9 +62,13 @@ def with_folder(table: Mapping[str, Any], model: Any, names_tokenizer: bool) -> 
     weights = train.get("weights")
     if isinstance(weights, str) and weights:
         train["weights"] = folder = os.path.abspath(weights)
-    if folder and not names_tokenizer and (train.get("weights") or os.path.isfile(os.path.join(folder, TOKENIZER))):
+    if folder and not names_tokenizer and (train.get("weights") or _has_tokenizer(Path(folder))):
         data["tokenizer"] = os.path.join(folder, TOKENIZER)
     return {**table, "train": train, "data": data}
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return (folder / TOKENIZER).is_file() or other_form(folder) is not None
 
 
 def check_tokenizer(tokenizer: "Tokenizer", run: "RunConfig") -> None:
