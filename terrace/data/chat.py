@@ -19,7 +19,7 @@ import numpy.typing as npt
 from terrace.base.errors import DataError, did_you_mean
 from terrace.data.chat_encoder import ChatEncoder, Ids
 from terrace.data.left_out import LeftOut, unknown_characters
-from terrace.data.message_forms import given, with_objects
+from terrace.data.message_forms import given, text_of, with_objects
 from terrace.data.pieces import json_object, kind_of
 from terrace.data.rendering import TemplateRefusalError
 from terrace.data.row_forms import NUM_ASKED, chat_row
@@ -227,7 +227,7 @@ def texts_of(talk: Mapping[str, Any]) -> Iterator[str]:
     """All texts of what `talk_of` has made: JSON text may spell characters otherwise, and parts stand together."""
     messages = talk["messages"]
     yield from texts_in([messages, [with_objects(message) for message in messages], talk["tools"], talk["variables"]])
-    yield from map(_joined, messages)
+    yield from (text_of(message["content"]) for message in messages if isinstance(message.get("content"), list))
 
 
 def check_messages(messages: Any, where: str, template: str) -> None:
@@ -269,11 +269,6 @@ def _check_parts(parts: list[Any], here: str) -> None:
                 f'{here}: \'content\' has a part {kind}, and only {{"type": "text", "text": ...}} is trained on; '
                 "convert it or drop the line"
             )
-
-
-def _joined(message: Mapping[str, Any]) -> str:
-    content = message.get("content")
-    return "".join(part["text"] for part in content) if isinstance(content, list) else ""
 
 
 def _string(record: Mapping[str, Any], key: str, where: str) -> str:

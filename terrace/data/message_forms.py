@@ -20,10 +20,11 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Form:
-    """Messages, and texts whose presence in a rendering shows that the template cannot take this form."""
+    """Messages; a template that prints one of `unfit`, or not all of `parts`, cannot take them in this form."""
 
     messages: Messages
     unfit: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
 
 
 def forms_of(messages: Messages) -> list[Form]:
@@ -43,11 +44,11 @@ def forms_of(messages: Messages) -> list[Form]:
     printed = tuple(repr(new) for old, new in pairs if isinstance(old, str) and new)
     lists = [message["content"] for message in messages if isinstance(message.get("content"), list)]
     unfit = tuple(map(repr, lists))
-    forms = [Form(objects, printed + unfit)]
+    parts = tuple(part["text"].strip() for content in lists for part in content)
+    forms = [Form(objects, printed + unfit, parts)]
     if pairs:
-        forms.append(Form([_with_arguments(message, _as_text) for message in messages], unfit))
-    # How several parts are joined would be a guess.
-    if lists and all(len(parts) == 1 and isinstance(parts[0].get("text"), str) for parts in lists):
+        forms.append(Form([_with_arguments(message, _as_text) for message in messages], unfit, parts))
+    if lists:
         forms += [Form([_without_parts(message) for message in form.messages], form.unfit) for form in forms]
     return forms
 
@@ -69,6 +70,11 @@ def with_objects(message: Mapping[str, Any]) -> Mapping[str, Any]:
     text of them.
     """
     return _with_arguments(with_calls(message), _as_object)
+
+
+def text_of(parts: Sequence[Mapping[str, Any]]) -> str:
+    """The parts of a content as one text."""
+    return "".join(part["text"] for part in parts)
 
 
 def calls_of(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -176,4 +182,4 @@ def _with_parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _without_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
     content = message.get("content")
-    return {**message, "content": content[0]["text"]} if isinstance(content, list) else message
+    return {**message, "content": text_of(content)} if isinstance(content, list) else message

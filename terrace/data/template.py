@@ -155,7 +155,7 @@ def load_template(tokenizer: str | Path, path: str | Path = "", *, needed: bool 
 
 
 def _asked(messages: Messages, tools: Tools, variables: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    forms = [{"messages": form.messages, "unfit": form.unfit} for form in forms_of(messages)]
+    forms = [{"messages": form.messages, "unfit": form.unfit, "parts": form.parts} for form in forms_of(messages)]
     return {"forms": forms, "tools": tools, "variables": variables or {}}
 
 

@@ -107,6 +107,7 @@ class Renderer:
         """The messages of a conversation in the first form that the template can print, and the text."""
         self._now = datetime.now()  # one time for all renderings of a conversation
         first: RefusedError | None = None
+        partial: tuple[Messages, str] | None = None
         for form in talk["forms"]:
             try:
                 text = self._text(form["messages"], talk, prompting)
@@ -115,10 +116,15 @@ class Renderer:
                 continue
             printed = next((each for each in form["unfit"] if each in text), None)
             if printed is None:
-                return form["messages"], text
+                if all(part in text for part in form["parts"]):
+                    return form["messages"], text
+                partial = partial or (form["messages"], text)
+                continue
             first = first or RefusedError(
                 f"{self._name} prints {printed[:60]} as Python does: write it as one text, or take another template"
             )
+        if partial is not None:
+            return partial
         assert first is not None, "a conversation has a form"
         raise first
 

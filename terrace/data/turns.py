@@ -2,7 +2,7 @@
 
 ShareGPT's turns have `from` and `value`, and names of their own for who speaks; other sets have `input` and `output` a
 turn, or texts alone, in which human and assistant alternate. Turns that are messages stay as they are, apart from
-contents in parts of text alone and from weights that say what is done anyway.
+weights that say what is done anyway.
 """
 
 import json
@@ -75,14 +75,7 @@ def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
     # Weights are not taken into account; one that says so changes nothing.
     if made.get("weight") == (1 if made["role"] == ASSISTANT else 0):
         del made["weight"]
-    parts = made.get("content")
-    if isinstance(parts, list) and parts and all(map(_is_text, parts)):
-        made["content"] = "".join(part["text"] for part in parts)
     return made
-
-
-def _is_text(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _speech(turn: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -32,11 +32,6 @@ CHATS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         BRIEF + said("sky", "blue"),
     ),
     "tulu-3": ({"id": "a_1", "messages": said("sky", "blue"), "source": "a"}, said("sky", "blue")),
-    "parts of text": (
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "s"}, {"type": "text", "text": "ky"}]},
-                      said("", "blue")[1]]},
-        said("sky", "blue"),
-    ),
     "OpenHermes": (
         {"conversations": [{"from": "human", "value": "sky", "weight": None}, {"from": "gpt", "value": "blue"}],
          "system_prompt": None, "source": "a", "idx": 1},
