@@ -156,10 +156,11 @@ def _lengths(options: argparse.Namespace, data: Mapping[str, Any]) -> tuple[str,
     from terrace.base.schema import load
     from terrace.data.config import DataConfig
     from terrace.data.documents import open_documents
+    from terrace.data.found_format import with_formats
     from terrace.data.prepared import prepare_sources
     from terrace.data.tokenizer import load_tokenizer
 
-    config = load(DataConfig, data, "data")
+    config = load(DataConfig, with_formats(data), "data")
     sources = prepare_sources(config, load_tokenizer(config.tokenizer, config.bos, config.eos), options.sequence, print)
     found: list[int] = []
     for source in sources:

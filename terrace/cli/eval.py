@@ -36,7 +36,8 @@ def add_parser(commands: Any) -> None:
         "--data.format",
         dest="format",
         choices=("text", "chat"),
-        help="text, or conversations: the loss of the tokens that training on them would train (default: text)",
+        help="text, or conversations: the loss of the tokens that training on them would train (default: text, or "
+        "conversations where the first record is one without a text)",
     )
     parser.add_argument(
         "--data.chat_template",
@@ -77,6 +78,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         value = getattr(options, name)
         if value is not None and not 1 <= value < 2**31:
             raise ConfigError(f"--{name} {value} must be at least 1 and below 2^31")
+    if options.data is not None and options.format is None and options.column is None:
+        options.format = _found_format(options.data, options.split or "")
     _check_together(options)
     if options.data is None:
         return _run_own(options)
@@ -94,6 +97,16 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         print(f"bits per byte  {found.bits_per_byte:.4f}")
     print("of             " + ", ".join(counted(count, name.removesuffix("s"), ",") for name, count in counts.items()))
     return 0
+
+
+def _found_format(path: str, split: str) -> str:
+    from terrace.data.found_format import found_format, record_words
+
+    # Without the key, records without a text are what they look like, as in a run.
+    found = found_format(path, split)
+    if found == "chat":
+        print(f"{path} is taken as {record_words(path, split, found)}", file=sys.stderr, flush=True)
+    return "chat" if found == "chat" else "text"
 
 
 def _check_together(options: argparse.Namespace) -> None:
@@ -164,7 +177,7 @@ def _of_chats(options: argparse.Namespace) -> "Evaluation":
     holds_conversations(options.data, split)  # fails early for a path without records
     model = load_model_of(options)
     template = model.template_path if options.chat_template is None else options.chat_template
-    chats = read_chats(options.data, model.tokenizer, model.tokenizer_path, template, split)
+    chats = read_chats(options.data, model.tokenizer, model.tokenizer_path, template, split, _warn)
     return evaluate_chats(model, islice(chats, options.documents), context=options.context, progress=_progress())
 
 
@@ -173,7 +186,11 @@ def _say_files(path: str, split: str) -> None:
     from terrace.data.files import find_data
 
     if words := find_data(path, split).words:
-        print(words, file=sys.stderr, flush=True)
+        _warn(words)
+
+
+def _warn(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _progress() -> "Callable[[Evaluation], None]":

@@ -41,6 +41,7 @@ from terrace.train.job import RunJob
 from terrace.train.lock import folder_lock
 from terrace.train.prediction import gaps_words, resolved_run
 from terrace.train.sample import sample_prompt
+from terrace.train.schedule import rate_jump
 from terrace.train.trackers import check_installed
 from terrace.train.validation import eval_batches_of
 
@@ -146,7 +147,7 @@ def prepare(
         tokenizer_fingerprint=tokenizer.fingerprint,
         resume=None if checkpoint is None else checkpoint.folder,
         config="" if earlier is None else run_toml(config),
-        changes=() if checkpoint is None else changes(earlier, tomllib.loads(run_toml(config))),
+        changes=() if checkpoint is None else _changes(checkpoint.step, earlier, config),
         memory="" if checkpoint is None else checkpoint.text,
         command=called(),
     )
@@ -210,6 +211,12 @@ def tidy(folder: Path, saves: Sequence[Path]) -> None:
                     clear_leftovers(each / "checkpoints")
                 except OSError as error:
                     raise _unusable(folder, error) from error
+
+
+def _changes(step: int, earlier: Mapping[str, Any] | None, config: RunConfig) -> tuple[str, ...]:
+    # A schedule may be changed by one key and show in another number.
+    jump = rate_jump(step, earlier, config.train, config.optimizer)
+    return (*changes(earlier, tomllib.loads(run_toml(config))), *filter(None, [jump]))
 
 
 def changes(

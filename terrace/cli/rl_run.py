@@ -6,6 +6,7 @@ import sys
 import tomllib
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from shlex import quote
 
@@ -31,6 +32,8 @@ from terrace.cli.prepare import (
 )
 from terrace.cli.rl_record import METRICS, recording, write_prediction
 from terrace.comm.collectives import DTYPES
+from terrace.data.chat_prompt import chat_prompts
+from terrace.data.ends import ends_of
 from terrace.data.tokenizer import Tokenizer, load_tokenizer
 from terrace.generation.mapped import pages_words
 from terrace.generation.sliced import sliced_config
@@ -228,8 +231,9 @@ def inputs_of(config: RlConfig) -> RunInputs:
         longest=config.run.max_prompt,
         num_held_out=config.run.held_out,
         seed=config.run.seed,
+        chats=cache(lambda: chat_prompts(tokenizer, Path(config.weights) / TOKENIZER)),
     )
-    return RunInputs(config=config, prompts=prompts, tokenizer=tokenizer, stops=_stops(tokenizer))
+    return RunInputs(config=config, prompts=prompts, tokenizer=tokenizer, stops=_stops(tokenizer, config.weights))
 
 
 def _check_reward_model(folder: str, tokenizer: Tokenizer) -> None:
@@ -247,11 +251,11 @@ def _check_vocabulary(tokenizer: Tokenizer, config: RlConfig) -> None:
         )
 
 
-def _stops(tokenizer: Tokenizer) -> frozenset[int]:
-    end = tokenizer.text_tokens.end
-    if end is None:
+def _stops(tokenizer: Tokenizer, folder: str = "") -> frozenset[int]:
+    found = ends_of(tokenizer, Path(folder) / TOKENIZER, folder=Path(folder) if folder else None)
+    if not found:
         raise ConfigError("the tokenizer has no end of text, so no response could end: declare an eos_token")
-    return frozenset([end])
+    return frozenset(found)
 
 
 def _runtime(config: RlConfig, ray: str | None) -> Runtime:

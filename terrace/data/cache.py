@@ -49,6 +49,7 @@ class CorpusDescription(Description):
     num_trained: int | None = None  # tokens of chats
     spelled: str = ""  # a token that prose spells out as characters
     num_spelled: int = 0  # how often
+    left_out: str = ""  # a line on what a template and a tokenizer left out of chats
 
 
 AnyDescription = TypeVar("AnyDescription", bound=Description)

@@ -1,114 +1,51 @@
 """Chat data: from a line of JSON to tokens and a mask of the tokens that are trained on.
 
-A line is `{"messages": [{"role": ..., "content": ...}, ...]}`, optionally with `"tools"`, or `{"prompt": text,
-"completion": text}`; other keys are ignored. Messages go through the tokenizer's chat template, and the assistant's
-text is trained on. Prompt and completion are plain text, concatenated, between the tokens that begin and end a text;
-the completion and that end are trained on.
+A line has any form of terrace.data.row_forms: messages, perhaps with tools, or a prompt and its completion. Messages go
+through the tokenizer's chat template, and the assistant's text is trained on. Prompt and completion are plain text,
+concatenated, between the tokens that begin and end a text; the completion and that end are trained on.
 
 The whole text of a conversation is tokenised at once. Special tokens of the template count as such and none are added,
 so the ids are those that a model sees when the same template is used to talk to it. A token is trained on if any of its
 characters is the assistant's.
 """
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from terrace.base.errors import DataError, did_you_mean
+from terrace.data.chat_encoder import ChatEncoder, Ids
+from terrace.data.left_out import LeftOut, unknown_characters
+from terrace.data.message_forms import given, text_of, with_objects
 from terrace.data.pieces import json_object, kind_of
 from terrace.data.rendering import TemplateRefusalError
+from terrace.data.row_forms import NUM_ASKED, chat_row
 from terrace.data.template import ChatTemplate, Spans, marks_in
-from terrace.data.text_tokens import TextTokens
-from terrace.data.tokenizer import BYTES, ByteTokenizer, Tokenizer
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer as FileEncoder
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "function": "tool"}
 _SHOWN_KEYS = 8
 _BATCH, _BATCH_CHARACTERS = 64, 1 << 20  # conversations that are rendered together
 
-Ids = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.uint8]
-
-
-class ChatEncoder(Protocol):
-    """Maps text to ids and to the characters that each id stands for."""
-
-    around: TextTokens  # of a prompt with its completion
-
-    def encode(self, text: str) -> tuple[Ids, Ids, Ids]:
-        """Ids with the first character of each and one past its last; each array of shape (num_tokens,)."""
-
-    def forged(self, text: str) -> str | None:
-        """A special token that is spelled out in `text`; None if there is none."""
-
-
-class ByteEncoder:
-    """Encodes text as UTF-8 bytes; there are no special tokens."""
-
-    around = ByteTokenizer.text_tokens
-
-    def encode(self, text: str) -> tuple[Ids, Ids, Ids]:
-        # One id per byte; the bytes of one character share its place.
-        ids = np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
-        characters = np.cumsum((ids & 0xC0) != 0x80) - 1  # all but continuation bytes begin one
-        return ids, characters, characters + 1
-
-    def forged(self, text: str) -> str | None:
-        return None
-
-
-class SpecialEncoder:
-    """A Hugging Face tokenizer that reads special tokens in the text as such."""
-
-    def __init__(self, encoder: "FileEncoder", around: TextTokens) -> None:
-        # A tokenizer.json may ask for truncation and padding, which would cut or fill conversations silently.
-        encoder.no_truncation()
-        encoder.no_padding()
-        self._encoder = encoder
-        self.around = around
-        # One regular expression for all special tokens; "(?!)" matches nothing.
-        special = {token.content for token in encoder.get_added_tokens_decoder().values() if token.special}
-        self._special = re.compile("|".join(map(re.escape, sorted(special))) or "(?!)")
-
-    def encode(self, text: str) -> tuple[Ids, Ids, Ids]:
-        encoding = self._encoder.encode(text, add_special_tokens=False)
-        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-        return np.array(encoding.ids, dtype=np.int64), offsets[:, 0], offsets[:, 1]
-
-    def forged(self, text: str) -> str | None:
-        found = self._special.search(text)
-        return None if found is None else found.group()
-
-
-def load_encoder(path: str | Path, tokenizer: Tokenizer) -> ChatEncoder:
-    """Encoder for chats of the tokenizer at `path`, which `tokenizer` has read without error."""
-    if str(path) == BYTES:
-        return ByteEncoder()
-    from tokenizers import Tokenizer as FileEncoder
-
-    file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
-    return SpecialEncoder(FileEncoder.from_str(file.read_text(encoding="utf-8")), tokenizer.text_tokens)
+Line = str | Mapping[str, Any]  # of JSON, or the row that terrace.data.row_forms has made of one
 
 
 @dataclass(frozen=True)
 class ChatReader:
     template: ChatTemplate
     encoder: ChatEncoder
+    left_out: LeftOut = field(default_factory=LeftOut)  # of what was read so far
 
-    def tokens(self, line: str, where: str) -> tuple[Ids, Mask]:
+    def tokens(self, line: Line, where: str) -> tuple[Ids, Mask]:
         """Ids of the conversation in `line`, and a mask that is 1 for trained tokens; raises as `read` does."""
         ids, mask, _ = next(self.read([(line, where)]))
         return ids, mask
 
-    def read(self, lines: Iterable[tuple[str, str]]) -> Iterator[tuple[Ids, Mask, str]]:
+    def read(self, lines: Iterable[tuple[Line, str]]) -> Iterator[tuple[Ids, Mask, str]]:
         """Ids, mask and place of each conversation in `lines` (line, place).
 
         Raises `DataError` naming the place for a line that is not a conversation, has no assistant text, or is refused
@@ -128,8 +65,10 @@ class ChatReader:
             if bad is not None:
                 raise bad
 
-    def _made(self, records: list[tuple[dict[str, Any], str]]) -> Iterator[tuple[Ids, Mask, str]]:
-        talks = [(record["messages"], record.get("tools")) for record, _ in records if "messages" in record]
+    def _made(self, records: list[tuple[Mapping[str, Any], str]]) -> Iterator[tuple[Ids, Mask, str]]:
+        talks = [
+            (record["messages"], record["tools"], record["variables"]) for record, _ in records if "messages" in record
+        ]
         rendered = self.template.assistant_spans(talks) if talks else iter(())
         for record, where in records:
             # Prompt and completion need no template.
@@ -140,27 +79,72 @@ class ChatReader:
                 text, spans = next(rendered)
             except TemplateRefusalError as error:
                 raise DataError(f"{where}: {error}") from error
-            ids, mask = self._mask(text, spans)
+            by_turn = None if self.template.of(record["tools"]).has_tags else spans
+            for place in self.left_out.note(record, text, by_turn, where):
+                self._check_rendered(record, place, text[: spans[_num_turns(record, place)][1]], where)
+            ids, mask = self._mask(text, spans, where)
             # Some templates leave out turns, such as an assistant turn without content.
             if not mask.any():
                 raise DataError(
                     f"{where}: nothing is left to train on, as {self.template.name} renders nothing that the assistant "
                     "said; repair the line or drop it"
                 )
-            yield ids, mask, where
+            yield ids, self._answers(record, mask, where) if record.get(NUM_ASKED) else mask, where
 
-    def _checked(self, line: str, where: str) -> dict[str, Any]:
-        record = _record(line, where)
+    def _check_rendered(self, record: Mapping[str, Any], place: int, text: str, where: str) -> None:
+        """Raises `DataError` if `text`, up to the end of the assistant's message at `place`, holds nothing of it."""
+        messages, blank = record["messages"], {"role": "assistant", "content": ""}
+        try:
+            bare, _ = self.template.render([*messages[:place], blank], record["tools"], record["variables"])
+        except TemplateRefusalError:
+            return  # it tells an empty turn apart
+        if bare == text:
+            raise DataError(
+                f"{where}: {self.template.name} renders nothing of message {place + 1}, so an empty turn would be "
+                "trained on; name a template that renders it with data.chat_template, or drop the line"
+            )
+
+    def _answers(self, record: Mapping[str, Any], mask: Mask, where: str) -> Mask:
+        """The mask without the assistant's turns among the messages that ask."""
+        starts = np.flatnonzero(np.diff(mask, prepend=0) == 1)
+        num_earlier = self._num_earlier(record, where)
+        if len(starts) <= num_earlier:
+            raise DataError(
+                f"{where}: {self.template.name} renders nothing of the last message that can be told from the "
+                "assistant's earlier ones; repair or drop the record"
+            )
+        last = np.zeros_like(mask)
+        last[starts[num_earlier] :] = mask[starts[num_earlier] :]
+        return last
+
+    def _num_earlier(self, record: Mapping[str, Any], where: str) -> int:
+        # Stretches of text that the assistant says in the messages that ask.
+        earlier = record["messages"][: record[NUM_ASKED]]
+        num_turns = len([message for message in earlier if message["role"] == "assistant"])
+        if not num_turns or not self.template.of(record["tools"]).has_tags:
+            return num_turns  # told by prefixes, every turn has text
+        # Tags may mark nothing of a turn, or several parts of it.
+        try:
+            _, spans = self.template.render(earlier, record["tools"], record["variables"], add_generation_prompt=True)
+        except TemplateRefusalError as error:
+            raise DataError(f"{where}: {error}") from error
+        parts = [(first, end) for first, end in spans or () if first < end]
+        ends = [-1, *(end for _, end in parts)]
+        return sum(first > before for (first, _), before in zip(parts, ends, strict=False))
+
+    def _checked(self, line: Line, where: str) -> Mapping[str, Any]:
+        record = line
+        if isinstance(record, str):
+            record = chat_row(json_object(record, lambda: where, '{"messages": [...]}'), where)
         if "messages" not in record:
             return record
-        _messages(record["messages"], where, self.template.source)
-        tools = record.get("tools")
-        if tools is not None and not isinstance(tools, list):
-            raise DataError(f"{where}: 'tools' must be a list, not {kind_of(tools)}; write it as one")
+        talk = talk_of(record, where, self.template)
+        if not any(message["role"] == "assistant" for message in talk["messages"]):
+            raise DataError(f"{where}: the assistant says nothing, so nothing is left to train on; drop the line")
         # Before rendering: afterwards the template's own special tokens could not be told from forged ones.
-        for text in _texts([record["messages"], tools]):
+        for text in texts_of(talk):
             self._check(text, where)
-        return record
+        return talk
 
     def _completion(self, record: Mapping[str, Any], where: str) -> tuple[Ids, Mask]:
         prompt, completion = (_string(record, key, where) for key in ("prompt", "completion"))
@@ -169,7 +153,7 @@ class ChatReader:
         for text in (prompt, completion):
             self._check(text, where)
         # Tokenised as one text, as a model sees it when it continues a prompt.
-        ids, mask = self._mask(prompt + completion, [(len(prompt), len(prompt) + len(completion))])
+        ids, mask = self._mask(prompt + completion, [(len(prompt), len(prompt) + len(completion))], where)
         around = self.encoder.around
         if around.end is None:
             raise DataError(
@@ -179,13 +163,16 @@ class ChatReader:
         ends_mask = [*(0 for _ in around.begin), *mask, 1]
         return np.array([*around.begin, *ids, around.end], dtype=np.int64), np.array(ends_mask, dtype=np.uint8)
 
-    def _mask(self, text: str, spans: Spans) -> tuple[Ids, Mask]:
+    def _mask(self, text: str, spans: Spans, where: str) -> tuple[Ids, Mask]:
         ids, firsts, ends = self.encoder.encode(text)
+        known = ids != self.encoder.unknown
+        self.left_out.note_unknown(unknown_characters(text, spans, firsts[known], ends[known]), where)
         mask = np.zeros(len(ids), dtype=np.uint8)
         # Characters are compared, since a token may cross the border of a span.
         for first, end in spans:
-            # Any overlap counts: a token may begin before the assistant's first character.
-            inside = np.flatnonzero((ends > first) & (firsts < end))
+            # Any overlap counts: a token may begin before the assistant's first character. One without characters
+            # belongs to the next.
+            inside = np.flatnonzero((np.maximum(ends, firsts + 1) > first) & (firsts < end))
             if inside.size:
                 mask[inside[0] : inside[-1] + 1] = 1
         return ids, mask
@@ -207,31 +194,44 @@ class ChatReader:
             )
 
 
-def _batches(lines: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
-    batch: list[tuple[str, str]] = []
+def _num_turns(record: Mapping[str, Any], end: int) -> int:
+    return sum(message["role"] == "assistant" for message in record["messages"][:end])
+
+
+def _batches(lines: Iterable[tuple[Line, str]]) -> Iterator[list[tuple[Line, str]]]:
+    batch: list[tuple[Line, str]] = []
     size = 0
     for line, where in lines:
         batch.append((line, where))
-        size += len(line)
+        size += sum(map(len, texts_in(line)))
         if len(batch) >= _BATCH or size >= _BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0
     yield batch
 
 
-def _record(line: str, where: str) -> dict[str, Any]:
-    record = json_object(line, lambda: where, '{"messages": [...]}')
-    pair = [key for key in ("prompt", "completion") if key in record]
-    # Which of the two is meant cannot be told.
-    if "messages" in record and pair:
-        raise DataError(f"{where} has 'messages' beside {pair[0]!r}; keep one of the two forms")
-    if "messages" not in record and len(pair) < 2:
-        keys = ", ".join(repr(key) for key in list(record)[:_SHOWN_KEYS]) or "none"
-        raise DataError(f"{where} has neither 'messages' nor 'prompt' and 'completion' (keys: {keys}); rename them")
-    return record
+def talk_of(record: Mapping[str, Any], where: str, template: ChatTemplate) -> dict[str, Any]:
+    """`record` with its messages checked, and with the tools and the variables that it gives the template.
+
+    Raises `DataError` naming `where`.
+    """
+    source = f"{template.source}{template.with_tools or ''}"
+    check_messages(record["messages"], where, source)
+    try:
+        return {**record, **given(record, source)}
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
 
 
-def _messages(messages: Any, where: str, template: str) -> list[dict[str, Any]]:
+def texts_of(talk: Mapping[str, Any]) -> Iterator[str]:
+    """All texts of what `talk_of` has made: JSON text may spell characters otherwise, and parts stand together."""
+    messages = talk["messages"]
+    yield from texts_in([messages, [with_objects(message) for message in messages], talk["tools"], talk["variables"]])
+    yield from (text_of(message["content"]) for message in messages if isinstance(message.get("content"), list))
+
+
+def check_messages(messages: Any, where: str, template: str) -> None:
+    """Raises `DataError`, naming `where`, unless these are messages that a `template` can be asked to render."""
     if not isinstance(messages, list):
         raise DataError(f"{where}: 'messages' must be a list, not {kind_of(messages)}; write one message an entry")
     if not messages:
@@ -250,16 +250,25 @@ def _messages(messages: Any, where: str, template: str) -> list[dict[str, Any]]:
             raise DataError(f"{here} has the unknown role {role!r}{hint}")
         content = message.get("content")
         # A turn that only calls tools has no content.
-        if content is None and not message.get("tool_calls"):
+        if content is None and not message.get("tool_calls") and not message.get("function_call"):
             raise DataError(f"{here}, of the {role}, has no 'content'; say what is said or drop it")
-        if content is not None and not isinstance(content, str):
+        if isinstance(content, list):
+            _check_parts(content, here)
+        elif content is not None and not isinstance(content, str):
             raise DataError(f"{here}: 'content' must be a string, not {kind_of(content)}; convert it")
         # Ignoring it would train on turns that the user meant to leave out.
         if "weight" in message:
             raise DataError(f"{here} has a 'weight', which is not taken into account; remove the key, or the message")
-    if not any(message["role"] == "assistant" for message in messages):
-        raise DataError(f"{where}: the assistant says nothing, so nothing is left to train on; drop the line")
-    return messages
+
+
+def _check_parts(parts: list[Any], here: str) -> None:
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = f"of type {part.get('type')!r}" if isinstance(part, dict) else kind_of(part)
+            raise DataError(
+                f'{here}: \'content\' has a part {kind}, and only {{"type": "text", "text": ...}} is trained on; '
+                "convert it or drop the line"
+            )
 
 
 def _string(record: Mapping[str, Any], key: str, where: str) -> str:
@@ -270,12 +279,14 @@ def _string(record: Mapping[str, Any], key: str, where: str) -> str:
     return value
 
 
-def _texts(value: Any) -> Iterator[str]:
+def texts_in(value: Any) -> Iterator[str]:
+    """The texts of a value of JSON, at any depth."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _texts(item)
+        for key, item in value.items():
+            yield key
+            yield from texts_in(item)
     elif isinstance(value, Sequence):
         for item in value:
-            yield from _texts(item)
+            yield from texts_in(item)

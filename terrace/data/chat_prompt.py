@@ -1,27 +1,61 @@
-"""A user's message as the beginning of a conversation, by the chat template of training."""
+"""Messages as the beginning of a conversation that the assistant goes on with, by a chat template."""
 
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from terrace.base.errors import DataError
-from terrace.data.chat import load_encoder
+from terrace.data.chat import talk_of, texts_of
+from terrace.data.chat_encoder import ChatEncoder, load_encoder
 from terrace.data.rendering import TemplateRefusalError
-from terrace.data.template import load_template
+from terrace.data.template import ChatTemplate, load_template
 from terrace.data.tokenizer import Tokenizer
+
+Asked = Mapping[str, Any]  # messages, perhaps with tools: a row of terrace.data.row_forms
+
+
+@dataclass(frozen=True)
+class ChatPrompts:
+    """Prompts in the chat template of a tokenizer."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    encoder: ChatEncoder
+
+    def rendered(self, asked: Sequence[tuple[Asked, str]]) -> Iterator[tuple[str, list[int]]]:
+        """The text and the ids of each conversation in `asked` (row, place), up to where the assistant answers.
+
+        Raises `DataError`, naming the place, for messages that are none, for a text that spells out a special token,
+        which no conversation in training does, and for what the template refuses.
+        """
+        talks = [talk_of(row, where, self.template) for row, where in asked]
+        for talk, (_, where) in zip(talks, asked, strict=True):
+            forged = next(filter(None, map(self.encoder.forged, texts_of(talk))), None)
+            if forged is not None:
+                raise DataError(
+                    f"{where} spells out the special token {forged!r}: leave it out, or ask without a template"
+                )
+        made = self.template.prompts([(talk["messages"], talk["tools"], talk["variables"]) for talk in talks])
+        for _, where in asked:
+            try:
+                text = next(made)
+            except TemplateRefusalError as error:
+                raise DataError(f"{where} cannot be put into a chat: {error}") from error
+            # The template begins the text itself.
+            yield text, [int(token) for token in self.tokenizer.encode_prompt(text, begins_text=False)]
+
+
+def chat_prompts(tokenizer: Tokenizer, tokenizer_path: str | Path, template_path: str | Path = "") -> ChatPrompts:
+    """Prompts in the template of `template_path`, or the tokenizer's own; raises `DataError` without one."""
+    template = load_template(tokenizer_path, template_path)
+    return ChatPrompts(tokenizer, template, load_encoder(tokenizer_path, tokenizer))
 
 
 def chat_ids(tokenizer: Tokenizer, tokenizer_path: str | Path, template_path: str | Path, message: str) -> list[int]:
-    """Ids of a conversation that a user begins with `message`, up to where the assistant answers.
-
-    Raises `DataError` without a template, for a message that it refuses, and for one that spells out a special token,
-    which no conversation in training does.
+    """Ids of a conversation that a user begins with `message`, up to where the assistant answers; raises `DataError` as
+    `ChatPrompts.rendered` does.
     """
-    template = load_template(tokenizer_path, template_path)
-    forged = load_encoder(tokenizer_path, tokenizer).forged(message)
-    if forged is not None:
-        raise DataError(f"the message spells out the special token {forged!r}: leave it out, or ask without a template")
-    try:
-        text, _ = template.render([{"role": "user", "content": message}], add_generation_prompt=True)
-    except TemplateRefusalError as error:
-        raise DataError(f"the message cannot be put into a chat: {error}") from error
-    # The template begins the text itself.
-    return [int(token) for token in tokenizer.encode_prompt(text, begins_text=False)]
+    asked = {"messages": [{"role": "user", "content": message}]}
+    _, ids = next(chat_prompts(tokenizer, tokenizer_path, template_path).rendered([(asked, "the message")]))
+    return ids

@@ -5,9 +5,8 @@ time of every source file (terrace.data.originals).
 """
 
 import hashlib
-import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,18 +17,19 @@ import numpy as np
 from terrace.base.errors import DataError
 from terrace.base.files import open_atomic
 from terrace.data.cache import CorpusDescription, cache_file, file_stem, id_dtype, made_once, token_file
-from terrace.data.chat import ChatReader, Ids, Mask, load_encoder
+from terrace.data.chat import ChatReader, Mask
+from terrace.data.chat_encoder import Ids, load_encoder
 from terrace.data.files import find_data, find_documents
 from terrace.data.forms import DataFile
 from terrace.data.originals import Originals
-from terrace.data.records import lines_of, records
+from terrace.data.records import records
+from terrace.data.row_forms import CHAT_COLUMNS, chat_row, checked_json
 from terrace.data.sources import STDLIB
 from terrace.data.template import ChatTemplate, load_template
 from terrace.data.token_file import TokenFile
 from terrace.data.tokenizer import Tokenizer
 
-_COLUMNS = ("messages", "prompt", "completion", "tools")
-_FORMAT = "terrace-chat-2"  # part of the key: raise it when the same data would give other bytes
+_FORMAT = "terrace-chat-3"  # part of the key: raise it when the same data would give other bytes
 
 
 def prepare_chat(
@@ -39,22 +39,22 @@ def prepare_chat(
     template_path: str | Path,
     cache_dir: str | Path,
     split: str = "",
+    progress: Callable[[str], None] = lambda text: None,
 ) -> TokenFile:
     """The token file of the conversations in `path`, a `.jsonl`, `.parquet` or `.arrow` file or a folder of them; made
-    if it is not in the cache. `split` chooses a split of a data set.
+    if it is not in the cache. `split` chooses a split of a data set; `progress` receives a line on what is left out.
 
     Prompts and completions need no template. Raises `DataError`, naming file and record, for one that is not a
     conversation, has nothing to train on or is refused by the template; also for a missing template, a damaged cache,
     and a folder that cannot be written. An error leaves no file behind.
     """
     files = record_files(path, split, "chat")
-    # A look at the text is enough to decide whether a template is needed; parsing comes later.
-    needed = any('"messages"' in line for line, _ in _records(files))
+    needed = _needs_template(files)
     # Loaded before the cache is looked up, because its fingerprint is part of the key.
     template = load_template(tokenizer_path, template_path, needed=needed)
-    encoder = Tokenized(tokenizer, tokenizer_path, template, cache_dir)
+    encoder = Tokenized(tokenizer, tokenizer_path, template, cache_dir, progress)
     return encoder.prepare(
-        path, "chat", _FORMAT, lambda: find_documents(path, split), lambda reader: reader.read(_records(files))
+        path, "chat", _FORMAT, lambda: find_documents(path, split), lambda reader: reader.read(_chats(files))
     )
 
 
@@ -66,6 +66,7 @@ class Tokenized:
     tokenizer_path: str | Path
     template: ChatTemplate
     cache_dir: str | Path
+    progress: Callable[[str], None] = lambda text: None
 
     def prepare(
         self,
@@ -93,30 +94,50 @@ class Tokenized:
                 tokenizer=tokenizer.fingerprint,
                 template=self.template.fingerprint,
                 dtype=dtype,
+                left_out=reader.left_out.line(path),
                 **facts,
             )
 
+        left_out = ""
+
         def opened(description: CorpusDescription) -> TokenFile:
+            nonlocal left_out
+            left_out = description.left_out
             return token_file(target, description, target.with_suffix(".mask"))
 
-        return made_once(target, (".tokens", ".mask", ".starts"), CorpusDescription, make, opened, originals)
+        found = made_once(target, (".tokens", ".mask", ".starts"), CorpusDescription, make, opened, originals)
+        # Said of a cache, too: each run is trained on it.
+        if left_out:
+            self.progress(left_out)
+        return found
 
 
 def read_chats(
-    path: str | Path, tokenizer: Tokenizer, tokenizer_path: str | Path, template_path: str | Path, split: str = ""
+    path: str | Path,
+    tokenizer: Tokenizer,
+    tokenizer_path: str | Path,
+    template_path: str | Path,
+    split: str = "",
+    progress: Callable[[str], None] = lambda text: None,
 ) -> Iterator[tuple[Ids, Mask, str]]:
-    """Ids, mask and place of each conversation in `path`, without a cache; the errors are those of `prepare_chat`."""
+    """Ids, mask and place of each conversation in `path`, without a cache; the errors are those of `prepare_chat`.
+
+    At the end `progress` receives a line on what is left out of those that were read.
+    """
     files = record_files(path, split, "chat")
-    needed = any('"messages"' in line for line, _ in _records(files))
-    reader = ChatReader(
-        load_template(tokenizer_path, template_path, needed=needed), load_encoder(tokenizer_path, tokenizer)
-    )
-    yield from reader.read(_records(files))
+    template = load_template(tokenizer_path, template_path, needed=_needs_template(files))
+    reader = ChatReader(template, load_encoder(tokenizer_path, tokenizer))
+    try:
+        yield from reader.read(_chats(files))
+    finally:  # also where no more are asked for
+        if line := reader.left_out.line(path):
+            progress(line)
 
 
 def holds_conversations(path: str | Path, split: str = "") -> bool:
     """Whether the first record of chat data is a conversation, not a prompt with its completion."""
-    return '"messages"' in next(_records(record_files(path, split, "chat")), ("", ""))[0]
+    first, _ = next(_chats(record_files(path, split, "chat")), ({}, ""))
+    return "messages" in first
 
 
 def _write(target: Path, conversations: Iterable[tuple[Ids, Mask]], dtype: str) -> dict[str, Any]:
@@ -165,18 +186,24 @@ def _checked(
         raise DataError(f"data {path} holds no conversation and no pair; give it one")
 
 
-def _records(files: Iterable[DataFile]) -> Iterator[tuple[str, str]]:
+def _chats(files: Iterable[DataFile]) -> Iterator[tuple[dict[str, Any], str]]:
+    return rows_of(files, CHAT_COLUMNS, chat_row)
+
+
+def _needs_template(files: Iterable[DataFile]) -> bool:
+    # Completions are plain text; the first row that is none decides.
+    return any("messages" in row for row, _ in _chats(files))
+
+
+def rows_of(
+    files: Iterable[DataFile],
+    columns: tuple[str, ...],
+    made: Callable[[Mapping[str, Any], str], dict[str, Any]],
+) -> Iterator[tuple[dict[str, Any], str]]:
+    """The records of `files`, of tables with `columns`, each as `made` of it, and its place."""
     for file in files:
-        # Lines are read by the form of chats, and need not be written again.
-        if file.form == "lines":
-            yield from lines_of([file.path])
-            continue
-        for record, where in records(file, _COLUMNS, '{"messages": [...]}'):
-            try:
-                yield json.dumps(record), where
-            except TypeError as error:
-                # Tables have values without a form in JSON, such as times and bytes.
-                raise DataError(f"{where}: {error}; write the value as a string") from error
+        for record, where in records(file, columns, "with the keys of a known form"):
+            yield checked_json(made(record, where), where), where
 
 
 def record_files(path: str | Path, split: str, form: Literal["chat", "pairs"]) -> tuple[DataFile, ...]:

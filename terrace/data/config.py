@@ -31,7 +31,7 @@ class DataConfig:
     bos: bool | str = "auto"  # before a text: as the tokenizer's folder says, its bos_token, nothing, or a token
     eos: str = "auto"  # after a text: as the tokenizer's folder says, or a token
     mixture: tuple[SourceConfig, ...] = ()  # several sources, in place of a path
-    format: Format = "text"  # conversations are "chat", preferences "pairs"
+    format: Format = "text"  # conversations are "chat", preferences "pairs"; a command finds it by the first record
     documents: Documented | None = None  # how they stand in sequences; if absent, joined text and whole conversations
     too_long: TooLong | None = None  # treatment of a whole document that is longer than a sequence
     column: str = "text"  # the key, or the column, that holds the text of a record

@@ -44,7 +44,8 @@ def check_text(text: object, column: str, where: str) -> str:
     """Passes `text` through. Raises `DataError` when it is not a string, or cannot be written as UTF-8."""
     if not isinstance(text, str):
         kind = "null" if text is None else type(text).__name__
-        raise DataError(f"{where}: {column!r} must be a string, not {kind}; convert it or drop the record")
+        fix = 'read conversations with data.format = "chat"' if kind == "list" else "convert it or drop the record"
+        raise DataError(f"{where}: {column!r} must be a string, not {kind}; {fix}")
     try:
         # JSON may spell half a surrogate pair, which has no UTF-8.
         text.encode("utf-8")

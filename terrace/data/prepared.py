@@ -10,6 +10,7 @@ from terrace.data.chat_tokens import prepare_chat
 from terrace.data.config import DataConfig
 from terrace.data.eval_batches import EvalSource
 from terrace.data.files import find_data, find_documents
+from terrace.data.found_format import record_words
 from terrace.data.indexed import indexed_files, is_indexed
 from terrace.data.pair_tokens import prepare_pairs
 from terrace.data.pieces import unreadable
@@ -77,10 +78,13 @@ def _tokens(spec: SourceSpec, data: DataConfig, tokenizer: Tokenizer, progress: 
     # What of a folder is read, and what is left out, before hours are spent on it.
     if not is_indexed(spec.path) and (words := find_data(spec.path, spec.split).words):
         progress(words)
+    # Said, since a record may have several forms, and its format may not have been named.
+    if words := record_words(spec.path, spec.split, spec.format):
+        progress(f"{spec.name} is taken as {words}")
     if spec.format == "chat":
-        return prepare_chat(spec.path, tokenizer, data.tokenizer, data.chat_template, data.cache, spec.split)
+        return prepare_chat(spec.path, tokenizer, data.tokenizer, data.chat_template, data.cache, spec.split, progress)
     if spec.format == "pairs":
-        return prepare_pairs(spec.path, tokenizer, data.tokenizer, data.chat_template, data.cache, spec.split)
+        return prepare_pairs(spec.path, tokenizer, data.tokenizer, data.chat_template, data.cache, spec.split, progress)
     return prepare_tokens(
         spec.path, tokenizer, Path(data.cache), spec.column, spec.split, progress, separator=spec.separator
     )

@@ -3,6 +3,9 @@
 A template is somebody else's Jinja program. The sandbox keeps it from Python, not from loops without end or texts
 without bounds, and a filter that does not return can only be ended with its process. So templates run in a child, which
 is asked in lines of JSON by its parent (terrace.data.rendering) and ends with it. It imports nothing of Terrace.
+
+A conversation is an object with the `forms` of its messages, of which the first that the template can print counts
+(terrace.data.message_forms), its `tools`, and further `variables` of the template.
 """
 
 import json
@@ -23,7 +26,8 @@ TOO_LONG = (
     f"the chat template makes more than {MOST_CHARACTERS >> 20} million characters of one conversation: repair it, or "
     "shorten the conversation"
 )
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # one thing under the names that templates and data use
+Messages = Sequence[Mapping[str, Any]]
+REASONING = ("reasoning_content", "thinking", "reasoning")  # one thing under the names that templates and data use
 
 
 class RefusedError(Exception):
@@ -39,6 +43,9 @@ class Renderer:
         from jinja2.parser import Parser
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+        self._is_marking = False
+        self._now = datetime.now()
+
         class Generation(Extension):
             tags = {"generation"}  # noqa: RUF012  # as Jinja has it
 
@@ -47,22 +54,19 @@ class Renderer:
                 body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
                 return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
-            def _mark(self, caller: Any) -> str:
-                return f"{BEGIN}{caller()}{END}"
+            def _mark(_, caller: Any) -> str:  # noqa: N805  # `self` is the renderer
+                return f"{BEGIN}{caller()}{END}" if self._is_marking else str(caller())
 
         def refuse(message: str) -> None:
             raise TemplateError(message)
-
-        def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-            return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
         # The sandbox keeps a downloaded template from running arbitrary Python. Published templates expect trimming.
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, LoopControlExtension]
         )
-        environment.filters["tojson"] = tojson
+        environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = refuse
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        environment.globals["strftime_now"] = lambda form: self._now.strftime(form)
         self._name, self._tokens, self._template_error = name, tokens, TemplateError
         try:
             self._template = environment.from_string(source)
@@ -71,42 +75,24 @@ class Renderer:
         except (TemplateError, RecursionError) as error:
             raise RefusedError(f"{name} is no chat template: {_one_line(error)}") from error
 
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, add_generation_prompt: bool
-    ) -> tuple[str, list[tuple[int, int]] | None]:
-        """Text of `messages`, and the spans between generation tags; None where the template has no tags."""
-        try:
-            marked = self._template.render(
-                messages=[_as_templates_expect(message) for message in messages],
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._tokens,
-            )
-        except self._template_error as error:
-            raise RefusedError(f"{self._name} refuses it: {_one_line(error)}") from error
-        except MemoryError as error:
-            raise RefusedError(f"{self._name} takes more than {MEMORY_BYTES >> 20} MB for it: repair it") from error
-        # A template is a program: it may fail in any way on one conversation.
-        except Exception as error:
-            raise RefusedError(f"{self._name} fails: {type(error).__name__}: {_one_line(error)}") from error
-        return _without_marks(marked) if self.has_tags else (marked, None)
+    def render(self, talk: Mapping[str, Any], prompting: bool) -> tuple[str, list[tuple[int, int]] | None]:
+        """Text of a conversation, and the spans between generation tags; None where the template has no tags."""
+        messages, text = self._settled(talk, prompting)
+        return text, self._tagged(messages, talk, text, prompting) if self.has_tags else None
 
-    def assistant_spans(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None
-    ) -> tuple[str, list[tuple[int, int]]]:
+    def assistant_spans(self, talk: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
         """Text of a conversation and the character spans of the assistant."""
-        whole, spans = self.render(messages, tools, False)
+        messages, whole = self._settled(talk, False)
         # Generation tags mark the turns exactly, so no prefixes are needed.
-        if spans is not None:
-            return whole, spans
+        if self.has_tags:
+            return whole, self._tagged(messages, talk, whole, False)
         spans = []
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
             # The turn is the text between the prompt that leads to it and the conversation that ends with it.
-            before, _ = self.render(messages[:index], tools, True)
-            after = whole if index == len(messages) - 1 else self.render(messages[: index + 1], tools, False)[0]
+            before = self._text(messages[:index], talk, True)
+            after = whole if index == len(messages) - 1 else self._text(messages[: index + 1], talk, False)
             # Otherwise the model would be trained on text in a form that it never sees as a prompt.
             if not (whole.startswith(after) and after.startswith(before) and len(before) < len(after)):
                 raise RefusedError(
@@ -117,11 +103,76 @@ class Renderer:
             spans.append((len(before), len(after)))
         return whole, spans
 
+    def _settled(self, talk: Mapping[str, Any], prompting: bool) -> tuple[Messages, str]:
+        """The messages of a conversation in the first form that the template can print, and the text."""
+        self._now = datetime.now()  # one time for all renderings of a conversation
+        first: RefusedError | None = None
+        partial: tuple[Messages, str] | None = None
+        for form in talk["forms"]:
+            try:
+                text = self._text(form["messages"], talk, prompting)
+            except RefusedError as error:
+                first = first or error
+                continue
+            printed = next((each for each in form["unfit"] if each in text), None)
+            if printed is None:
+                if all(part in text for part in form["parts"]):
+                    return form["messages"], text
+                partial = partial or (form["messages"], text)
+                continue
+            first = first or RefusedError(
+                f"{self._name} prints {printed[:60]} as Python does: write it as one text, or take another template"
+            )
+        if partial is not None:
+            return partial
+        assert first is not None, "a conversation has a form"
+        raise first
+
+    def _tagged(self, messages: Messages, talk: Mapping[str, Any], text: str, prompting: bool) -> list[tuple[int, int]]:
+        self._is_marking = True
+        try:
+            without, spans = _without_marks(self._text(messages, talk, prompting))
+        finally:
+            self._is_marking = False
+        # The marks are characters: a filter that trims or measures a text treats it otherwise with them.
+        if without != text:
+            raise RefusedError(
+                f"{self._name} changes the text between its generation tags after they end, so its place cannot be "
+                "told: put the tags where the text is printed"
+            )
+        return spans
+
+    def _text(self, messages: Messages, talk: Mapping[str, Any], prompting: bool) -> str:
+        told = {
+            "documents": None,
+            **self._tokens,
+            **talk["variables"],
+            "messages": [_as_templates_expect(message) for message in messages],
+            "tools": talk["tools"],
+            "add_generation_prompt": prompting,
+        }
+        try:
+            return self._template.render(told)
+        except self._template_error as error:
+            raise RefusedError(f"{self._name} refuses it: {_one_line(error)}") from error
+        except MemoryError as error:
+            raise RefusedError(f"{self._name} takes more than {MEMORY_BYTES >> 20} MB for it: repair it") from error
+        # A template is a program: it may fail in any way on one conversation.
+        except Exception as error:
+            raise RefusedError(f"{self._name} fails: {type(error).__name__}: {_one_line(error)}") from error
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    # Jinja's own filter would escape what is special in HTML.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
 
 def _as_templates_expect(message: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in message.items() if value is not None}
     # Templates read different keys for reasoning, so it is given under all that they use.
-    reasoning = next((kept[name] for name in _REASONING if name in kept), None)
+    reasoning = next((kept[name] for name in REASONING if name in kept), None)
     return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
 
 
@@ -164,12 +215,12 @@ def _answers(renderers: dict[int, Renderer], asked: dict[str, Any], most_s: int)
         renderers[number] = Renderer(asked["source"], asked["name"], asked["tokens"])
         yield renderers[number].has_tags
         return
-    for messages, tools in asked["conversations"]:
+    for talk in asked["conversations"]:
         _limit_processor_time(most_s)
         if asked["spans"]:
-            yield renderers[number].assistant_spans(messages, tools)
+            yield renderers[number].assistant_spans(talk)
         else:
-            yield renderers[number].render(messages, tools, asked["prompting"])
+            yield renderers[number].render(talk, asked["prompting"])
 
 
 def serve(most_s: int) -> None:

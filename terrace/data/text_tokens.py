@@ -17,7 +17,8 @@ from terrace.base.schema import read_table
 
 AUTO = "auto"
 CONFIG_FILE = "tokenizer_config.json"
-_ID_FILES = ("generation_config.json", "config.json")
+GENERATION_FILE = "generation_config.json"
+ID_FILES = (GENERATION_FILE, "config.json")
 Tables = Mapping[str, Mapping[str, Any]]  # file name -> contents, of the files above that exist
 
 # The order matters for families that kept an older tokenizer's </s> beside their own <|endoftext|>.
@@ -85,7 +86,7 @@ def read_tables(folder: Path | None) -> dict[str, dict[str, Any]]:
         return {}
     try:
         return {
-            name: read_table(folder / name, folder) for name in (CONFIG_FILE, *_ID_FILES) if (folder / name).is_file()
+            name: read_table(folder / name, folder) for name in (CONFIG_FILE, *ID_FILES) if (folder / name).is_file()
         }
     except ConfigError as error:
         raise DataError(str(error)) from error
@@ -107,17 +108,22 @@ def token_text(config: Mapping[str, Any], key: str) -> str | None:
     return text if isinstance(text, str) else None
 
 
+def declared_ids(given: Any) -> tuple[int, ...]:
+    """Ids of a key that holds one id or a list of them."""
+    ids = given if isinstance(given, list) else [given]
+    return tuple(each for each in ids if isinstance(each, int) and not isinstance(each, bool))
+
+
 def _end(vocabulary: Vocabulary, files: Tables, eos: str) -> tuple[int | None, str]:
     if eos != AUTO:
         return vocabulary.named(eos, "data.eos"), "as data.eos says"
     declared = token_text(files.get(CONFIG_FILE, {}), "eos_token")
     if declared is not None:
         return vocabulary.named(declared, f"eos_token in {CONFIG_FILE}"), f"from {CONFIG_FILE}"
-    for name in _ID_FILES:
-        ids = files.get(name, {}).get("eos_token_id")
-        first = next(iter(ids), None) if isinstance(ids, list) else ids
-        if isinstance(first, int) and not isinstance(first, bool):
-            return first, f"from {name}"
+    for name in ID_FILES:
+        ids = declared_ids(files.get(name, {}).get("eos_token_id"))
+        if ids:
+            return ids[0], f"from {name}"
     return vocabulary.guess, "guessed by its name: say otherwise with data.eos"
 
 
@@ -128,7 +134,7 @@ def _begin(
         return (vocabulary.named(bos, "data.bos"),), "as data.bos says"
     if bos is False:
         return (), "as data.bos says"
-    put = _put_before(post_processor, vocabulary.path)
+    put = put_before(post_processor, vocabulary.path)
     if bos == AUTO and put is not None:
         return put, "from the post-processor of tokenizer.json"
     if bos == AUTO and config.get("add_bos_token") is not True:
@@ -143,13 +149,13 @@ def _begin(
     return (vocabulary.named(declared, f"bos_token in {CONFIG_FILE}"),), origin
 
 
-def _put_before(processor: Mapping[str, Any] | None, path: Path) -> tuple[int, ...] | None:
+def put_before(processor: Mapping[str, Any] | None, path: Path) -> tuple[int, ...] | None:
     """Ids that a post-processor puts before a text; None where it has no template of texts."""
     kind = None if processor is None else processor.get("type")
     if processor is None or kind not in ("Sequence", "TemplateProcessing", "BertProcessing", "RobertaProcessing"):
         return None
     if kind == "Sequence":
-        found = [before for each in processor["processors"] if (before := _put_before(each, path)) is not None]
+        found = [before for each in processor["processors"] if (before := put_before(each, path)) is not None]
         # A later processor puts its tokens around those of an earlier one.
         return tuple(token for before in reversed(found) for token in before) if found else None
     if kind != "TemplateProcessing":

@@ -20,6 +20,7 @@ from terrace.base.extras import needs
 from terrace.base.files import read_bounded
 from terrace.base.foreign import read_file
 from terrace.data.bounded_call import is_panic, within
+from terrace.data.converted import tokenizer_file
 from terrace.data.text_tokens import AUTO, TextTokens, Vocabulary, find_text_tokens, read_tables, state_of
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ def trained_otherwise(there: str, tokenizer: Tokenizer) -> str:
 
 
 def load_tokenizer(name_or_path: str | Path, bos: bool | str = AUTO, eos: str = AUTO) -> ByteTokenizer | FileTokenizer:
-    """The tokenizer "bytes", or the one in a `tokenizer.json` or in a folder that holds one.
+    """The tokenizer "bytes", or the one in a `tokenizer.json` or in a folder that holds one, or another form of it.
 
     `bos` and `eos` are `data.bos` and `data.eos` (terrace.data.text_tokens). Raises `DataError` for a path that is
     missing, unreadable or not a tokenizer, for tokens that it has not, and when the `tokenizers` package is not
@@ -202,10 +203,8 @@ def load_tokenizer(name_or_path: str | Path, bos: bool | str = AUTO, eos: str = 
             if value not in (AUTO, False):
                 raise DataError(f'data.{key} = {value!r} has no effect on data.tokenizer = "bytes": leave it out')
         return ByteTokenizer()
-    path = Path(name_or_path)
+    path = tokenizer_file(Path(name_or_path))
     try:
-        if path.is_dir():
-            path = path / "tokenizer.json"
         # Beside it stand other files of its folder; a file of another name is the user's own.
         raw = read_file(path, path.parent) if path.name == "tokenizer.json" else read_bounded(path)
     except OSError as error:

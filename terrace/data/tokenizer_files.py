@@ -1,15 +1,25 @@
 """A tokenizer's files that declare the tokens around a run's texts, so that whoever loads the model adds the same."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from terrace.base.errors import DataError
 from terrace.base.parsing import parse_json
-from terrace.data.text_tokens import AUTO, CONFIG_FILE, find_text_tokens, token_text
+from terrace.data.text_tokens import (
+    AUTO,
+    CONFIG_FILE,
+    GENERATION_FILE,
+    declared_ids,
+    find_text_tokens,
+    put_before,
+    token_text,
+)
 from terrace.data.tokenizer import FileTokenizer
 
-_TOKENIZER = "tokenizer.json"
+_TOKENIZER, _MAP = "tokenizer.json", "special_tokens_map.json"
+# Classes of `transformers` that make a post-processor of their own, and not the one of tokenizer.json.
+_REBUILT = ("GPTNeoXTokenizer", "GPTNeoXTokenizerFast")
 _TEMPLATES = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")
 
 
@@ -24,10 +34,14 @@ def agreeing(files: Mapping[str, bytes], tokenizer: FileTokenizer) -> dict[str, 
     except DataError:  # tokens that do not exist, which is why the run names others
         there = None
     here = tokenizer.text_tokens
+    # `transformers` puts before a text what tokenizer.json says, whatever add_bos_token is.
+    puts = (put_before(whole.get("post_processor"), tokenizer.vocabulary.path) or ()) == here.begin
     config = dict(tables.get(CONFIG_FILE, {"tokenizer_class": "PreTrainedTokenizerFast"}))
     # lm-eval begins a text with the bos_token, wherever the template has it from.
     names_begin = not here.begin or token_text(config, "bos_token") is not None
-    if there is not None and (there.begin, there.end) == (here.begin, here.end) and names_begin:
+    is_rebuilt = bool(here.begin) and config.get("tokenizer_class") in _REBUILT
+    is_said = there is not None and (there.begin, there.end) == (here.begin, here.end)
+    if is_said and names_begin and puts and not is_rebuilt:
         return {}
     changed: dict[str, Any] = {CONFIG_FILE: config}
     config["add_bos_token"] = bool(here.begin)
@@ -42,12 +56,14 @@ def agreeing(files: Mapping[str, bytes], tokenizer: FileTokenizer) -> dict[str, 
             ends = tables[name].get("eos_token_id")
             if here.end not in (ends if isinstance(ends, list) else [ends]):
                 changed[name] = {**tables[name], "eos_token_id": here.end}
-    if there is None or there.begin != here.begin:
+    if is_rebuilt:
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if not puts:
         changed[_TOKENIZER] = {
             **whole,
             "post_processor": _processor(whole.get("post_processor"), here.begin, tokenizer),
         }
-    return {name: (json.dumps(table, indent=2, ensure_ascii=False) + "\n").encode() for name, table in changed.items()}
+    return {name: _written(table) for name, table in changed.items()}
 
 
 def _processor(old: Any, begin: tuple[int, ...], tokenizer: FileTokenizer) -> Any:
@@ -73,3 +89,33 @@ def _parsed(name: str, raw: bytes) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise DataError(f"{name} of the tokenizer holds no object; download it again")
     return table
+
+
+def ending(files: Mapping[str, bytes], ends: Sequence[int]) -> dict[str, bytes]:
+    """generation_config.json that ends what a model writes at each of `ends`; none where `files` say so already."""
+    tables = {name: _parsed(name, files[name]) for name in (GENERATION_FILE, "config.json") if name in files}
+    declared = next((ids for table in tables.values() if (ids := declared_ids(table.get("eos_token_id")))), ())
+    more = [end for end in ends if end not in declared]
+    # One end of a text stands in config.json, whatever else is there.
+    if not more or (not declared and len(ends) == 1):
+        return {}
+    return {GENERATION_FILE: _written({**tables.get(GENERATION_FILE, {}), "eos_token_id": [*declared, *more]})}
+
+
+def filling(files: Mapping[str, bytes], name: str) -> dict[str, bytes]:
+    """The files among `files` that declare a pad token, saying that it is `name`."""
+    changed = {CONFIG_FILE: {**_parsed(CONFIG_FILE, files[CONFIG_FILE]), "pad_token": name}}
+    if _MAP in files:
+        changed[_MAP] = {**_parsed(_MAP, files[_MAP]), "pad_token": name}
+    return {file: _written(table) for file, table in changed.items()}
+
+
+def with_special(tokenizer: bytes, name: str, token: int) -> bytes:
+    """A tokenizer.json with one more special token."""
+    whole = _parsed(_TOKENIZER, tokenizer)
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return _written({**whole, "added_tokens": [*whole["added_tokens"], {"id": token, "content": name, **flags}]})
+
+
+def _written(table: Mapping[str, Any]) -> bytes:
+    return (json.dumps(table, indent=2, ensure_ascii=False) + "\n").encode()

@@ -148,7 +148,18 @@ def resolve_table(
     table = lay_over({name: section(name, value) for name, value in table.items()}, overrides)
     data = [given.get("data") for given in (own, overrides)]
     names_tokenizer = any(isinstance(given, Mapping) and "tokenizer" in given for given in data)
-    return with_rate(with_folder(table, model, names_tokenizer), (own, overrides))
+    return with_rate(with_folder(_with_formats(table), model, names_tokenizer), (own, overrides))
+
+
+def _with_formats(table: dict[str, Any]) -> dict[str, Any]:
+    data, train = table.get("data"), table.get("train")
+    if not isinstance(data, Mapping) or not {"path", "mixture", "eval"} & data.keys():
+        return table
+    # Imported here: without data of their own, most commands read none.
+    from terrace.data.found_format import with_formats
+
+    on_pairs = isinstance(train, Mapping) and train.get("objective", "next-token") != "next-token"
+    return table | {"data": with_formats(data, on_pairs=on_pairs)}
 
 
 def parse_run(table: Mapping[str, Any]) -> RunConfig:

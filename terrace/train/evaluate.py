@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from terrace.base.errors import ConfigError, DataError
-from terrace.data.chat import Ids, Mask
+from terrace.data.chat import Mask
+from terrace.data.chat_encoder import Ids
 from terrace.data.tokens import encode_whole
 from terrace.model.decoder import IGNORE_INDEX, token_loss
 from terrace.model.experts.config import refuse_looking_ahead

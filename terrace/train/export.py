@@ -12,6 +12,7 @@ from terrace.model.hf.pretrained import write_pretrained
 from terrace.model.lora.config import is_adapter
 from terrace.model.lora.peft import write_adapter
 from terrace.train.adapted import lora_of, merged_values
+from terrace.train.export_tokens import token_facts
 
 
 def export(
@@ -22,14 +23,18 @@ def export(
     Takes the arguments of `write_pretrained`. Raises `CheckpointError` for an unreadable checkpoint, and `ModelError`
     as `write_pretrained` does.
     """
+    config = parse_model(checkpoint.facts["model"])
+    facts = token_facts(source, config, end_of_text)
     return write_pretrained(
         folder,
-        parse_model(checkpoint.facts["model"]),
+        config,
         _Values(checkpoint),
         dtype,
         shard_bytes=shard_bytes,
         source=source,
         end_of_text=end_of_text,
+        carried=facts.files,
+        ids=facts.ids,
     )
 
 

@@ -41,6 +41,7 @@ from terrace.model.hf.names import output_name
 from terrace.model.hf.pretrained import DTYPES, Parts, joined, rounded, stored_parts
 from terrace.runtime.states import ADAMW, FROZEN, KINDS
 from terrace.train.adapted import lora_of, merged_values
+from terrace.train.export_tokens import token_facts
 from terrace.train.runs import RunFolder
 
 _VALUE = "value"
@@ -75,8 +76,9 @@ def export_dcp(checkpoint: Checkpoint, run: RunFolder, folder: Path, options: Dc
     if options.states:
         _check_states(checkpoint)
     dtype = DTYPES[options.dtype or stored_dtype(checkpoint)]
-    ends = token_ids(options.source, options.end_of_text)
-    table = published_table(to_table(config), str(dtype).removeprefix("torch."), ends)
+    facts = token_facts(options.source, config, options.end_of_text)
+    ids = {**token_ids(options.source, options.end_of_text), **facts.ids}
+    table = published_table(to_table(config), str(dtype).removeprefix("torch."), ids)
     try:
         with folder_atomic(folder) as made:
             writer = DcpWriter(made, options.file_bytes)
@@ -87,7 +89,7 @@ def export_dcp(checkpoint: Checkpoint, run: RunFolder, folder: Path, options: Dc
                 writer.alias(state.path(output_name(config)), of=state.path(next(iter(stored_parts(config)))))
             files = writer.finish()
             others: dict[str, str | bytes] = {CONFIG: json.dumps(table, indent=2, sort_keys=True) + "\n"}
-            others |= carried_files(options.source, options.end_of_text)
+            others |= {**carried_files(options.source, options.end_of_text), **facts.files}
             for name, content in others.items():
                 write_atomic(made / name, content)
     except OSError as error:

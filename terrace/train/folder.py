@@ -14,6 +14,7 @@ from terrace.base.fitting import parse_table
 from terrace.base.foreign import read_file, read_text
 from terrace.base.sealed import checksum, sealed_json
 from terrace.base.words import counted
+from terrace.data.converted import other_form
 from terrace.model.hf.folder import (
     CHAT_TEMPLATE,
     CONFIG,
@@ -23,6 +24,7 @@ from terrace.model.hf.folder import (
     adapter_words,
     holds_weights,
     read_files,
+    with_templates,
 )
 
 if TYPE_CHECKING:
@@ -65,9 +67,13 @@ def with_folder(table: Mapping[str, Any], model: Any, names_tokenizer: bool) -> 
         train["weights"] = folder = os.path.abspath(weights)
         if words := adapter_words(Path(folder)):
             raise ModelError(words)
-    if folder and not names_tokenizer and (train.get("weights") or os.path.isfile(os.path.join(folder, TOKENIZER))):
+    if folder and not names_tokenizer and (train.get("weights") or _has_tokenizer(Path(folder))):
         data["tokenizer"] = os.path.join(folder, TOKENIZER)
     return {**table, "train": train, "data": data}
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return (folder / TOKENIZER).is_file() or other_form(folder) is not None
 
 
 def check_tokenizer(tokenizer: "Tokenizer", run: "RunConfig") -> None:
@@ -131,7 +137,7 @@ def source_files(weights: str, tokenizer_path: str, template_path: str, tokenize
         path = Path(tokenizer_path)
         path = path / TOKENIZER if path.is_dir() else path
         if path.name == TOKENIZER:
-            found |= read_files(path.parent, TOKENIZER_FILES)
+            found |= with_templates(path.parent, read_files(path.parent, TOKENIZER_FILES))
         # A tokenizer under another name is exported under the usual one.
         else:
             found[TOKENIZER] = _named(path)

@@ -56,8 +56,10 @@ def generate(
     top_k: int = 40,
     seed: int = 0,
     window: int = 256,
+    stops: tuple[int, ...] = (),
 ) -> str:
-    """Continuation of `prompt` by the checkpoint in `folder`, which sees at most the last `window` tokens.
+    """Continuation of `prompt` by the checkpoint in `folder`, which sees at most the last `window` tokens, up to one of
+    `stops`: the tokens that `terrace.data.ends.ends_of` finds.
 
     Raises `CheckpointError` for a checkpoint that is damaged or was trained with another tokenizer, and `DataError` for
     a prompt with tokens outside the model's vocabulary.
@@ -67,8 +69,6 @@ def generate(
     checkpoint.verify()
     check_tokenizer(checkpoint, tokenizer)
     config, blocks = load_blocks(checkpoint)
-    end = tokenizer.text_tokens.end
-    stops = () if end is None else (end,)
     model = Trained(config=config, blocks=blocks, tokenizer=tokenizer, context=window, stops=stops)
     sampling = Sampling(temperature=temperature, top_k=top_k, seed=seed)
     return generate_texts(model, [prompt], num_tokens, sampling)[0]

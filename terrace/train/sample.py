@@ -10,8 +10,10 @@ from terrace.data.batches import Source
 from terrace.data.chat_prompt import chat_ids
 from terrace.data.chat_tokens import holds_conversations
 from terrace.data.documents import open_documents
+from terrace.data.ends import ends_of
 from terrace.data.tokenizer import Tokenizer, load_tokenizer
 from terrace.train.config import RunConfig
+from terrace.train.folder import SOURCE
 from terrace.train.generate import generate
 from terrace.train.job import RunJob
 
@@ -28,7 +30,13 @@ def closing_sample(job: RunJob, folder: Path) -> str:
     prompt = sample_prompt(job.run, job.sources, tokenizer)
     shown = prompt if isinstance(prompt, str) else tokenizer.decode(prompt, keep_special=True)
     return shown + generate(
-        folder, tokenizer, prompt, num_tokens=_SAMPLE_TOKENS, temperature=0.8, window=train.sequence
+        folder,
+        tokenizer,
+        prompt,
+        num_tokens=_SAMPLE_TOKENS,
+        temperature=0.8,
+        window=train.sequence,
+        stops=ends_of(tokenizer, data.tokenizer, data.chat_template, job.folder / SOURCE),
     )
 
 

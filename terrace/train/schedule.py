@@ -12,9 +12,15 @@ peak rate, `train.final_lr_fraction`:
 """
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
+from terrace.base.errors import ConfigError
+from terrace.base.schema import load
 from terrace.runtime.settings import OptimizerConfig
 from terrace.train.keys import TrainConfig
+
+_TOLD = 0.01  # a rate that differs by less is no jump
 
 
 def learning_rate(step: int, train: TrainConfig, optimizer: OptimizerConfig) -> float:
@@ -28,6 +34,28 @@ def learning_rate(step: int, train: TrainConfig, optimizer: OptimizerConfig) -> 
 def warmed_up(peak: float, step: int, num_steps: int) -> float:
     """Learning rate of step `step` (from 0) of a run of feedback: it rises for `num_steps` steps, and stays."""
     return peak * min(1.0, (step + 1) / max(1, num_steps))
+
+
+def rate_jump(step: int, earlier: Mapping[str, Any] | None, train: TrainConfig, optimizer: OptimizerConfig) -> str:
+    """How the rate of the first step of a resumed run, `step` (from 0), departs from what the settings of its `earlier`
+    start would have made it; "" if it does not, or they cannot be read.
+    """
+    if not earlier:
+        return ""
+    try:
+        before = load(TrainConfig, earlier.get("train", {}), "train")
+        own = load(OptimizerConfig, earlier.get("optimizer", {}), "optimizer")
+    except ConfigError:  # of another version
+        return ""
+    # Beyond its last step, the earlier schedule would have stayed where it ended.
+    last, planned, now = (
+        learning_rate(step - 1, before, own),
+        learning_rate(min(step, before.steps), before, own),
+        learning_rate(step, train, optimizer),
+    )
+    if math.isclose(now, planned, rel_tol=_TOLD):
+        return ""
+    return f"learning rate {last:.3g} -> {now:.3g} in one step, where the earlier settings have {planned:.3g},"
 
 
 def _height(step: int, train: TrainConfig) -> float:

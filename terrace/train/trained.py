@@ -3,20 +3,20 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from terrace.base.errors import CheckpointError, ConfigError, ModelError, did_you_mean
-from terrace.base.schema import read_table
 from terrace.checkpoint.layout import latest
 from terrace.checkpoint.reading import Checkpoint, not_finite
+from terrace.data.converted import other_form
+from terrace.data.ends import ends_of
 from terrace.data.tokenizer import BYTES, Tokenizer, load_tokenizer, trained_otherwise
 from terrace.model.config import ModelConfig, block_specs, load_model, parse_model
 from terrace.model.decoder import build_blocks
 from terrace.model.experts.config import GATE_BIAS
-from terrace.model.hf.folder import CONFIG, GENERATION, TOKENIZER, adapter_words, holds_weights
+from terrace.model.hf.folder import CONFIG, TOKENIZER, adapter_words, holds_weights
 from terrace.model.hf.pretrained import Pretrained
 from terrace.runtime.describe import replace_parameters
 from terrace.runtime.norm import is_finite
@@ -29,7 +29,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """A model with values, its tokenizer, its training sequence length, and the tokens that end a text.
+    """A model with values, its tokenizer, its training sequence length, and the tokens that end a text or a turn.
 
     `tokenizer_path` and `template_path` lead to the chat template that it was trained with.
     """
@@ -138,14 +138,14 @@ def _of_run(folder: Path, dtype: torch.dtype, tokenizer: str | None, device: tor
         blocks=blocks,
         tokenizer=own,
         context=run.context,
-        stops=_stops(own, run.source),
+        stops=ends_of(own, path, run.template, run.source),
         tokenizer_path=path,
         template_path=run.template,
     )
 
 
 def _of_hugging_face(folder: Path, dtype: torch.dtype, tokenizer: str | None, device: torch.device | str) -> Trained:
-    if tokenizer is None and not (folder / TOKENIZER).is_file():
+    if tokenizer is None and not (folder / TOKENIZER).is_file() and other_form(folder) is None:
         raise CheckpointError(
             f"{folder} has no {TOKENIZER}: name one with --tokenizer PATH, or --tokenizer {BYTES} if the model was "
             f"trained on {BYTES}"
@@ -163,20 +163,6 @@ def _of_hugging_face(folder: Path, dtype: torch.dtype, tokenizer: str | None, de
         blocks=blocks,
         tokenizer=own,
         context=config.max_positions,
-        stops=_stops(own, folder),
+        stops=ends_of(own, path, folder=folder),
         tokenizer_path=path,
     )
-
-
-def _ends(path: Path) -> Any:
-    return read_table(path, path.parent).get("eos_token_id") if path.is_file() else None
-
-
-def _stops(tokenizer: Tokenizer, folder: Path) -> tuple[int, ...]:
-    end = tokenizer.text_tokens.end
-    found = set() if end is None else {end}
-    # Chat models may end a turn with another token than a text.
-    for ends in (_ends(folder / CONFIG), _ends(folder / GENERATION)):
-        # The key holds one id or a list of them.
-        found |= {end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)}
-    return tuple(sorted(found))

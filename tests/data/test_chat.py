@@ -12,7 +12,8 @@ import pytest
 
 from terrace.base.errors import DataError
 from terrace.data import template, template_process
-from terrace.data.chat import ByteEncoder, ChatReader, load_encoder
+from terrace.data.chat import ChatReader
+from terrace.data.chat_encoder import ByteEncoder, load_encoder
 from terrace.data.chat_tokens import prepare_chat
 from terrace.data.documents import open_documents
 from terrace.data.rendering import Renderers, TemplateRefusalError
@@ -269,10 +270,10 @@ U, A = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
     [
         ("{", "is not valid JSON"),
         ("[1]", "is a list; each line must be an object"),
-        ({"text": "a", "id": 3}, r"has neither 'messages' nor 'prompt' and 'completion' \(keys: 'text', 'id'\)"),
-        ({"prompt": "a"}, r"has neither .* \(keys: 'prompt'\)"),
-        ({"prompt": "a", "completion": "b", "messages": [U, A]}, "has 'messages' beside 'prompt'; keep one"),
-        ({"prompt": [U], "completion": [A]}, "'prompt' must be a string, not a list; write a conversation as"),
+        ({"text": "a", "id": 3}, r"has no form of a conversation \(keys: 'text', 'id'\); the forms are 'messages', "),
+        ({"prompt": "a"}, r"has no form .* \(keys: 'prompt'\)"),
+        ({"prompt": "a", "completion": "b", "messages": [U, A]}, "has 'messages' beside 'completion'; keep one"),
+        ({"prompt": 3, "completion": [A]}, "'prompt' must be a string or a list of messages, not of type int"),
         ({"prompt": "a", "completion": ""}, "'completion' is empty"),
         ({"messages": []}, "the conversation is empty"),
         ({"messages": "hi"}, "'messages' must be a list, not a string"),

@@ -71,7 +71,8 @@ def test_pairs_of_an_arrow_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("records", "said"),
     [
-        ([{"text": "a"}], r"has none of the columns messages, .* \(its columns: 'text'\)"),
+        ([{"words": "a"}], r"has none of the columns messages, .* \(its columns: 'words'\)"),
+        ([{"text": "a"}], r"a.parquet: row 1 has no form of a conversation \(keys: 'text'\)"),
         ([{"messages": TALK}, {"messages": TALK[:2]}], "a.parquet: row 2: the assistant says nothing"),
         ([{"messages": {"role": ["user"], "content": ["a"]}}], "row 1: 'messages' must be a list, not an object"),
         ([{"messages": [TALK[1] | {"content": b"a"}, TALK[4]]}], "row 1: .*bytes.*; write the value as a string"),

@@ -13,7 +13,8 @@ from terrace.base.schema import load
 from terrace.data import pieces as pieces_module
 from terrace.data import tokenizer as tokenizer_module
 from terrace.data.bounded_call import within
-from terrace.data.chat import ChatReader, load_encoder
+from terrace.data.chat import ChatReader
+from terrace.data.chat_encoder import load_encoder
 from terrace.data.config import DataConfig
 from terrace.data.prepared import prepare_sources
 from terrace.data.template import ChatTemplate

@@ -227,7 +227,7 @@ def test_a_run_s_closing_sample_begins_with_the_ids_of_its_data(
     run = resolve(None, {}, {"model": {"vocab_size": 404}})
     for prompt in (None, "<s>A <|im_end|>"):
         job: Any = SimpleNamespace(
-            sources=sources, run=replace(run, data=data, train=replace(run.train, prompt=prompt))
+            folder=tmp_path, sources=sources, run=replace(run, data=data, train=replace(run.train, prompt=prompt))
         )
         shown = sample_module.closing_sample(job, tmp_path)
         begun = "<s>What is a tier?<|im_end|>" if prompt is None else prompt

@@ -20,7 +20,7 @@ ADAPTER = "adapter_config.json"  # of a folder of peft
 METADATA = ".metadata"  # of a folder of torch.distributed.checkpoint
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-CHAT_TEMPLATE = "chat_template.jinja"
+CHAT_TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 TOKENIZER_FILES = (
     TOKENIZER,
     TOKENIZER_CONFIG,
@@ -128,7 +128,7 @@ def carried_files(source: str | Path | None, end_of_text: int | None = None) -> 
     if TOKENIZER in found and TOKENIZER_CONFIG not in found:
         table = _tokenizer_config(found[TOKENIZER], end_of_text)
         found[TOKENIZER_CONFIG] = (json.dumps(table, indent=2, sort_keys=True) + "\n").encode()
-    return found
+    return found if source is None else with_templates(Path(source), found)
 
 
 def read_files(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
@@ -143,6 +143,32 @@ def read_files(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
         except OSError as error:
             raise ModelError(f"cannot read {folder / name}: {error.strerror}") from error
     return found
+
+
+def with_templates(folder: Path, found: Mapping[str, bytes]) -> dict[str, bytes]:
+    """`found` of a folder with all its chat templates: those in the folder inside of it move to tokenizer_config.json.
+
+    Raises `ModelError` for a file that cannot be read.
+    """
+    names = sorted(path.name for path in (folder / MORE_TEMPLATES).glob("*.jinja"))
+    if not names:
+        return dict(found)
+    named = {CHAT_TEMPLATE: found[CHAT_TEMPLATE]} if CHAT_TEMPLATE in found else {}
+    named |= read_files(folder / MORE_TEMPLATES, names)
+    try:
+        sources = {
+            "default" if name == CHAT_TEMPLATE else name.removesuffix(".jinja"): source.decode()
+            for name, source in named.items()
+        }
+        table = json.loads(found.get(TOKENIZER_CONFIG, b"{}"))
+    except ValueError as error:
+        raise ModelError(
+            f"a chat template or {TOKENIZER_CONFIG} in {folder} is damaged ({error}): repair it"
+        ) from error
+    listed = [{"name": name, "template": source} for name, source in sources.items()]
+    # The list counts only without the file.
+    kept = {name: content for name, content in found.items() if name != CHAT_TEMPLATE}
+    return {**kept, TOKENIZER_CONFIG: json.dumps({**table, "chat_template": listed}, ensure_ascii=False).encode()}
 
 
 def _tokenizer_config(tokenizer: bytes, end_of_text: int | None) -> dict[str, Any]:

@@ -235,14 +235,17 @@ def write_pretrained(
     shard_bytes: int = SHARD_BYTES,
     source: str | Path | None = None,
     end_of_text: int | None = None,
+    carried: Mapping[str, bytes] | None = None,
+    ids: Mapping[str, int | None] | None = None,
 ) -> list[str]:
     """Write a folder that `transformers` loads, whole or not at all, and return the names of its files.
 
     `value` returns the whole parameter of (block, parameter); it is called in the order of the blocks, once for each,
     and a shard is in memory at a time. `dtype` is fp32, bf16, fp16 or fp64. From the folder `source` come, byte for
     byte, the tokenizer's files and generation_config.json, and of its config.json which tokens begin, end and pad a
-    text; without one, `end_of_text` ends it. Raises `ModelError` for a folder that is not empty or cannot be written,
-    for values that fp16 cannot hold, and for a model that its family's config.json cannot describe.
+    text; without one, `end_of_text` ends it. `carried` files and `ids`, keys of config.json, replace these. Raises
+    `ModelError` for a folder that is not empty or cannot be written, for values that fp16 cannot hold, and for a model
+    that its family's config.json cannot describe.
     """
     folder = Path(folder)
     if dtype not in DTYPES:
@@ -251,8 +254,9 @@ def write_pretrained(
         raise ModelError(f"shard_bytes = {shard_bytes} must be at least 1")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ModelError(f"{folder} is there and not an empty folder: name a new one")
-    table = published_table(to_table(config), str(DTYPES[dtype]).removeprefix("torch."), token_ids(source, end_of_text))
-    others: dict[str, str | bytes] = {CONFIG: _json(table), **carried_files(source, end_of_text)}
+    tokens = {**token_ids(source, end_of_text), **(ids or {})}
+    table = published_table(to_table(config), str(DTYPES[dtype]).removeprefix("torch."), tokens)
+    others: dict[str, str | bytes] = {CONFIG: _json(table), **carried_files(source, end_of_text), **(carried or {})}
     shards = _shards(config, DTYPES[dtype].itemsize, shard_bytes)
     try:
         with folder_atomic(folder) as made:

@@ -1,10 +1,16 @@
-"""Prompts of a JSONL or Parquet file, in an order that is drawn anew for every pass over them."""
+"""Prompts of a JSONL or Parquet file, in an order that is drawn anew for every pass over them.
+
+A prompt is a text, or messages in any form of terrace.data.row_forms, which the chat template of the model turns into
+the text up to the assistant's answer.
+"""
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from codecs import BOM_UTF8
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +18,12 @@ from terrace.base.errors import ConfigError, DataError
 from terrace.base.extras import needs
 from terrace.base.parsing import parse_json
 from terrace.base.words import counted
+from terrace.data.chat_prompt import ChatPrompts
+from terrace.data.row_forms import prompt_row
 from terrace.data.tokenizer import Tokenizer
 from terrace.rl.values.prompts import Prompt
 
+_RENDERED = 64  # prompts that are rendered together
 _KEPT_ORDERS = 2  # a step may lie across two passes
 
 
@@ -37,30 +46,67 @@ class PromptFile:
 
 
 def read_prompts(
-    file: Path, column: str, tokenizer: Tokenizer, *, longest: int, num_held_out: int, seed: int
+    file: Path,
+    column: str,
+    tokenizer: Tokenizer,
+    *,
+    longest: int,
+    num_held_out: int,
+    seed: int,
+    chats: Callable[[], ChatPrompts] | None = None,
 ) -> PromptFile:
     """Read and encode a file's prompts; the other columns of a line go to rewards.
 
-    Raises `DataError` for a file that cannot be read, a line without text in `column`, and a prompt of more tokens than
-    `longest` or of none; `ConfigError` where nothing is left to train on.
+    `chats` gives the template of prompts that are messages. Raises `DataError` for a file that cannot be read, a line
+    without a prompt in `column`, messages without a template, and a prompt of more tokens than `longest` or of none;
+    `ConfigError` where nothing is left to train on.
     """
     found = list[Prompt]()
-    for number, line in _lines(file):
-        text = line.get(column)
-        if not isinstance(text, str) or not text:
-            raise DataError(f"{file} line {number} has no text in {column!r}: it has {', '.join(map(str, line))}")
-        tokens = tuple(int(token) for token in tokenizer.encode_prompt(text))
-        if not 0 < len(tokens) <= longest:
-            raise DataError(
-                f"{file} line {number} has a prompt of {counted(len(tokens), 'token')}: 1 to run.max_prompt = "
-                f"{longest} are allowed"
-            )
-        found.append(Prompt(text, tokens, {name: value for name, value in line.items() if name != column}))
+    for lines in _batched(_lines(file)):
+        asked = [prompt_row(line, column, f"{file} line {number}") for number, line in lines]
+        texts = _texts(asked, [f"{file} line {number}" for number, _ in lines], tokenizer, chats)
+        for (number, line), (text, tokens) in zip(lines, texts, strict=True):
+            if not 0 < len(tokens) <= longest:
+                raise DataError(
+                    f"{file} line {number} has a prompt of {counted(len(tokens), 'token')}: 1 to run.max_prompt = "
+                    f"{longest} are allowed"
+                )
+            found.append(Prompt(text, tokens, {name: value for name, value in line.items() if name != column}))
     if len(found) <= num_held_out:
         raise ConfigError(
             f"{file} has {counted(len(found), 'prompt')}, and run.held_out = {num_held_out}: leave some to train on"
         )
     return PromptFile(tuple(found), num_held_out, seed)
+
+
+def _texts(
+    asked: Sequence[str | Mapping[str, Any]],
+    places: Sequence[str],
+    tokenizer: Tokenizer,
+    chats: Callable[[], ChatPrompts] | None,
+) -> list[tuple[str, tuple[int, ...]]]:
+    """The text and the tokens of each prompt."""
+    talks = [(row, where) for row, where in zip(asked, places, strict=True) if not isinstance(row, str)]
+    made: Iterator[tuple[str, list[int]]] = iter(())
+    if talks:
+        first = talks[0][1]
+        if chats is None:
+            raise DataError(f"{first} has messages, and this task has no chat template: give texts")
+        try:
+            template = chats()
+        except DataError as error:
+            raise DataError(
+                f"{first} has messages: {error}; or write prompts as texts, and name their key with run.prompt_column"
+            ) from error
+        made = template.rendered(talks)
+    texts = [next(made) if not isinstance(row, str) else (row, tokenizer.encode_prompt(row).tolist()) for row in asked]
+    return [(text, tuple(map(int, tokens))) for text, tokens in texts]
+
+
+def _batched(lines: Iterator[tuple[int, Mapping[str, Any]]]) -> Iterator[list[tuple[int, Mapping[str, Any]]]]:
+    # The template's process is asked for many at once.
+    while batch := list(islice(lines, _RENDERED)):
+        yield batch
 
 
 @lru_cache(maxsize=_KEPT_ORDERS)
@@ -88,7 +134,8 @@ def _lines(file: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield number, _table(line, f"{file} line {number}")
+                # Some editors begin a file with a mark.
+                yield number, _table(line.removeprefix(BOM_UTF8) if number == 1 else line, f"{file} line {number}")
 
 
 def _table(line: bytes, place: str) -> Mapping[str, Any]:

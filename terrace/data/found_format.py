@@ -1,0 +1,99 @@
+"""The format of data whose user names none: what the first record is.
+
+A record with a text is text. One without, in a form of terrace.data.row_forms, is a conversation or a preference.
+Anything else stays text, whose reader names what is wrong. Pure: imports no torch, no numpy.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from terrace.base.errors import DataError
+from terrace.data.files import find_data
+from terrace.data.records import records
+from terrace.data.row_forms import CHAT_COLUMNS, PAIR_COLUMNS, chat_form, is_pair
+from terrace.data.sources import STDLIB, Format
+
+_MOST_BYTES = 1 << 24  # of a first line; a longer one is hardly a conversation
+
+
+def found_format(path: str | Path, split: str = "", *, on_pairs: bool = False) -> Format:
+    """The format of the corpus `path`, of preferences before conversations if a run is `on_pairs`."""
+    first = first_record(path, split)
+    if isinstance(first.get("text"), str):
+        return "text"
+    pair, chat = is_pair(first), chat_form(first) is not None
+    if pair and (on_pairs or not chat):
+        return "pairs"
+    return "chat" if chat else "text"
+
+
+def with_formats(data: Any, *, on_pairs: bool = False) -> Any:
+    """The section `data` of a run's table with the formats of sources that neither it nor they name."""
+    if not isinstance(data, Mapping) or "format" in data:
+        return data
+    made, split = dict(data), data.get("split", "")
+    if isinstance(data.get("path"), str):
+        made |= _named(_of_source(data, split, on_pairs))
+    if isinstance(data.get("mixture"), list):
+        made["mixture"] = [_with_format(each, split, data.get("column")) for each in data["mixture"]]
+    if isinstance(data.get("eval"), Mapping):
+        # Sources without a format have that of the section.
+        kept = made.get("format", "text")
+        made["eval"] = {
+            name: _with_format({"path": each} if isinstance(each, str) else each, split, data.get("column"), kept, each)
+            for name, each in data["eval"].items()
+        }
+    return made
+
+
+def record_words(path: str | Path, split: str, chosen: Format) -> str:
+    """What the records of conversations or preferences are taken as, by the first; "" for text."""
+    if chosen == "text":
+        return ""
+    first = first_record(path, split)
+    form = chat_form(first)
+    if chosen == "pairs":
+        return "preferences: 'chosen' and 'rejected'"
+    return "" if form is None else f"conversations: {form.words()}"
+
+
+def first_record(path: str | Path, split: str = "") -> Mapping[str, Any]:
+    """The first record of a corpus without nulls; an empty one where there is none, or it cannot be read."""
+    if str(path) == STDLIB:
+        return {}
+    try:
+        file = find_data(path, split).files[0]
+        if not file.holds_records or (file.form == "lines" and _is_long(file.path)):
+            return {}
+        columns = tuple(dict.fromkeys(("text", *CHAT_COLUMNS, *PAIR_COLUMNS)))
+        return next(records(file, columns, ""), ({}, ""))[0]
+    # Whoever reads the data says what is wrong with it.
+    except (DataError, OSError):
+        return {}
+
+
+def _is_long(path: Path) -> bool:
+    with path.open("rb") as stream:
+        return len(stream.readline(_MOST_BYTES)) == _MOST_BYTES
+
+
+def _of_source(source: Mapping[str, Any], split: Any, on_pairs: bool) -> Format:
+    # A column that somebody names holds a text.
+    if source.get("column", "text") != "text" or not isinstance(source.get("path"), str) or not source["path"]:
+        return "text"
+    return found_format(source["path"], split if isinstance(split, str) else "", on_pairs=on_pairs)
+
+
+def _named(found: Format) -> dict[str, Format]:
+    return {} if found == "text" else {"format": found}
+
+
+def _with_format(source: Any, split: Any, column: Any, general: Any = "text", given: Any = None) -> Any:
+    if not isinstance(source, Mapping) or "format" in source:
+        return source
+    read = {"column": column or "text", **source}
+    found = _of_source(read, source.get("split", split), False)
+    if found == general:
+        return source if given is None else given
+    return {**source, "format": found}

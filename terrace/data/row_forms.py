@@ -1,0 +1,289 @@
+"""Rows of data sets in the forms that people publish them in, made into the three that Terrace works with.
+
+conversation    {"messages": [...]}, or {"prompt": text, "completion": text}, plain text that needs no template
+preference      {"prompt": ..., "chosen": ..., "rejected": ...}, three texts or three lists of messages
+prompt          a text, or messages that the assistant is to answer
+
+`CHATS` and `QUESTIONS` are the tables of forms; the first that fits a row counts, keys that it does not name are
+ignored, and a null value counts as absent. A row of no form is refused with the keys that it has and the forms that
+there are. What a message may hold is checked where it is rendered (terrace.data.chat).
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from terrace.base.errors import DataError
+from terrace.data.pieces import kind_of
+from terrace.data.turns import ASSISTANT, SYSTEM, USER, message, messages_of, role_of, spelled_turns
+
+Row = Mapping[str, Any]
+Messages = list[Any]
+
+MEMBERS = ("chosen", "rejected")
+NUM_ASKED = "num_asked"  # the messages of a conversation that ask: their assistant's turns are not trained on
+_PAIR = '{"prompt": ..., "chosen": ..., "rejected": ...}, with texts or lists of messages'
+FOR_TEMPLATE = ("tools", "documents", "chat_template_kwargs")  # what a chat template is given besides messages
+_SYSTEM_TEXTS = ("system", "system_prompt")
+_SHOWN_KEYS = 8
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form of a row: the text or the list of turns `asked`, with `material` that belongs to it where it is there, and
+    the text `answered`, if the list does not hold the answers, too.
+    """
+
+    asked: str
+    answered: str = ""
+    material: str = ""
+    name: str = ""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return (self.asked, self.answered) if self.answered else (self.asked,)
+
+    def fits(self, row: Row) -> bool:
+        return all(row.get(key) is not None for key in self.keys)
+
+    def words(self) -> str:
+        """Its keys, and its name if it has one."""
+        keys = " and ".join(map(repr, self.keys))
+        return f"{keys} ({self.name})" if self.name else keys
+
+
+COMPLETION = Form("prompt", "completion")
+SPELLED = Form(
+    "text", name="turns spelled out"
+)  # as Guanaco has them; the last resort, as a text is usually meant as one
+CHATS = (
+    Form("messages"),
+    COMPLETION,
+    Form("conversations", name="ShareGPT"),
+    Form("conversation"),
+    Form("instruction", "output", "input", "Alpaca"),
+    Form("instruction", "response", "context", "Dolly"),
+    Form("question", "answer", "context"),
+    Form("question", "response", name="OpenOrca"),
+    Form("query", "response"),
+    Form("problem", "solution"),
+    Form("problem", "generated_solution"),
+    Form("prompt", "response"),
+    Form("input", "output"),
+)
+# What a preference or a row for feedback asks, where it has no 'prompt'.
+QUESTIONS = (
+    Form("messages"),
+    Form("conversations", name="ShareGPT"),
+    Form("conversation"),
+    Form("trajectory", name="UltraInteract"),
+    Form("instruction", material="input"),
+    Form("question", material="context"),
+    Form("query"),
+    Form("problem"),
+    Form("input"),
+)
+
+
+def columns(forms: Sequence[Form], *more: str) -> tuple[str, ...]:
+    """The keys that forms read, for tables, which are read by column."""
+    keys = [key for form in forms for key in (*form.keys, form.material) if key]
+    return tuple(dict.fromkeys((*keys, *more, *FOR_TEMPLATE, "history", *_SYSTEM_TEXTS)))
+
+
+CHAT_COLUMNS = columns((*CHATS, SPELLED))
+PAIR_COLUMNS = columns(QUESTIONS, "prompt", *MEMBERS)
+
+
+def chat_form(row: Row) -> Form | None:
+    """The form in which a row is a conversation, if any."""
+    found = next((form for form in CHATS if form.fits(row)), None)
+    return SPELLED if found is None and spelled_turns(row.get("text")) else found
+
+
+def is_pair(row: Row) -> bool:
+    """Whether a row has the members of a preference."""
+    return all(row.get(key) is not None for key in MEMBERS)
+
+
+def chat_row(row: Row, where: str) -> dict[str, Any]:
+    """A row as a conversation: messages, or a text and its completion.
+
+    Raises `DataError`, naming the place `where`, for a row of no form, and for values that do not fit its form.
+    """
+    form = chat_form(row)
+    if form is None and is_pair(row):
+        raise DataError(f'{where} holds a preference, not a conversation: set data.format = "pairs"')
+    if form is None:
+        raise DataError(
+            f"{where} has no form of a conversation (keys: {_shown(row)}); the forms are "
+            f"{', '.join(each.words() for each in CHATS)}: rename its keys"
+        )
+    # Which of the two is meant cannot be told.
+    if form.asked == "messages" and row.get("completion") is not None:
+        raise DataError(f"{where} has 'messages' beside 'completion'; keep one of the two forms")
+    if form is SPELLED:
+        return {"messages": spelled_turns(row["text"])}
+    if form == COMPLETION and _is_plain(row, COMPLETION.keys):
+        return {key: row[key] for key in COMPLETION.keys}
+    if form.asked == "messages" and not isinstance(row["messages"], list):
+        return {"messages": row["messages"]}  # which is refused where messages are
+    asked = _asked(row, form, where)
+    if not form.answered:
+        return {"messages": asked, **_tools(row)}
+    answer = _responses(row[form.answered], where, form.answered)
+    # Of a conversation up to its completion, the completion alone is trained on.
+    made = {"messages": [*asked, *answer], **_tools(row)}
+    return made | {NUM_ASKED: len(asked)} if form == COMPLETION else made
+
+
+def pair_row(row: Row, where: str) -> dict[str, Any]:
+    """A row as a preference: three texts, or the messages of the prompt and of each member behind it.
+
+    Members that hold their whole conversations have the common beginning as their prompt. Raises `DataError` as
+    `chat_row` does, and where members hold conversations that begin in different ways.
+    """
+    missing = [key for key in MEMBERS if row.get(key) is None]
+    if missing:
+        raise DataError(f"{where} has no key {missing[0]!r} (keys: {_shown(row)}); a preference is {_PAIR}")
+    if _is_plain(row, ("prompt", *MEMBERS)):
+        for key in MEMBERS:
+            if not row[key]:
+                raise DataError(f"{where}: {key!r} is empty; drop the record")
+        return {key: row[key] for key in ("prompt", *MEMBERS)}
+    spelled = [spelled_turns(row[key]) for key in MEMBERS] if row.get("prompt") is None else []
+    members = spelled if spelled and all(spelled) else [_responses(row[key], where, key) for key in MEMBERS]
+    for key, member in zip(MEMBERS, members, strict=True):
+        _check_member(member, f"{where}: {key!r}")
+    form = next((each for each in (Form("prompt"), *QUESTIONS) if each.fits(row)), None)
+    # A response is the assistant's; a member in which somebody else speaks first holds a conversation.
+    is_whole = [role_of(member[0]) != ASSISTANT for member in members]
+    if all(is_whole) and not isinstance(row.get("prompt"), list):
+        return _parted(row, members, where)
+    asked = [] if form is None else _asked(row, form, where)
+    if all(is_whole):
+        whole = [member if member[: len(asked)] == asked else [*asked, *member] for member in members]
+        return _parted(row, whole, where)
+    for key, whole_here in zip(MEMBERS, is_whole, strict=True):
+        if whole_here:
+            raise DataError(f"{where}: {key!r} is a whole conversation, and the other member none; make them alike")
+        if form is None and isinstance(row[key], str):
+            raise DataError(f"{where}: {key!r} is a string and 'prompt' absent; a preference is {_PAIR}")
+    return {"prompt": asked, **dict(zip(MEMBERS, members, strict=True)), **_tools(row)}
+
+
+def prompt_row(row: Row, column: str, where: str) -> str | dict[str, Any]:
+    """What a row asks: the text of `column`, or messages with their tools.
+
+    Where the column is "prompt" and absent, a conversation in another form is asked up to its last answer. Raises
+    `DataError` as `chat_row` does.
+    """
+    value = row.get(column)
+    if isinstance(value, str) and value and (column != "prompt" or _system(row) is None):
+        return value
+    form = Form(column) if value else None
+    if value is None and column == "prompt":
+        form = next((each for each in QUESTIONS if each.fits(row)), None)
+    if form is None or not isinstance(row[form.asked], str | list):
+        raise DataError(
+            f"{where} has no text in {column!r}: it has {', '.join(map(str, row)) or 'no keys'}; name the key of the "
+            "prompts, texts or lists of messages, with run.prompt_column"
+        )
+    messages = _asked(row, form, where)
+    while messages and form.asked != "prompt" and role_of(messages[-1]) == ASSISTANT:
+        messages.pop()  # the answers of a conversation
+    if not messages or role_of(messages[-1]) == ASSISTANT:
+        raise DataError(
+            f"{where}: {form.asked!r} ends with the assistant's answer, so nothing is asked; leave that out"
+        )
+    return checked_json({"messages": messages, **_tools(row)}, where)
+
+
+def checked_json(row: dict[str, Any], where: str) -> dict[str, Any]:
+    """The row; raises `DataError` for values without a form in JSON, such as the times and bytes of tables."""
+    for key, value in row.items():
+        try:
+            json.dumps(value)
+        except TypeError as error:
+            raise DataError(f"{where}: {key!r}: {error}; write the value as a string") from error
+    return row
+
+
+def _asked(row: Row, form: Form, where: str) -> Messages:
+    """The messages of a list, or of a text with its material, behind the system's text and earlier turns."""
+    value = row[form.asked]
+    if isinstance(value, list):
+        turns = messages_of(value, where, form.asked)
+    else:
+        text, material = _string(row, form.asked, where), row.get(form.material)
+        if material is not None and not isinstance(material, str):
+            raise DataError(f"{where}: {form.material!r} must be a string, not {kind_of(material)}; convert it")
+        turns = [*_history(row, where), message(USER, f"{text}\n\n{material}" if material else text)]
+    system = _system(row)
+    if system is None or any(role_of(turn) == SYSTEM for turn in turns):
+        return turns
+    return [message(SYSTEM, system), *turns]
+
+
+def _history(row: Row, where: str) -> Messages:
+    turns = row.get("history") or []
+    if not isinstance(turns, list) or not all(isinstance(each, list) and len(each) == 2 for each in turns):
+        raise DataError(f"{where}: 'history' must be a list of [question, answer]; convert it")
+    return [message(role, text) for turn in turns for role, text in zip((USER, ASSISTANT), turn, strict=True)]
+
+
+def _responses(value: Any, where: str, key: str) -> Messages:
+    """The messages of an answer: a text, a message, or a list of them."""
+    turns = [value] if isinstance(value, Mapping) else value
+    if isinstance(turns, list) and all(isinstance(turn, Mapping) and {"role", "from"} & turn.keys() for turn in turns):
+        return messages_of(turns, where, key)
+    if not isinstance(value, str):
+        raise DataError(f"{where}: {key!r} must be a string, not {kind_of(value)}; convert it or drop the record")
+    return [message(ASSISTANT, value)]
+
+
+def _parted(row: Row, talks: Sequence[Messages], where: str) -> dict[str, Any]:
+    """Two conversations as the beginning that they have in common and what follows."""
+    chosen, rejected = talks
+    num = 0
+    # Each keeps its last message, which answers.
+    while num < min(len(chosen), len(rejected)) - 1 and chosen[num] == rejected[num]:
+        num += 1
+    if not num and chosen and rejected and chosen[:1] != rejected[:1]:
+        raise DataError(f"{where}: 'chosen' and 'rejected' begin with different messages; repair or drop the record")
+    system = _system(row)
+    first = [message(SYSTEM, system)] if system and all(role_of(turn) != SYSTEM for turn in chosen) else []
+    return {"prompt": [*first, *chosen[:num]], "chosen": chosen[num:], "rejected": rejected[num:], **_tools(row)}
+
+
+def _check_member(member: Messages, where: str) -> None:
+    last = member[-1] if member else {}
+    if role_of(last) != ASSISTANT:
+        raise DataError(f"{where} does not end with a message of the assistant; repair or drop the record")
+    if not last.get("content") and not last.get("tool_calls"):
+        raise DataError(f"{where} is empty, or ends with an empty message of the assistant; drop the record")
+
+
+def _is_plain(row: Row, keys: Sequence[str]) -> bool:
+    # A text for the system asks for a conversation.
+    return all(isinstance(row.get(key), str) for key in keys) and _system(row) is None
+
+
+def _system(row: Row) -> str | None:
+    return next((row[key] for key in _SYSTEM_TEXTS if isinstance(row.get(key), str) and row[key].strip()), None)
+
+
+def _tools(row: Row) -> dict[str, Any]:
+    return {key: row[key] for key in FOR_TEMPLATE if row.get(key) is not None}
+
+
+def _string(row: Row, key: str, where: str) -> str:
+    value = row[key]
+    if not isinstance(value, str):
+        raise DataError(f"{where}: {key!r} must be a string or a list of messages, not {kind_of(value)}; convert it")
+    return value
+
+
+def _shown(row: Row) -> str:
+    return ", ".join(map(repr, list(row)[:_SHOWN_KEYS])) or "none"

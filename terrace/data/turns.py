@@ -1,0 +1,101 @@
+"""A list of turns in any form that data sets have, as messages with a role and a content.
+
+ShareGPT's turns have `from` and `value`, and names of their own for who speaks; other sets have `input` and `output` a
+turn, or texts alone, in which human and assistant alternate. Turns that are messages stay as they are, apart from
+weights that say what is done anyway.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from terrace.base.errors import DataError
+
+USER, ASSISTANT, SYSTEM, TOOL = "user", "assistant", "system", "tool"
+# Names under `from`; any other is passed on, since a template may know it.
+_SPEAKERS = {
+    **dict.fromkeys(("human", "prompter"), USER),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "bot", "model"), ASSISTANT),
+    **dict.fromkeys(("function", "observation", "function_response", "function-response", "tool_response"), TOOL),
+}
+_CALLS = ("function_call", "function-call", "tool_call")
+# Turns that a text spells out: of Anthropic's helpful and harmless answers, and of OpenAssistant's Guanaco.
+_SPELLED = (re.compile(r"(?:\A|\n\n)(Human|Assistant):"), re.compile(r"(?:\A|\n?)### (Human|Assistant|System):"))
+
+
+def messages_of(turns: list[Any], where: str, key: str) -> list[Any]:
+    """The messages of `turns`, the list under `key` of the row at `where`.
+
+    What is no turn of a known form is passed on as it is. Raises `DataError` for a call of a function that is no JSON.
+    """
+    if turns and all(isinstance(turn, str) for turn in turns):
+        return [message(ASSISTANT if number % 2 else USER, text) for number, text in enumerate(turns)]
+    return [each for number, turn in enumerate(turns, 1) for each in _of_turn(turn, f"{where}: {key!r}, turn {number}")]
+
+
+def message(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def role_of(turn: Any) -> str:
+    """Who says a message; "" for what is none."""
+    role = turn.get("role") if isinstance(turn, Mapping) else None
+    return role if isinstance(role, str) else ""
+
+
+def spelled_turns(text: Any) -> list[dict[str, Any]]:
+    """The messages of a text that spells its turns out from its beginning; none of any other."""
+    if not isinstance(text, str):
+        return []
+    for marks in _SPELLED:
+        before, *parts = marks.split(text.lstrip("\n"))
+        if parts and not before.strip():
+            speakers = {"Human": USER, "Assistant": ASSISTANT, "System": SYSTEM}
+            return [message(speakers[name], said.strip()) for name, said in zip(parts[::2], parts[1::2], strict=True)]
+    return []
+
+
+def _of_turn(turn: Any, where: str) -> Iterator[Any]:
+    if not isinstance(turn, Mapping):
+        yield turn
+    elif "role" in turn:
+        yield _message(turn)
+    elif "from" in turn and "value" in turn:
+        yield _speech(turn, where)
+    elif "input" in turn and "output" in turn:
+        yield message(USER, turn["input"])
+        yield message(ASSISTANT, turn["output"])
+    else:
+        yield turn
+
+
+def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
+    made = {key: value for key, value in turn.items() if value is not None}
+    # Weights are not taken into account; one that says so changes nothing.
+    if made.get("weight") == (1 if made["role"] == ASSISTANT else 0):
+        del made["weight"]
+    return made
+
+
+def _speech(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
+    speaker, said = turn["from"], turn["value"]
+    weight = {} if turn.get("weight") is None else {"weight": turn["weight"]}
+    if speaker in _CALLS:
+        return {"role": ASSISTANT, "tool_calls": _calls(said, where), **weight}
+    role = _SPEAKERS.get(speaker, speaker) if isinstance(speaker, str) else speaker
+    return _message({"role": role, "content": said, **weight})
+
+
+def _calls(said: Any, where: str) -> list[dict[str, Any]]:
+    try:
+        found = json.loads(said) if isinstance(said, str) else said
+    except ValueError:
+        found = None
+    calls = found if isinstance(found, list) else [found]
+    if not calls or not all(isinstance(call, Mapping) and isinstance(call.get("name"), str) for call in calls):
+        raise DataError(f"{where} calls a function, and is no JSON with its 'name' and 'arguments'; repair or drop it")
+    return [
+        {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments", {})}}
+        for call in calls
+    ]
