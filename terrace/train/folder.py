@@ -14,7 +14,6 @@ from terrace.base.fitting import parse_table
 from terrace.base.foreign import read_file, read_text
 from terrace.base.sealed import checksum, sealed_json
 from terrace.base.words import counted
-from terrace.data.converted import other_form
 from terrace.model.hf.folder import (
     CHAT_TEMPLATE,
     CONFIG,
@@ -73,7 +72,12 @@ def with_folder(table: Mapping[str, Any], model: Any, names_tokenizer: bool) -> 
 
 
 def _has_tokenizer(folder: Path) -> bool:
-    return (folder / TOKENIZER).is_file() or other_form(folder) is not None
+    if (folder / TOKENIZER).is_file():
+        return True
+    # Imported here: few folders have another form.
+    from terrace.data.converted import other_form
+
+    return other_form(folder) is not None
 
 
 def check_tokenizer(tokenizer: "Tokenizer", run: "RunConfig") -> None:

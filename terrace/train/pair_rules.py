@@ -35,7 +35,8 @@ def check_objective(run: "RunConfig") -> None:
     if not run.on_pairs:
         if has_pairs:
             raise ConfigError(
-                'data.format = "pairs" needs train.objective = "reward" or "dpo": set one, or use data.format = "chat"'
+                'data.format = "pairs" needs train.objective = "reward" or "dpo": set one for the preferences of '
+                f"{run.data.sources()[0].path}, or give text or conversations"
             )
         return
     degree = Layout.of(run.cluster, run.plan).data_degree

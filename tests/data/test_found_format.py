@@ -8,6 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from terrace.cli import eval as evaluation
 from terrace.data.found_format import first_record, found_format, with_formats
 from terrace.data.prepared import prepare_sources
 from terrace.data.tokenizer import ByteTokenizer
@@ -84,3 +85,13 @@ def test_what_a_user_says_stays(tmp_path: Path) -> None:
     assert evaluated["format"] == "chat"
     assert evaluated["eval"] == {"one": {"path": text, "format": "text"}, "two": {"path": talks}}
     assert with_formats({"path": text, "eval": {"one": talks}})["eval"] == {"one": {"path": talks, "format": "chat"}}
+
+
+def test_an_evaluation_takes_conversations_as_such_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talks = str(write_lines(tmp_path / "a.jsonl", [SHARED]))
+    assert evaluation._found_format(talks, "") == "chat"
+    assert capsys.readouterr().err == f"{talks} is taken as conversations: 'conversations' (ShareGPT)\n"
+    assert evaluation._found_format(str(write_lines(tmp_path / "b.jsonl", [{"text": "a"}])), "") == "text"
+    assert capsys.readouterr().err == ""
