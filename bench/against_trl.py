@@ -41,8 +41,9 @@ def config_of(steps: int, start: Path | None) -> RlConfig:
     """A run of the task on one rank, from the weights of a folder or with its supervised start."""
     table: dict[str, Any] = {"run": {"rows": 1, "steps": steps, "evaluate_every": 0, "reference": False}}
     if start is not None:
-        table |= {"weights": str(start)}
-        table["run"] |= {"start_steps": 0}
+        # At the task's own rate, for which so small a policy is.
+        table |= {"weights": str(start), "optimizer": {"lr": 1e-4}}
+        table["run"] |= {"start_steps": 0, "high_lr": True}
     return resolve("sort", None, {}, {**_ONE_RANK, "plan": _PLAN, **table})
 
 

@@ -2,13 +2,16 @@
 
 The hand-over sends parameters as the gathers and refreshes of training round them (terrace.runtime.forward_values).
 What remains is that generation passes tokens otherwise than training does: in fp32 that is rounding; a narrower compute
-dtype, products in 8 bits and coded activations round more, and a router may choose another expert for a token.
+dtype, products in 8 bits and coded activations round more, and a router may choose another expert for a token. Where
+gathers for backwards have another format than those for forwards, the micro-batches of a step compute with either.
 """
 
 from typing import TYPE_CHECKING
 
-from terrace.plan.wire import TO_EXPERTS, MessageClass
+from terrace.plan.layout import Layout, message_tiers
+from terrace.plan.wire import OF_PARAMETERS, TO_EXPERTS, MessageClass
 from terrace.rl.algorithms.metrics import Metrics
+from terrace.rl.placing import ACTOR
 
 if TYPE_CHECKING:
     from terrace.rl.config import RlConfig
@@ -28,6 +31,17 @@ def causes(config: "RlConfig") -> list[str]:
     for message in _OF_FORWARDS:
         row = plan.wire.get(message.value, {})
         found += [f"plan.wire.{message.value}.{tier} = {name!r}" for tier, name in row.items()]
+    return found + _of_gathers(config)
+
+
+def _of_gathers(config: "RlConfig") -> list[str]:
+    # A block that was gathered for a backward serves the forward of the next micro-batch, too.
+    plan, layout = config.plan, Layout.of(config.places[ACTOR].cluster, config.plan)
+    found = list[str]()
+    for tier in (layout.tiers[index] for index in message_tiers(layout, MessageClass.GATHER_BACKWARD)):
+        forward, backward = (plan.wire_format(each, tier).name for each in OF_PARAMETERS[:2])
+        if forward != backward:
+            found.append(f"plan.wire.gather.{tier} = {forward!r} beside {backward!r} of gather_backward")
     return found
 
 

@@ -10,6 +10,9 @@ from terrace.train.trackers import check_names
 TASKS = ("sort",)  # a TOML file each, beside this one
 _MOST = 1 << 31  # of any count: more than a run or a tensor's dim has
 _LONGEST_S = 1e6  # of a deadline, 11 days: waiting for links overflows beyond 2^31 ms
+_MOST_OF = dict.fromkeys(("critic_lr", "start_lr"), LARGEST) | dict.fromkeys(
+    ("timeout_s", "reward_timeout_s"), _LONGEST_S
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +64,12 @@ class RunKeys:
             raise ConfigError(f"run.seed = {self.seed} must be below 2^63")
         if self.responses >= 1 << 20:
             raise ConfigError(f"run.responses = {self.responses} must be below 2^20: seeds of prompts lie so far apart")
-        for name in ("critic_lr", "start_lr", "timeout_s", "reward_timeout_s"):
-            if not 0 < getattr(self, name) <= LARGEST:
-                raise ConfigError(f"run.{name} = {getattr(self, name):g} must be above 0 and at most {LARGEST:g}")
-        for name in ("timeout_s", "reward_timeout_s"):
-            if getattr(self, name) > _LONGEST_S:
-                raise ConfigError(f"run.{name} = {getattr(self, name)} must be at most {_LONGEST_S:g} seconds")
+        for name, most in _MOST_OF.items():
+            value = getattr(self, name)
+            if not value > 0:
+                raise ConfigError(f"run.{name} = {value} must be above 0")
+            if value > most:
+                raise ConfigError(f"run.{name} = {value} must be at most {most:g}")
         if self.task and self.task not in TASKS:
             raise ConfigError(f"run.task = {self.task!r} is not known{did_you_mean(self.task, TASKS)}")
         if bool(self.task) == bool(self.prompts_file):

@@ -28,7 +28,12 @@ def test_gathers_in_bf16_leave_the_rollout_at_the_difference_of_fp32(tmp_path: P
     ("plan", "usual", "cause"),
     [
         ({"messages": "bf16"}, 1e-3, "nothing rounds on their way"),
-        ({"wire": {"gather": {"system": "int8"}, "reduce": {"system": "int4"}}}, 1e-3, "nothing rounds on their way"),
+        (
+            {"wire": {key: {"package": "int8"} for key in ("gather", "gather_backward", "reduce")}},
+            1e-3,
+            "nothing rounds on their way",
+        ),
+        ({"wire": {"gather": {"package": "int8"}}}, 0.2, "plan.wire.gather.package = 'int8' beside 'bf16' of"),
         ({"compute": "bf16"}, 0.2, "plan.compute = 'bf16'"),
         ({"mapping": {"package": {"tensor": 2}}, "wire": {"tensor": {"package": "int8"}}}, 0.2, "plan.wire.tensor."),
     ],

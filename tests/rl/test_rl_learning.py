@@ -245,7 +245,7 @@ def test_the_policy_that_drew_is_not_scored_again() -> None:
 @pytest.mark.parametrize("name", CONTROLLERS)
 def test_kl_counts_once_and_where_it_is_asked_for(name: str, place: str) -> None:
     def columns(coefficient: float) -> dict[str, Tensor]:
-        where = {"kl": place, "kl_estimator": "k2"} if coefficient else {}
+        where: dict[str, Any] = {"kl": place, "kl_estimator": "k2"} if coefficient else {}
         setup = setup_of(name, **where, kl_coefficient=coefficient)
         # Away from the reference, and otherwise at each place.
         setup.roles.actor.theta.data = torch.sin(torch.arange(LENGTH * VOCAB).view(LENGTH, VOCAB).float())

@@ -1,5 +1,6 @@
 """Rules across a run of feedback: plans of every role, groups that compare, rates of loaded weights, keys' effects."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from terrace.generation.sliced import sliced_config
 from terrace.model.config import parse_model
 from terrace.rl import making
 from terrace.rl.algorithms.algorithm import TRAITS, algorithm_of
+from terrace.rl.calls.ray_address import check_address
 from terrace.rl.config import RlConfig, resolve
 from terrace.rl.effects import RULES
 from terrace.rl.keys import RunKeys
@@ -180,3 +182,14 @@ def test_a_replica_of_any_number_of_rows_is_refused_at_once() -> None:
     with pytest.raises(PlanError, match="cannot share the model's 4 heads and 4 key-value heads: use 4"):
         sliced_config(model, 10**21)
     assert torch.tensor(sliced_config(model, 4).num_heads) == 1
+
+
+@pytest.mark.parametrize(
+    "address", ["ray://", "ray://10.0.0.1:10001", "head", ":6379", "head:0", "head:99999", "a/b:1"]
+)
+def test_an_address_at_which_no_cluster_can_be_joined_is_refused(address: str) -> None:
+    """Ray waits for minutes at some of them, and says nothing."""
+    with pytest.raises(ConfigError, match=re.escape(f"--ray {address!r}") + ".*: give HOST:PORT of its head"):
+        check_address(address)
+    for each in ("auto", "10.0.0.1:6379", "head.cluster:6379", "[::1]:6379"):
+        check_address(each)

@@ -33,8 +33,12 @@ def config_of(*overrides: Mapping[str, Any]) -> RlConfig:
     table = SMALL
     for each in overrides:
         table = merge(table, each)
-    if "actor" in table.get("plans", {}):
-        del table["plan"]  # which would be that of no role
+    # Without what would be the plan of no role, and the batch of no start.
+    table = {
+        name: section for name, section in table.items() if name != "plan" or "actor" not in table.get("plans", {})
+    }
+    if not table["run"]["start_steps"]:
+        table["run"] = {name: value for name, value in table["run"].items() if name != "start_batch"}
     return resolve("sort", None, {}, table)
 
 
