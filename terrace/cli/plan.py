@@ -22,7 +22,6 @@ from terrace.cli.overrides import parse_overrides
 from terrace.cli.task import TASK_EPILOG, add_task_options, check_output, check_price, read_task, task_words
 from terrace.cli.terminal import Terminal
 from terrace.cluster.cluster import Cluster
-from terrace.launch.called import called
 from terrace.plan.plan import Plan
 from terrace.planner.bottleneck import waits_outside
 from terrace.planner.evaluate import step_of
@@ -289,6 +288,8 @@ def _write(task: Task, plan: Plan, shown: Estimate, options: argparse.Namespace)
     table = dump(plan)
     table[TASK] = planned_table(task.model, task.cluster, task.batch, task.sequence)
     write_file("--out", options.out, sealed_toml(head + tomli_w.dumps(table)))
+    from terrace.launch.called import called  # here, as below: --help needs none of it
+
     look = f"to look at its step: {called()} simulate {quote(str(options.out))}"
     if refused is not None:
         said = filled(f"wrote {options.out}, to be looked at: it cannot be trained, since {refused}")
@@ -302,6 +303,8 @@ def _chosen(task: Task, best: Estimate) -> Plan:
 
 
 def _to_train(cluster: Cluster, path: Path) -> str:
+    from terrace.launch.called import called
+
     command = f"train --plan {quote(str(path))}"
     if cluster.device.backend == "cpu" or cluster.world_size == 1:
         return f"to train: {called()} {command}"

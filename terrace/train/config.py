@@ -24,7 +24,6 @@ from terrace.data.config import PATHS, DataConfig
 from terrace.data.sources import beside, eval_beside
 from terrace.model.config import ModelConfig, block_specs, parse_model, to_table
 from terrace.model.experts.balance import BalanceConfig
-from terrace.model.hf.folder import config_file
 from terrace.model.lora.config import LoraConfig, with_adapters
 from terrace.model.spec import BlockSpec, freeze
 from terrace.plan.balance_rules import check_balance, telling_choices
@@ -249,6 +248,8 @@ def section(name: str, value: Any) -> Any:
             )
         if Path(value).suffix in (".safetensors", ".bin", ".pt", ".gguf"):
             raise ConfigError(f"{value} is a file of weights: give its folder, which also has the config.json")
+        from terrace.model.hf.folder import config_file  # here, since the schema alone is read more often
+
         return read_table(config_file(Path(value)))
     if value in PRESETS:
         return {"preset": value}

@@ -22,7 +22,6 @@ from terrace.base.schema import dump, read_table
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import cluster_table, preset_names
 from terrace.model.config import ModelConfig, to_table
-from terrace.model.hf.folder import config_file
 
 TASK = "task"
 _NUMBERS = ("batch", "sequence")
@@ -78,6 +77,8 @@ def _model(plan: str, folder: Path, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, str):
         raise ConfigError(f"{plan}: {TASK}.model = {value!r} must be a table or the path of a config.json")
     path = folder / value
+    from terrace.model.hf.folder import config_file  # here, since few plans name a file
+
     return read_table(config_file(path))
 
 

@@ -6,6 +6,7 @@ and odd words. It passes if the command ends in one line within seconds, or in i
 can do without. Values of keys and misspelt words are in tests/support/wrong_inputs.py.
 """
 
+import argparse
 import json
 import os
 import random
@@ -221,7 +222,7 @@ _READERS: tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]], .
 )
 # Odd contents that are sound ones for a file that holds text, or has no value that a command reads.
 _SOUND = {
-    "texts.jsonl": ("without its last bytes",),
+    "texts.jsonl": ("without its last bytes", "texts"),
     "chats.jsonl": (),
     "text.txt": ("one byte", "half", "a text", "a list", "a number"),
 }
@@ -365,11 +366,16 @@ def play(trial: Trial, sound: Path, folder: Path) -> Ended:
     return found
 
 
-def run(number: int | None, seed: int = 0, without: str = "") -> list[tuple[Trial, Ended]]:
-    """Play `number` of the trials, drawn evenly, or all; none of those whose file is odd in the way `without`."""
-    every = [trial for trial in trials() if not without or trial.odd != without]
-    if number is not None:
-        every = random.Random(seed).sample(every, min(number, len(every)))
+def run(
+    number: int | None, seed: int = 0, without: Sequence[str] = (), show: Callable[[str], object] = lambda line: None
+) -> list[tuple[Trial, Ended]]:
+    """Play `number` of the trials, drawn evenly, or all; none whose file is odd in one of the ways `without`.
+
+    `show` gets a line on each that ends as it may not, at once.
+    """
+    every = [trial for trial in trials() if trial.odd not in without]
+    if number is not None and number < len(every):
+        every = random.Random(seed).sample(every, number)
     with tempfile.TemporaryDirectory(prefix="terrace-wrong-") as name:
         sound, folder = Path(name, "sound"), Path(name, "trial")
         folder.mkdir()
@@ -380,6 +386,8 @@ def run(number: int | None, seed: int = 0, without: str = "") -> list[tuple[Tria
         with campaign(Path(name)), reached:
             for trial in every:
                 found.append((trial, play(trial, sound, folder)))
+                for line in bad(found[-1:]):
+                    show(line)
                 shutil.rmtree(folder, ignore_errors=True)
         return found
 
@@ -402,9 +410,17 @@ def table(found: Sequence[tuple[Trial, Ended]]) -> str:
 
 
 def main() -> int:
-    found = run(int(sys.argv[1]) if len(sys.argv) > 1 else None, without=" ".join(sys.argv[2:]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("number", nargs="?", type=int, help="trials to draw (default: all)")
+    parser.add_argument("--without", action="append", default=[], choices=tuple(ODD), help="leave out files like this")
+    options = parser.parse_args()
+    # The standard streams are those of a trial while it runs.
+    out = sys.stdout
+    found = run(
+        options.number, without=options.without, show=lambda line: print(f"FAILED {line}", file=out, flush=True)
+    )
     print(table(found))
-    print("\n".join(f"FAILED {line}" for line in bad(found)) or "every input ended in one line")
+    print("every input ended in one line" * (not bad(found)))
     slowest = sorted(((round(end.took_s, 1), str(trial)[:90]) for trial, end in found), reverse=True)[:5]
     print("slowest:", *(f"  {took_s} s  {what}" for took_s, what in slowest), sep="\n")
     return int(bool(bad(found)))
