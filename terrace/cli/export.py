@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from terrace.base.errors import CheckpointError, ConfigError
 from terrace.base.schema import read_table
+from terrace.cli.files import check_count
 from terrace.train.config import RunConfig, parse_run
 from terrace.train.folder import BYTES, SOURCE, check_source, no_run_words
 
@@ -70,8 +71,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if rest:
         raise ConfigError(f"unknown argument {rest[0]!r}; see terrace export --help")
     _check_together(options)
-    if options.shard_bytes is not None and options.shard_bytes < 1:
-        raise ConfigError(f"--shard-bytes {options.shard_bytes} must be at least 1")
+    check_count("--shard-bytes", options.shard_bytes)
     if not (options.folder / "config.toml").is_file():
         raise CheckpointError(no_run_words(options.folder))
     config = parse_run(read_table(options.folder / "config.toml"))

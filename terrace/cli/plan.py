@@ -15,7 +15,7 @@ from terrace.base.errors import ConfigError, PlanError
 from terrace.base.schema import dump
 from terrace.base.sealed import sealed_toml
 from terrace.base.words import counted
-from terrace.cli.files import write_file
+from terrace.cli.files import check_count, write_file
 from terrace.cli.launching import num_machines, torchrun
 from terrace.cli.no_plan import axes_words, nothing_words
 from terrace.cli.overrides import parse_overrides
@@ -121,8 +121,7 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Search, print, write; returns 0."""
     for name in ("best", "limit"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"--{name} {getattr(options, name)} must be at least 1")
+        check_count(f"--{name}", getattr(options, name))
     check_price(options.price)
     tokens = None if options.tokens is None else parse_tokens(options.tokens)
     check_output("--out", options.out, options)

@@ -223,7 +223,7 @@ _READERS: tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]], .
 # Odd contents that are sound ones for a file that holds text, or has no value that a command reads.
 _SOUND = {
     "texts.jsonl": ("without its last bytes", "texts"),
-    "chats.jsonl": (),
+    "train model/model.safetensors": ("gone",),  # its config.json is a shape to begin with from scratch
     "text.txt": ("one byte", "half", "a text", "a list", "a number"),
 }
 _PARTNERS: tuple[tuple[str, str], ...] = (
@@ -243,7 +243,7 @@ _PARTNERS: tuple[tuple[str, str], ...] = (
     ("export", "@/run @/out --weights-only"),
     ("export", "@/run @/out --base x"),
     ("export", "@/run @/out --adapter"),
-    ("export", "@/run @/out --step 3"),
+    ("export", "@/run @/out --step 2"),
     ("export", "@/run @/run"),
     ("export", "@/model @/out"),
     ("report", "@/run --port 80"),
@@ -303,7 +303,7 @@ def trials() -> Iterator[Trial]:
                 # Whoever names a pipe is asked to wait for its writer; a folder may hold one unseen.
                 if odd == "a pipe" and "/" not in file:
                     continue
-                sound = file in spared or odd in _SOUND.get(file, ())
+                sound = file in spared or odd in (*_SOUND.get(file, ()), *_SOUND.get(f"{command} {file}", ()))
                 yield Trial(command, words, file, odd, must_refuse=not sound)
     for command, given in _PARTNERS:
         yield Trial(command, (*command.split(), *given.split()), must_refuse=True)
