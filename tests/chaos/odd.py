@@ -43,7 +43,10 @@ def _instead(make: Callable[[Path], object]) -> Callable[[Path], None]:
 
 
 def _bytes(of: Callable[[bytes], bytes]) -> Callable[[Path], None]:
-    return lambda path: path.write_bytes(of(path.read_bytes())) and None
+    def changed(path: Path) -> None:
+        path.write_bytes(of(path.read_bytes()))
+
+    return changed
 
 
 ODD: Mapping[str, Callable[[Path], None]] = {

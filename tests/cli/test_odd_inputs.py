@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.chaos.wrong_inputs import bad, run, table, trials
+from tests.chaos.odd import trials
+from tests.chaos.wrong_inputs import bad, run, table
 
 
 @pytest.mark.timeout(240)
