@@ -57,7 +57,7 @@ def resolve_run(options: argparse.Namespace, rest: Sequence[str]) -> RunConfig:
     check_effects(run, file_layers(options.config, options.plan), given)
     if options.data is not None:
         given = merge({"data": {"path": options.data}}, given)
-    if given.keys() & {"data", "train"}:
+    if given.keys() & {"data", "train"} or (run.data.bos, run.data.eos) != ("auto", "auto"):
         # Here, since most runs are of files.
         from terrace.train.inputs import check_inputs
 

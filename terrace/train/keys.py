@@ -70,8 +70,8 @@ class TrainConfig:
                 raise ConfigError(f"train.{name} = {getattr(self, name)} must be at least {smallest}")
             if getattr(self, name) >= 2**63:
                 raise ConfigError(
-                    f"train.{name} = {str(getattr(self, name))[:40]} is more than anything can be counted to: give less "
-                    "than 2^63"
+                    f"train.{name} = {str(getattr(self, name))[:40]} is more than anything can be counted to: give "
+                    "less than 2^63"
                 )
         if self.peer_copies not in (0, 1):
             raise ConfigError(f"train.peer_copies = {self.peer_copies} must be 0 or 1, the copies on other machines")
