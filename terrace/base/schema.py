@@ -21,7 +21,6 @@ from terrace.base.parsing import parse_json, parse_toml
 from terrace.base.sealed import is_intact_toml, warn_changed
 
 T = TypeVar("T")
-_ENDLESS = 2**63
 _PYTHON_BOOLS = ("True", "False")  # which TOML writes in lower case
 
 
@@ -232,8 +231,6 @@ def _convert_scalar(hint: Any, value: Any, where: str) -> Any:
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         fix = f": write {value.lower()}" if hint is bool and value in _PYTHON_BOOLS else ""
         raise ConfigError(f"{where} = {value!r} must be of type {hint.__name__}{fix}")
-    if hint is int and abs(value) >= _ENDLESS:
-        raise ConfigError(f"{where} = {str(value)[:40]} is more than anything can be counted to: give less than 2^63")
     return value
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from terrace.base.errors import CheckpointError, ConfigError
+from terrace.cli.files import check_count
 from terrace.train.folder import BYTES, check_source
 from terrace.train.runs import RunFolder, read_run
 
@@ -69,8 +70,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if rest:
         raise ConfigError(f"unknown argument {rest[0]!r}; see terrace export --help")
     _check_together(options)
-    if options.shard_bytes is not None and options.shard_bytes < 1:
-        raise ConfigError(f"--shard-bytes {options.shard_bytes} must be at least 1")
+    check_count("--shard-bytes", options.shard_bytes)
     run = read_run(options.folder)
     from terrace.train.export import export_adapter
 

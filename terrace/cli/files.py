@@ -52,3 +52,10 @@ def write_file(option: str, path: Path, content: str) -> None:
 def _unwritable(option: str, path: Path, error: OSError | ValueError) -> ConfigError:
     why = error.strerror if isinstance(error, OSError) else str(error)
     return ConfigError(f"{option} {path} cannot be written ({why}): name a file in a folder that can")
+
+
+def check_count(option: str, value: int | None, least: int = 1) -> None:
+    """Raise `ConfigError` for a number that nothing can be counted to; None is an option that is left out."""
+    if value is not None and not least <= value < 2**63:
+        bound = "" if value < least else " and below 2^63"
+        raise ConfigError(f"{option} {value} must be at least {least}{bound}")

@@ -10,7 +10,6 @@ from typing import Any
 from terrace.base.errors import ConfigError
 from terrace.base.schema import check_text
 from terrace.cli.output import raw_stream
-from terrace.generation.request import Sampling
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 
@@ -42,28 +41,27 @@ def add_parser(commands: Any) -> None:
         "--temperature",
         type=float,
         metavar="T",
-        help="how freely tokens are drawn: 0 always takes the likeliest, 1 draws as the model predicts "
-        f"(default: {Sampling.temperature})",
+        help="how freely tokens are drawn: 0 always takes the likeliest, 1 draws as the model predicts (default: 0.8)",
     )
     parser.add_argument(
         "--top-k",
         type=int,
         metavar="K",
-        help=f"draw from the K likeliest, 0: from all (default: {Sampling.top_k})",
+        help="draw from the K likeliest, 0: from all (default: 40)",
     )
     parser.add_argument(
         "--top-p",
         type=float,
         metavar="P",
         help="of these, with probabilities scaled to 1, draw from the smallest set of the likeliest that together have "
-        f"at least probability P (default: {Sampling.top_p}, all)",
+        "at least probability P (default: 1.0, all)",
     )
     parser.add_argument(
         "--min-p",
         type=float,
         metavar="P",
         help="of these, draw from the tokens with at least P times the probability of the likeliest "
-        f"(default: {Sampling.min_p}, all)",
+        "(default: 0.0, all)",
     )
     parser.add_argument(
         "--stop",
@@ -72,7 +70,7 @@ def add_parser(commands: Any) -> None:
         default=[],
         help="end a continuation before TEXT; may be given several times",
     )
-    parser.add_argument("--seed", type=int, metavar="N", help=f"seed of the draws (default: {Sampling.seed})")
+    parser.add_argument("--seed", type=int, metavar="N", help="seed of the draws (default: 0)")
     parser.add_argument(
         "--verbose", action="store_true", help="begin with the pages of memory that keys and values have, on stderr"
     )
@@ -110,6 +108,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         raise ConfigError(f"unknown argument {rest[0]!r}; {fix}")
     if not 1 <= options.tokens < 2**63:
         raise ConfigError(f"--tokens {options.tokens} must be at least 1 and below 2^63")
+    from terrace.generation.request import Sampling  # here, since --help needs no more than its defaults
+
     given = {name: value for name in SAMPLING if (value := getattr(options, name)) is not None}
     try:
         sampling = Sampling(**given)

@@ -19,7 +19,6 @@ from terrace.base.printable import printable
 from terrace.base.sealed import ChangedFile
 from terrace.cli.aliases import translated
 from terrace.cli.output import OutputError, Terminated, printable_output
-from terrace.cli.partners import check_partners
 
 # Listed here, so that --help needs none of their modules.
 HELP = {
@@ -98,7 +97,9 @@ def _run(arguments: Sequence[str] | None) -> int:
         if getattr(options, "headroom", None) is not None:
             rest.append(_headroom(options.headroom, rest))
         _check_working_folder()
-        check_partners(_FORMER.get(options.command, options.command), options)
+        if options.command not in ("completion", "keys"):
+            # Here, since --help needs none of it.
+            import_module("terrace.cli.partners").check_partners(_FORMER.get(options.command, options.command), options)
         code: int = options.run(options, rest)
         # A closed pipe shows itself here, inside the try, not at interpreter exit.
         sys.stdout.flush()

@@ -14,7 +14,6 @@ from terrace.cli.overrides import add_headroom, parse_overrides
 from terrace.cli.ranks import add_ranks, with_ranks
 from terrace.train.config import RunConfig, parse_run, resolve_table
 from terrace.train.effects import check_effects, file_layers
-from terrace.train.inputs import check_inputs
 from terrace.train.planned import TASK, read_planned
 from terrace.train.rates import check_rate
 
@@ -68,7 +67,13 @@ def resolve_run(options: argparse.Namespace, rest: Sequence[str]) -> RunConfig:
     check_rate(run)
     given = parse_overrides(rest)
     check_effects(run, file_layers(options.config, options.plan), given)
-    check_inputs(run, merge({"data": {"path": options.data}}, given) if options.data is not None else given)
+    if options.data is not None:
+        given = merge({"data": {"path": options.data}}, given)
+    if given.keys() & {"data", "train"} or (run.data.bos, run.data.eos) != ("auto", "auto"):
+        # Here, since most runs are of files.
+        from terrace.train.inputs import check_inputs
+
+        check_inputs(run, given)
     return run
 
 

@@ -5,13 +5,12 @@ terrace.generation.request.
 """
 
 import argparse
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from terrace.base.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class Partner:
+class Partner(NamedTuple):
     """`option` needs one of `needs`, options that are given or have the value behind a blank: `--format dcp`."""
 
     option: str

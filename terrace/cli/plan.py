@@ -15,14 +15,13 @@ from terrace.base.errors import ConfigError, PlanError
 from terrace.base.schema import dump
 from terrace.base.sealed import sealed_toml
 from terrace.base.words import counted
-from terrace.cli.files import write_file
+from terrace.cli.files import check_count, write_file
 from terrace.cli.launching import num_machines, torchrun
 from terrace.cli.no_plan import axes_words, nothing_words
 from terrace.cli.overrides import parse_overrides
 from terrace.cli.task import TASK_EPILOG, add_task_options, check_output, check_price, read_task, task_words
 from terrace.cli.terminal import Terminal
 from terrace.cluster.cluster import Cluster
-from terrace.launch.called import called
 from terrace.plan.plan import Plan
 from terrace.planner.bottleneck import waits_outside
 from terrace.planner.evaluate import step_of
@@ -122,8 +121,7 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Search, print, write; returns 0."""
     for name in ("best", "limit"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"--{name} {getattr(options, name)} must be at least 1")
+        check_count(f"--{name}", getattr(options, name))
     check_price(options.price)
     tokens = None if options.tokens is None else parse_tokens(options.tokens)
     check_output("--out", options.out, options)
@@ -289,6 +287,8 @@ def _write(task: Task, plan: Plan, shown: Estimate, options: argparse.Namespace)
     table = dump(plan)
     table[TASK] = planned_table(task.model, task.cluster, task.batch, task.sequence)
     write_file("--out", options.out, sealed_toml(head + tomli_w.dumps(table)))
+    from terrace.launch.called import called  # here, as below: --help needs none of it
+
     look = f"to look at its step: {called()} simulate {quote(str(options.out))}"
     if refused is not None:
         said = filled(f"wrote {options.out}, to be looked at: it cannot be trained, since {refused}")
@@ -302,6 +302,8 @@ def _chosen(task: Task, best: Estimate) -> Plan:
 
 
 def _to_train(cluster: Cluster, path: Path) -> str:
+    from terrace.launch.called import called
+
     command = f"train --plan {quote(str(path))}"
     if cluster.device.backend == "cpu" or cluster.world_size == 1:
         return f"to train: {called()} {command}"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import ConfigError
-from terrace.cli.files import check_not_read, check_page, check_writable, write_file
+from terrace.cli.files import check_count, check_not_read, check_page, check_writable, write_file
 from terrace.cli.options import OVERRIDES_HELP, add_run_options, check_task, resolve_run
 from terrace.cli.overrides import take_word
 from terrace.cli.programs import check_passes
@@ -69,8 +69,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         if options.plan is not None:
             raise ConfigError(f"two plans are given, {plan!r} and --plan {options.plan!r}: leave one out")
         options.plan = plan
-    if options.lines is not None and options.lines < 1:
-        raise ConfigError(f"--lines {options.lines} must be at least 1")
+    check_count("--lines", options.lines)
     # An option without effect is an error, so that a mistyped view does not pass unnoticed.
     if options.view not in _WITH_PROGRAM:
         for name, default in (("lines", None), ("stage", 0)):

@@ -8,6 +8,7 @@ from typing import Any
 from terrace.base.errors import ConfigError
 from terrace.base.words import counted
 from terrace.cli.export import DTYPES, SHARD_BYTES
+from terrace.cli.files import check_count
 from terrace.model.config import load_model, num_active_params, num_params
 
 
@@ -49,8 +50,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Write the folder; returns 0."""
     if rest:
         raise ConfigError(f"unknown argument {rest[0]!r}; see terrace upcycle --help")
-    if options.shard_bytes is not None and options.shard_bytes < 1:
-        raise ConfigError(f"--shard-bytes {options.shard_bytes} must be at least 1")
+    check_count("--shard-bytes", options.shard_bytes)
     # After the options are checked: importing torch takes seconds.
     from terrace.model.hf.pretrained import Pretrained, write_pretrained
     from terrace.model.hf.upcycle import Upcycling

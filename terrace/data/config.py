@@ -49,9 +49,6 @@ class DataConfig:
             )
         if self.holdout >= 2**63:
             raise ConfigError(f"data.holdout = {self.holdout:g} is more samples than any data has: hold out fewer")
-        for key, value in (("bos", self.bos), ("eos", self.eos)):
-            if self.tokenizer == "bytes" and value not in ("auto", False):
-                raise ConfigError(f'data.{key} = {value!r} has no effect on data.tokenizer = "bytes": leave it out')
         sources = self.sources()
         if self.chat_template and not any(source.format != "text" for source in (*sources, *self.eval_sources())):
             raise ConfigError('data.chat_template has no effect on text: leave it out, or set data.format = "chat"')

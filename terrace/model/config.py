@@ -20,7 +20,6 @@ from terrace.model.experts.config import ExpertsConfig
 from terrace.model.experts.params import router_params
 from terrace.model.hf.config import read_fields, without_training, write_table
 from terrace.model.hf.families import FAMILIES
-from terrace.model.hf.folder import config_file
 from terrace.model.hf.keys import ACTIVATIONS
 from terrace.model.kinds import LayerKind, Scales, check_kinds, with_scaling
 from terrace.model.param_lists import head_norm_params, linear_params, norm_params
@@ -89,14 +88,14 @@ class ModelConfig:
                 f"RoPE would turn {self.rotary_dim} elements of a head of {self.head_dim}, which "
                 f"{self.family} does not do: change the heads or the rotated fraction"
             )
-        if self.rotary_dim and not 0 < self.rope_theta < math.inf:
-            raise ModelError(f"rope_theta = {self.rope_theta} must be positive and finite")
+        if self.rotary_dim and not 0 < self.rope_theta < 1e15:
+            raise ModelError(f"rope_theta = {self.rope_theta} must be positive and below 1e15, where no pair turns")
         self._check_attention()
         self._check_experts(names)
-        if not 0 < self.norm_eps < math.inf:
-            raise ModelError(f"{names['norm_eps']} = {self.norm_eps} must be positive and finite")
-        if not 0 < self.init_std < math.inf:
-            raise ModelError(f"{names['init_std']} = {self.init_std} must be positive and finite")
+        if not 0 < self.norm_eps < 1e3:
+            raise ModelError(f"{names['norm_eps']} = {self.norm_eps} must be positive and below 1e3")
+        if not 0 < self.init_std < 1e3:
+            raise ModelError(f"{names['init_std']} = {self.init_std} must be positive and below 1e3")
         if self.norm not in ("rms", "layer"):
             raise ModelError(f"norm = {self.norm!r} is not implemented: use 'rms' or 'layer'")
         if self.activation not in ACTIVATIONS.values():
@@ -208,6 +207,8 @@ def parse_model(table: Mapping[str, Any]) -> ModelConfig:
 
 def read_model_table(path: str) -> dict[str, Any]:
     """The table of a file, or of the config.json in a folder. Raises `ConfigError`."""
+    from terrace.model.hf.folder import config_file  # here, since few commands read a model
+
     file = config_file(Path(path))
     return read_table(file, None if file == Path(path) else Path(path))
 
@@ -217,6 +218,8 @@ def load_model(path: str, *, training: bool = True) -> ModelConfig:
 
     Raises `ModelError` as `parse_model` does, and for a file that is missing or is not JSON.
     """
+    from terrace.model.hf.folder import config_file  # here, since few commands read a model
+
     file = config_file(Path(path))
     if (file.parent / "config.toml").is_file() and not file.is_file():
         raise ModelError(f"{path} is a run folder: make a model of it first with terrace export {path} FOLDER")

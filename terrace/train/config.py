@@ -131,6 +131,10 @@ def resolve_table(
     table |= {} if here is None else {"cluster": UNNAMED}
     folder = Path() if path is None else Path(path).parent
     own = {} if path is None else read_table(Path(path))
+    if path is not None and not own:
+        raise ConfigError(
+            f"{path} has no key, so it changes nothing: give it a section, such as [train], or leave it out"
+        )
     # A plan's file may carry the task that it was made for, with its model and cluster.
     planned = read_planned(flags["plan"] if flags.get("plan") is not None else _beside(folder, "plan", own.get("plan")))
     if planned is not None:

@@ -14,6 +14,7 @@ from terrace.base.errors import DataError
 if TYPE_CHECKING:
     from terrace.train.config import RunConfig
 
+BYTES, AUTO = "bytes", "auto"
 _OF_TOKENIZER = ("tokenizer", "bos", "eos")
 
 
@@ -24,6 +25,10 @@ def check_inputs(run: "RunConfig", given: Mapping[str, Any]) -> None:
         from terrace.train.trackers import check_installed
 
         check_installed(run.train.metrics)
+    if run.data.tokenizer == BYTES and (run.data.bos, run.data.eos) != (AUTO, AUTO):
+        from terrace.data.tokenizer import load_tokenizer
+
+        load_tokenizer(BYTES, run.data.bos, run.data.eos)
     if not isinstance(data, Mapping) or not data:
         return
     # Here, since these need numpy, and most commands name no data.

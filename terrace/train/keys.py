@@ -68,6 +68,11 @@ class TrainConfig:
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
                 raise ConfigError(f"train.{name} = {getattr(self, name)} must be at least {smallest}")
+            if getattr(self, name) >= 2**63:
+                raise ConfigError(
+                    f"train.{name} = {str(getattr(self, name))[:40]} is more than anything can be counted to: give "
+                    "less than 2^63"
+                )
         if self.peer_copies not in (0, 1):
             raise ConfigError(f"train.peer_copies = {self.peer_copies} must be 0 or 1, the copies on other machines")
         if self.peer_copies_every and not self.peer_copies:

@@ -6,15 +6,15 @@ and odd words. It passes if the command ends in one line within seconds, or in i
 can do without. Values of keys and misspelt words are in tests/support/wrong_inputs.py.
 """
 
+import argparse
 import json
-import os
 import random
 import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -24,302 +24,13 @@ from terrace.base.errors import TrainingError
 from terrace.launch import start
 from terrace.model.config import block_specs, parse_model
 from terrace.model.hf.pretrained import write_pretrained
+from tests.chaos.odd import ODD, Trial, trials
 from tests.support.chats import write_tokenizer
 from tests.support.tiny_runs import MODEL, terrace, write_run
 from tests.support.wrong_inputs import BAD, ENDS, Case, Ended, campaign, ended
 
 _REACHED = "the trial has reached its ranks"
 _MUST = "accepted without effect"
-
-
-def _tables(change: Callable[[object], object]) -> Callable[[Path], None]:
-    """Changes every value of a JSON, JSON lines or TOML file."""
-
-    def changed(path: Path) -> None:
-        text = path.read_bytes().decode("utf-8", errors="replace")
-        if path.suffix == ".toml":
-            lines = [
-                line.partition("=")[0] + "= " + json.dumps(change(1)) if "=" in line else line
-                for line in text.splitlines()
-            ]
-        elif path.suffix == ".jsonl":
-            lines = [
-                json.dumps({key: change(value) for key, value in json.loads(line).items()})
-                for line in text.splitlines()
-            ]
-        else:
-            try:
-                table = json.loads(text)
-            except ValueError:  # no table: weights, prose
-                table = {"weights": 1}
-            lines = [json.dumps({key: change(value) for key, value in table.items()})]
-        path.write_text("\n".join(lines))
-
-    return changed
-
-
-def _instead(make: Callable[[Path], object]) -> Callable[[Path], None]:
-    def put(path: Path) -> None:
-        path.unlink()
-        make(path)
-
-    return put
-
-
-def _bytes(of: Callable[[bytes], bytes]) -> Callable[[Path], None]:
-    return lambda path: path.write_bytes(of(path.read_bytes())) and None
-
-
-ODD: Mapping[str, Callable[[Path], None]] = {
-    "empty": _bytes(lambda raw: b""),
-    "one byte": _bytes(lambda raw: raw[:1]),
-    "half": _bytes(lambda raw: raw[: len(raw) // 2]),
-    "without its last bytes": _bytes(lambda raw: raw[:-7]),
-    "noise": _bytes(lambda raw: random.Random(len(raw)).randbytes(2000)),
-    "zeros": _bytes(lambda raw: bytes(3000)),
-    "a text": _bytes(lambda raw: b"Once upon a time."),
-    "no UTF-8": _bytes(lambda raw: b"\xff\xfe{" + raw[:50]),
-    "a list": _bytes(lambda raw: b"[1, 2]"),
-    "a number": _bytes(lambda raw: b"1" * 5000),
-    "nested": _bytes(lambda raw: b"[" * 100_000),
-    "nested tables": _bytes(lambda raw: b'{"a":' * 50_000),
-    "huge numbers": _tables(lambda value: 10**30),
-    "negative numbers": _tables(lambda value: -1),
-    "texts": _tables(lambda value: "\x1b[2J\n" * 3),
-    "lists": _tables(lambda value: [[], {}]),
-    "nothing": _tables(lambda value: None),
-    "gone": Path.unlink,
-    "a folder": _instead(Path.mkdir),
-    "a pipe": _instead(os.mkfifo),
-    "a link to itself": _instead(lambda path: path.symlink_to(path)),
-    "a link to /dev/zero": _instead(lambda path: path.symlink_to("/dev/zero")),
-}
-_WORDS = (
-    "-1",
-    "0",
-    "nan",
-    "inf",
-    "1e21",
-    "1" * 30,
-    "abc",
-    "--",
-    "\udcff",
-    "a\nb",
-    "true",
-    "[]",
-    "/dev/zero",
-    "x" * 5000,
-)
-
-
-@dataclass(frozen=True)
-class Trial:
-    command: str
-    words: tuple[str, ...]  # in which @ is the folder of the trial
-    file: str = ""  # below that folder
-    odd: str = ""
-    must_refuse: bool = False
-
-    def __str__(self) -> str:
-        what = f"{self.file} is {self.odd}: " if self.file else ""
-        return what + " ".join(ascii(word)[:60] for word in self.words)
-
-
-# Command -> words, the files that it cannot do without, and those that it reads where they are sound.
-_READERS: tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
-    (
-        "generate",
-        ("generate", "@/model", "--prompt", "a", "--tokens", "2"),
-        ("model/config.json", "model/model.safetensors", "model/tokenizer.json"),
-        ("model/tokenizer_config.json", "model/generation_config.json"),
-    ),
-    (
-        "generate",
-        ("generate", "@/run", "--prompt", "a", "--tokens", "2"),
-        ("run/config.toml", "@checkpoint/manifest.json"),
-        ("run/metrics.jsonl", "run/events.jsonl"),
-    ),
-    (
-        "eval",
-        ("eval", "@/model", "--data", "@/text.txt", "--documents", "1"),
-        ("model/config.json", "model/model.safetensors"),
-        (),
-    ),
-    ("eval", ("eval", "@/model", "--data", "@/chats.jsonl", "--data.format", "chat"), ("chats.jsonl",), ()),
-    ("eval", ("eval", "@/run", "--data", "@/texts.jsonl"), ("texts.jsonl", "run/config.toml"), ()),
-    ("export", ("export", "@/run", "@/out"), ("run/config.toml", "@checkpoint/manifest.json"), ("run/metrics.jsonl",)),
-    (
-        "report",
-        ("report", "@/run"),
-        (),
-        ("run/config.toml", "run/metrics.jsonl", "run/events.jsonl", "run/prediction.json", "run/report.json"),
-    ),
-    ("replay", ("replay", "@/run", "--step", "2"), ("run/config.toml",), ("@checkpoint/manifest.json",)),
-    (
-        "upcycle",
-        ("upcycle", "@/model", "@/out", "--experts", "2"),
-        ("model/config.json", "model/model.safetensors"),
-        ("model/tokenizer_config.json",),
-    ),
-    ("data prepare", ("data", "prepare", "--config", "@/run.toml"), ("run.toml", "cluster.toml", "config.json"), ()),
-    ("data prepare", ("data", "prepare", "--config", "@/run.toml", "--data", "@/texts.jsonl"), ("texts.jsonl",), ()),
-    (
-        "train",
-        ("train", "--config", "@/run.toml", "--folder", "@/new"),
-        ("run.toml", "cluster.toml", "config.json"),
-        (),
-    ),
-    (
-        "train",
-        (
-            "train",
-            "--model",
-            "@/model",
-            "--data",
-            "@/text.txt",
-            "--cluster",
-            "local",
-            "--train.sequence",
-            "16",
-            "--folder",
-            "@/new",
-        ),
-        ("model/config.json", "model/model.safetensors", "model/tokenizer.json"),
-        ("model/tokenizer_config.json", "model/generation_config.json"),
-    ),
-    (
-        "train",
-        ("train", "--resume", "@/run", "--train.steps", "9"),
-        ("run/config.toml", "@checkpoint/manifest.json"),
-        ("run/metrics.jsonl",),
-    ),
-    (
-        "plan",
-        (
-            "plan",
-            "--model",
-            "@/config.json",
-            "--cluster",
-            "@/cluster.toml",
-            "--batch",
-            "8",
-            "--sequence",
-            "16",
-            "--out",
-            "@/p.toml",
-        ),
-        ("config.json", "cluster.toml"),
-        (),
-    ),
-    ("simulate", ("simulate", "--config", "@/run.toml"), ("run.toml", "cluster.toml", "config.json"), ()),
-    (
-        "simulate",
-        ("simulate", "--model", "@/model", "--cluster", "@/cluster.toml"),
-        ("model/config.json", "cluster.toml"),
-        ("model/tokenizer.json",),
-    ),
-)
-# Odd contents that are sound ones for a file that holds text, or has no value that a command reads.
-_SOUND = {
-    "texts.jsonl": ("without its last bytes",),
-    "chats.jsonl": (),
-    "text.txt": ("one byte", "half", "a text", "a list", "a number"),
-}
-_PARTNERS: tuple[tuple[str, str], ...] = (
-    ("generate", "@/model --prompt a --temperature 0 --top-p 0.5"),
-    ("generate", "@/model --prompt a --temperature 0 --top-k 5"),
-    ("generate", "@/model --prompt a --temperature 0 --min-p 0.5"),
-    ("generate", "@/model --prompt a --top-k 1 --seed 5"),
-    ("generate", "@/model"),
-    ("generate", "@/model a"),
-    ("eval", "@/run --data.format chat"),
-    ("eval", "@/run --data.split train"),
-    ("eval", "@/run --context 5"),
-    ("eval", "@/model --data @/text.txt --data.split train"),
-    ("eval", "@/model --data @/text.txt --data.column x"),
-    ("eval", "@/model --data @/text.txt --data.chat_template @/text.txt"),
-    ("export", "@/run @/out --names torchtitan"),
-    ("export", "@/run @/out --weights-only"),
-    ("export", "@/run @/out --base x"),
-    ("export", "@/run @/out --adapter"),
-    ("export", "@/run @/out --step 3"),
-    ("export", "@/run @/run"),
-    ("export", "@/model @/out"),
-    ("report", "@/run --port 80"),
-    ("report", "@/run --force"),
-    ("report", "@/run --watch --out @/page.html"),
-    ("report", "@/model"),
-    ("replay", "@/run --step 99"),
-    ("upcycle", "@/model @/out --experts 1 --per-token 2"),
-    ("upcycle", "@/run @/out --experts 2"),
-    ("data prepare", "--config @/run.toml --data.bos x"),
-    ("data prepare", "--config @/run.toml --data.split x"),
-    ("data prepare", "--config @/run.toml --data.column x"),
-    ("data prepare", "--config @/run.toml --plan.prefetch 99"),
-    ("train", "--config @/run.toml --train.slow_steps 99"),
-    ("train", "--config @/run.toml --train.beta 0.3"),
-    ("train", "--config @/run.toml --train.decay linear"),
-    ("train", "--config @/run.toml --data.too_long drop"),
-    ("simulate", "--config @/run.toml --lines 3"),
-    ("simulate", "--config @/run.toml --force"),
-    ("simulate", "--config @/run.toml --data.cache @/text.txt"),
-    ("simulate", "--config @/run.toml --data.format chat"),
-    ("simulate", "--config @/run.toml --train.metrics ['nothing']"),
-    ("plan", "--model @/config.json --cluster local --batch 8 --sequence 16 --out @/p.toml --outer every<=9,delay<=20"),
-    ("plan", "--model @/config.json --cluster local --batch 8 --sequence 16 --out @/p.toml --pin nothing=1"),
-)
-# Options whose values are odd words, with what the command needs beside them.
-_OPTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    (
-        "generate",
-        "@/model --prompt a --tokens 2",
-        ("--prompt", "--temperature", "--top-k", "--top-p", "--min-p", "--seed", "--stop", "--tokenizer", "--device"),
-    ),
-    ("eval", "@/model --data @/text.txt --documents 1", ("--context", "--data.format", "--data", "--tokenizer")),
-    ("export", "@/run @/out", ("--step", "--dtype", "--shard-bytes")),
-    ("report", "@/run", ("--out", "--port")),
-    ("replay", "@/run --step 2", ("--step",)),
-    ("upcycle", "@/model @/out --experts 2", ("--experts", "--per-token", "--parts", "--noise", "--seed")),
-    (
-        "data prepare",
-        "--config @/run.toml",
-        ("--data", "--ranks", "--train.sequence", "--data.cache", "--data.holdout"),
-    ),
-    ("simulate", "--config @/run.toml", ("--ranks", "--view", "--page", "--stage")),
-    (
-        "plan",
-        "--model @/config.json --cluster local --batch 8 --sequence 16",
-        ("--nodes", "--outer", "--best", "--price"),
-    ),
-)
-_NAMES = ("a\nb", "\udcff\udcfe", "-x", "~", "a\x1b[2J", "\u202e", "x" * 300)
-
-
-def trials() -> Iterator[Trial]:
-    for command, words, needed, spared in _READERS:
-        for file in (*needed, *spared):
-            for odd in ODD:
-                # Whoever names a pipe is asked to wait for its writer; a folder may hold one unseen.
-                if odd == "a pipe" and "/" not in file:
-                    continue
-                sound = file in spared or odd in _SOUND.get(file, ())
-                yield Trial(command, words, file, odd, must_refuse=not sound)
-    for command, given in _PARTNERS:
-        yield Trial(command, (*command.split(), *given.split()), must_refuse=True)
-    for command, given, options in _OPTIONS:
-        for option in options:
-            for word in _WORDS:
-                yield Trial(command, (*command.split(), *given.split(), f"{option}={word}"))
-    for name in _NAMES:
-        for command, given in (
-            ("generate", f"@/{name} --prompt a"),
-            ("export", f"@/run @/{name}/x"),
-            ("report", f"@/run --out=@/{name}"),
-            ("eval", f"@/model --data=@/{name}"),
-            ("data prepare", f"--config @/run.toml --data=@/{name}"),
-            ("replay", f"@/{name} --step 1"),
-        ):
-            yield Trial(command, (*command.split(), *given.split(" ")))
 
 
 def make_sound(folder: Path) -> None:
@@ -365,11 +76,16 @@ def play(trial: Trial, sound: Path, folder: Path) -> Ended:
     return found
 
 
-def run(number: int | None, seed: int = 0, without: str = "") -> list[tuple[Trial, Ended]]:
-    """Play `number` of the trials, drawn evenly, or all; none of those whose file is odd in the way `without`."""
-    every = [trial for trial in trials() if not without or trial.odd != without]
-    if number is not None:
-        every = random.Random(seed).sample(every, min(number, len(every)))
+def run(
+    number: int | None, seed: int = 0, without: Sequence[str] = (), show: Callable[[str], object] = lambda line: None
+) -> list[tuple[Trial, Ended]]:
+    """Play `number` of the trials, drawn evenly, or all; none whose file is odd in one of the ways `without`.
+
+    `show` gets a line on each that ends as it may not, at once.
+    """
+    every = [trial for trial in trials() if trial.odd not in without]
+    if number is not None and number < len(every):
+        every = random.Random(seed).sample(every, number)
     with tempfile.TemporaryDirectory(prefix="terrace-wrong-") as name:
         sound, folder = Path(name, "sound"), Path(name, "trial")
         folder.mkdir()
@@ -380,6 +96,8 @@ def run(number: int | None, seed: int = 0, without: str = "") -> list[tuple[Tria
         with campaign(Path(name)), reached:
             for trial in every:
                 found.append((trial, play(trial, sound, folder)))
+                for line in bad(found[-1:]):
+                    show(line)
                 shutil.rmtree(folder, ignore_errors=True)
         return found
 
@@ -402,9 +120,17 @@ def table(found: Sequence[tuple[Trial, Ended]]) -> str:
 
 
 def main() -> int:
-    found = run(int(sys.argv[1]) if len(sys.argv) > 1 else None, without=" ".join(sys.argv[2:]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("number", nargs="?", type=int, help="trials to draw (default: all)")
+    parser.add_argument("--without", action="append", default=[], choices=tuple(ODD), help="leave out files like this")
+    options = parser.parse_args()
+    # The standard streams are those of a trial while it runs.
+    out = sys.stdout
+    found = run(
+        options.number, without=options.without, show=lambda line: print(f"FAILED {line}", file=out, flush=True)
+    )
     print(table(found))
-    print("\n".join(f"FAILED {line}" for line in bad(found)) or "every input ended in one line")
+    print("every input ended in one line" * (not bad(found)))
     slowest = sorted(((round(end.took_s, 1), str(trial)[:90]) for trial, end in found), reverse=True)[:5]
     print("slowest:", *(f"  {took_s} s  {what}" for took_s, what in slowest), sep="\n")
     return int(bool(bad(found)))

@@ -12,7 +12,7 @@ from terrace.report.sides import side_of_run
 from terrace.report.tables import utilisation
 from terrace.train.config import resolve
 from terrace.train.prediction import gaps_words, resolved_run
-from tests.report.test_compared_runs import write_folder
+from tests.support.records import step_record, write_metrics
 from tests.support.tiny_runs import MODEL, write_run
 
 MIXTURE = {**MODEL, "model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 1}
@@ -47,15 +47,11 @@ def test_shares_that_are_not_found_are_said(tmp_path: Path, capsys: pytest.Captu
 def test_a_share_above_the_peak_has_the_same_words_everywhere(tmp_path: Path) -> None:
     assert utilisation(0.123) == "12.3 %"
     assert utilisation(71.44) == "7144.0 % (the peak is wrong)"
-    folder = write_folder(tmp_path / "run", 1.0)
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    (folder / "metrics.jsonl").write_text("".join(f"{_with_mfu(line)}\n" for line in lines))
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.toml").write_text("[train]\nsteps = 9\nbatch = 8\n")
+    write_metrics(folder, [step_record(step, mfu=1.5, hfu=0.5) for step in range(1, 10)])
     view = run_view(folder)
     assert ("150.0 % (the peak is wrong)", "MFU") in view.figures
+    assert ("50.0 %", "HFU") in view.figures
     assert side_of_run("run", view).figures["MFU"].words == "150.0 % (the peak is wrong)"
-
-
-def _with_mfu(line: str) -> str:
-    table = {**json.loads(line), "mfu": 1.5}
-    table.pop("crc32", None)
-    return json.dumps(table)

@@ -2,7 +2,9 @@
 
 import pytest
 
-from terrace.cli.main import main
+from terrace.cli.generate import SAMPLING
+from terrace.cli.main import main, whole_parser
+from terrace.generation.request import Sampling
 
 
 @pytest.mark.parametrize("option", ["--prompt", "--tokenizer", "--stop"])
@@ -27,3 +29,13 @@ def test_options_are_refused_in_one_line(words: str, said: str, capsys: pytest.C
     error = capsys.readouterr().err
     assert error.startswith(f"terrace: error: {said}")
     assert error.count("\n") == 1
+
+
+def test_help_names_the_defaults_of_sampling(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        whole_parser().parse_args(["generate", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for name in SAMPLING:
+        option = f"--{name.replace('_', '-')} "
+        said = text.rpartition(option)[2].partition("(default: ")[2]
+        assert float(said.replace(",", ")").partition(")")[0]) == getattr(Sampling, name), name

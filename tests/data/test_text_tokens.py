@@ -282,7 +282,7 @@ def test_a_call_that_does_not_come_back_is_left_behind() -> None:
         within(0.05, threading.Event().wait, "to wait")
     assert within(5.0, lambda: 3, "to count") == 3
     with pytest.raises(KeyError):
-        within(5.0, lambda: {}["a"], "to look")
+        within(5.0, lambda: {"b": 1}["a"], "to look")
 
 
 def test_what_others_say_meanwhile_is_kept(capfd: pytest.CaptureFixture[str]) -> None:

@@ -127,7 +127,8 @@ def published_table(table: Mapping[str, Any], dtype: str, tokens: Mapping[str, A
 
 def without_training(table: Mapping[str, Any]) -> dict[str, Any]:
     """The table without dropout, noise and losses of routers, for a model that is not being trained."""
-    family = FAMILIES.get(table.get("model_type", ""))
+    name = table.get("model_type")  # of a file that nobody has checked yet
+    family = FAMILIES.get(name) if isinstance(name, str) else None
     given = {**(family.implied if family else {}), **table}
     return {**table, **{key: TRAINING[key] for key in given if key in TRAINING}}
 

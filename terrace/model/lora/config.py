@@ -9,7 +9,6 @@ are in `terrace.model.lora.modules`.
 """
 
 import fnmatch
-import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -32,8 +31,8 @@ class LoraConfig:
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ConfigError(f"lora.rank = {self.rank} must be at least 1; leave [lora] out to train the model itself")
-        if not (math.isfinite(self.alpha) and self.alpha > 0):
-            raise ConfigError(f"lora.alpha = {self.alpha} must be a positive number")
+        if not 0 < self.alpha < 1e9:
+            raise ConfigError(f"lora.alpha = {self.alpha} must be a positive number below 1e9")
         if not self.targets:
             raise ConfigError('lora.targets is empty: name weights, such as "layers.*.attention.*", or leave it out')
 

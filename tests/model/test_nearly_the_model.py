@@ -4,16 +4,25 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
+from torch import Tensor
 
 from terrace.base.errors import ModelError
 from terrace.cli.main import main
-from terrace.model.config import load_model
-from terrace.model.hf.pretrained import Pretrained
-from tests.model.test_pretrained import saved
+from terrace.model.config import load_model, parse_model
+from terrace.model.hf.pretrained import Pretrained, write_pretrained
+from tests.support.families import TABLES, our_values
+
+
+def saved(folder: Path, name: str = "llama", **changes: Any) -> dict[str, Tensor]:
+    """Write a model to a folder and return its tensors, for a test to change."""
+    config = parse_model(TABLES[name] | changes)
+    write_pretrained(folder, config, our_values(config), "fp32")
+    return safetensors.torch.load_file(folder / "model.safetensors")
 
 
 @pytest.mark.parametrize(
