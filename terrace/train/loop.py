@@ -164,8 +164,6 @@ class RankOfRun:
             before = CoreSeconds.now()
             cluster = calibrate(self.engine, self.run, lambda what: at(first_step, 0, f"MEASURE {what}", everyone))
             self.busy = busy_since(before, self.engine)
-            if self.busy:
-                self.observer.note(f"{self.busy}, so the predicted step may be far off")
         made = self.micro_batches(cluster)
         self.dog.idle("reading the reference of DPO")
         self.learning.begin(self.engine, self.batches, self.job, self.observer.note, self.dog.idle)
