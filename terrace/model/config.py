@@ -10,7 +10,6 @@ Shape legend: B batch, S sequence, H hidden, V vocabulary, I intermediate, D hea
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from terrace.base.errors import ConfigError, ModelError, did_you_mean
@@ -20,6 +19,7 @@ from terrace.model.experts.config import ExpertsConfig
 from terrace.model.experts.params import router_params
 from terrace.model.hf.config import read_fields, without_training, write_table
 from terrace.model.hf.families import FAMILIES
+from terrace.model.hf.folder import model_file
 from terrace.model.hf.keys import ACTIVATIONS
 from terrace.model.kinds import LayerKind, Scales, check_kinds, with_scaling
 from terrace.model.param_lists import head_norm_params, linear_params, norm_params
@@ -210,10 +210,7 @@ def load_model(path: str, *, training: bool = True) -> ModelConfig:
 
     Raises `ModelError` as `parse_model` does, and for a file that is missing or is not JSON.
     """
-    file = Path(path)
-    file = file / "config.json" if file.is_dir() else file
-    if (file.parent / "config.toml").is_file() and not file.is_file():
-        raise ModelError(f"{path} is a run folder: make a model of it first with terrace export {path} FOLDER")
+    file = model_file(path)
     if file.suffix != ".json":
         raise ModelError(f"{path} is not a model: give a config.json or a folder that holds one")
     try:

@@ -24,6 +24,7 @@ from terrace.data.config import PATHS, DataConfig
 from terrace.data.sources import beside, eval_beside
 from terrace.model.config import ModelConfig, block_specs, parse_model, to_table
 from terrace.model.experts.balance import BalanceConfig
+from terrace.model.hf.folder import model_file
 from terrace.model.lora.config import LoraConfig, with_adapters
 from terrace.model.spec import BlockSpec, freeze
 from terrace.plan.balance_rules import check_balance, telling_choices
@@ -250,7 +251,7 @@ def section(name: str, value: Any) -> Any:
             )
         if Path(value).suffix in (".safetensors", ".bin", ".pt", ".gguf"):
             raise ConfigError(f"{value} is a file of weights: give its folder, which also has the config.json")
-        return read_table(Path(value, "config.json") if os.path.isdir(value) else Path(value))
+        return read_table(model_file(value))
     if value in PRESETS:
         return {"preset": value}
     if Path(value).suffix not in (".toml", ".json") and not os.path.exists(value):

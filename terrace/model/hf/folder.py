@@ -124,3 +124,13 @@ def _tokenizer_config(tokenizer: bytes, end_of_text: int | None) -> dict[str, An
         if isinstance(token, Mapping) and end_of_text is not None and token.get("id") == end_of_text:
             table["eos_token"] = token.get("content")
     return table
+
+
+def model_file(path: str) -> Path:
+    """The config.json in a folder, or the file itself; raises `ModelError` for a run folder, which is no model yet."""
+    file = Path(path)
+    if not file.is_dir():
+        return file
+    if (file / "config.toml").is_file() and not (file / CONFIG).is_file():
+        raise ModelError(f"{path} is a run folder: make a model of it first with terrace export {path} FOLDER")
+    return file / CONFIG
