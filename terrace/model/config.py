@@ -10,7 +10,6 @@ Shape legend: B batch, S sequence, H hidden, V vocabulary, I intermediate, D hea
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from terrace.base.errors import ConfigError, ModelError, did_you_mean
@@ -221,8 +220,6 @@ def load_model(path: str, *, training: bool = True) -> ModelConfig:
     from terrace.model.hf.folder import config_file  # here, since few commands read a model
 
     file = config_file(Path(path))
-    if (file.parent / "config.toml").is_file() and not file.is_file():
-        raise ModelError(f"{path} is a run folder: make a model of it first with terrace export {path} FOLDER")
     if file.suffix != ".json":
         raise ModelError(f"{path} is not a model: give a config.json or a folder that holds one")
     try:

@@ -64,10 +64,17 @@ def adapter_words(folder: Path) -> str:
 
 
 def config_file(path: Path) -> Path:
-    """The config.json that a path names, itself or its folder; raises `ModelError` for the folder of an adapter."""
+    """The config.json that a path names, itself or its folder.
+
+    Raises `ModelError` for the folder of an adapter, and for a run folder, which is no model yet.
+    """
     if words := adapter_words(path):
         raise ModelError(words)
-    return path / CONFIG if path.is_dir() else path
+    if not path.is_dir():
+        return path
+    if (path / "config.toml").is_file() and not (path / CONFIG).is_file():
+        raise ModelError(f"{path} is a run folder: make a model of it first with terrace export {path} FOLDER")
+    return path / CONFIG
 
 
 def is_dcp(folder: Path) -> bool:

@@ -216,8 +216,8 @@ class LocalRuntime(Runtime):
         self._error = HangError(words)
         raise self._error
 
-    def _has_answered(self, late: Sequence[_Rank]) -> bool:
-        return any(each.link.poll() for each in late)
+    def _has_answered(self, late: Sequence[Pending]) -> bool:
+        return any(each.link.poll() for each in self._ranks.values() if each in late)
 
     def _stopped_words(self, pool: int, found: Diagnosis) -> str:
         roles = self.pools[pool].roles if pool < len(self.pools) else ()
