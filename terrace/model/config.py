@@ -10,16 +10,15 @@ Shape legend: B batch, S sequence, H hidden, V vocabulary, I intermediate, D hea
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from terrace.base.errors import ConfigError, ModelError, did_you_mean
 from terrace.base.hashing import hashed_once
-from terrace.base.schema import read_table
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.experts.params import router_params
 from terrace.model.hf.config import read_fields, without_training, write_table
 from terrace.model.hf.families import FAMILIES
+from terrace.model.hf.folder import config_file, read_model_table
 from terrace.model.hf.keys import ACTIVATIONS
 from terrace.model.kinds import LayerKind, Scales, check_kinds, with_scaling
 from terrace.model.param_lists import head_norm_params, linear_params, norm_params
@@ -205,22 +204,12 @@ def parse_model(table: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig(**with_scaling(fields), kinds=kinds, scales=scales, experts=experts)
 
 
-def read_model_table(path: str) -> dict[str, Any]:
-    """The table of a file, or of the config.json in a folder. Raises `ConfigError`."""
-    file = _file_of(path)
-    return read_table(file, None if file == Path(path) else Path(path))
-
-
-def _file_of(path: str) -> Path:
-    return Path(path, "config.json") if Path(path).is_dir() else Path(path)
-
-
 def load_model(path: str, *, training: bool = True) -> ModelConfig:
     """Read a `config.json`, or the one in a folder; without `training` its dropout and losses of routers do not count.
 
     Raises `ModelError` as `parse_model` does, and for a file that is missing or is not JSON.
     """
-    file = _file_of(path)
+    file = config_file(path)
     if file.suffix != ".json":
         raise ModelError(f"{path} is not a model: give a config.json or a folder that holds one")
     try:

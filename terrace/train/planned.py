@@ -21,7 +21,8 @@ from terrace.base.errors import ConfigError, did_you_mean
 from terrace.base.schema import dump, read_table
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import cluster_table, preset_names
-from terrace.model.config import ModelConfig, read_model_table, to_table
+from terrace.model.config import ModelConfig, to_table
+from terrace.model.hf.folder import read_model_table
 
 TASK = "task"
 _NUMBERS = ("batch", "sequence")

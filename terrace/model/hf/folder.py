@@ -38,6 +38,17 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _OTHER_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "tf_model.h5", "flax_model.msgpack", "consolidated.*.pth")
 
 
+def config_file(path: str) -> Path:
+    """A file, or the config.json in a folder."""
+    return Path(path, CONFIG) if Path(path).is_dir() else Path(path)
+
+
+def read_model_table(path: str) -> dict[str, Any]:
+    """The table of `config_file`. Raises `ConfigError`."""
+    file = config_file(path)
+    return read_table(file, None if file == Path(path) else Path(path))
+
+
 def holds_weights(folder: str) -> bool:
     """Say whether `folder` holds weights in any form, also in one that `weight_files` refuses."""
     if not os.path.isdir(folder):
