@@ -20,6 +20,7 @@ DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # talk.
 ENVIRONMENT = (
     "bench/lab/launch.py",
+    "terrace/base/own_path.py",  # before any other module is imported
     "terrace/launch/flight.py",
     "terrace/launch/fork_server.py",
     "terrace/launch/start.py",

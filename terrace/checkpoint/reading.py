@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 
 _NUM_READERS = 8
 _MOST_BYTES = 1 << 30  # of a manifest, which lists the pieces of every rank
-_MOST_DIMS = 8  # of a box: to find what a set of boxes leaves out takes time in a power of them
 _INSTEAD = "delete the folder to go on from the checkpoint before it"
 
 
@@ -96,7 +95,7 @@ class Checkpoint:
                     raise ValueError(f"files names {file!r}, which is not the name of a file in the folder")
                 for block, boxes in entry["pieces"].items():
                     for name, texts in boxes.items():
-                        self._pieces[block, name] += [(_box(text), file) for text in texts]
+                        self._pieces[block, name] += [(from_text(text), file) for text in texts]
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}; is {folder} a checkpoint?") from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -240,13 +239,6 @@ class Checkpoint:
             ) from None
         for copy in copies:
             yield *pieces[copy.source], copy.box
-
-
-def _box(text: str) -> Box:
-    box = from_text(text)
-    if len(box) > _MOST_DIMS:
-        raise ValueError(f"a piece has {len(box)} dims")
-    return box
 
 
 def _counts(step: object, num_updates: object) -> tuple[int, int]:

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 from terrace.base.errors import ConfigError, ModelError, did_you_mean
 from terrace.base.hashing import hashed_once
-from terrace.base.schema import read_table
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.experts.params import router_params
 from terrace.model.hf.config import read_fields, without_training, write_table
@@ -204,22 +203,14 @@ def parse_model(table: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig(**with_scaling(fields), kinds=kinds, scales=scales, experts=experts)
 
 
-def read_model_table(path: str) -> dict[str, Any]:
-    """The table of a file, or of the config.json in a folder. Raises `ConfigError`."""
-    from terrace.model.hf.folder import config_file  # here, since few commands read a model
-
-    file = config_file(Path(path))
-    return read_table(file, None if file == Path(path) else Path(path))
-
-
 def load_model(path: str, *, training: bool = True) -> ModelConfig:
     """Read a `config.json`, or the one in a folder; without `training` its dropout and losses of routers do not count.
 
     Raises `ModelError` as `parse_model` does, and for a file that is missing or is not JSON.
     """
-    from terrace.model.hf.folder import config_file  # here, since few commands read a model
+    from terrace.model.hf.folder import config_file, read_model_table  # here, since few commands read a model
 
-    file = config_file(Path(path))
+    file = config_file(path)
     if file.suffix != ".json":
         raise ModelError(f"{path} is not a model: give a config.json or a folder that holds one")
     try:

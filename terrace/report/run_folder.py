@@ -345,7 +345,6 @@ def _cycle(left: _Left, missing: list[str]) -> ChartedSection | None:
 
 
 def _check_length(run: RunConfig) -> None:
-    # The settings may be a stranger's: any number of micro-batches is a number of a few digits.
     num_passes = run.num_micros() * run.model.num_layers
     if num_passes > _MOST_PASSES:
         raise TerraceError(f"a step passes layers {num_passes:,} times, and at most {_MOST_PASSES:,} are drawn")

@@ -22,7 +22,7 @@ from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import UNNAMED, cluster_table, lay_over, parse_cluster, preset_names
 from terrace.data.config import PATHS, DataConfig
 from terrace.data.sources import beside, eval_beside
-from terrace.model.config import ModelConfig, block_specs, parse_model, read_model_table, to_table
+from terrace.model.config import ModelConfig, block_specs, parse_model, to_table
 from terrace.model.experts.balance import BalanceConfig
 from terrace.model.lora.config import LoraConfig, with_adapters
 from terrace.model.spec import BlockSpec, freeze
@@ -265,6 +265,8 @@ def section(name: str, value: Any) -> Any:
             )
         if Path(value).suffix in (".safetensors", ".bin", ".pt", ".gguf"):
             raise ConfigError(f"{value} is a file of weights: give its folder, which also has the config.json")
+        from terrace.model.hf.folder import read_model_table  # here, since few runs name a file
+
         return read_model_table(value)
     if value in PRESETS:
         return {"preset": value}

@@ -21,7 +21,8 @@ from terrace.base.errors import ConfigError, did_you_mean
 from terrace.base.schema import dump, read_table
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import cluster_table, preset_names
-from terrace.model.config import ModelConfig, read_model_table, to_table
+from terrace.model.config import ModelConfig, to_table
+from terrace.model.hf.folder import read_model_table
 
 TASK = "task"
 _NUMBERS = ("batch", "sequence")
@@ -77,6 +78,7 @@ def _model(plan: str, folder: Path, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, str):
         raise ConfigError(f"{plan}: {TASK}.model = {value!r} must be a table or the path of a config.json")
     path = folder / value
+
     return read_model_table(str(path))
 
 

@@ -39,6 +39,27 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _OTHER_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "tf_model.h5", "flax_model.msgpack", "consolidated.*.pth")
 
 
+def config_file(name: str | Path) -> Path:
+    """The config.json that `name` names, itself or its folder.
+
+    Raises `ModelError` for the folder of an adapter, and for a run folder, which is no model yet.
+    """
+    path = Path(name)
+    if words := adapter_words(path):
+        raise ModelError(words)
+    if not path.is_dir():
+        return path
+    if (path / "config.toml").is_file() and not (path / CONFIG).is_file():
+        raise ModelError(f"{path} is a run folder: make a model of it first with terrace export {path} FOLDER")
+    return path / CONFIG
+
+
+def read_model_table(path: str) -> dict[str, Any]:
+    """The table of `config_file`. Raises `ConfigError`."""
+    file = config_file(path)
+    return read_table(file, None if file == Path(path) else Path(path))
+
+
 def holds_weights(folder: str) -> bool:
     """Say whether `folder` holds weights in any form, also in one that `weight_files` refuses."""
     if not os.path.isdir(folder):
@@ -61,20 +82,6 @@ def adapter_words(folder: Path) -> str:
         ".merge_and_unload().save_pretrained('MERGED'), and give MERGED with the tokenizer of the base; or train new "
         f"adapters with --model on the folder of {base} and --lora.rank"
     )
-
-
-def config_file(path: Path) -> Path:
-    """The config.json that a path names, itself or its folder.
-
-    Raises `ModelError` for the folder of an adapter, and for a run folder, which is no model yet.
-    """
-    if words := adapter_words(path):
-        raise ModelError(words)
-    if not path.is_dir():
-        return path
-    if (path / "config.toml").is_file() and not (path / CONFIG).is_file():
-        raise ModelError(f"{path} is a run folder: make a model of it first with terrace export {path} FOLDER")
-    return path / CONFIG
 
 
 def is_dcp(folder: Path) -> bool:
