@@ -98,6 +98,7 @@ def run_rank(world: World, job: RunJob, verbose: bool = False) -> str | None:
     """
     try:
         with rank_log(_log_of(world.rank, job)), printable_output():
+            outlive_output(lambda words: None)  # rank 0's screen notes it
             end = train(world, job, Screen(job, verbose) if world.rank == 0 else Silent())
         return end.text if isinstance(end, Stop) else None
     except BrokenPipeError as error:

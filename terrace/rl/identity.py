@@ -114,5 +114,5 @@ def _sources(module_name: str, file: Path, root: Path) -> list[Path]:
     finder = ModuleFinder(path=[str(root)], excludes=["terrace"])
     with suppress(Exception):  # of a source that does not compile, which the module may never import
         finder.import_hook(module_name)
-    found = [Path(file) for each in finder.modules.values() if (file := getattr(each, "__file__", None))]
+    found = [Path(name) for each in finder.modules.values() if (name := getattr(each, "__file__", None))]
     return sorted({path for path in found if root in path.parents} | {file})

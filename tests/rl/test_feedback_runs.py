@@ -193,6 +193,7 @@ def test_a_signal_ends_a_run_after_its_step(tmp_path: Path, name: str, num_ranks
 def test_a_signal_before_the_first_step_ends_at_once(tmp_path: Path) -> None:
     words = [*map(str, [*ALONE, *TINY]), "--run.start_steps", "100000"]
     with started("rl", "--task", "sort", *words, "--run.steps", "1", "--folder", "run", cwd=tmp_path) as command:
+        assert command.stdout is not None
         assert any("run folder" in line for line in command.stdout)
         os.kill(command.pid, signal.SIGTERM)
         _, errors = command.communicate(timeout=60)
