@@ -184,11 +184,12 @@ class Run:
         return {"val/reward": float(rows.tensor("reward").mean())}
 
     def _save(self) -> None:
-        facts = {"tokenizer": self._inputs.tokenizer.fingerprint, FEEDBACK: _facts(self._progress, self._inputs)}
+        of_run = _facts(self._progress, self._inputs)
+        facts = {"tokenizer": self._inputs.tokenizer.fingerprint, FEEDBACK: of_run}
         keep = self._inputs.config.run.keep_checkpoints
         (actor, of_actor), *critics = self._learning()
         state = state_file(self._folder / STREAM, self._progress.updates, self._progress.step)
-        facts[FEEDBACK]["stream"] = write_state(state, *self._stream.state())
+        of_run["stream"] = write_state(state, *self._stream.state())
         # By updates, as checkpoints count. The actor last: a step counts as saved when it is there. Until then its
         # earlier step needs the critics of that step.
         for name, role in critics:
