@@ -115,11 +115,13 @@ def _run(
         if wrong:
             print(f"resuming from {checkpoint.folder}, since {'; '.join(wrong)}", flush=True)
     chosen = resume or new_folder(folder, going_on)
-    print(f"{_words(config)}{_pages(config, verbose)}{_unused_gpus(config, ray)}\nrun folder {chosen}", flush=True)
     asked, words = StopRequest(), None
     try:
-        with sigterm_raises(), passed_on(asked.ask), folder_lock(chosen), _runtime(config, ray) as runtime:
-            words = _learned(inputs, runtime, chosen, checkpoint, asked)
+        with sigterm_raises(), passed_on(asked.ask), folder_lock(chosen):
+            pages, gpus = _pages(config, verbose), _unused_gpus(config, ray)
+            print(f"{_words(config)}{pages}{gpus}\nrun folder {chosen}", flush=True)
+            with _runtime(config, ray) as runtime:
+                words = _learned(inputs, runtime, chosen, checkpoint, asked)
     except StoppedEarly as early:
         asked.name = str(early)
     if asked.name is not None and words is None:

@@ -114,5 +114,6 @@ def _sources(module_name: str, file: Path, root: Path) -> list[Path]:
     finder = ModuleFinder(path=[str(root)], excludes=["terrace"])
     with suppress(Exception):  # of a source that does not compile, which the module may never import
         finder.import_hook(module_name)
-    found = [Path(name) for each in finder.modules.values() if (name := getattr(each, "__file__", None))]
+    named = [getattr(each, "__file__", None) for each in finder.modules.values()]
+    found = [Path(name) for name in named if name]
     return sorted({path for path in found if root in path.parents} | {file})

@@ -184,7 +184,7 @@ class Run:
         return {"val/reward": float(rows.tensor("reward").mean())}
 
     def _save(self) -> None:
-        of_run: dict[str, Any] = _facts(self._progress, self._inputs)
+        of_run = _facts(self._progress, self._inputs)
         facts = {"tokenizer": self._inputs.tokenizer.fingerprint, FEEDBACK: of_run}
         keep = self._inputs.config.run.keep_checkpoints
         (actor, of_actor), *critics = self._learning()

@@ -22,7 +22,7 @@ from tests.chaos.feedback import KINDS, MODEL
 from tests.support.command_line import CommandLine, leave_launcher
 from tests.support.hf_folder import write_model
 from tests.support.nightly import nightly
-from tests.support.tiny_runs import metrics, one_line, started, terrace, wait_for_step
+from tests.support.tiny_runs import metrics, started, terrace, wait_for_step
 
 ROOT = Path(__file__).parents[2]
 ALONE = [word for name in ("package", "node", "system") for word in (f"--cluster.tiers.{name}.size", 1)]
@@ -175,13 +175,14 @@ def test_strangers_in_the_folder_of_a_run_stay(here: CommandLine) -> None:
 def test_a_signal_ends_a_run_after_its_step(tmp_path: Path, name: str, num_ranks: int) -> None:
     words = [*map(str, [*ALONE, *TINY])]
     words[1] = str(num_ranks)
+    words += ["--plan.micro_batch", str(4 // num_ranks)]
     with started("rl", "--task", "sort", *words, "--run.steps", "5000", "--folder", "run", cwd=tmp_path) as command:
         wait_for_step(tmp_path / "run", 2)
         os.kill(command.pid, signal.Signals[name])
         _, errors = command.communicate(timeout=60)
     code, how = (130, "interrupted") if name == "SIGINT" else (143, f"ended by {name}")
     assert command.returncode == code
-    assert one_line(errors) == f"terrace: {how}; saved checkpoints are complete; to go on: terrace rl --resume run"
+    assert errors.rstrip("\n") == f"terrace: {how}; saved checkpoints are complete; to go on: terrace rl --resume run"
     num = len(metrics(tmp_path / "run"))
     (last,) = complete(tmp_path / "run" / "actor" / "checkpoints")
     assert json.loads((last / "manifest.json").read_text())["facts"]["rl"]["step"] == num
@@ -193,12 +194,12 @@ def test_a_signal_ends_a_run_after_its_step(tmp_path: Path, name: str, num_ranks
 def test_a_signal_before_the_first_step_ends_at_once(tmp_path: Path) -> None:
     words = [*map(str, [*ALONE, *TINY]), "--run.start_steps", "100000"]
     with started("rl", "--task", "sort", *words, "--run.steps", "1", "--folder", "run", cwd=tmp_path) as command:
-        assert command.stdout is not None
+        assert command.stdout is not None, "it is a pipe"
         assert any("run folder" in line for line in command.stdout)
         os.kill(command.pid, signal.SIGTERM)
         _, errors = command.communicate(timeout=60)
     assert command.returncode == 143
-    assert one_line(errors) == (
+    assert errors.rstrip("\n") == (
         "terrace: ended by SIGTERM; nothing was saved yet; to begin again: terrace rl --config run/config.toml "
         "--folder run --resume auto"
     )
