@@ -25,26 +25,21 @@ from terrace.program.verdict import why_no_verdict
 from terrace.report.compared import ComparedAmounts
 from terrace.report.folder_parts import checkpoint_rows, steady, text_of
 from terrace.report.markup import ChartedSection
+from terrace.report.predicted_step import check_length, predicted_events, totals
 from terrace.report.run_curves import Curve
 from terrace.report.run_cycle import run_cycle
 from terrace.report.run_page import RunView
 from terrace.report.run_timeline import read_trace, run_timeline
 from terrace.report.slowest import slowest_note, slowest_points, slowest_times
-from terrace.report.tables import model_size, plan_rows, plan_title, quantity, seconds, time_categories, utilisation
+from terrace.report.tables import model_size, plan_rows, plan_title, quantity, seconds, utilisation
 from terrace.report.timeline import TimelineChart
 from terrace.simulate.bands import band_of
-from terrace.simulate.recording import record
-from terrace.simulate.step import play_whole
-from terrace.simulate.trace import passes_events, recording_events
 from terrace.train.config import RunConfig, parse_run
 from terrace.train.loads import read_loads
 from terrace.train.metrics import StepRecord, eval_lines, num_final, read_sound_metrics
-from terrace.train.prediction import step_of
 from terrace.train.recorder import PREDICTION, RunEvent, read_events, read_prediction
 
 _FILES = ("config.toml", "metrics.jsonl", "events.jsonl")
-_US = 1e6
-_MOST_PASSES = 30_000  # of layers in a step that is simulated for its picture, which takes a millisecond each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,11 +317,11 @@ def _timeline(left: _Left, missing: list[str]) -> tuple[TimelineChart | None, st
     missing.append('the measured timeline: no step was traced; --train.profile "10-12" traces three')
     if left.run is None or not any(left.predicted.values()):
         return None, ""
-    measured = _totals(_by_category([record.time_s for record in left.steady], statistics.fmean))
+    measured = totals(_by_category([record.time_s for record in left.steady], statistics.fmean))
     words = "What was predicted of a steady step" + (", above the mean seconds measured by category." * bool(measured))
     headings = {0: "predicted", 1: "measured in the mean, without order"} if measured else {0: "predicted"}
     try:
-        expected = _predicted_events(left.run, left.cluster)
+        expected = predicted_events(left.run, left.cluster)
     except TerraceError as error:
         missing.append(f"the predicted timeline: {error}")
         return None, ""
@@ -337,37 +332,11 @@ def _cycle(left: _Left, missing: list[str]) -> ChartedSection | None:
     if left.run is None or left.run.plan.outer is None:
         return None
     try:
-        _check_length(left.run)
+        check_length(left.run)
         return run_cycle(left.run, left.cluster, left.steady)
     except TerraceError as error:
         missing.append(f"the cycle of islands: {error}")
         return None
-
-
-def _check_length(run: RunConfig) -> None:
-    num_passes = run.num_micros() * run.model.num_layers
-    if num_passes > _MOST_PASSES:
-        raise TerraceError(f"a step passes layers {num_passes:,} times, and at most {_MOST_PASSES:,} are drawn")
-
-
-def _predicted_events(run: RunConfig, cluster: Cluster | None) -> list[dict[str, Any]]:
-    _check_length(run)
-    played = play_whole(step_of(run, cluster))
-    if len(played.programs) == 1:
-        return recording_events(record(played.programs[0], played.costs[0]), 0, "predicted")
-    return passes_events(played.programs[0], played.passes[0], "predicted")
-
-
-def _totals(time_s: Mapping[str, float]) -> list[dict[str, Any]]:
-    # Trace events of the second process; means have no order, so categories are laid end to end.
-    events: list[dict[str, Any]] = []
-    now_us = 0.0
-    for name in time_categories(time_s):
-        length_us = time_s[name] * _US
-        events.append({"ph": "X", "pid": 1, "tid": 0, "name": name, "ts": now_us, "dur": length_us, "args": {}})
-        now_us += length_us
-    named = {"ph": "M", "pid": 1, "tid": 0, "name": "thread_name", "args": {"name": "compute"}}
-    return [named, *events] if events else []
 
 
 def _step_of_trace(path: Path) -> int:

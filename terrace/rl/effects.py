@@ -84,11 +84,12 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("run.start_batch", "run.start_lr"), _of_start),
     **dict.fromkeys(("run.held_out", "run.prompt_column"), _of_file),
     "run.reward_timeout_s": _reward_timeout,
-    "run.timeout_s": _timeout,
     "run.warmup_steps": _warmup_steps,
     "cost.weight": _cost_weight,
     **{f"algorithm.{item.name}": _of_algorithm(item.name) for item in fields(Algorithm)},
 }
+# It counts on the command line alone: a file serves runs on several ranks, too.
+ASKED: dict[str, Rule] = {"run.timeout_s": _timeout}
 _OWNERS: dict[str, type[Any]] = {
     "run": RunKeys,
     "cost": RewardKeys,
@@ -107,7 +108,7 @@ def check_effects(
     calls have them whatever the ranks, as under Ray.
     """
     own = {role for each in (table, overrides) for role in each.get("plans", {})}
-    rules = {name: rule for name, rule in RULES.items() if not (has_timeouts and name == "run.timeout_s")}
+    rules = dict(RULES)
     shared = [role for role, has_engine in config.roles.items() if has_engine and role not in own]
     for key in overrides.get("plan", {}) if not shared else ():
         raise ConfigError(
@@ -119,6 +120,8 @@ def check_effects(
     task = task_table(config.run.task) if config.run.task else {}
     silent = {name: [*_defaults(config, name), value_at(task, name)] for name in rules}
     refuse_without_effect(rules, config, table, overrides, silent)
+    if not has_timeouts:
+        refuse_without_effect(ASKED, config, {}, overrides, {})
 
 
 def _defaults(config: "RlConfig", name: str) -> list[Any]:

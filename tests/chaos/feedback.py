@@ -176,7 +176,7 @@ def play(scene: Scene, kind: Kind, what: Strike, whole: Path, took_s: float) -> 
     kind.write(folder)
     code, errors, is_struck = _attempt(folder, what, took_s)
     if is_struck:
-        _judge(what, code, errors, result)
+        _judge(what, code, errors, (folder / "run").exists(), result)
     result.wrong += [f"{len(left)} processes were left over" for left in [scene.orphans()] if left]
     _unsound(folder, result)
     for _ in range(RESUMES):
@@ -270,7 +270,7 @@ def _strike(what: Strike, controller: int) -> bool:
     return is_struck
 
 
-def _judge(what: Strike, code: int, errors: str, result: Result) -> None:
+def _judge(what: Strike, code: int, errors: str, has_begun: bool, result: Result) -> None:
     lines = errors.strip().splitlines()
     if code == 0:
         result.end = "went on"
@@ -279,7 +279,9 @@ def _judge(what: Strike, code: int, errors: str, result: Result) -> None:
     elif what.victim != "rank" and code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
         result.end = "stopped in order"
         wanted = signal.SIGINT if what.signal == "SIGINT" else signal.SIGTERM
-        if code != 128 + wanted or ("terrace rl" not in errors and "saved checkpoints are complete" not in errors):
+        # Without a folder there is no command that goes on with it.
+        is_said = "terrace rl" in errors or "saved checkpoints are complete" in errors or not has_begun
+        if code != 128 + wanted or not is_said:
             result.wrong.append(f"ended with {code}: {errors.strip()[-400:]}")
     elif what.victim != "rank" and code == -signal.Signals[what.signal]:
         result.end = "before its handlers"  # as any program that has just been started

@@ -98,7 +98,7 @@ def test_other_distributions_are_shown(name: str, capsys: pytest.CaptureFixture[
         (["--distribution", "bimodal", "--batch", "0"], "--batch 0 must be at least 1"),
         (["nowhere.txt"], "nowhere.txt"),
         (["docs", "--data.path", "tests"], "--data.path has no effect with PATH"),
-        (["--distribution", "bimodal", "--batch", str(10**12)], "of these documents, and up to 200,000"),
+        (["--distribution", "bimodal", "--batch", str(10**9)], "of these documents, and up to 200,000"),
         (
             ["--distribution", "bimodal", "--cluster.tiers.system.size", "4096"],
             "resize a tier, for example --cluster.tiers.",

@@ -30,6 +30,7 @@ MEANINGS = {
     "--data.chat_template": r"chat template of conversations",
     "--data.column": r"key or column",
     "--data.format": r"^text, or conversations",
+    "--data.separator": r"between the documents",
     "--data.split": r"split of a data set",
     "--device": r"cpu, cuda",
     "--distribution": r"built-in distribution",

@@ -45,7 +45,7 @@ def _actions(command: str) -> list[argparse.Action]:
 
 KEYS = (
     ("--data.cache=text.txt", "text.txt"),
-    ("--data.format=chat", "is no .jsonl"),
+    ("--data.format=chat", "conversations are records"),
     ("--data.column=abc", "data.column = 'abc' has no effect"),
     ("--data.split=abc", "data.split = 'abc' has no effect"),
     ("--data.path=nowhere", "nowhere does not exist"),

@@ -32,7 +32,7 @@ def here(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
 
 def test_a_task_runs_and_goes_on(here: CommandLine) -> None:
     said = here.call("rl", "--task", "sort", *SMALL, "--run.steps", 1, "--folder", "made")
-    assert (said.code, said.error) == (0, "")
+    assert (said.code, said.error) == (0, ""), said.error
     for words in ("grpo: 0.04 M parameters, 1 step of 4 prompts", "supervised start: 1 step", "before: val/reward"):
         assert words in said.out
     for words in (
@@ -115,7 +115,7 @@ def _check_tensorboard(folder: Path, numbers: dict[str, Any]) -> None:
 
 def _check_page(here: CommandLine, samples: list[dict[str, Any]]) -> None:
     said = here.call("report", "made")
-    assert (said.code, said.error) == (0, "")
+    assert (said.code, said.error) == (0, ""), said.error
     assert said.out.startswith("Finished after 2 steps.\nwrote made/report.html")
     page = (here.folder / "made" / "report.html").read_text()
     checked(page)
@@ -162,7 +162,7 @@ def write_run(folder: Path, **more: Any) -> Path:
 def test_a_folder_with_prompts_and_rewards_of_ones_own(here: CommandLine) -> None:
     config = write_run(here.folder)
     said = here.call("rl", "--config", config, *ALONE, "--folder", "made")
-    assert (said.code, said.error) == (0, "")
+    assert (said.code, said.error) == (0, ""), said.error
     (line,) = [json.loads(line) for line in (here.folder / "made" / "metrics.jsonl").read_text().splitlines()]
     assert line["reward/mean"] == pytest.approx(line["score/0/mean"] + 0.5 * line["score/1/mean"], abs=1e-6)
     assert "val/reward" in line
@@ -175,7 +175,7 @@ def test_a_reward_model_beside_a_function(here: CommandLine) -> None:
     (here.folder / "judge").mkdir()
     write_model(here.folder / "judge", {**TABLE, "architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1})
     said = here.call("rl", "--config", config, *ALONE, "--folder", "made")
-    assert (said.code, said.error) == (0, "")
+    assert (said.code, said.error) == (0, ""), said.error
     (line,) = [json.loads(line) for line in (here.folder / "made" / "metrics.jsonl").read_text().splitlines()]
     parts = [line[f"score/{number}/mean"] for number in range(3)]
     assert parts[2] != 0
@@ -233,7 +233,7 @@ def test_a_run_that_ends_in_its_supervised_start_goes_on(here: CommandLine, monk
         patch.setattr(making, "_begun", ended)
         assert "ended early" in here.call(*words).error
     said = here.call("rl", "--resume", "made")
-    assert (said.code, said.error) == (0, "")
+    assert (said.code, said.error) == (0, ""), said.error
     assert "step    1   reward" in said.out
     assert "before" not in said.out
     assert "held out" not in said.out

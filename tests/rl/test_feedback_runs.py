@@ -50,7 +50,7 @@ def test_what_a_run_depends_on_is_known_by_content(here: CommandLine) -> None:
     rewards.write_text(rewards.read_text() + "import helping\n")
     (here.folder / "helping.py").write_text("one = 1\n")
     made = here.call("rl", "--config", "files/run.toml", *ALONE, "--folder", "run", "--run.steps", 1)
-    assert (made.code, made.error) == (0, "")
+    assert (made.code, made.error) == (0, ""), made.error
 
     def again(*words: object) -> str:
         return here.refusal("rl", "--resume", "run", *words)
