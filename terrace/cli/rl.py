@@ -83,7 +83,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         given,
         overrides,
         is_placed=is_placed,
-        is_resumed=options.resume is not None,
+        is_resumed=resume is not None,
         has_timeouts=options.ray is not None,
     )
     if options.explain:

@@ -54,6 +54,7 @@ _BASE: dict[str, Any] = {
     "cluster": "local",
     "plan": {"preset": "ddp", "micro_batch": 2},
     "run": {"prompts_file": "prompts.jsonl", "max_prompt": 12, "max_response": 6, "steps": STEPS, "held_out": 1}
+    | {"high_lr": True}
     | {"prompts": 2, "responses": 4, "mini_batch": 4, "evaluate_every": 2, "warmup_steps": 1, "timeout_s": 60.0},
     "reward": [{"function": "my_rewards:near"}],
     "optimizer": {"lr": 1e-2},

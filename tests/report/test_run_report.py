@@ -84,7 +84,7 @@ def test_chosen_steps_are_traced_beside_their_prediction(ran: Path) -> None:
 
 def test_the_page_says_what_the_run_did(ran: Path) -> None:
     page = (ran / "report.html").read_text()
-    assert re.search(r"predicted were [\d.]+ \w+ \+-\d+&nbsp;% \([+-]\d+&nbsp;%\)", page)
+    assert re.search(r"predicted were [\d.]+ \w+ \+-\d+&nbsp;% \([+-]\d+&nbsp;%, no verdict: ", page)
     checked(page)
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|@import|url\(", page)
     data = json.loads(re.findall(r'id="data">(.*?)</script>', page)[0])

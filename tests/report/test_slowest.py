@@ -13,7 +13,7 @@ from terrace.cli.screen import slowest_words
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.program.report import StepReport, plain
-from terrace.report import run_folder
+from terrace.report import predicted_step
 from terrace.report.run_folder import run_view
 from terrace.report.run_page import run_page
 from terrace.train.compared import compare_ranks
@@ -124,7 +124,7 @@ def test_a_comparison_of_runs_plays_no_step(finished: Path, monkeypatch: pytest.
     def play(*_: object) -> None:
         raise AssertionError("a step was played")
 
-    monkeypatch.setattr(run_folder, "play_whole", play)
+    monkeypatch.setattr(predicted_step, "play_whole", play)
     with pytest.raises(AssertionError, match="a step was played"):
         run_view(finished)
     view = run_view(finished, draws=False)
