@@ -1,6 +1,7 @@
 """`terrace rl`: a task and a folder with prompts, from the command line to the last number; refusals."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ RECORDS = ("metrics.jsonl", "calls.jsonl", "samples.jsonl")
 @pytest.fixture
 def here(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> CommandLine:
     monkeypatch.chdir(tmp_path)
+    # Folders and modules of rewards are those of one command, which is a process of its own elsewhere.
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
     return CommandLine(tmp_path, capsys)
 
 

@@ -269,7 +269,7 @@ def test_a_pattern_that_goes_back_for_ever_is_refused(
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     whole["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, byte_level]}
     (folder / "tokenizer.json").write_text(json.dumps(whole))
-    monkeypatch.setattr(tokenizer_module, "_LIMIT_S", 0.5)
+    monkeypatch.setattr(tokenizer_module, "_LIMIT_S", 60.0)  # the package gives up before, on a busy machine, too
     tokenizer = load_tokenizer(folder)
     assert len(tokenizer.encode("ab" * 50))
     with pytest.raises(DataError, match="pattern goes back and tries again"):

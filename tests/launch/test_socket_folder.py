@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,15 @@ sys.stdin.read()
 """
 
 
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder whose path a socket's fits into, which pytest's own need not be: then folders are made in /tmp itself,
+    among those of other processes.
+    """
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
 def made(parent: Path) -> "tuple[subprocess.Popen[str], Path]":
     """A process with such a folder in `parent`."""
     process = subprocess.Popen(
@@ -39,15 +49,15 @@ def made(parent: Path) -> "tuple[subprocess.Popen[str], Path]":
     return process, Path(process.stdout.readline().strip())
 
 
-def test_the_folder_goes_with_its_process_or_at_the_next_start(tmp_path: Path) -> None:
-    ends, killed = made(tmp_path), made(tmp_path)
-    assert sorted(tmp_path.iterdir()) == sorted([ends[1], killed[1]])
+def test_the_folder_goes_with_its_process_or_at_the_next_start(short_path: Path) -> None:
+    ends, killed = made(short_path), made(short_path)
+    assert sorted(short_path.iterdir()) == sorted([ends[1], killed[1]])
     killed[0].kill()
     killed[0].communicate()
-    clear_abandoned(tmp_path)
-    assert list(tmp_path.iterdir()) == [ends[1]], "the folder of a process that lives stays"
+    clear_abandoned(short_path)
+    assert list(short_path.iterdir()) == [ends[1]], "the folder of a process that lives stays"
     ends[0].communicate()
-    assert not list(tmp_path.iterdir())
+    assert not list(short_path.iterdir())
     assert (ends[0].returncode, killed[0].returncode) == (0, -signal.SIGKILL)
 
 
@@ -66,20 +76,20 @@ def test_only_folders_of_this_name_without_an_owner_are_removed(tmp_path: Path) 
     assert set(tmp_path.iterdir()) == {other, link}
 
 
-def test_a_start_that_was_killed_before_its_folder_was_its_own(tmp_path: Path) -> None:
+def test_a_start_that_was_killed_before_its_folder_was_its_own(short_path: Path) -> None:
     kills = "import fcntl, os\ndef kill(*_): os.kill(os.getpid(), 9)\nfcntl.flock = kill\n" + MAKE
-    done = subprocess.run([sys.executable, "-c", kills], env=environment() | {"TMPDIR": str(tmp_path)}, timeout=60)
+    done = subprocess.run([sys.executable, "-c", kills], env=environment() | {"TMPDIR": str(short_path)}, timeout=60)
     assert done.returncode == -signal.SIGKILL
-    (left,) = tmp_path.iterdir()
+    (left,) = short_path.iterdir()
     assert left.name.startswith("terrace-new-")
-    own = tmp_path / "terrace-new-ideas"
+    own = short_path / "terrace-new-ideas"
     own.mkdir()
     (own / "file").touch()
-    clear_abandoned(tmp_path)
-    assert list(tmp_path.iterdir()) == [own], "a user's own folder stays"
+    clear_abandoned(short_path)
+    assert list(short_path.iterdir()) == [own], "a user's own folder stays"
 
 
-def test_a_folder_that_another_start_took_for_abandoned_is_made_again(tmp_path: Path) -> None:
+def test_a_folder_that_another_start_took_for_abandoned_is_made_again(short_path: Path) -> None:
     sweeps = (
         "import fcntl, os\nfrom pathlib import Path\nseen = []\n"
         "def swept(handle, how):\n"
@@ -89,24 +99,28 @@ def test_a_folder_that_another_start_took_for_abandoned_is_made_again(tmp_path: 
     )
     done = subprocess.run(
         [sys.executable, "-c", sweeps + MAKE],
-        env=environment() | {"TMPDIR": str(tmp_path)},
+        env=environment() | {"TMPDIR": str(short_path)},
         input="",
         capture_output=True,
         text=True,
         timeout=60,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert Path(done.stdout.strip()).parent == tmp_path
-    assert not list(tmp_path.iterdir())
+    assert Path(done.stdout.strip()).parent == short_path
+    assert not list(short_path.iterdir())
 
 
-def test_a_folder_is_made_where_there_are_no_locks(tmp_path: Path) -> None:
+def test_a_folder_is_made_where_there_are_no_locks(short_path: Path) -> None:
     program = "import fcntl\ndef none(*_): raise OSError(37, 'No locks available')\nfcntl.flock = none\n" + MAKE
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment() | {"TMPDIR": str(tmp_path)}, input="", text=True, timeout=60
+        [sys.executable, "-c", program],
+        env=environment() | {"TMPDIR": str(short_path)},
+        input="",
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0
-    assert not list(tmp_path.iterdir())
+    assert not list(short_path.iterdir())
 
 
 SERVES = """

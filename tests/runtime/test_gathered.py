@@ -56,5 +56,5 @@ def test_nothing_between_processes_is_pickled_but_by_a_parent_and_its_own_childr
         if any(word in path.read_text() for word in words)
     }
     pool, roles = {"process_pool.py", "workers.py"}, {"calls/local.py", "calls/serve.py"}
-    files = {f"terrace/model/dcp/{name}.py" for name in ("metadata", "reading", "writing")}
+    files = {f"terrace/model/dcp/{name}.py" for name in ("pickled", "writing")}
     assert users == files | {f"terrace/launch/{name}" for name in pool} | {f"terrace/rl/{name}" for name in roles}
