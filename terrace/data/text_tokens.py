@@ -92,12 +92,12 @@ def read_tables(folder: Path | None) -> dict[str, dict[str, Any]]:
         raise DataError(str(error)) from error
 
 
-def state_of(post_processor: Any) -> Mapping[str, Any] | None:
-    """A post-processor of the `tokenizers` package as its JSON."""
-    if post_processor is None:
+def state_of(part: Any) -> Mapping[str, Any] | None:
+    """A post-processor or decoder of the `tokenizers` package as its JSON."""
+    if part is None:
         return None
-    state = json.loads(post_processor.__getstate__())
-    assert isinstance(state, dict), "a post-processor is an object"
+    state = json.loads(part.__getstate__())
+    assert isinstance(state, dict), "a part of a tokenizer is an object"
     return state
 
 

@@ -8,6 +8,7 @@ forge the end of a document. In a prompt, which its user writes, it is the speci
 """
 
 import hashlib
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -93,6 +94,8 @@ class FileTokenizer:
         encoder.encode_special_tokens = True
         self._encoder = encoder
         self._has_patterns = '"Regex"' in encoder.to_str()
+        # Decoding a token at a time is too frequent to be watched without a reason.
+        self._decodes_by_patterns = '"Regex"' in json.dumps(state_of(encoder.decoder))
         self.vocabulary = vocabulary
         # Ids may have holes, so that the number of words is less than the largest id.
         self.vocab_size: int = max(encoder.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -117,6 +120,7 @@ class FileTokenizer:
             sum(map(len, given)),
             "encode the text",
             "give it an unknown word, or name another with --data.tokenizer",
+            is_watched=self._has_patterns,
         )
         return [np.array(each.ids, dtype=np.int64) for each in encoded]
 
@@ -137,12 +141,13 @@ class FileTokenizer:
                 len(given),
                 "decode the tokens",
                 "name another tokenizer",
+                is_watched=self._decodes_by_patterns,
             )
         )
 
-    def _called(self, work: Callable[[], T], size: int, what: str, fix: str) -> T:
+    def _called(self, work: Callable[[], T], size: int, what: str, fix: str, *, is_watched: bool) -> T:
         try:
-            if not self._has_patterns:
+            if not is_watched:
                 return work()
             limit_s = _LIMIT_S + size / _PER_S
             said = f"{self.vocabulary.path} has a pattern that goes back and tries again: to {what} ({size:,} long)"
