@@ -9,7 +9,6 @@ import re
 from pathlib import Path
 
 from terrace.base.errors import DataError
-from terrace.base.schema import read_table
 from terrace.data.rendering import TemplateRefusalError
 from terrace.data.template import load_template
 from terrace.data.text_tokens import CONFIG_FILE, ID_FILES, declared_ids, read_tables, token_text
@@ -26,9 +25,9 @@ def ends_of(
     the assistant's turn in the chat template, of `template_path` or the tokenizer's own.
     """
     found = {tokenizer.text_tokens.end, turn_end(tokenizer, tokenizer_path, template_path)}
+    tables = read_tables(folder)
     for name in ID_FILES:
-        if folder is not None and (folder / name).is_file():
-            found |= set(declared_ids(read_table(folder / name, folder).get("eos_token_id")))
+        found |= set(declared_ids(tables.get(name, {}).get("eos_token_id")))
     return tuple(sorted(end for end in found if end is not None))
 
 

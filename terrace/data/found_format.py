@@ -51,10 +51,9 @@ def record_words(path: str | Path, split: str, chosen: Format) -> str:
     """What the records of conversations or preferences are taken as, by the first; "" for text."""
     if chosen == "text":
         return ""
-    first = first_record(path, split)
-    form = chat_form(first)
     if chosen == "pairs":
         return "preferences: 'chosen' and 'rejected'"
+    form = chat_form(first_record(path, split))
     return "" if form is None else f"conversations: {form.words()}"
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from terrace.base.errors import DataError
+from terrace.base.parsing import parse_json
 from terrace.data.pieces import kind_of
 
 Messages = Sequence[Mapping[str, Any]]
@@ -117,8 +118,8 @@ def decoded(value: Any, kind: type, words: str) -> Any:
     found = value
     if isinstance(value, str):
         try:
-            found = json.loads(value)
-        except (ValueError, RecursionError) as error:
+            found = parse_json(value)
+        except ValueError as error:
             raise DataError(
                 f"{words} must be {_called(kind)}, not a string that is no JSON ({error}); write it as one"
             ) from error

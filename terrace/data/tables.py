@@ -13,7 +13,7 @@ from typing import Any
 from terrace.base.errors import DataError
 from terrace.base.extras import needs
 from terrace.data.forms import DataFile
-from terrace.data.pieces import DocumentPart, Unit, check_text, cut, missing_column
+from terrace.data.pieces import DocumentPart, Unit, check_text, cut, missing_column, shown_keys
 from terrace.data.saved import STATE, selection_parts
 
 _ROWS = 1024  # at a time in memory
@@ -147,7 +147,7 @@ def _present(file: Path, schema: Any, columns: tuple[str, ...]) -> list[str]:
         if schema.names.count(name) > 1:
             raise DataError(f"{file} has the column {name!r} {schema.names.count(name)} times; rename all but one")
     if not kept:
-        there = ", ".join(map(repr, schema.names[:8])) or "none"
+        there = shown_keys(schema.names)
         raise DataError(f"{file} has none of the columns {', '.join(columns)} (its columns: {there}); rename them")
     return kept
 

@@ -1,9 +1,8 @@
 """A corpus tokenised once, into a memory-mapped file.
 
 `<name>-<key>.tokens` holds little-endian uint16 or uint32 ids, each document between the tokens that begin and end a
-text.
-`.starts` holds the document starts (little-endian int64, in tokens, ascending from 0), `.sums` the checksums of both
-(terrace.data.block_sums), and `.json` describes them. The key is a hash of the tokenizer and of the path, size and
+text. `.starts` holds the document starts (little-endian int64, in tokens, ascending from 0), `.sums` the checksums of
+both (terrace.data.block_sums), and `.json` describes them. The key is a hash of the tokenizer and of the path, size and
 modification time of every source file, so another source or tokenizer is another file; sources that change without
 another key are found by terrace.data.originals. A file that is mapped never changes. Old files are not removed, since
 other runs may still read them; delete them by hand when no run uses them.

@@ -45,7 +45,7 @@ def check_inputs(run: "RunConfig", given: Mapping[str, Any]) -> None:
         if spec.format != "text":
             holds_conversations(spec.path, spec.split)
         elif not is_indexed(spec.path):
-            next(corpus_units(spec.path, spec.column, spec.split), None)
+            next(corpus_units(spec.path, spec.column, spec.split, separator=spec.separator), None)
     _check_cache(Path(config.cache))
 
 

@@ -48,6 +48,7 @@ KEYS = (
     ("--data.format=chat", "conversations are records"),
     ("--data.column=abc", "data.column = 'abc' has no effect"),
     ("--data.split=abc", "data.split = 'abc' has no effect"),
+    ("--data=records.jsonl --data.separator=abc", "data.separator = 'abc' has no effect"),
     ("--data.path=nowhere", "nowhere does not exist"),
     ("--data=nowhere", "nowhere does not exist"),
     ("--data.tokenizer=nowhere", "cannot read tokenizer"),
@@ -71,13 +72,14 @@ def test_every_command_refuses_what_a_start_refuses(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = write_run(tmp_path, 2)
+    (tmp_path / "records.jsonl").write_text('{"text": "a"}\n')
     monkeypatch.chdir(tmp_path)
     with mock.patch.object(worker, "launch_local", return_value=None):
         for word, said in KEYS:
             # The doctor tells the whole machine first, so it is asked for a few alone.
             if command == "doctor" and "data.format" not in word:
                 continue
-            code = main([command, "--config", str(config), word])
+            code = main([command, "--config", str(config), *word.split()])
             out, error = capsys.readouterr()
             assert code != 0, word
             assert said in error + out, (word, error)

@@ -10,6 +10,7 @@ import pytest
 
 from terrace.base.errors import DataError
 from terrace.data.chat import ChatReader
+from terrace.data.chat_prompt import chat_prompts
 from terrace.data.template import ChatTemplate, load_template
 from terrace.data.tokenizer import load_tokenizer
 from terrace.model.hf.folder import carried_files
@@ -227,6 +228,8 @@ def test_parts_are_one_text_where_a_template_knows_no_parts() -> None:
          "spells out the special token"),
         ({"messages": [ASKED, {"role": "assistant", "content": "", "tool_calls": [call({"<|im_end|>": 1})]}]},
          "spells out the special token"),
+        ({"messages": [ASKED, {"role": "assistant", "content": "", "tool_calls": [call("[" * 100_000)]}]},
+         r"not a string that is no JSON \(brackets are nested too deeply\)"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_record_is_told_in_one_line(folder: Path, record: dict[str, Any], said: str) -> None:
@@ -234,6 +237,21 @@ def test_what_is_wrong_with_a_record_is_told_in_one_line(folder: Path, record: d
     with pytest.raises(DataError, match=rf"^data\.jsonl:7.*{said}") as error:
         reader.tokens(json.dumps(record), "data.jsonl:7")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a\ud800", r"holds half a surrogate pair \('\\ud800'\)"),
+        ("\ufdd0", "holds a code point that is no character"),
+        ("<|im_end|>", r"spells out the special token '<\|im_end\|>'"),
+    ],
+)
+def test_a_prompt_holds_no_text_that_training_refuses(folder: Path, text: str, said: str) -> None:
+    prompts = chat_prompts(load_tokenizer(folder), folder)
+    asked = [({"messages": [{"role": "user", "content": text}]}, "line 3")]
+    with pytest.raises(DataError, match=rf"^line 3 {said}"):
+        next(prompts.rendered(asked))
 
 
 def test_tags_whose_text_is_changed_later_are_refused() -> None:
