@@ -1,4 +1,4 @@
-"""The tokens at which what a model writes ends, asked by sampling, feedback and export alike; and one that fills rows.
+"""The tokens that end generated text, for sampling, feedback and export alike, and the one that pads rows.
 
 A text ends with the tokenizer's end of text, or with a token that the files of the model declare. An assistant's turn
 ends with the first special token that the chat template writes behind what the assistant says, which need not be one of
@@ -55,8 +55,8 @@ def turn_end(tokenizer: Tokenizer, tokenizer_path: str | Path, template_path: st
 
 
 def filler(tokenizer: FileTokenizer, folder: Path, ends: tuple[int, ...]) -> str | None:
-    """A special token that can fill the end of a row, since no text ends with it: `transformers` finds the last token
-    of a text as the last that is not this one. None where every special token ends texts.
+    """A special token that can pad a row, since no text ends with it: `transformers` takes the last token of a text as
+    the last that is not this one. None where every special token ends texts.
 
     Declared ones of `folder` come first, then names that say what they are for.
     """

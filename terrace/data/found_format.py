@@ -48,7 +48,7 @@ def with_formats(data: Any, *, on_pairs: bool = False) -> Any:
 
 
 def record_words(path: str | Path, split: str, chosen: Format) -> str:
-    """What the records of conversations or preferences are taken as, by the first; "" for text."""
+    """The form in which conversations or preferences are read, by the first record; "" for text."""
     if chosen == "text":
         return ""
     if chosen == "pairs":

@@ -1,4 +1,4 @@
-"""What a chat template and a tokenizer leave out of conversations, for one line that says it.
+"""Counts of the text that a chat template or a tokenizer leaves out of conversations, for one warning.
 
 A template may drop reasoning, calls or a system's message, or cut or change a text; a model is then trained on less
 than the data hold. White space between words does not count, as many templates trim it, nor does the way in which JSON

@@ -173,7 +173,7 @@ def pair_row(row: Row, where: str) -> dict[str, Any]:
 
 
 def prompt_row(row: Row, column: str, where: str) -> str | dict[str, Any]:
-    """What a row asks: the text of `column`, or messages with their tools.
+    """The prompt of a row: the text of `column`, or messages with their tools.
 
     Where the column is "prompt" and absent, a conversation in another form is asked up to its last answer. Raises
     `DataError` as `chat_row` does.

@@ -27,7 +27,7 @@ from terrace.base.progress import Passing
 from terrace.base.words import counted
 from terrace.data.cache import CorpusDescription, cache_file, file_stem, id_dtype, made_once, token_file
 from terrace.data.corpus import corpus_units, read_unit
-from terrace.data.files import find_data, find_documents
+from terrace.data.files import find_data, find_documents, separators
 from terrace.data.forms import CODE_SUFFIXES
 from terrace.data.indexed import is_indexed, open_indexed
 from terrace.data.originals import Originals
@@ -71,7 +71,6 @@ def prepare_tokens(
         return open_indexed(path, cache_dir)
     originals = Originals(path, lambda: find_documents(path, split))
     around = tokenizer.text_tokens
-    fields = sorted({file.separator for file in find_data(path, split).files})  # a card may say how csv is read
     identity = (
         _FORMAT,
         tokenizer.fingerprint,
@@ -80,7 +79,7 @@ def prepare_tokens(
         around.end,
         column,
         separator,
-        fields,
+        separators(find_data(path, split).files),
     )
     target = cache_file(cache_dir, file_stem(path, "corpus"), (*identity, originals.identity()))
 

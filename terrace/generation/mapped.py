@@ -70,7 +70,7 @@ def mapped_tokens(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torc
 
 
 def pages_words(config: ModelConfig, page_tokens: int, device: torch.device, dtype: torch.dtype) -> tuple[str, bool]:
-    """The pages that `platform_pages` makes for a model, in words; whether a CPU has other ones than mapped."""
+    """The pages that `platform_pages` makes for a model, in words, and whether a CPU falls back to gathered ones."""
     try:
         _mapped((config.num_layers, 1, page_tokens, config.num_kv_heads, config.head_dim), device, dtype)
     except ConfigError as error:

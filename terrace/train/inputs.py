@@ -1,4 +1,4 @@
-"""What a start refuses of the keys that stand on its command line, for commands that start nothing.
+"""Checks of `terrace train` on the keys of its command line, for commands that start nothing.
 
 `terrace simulate` and `terrace doctor` read no corpus, and a file of a run may name paths of another machine. But a key
 on the command line was set on purpose, so it is refused here as `terrace train` would refuse it; of a corpus, the first

@@ -223,3 +223,16 @@ def test_conversations_come_from_every_form_of_a_split(tmp_path: Path) -> None:
     write(tmp_path, files)
     digests = {prepare_chat(tmp_path / name, ByteTokenizer(), "bytes", "", tmp_path / "cache").digest for name in "ljc"}
     assert len(digests) == 1
+
+
+def test_a_card_that_reads_csv_otherwise_makes_other_tokens(tmp_path: Path) -> None:
+    pytest.importorskip("jinja2")
+    (tmp_path / "chat.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    root = write(tmp_path / "folder", {"a.csv": "instruction|output|x;query;response\na|b|c;d;e\n"})
+
+    def said(separator: str) -> str:
+        (root / "README.md").write_text(card(f"- config_name: x\n  data_files: a.csv\n  sep: '{separator}'\n"))
+        made = prepare_chat(root, ByteTokenizer(), "bytes", tmp_path / "chat.jinja", tmp_path / "cache")
+        return bytes(made.open().tolist()).decode()
+
+    assert [said("|"), said(";")] == ["user: a\nassistant: b\n", "user: d\nassistant: e\n"]
