@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from terrace.train.config import RunConfig
 
 BYTES, AUTO = "bytes", "auto"
-_OF_TOKENIZER = ("tokenizer", "bos", "eos")
+_OF_TOKENIZER = {"tokenizer", "bos", "eos"}
+_OF_SOURCES = {"path", "mixture", "format", "column", "split", "separator"}
 
 
 def check_inputs(run: "RunConfig", given: Mapping[str, Any]) -> None:
@@ -39,9 +40,10 @@ def check_inputs(run: "RunConfig", given: Mapping[str, Any]) -> None:
     from terrace.train.folder import check_tokenizer
 
     config = run.data.absolute()
-    if any(key in data for key in _OF_TOKENIZER):
+    if _OF_TOKENIZER & data.keys():
         check_tokenizer(load_tokenizer(config.tokenizer, config.bos, config.eos), run)
-    for spec in config.sources():
+    sources = config.sources() if _OF_SOURCES & data.keys() else ()
+    for spec in (*sources, *(config.eval_sources() if "eval" in data else ())):
         if spec.format != "text":
             holds_conversations(spec.path, spec.split)
         elif not is_indexed(spec.path):

@@ -51,6 +51,7 @@ KEYS = (
     ("--data=records.jsonl --data.separator=abc", "data.separator = 'abc' has no effect"),
     ("--data.path=nowhere", "nowhere does not exist"),
     ("--data=nowhere", "nowhere does not exist"),
+    ("--data.eval.other=nowhere --train.eval_every=2", "nowhere does not exist"),
     ("--data.tokenizer=nowhere", "cannot read tokenizer"),
     ("--data.bos=abc", "data.bos = 'abc' has no effect"),
     ("--data.eos=abc", "data.eos = 'abc' has no effect"),
@@ -83,6 +84,15 @@ def test_every_command_refuses_what_a_start_refuses(
             out, error = capsys.readouterr()
             assert code != 0, word
             assert said in error + out, (word, error)
+
+
+def test_data_that_only_a_file_names_may_be_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write_run(tmp_path, 2)
+    words = ["simulate", "--config", str(config), "--data.holdout", "0"]
+    config.write_text(config.read_text().replace("text.txt", "nowhere.txt"))
+    assert main(words) == 0
+    assert main([*words, "--data", "nowhere.txt"]) == 2
+    assert "nowhere.txt does not exist" in capsys.readouterr().err
 
 
 def test_keys_of_a_model_that_change_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
