@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from terrace.base.errors import DataError
+from terrace.base.errors import DataError, ModelError
 from terrace.data.chat import ChatReader
 from terrace.data.chat_prompt import chat_prompts
 from terrace.data.template import ChatTemplate, load_template
@@ -305,6 +305,9 @@ def test_templates_in_a_folder_of_their_own_are_carried_along(tmp_path: Path) ->
     for tools in (None, TOOLS):
         told = [theirs(tmp_path / name).apply_chat_template([ASKED], tools, tokenize=False) for name in ("from", "to")]
         assert told[0] == told[1] == load_template(tmp_path / "to").render([ASKED], tools)[0]
+    (tmp_path / "from" / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(ModelError, match=r"tokenizer_config.json in .* is damaged \(it holds no object\)"):
+        carried_files(tmp_path / "from")
 
 
 def test_templates_without_a_default_are_named(tmp_path: Path) -> None:

@@ -175,6 +175,8 @@ def with_templates(folder: Path, found: Mapping[str, bytes]) -> dict[str, bytes]
             for name, source in named.items()
         }
         table = parse_json(found.get(TOKENIZER_CONFIG, b"{}"))
+        if not isinstance(table, dict):
+            raise ValueError("it holds no object")
     except ValueError as error:
         raise ModelError(
             f"a chat template or {TOKENIZER_CONFIG} in {folder} is damaged ({error}): repair it"
