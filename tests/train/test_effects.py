@@ -13,6 +13,7 @@ from terrace.train.config import OF_FEEDBACK, RunConfig, resolve, run_toml
 from terrace.train.effects import ASKED, RULES, check_effects, file_layers
 
 QWEN2 = ("--model.model_type", "qwen2", "--model.use_sliding_window", "false")
+REWARD = ("--train.objective", "reward", "--data.format", "pairs", "--data.path", "pairs.jsonl")
 LARGE = ("--model.hidden_size", "3200", "--model.vocab_size", "20000")
 
 
@@ -66,6 +67,7 @@ def test_every_rule_has_a_case() -> None:
         ("--plan.preset", "ddp"),
         ("--train.final_lr_fraction", "0.2"),
         ("--train.steps", "5", "--train.warmup_steps", "5"),
+        (*REWARD, "--train.weights", "w", "--model.initializer_range", "0.1"),
         ("--plan.prefetch", "2"),
         ("--plan.unit", "2"),
         ("--lora.rank", "2", "--train.freeze", '["layers.0.*lora*"]'),
