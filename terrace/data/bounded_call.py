@@ -1,7 +1,7 @@
-"""Calls into a package that may not come back.
+"""Calls into a package that may not return.
 
-The patterns of a tokenizer.json are regular expressions of a stranger, and those of `tokenizers` go back and try again:
-a line of a hundred characters can take centuries. The package holds no lock of the interpreter while it works, so the
+The patterns of a tokenizer.json are regular expressions of a stranger, and those of `tokenizers` backtrack: a line of a
+hundred characters can take centuries. The package holds no lock of the interpreter while it works, so the
 call runs in a thread that can be left behind; it ends with the process. Where the package gives up, it panics: its own
 report, which goes to the descriptor of standard error, is dropped, since the error says it in a line.
 """

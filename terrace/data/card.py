@@ -87,7 +87,9 @@ def _loaded(path: Path, block: str) -> Mapping[str, Any]:
         raise DataError(f"{path} has {_KEY}: reading them {needs('pyyaml')}") from error
     try:
         # The loader in C, where it is built, reads long cards fifty times as fast.
-        table = yaml.load(block, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        # Merged tables are copies: a short text could ask for any number. Without this step they are refused.
+        table = yaml.load(block, type("Loader", (loader,), {"flatten_mapping": lambda *_: None}))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise DataError(f"the YAML block of {path} is damaged ({' '.join(str(error).split())}); repair it") from error
     if not isinstance(table, Mapping):
@@ -99,7 +101,10 @@ def _configs(path: Path, entries: Any) -> tuple[dict[str, Config], str | None]:
     """The configurations by name, and the name of the default one."""
     if entries is None or entries == []:
         return {}, None
-    if not isinstance(entries, list) or not all(isinstance(one, Mapping) and "config_name" in one for one in entries):
+    # Aliases make a small list of any length, and its text would have that length.
+    if not isinstance(entries, list) or not all(
+        isinstance(one, Mapping) and isinstance(one.get("config_name"), str | int | float) for one in entries
+    ):
         raise _wrong(path, "each entry is a table with a config_name")
     found = {str(each["config_name"]): _config(path, each) for each in entries}
     if len(found) < len(entries):
@@ -116,9 +121,9 @@ def _config(path: Path, entry: Mapping[str, Any]) -> Config:
     name, given, folder = str(entry["config_name"]), entry.get("data_files"), entry.get("data_dir") or ""
     for key in _NOT_READ & entry.keys():
         raise _wrong(path, f"{name!r} has the option {key!r}, which is not read: write its files as JSON lines")
-    separators = [str(entry[key]) for key in _SEPARATORS if entry.get(key)]
-    if not isinstance(folder, str):
-        raise _wrong(path, f"data_dir of {name!r} is no text")
+    separators = [entry[key] for key in _SEPARATORS if entry.get(key)]
+    if not all(isinstance(each, str) for each in (folder, *separators)):
+        raise _wrong(path, f"data_dir or sep of {name!r} is no text")
     patterns = None if given is None else _patterns(path, name, given)
     for pattern in (folder, *(each for those in (patterns or {}).values() for each in those)):
         # A card is a stranger's: it does not choose files elsewhere on this machine.

@@ -20,14 +20,13 @@ from terrace.base.errors import DataError, did_you_mean
 from terrace.data.chat_encoder import ChatEncoder, Ids
 from terrace.data.left_out import LeftOut, unknown_characters
 from terrace.data.message_forms import given, text_of, with_objects
-from terrace.data.pieces import json_object, kind_of
+from terrace.data.pieces import json_object, kind_of, shown_keys
 from terrace.data.rendering import TemplateRefusalError
 from terrace.data.row_forms import NUM_ASKED, chat_row
 from terrace.data.template import ChatTemplate, Spans, marks_in
+from terrace.data.turns import SPEAKERS
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "function": "tool"}
-_SHOWN_KEYS = 8
 _BATCH, _BATCH_CHARACTERS = 64, 1 << 20  # conversations that are rendered together
 
 Mask = npt.NDArray[np.uint8]
@@ -143,15 +142,15 @@ class ChatReader:
             raise DataError(f"{where}: the assistant says nothing, so nothing is left to train on; drop the line")
         # Before rendering: afterwards the template's own special tokens could not be told from forged ones.
         for text in texts_of(talk):
-            self._check(text, where)
+            check_chat_text(text, where, self.encoder)
         return talk
 
     def _completion(self, record: Mapping[str, Any], where: str) -> tuple[Ids, Mask]:
-        prompt, completion = (_string(record, key, where) for key in ("prompt", "completion"))
+        prompt, completion = record["prompt"], record["completion"]
         if not completion:
             raise DataError(f"{where}: 'completion' is empty, so nothing is left to train on; drop the line")
         for text in (prompt, completion):
-            self._check(text, where)
+            check_chat_text(text, where, self.encoder)
         # Tokenised as one text, as a model sees it when it continues a prompt.
         ids, mask = self._mask(prompt + completion, [(len(prompt), len(prompt) + len(completion))], where)
         around = self.encoder.around
@@ -176,22 +175,6 @@ class ChatReader:
             if inside.size:
                 mask[inside[0] : inside[-1] + 1] = 1
         return ids, mask
-
-    def _check(self, text: str, where: str) -> None:
-        try:
-            # JSON may spell half a surrogate pair, which has no UTF-8.
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise DataError(f"{where} holds half a surrogate pair ({text[error.start]!a}); repair the line") from error
-        # These code points mark the assistant's text inside a rendered conversation.
-        if marks_in(text):
-            raise DataError(f"{where} holds a code point that is no character (U+FDD0 or U+FDD1); remove it")
-        token = self.encoder.forged(text)
-        if token is not None:
-            raise DataError(
-                f"{where} spells out the special token {token!r}, which would end or begin a turn; write it in another "
-                "way or drop the line"
-            )
 
 
 def _num_turns(record: Mapping[str, Any], end: int) -> int:
@@ -230,6 +213,24 @@ def texts_of(talk: Mapping[str, Any]) -> Iterator[str]:
     yield from (text_of(message["content"]) for message in messages if isinstance(message.get("content"), list))
 
 
+def check_chat_text(text: str, where: str, encoder: ChatEncoder) -> None:
+    """Raises `DataError`, naming `where`, for a text that no message can hold: one with a special token, say."""
+    try:
+        # JSON may spell half a surrogate pair, which has no UTF-8.
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where} holds half a surrogate pair ({text[error.start]!a}); repair the line") from error
+    # These code points mark the assistant's text inside a rendered conversation.
+    if marks_in(text):
+        raise DataError(f"{where} holds a code point that is no character (U+FDD0 or U+FDD1); remove it")
+    token = encoder.forged(text)
+    if token is not None:
+        raise DataError(
+            f"{where} spells out the special token {token!r}, which would end or begin a turn; write it in another way "
+            "or leave it out"
+        )
+
+
 def check_messages(messages: Any, where: str, template: str) -> None:
     """Raises `DataError`, naming `where`, unless these are messages that a `template` can be asked to render."""
     if not isinstance(messages, list):
@@ -242,11 +243,10 @@ def check_messages(messages: Any, where: str, template: str) -> None:
             raise DataError(f"{here} is {kind_of(message)}; each must be an object with 'role' and 'content'")
         role = message.get("role")
         if not isinstance(role, str):
-            keys = ", ".join(repr(key) for key in list(message)[:_SHOWN_KEYS]) or "none"
-            raise DataError(f"{here} has no 'role' (keys: {keys}); say who speaks")
+            raise DataError(f"{here} has no 'role' (keys: {shown_keys(message)}); say who speaks")
         # A template may know further roles; it then names them in quotes.
         if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
-            hint = f"; did you mean {_OTHER_NAMES[role]!r}?" if role in _OTHER_NAMES else did_you_mean(role, ROLES)
+            hint = f"; did you mean {SPEAKERS[role]!r}?" if role in SPEAKERS else did_you_mean(role, ROLES)
             raise DataError(f"{here} has the unknown role {role!r}{hint}")
         content = message.get("content")
         # A turn that only calls tools has no content.
@@ -266,17 +266,9 @@ def _check_parts(parts: list[Any], here: str) -> None:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = f"of type {part.get('type')!r}" if isinstance(part, dict) else kind_of(part)
             raise DataError(
-                f'{here}: \'content\' has a part {kind}, and only {{"type": "text", "text": ...}} is trained on; '
+                f'{here}: \'content\' has a part {kind}, and only {{"type": "text", "text": ...}} is read; '
                 "convert it or drop the line"
             )
-
-
-def _string(record: Mapping[str, Any], key: str, where: str) -> str:
-    value = record[key]
-    if not isinstance(value, str):
-        fix = 'write a conversation as "messages"' if isinstance(value, list) else "convert it or drop the line"
-        raise DataError(f"{where}: {key!r} must be a string, not {kind_of(value)}; {fix}")
-    return value
 
 
 def texts_in(value: Any) -> Iterator[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import DataError
-from terrace.data.chat import talk_of, texts_of
+from terrace.data.chat import check_chat_text, talk_of, texts_of
 from terrace.data.chat_encoder import ChatEncoder, load_encoder
 from terrace.data.rendering import TemplateRefusalError
 from terrace.data.template import ChatTemplate, load_template
@@ -26,16 +26,13 @@ class ChatPrompts:
     def rendered(self, asked: Sequence[tuple[Asked, str]]) -> Iterator[tuple[str, list[int]]]:
         """The text and the ids of each conversation in `asked` (row, place), up to where the assistant answers.
 
-        Raises `DataError`, naming the place, for messages that are none, for a text that spells out a special token,
-        which no conversation in training does, and for what the template refuses.
+        Raises `DataError`, naming the place, for messages that are none, for a text that training refuses, such as a
+        special token, and for messages that the template refuses.
         """
         talks = [talk_of(row, where, self.template) for row, where in asked]
         for talk, (_, where) in zip(talks, asked, strict=True):
-            forged = next(filter(None, map(self.encoder.forged, texts_of(talk))), None)
-            if forged is not None:
-                raise DataError(
-                    f"{where} spells out the special token {forged!r}: leave it out, or ask without a template"
-                )
+            for text in texts_of(talk):
+                check_chat_text(text, where, self.encoder)
         made = self.template.prompts([(talk["messages"], talk["tools"], talk["variables"]) for talk in talks])
         for _, where in asked:
             try:

@@ -1,12 +1,12 @@
 """Chat data tokenised once: the files of a text corpus (terrace.data.tokens) plus a mask.
 
-A conversation is a document. The key is a hash of the tokenizer, the chat template, and the path, size and modification
-time of every source file (terrace.data.originals).
+A conversation is a document. The key is a hash of the tokenizer, the chat template, the separators of csv, and the
+path, size and modification time of every source file (terrace.data.originals).
 """
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from terrace.base.files import open_atomic
 from terrace.data.cache import CorpusDescription, cache_file, file_stem, id_dtype, made_once, token_file
 from terrace.data.chat import ChatReader, Mask
 from terrace.data.chat_encoder import Ids, load_encoder
-from terrace.data.files import find_data, find_documents
+from terrace.data.files import find_data, find_documents, separators
 from terrace.data.forms import DataFile
 from terrace.data.originals import Originals
 from terrace.data.records import records
@@ -41,21 +41,19 @@ def prepare_chat(
     split: str = "",
     progress: Callable[[str], None] = lambda text: None,
 ) -> TokenFile:
-    """The token file of the conversations in `path`, a `.jsonl`, `.parquet` or `.arrow` file or a folder of them; made
-    if it is not in the cache. `split` chooses a split of a data set; `progress` receives a line on what is left out.
+    """The token file of the conversations in `path`, a file or a folder of records; made if it is not in the cache.
 
-    Prompts and completions need no template. Raises `DataError`, naming file and record, for one that is not a
-    conversation, has nothing to train on or is refused by the template; also for a missing template, a damaged cache,
-    and a folder that cannot be written. An error leaves no file behind.
+    `split` chooses a split of a folder; `progress` receives a line on what is left out. Prompts and completions need no
+    template. Raises `DataError`, naming file and record, for one that is not a conversation, has nothing to train on or
+    is refused by the template; also for a missing template, a damaged cache, and a folder that cannot be written. An
+    error leaves no file behind.
     """
     files = record_files(path, split, "chat")
     needed = _needs_template(files)
     # Loaded before the cache is looked up, because its fingerprint is part of the key.
     template = load_template(tokenizer_path, template_path, needed=needed)
     encoder = Tokenized(tokenizer, tokenizer_path, template, cache_dir, progress)
-    return encoder.prepare(
-        path, "chat", _FORMAT, lambda: find_documents(path, split), lambda reader: reader.read(_chats(files))
-    )
+    return encoder.prepare(path, split, "chat", _FORMAT, files, lambda reader: reader.read(_chats(files)))
 
 
 @dataclass(frozen=True)
@@ -71,18 +69,20 @@ class Tokenized:
     def prepare(
         self,
         path: str | Path,
-        kind: str,
+        split: str,
+        kind: Literal["chat", "pairs"],
         version: str,
-        files: Callable[[], list[Path]],
+        files: Sequence[DataFile],
         read: Callable[[ChatReader], Iterable[tuple[Ids, Mask, str]]],
     ) -> TokenFile:
-        """The token file of the conversations that `read` makes of `files`; made if it is not in the cache.
+        """The token file of the conversations that `read` makes of `files`, those of `split` in `path`; made if it is
+        not in the cache.
 
         `kind` and `version` name the form of its content. Raises `DataError` as `prepare_chat` does.
         """
         tokenizer = self.tokenizer
-        originals, dtype = Originals(path, files), id_dtype(tokenizer.vocab_size)
-        identity = (version, tokenizer.fingerprint, self.template.fingerprint, originals.identity())
+        originals, dtype = Originals(path, lambda: find_documents(path, split)), id_dtype(tokenizer.vocab_size)
+        identity = (version, tokenizer.fingerprint, self.template.fingerprint, separators(files), originals.identity())
         target = cache_file(self.cache_dir, file_stem(path, kind), identity)
 
         def make(written: dict[str, int]) -> CorpusDescription:

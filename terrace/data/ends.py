@@ -1,4 +1,4 @@
-"""The tokens at which what a model writes ends, asked by sampling, feedback and export alike; and one that fills rows.
+"""The tokens that end generated text, for sampling, feedback and export alike, and the one that pads rows.
 
 A text ends with the tokenizer's end of text, or with a token that the files of the model declare. An assistant's turn
 ends with the first special token that the chat template writes behind what the assistant says, which need not be one of
@@ -9,7 +9,6 @@ import re
 from pathlib import Path
 
 from terrace.base.errors import DataError
-from terrace.base.schema import read_table
 from terrace.data.rendering import TemplateRefusalError
 from terrace.data.template import load_template
 from terrace.data.text_tokens import CONFIG_FILE, ID_FILES, declared_ids, read_tables, token_text
@@ -26,9 +25,9 @@ def ends_of(
     the assistant's turn in the chat template, of `template_path` or the tokenizer's own.
     """
     found = {tokenizer.text_tokens.end, turn_end(tokenizer, tokenizer_path, template_path)}
+    tables = read_tables(folder)
     for name in ID_FILES:
-        if folder is not None and (folder / name).is_file():
-            found |= set(declared_ids(read_table(folder / name, folder).get("eos_token_id")))
+        found |= set(declared_ids(tables.get(name, {}).get("eos_token_id")))
     return tuple(sorted(end for end in found if end is not None))
 
 
@@ -56,8 +55,8 @@ def turn_end(tokenizer: Tokenizer, tokenizer_path: str | Path, template_path: st
 
 
 def filler(tokenizer: FileTokenizer, folder: Path, ends: tuple[int, ...]) -> str | None:
-    """A special token that can fill the end of a row, since no text ends with it: `transformers` finds the last token
-    of a text as the last that is not this one. None where every special token ends texts.
+    """A special token that can pad a row, since no text ends with it: `transformers` takes the last token of a text as
+    the last that is not this one. None where every special token ends texts.
 
     Declared ones of `folder` come first, then names that say what they are for.
     """

@@ -9,6 +9,7 @@ import os
 import re
 import stat
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 
 from terrace.base.errors import DataError
@@ -61,6 +62,11 @@ def find_data(path: str | Path, split: str = "") -> Found:
 def find_documents(path: str | Path, split: str = "") -> list[Path]:
     """Paths of all files that the corpus `path` is read from; raises as `find_data` does."""
     return [each for file in find_data(path, split).files for each in file.all_paths]
+
+
+def separators(files: Iterable[DataFile]) -> list[str]:
+    """The separators of fields in files of csv. A dataset card may name one, so they are part of a cache's key."""
+    return sorted({file.separator for file in files})
 
 
 def _find_stdlib() -> list[Path]:

@@ -200,7 +200,7 @@ def _data_file(path: Path, separator: str = "") -> DataFile | None:
 
 
 def _left(listing: _Listing, read: Set[str], chosen: str, splits: Mapping[str, Sequence[str]]) -> list[str]:
-    """What of a folder is not read: other splits, then other files by their kind."""
+    """Files of a folder that are not read, in words: other splits, then other files by their kind."""
     left, said = list[str](), set[str]()
     for split, names in splits.items():
         others = set(names) - read

@@ -33,28 +33,29 @@ def with_formats(data: Any, *, on_pairs: bool = False) -> Any:
     if not isinstance(data, Mapping) or "format" in data:
         return data
     made, split = dict(data), data.get("split", "")
-    if isinstance(data.get("path"), str):
-        made |= _named(_of_source(data, split, on_pairs))
+    if isinstance(data.get("path"), str) and (found := _of_source(data, split, on_pairs)) != "text":
+        made["format"] = found
     if isinstance(data.get("mixture"), list):
-        made["mixture"] = [_with_format(each, split, data.get("column")) for each in data["mixture"]]
+        made["mixture"] = [
+            _with_format(each, split, data.get("column"), "text") if isinstance(each, Mapping) else each
+            for each in data["mixture"]
+        ]
     if isinstance(data.get("eval"), Mapping):
         # Sources without a format have that of the section.
         kept = made.get("format", "text")
         made["eval"] = {
-            name: _with_format({"path": each} if isinstance(each, str) else each, split, data.get("column"), kept, each)
-            for name, each in data["eval"].items()
+            name: _with_format(each, split, data.get("column"), kept) for name, each in data["eval"].items()
         }
     return made
 
 
 def record_words(path: str | Path, split: str, chosen: Format) -> str:
-    """What the records of conversations or preferences are taken as, by the first; "" for text."""
+    """The form in which conversations or preferences are read, by the first record; "" for text."""
     if chosen == "text":
         return ""
-    first = first_record(path, split)
-    form = chat_form(first)
     if chosen == "pairs":
         return "preferences: 'chosen' and 'rejected'"
+    form = chat_form(first_record(path, split))
     return "" if form is None else f"conversations: {form.words()}"
 
 
@@ -85,15 +86,10 @@ def _of_source(source: Mapping[str, Any], split: Any, on_pairs: bool) -> Format:
     return found_format(source["path"], split if isinstance(split, str) else "", on_pairs=on_pairs)
 
 
-def _named(found: Format) -> dict[str, Format]:
-    return {} if found == "text" else {"format": found}
-
-
-def _with_format(source: Any, split: Any, column: Any, general: Any = "text", given: Any = None) -> Any:
-    if not isinstance(source, Mapping) or "format" in source:
+def _with_format(source: Any, split: Any, column: Any, general: str) -> Any:
+    """A source, a path or a table, with its format unless it names one, or has the `general` one."""
+    table = {"path": source} if isinstance(source, str) else source
+    if not isinstance(table, Mapping) or "format" in table:
         return source
-    read = {"column": column or "text", **source}
-    found = _of_source(read, source.get("split", split), False)
-    if found == general:
-        return source if given is None else given
-    return {**source, "format": found}
+    found = _of_source({"column": column or "text", **table}, table.get("split", split), False)
+    return source if found == general else {**table, "format": found}

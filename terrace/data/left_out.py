@@ -1,4 +1,4 @@
-"""What a chat template and a tokenizer leave out of conversations, for one line that says it.
+"""Counts of the text that a chat template or a tokenizer leaves out of conversations, for one warning.
 
 A template may drop reasoning, calls or a system's message, or cut or change a text; a model is then trained on less
 than the data hold. White space between words does not count, as many templates trim it, nor does the way in which JSON
@@ -7,7 +7,7 @@ spells a character. A text is looked for as a whole, so one that is spread over 
 
 import json
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +15,9 @@ import numpy as np
 
 from terrace.data.chat_encoder import Ids
 from terrace.data.message_forms import calls_of
+from terrace.data.template import Spans
 from terrace.data.template_process import REASONING
 
-Spans = Sequence[tuple[int, int]]
 _NOTHING = 3  # characters that a text shares with another by chance
 _SHOWN = 60  # characters of an example
 
@@ -72,7 +72,7 @@ class LeftOut:
         )
 
     def _add(self, what: str, example: str, where: str) -> None:
-        count, first = self.found.get(what, (0, f"{where}: {short(example)}"))
+        count, first = self.found.get(what, (0, f"{where}: {_short(example)}"))
         self.found[what] = count + 1, first
 
 
@@ -173,7 +173,7 @@ def _longest(is_there: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def short(text: str) -> str:
+def _short(text: str) -> str:
     """The beginning of a text on one line."""
     line = " ".join(text.split())
     return repr(line if len(line) <= _SHOWN else f"{line[: _SHOWN - 3]}...")

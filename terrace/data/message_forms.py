@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from terrace.base.errors import DataError
+from terrace.base.parsing import parse_json
 from terrace.data.pieces import kind_of
 
 Messages = Sequence[Mapping[str, Any]]
@@ -89,8 +90,8 @@ def tools_of(tools: Any) -> Any:
 
 
 def given(record: Mapping[str, Any], template: str) -> dict[str, Any]:
-    """What a record of a conversation gives the `template`, a source, besides its messages: "tools", a list or None,
-    and further "variables".
+    """Arguments for a `template`, given by its source, besides the messages of a record: "tools", a list or None, and
+    further "variables".
 
     Raises `DataError` for calls, tools and variables in another form than those that are known.
     """
@@ -113,12 +114,12 @@ def given(record: Mapping[str, Any], template: str) -> dict[str, Any]:
 
 
 def decoded(value: Any, kind: type, words: str) -> Any:
-    """`value`, or what it is the JSON text of. Raises `DataError` if that is not of the `kind` list or dict."""
+    """`value`, parsed if it is JSON text. Raises `DataError` if that is not of the `kind` list or dict."""
     found = value
     if isinstance(value, str):
         try:
-            found = json.loads(value)
-        except (ValueError, RecursionError) as error:
+            found = parse_json(value)
+        except ValueError as error:
             raise DataError(
                 f"{words} must be {_called(kind)}, not a string that is no JSON ({error}); write it as one"
             ) from error

@@ -13,7 +13,6 @@ from terrace.base.errors import DataError
 from terrace.data.chat import ChatReader, Mask
 from terrace.data.chat_encoder import Ids
 from terrace.data.chat_tokens import Tokenized, record_files, rows_of
-from terrace.data.files import find_documents
 from terrace.data.forms import DataFile
 from terrace.data.row_forms import FOR_TEMPLATE, MEMBERS, NUM_ASKED, PAIR_COLUMNS, pair_row
 from terrace.data.template import load_template
@@ -32,19 +31,16 @@ def prepare_pairs(
     split: str = "",
     progress: Callable[[str], None] = lambda text: None,
 ) -> TokenFile:
-    """The token file of the pairs in `path`, a `.jsonl`, `.parquet` or `.arrow` file or a folder of them; made if it is
-    not in the cache. `split` chooses a split of a data set; `progress` receives a line on what is left out.
+    """The token file of the pairs in `path`, a file or a folder of records; made if it is not in the cache.
 
-    Texts need no template. Raises `DataError`, naming file and record, for one that is no pair, else as
-    `terrace.data.chat_tokens.prepare_chat`.
+    `split` chooses a split of a folder; `progress` receives a line on what is left out. Texts need no template. Raises
+    `DataError`, naming file and record, for one that is no pair, else as `terrace.data.chat_tokens.prepare_chat`.
     """
     files = record_files(path, split, "pairs")
     needed = any(isinstance(row["chosen"], list) for row, _ in _rows(files))
     template = load_template(tokenizer_path, template_path, needed=needed)
     encoder = Tokenized(tokenizer, tokenizer_path, template, cache_dir, progress)
-    return encoder.prepare(
-        path, "pairs", _FORMAT, lambda: find_documents(path, split), lambda reader: _responses(files, reader)
-    )
+    return encoder.prepare(path, split, "pairs", _FORMAT, files, lambda reader: _responses(files, reader))
 
 
 def _responses(files: Iterable[DataFile], reader: ChatReader) -> Iterator[tuple[Ids, Mask, str]]:

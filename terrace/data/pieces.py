@@ -73,12 +73,16 @@ def kind_of(value: Any) -> str:
     )
 
 
+def shown_keys(there: Iterable[object]) -> str:
+    """The first keys of a record, or columns of a table, as they stand in an error."""
+    keys = list(map(repr, there))
+    return ", ".join([*keys[:_NAMED_KEYS], *["..."] * (len(keys) > _NAMED_KEYS)]) or "none"
+
+
 def missing_column(where: str, column: str, there: Iterable[str]) -> DataError:
     """Error for a record, or a file of records, without `column`."""
-    keys = list(there)
-    shown = ", ".join(repr(key) for key in keys[:_NAMED_KEYS]) + ", ..." * (len(keys) > _NAMED_KEYS)
     return DataError(
-        f"{where} has no key {column!r} (keys: {shown or 'none'}); name the key with --data.column NAME, or, of one "
+        f"{where} has no key {column!r} (keys: {shown_keys(there)}); name the key with --data.column NAME, or, of one "
         "source of a data.mixture, with a column of its own"
     )
 

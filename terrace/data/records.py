@@ -38,32 +38,35 @@ def records(file: DataFile, columns: tuple[str, ...], form: str) -> Iterator[tup
     Raises `DataError` for a file or a record that cannot be read; `form` shows how a record looks.
     """
     if file.form == "lines":
-        for line, where in lines_of([file.path]):
-            yield json_object(line, lambda place=where: place, form), where  # type: ignore[misc]
+        for line, where in _lines(file.path):
+            yield _object(line, where, form), where
     elif file.form == "array":
         yield from array_records(file.path)
     elif file.form == "csv":
         yield from csv_rows(file.path, file.separator)
     else:
-        yield from table_records(file.path, columns)
+        yield from table_records(file, columns)
 
 
-def lines_of(files: list[Path]) -> Iterator[tuple[str, str]]:
-    """The lines that are not empty, each with its place; raises `DataError` for one that is not UTF-8."""
-    for file in files:
-        try:
-            with file.open("rb") as stream:
-                for number, raw in enumerate(stream, start=1):
-                    where = f"{file}:{number}"
-                    try:
-                        # Only the first line may begin with a byte order mark.
-                        line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-                    except UnicodeDecodeError as error:
-                        raise DataError(f"{where} is not UTF-8; convert the file") from error
-                    if line.strip():
-                        yield line, where
-        except OSError as error:
-            raise unreadable(file, error) from error
+def _lines(file: Path) -> Iterator[tuple[str, str]]:
+    """The lines that are not empty, each with its place."""
+    try:
+        with file.open("rb") as stream:
+            for number, raw in enumerate(stream, start=1):
+                where = f"{file}:{number}"
+                try:
+                    # Only the first line may begin with a byte order mark.
+                    line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+                except UnicodeDecodeError as error:
+                    raise DataError(f"{where} is not UTF-8; convert the file") from error
+                if line.strip():
+                    yield line, where
+    except OSError as error:
+        raise unreadable(file, error) from error
+
+
+def _object(line: str, where: str, form: str) -> dict[str, Any]:
+    return json_object(line, lambda: where, form)
 
 
 def csv_rows(path: Path, separator: str) -> Iterator[tuple[dict[str, str], str]]:

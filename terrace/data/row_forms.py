@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from terrace.base.errors import DataError
-from terrace.data.pieces import kind_of
+from terrace.data.pieces import kind_of, shown_keys
 from terrace.data.turns import ASSISTANT, SYSTEM, USER, message, messages_of, role_of, spelled_turns
 
 Row = Mapping[str, Any]
@@ -26,7 +26,6 @@ NUM_ASKED = "num_asked"  # the messages of a conversation that ask: their assist
 _PAIR = '{"prompt": ..., "chosen": ..., "rejected": ...}, with texts or lists of messages'
 FOR_TEMPLATE = ("tools", "documents", "chat_template_kwargs")  # what a chat template is given besides messages
 _SYSTEM_TEXTS = ("system", "system_prompt")
-_SHOWN_KEYS = 8
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,7 @@ def chat_row(row: Row, where: str) -> dict[str, Any]:
         raise DataError(f'{where} holds a preference, not a conversation: set data.format = "pairs"')
     if form is None:
         raise DataError(
-            f"{where} has no form of a conversation (keys: {_shown(row)}); the forms are "
+            f"{where} has no form of a conversation (keys: {shown_keys(row)}); the forms are "
             f"{', '.join(each.words() for each in CHATS)}: rename its keys"
         )
     # Which of the two is meant cannot be told.
@@ -146,7 +145,7 @@ def pair_row(row: Row, where: str) -> dict[str, Any]:
     """
     missing = [key for key in MEMBERS if row.get(key) is None]
     if missing:
-        raise DataError(f"{where} has no key {missing[0]!r} (keys: {_shown(row)}); a preference is {_PAIR}")
+        raise DataError(f"{where} has no key {missing[0]!r} (keys: {shown_keys(row)}); a preference is {_PAIR}")
     if _is_plain(row, ("prompt", *MEMBERS)):
         for key in MEMBERS:
             if not row[key]:
@@ -174,7 +173,7 @@ def pair_row(row: Row, where: str) -> dict[str, Any]:
 
 
 def prompt_row(row: Row, column: str, where: str) -> str | dict[str, Any]:
-    """What a row asks: the text of `column`, or messages with their tools.
+    """The prompt of a row: the text of `column`, or messages with their tools.
 
     Where the column is "prompt" and absent, a conversation in another form is asked up to its last answer. Raises
     `DataError` as `chat_row` does.
@@ -283,7 +282,3 @@ def _string(row: Row, key: str, where: str) -> str:
     if not isinstance(value, str):
         raise DataError(f"{where}: {key!r} must be a string or a list of messages, not {kind_of(value)}; convert it")
     return value
-
-
-def _shown(row: Row) -> str:
-    return ", ".join(map(repr, list(row)[:_SHOWN_KEYS])) or "none"

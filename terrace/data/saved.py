@@ -16,7 +16,7 @@ from terrace.base.parsing import parse_json
 from terrace.data.forms import DataFile
 from terrace.data.splits import choose_split
 
-STATE, _SPLITS = "state.json", "dataset_dict.json"
+_STATE, _SPLITS = "state.json", "dataset_dict.json"
 _PARTS, _ROWS = "_data_files", "_indices_data_files"
 
 
@@ -39,9 +39,9 @@ def find_saved(root: Path, split: str) -> Saved | None:
         chosen = choose_split(root, split, there)
         _check_inside(root / _SPLITS, root / chosen)
         return Saved(_files(root / chosen), chosen, tuple(each for each in there if each != chosen))
-    if not (root / STATE).is_file():
+    if not (root / _STATE).is_file():
         return None
-    own = _read(root / STATE).get("_split")
+    own = _read(root / _STATE).get("_split")
     if split and split != own:
         raise DataError(f"data.split = {split!r} has no effect: {root} holds one split; leave it out")
     return Saved(_files(root), own if isinstance(own, str) else "")
@@ -54,11 +54,11 @@ def selection_parts(state: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _files(folder: Path) -> tuple[DataFile, ...]:
-    parts, rows = selection_parts(folder / STATE)
+    parts, rows = selection_parts(folder / _STATE)
     if not parts:
-        raise DataError(f"the data set {folder} is empty: {STATE} names no files")
+        raise DataError(f"the data set {folder} is empty: {_STATE} names no files")
     if rows:
-        return (DataFile(folder / STATE, "selection", parts=(*parts, *rows)),)
+        return (DataFile(folder / _STATE, "selection", parts=(*parts, *rows)),)
     return tuple(DataFile(part, "arrow") for part in parts)
 
 

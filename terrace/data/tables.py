@@ -13,11 +13,10 @@ from typing import Any
 from terrace.base.errors import DataError
 from terrace.base.extras import needs
 from terrace.data.forms import DataFile
-from terrace.data.pieces import DocumentPart, Unit, check_text, cut, missing_column
-from terrace.data.saved import STATE, selection_parts
+from terrace.data.pieces import DocumentPart, Unit, check_text, cut, missing_column, shown_keys
+from terrace.data.saved import selection_parts
 
 _ROWS = 1024  # at a time in memory
-PARQUET = ".parquet"
 _FILE_MAGIC = b"ARROW1"
 _STREAM_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
@@ -109,26 +108,27 @@ def _check_column(file: Path, schema: Any, column: str) -> None:
         )
 
 
-def table_records(file: Path, columns: tuple[str, ...]) -> Iterator[tuple[dict[str, Any], str]]:
+def table_records(of: DataFile, columns: tuple[str, ...]) -> Iterator[tuple[dict[str, Any], str]]:
     """The rows of a table, or of a saved selection, with those of `columns` that it has, and the place of each.
 
     Nulls are left out, at any depth: a table gives all its records the same keys. Raises `DataError` for a damaged file
     and for one without any of `columns`.
     """
     number = 0
-    for batch in _columns(file, columns):
+    for batch in _columns(of, columns):
         for row in batch.to_pylist():
             number += 1
-            yield _without_nulls(row), f"{file}: row {number}"
+            yield _without_nulls(row), f"{of.path}: row {number}"
 
 
-def _columns(file: Path, columns: tuple[str, ...]) -> Iterator[Any]:
-    if file.name == STATE:
+def _columns(of: DataFile, columns: tuple[str, ...]) -> Iterator[Any]:
+    file = of.path
+    if of.form == "selection":
         with _damage(file), _selected(file) as (schema, rows):
             kept = _present(file, schema, columns)
             yield from (batch.select(kept).slice(row, 1) for batch, row in rows)
         return
-    if file.suffix.lower() == PARQUET:
+    if of.form == "parquet":
         with _parquet(file) as table, _damage(file):
             yield from table.iter_batches(_ROWS, columns=_present(file, table.schema_arrow, columns))
         return
@@ -147,7 +147,7 @@ def _present(file: Path, schema: Any, columns: tuple[str, ...]) -> list[str]:
         if schema.names.count(name) > 1:
             raise DataError(f"{file} has the column {name!r} {schema.names.count(name)} times; rename all but one")
     if not kept:
-        there = ", ".join(map(repr, schema.names[:8])) or "none"
+        there = shown_keys(schema.names)
         raise DataError(f"{file} has none of the columns {', '.join(columns)} (its columns: {there}); rename them")
     return kept
 

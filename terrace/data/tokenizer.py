@@ -150,7 +150,7 @@ class FileTokenizer:
             if not is_watched:
                 return work()
             limit_s = _LIMIT_S + size / _PER_S
-            said = f"{self.vocabulary.path} has a pattern that goes back and tries again: to {what} ({size:,} long)"
+            said = f"name another tokenizer: {self.vocabulary.path} may backtrack, and to {what} ({size:,} long)"
             return within(limit_s, work, said)
         except TerraceError:
             raise
@@ -159,7 +159,7 @@ class FileTokenizer:
                 raise
             reason = " ".join(str(error).split())
             if "Regex" in reason:
-                fix = "its pattern goes back and tries again; name another tokenizer"
+                fix = "its pattern backtracks; name another tokenizer"
             raise DataError(f"the tokenizer cannot {what} ({reason}): {fix}") from error
 
     def words(self) -> str:

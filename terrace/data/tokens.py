@@ -1,9 +1,8 @@
 """A corpus tokenised once, into a memory-mapped file.
 
 `<name>-<key>.tokens` holds little-endian uint16 or uint32 ids, each document between the tokens that begin and end a
-text.
-`.starts` holds the document starts (little-endian int64, in tokens, ascending from 0), `.sums` the checksums of both
-(terrace.data.block_sums), and `.json` describes them. The key is a hash of the tokenizer and of the path, size and
+text. `.starts` holds the document starts (little-endian int64, in tokens, ascending from 0), `.sums` the checksums of
+both (terrace.data.block_sums), and `.json` describes them. The key is a hash of the tokenizer and of the path, size and
 modification time of every source file, so another source or tokenizer is another file; sources that change without
 another key are found by terrace.data.originals. A file that is mapped never changes. Old files are not removed, since
 other runs may still read them; delete them by hand when no run uses them.
@@ -28,7 +27,7 @@ from terrace.base.progress import Passing
 from terrace.base.words import counted
 from terrace.data.cache import CorpusDescription, cache_file, file_stem, id_dtype, made_once, token_file
 from terrace.data.corpus import corpus_units, read_unit
-from terrace.data.files import find_data, find_documents
+from terrace.data.files import find_data, find_documents, separators
 from terrace.data.forms import CODE_SUFFIXES
 from terrace.data.indexed import is_indexed, open_indexed
 from terrace.data.originals import Originals
@@ -72,7 +71,6 @@ def prepare_tokens(
         return open_indexed(path, cache_dir)
     originals = Originals(path, lambda: find_documents(path, split))
     around = tokenizer.text_tokens
-    fields = sorted({file.separator for file in find_data(path, split).files})  # a card may say how csv is read
     identity = (
         _FORMAT,
         tokenizer.fingerprint,
@@ -81,7 +79,7 @@ def prepare_tokens(
         around.end,
         column,
         separator,
-        fields,
+        separators(find_data(path, split).files),
     )
     target = cache_file(cache_dir, file_stem(path, "corpus"), (*identity, originals.identity()))
 

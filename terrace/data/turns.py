@@ -5,16 +5,16 @@ turn, or texts alone, in which human and assistant alternate. Turns that are mes
 weights that say what is done anyway.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from terrace.base.errors import DataError
+from terrace.base.parsing import parse_json
 
 USER, ASSISTANT, SYSTEM, TOOL = "user", "assistant", "system", "tool"
 # Names under `from`; any other is passed on, since a template may know it.
-_SPEAKERS = {
+SPEAKERS = {
     **dict.fromkeys(("human", "prompter"), USER),
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "bot", "model"), ASSISTANT),
     **dict.fromkeys(("function", "observation", "function_response", "function-response", "tool_response"), TOOL),
@@ -83,13 +83,13 @@ def _speech(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
     weight = {} if turn.get("weight") is None else {"weight": turn["weight"]}
     if speaker in _CALLS:
         return {"role": ASSISTANT, "tool_calls": _calls(said, where), **weight}
-    role = _SPEAKERS.get(speaker, speaker) if isinstance(speaker, str) else speaker
+    role = SPEAKERS.get(speaker, speaker) if isinstance(speaker, str) else speaker
     return _message({"role": role, "content": said, **weight})
 
 
 def _calls(said: Any, where: str) -> list[dict[str, Any]]:
     try:
-        found = json.loads(said) if isinstance(said, str) else said
+        found = parse_json(said) if isinstance(said, str) else said
     except ValueError:
         found = None
     calls = found if isinstance(found, list) else [found]

@@ -16,6 +16,7 @@ is no multiple of the system's, those of one text, with a warning, where the pro
 Shape legend: K key-value heads, D head_dim, P page_tokens, L places that a span reads.
 """
 
+import functools
 import math
 import mmap
 import warnings
@@ -33,6 +34,7 @@ from terrace.model.config import ModelConfig
 
 # Tokens. With a larger page the samples of a prompt share little, and copy much of a page that is not full; a guess.
 _LARGEST_STEP = 256
+_Sizes = tuple[int, int, int, int, int]  # layers, pages, tokens of a page, K, D
 _AS_MANY = "the process has as many mappings as it may"
 
 
@@ -44,31 +46,21 @@ def mapped_pages(
     head_dim: int,
     device: torch.device,
     dtype: torch.dtype,
+    *,
+    warns: bool = True,
 ) -> PagePool:
-    """A pool of mapped pages; of gathered ones, with a warning, where the system cannot map them."""
+    """A pool of mapped pages; of gathered ones, with a warning unless not `warns`, where the system cannot map them."""
     sizes = num_layers, num_pages, page_tokens, num_kv_heads, head_dim
     try:
-        return _mapped(*sizes, device, dtype)
+        return _mapped(sizes, device, dtype)
     except ConfigError as error:
-        warnings.warn(f"pages of keys and values are gathered, not mapped: {error}", stacklevel=2)
+        if warns:
+            warnings.warn(f"pages of keys and values are gathered, not mapped: {error}", stacklevel=2)
         return GatheredPages(*sizes, device, dtype)
 
 
-def platform_pages(
-    num_layers: int,
-    num_pages: int,
-    page_tokens: int,
-    num_kv_heads: int,
-    head_dim: int,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> PagePool:
-    """As `mapped_pages`, without a warning: `pages_words` says which pages a model has here."""
-    sizes = num_layers, num_pages, page_tokens, num_kv_heads, head_dim
-    try:
-        return _mapped(*sizes, device, dtype)
-    except ConfigError:
-        return GatheredPages(*sizes, device, dtype)
+# Of the commands, which say by `pages_words` which pages a model has here.
+platform_pages = functools.partial(mapped_pages, warns=False)
 
 
 def mapped_tokens(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, least: int) -> int:
@@ -78,9 +70,9 @@ def mapped_tokens(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torc
 
 
 def pages_words(config: ModelConfig, page_tokens: int, device: torch.device, dtype: torch.dtype) -> tuple[str, bool]:
-    """The pages that `platform_pages` makes for a model, in words; whether a CPU has other ones than mapped."""
+    """The pages that `platform_pages` makes for a model, in words, and whether a CPU falls back to gathered ones."""
     try:
-        _mapped(config.num_layers, 1, page_tokens, config.num_kv_heads, config.head_dim, device, dtype)
+        _mapped((config.num_layers, 1, page_tokens, config.num_kv_heads, config.head_dim), device, dtype)
     except ConfigError as error:
         words = f"keys and values in gathered pages of {counted(page_tokens, 'token')}: {error}"
         return words, device.type == "cpu"
@@ -92,22 +84,14 @@ def _step(token_bytes: int) -> int:
     return math.lcm(token_bytes, mmap.PAGESIZE) // token_bytes
 
 
-def _mapped(
-    num_layers: int,
-    num_pages: int,
-    page_tokens: int,
-    num_kv_heads: int,
-    head_dim: int,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> "MappedPages":
+def _mapped(sizes: _Sizes, device: torch.device, dtype: torch.dtype) -> "MappedPages":
+    num_layers, num_pages, page_tokens, num_kv_heads, head_dim = sizes
     if device.type != "cpu":
         raise ConfigError(f"pages on {device.type} are mapped by CudaMemory, which has never run on hardware")
     one_bytes = page_bytes(num_layers, page_tokens, num_kv_heads, head_dim, dtype)
     if one_bytes % mmap.PAGESIZE:
         fix = _step(one_bytes // page_tokens)
         raise ConfigError(f"{one_bytes} bytes are no multiple of {mmap.PAGESIZE}: use a multiple of {fix} tokens")
-    sizes = num_layers, num_pages, page_tokens, num_kv_heads, head_dim
     return MappedPages(*sizes, HostMemory(num_pages, one_bytes), dtype)
 
 

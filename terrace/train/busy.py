@@ -51,7 +51,7 @@ class CoreSeconds:
         return cls(place, num_cores(), all_ticks / os.sysconf("SC_CLK_TCK"), time.process_time(), time.monotonic())
 
     def since(self, before: Self) -> Self:
-        """What was added since."""
+        """The seconds since `before`."""
         spent = (getattr(self, name) - getattr(before, name) for name in ("all_s", "own_s", "clock_s"))
         return type(self)(self.place, self.num_cores, *spent)
 
@@ -67,7 +67,7 @@ def busy_since(before: CoreSeconds | None, engine: "Engine") -> str:
 
 
 def busy_words(ranks: Sequence[CoreSeconds | None]) -> str:
-    """How much of its cores other programs took, where that was much; "" where it was not, or is not known."""
+    """The largest share of a machine's cores that other programs took, in words; "" if it is small or unknown."""
     shares = [0.0]
     for place in {each.place: each for each in ranks if each is not None}.values():
         here = [each for each in ranks if each is not None and each.place == place.place]

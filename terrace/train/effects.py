@@ -118,6 +118,9 @@ def _slow_steps(run: RunConfig) -> str:
 
 
 def _initializer_range(run: RunConfig) -> str:
+    # The score of a reward model may begin anew beside loaded weights.
+    if run.model.scalar_head:
+        return ""
     return f"the weights in {run.train.weights} are loaded: leave it out" if run.train.weights else ""
 
 

@@ -1,5 +1,5 @@
-"""What an export says of its tokens beside what the folder of the run's model said: the ends that the model learned,
-and the token that fills the rows of a reward model.
+"""Special tokens that an export declares beyond those of the run's model folder: the ends that the model learned, and
+the pad token of a reward model.
 """
 
 from collections.abc import Mapping

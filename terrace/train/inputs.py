@@ -1,4 +1,4 @@
-"""What a start refuses of the keys that stand on its command line, for commands that start nothing.
+"""Checks of `terrace train` on the keys of its command line, for commands that start nothing.
 
 `terrace simulate` and `terrace doctor` read no corpus, and a file of a run may name paths of another machine. But a key
 on the command line was set on purpose, so it is refused here as `terrace train` would refuse it; of a corpus, the first
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from terrace.train.config import RunConfig
 
 BYTES, AUTO = "bytes", "auto"
-_OF_TOKENIZER = ("tokenizer", "bos", "eos")
+_OF_TOKENIZER = {"tokenizer", "bos", "eos"}
+_OF_SOURCES = {"path", "mixture", "format", "column", "split", "separator"}
 
 
 def check_inputs(run: "RunConfig", given: Mapping[str, Any]) -> None:
@@ -39,13 +40,14 @@ def check_inputs(run: "RunConfig", given: Mapping[str, Any]) -> None:
     from terrace.train.folder import check_tokenizer
 
     config = run.data.absolute()
-    if any(key in data for key in _OF_TOKENIZER):
+    if _OF_TOKENIZER & data.keys():
         check_tokenizer(load_tokenizer(config.tokenizer, config.bos, config.eos), run)
-    for spec in config.sources():
+    sources = config.sources() if _OF_SOURCES & data.keys() else ()
+    for spec in (*sources, *(config.eval_sources() if "eval" in data else ())):
         if spec.format != "text":
             holds_conversations(spec.path, spec.split)
         elif not is_indexed(spec.path):
-            next(corpus_units(spec.path, spec.column, spec.split), None)
+            next(corpus_units(spec.path, spec.column, spec.split, separator=spec.separator), None)
     _check_cache(Path(config.cache))
 
 

@@ -77,9 +77,7 @@ def _model(plan: str, folder: Path, value: Any) -> Mapping[str, Any]:
         return value
     if not isinstance(value, str):
         raise ConfigError(f"{plan}: {TASK}.model = {value!r} must be a table or the path of a config.json")
-    path = folder / value
-
-    return read_model_table(str(path))
+    return read_model_table(str(folder / value))
 
 
 def _cluster(plan: str, folder: Path, value: Any) -> Mapping[str, Any]:

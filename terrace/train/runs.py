@@ -29,7 +29,7 @@ Command = Literal["train", "rl"]
 
 @dataclass(frozen=True, kw_only=True)
 class RunFolder:
-    """What commands need of a run to use its model; `train` is the configuration of a run of `terrace train`.
+    """Facts of a run that commands need to use its model; `train` is the configuration of a run of `terrace train`.
 
     `saves` has the folder `checkpoints`; `tokenizer` and `template` are those of the training, `base` the weights that
     it began with, `context` the tokens of its longest row, `compute` the dtype in which it computed.

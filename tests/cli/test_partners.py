@@ -48,8 +48,10 @@ KEYS = (
     ("--data.format=chat", "conversations are records"),
     ("--data.column=abc", "data.column = 'abc' has no effect"),
     ("--data.split=abc", "data.split = 'abc' has no effect"),
+    ("--data=records.jsonl --data.separator=abc", "data.separator = 'abc' has no effect"),
     ("--data.path=nowhere", "nowhere does not exist"),
     ("--data=nowhere", "nowhere does not exist"),
+    ("--data.eval.other=nowhere --train.eval_every=2", "nowhere does not exist"),
     ("--data.tokenizer=nowhere", "cannot read tokenizer"),
     ("--data.bos=abc", "data.bos = 'abc' has no effect"),
     ("--data.eos=abc", "data.eos = 'abc' has no effect"),
@@ -71,16 +73,26 @@ def test_every_command_refuses_what_a_start_refuses(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = write_run(tmp_path, 2)
+    (tmp_path / "records.jsonl").write_text('{"text": "a"}\n')
     monkeypatch.chdir(tmp_path)
     with mock.patch.object(worker, "launch_local", return_value=None):
         for word, said in KEYS:
             # The doctor tells the whole machine first, so it is asked for a few alone.
             if command == "doctor" and "data.format" not in word:
                 continue
-            code = main([command, "--config", str(config), word])
+            code = main([command, "--config", str(config), *word.split()])
             out, error = capsys.readouterr()
             assert code != 0, word
             assert said in error + out, (word, error)
+
+
+def test_data_that_only_a_file_names_may_be_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write_run(tmp_path, 2)
+    words = ["simulate", "--config", str(config), "--data.holdout", "0"]
+    config.write_text(config.read_text().replace("text.txt", "nowhere.txt"))
+    assert main(words) == 0
+    assert main([*words, "--data", "nowhere.txt"]) == 2
+    assert "nowhere.txt does not exist" in capsys.readouterr().err
 
 
 def test_keys_of_a_model_that_change_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

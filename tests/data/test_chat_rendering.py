@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from terrace.base.errors import DataError
+from terrace.base.errors import DataError, ModelError
 from terrace.data.chat import ChatReader
+from terrace.data.chat_prompt import chat_prompts
 from terrace.data.template import ChatTemplate, load_template
 from terrace.data.tokenizer import load_tokenizer
 from terrace.model.hf.folder import carried_files
@@ -227,6 +228,8 @@ def test_parts_are_one_text_where_a_template_knows_no_parts() -> None:
          "spells out the special token"),
         ({"messages": [ASKED, {"role": "assistant", "content": "", "tool_calls": [call({"<|im_end|>": 1})]}]},
          "spells out the special token"),
+        ({"messages": [ASKED, {"role": "assistant", "content": "", "tool_calls": [call("[" * 100_000)]}]},
+         r"not a string that is no JSON \(brackets are nested too deeply\)"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_record_is_told_in_one_line(folder: Path, record: dict[str, Any], said: str) -> None:
@@ -234,6 +237,21 @@ def test_what_is_wrong_with_a_record_is_told_in_one_line(folder: Path, record: d
     with pytest.raises(DataError, match=rf"^data\.jsonl:7.*{said}") as error:
         reader.tokens(json.dumps(record), "data.jsonl:7")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a\ud800", r"holds half a surrogate pair \('\\ud800'\)"),
+        ("\ufdd0", "holds a code point that is no character"),
+        ("<|im_end|>", r"spells out the special token '<\|im_end\|>'"),
+    ],
+)
+def test_a_prompt_holds_no_text_that_training_refuses(folder: Path, text: str, said: str) -> None:
+    prompts = chat_prompts(load_tokenizer(folder), folder)
+    asked = [({"messages": [{"role": "user", "content": text}]}, "line 3")]
+    with pytest.raises(DataError, match=rf"^line 3 {said}"):
+        next(prompts.rendered(asked))
 
 
 def test_tags_whose_text_is_changed_later_are_refused() -> None:
@@ -287,6 +305,9 @@ def test_templates_in_a_folder_of_their_own_are_carried_along(tmp_path: Path) ->
     for tools in (None, TOOLS):
         told = [theirs(tmp_path / name).apply_chat_template([ASKED], tools, tokenize=False) for name in ("from", "to")]
         assert told[0] == told[1] == load_template(tmp_path / "to").render([ASKED], tools)[0]
+    (tmp_path / "from" / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(ModelError, match=r"tokenizer_config.json in .* is damaged \(it holds no object\)"):
+        carried_files(tmp_path / "from")
 
 
 def test_templates_without_a_default_are_named(tmp_path: Path) -> None:

@@ -223,3 +223,37 @@ def test_conversations_come_from_every_form_of_a_split(tmp_path: Path) -> None:
     write(tmp_path, files)
     digests = {prepare_chat(tmp_path / name, ByteTokenizer(), "bytes", "", tmp_path / "cache").digest for name in "ljc"}
     assert len(digests) == 1
+
+
+def test_a_card_that_reads_csv_otherwise_makes_other_tokens(tmp_path: Path) -> None:
+    pytest.importorskip("jinja2")
+    (tmp_path / "chat.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    root = write(tmp_path / "folder", {"a.csv": "instruction|output|x;query;response\na|b|c;d;e\n"})
+
+    def said(separator: str) -> str:
+        (root / "README.md").write_text(card(f"- config_name: x\n  data_files: a.csv\n  sep: '{separator}'\n"))
+        made = prepare_chat(root, ByteTokenizer(), "bytes", tmp_path / "chat.jinja", tmp_path / "cache")
+        return bytes(made.open().tolist()).decode()
+
+    assert [said("|"), said(";")] == ["user: a\nassistant: b\n", "user: d\nassistant: e\n"]
+
+
+ALIASES = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60))
+MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}\n" for n in range(1, 60))
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("before", "entry", "message"),
+    [
+        (ALIASES, "config_name: *a59", "each entry is a table with a config_name"),
+        (ALIASES, "{config_name: x, data_files: a.csv, sep: *a59}", "data_dir or sep of 'x' is no text"),
+        (ALIASES, "{config_name: x, data_files: *a59}", "data_files of 'x' are paths"),
+        (MERGES, "{config_name: x, data_files: a.csv}", "the YAML block of .* is damaged"),
+    ],
+)
+def test_a_small_card_takes_no_long_time(tmp_path: Path, before: str, entry: str, message: str) -> None:
+    root = write(tmp_path, {"a.csv": A, "README.md": f"---\n{before}configs:\n- {entry}\n---\n"})
+    with pytest.raises(DataError, match=message) as error:
+        find_data(root)
+    assert len(str(error.value)) < 400

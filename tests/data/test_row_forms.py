@@ -135,6 +135,7 @@ def test_of_a_completion_in_messages_earlier_answers_are_not_trained(template: s
             {"conversations": [{"from": "function_call", "value": "look(sun)"}]},
             "calls a function, and is no JSON",
         ),
+        ({"conversations": [{"from": "function_call", "value": "[" * 100_000}]}, "calls a function, and is no JSON"),
     ],
 )
 def test_a_row_that_is_no_conversation_is_refused(row: dict[str, Any], message: str) -> None:

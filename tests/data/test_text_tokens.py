@@ -272,7 +272,7 @@ def test_a_pattern_that_goes_back_for_ever_is_refused(
     monkeypatch.setattr(tokenizer_module, "_LIMIT_S", 60.0)  # the package gives up before, on a busy machine, too
     tokenizer = load_tokenizer(folder)
     assert len(tokenizer.encode("ab" * 50))
-    with pytest.raises(DataError, match="pattern goes back and tries again"):
+    with pytest.raises(DataError, match=r"its pattern backtracks; name another|may backtrack, and to encode the text"):
         tokenizer.encode("a" * 60)
     assert capfd.readouterr().err == ""  # without the report of the package
 

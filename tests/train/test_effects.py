@@ -1,5 +1,6 @@
 """Keys without effect are refused where a user has set them, and silent where nobody has."""
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -7,10 +8,12 @@ import tomli_w
 
 from terrace.base.errors import ClusterError, ConfigError, TerraceError
 from terrace.cli.overrides import parse_overrides
-from terrace.train.config import RunConfig, resolve, run_toml
+from terrace.rl.config import RlConfig
+from terrace.train.config import OF_FEEDBACK, RunConfig, resolve, run_toml
 from terrace.train.effects import ASKED, RULES, check_effects, file_layers
 
 QWEN2 = ("--model.model_type", "qwen2", "--model.use_sliding_window", "false")
+REWARD = ("--train.objective", "reward", "--data.format", "pairs", "--data.path", "pairs.jsonl")
 LARGE = ("--model.hidden_size", "3200", "--model.vocab_size", "20000")
 
 
@@ -64,6 +67,7 @@ def test_every_rule_has_a_case() -> None:
         ("--plan.preset", "ddp"),
         ("--train.final_lr_fraction", "0.2"),
         ("--train.steps", "5", "--train.warmup_steps", "5"),
+        (*REWARD, "--train.weights", "w", "--model.initializer_range", "0.1"),
         ("--plan.prefetch", "2"),
         ("--plan.unit", "2"),
         ("--lora.rank", "2", "--train.freeze", '["layers.0.*lora*"]'),
@@ -111,3 +115,8 @@ def test_keys_of_a_mixture_that_nothing_reads_are_refused(tmp_path: Path, table:
 def test_flops_of_an_unknown_dtype_are_refused() -> None:
     with pytest.raises(ClusterError, match=r"peak_flops_per_s\.bf61 has no effect.*did you mean 'bf16'"):
         check("--cluster.device.peak_flops_per_s.bf61", "1e12")
+
+
+def test_the_sections_of_feedback_are_those_that_a_run_of_train_has_not() -> None:
+    known, of_feedback = ({item.name for item in fields(each)} for each in (RunConfig, RlConfig))
+    assert set(OF_FEEDBACK) == of_feedback - known

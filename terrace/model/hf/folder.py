@@ -174,7 +174,9 @@ def with_templates(folder: Path, found: Mapping[str, bytes]) -> dict[str, bytes]
             "default" if name == CHAT_TEMPLATE else name.removesuffix(".jinja"): source.decode()
             for name, source in named.items()
         }
-        table = json.loads(found.get(TOKENIZER_CONFIG, b"{}"))
+        table = parse_json(found.get(TOKENIZER_CONFIG, b"{}"))
+        if not isinstance(table, dict):
+            raise ValueError("it holds no object")
     except ValueError as error:
         raise ModelError(
             f"a chat template or {TOKENIZER_CONFIG} in {folder} is damaged ({error}): repair it"

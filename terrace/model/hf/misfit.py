@@ -13,7 +13,7 @@ _WRAPPERS = {
 
 
 def misfit_words(missing: Collection[str], unexpected: Collection[str]) -> str:
-    """What the names say, with the remedy; "" where they say nothing.
+    """The cause that the names show, with the remedy; "" where they show none.
 
     Either all names have something in front, as a wrapper of the module puts there, or the tensors that are too many
     are one module: a head of its own.

@@ -103,7 +103,7 @@ class Pretrained:
         except (OSError, safetensors.SafetensorError) as error:
             raise ModelError(f"cannot read {name} of {self.folder / self._files[name]}: {error}") from error
 
-    @property
+    @cached_property
     def num_new_rows(self) -> int:
         """Tokens of the model that the folder's own has no row for, where they are added."""
         if not self._adds_rows or self._dcp is not None or not (self.folder / CONFIG).is_file():
@@ -116,7 +116,7 @@ class Pretrained:
         return (self._sources["embedding", "weight"].name, output_name(self.config)) if self.num_new_rows else ()
 
     def _with_new_rows(self, tensor: Tensor) -> Tensor:
-        mean = tensor.double().mean(0, keepdim=True).to(tensor.dtype)
+        mean = tensor.mean(0, keepdim=True, dtype=torch.float64).to(tensor.dtype)
         return torch.cat([tensor, mean.expand(self.num_new_rows, -1)])
 
     def check(self, config: ModelConfig | None = None) -> None:
