@@ -44,7 +44,6 @@ def here(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
 
 def test_what_a_run_depends_on_is_known_by_content(here: CommandLine) -> None:
     KINDS[0].write(here.folder / "files")
-    here.folder.joinpath("files/words.json").unlink()
     files, rewards = here.folder / "files", here.folder / "my_rewards.py"
     shutil.move(files / "my_rewards.py", rewards)
     rewards.write_text(rewards.read_text() + "import helping\n")
@@ -103,6 +102,11 @@ def test_what_feedback_has_trained_is_a_model_for_every_command(here: CommandLin
     assert "no data with a loss per token: give --data" in here.refusal("eval", "a")
     assert "terrace rl: to go on: terrace rl --resume a" in here.refusal("train", "--resume", "a")
     assert "a is a run of terrace rl" in here.refusal("replay", "a", "--step", 1)
+    # Nor does another command's --resume auto write over it.
+    shutil.copytree(here.folder / "a", here.folder / "kept")
+    (here.folder / "run.toml").write_text("[train]\nsteps = 1\n")
+    said = here.refusal("train", "--config", "run.toml", "--folder", "kept", "--resume", "auto", "--ranks", 1)
+    assert "terrace rl: to go on: terrace rl --resume kept" in said
     assert "is a run folder: make a model of it first" in here.refusal("train", "--model", "a")
     assert "that is a section of terrace rl" in here.refusal("train", "--config", "a/config.toml")
     (here.folder / "trained").mkdir()
