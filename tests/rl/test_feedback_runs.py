@@ -105,8 +105,8 @@ def test_what_feedback_has_trained_is_a_model_for_every_command(here: CommandLin
     # Nor does another command's --resume auto write over it.
     shutil.copytree(here.folder / "a", here.folder / "kept")
     (here.folder / "run.toml").write_text("[train]\nsteps = 1\n")
-    said = here.refusal("train", "--config", "run.toml", "--folder", "kept", "--resume", "auto", "--ranks", 1)
-    assert "terrace rl: to go on: terrace rl --resume kept" in said
+    over = here.refusal("train", "--config", "run.toml", "--folder", "kept", "--resume", "auto", "--ranks", 1)
+    assert "terrace rl: to go on: terrace rl --resume kept" in over
     assert "is a run folder: make a model of it first" in here.refusal("train", "--model", "a")
     assert "that is a section of terrace rl" in here.refusal("train", "--config", "a/config.toml")
     (here.folder / "trained").mkdir()
