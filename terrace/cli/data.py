@@ -10,7 +10,7 @@ from terrace.base.errors import ConfigError, DataError
 from terrace.base.schema import merge
 from terrace.base.words import counted
 from terrace.cli import data_prepare
-from terrace.cli.files import check_writable, write_file
+from terrace.cli.files import check_count, check_writable, write_file
 from terrace.cli.here import cluster_here
 from terrace.cli.options import flags
 from terrace.cli.overrides import parse_overrides, take_word
@@ -80,8 +80,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if (path is None) == (options.distribution is None):
         raise ConfigError("give either a PATH or --distribution NAME; see terrace data lengths --help")
     for option in ("sequence", "batch"):
-        if getattr(options, option) is not None and not 1 <= getattr(options, option) < 2**31:
-            raise ConfigError(f"--{option} {getattr(options, option)} must be at least 1 and below 2^31")
+        check_count(f"--{option}", getattr(options, option), bits=31)
     if options.picture is not None:
         check_writable("--picture", options.picture)
         if options.picture.suffix != ".svg":

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from terrace.base.errors import ConfigError
 from terrace.base.words import counted
+from terrace.cli.files import check_count
 from terrace.cli.generate import add_model_options, load_model_of
 from terrace.cli.output import raw_stream
 
@@ -75,9 +76,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if rest:
         raise ConfigError(f"unknown argument {rest[0]!r}; see terrace eval --help")
     for name in ("context", "documents"):
-        value = getattr(options, name)
-        if value is not None and not 1 <= value < 2**31:
-            raise ConfigError(f"--{name} {value} must be at least 1 and below 2^31")
+        check_count(f"--{name}", getattr(options, name), bits=31)
     if options.data is not None and options.format is None and options.column is None:
         options.format = _found_format(options.data, options.split or "")
     _check_together(options)

@@ -54,8 +54,7 @@ def _unwritable(option: str, path: Path, error: OSError | ValueError) -> ConfigE
     return ConfigError(f"{option} {path} cannot be written ({why}): name a file in a folder that can")
 
 
-def check_count(option: str, value: int | None, least: int = 1) -> None:
-    """Raise `ConfigError` for a number that nothing can be counted to; None is an option that is left out."""
-    if value is not None and not least <= value < 2**63:
-        bound = "" if value < least else " and below 2^63"
-        raise ConfigError(f"{option} {value} must be at least {least}{bound}")
+def check_count(option: str, value: int | None, bits: int = 63) -> None:
+    """Raise `ConfigError` for a count below 1 or of more than `bits` bits; None is an option that is left out."""
+    if value is not None and not 1 <= value < 1 << bits:
+        raise ConfigError(f"{option} {value} must be at least 1 and below 2^{bits}")

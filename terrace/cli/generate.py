@@ -106,10 +106,11 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
             else f"if it is the text: --prompt {quote(rest[0])}"
         )
         raise ConfigError(f"unknown argument {rest[0]!r}; {fix}")
-    if not 1 <= options.tokens < 2**63:
-        raise ConfigError(f"--tokens {options.tokens} must be at least 1 and below 2^63")
-    from terrace.generation.request import Sampling  # here, since --help needs no more than its defaults
+    # Imported here, since --help needs none of it.
+    from terrace.cli.files import check_count
+    from terrace.generation.request import Sampling
 
+    check_count("--tokens", options.tokens)
     given = {name: value for name in SAMPLING if (value := getattr(options, name)) is not None}
     try:
         sampling = Sampling(**given)

@@ -47,11 +47,11 @@ def check_world(world: World, cluster: Cluster) -> None:
 
 @contextmanager
 def together(world: World) -> Iterator[None]:
-    """Around what the ranks prepare: all of them leave the body, or none, and rank 0 tells why.
+    """Around preparations of all ranks: either all of them leave the body, or none does and rank 0 tells why.
 
-    An error of one rank ends the others where they wait for it (`one_makes`, and the end of the body): rank 0 raises
-    the same error with the rank's name, the others exit. Ranks are not watched here: the launcher ends the job where
-    one is killed.
+    After an error of one rank the others end where they wait for it, in `one_makes` or at the end of the body: rank 0
+    raises the same error with the rank's name, the others exit. Ranks are not watched here: the launcher ends the job
+    if one is killed.
     """
     try:
         yield
@@ -112,9 +112,8 @@ def _wait_until_heard(world: World) -> None:
 def _as_told(world: World, error: BaseException) -> tuple[str, str]:
     """The class of an error, and its message with the rank's name."""
     text = str(error) if isinstance(error, TerraceError) else first_line(error)
-    return type(error).__name__, f"{text} (rank {world.rank}" + (
-        f" on {world.hosts[world.rank]})" if world.hosts else ")"
-    )
+    where = f" on {world.hosts[world.rank]}" if world.hosts else ""
+    return type(error).__name__, f"{text} (rank {world.rank}{where})"
 
 
 def _wait_for(is_over: Callable[[], object], limit_s: float = _PREPARE_LIMIT_S) -> None:

@@ -70,7 +70,17 @@ _SAID = {
 }
 _NAMES = {int: "integer", float: "number", str: "string", bool: "true or false"}
 _ELSEWHERE = {"cluster": "docs/clusters.md", "model": "docs/hugging-face.md"}
-_REQUIRED = object()
+# Key -> objectives whose usual rate it is by default (terrace.train.rates), in words.
+_RATES: Mapping[str, Mapping[str, str]] = {
+    "optimizer.lr": {
+        "next-token": "on loaded weights",
+        "reward": "of reward",
+        "dpo": "of dpo",
+        "feedback": "in terrace rl",
+    },
+    "run.critic_lr": {"critic": "on loaded weights"},
+    "run.start_lr": {"next-token": "on loaded weights"},
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,18 +156,16 @@ def _found(asked: str) -> list[tuple[str, Key]]:
     # A role's plan has the keys of [plan].
     head, _, rest = word.partition(".")
     if head == _PLANS and "." in rest:
-        return [("plans." + rest.partition(".")[0], key) for key in keys_of("plan") if key.name == rest.split(".")[1]]
+        role, _, name = rest.partition(".")
+        return [(f"{_PLANS}.{role}", key) for key in keys_of("plan") if key.name == name]
     return next((hits for test in tests if (hits := [each for each in every if test(*each)])), [])
 
 
 def _block(name: str) -> str:
     title = f"[[{name}]]" if name in _LISTS else f"[{name}]"
-    lines = [f"{title}  {_SAID[name]}" if name in _SAID else title]
-    return "\n".join([_wrapped(lines[0], "", "  "), *(_wrapped(key.text, "  ", "      ") for key in _keys(name))])
-
-
-def _keys(name: str) -> list[Key]:
-    return [] if name == _PLANS else keys_of(name)
+    head = f"{title}  {_SAID[name]}" if name in _SAID else title
+    keys = [] if name == _PLANS else keys_of(name)
+    return "\n".join([_wrapped(head, "", "  "), *(_wrapped(key.text, "  ", "      ") for key in keys)])
 
 
 def _wrapped(text: str, first: str, later: str) -> str:
@@ -194,25 +202,15 @@ def keys_of(section: str) -> list[Key]:
             default = getattr(default_run, field.name)
         shown = "required" if default is dataclasses.MISSING else "none" if default is None else json.dumps(default)
         others = _others(section, field.name, default)
-        found.append(
-            Key(
-                name=field.name,
-                kind=kind_words(hints[field.name]),
-                default=shown,
-                line=said[field.name],
-                others=others,
-            )
-        )
+        kind_of_key = kind_words(hints[field.name])
+        found.append(Key(name=field.name, kind=kind_of_key, default=shown, line=said[field.name], others=others))
     return found
 
 
 def _others(section: str, name: str, default: Any) -> str:
-    """Defaults of a key in runs that take another: of loaded weights, of an algorithm, of a task."""
+    """The defaults of a key where they differ from its own: on loaded weights, of an algorithm, of a task."""
     key, found = f"{section}.{name}", list[str]()
-    rates = {"optimizer.lr": ("next-token", "reward", "dpo", "feedback"), "run.critic_lr": ("critic",)}
-    for objective in rates.get(key, ("next-token",) if key == "run.start_lr" else ()):
-        words = {"feedback": "in terrace rl"}.get(objective, f"of {objective}")
-        words = "on loaded weights" if objective in ("next-token", "critic") else words
+    for objective, words in _RATES.get(key, {}).items():
         found.append(f"{usual_rate('adamw', objective, adapters=False):g} {words}")
     if key == "optimizer.lr":
         found.append(f"{usual_rate('adamw', 'next-token', adapters=True):g} with [lora]")

@@ -161,10 +161,10 @@ def _surroundings(error: OSError) -> str:
     elif error.errno in (errno.EMFILE, errno.ENFILE):
         fix = "raise the limit of open files, as ulimit -n 4096 does"
     else:
-        fix = "name another file"
+        fix = "name another file" if error.filename is not None else ""
     name = " ".join(printable(str(error.filename)).splitlines()) if error.filename is not None else ""
     where = f"{name[:_LONGEST]}{'...' * (len(name) > _LONGEST)}: " if name else ""
-    return f"{where}{reason}; {fix}"
+    return f"{where}{reason}{fix and f'; {fix}'}"
 
 
 def _check_command(word: str) -> None:

@@ -1,4 +1,4 @@
-"""Options that have an effect beside another one alone: one table for all commands, and one line for what breaks it.
+"""Options that only have an effect beside another option: one table for all commands, and one error for a breach.
 
 Keys of a run, which may stand in a file, have theirs in terrace.train.effects; how tokens are drawn, in
 terrace.generation.request.
@@ -16,7 +16,8 @@ class Partner(NamedTuple):
     option: str
     needs: tuple[str, ...]
     shows_value: bool = False
-    says: int | None = None  # of `needs`, the first so many; beside the others it is refused with a reason of theirs
+    # The error names only so many of `needs`: the command itself refuses the option beside the others.
+    says: int | None = None
 
 
 PARTNERS: dict[str, tuple[Partner, ...]] = {
@@ -36,7 +37,7 @@ PARTNERS: dict[str, tuple[Partner, ...]] = {
 
 
 def check_partners(command: str, options: argparse.Namespace) -> None:
-    """Raise `ConfigError` for the first option of a command that is given without any that it needs."""
+    """Raise `ConfigError` for the first option of a command that is given without any of the options it needs."""
     for partner in PARTNERS.get(command, ()):
         value = _value(options, partner.option)
         if not _is_given(value) or any(_is_there(options, need) for need in partner.needs):

@@ -3,6 +3,7 @@
 import shutil
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from itertools import count
@@ -40,6 +41,7 @@ from terrace.train.folder import SOURCE, check_tokenizer, check_weights, source_
 from terrace.train.job import RunJob
 from terrace.train.lock import folder_lock
 from terrace.train.prediction import gaps_words, resolved_run
+from terrace.train.runs import Command, table_to_resume
 from terrace.train.sample import sample_prompt
 from terrace.train.schedule import rate_jump
 from terrace.train.trackers import check_installed
@@ -56,6 +58,15 @@ class CompleteError(CheckpointError):
 def goes_on(folder: Path | None, resume: Path | None, asked: bool) -> bool:
     """Whether a run in `folder` is continued if there is one: as `asked`, and where a launcher starts it once more."""
     return asked or (folder is not None and resume is None and is_restarted())
+
+
+def check_command(folder: Path, command: Command) -> None:
+    """Raise `CheckpointError` where the run in `folder` is one of the other command, whose files would be replaced.
+
+    Settings that cannot be read do not keep a run from going on (`earlier_table`).
+    """
+    with suppress(ConfigError):
+        table_to_resume(folder, command)
 
 
 def check_left(folder: Path, done: int, steps: int, key: str) -> None:
@@ -89,6 +100,7 @@ def prepare(
     """
     there = resume or (folder if going_on and folder is not None and (folder / "config.toml").is_file() else None)
     if there is not None:
+        check_command(there, "train")
         tidy(there, [there])
     # A run that ended before its first checkpoint has nothing to resume, and begins again in its folder.
     if going_on and folder is not None and (memory is not None or complete(folder / "checkpoints")):

@@ -12,7 +12,7 @@ from typing import Any
 from terrace.base.errors import ConfigError
 from terrace.cli.here import cluster_here
 from terrace.cli.launching import check_alone
-from terrace.cli.options import flags, resumed
+from terrace.cli.options import AUTO, flags, resumed
 from terrace.cli.overrides import parse_overrides
 from terrace.cli.ranks import add_ranks, with_ranks
 from terrace.rl.calls.ray_address import check_address
@@ -100,6 +100,8 @@ def _check_explain(options: argparse.Namespace) -> None:
     for name in ("folder", "ray", "verbose"):
         if options.explain and getattr(options, name):
             raise ConfigError(f"--explain starts nothing: leave out --{name}")
+    if options.explain and options.resume == AUTO:
+        raise ConfigError(f"--explain starts nothing: leave out --resume {AUTO}")
     if options.ray is not None:
         check_address(options.ray)
     if options.place is not None and options.resume is not None:

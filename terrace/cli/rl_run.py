@@ -23,6 +23,7 @@ from terrace.cli.output import Terminated, outlive_output, sigterm_raises
 from terrace.cli.prepare import (
     CompleteError,
     changes,
+    check_command,
     check_left,
     earlier_table,
     goes_on,
@@ -56,10 +57,10 @@ from terrace.rl.calls.runtime import Runtime
 from terrace.rl.config import RlConfig, to_toml_table
 from terrace.rl.identity import contents_of
 from terrace.rl.making import check_roles, started
-from terrace.rl.placing import ACTOR, ROLLOUT
+from terrace.rl.placing import ACTOR, LEARNING, ROLLOUT
 from terrace.rl.predicted import PHASES, predicted, stages_of
 from terrace.rl.rates import rate_lines
-from terrace.rl.run import LEARNING, START, RunInputs, checkpoint_of
+from terrace.rl.run import START, RunInputs, checkpoint_of
 from terrace.rl.sort_task import SortPrompts, SortTokenizer
 from terrace.rl.stream.prompt_file import read_prompts
 from terrace.rl.totals import Totals
@@ -68,7 +69,7 @@ from terrace.rl.workers.reward_forms import check_columns
 from terrace.rl.workers.reward_function import load_function
 from terrace.train.folder import SOURCE, source_files, with_sums
 from terrace.train.lock import folder_lock
-from terrace.train.runs import CONFIG, FEEDBACK, again, table_to_resume
+from terrace.train.runs import CONFIG, FEEDBACK, again
 from terrace.train.trackers import check_installed
 
 _OF_NUMBERS = ("run", "plan", "plans")  # sections of a run that may change its numbers
@@ -99,7 +100,7 @@ def _run(
     config: RlConfig, folder: Path | None, resume: Path | None, ray: str | None, going_on: bool, verbose: bool
 ) -> None:
     if going_on and folder is not None and (folder / CONFIG).is_file():
-        table_to_resume(folder, "rl")
+        check_command(folder, "rl")
         resume = folder
     if resume is not None:
         tidy(resume, [resume, *(resume / name for name in (START, *LEARNING))])
@@ -351,7 +352,7 @@ def _summary(found: Totals, folder: Path) -> str:
     planned, sent = (found.mean_that_have(f"reshard/bytes_{kind}") for kind in ("planned", "sent"))
     if planned is not None and sent is not None:
         lines.append(f"hand-over: predicted {quantity(planned, 'B')}, measured {quantity(sent, 'B')}")
-    lines.append(f"metrics in {folder / METRICS}; to go on: terrace rl --resume {quote(str(folder))} --run.steps N")
+    lines.append(f"metrics in {folder / METRICS}; to go on: {called()} rl --resume {quote(str(folder))} --run.steps N")
     return "\n".join(lines)
 
 

@@ -5,10 +5,9 @@ from torch import Tensor
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """`tensor` (..., d) as uint8, (..., d times the bytes of an element), in the order of its elements; a view of it
-    where that can be had.
+    """The bytes of `tensor` (..., d) as uint8 (..., d x bytes of an element); a view where its memory allows one.
 
-    `contiguous` alone does not do: a tensor without elements, or with one in a dim, counts as contiguous whatever its
+    `contiguous` alone is not enough: a tensor without elements, or with one in a dim, counts as contiguous whatever its
     strides are, and torch views only rows of stride 1 as bytes.
     """
     tensor = tensor.contiguous()

@@ -24,7 +24,7 @@ class Launcher:
     local_rank: str = ""
     local_world_size: str = ""
     needed: tuple[str, ...] = ()
-    late: str = "the output of the others says why they ended, if they did"  # what to do about ranks that do not come
+    late: str = "the output of the others says why they ended, if they did"  # advice on ranks that do not join
 
 
 # The first that fits counts. A process of mpirun or mpiexec inside of a Slurm job has Slurm's variables, too, those of
@@ -74,7 +74,7 @@ class Place:
     local_world_size: int | None
     address: str
     port: int
-    late: str = field(default="", compare=False)  # what to do about ranks that do not come
+    late: str = field(default="", compare=False)  # advice on ranks that do not join
 
 
 def is_launched(variables: Mapping[str, str]) -> bool:

@@ -184,7 +184,7 @@ def meet(
     """Meet the other ranks; every rank calls this with the number that the launcher gave it.
 
     A rank that cannot take part gives its error in place of its facts, and raises it when rank 0 has heard. Ranks that
-    do not come within seconds are named in a line for `say`, with `late`, words on what to do about them.
+    do not join within seconds are named in a line for `say`, with the advice `late`.
 
     Ranks whose order puts a machine's ranks apart get new numbers if `renumber`. Raises `ConfigError` on rank 0, and
     `SystemExit` on the others, for ranks that cannot take part, run other code, share a device or may not be

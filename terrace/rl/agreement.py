@@ -1,9 +1,10 @@
-"""Whether rollout and training agree: generation has the parameters that forwards have, so what differs is arithmetic.
+"""Whether rollout and training find the same log-probabilities.
 
-The hand-over sends parameters as the gathers and refreshes of training round them (terrace.runtime.forward_values).
-What remains is that generation passes tokens otherwise than training does: in fp32 that is rounding; a narrower compute
-dtype, products in 8 bits and coded activations round more, and a router may choose another expert for a token. Where
-gathers for backwards have another format than those for forwards, the micro-batches of a step compute with either.
+Generation has the parameters that forwards compute with: the hand-over sends them as the gathers and refreshes of
+training round them (terrace.runtime.forward_values). So only the order of arithmetic differs. In fp32 that is rounding;
+a narrower compute dtype, products in 8 bits and coded activations round more, and a router may choose another expert
+for a token. Where gathers for backwards have another format than those for forwards, the micro-batches of a step
+compute with either.
 """
 
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ _OF_FORWARDS = (MessageClass.TENSOR, MessageClass.CONTEXT, MessageClass.PIPELINE
 
 
 def causes(config: "RlConfig") -> list[str]:
-    """What makes generation find other log-probabilities than training, beyond rounding in fp32."""
+    """Settings under which generation and training differ by more than rounding in fp32."""
     plan = config.plan
     found = [f"plan.compute = {plan.compute!r}"] if plan.compute not in ("fp32", "fp64") else []
     found += [f"plan.products = {plan.products!r}"] if plan.products is not None else []
@@ -46,7 +47,7 @@ def _of_gathers(config: "RlConfig") -> list[str]:
 
 
 class Agreement:
-    """Watches the difference over the steps of a run, and says once that it is above its usual size."""
+    """Watches the difference over the steps of a run, and warns once when it is above its usual size."""
 
     def __init__(self, config: "RlConfig") -> None:
         self._causes, self._bound = causes(config), config.algorithm.importance_bound
@@ -55,9 +56,9 @@ class Agreement:
         self._usual, self._has_said = _ROUNDED if self._causes else _IN_FP32, False
 
     def words(self, found: Metrics) -> str:
-        """A line on a step whose difference is above its usual size, with the cause; "" of others, and the next ones.
+        """A warning with the cause for the first step whose difference is above its usual size; "" for all others.
 
-        Responses of older weights differ by what was learned since, and do not count.
+        Steps with responses of older weights do not count, since these differ by the updates in between.
         """
         difference = found.get(DIFFERENCE, 0.0)
         if self._has_said or difference <= self._usual or found.get("sync/version_lag_max"):

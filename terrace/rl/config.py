@@ -174,10 +174,11 @@ def resolve(
             f"--plan {flags['plan']} has no effect on the actor, which has a plan of its own in [plans]: give "
             "--plans.actor in its place, or leave plans.actor out"
         )
-    config = parse(with_rates(table, given), is_placed=is_placed, is_resumed=is_resumed, has_timeouts=has_timeouts)
+    config = parse(with_rates(table, given), is_placed=is_placed, is_resumed=is_resumed)
     if is_placed:
         check_effects(config, {}, overrides, has_timeouts=has_timeouts)
-    if not is_resumed:
+    # A resumed run has its rates, unless it is given others.
+    if not is_resumed or "optimizer" in overrides:
         check_loaded_rates(config)
     return config
 
@@ -211,9 +212,7 @@ def _to_be_placed(table: Mapping[str, Any], given: Mapping[str, Any], named_plan
     return {**table, "plan": {"preset": "zero3", **kept}}
 
 
-def parse(
-    table: Mapping[str, Any], *, is_placed: bool = True, is_resumed: bool = False, has_timeouts: bool = False
-) -> RlConfig:
+def parse(table: Mapping[str, Any], *, is_placed: bool = True, is_resumed: bool = False) -> RlConfig:
     """Builds and checks a run from its whole table; other arguments as for `resolve`."""
     known = [item.name for item in fields(RlConfig)]
     for name in table:
@@ -257,7 +256,7 @@ def parse(
     if is_placed:
         check_sizes(config)
         if not is_resumed:
-            check_effects(config, table, {}, has_timeouts=has_timeouts)
+            check_effects(config, table, {})
     return config
 
 

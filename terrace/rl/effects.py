@@ -1,7 +1,7 @@
 """Keys of a run of `terrace rl` that have no effect under the others: refused, since they would be ignored.
 
-The rules of keys that belong to plans are those of `terrace train`, and so is what counts as given
-(terrace.train.effects). Rules of `[algorithm]` alone are with its dataclass.
+Keys of plans have the rules of `terrace train`, and a key counts as given where it does there (terrace.train.effects).
+Rules within `[algorithm]` are with its dataclass.
 """
 
 from collections.abc import Callable, Mapping

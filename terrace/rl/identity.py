@@ -1,7 +1,7 @@
-"""What a run of feedback is: facts that a resumed run must have in common with the one that began.
+"""The identity of a run of feedback: facts that a resumed run must have in common with the one that began.
 
-What a run depends on is known by its content, not by its name: prompts by their tokens, weights by their bytes, a
-reward by the source of its module. So a file that has moved is the same, and one that has changed is another.
+Files are identified by their content, not by their name: prompts by their tokens, weights by their bytes, a reward by
+the source of its module. So a file that has moved is the same, and one that has changed is another.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from terrace.rl.stream.prompt_file import PromptFile
 if TYPE_CHECKING:
     from terrace.rl.values.prompts import PromptSource
 
-# Keys of [run] that a resumed run may have otherwise: its length, where it runs, and what it shows and keeps.
+# Keys of [run] that may change when a run is resumed: its length, where it runs, and the files that it writes.
 _MAY_CHANGE = (
     *("steps", "rows", "reference", "metrics", "timeout_s", "reward_timeout_s", "high_lr"),
     *("evaluate_every", "checkpoint_every", "keep_checkpoints"),

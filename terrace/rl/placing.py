@@ -20,7 +20,7 @@ from terrace.cluster.cluster import Cluster
 from terrace.planner.roles.pools import pool_cluster, side_by_side
 
 ACTOR, ROLLOUT, REFERENCE, CRITIC, COST_CRITIC, COST = "actor", "rollout", "reference", "critic", "cost_critic", "cost"
-LEARNING = (ACTOR, CRITIC, COST_CRITIC)
+LEARNING = (ACTOR, CRITIC, COST_CRITIC)  # the checkpoints of each are in a folder of its name
 
 
 @dataclass(frozen=True, kw_only=True)

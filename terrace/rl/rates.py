@@ -1,6 +1,6 @@
-"""Learning rates of a run that loads weights: what `terrace train` does for its one rate, for each of a run's.
+"""Learning rates of a run of feedback that loads weights: each has the default and the bound of `terrace train`.
 
-The actor and the critics begin with the weights, and so does a supervised start before them.
+The actor, the critics and a supervised start begin with the loaded weights, and each has a rate of its own.
 """
 
 from collections.abc import Mapping

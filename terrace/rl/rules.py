@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def naming(config: "RlConfig", role: str) -> Iterator[None]:
-    """Around what may refuse a role: its name in the error, where roles have pools or plans of their own."""
+    """Put the name of `role` before an error of the body, if roles have pools or plans of their own."""
     try:
         yield
     except TerraceError as error:

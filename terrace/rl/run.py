@@ -31,7 +31,7 @@ from terrace.rl.controllers.controllers import CONTROLLERS
 from terrace.rl.controllers.setup import Progress, Roles, Setup, Sizes
 from terrace.rl.controllers.step import rewarded
 from terrace.rl.identity import identity
-from terrace.rl.placing import ACTOR, COST_CRITIC, CRITIC
+from terrace.rl.placing import ACTOR, LEARNING
 from terrace.rl.samples import Samples
 from terrace.rl.stream.saved import clear_states, read_state, state_file, write_state
 from terrace.rl.stream.stream import Drawing, stream_of
@@ -42,7 +42,6 @@ from terrace.train.runs import FEEDBACK
 from terrace.train.schedule import warmed_up
 
 START, STREAM = "start", "stream"  # folders of a run folder, beside those of checkpoints by role
-LEARNING = (ACTOR, CRITIC, COST_CRITIC)  # roles with checkpoints, each in a folder of its name
 _MULTIPLIER_WINDOW = 1024  # last responses whose mean cost the multiplier follows; a guess
 
 

@@ -1,4 +1,4 @@
-"""Sums of the numbers of a run's steps: what its last words need of them, in room that does not grow with the steps."""
+"""Means and maxima of the numbers of a run's steps, for its last words, in memory that does not grow with the steps."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -7,8 +7,9 @@ from terrace.rl.algorithms.metrics import Metrics
 
 
 class Totals:
-    """Means of numbers over steps, and the largest of each; a step without a number counts as 0, unless it is asked
-    for the steps `that_have` it.
+    """The mean and the largest value of each number over the steps.
+
+    In means a step without a number counts as 0, except in `mean_that_have`.
     """
 
     def __init__(self) -> None:

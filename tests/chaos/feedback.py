@@ -28,7 +28,7 @@ import torch
 from terrace.base.schema import merge
 from terrace.checkpoint.layout import complete, latest
 from terrace.checkpoint.reading import Checkpoint
-from terrace.rl.run import LEARNING
+from terrace.rl.placing import LEARNING
 from tests.chaos.scene import Scene
 from tests.support import warm
 from tests.support.hf_folder import TABLE, write_model
@@ -39,7 +39,7 @@ STEPS, RESUMES, LIMIT_S = 5, 3, 150.0
 WORDS = ("rl", "--config", "run.toml", "--folder", "run", "--resume", "auto")
 _SAVING = 0.3  # of the strikes: as soon as a save is seen
 MODEL = TABLE | {"num_hidden_layers": 1}
-_JUDGE = MODEL | {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1}
+_MODELS = {"model": MODEL, "judge": MODEL | {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1}}
 _PROMPTS = ("The fox", "lazy dog", "quick", "brown 0123", "jumps")
 _REWARDS = """
 def near(samples):
@@ -65,10 +65,6 @@ _SAFE = {"algorithm": {"name": "safe-rlhf", "cost_threshold": 0.3}, "cost": {"fu
 _APART = {"pool": [{"ranks": 1, "roles": ["actor"]}, {"ranks": 1, "roles": ["rollout"]}]}
 
 
-def _ranks(num: int) -> dict[str, Any]:
-    return {"cluster": {"tiers": {"package": {"size": num}, "node": {"size": 1}, "system": {"size": 1}}}}
-
-
 def _run(**keys: int) -> dict[str, Any]:
     return {"run": keys}
 
@@ -81,28 +77,25 @@ class Kind:
     num_ranks: int
     layers: tuple[dict[str, Any], ...]
 
+    @property
+    def words(self) -> list[str]:
+        """The command that begins the run, or goes on with it, in a folder that `write` made."""
+        sizes = {"package": self.num_ranks, "node": 1, "system": 1}
+        return [*WORDS, *(f"--cluster.tiers.{tier}.size={size}" for tier, size in sizes.items())]
+
     def write(self, folder: Path) -> None:
         """The run's file and all that it reads, in a new folder."""
         folder.mkdir(parents=True)
-        for name, table in (
-            ("model", MODEL),
-            ("judge", MODEL | {"architectures": ["Qwen3ForSequenceClassification"]}),
-        ):
+        for name, model in _MODELS.items():
             (folder / name).mkdir()
-            write_model(folder / name, table | ({"num_labels": 1} if name == "judge" else {}))
-        lines = [
-            {"prompt": text, "wanted": len(text)} for text in ("The fox", "lazy dog", "quick", "brown 0123", "jumps")
-        ]
+            write_model(folder / name, model)
+        lines = [{"prompt": text, "wanted": len(text)} for text in _PROMPTS]
         (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         (folder / "my_rewards.py").write_text(_REWARDS)
         table = _BASE
         for layer in self.layers:
             table = merge(table, layer)
-        cluster = merge({"tiers": {}}, _ranks(self.num_ranks)["cluster"])
         (folder / "run.toml").write_text(tomli_w.dumps(table))
-        (folder / "words.json").write_text(json.dumps([
-            *(f"--cluster.tiers.{tier}.size={sizes['size']}" for tier, sizes in cluster["tiers"].items())
-        ]))  # fmt: skip
 
 
 KINDS = (
@@ -164,7 +157,7 @@ def undisturbed(folder: Path, kind: Kind) -> float:
     """Makes the run of a kind in `folder`; returns the seconds that it took."""
     kind.write(folder)
     begin_s = time.monotonic()
-    ended = warm.run(_words(folder), folder, environment(), LIMIT_S)
+    ended = warm.run(kind.words, folder, environment(), LIMIT_S)
     if ended.returncode:
         raise RuntimeError(f"the undisturbed run of {kind.name} failed: {ended.stderr}")
     return time.monotonic() - begin_s
@@ -175,13 +168,13 @@ def play(scene: Scene, kind: Kind, what: Strike, whole: Path, took_s: float) -> 
     result, folder = Result(), scene.folder / "case"
     shutil.rmtree(folder, ignore_errors=True)
     kind.write(folder)
-    code, errors, is_struck = _attempt(folder, what, took_s)
+    code, errors, is_struck = _attempt(kind, folder, what, took_s)
     if is_struck:
         _judge(what, code, errors, (folder / "run").exists(), result)
     result.wrong += [f"{len(left)} processes were left over" for left in [scene.orphans()] if left]
     _unsound(folder, result)
     for _ in range(RESUMES):
-        code, errors, _ = _attempt(folder, None, took_s)
+        code, errors, _ = _attempt(kind, folder, None, took_s)
         if not code and not errors.strip():
             break
         result.wrong.append(f"a resume ended with {code}: {errors.strip()[-400:]}")
@@ -220,13 +213,9 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if not name.startswith((*OF_TIME, "crc32"))} for line in lines]
 
 
-def _words(folder: Path) -> list[str]:
-    return [*WORDS, *json.loads((folder / "words.json").read_text())]
-
-
-def _attempt(folder: Path, what: Strike | None, took_s: float) -> tuple[int, str, bool]:
+def _attempt(kind: Kind, folder: Path, what: Strike | None, took_s: float) -> tuple[int, str, bool]:
     """Exit code and errors of the command, and whether it was struck."""
-    command, is_struck = warm.Command(_words(folder), folder, environment()), False
+    command, is_struck = warm.Command(kind.words, folder, environment()), False
     with ThreadPoolExecutor(1) as reader:
         said = reader.submit(command.communicate, LIMIT_S)
         if what is not None:

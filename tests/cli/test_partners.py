@@ -9,7 +9,7 @@ import pytest
 
 from terrace.cli import worker
 from terrace.cli.main import _parser, main
-from terrace.cli.partners import PARTNERS
+from terrace.cli.partners import PARTNERS, Partner
 from tests.support.tiny_runs import write_run
 
 # What each command needs beside the option.
@@ -25,14 +25,13 @@ ROWS = [(command, partner) for command, partners in PARTNERS.items() for partner
 
 @pytest.mark.parametrize(("command", "partner"), ROWS, ids=[f"{command} {each.option}" for command, each in ROWS])
 def test_an_option_without_its_partner_is_refused(
-    command: str, partner: object, capsys: pytest.CaptureFixture[str]
+    command: str, partner: Partner, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    option = getattr(partner, "option")  # noqa: B009  # a test's parameter has no type
-    (action,) = [each for each in _actions(command) if option in each.option_strings]
+    (action,) = [each for each in _actions(command) if partner.option in each.option_strings]
     value = [] if action.nargs == 0 else [str(next(iter(action.choices or ()), 1))]
-    assert main([command, *BESIDE[command], option, *value]) == 2
+    assert main([command, *BESIDE[command], partner.option, *value]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"terrace: error: {option}"), error
+    assert error.startswith(f"terrace: error: {partner.option}"), error
     assert "has no effect without" in error
     assert error.count("\n") == 1
 

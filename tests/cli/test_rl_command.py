@@ -202,6 +202,7 @@ def test_wrong_input_is_one_line_before_anything_starts(here: CommandLine) -> No
     assert "rows = 3 of a replica cannot share the model's 4 heads" in refused("--task", "sort", "--run.rows", 3)
     assert "leave out --task" in refused("--resume", "model", "--task", "sort")
     assert "model is not a run folder" in refused("--resume", "model")
+    assert "--explain starts nothing: leave out --resume auto" in refused("--explain", "--resume", "auto")
     assert "line 2 has a prompt of" in refused("--config", config, *ALONE, "--run.max_prompt", 3)
     assert "leave some to train on" in refused("--config", config, *ALONE, "--run.held_out", 5)
     for text in ("run = 3", "algorithm = 3", "[algorithm]\nname = []"):
