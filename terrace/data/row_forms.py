@@ -5,8 +5,9 @@ preference      {"prompt": ..., "chosen": ..., "rejected": ...}, three texts or 
 prompt          a text, or messages that the assistant is to answer
 
 `CHATS` and `QUESTIONS` are the tables of forms; the first that fits a row counts, keys that it does not name are
-ignored, and a null value counts as absent. A row of no form is refused with the keys that it has and the forms that
-there are. What a message may hold is checked where it is rendered (terrace.data.chat).
+ignored, and a null value counts as absent. A list of messages may be JSON text, as in csv, which has no lists. A row of
+no form is refused with the keys that it has and the forms that there are. What a message may hold is checked where it
+is rendered (terrace.data.chat).
 """
 
 import json
@@ -16,7 +17,7 @@ from typing import Any
 
 from terrace.base.errors import DataError
 from terrace.data.pieces import kind_of, shown_keys
-from terrace.data.turns import ASSISTANT, SYSTEM, USER, message, messages_of, role_of, spelled_turns
+from terrace.data.turns import ASSISTANT, SYSTEM, USER, listed_turns, message, messages_of, role_of, spelled_turns
 
 Row = Mapping[str, Any]
 Messages = list[Any]
@@ -26,17 +27,19 @@ NUM_ASKED = "num_asked"  # the messages of a conversation that ask: their assist
 _PAIR = '{"prompt": ..., "chosen": ..., "rejected": ...}, with texts or lists of messages'
 FOR_TEMPLATE = ("tools", "documents", "chat_template_kwargs")  # what a chat template is given besides messages
 _SYSTEM_TEXTS = ("system", "system_prompt")
+_LISTS = ("messages", "conversations", "conversation", "trajectory")
+_MATERIAL = ("input", "context")
 
 
 @dataclass(frozen=True)
 class Form:
-    """A form of a row: the text or the list of turns `asked`, with `material` that belongs to it where it is there, and
-    the text `answered`, if the list does not hold the answers, too.
+    """A form of a row: the text or the list of turns `asked`, with the first `material` that is there and belongs to
+    it, and the text `answered`, if the list does not hold the answers, too.
     """
 
     asked: str
     answered: str = ""
-    material: str = ""
+    material: tuple[str, ...] = ()
     name: str = ""
 
     @property
@@ -61,10 +64,10 @@ CHATS = (
     COMPLETION,
     Form("conversations", name="ShareGPT"),
     Form("conversation"),
-    Form("instruction", "output", "input", "Alpaca"),
-    Form("instruction", "response", "context", "Dolly"),
-    Form("question", "answer", "context"),
-    Form("question", "response", name="OpenOrca"),
+    Form("instruction", "output", _MATERIAL, "Alpaca"),
+    Form("instruction", "response", _MATERIAL, "Dolly"),
+    Form("question", "answer", ("context",)),
+    Form("question", "response", ("context",), "OpenOrca"),
     Form("query", "response"),
     Form("problem", "solution"),
     Form("problem", "generated_solution"),
@@ -77,8 +80,8 @@ QUESTIONS = (
     Form("conversations", name="ShareGPT"),
     Form("conversation"),
     Form("trajectory", name="UltraInteract"),
-    Form("instruction", material="input"),
-    Form("question", material="context"),
+    Form("instruction", material=_MATERIAL),
+    Form("question", material=("context",)),
     Form("query"),
     Form("problem"),
     Form("input"),
@@ -87,11 +90,11 @@ QUESTIONS = (
 
 def columns(forms: Sequence[Form], *more: str) -> tuple[str, ...]:
     """The keys that forms read, for tables, which are read by column."""
-    keys = [key for form in forms for key in (*form.keys, form.material) if key]
+    keys = [key for form in forms for key in (*form.keys, *form.material)]
     return tuple(dict.fromkeys((*keys, *more, *FOR_TEMPLATE, "history", *_SYSTEM_TEXTS)))
 
 
-CHAT_COLUMNS = columns((*CHATS, SPELLED))
+CHAT_COLUMNS = columns((*CHATS, SPELLED), "label")
 PAIR_COLUMNS = columns(QUESTIONS, "prompt", *MEMBERS)
 
 
@@ -111,6 +114,7 @@ def chat_row(row: Row, where: str) -> dict[str, Any]:
 
     Raises `DataError`, naming the place `where`, for a row of no form, and for values that do not fit its form.
     """
+    row = _with_lists(row, where)
     form = chat_form(row)
     if form is None and is_pair(row):
         raise DataError(f'{where} holds a preference, not a conversation: set data.format = "pairs"')
@@ -122,6 +126,9 @@ def chat_row(row: Row, where: str) -> dict[str, Any]:
     # Which of the two is meant cannot be told.
     if form.asked == "messages" and row.get("completion") is not None:
         raise DataError(f"{where} has 'messages' beside 'completion'; keep one of the two forms")
+    # As data for KTO have it; training would teach the answer.
+    if form == COMPLETION and row.get("label") is False:
+        raise DataError(f"{where} has the label false, so its completion is one to avoid; drop such records")
     if form is SPELLED:
         return {"messages": spelled_turns(row["text"])}
     if form == COMPLETION and _is_plain(row, COMPLETION.keys):
@@ -143,6 +150,7 @@ def pair_row(row: Row, where: str) -> dict[str, Any]:
     Members that hold their whole conversations have the common beginning as their prompt. Raises `DataError` as
     `chat_row` does, and where members hold conversations that begin in different ways.
     """
+    row = _with_lists(row, where)
     missing = [key for key in MEMBERS if row.get(key) is None]
     if missing:
         raise DataError(f"{where} has no key {missing[0]!r} (keys: {shown_keys(row)}); a preference is {_PAIR}")
@@ -178,6 +186,7 @@ def prompt_row(row: Row, column: str, where: str) -> str | dict[str, Any]:
     Where the column is "prompt" and absent, a conversation in another form is asked up to its last answer. Raises
     `DataError` as `chat_row` does.
     """
+    row = _with_lists(row, where)
     value = row.get(column)
     if isinstance(value, str) and value and (column != "prompt" or _system(row) is None):
         return value
@@ -215,14 +224,29 @@ def _asked(row: Row, form: Form, where: str) -> Messages:
     if isinstance(value, list):
         turns = messages_of(value, where, form.asked)
     else:
-        text, material = _string(row, form.asked, where), row.get(form.material)
-        if material is not None and not isinstance(material, str):
-            raise DataError(f"{where}: {form.material!r} must be a string, not {kind_of(material)}; convert it")
+        if form.asked in _LISTS:
+            raise DataError(f"{where}: {form.asked!r} must be a list of messages, not {kind_of(value)}; write it so")
+        text, key = _string(row, form.asked, where), next((key for key in form.material if row.get(key)), "")
+        material = row.get(key, "")
+        if not isinstance(material, str):
+            raise DataError(f"{where}: {key!r} must be a string, not {kind_of(material)}; convert it")
         turns = [*_history(row, where), message(USER, f"{text}\n\n{material}" if material else text)]
     system = _system(row)
     if system is None or any(role_of(turn) == SYSTEM for turn in turns):
         return turns
     return [message(SYSTEM, system), *turns]
+
+
+def _with_lists(row: Row, where: str) -> Row:
+    """`row` with its lists of messages that are JSON text as lists."""
+    texts = ("prompt", "completion", *MEMBERS)
+    found = {key: turns for key in (*_LISTS, *texts) if (turns := listed_turns(row.get(key), f"{where}: {key!r}"))}
+    # These may be meant as texts, unless what they belong to is a list, too.
+    if "prompt" not in found:
+        found.pop("completion", None)
+        if not all(key in found for key in MEMBERS):
+            found = {key: turns for key, turns in found.items() if key not in MEMBERS}
+    return {**row, **found} if found else row
 
 
 def _history(row: Row, where: str) -> Messages:

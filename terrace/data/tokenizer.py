@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Encoder
 
 BYTES = "bytes"
+_MOST_TOKENS = 1 << 24  # sixty times the largest vocabulary published; the package takes memory for holes between ids
 T = TypeVar("T")
 # Seconds of a call, and characters of one more; a machine that is shared encodes a hundred times as many: a guess.
 _LIMIT_S, _PER_S = 5.0, 20_000
@@ -229,6 +230,9 @@ def load_tokenizer(name_or_path: str | Path, bos: bool | str = AUTO, eos: str = 
             raise
         reason = " ".join(str(error).split())
         raise DataError(f"{path} is not a tokenizer.json ({reason}); export it again") from error
+    largest = max(encoder.get_vocab(with_added_tokens=True).values(), default=-1)
+    if largest >= _MOST_TOKENS:
+        raise DataError(f"{path} has the token {largest}, and tokens must be below {_MOST_TOKENS}; export it again")
     # transformers reads the files beside a tokenizer of this name alone.
     folder = path.parent if path.name == "tokenizer.json" else None
     special = {token.content: index for index, token in encoder.get_added_tokens_decoder().items() if token.special}

@@ -23,6 +23,8 @@ _CALLS = ("function_call", "function-call", "tool_call")
 # Turns that a text spells out: of Anthropic's helpful and harmless answers, and of OpenAssistant's Guanaco.
 _SPELLED = (re.compile(r"(?:\A|\n\n)(Human|Assistant):"), re.compile(r"(?:\A|\n?)### (Human|Assistant|System):"))
 
+_PYTHON_LIST = re.compile(r"\s*\[\s*\{'(role|content|from|value)'\s*:")
+
 
 def messages_of(turns: list[Any], where: str, key: str) -> list[Any]:
     """The messages of `turns`, the list under `key` of the row at `where`.
@@ -54,6 +56,19 @@ def spelled_turns(text: Any) -> list[dict[str, Any]]:
             speakers = {"Human": USER, "Assistant": ASSISTANT, "System": SYSTEM}
             return [message(speakers[name], said.strip()) for name, said in zip(parts[::2], parts[1::2], strict=True)]
     return []
+
+
+def listed_turns(text: Any, words: str) -> list[Any]:
+    """The turns that a text is the JSON of; none of any other. Raises `DataError` for a list as Python prints it."""
+    if not isinstance(text, str) or not text.lstrip().startswith("["):
+        return []
+    if _PYTHON_LIST.match(text):
+        raise DataError(f"{words} is a list as Python prints it, not JSON; write the data as .jsonl")
+    try:
+        turns = parse_json(text)
+    except (ValueError, RecursionError):
+        return []
+    return turns if all(isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in turns) else []
 
 
 def _of_turn(turn: Any, where: str) -> Iterator[Any]:

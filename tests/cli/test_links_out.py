@@ -51,6 +51,25 @@ def test_no_small_file_of_a_model_is_copied_through_a_link(name: str, tmp_path: 
         carried_files(folder)
 
 
+def test_no_template_is_copied_from_a_folder_elsewhere(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "key.jinja").write_text(SECRET)
+    link(folder / "additional_chat_templates", tmp_path / "elsewhere")
+    with pytest.raises(ModelError, match=r"key\.jinja: it is a link out of .*model: put a copy of the file there"):
+        carried_files(folder)
+
+
+@pytest.mark.parametrize("config", ["[1]", "[" * 100_000, '"a"'])
+def test_a_damaged_configuration_beside_templates_is_one_line(config: str, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("x")
+    (folder / "tokenizer_config.json").write_text(config)
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json in .*model is damaged"):
+        carried_files(folder)
+
+
 def test_upcycle_does_not_copy_a_key(here: CommandLine, key: Path) -> None:
     folder = write_folder(here.folder / "model")
     link(folder / "vocab.txt", key)

@@ -95,6 +95,19 @@ CHATS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "with a text for the system": (
         {"system": "Be brief.", "prompt": "sky", "completion": "blue"}, BRIEF + said("sky", "blue")
     ),
+    "Dolly with another name of the answer": (
+        {"instruction": "Which colour?", "context": "The sky is blue.", "output": "blue"},
+        said("Which colour?\n\nThe sky is blue.", "blue"),
+    ),
+    "messages in JSON text": ({"messages": json.dumps(said("sky", "blue"))}, said("sky", "blue")),
+    "ShareGPT in JSON text": (
+        {"conversations": json.dumps([{"from": "human", "value": "sky"}, {"from": "gpt", "value": "blue"}])},
+        said("sky", "blue"),
+    ),
+    "prompt and completion in JSON text": (
+        {"prompt": json.dumps(said("sky")), "completion": json.dumps(said("blue", first="assistant"))},
+        said("sky", "blue"),
+    ),
     "nulls count as absent": ({"messages": None, "prompt": "sky", "response": "blue"}, said("sky", "blue")),
 }  # fmt: skip
 
@@ -110,8 +123,10 @@ def test_a_conversation_of_a_published_form(name: str) -> None:
 
 
 def test_texts_of_a_prompt_and_its_completion_stay_plain() -> None:
-    row = {"prompt": "a", "completion": "b", "system": "", "id": 3}
+    row = {"prompt": "a", "completion": "b", "system": "", "id": 3, "label": True}
     assert chat_row(row, "here") == {"prompt": "a", "completion": "b"}
+    spelled = {"prompt": "Ask for the sky in JSON.", "completion": json.dumps(said("sky"))}
+    assert chat_row(spelled, "here") == spelled
 
 
 @pytest.mark.parametrize("template", [CHATML, TAGGED])
@@ -127,6 +142,9 @@ def test_of_a_completion_in_messages_earlier_answers_are_not_trained(template: s
     [
         ({"title": "a", "body": "b"}, r"no form of a conversation \(keys: 'title', 'body'\); the forms are .*ShareGPT"),
         ({"chosen": "a", "rejected": "b"}, 'holds a preference, not a conversation: set data.format = "pairs"'),
+        ({"prompt": "a", "completion": "b", "label": False}, "has the label false, so its completion is one to avoid"),
+        ({"conversations": "sky"}, "'conversations' must be a list of messages, not a string; write it so"),
+        ({"conversations": str(said("sky", "blue"))}, "'conversations' is a list as Python prints it, not JSON"),
         ({"question": "a", "answer": {"text": []}}, "'answer' must be a string, not an object"),
         ({"question": ["a", "b"], "answer": ["a"]}, "'answer' must be a string, not a list"),
         ({"instruction": "a", "input": {"b": 1}, "output": "c"}, "'input' must be a string, not an object"),
@@ -175,6 +193,15 @@ PAIRS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "a conversation behind the system's message": (
         {"prompt": BRIEF, "chosen": said("sky", "blue"), "rejected": said("sky", "red")}, BRIEF + said("sky")
     ),
+    "members in JSON text": (
+        {"prompt": "sky", "chosen": json.dumps(said("sky", "blue")), "rejected": json.dumps(said("sky", "red"))},
+        said("sky"),
+    ),
+    "all in JSON text": (
+        {"prompt": json.dumps(said("sky")), "chosen": json.dumps(BLUE), "rejected": json.dumps(RED)}, said("sky")
+    ),
+    "Dolly": ({"instruction": "Name it.", "context": "sky", "chosen": "blue", "rejected": "red"},
+              said("Name it.\n\nsky")),
     "a prompt that the members repeat": (
         {"prompt": said("sky"), "chosen": said("sky", "blue"), "rejected": said("sky", "red")}, said("sky")
     ),
@@ -213,6 +240,10 @@ def test_answers_that_part_early_are_whole_responses(tmp_path: Path) -> None:
             "'chosen' is a whole conversation",
         ),
         ({"prompt": "sky", "chosen": said("sky"), "rejected": RED}, "'chosen' does not end with a message of the"),
+        (
+            {"prompt": "sky", "chosen": str(said("sky", "blue")), "rejected": str(said("sky", "red"))},
+            "'chosen' is a list as Python prints it, not JSON",
+        ),
         ({"chosen": "blue", "rejected": "red"}, "'chosen' is a string and 'prompt' absent"),
         ({"prompt": "sky", "chosen": "blue"}, r"no key 'rejected' \(keys: 'prompt', 'chosen'\)"),
     ],
@@ -236,6 +267,8 @@ PROMPTS: dict[str, tuple[dict[str, Any], str, Any]] = {
         "prompt", said("sky"),
     ),
     "gsm8k": ({"question": "sky", "answer": "#### blue"}, "prompt", said("sky")),
+    "dolly": ({"instruction": "Which?", "context": "blue", "response": "b"}, "prompt", said("Which?\n\nblue")),
+    "JSON text": ({"prompt": json.dumps(said("sky"))}, "prompt", said("sky")),
     "tulu-3": ({"id": "a", "messages": said("sky", "blue", "sea", "blue")}, "prompt", said("sky", "blue", "sea")),
     "ShareGPT": ({"conversations": [{"from": "human", "value": "sky"}, {"from": "gpt", "value": "blue"}]}, "prompt",
                  said("sky")),

@@ -245,6 +245,15 @@ def test_checkpoints_of_earlier_versions_are_told_apart(folder: Path) -> None:
     assert trained_otherwise("bytes-1", now) == "name the tokenizer of its config.toml"
 
 
+def test_a_token_beyond_every_vocabulary_is_refused(folder: Path) -> None:
+    # The package would take sixteen gigabytes for the holes below it.
+    table = json.loads((folder / "tokenizer.json").read_text())
+    table["model"]["vocab"]["far"] = 4_000_000_000
+    (folder / "tokenizer.json").write_text(json.dumps(table))
+    with pytest.raises(DataError, match=r"tokenizer\.json has the token 4000000000, and tokens must be below"):
+        load_tokenizer(folder)
+
+
 def test_a_post_processor_that_names_a_missing_token_is_refused(folder: Path) -> None:
     processor = template("<s>", ids=ids_of(folder))
     begins(folder, processor | {"special_tokens": {}})

@@ -49,6 +49,38 @@ def test_names_of_a_wrapper_are_named(name: str, prefix: str, who: str, tmp_path
     Pretrained(tmp_path).check()
 
 
+@pytest.mark.parametrize("wrapper", ["_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."])
+def test_wrappers_of_each_layer_are_named(wrapper: str, tmp_path: Path) -> None:
+    plain = saved(tmp_path)
+    tensors = {key.replace("self_attn.", f"{wrapper}self_attn."): value for key, value in plain.items()}
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError) as caught:
+        Pretrained(tmp_path).check()
+    assert f"names have {wrapper} of " in str(caught.value)
+    assert f"name.replace('.{wrapper}', '.')" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("model.layers.0.self_attn.q_proj.lora_A.default.weight", "adapter inside the model: merge"),
+        ("model.layers.0.self_attn.q_proj.base_layer.weight", "adapter inside the model: merge"),
+        ("model.layers.0.self_attn.q_proj.weight_scale_inv", "quantised matrices"),
+        ("model.layers.0.self_attn.q_proj.qweight", "quantised matrices"),
+        ("model.layers.0.self_attn.q_proj.weight.absmax", "quantised matrices"),
+        ("model.layers.0.self_attn.q_proj.weight.quant_state.bitsandbytes__nf4", "quantised matrices"),
+    ],
+)
+@pytest.mark.parametrize("is_beside", [True, False])
+def test_matrices_in_another_form_are_named(name: str, words: str, is_beside: bool, tmp_path: Path) -> None:
+    tensors = saved(tmp_path) | {name: torch.ones(2, 2)}
+    if not is_beside:
+        del tensors["model.layers.0.self_attn.q_proj.weight"]
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=words):
+        Pretrained(tmp_path).check()
+
+
 def test_a_spare_head_is_named(tmp_path: Path) -> None:
     head = {"v_head.summary.weight": torch.ones(1, 24), "v_head.summary.bias": torch.ones(1)}
     safetensors.torch.save_file({**saved(tmp_path), **head}, tmp_path / "model.safetensors")

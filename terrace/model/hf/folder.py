@@ -167,13 +167,13 @@ def with_templates(folder: Path, found: Mapping[str, bytes]) -> dict[str, bytes]
     names = sorted(path.name for path in (folder / MORE_TEMPLATES).glob("*.jinja"))
     if not names:
         return dict(found)
-    named = {CHAT_TEMPLATE: found[CHAT_TEMPLATE]} if CHAT_TEMPLATE in found else {}
-    named |= read_files(folder / MORE_TEMPLATES, names)
+    named = {"default": found[CHAT_TEMPLATE]} if CHAT_TEMPLATE in found else {}
+    # From the model's folder, since the folder of templates may be a link itself.
+    named |= {
+        Path(name).stem: raw for name, raw in read_files(folder, [f"{MORE_TEMPLATES}/{n}" for n in names]).items()
+    }
     try:
-        sources = {
-            "default" if name == CHAT_TEMPLATE else name.removesuffix(".jinja"): source.decode()
-            for name, source in named.items()
-        }
+        sources = {name: source.decode() for name, source in named.items()}
         table = parse_json(found.get(TOKENIZER_CONFIG, b"{}"))
         if not isinstance(table, dict):
             raise ValueError("it holds no object")

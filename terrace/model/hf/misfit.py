@@ -1,5 +1,6 @@
 """Why tensors of a folder do not fit a model, where their names tell it, and what to do. Pure: only names."""
 
+import re
 from collections.abc import Collection
 
 _WRAPPERS = {
@@ -9,21 +10,45 @@ _WRAPPERS = {
     "_fsdp_wrapped_module.": "FullyShardedDataParallel",
     "_forward_module.": "Lightning Fabric",
     "pretrained_model.": "trl",
+    "_checkpoint_wrapped_module.": "activation checkpointing",
 }
+# In names of tensors that stand beside a matrix, or for it.
+_ADAPTER = re.compile(r"\.(lora_(A|B|embedding_A|embedding_B|magnitude_vector)|base_layer|modules_to_save)\.")
+_QUANTISED = re.compile(
+    r"\.(qweight|qzeros|scales|g_idx|absmax|quant_map|quant_state\..+|SCB|weight_(scale|scale_inv|scale_2|packed|shape|"
+    r"format|zero_point)|(input|output|k|v)_scale|(weight|input)_global_scale|[^.]+_(blocks|scales))$"
+)
 
 
 def misfit_words(missing: Collection[str], unexpected: Collection[str]) -> str:
     """The cause that the names show, with the remedy; "" where they show none.
 
-    Either all names have something in front, as a wrapper of the module puts there, or the tensors that are too many
-    are one module: a head of its own.
+    All names have something in front, or some have it inside, as a wrapper of a module puts there; or the tensors that
+    are too many are those of an adapter, of quantised matrices, or one module: a head of its own.
     """
+    if any(map(_ADAPTER.search, unexpected)):
+        return (
+            "the folder has the matrices of an adapter inside the model: merge them in Python with merge_and_unload() "
+            "of peft, save the model that it returns with save_pretrained, and give that folder"
+        )
+    if any(map(_QUANTISED.search, unexpected)):
+        return (
+            "the folder has quantised matrices with their scales, which are not read: give the folder of the model "
+            "before it was quantised, in bf16, fp16 or fp32, or save it dequantised with transformers"
+        )
     if missing and (prefix := _shared_prefix(missing, unexpected)):
         known = [f"{name} of {who}" for name, who in _WRAPPERS.items() if name in prefix]
         puts = f", as {' and '.join(known)}" if known else ""
         return (
             f"every name has {prefix!r} in front{puts}: save the model inside the wrapper, or rename the tensors, as "
             f"{{name.removeprefix({prefix!r}): tensor for name, tensor in tensors.items()}}"
+        )
+    if missing and (inside := _inner_wrappers(missing, unexpected)):
+        known = " and ".join(f"{name} of {_WRAPPERS[name]}" for name in inside)
+        renamed = "name" + "".join(f".replace('.{name}', '.')" for name in inside)
+        return (
+            f"names have {known} inside: save the model without the wrappers, or rename the tensors, as {{{renamed}: "
+            "tensor for name, tensor in tensors.items()}"
         )
     if not missing and (head := _spare_module(unexpected)):
         return (
@@ -41,6 +66,16 @@ def _shared_prefix(missing: Collection[str], unexpected: Collection[str]) -> str
         if name.endswith(f".{first}") and all(name.removesuffix(first) + each in there for each in missing):
             found = max(found, name.removesuffix(first), key=len)
     return found
+
+
+def _inner_wrappers(missing: Collection[str], unexpected: Collection[str]) -> list[str]:
+    """The wrappers without whose names all missing tensors are there."""
+    # Only whole parts of a name count: "module." ends other wrappers' names, too.
+    found = [wrapper for wrapper in _WRAPPERS if any(f".{wrapper}" in name for name in unexpected)]
+    there = set(unexpected)
+    for wrapper in found:
+        there = {name.replace(f".{wrapper}", ".") for name in there}
+    return found if found and set(missing) <= there else []
 
 
 def _spare_module(unexpected: Collection[str]) -> str:
