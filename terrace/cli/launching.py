@@ -35,7 +35,9 @@ def check_alone(command: str, instead: str = "") -> None:
     launcher = launcher_of(variables)
     if launcher is None or variables[launcher.world_size] == "1":
         return
-    if rank_of(variables) != "0":
+    rank = rank_of(variables)
+    # Rank 0 says it for all of them. A text that is no rank may be that of every process.
+    if rank.isdecimal() and int(rank):
         sys.exit(2)
     raise ConfigError(
         f"terrace {command} starts its ranks itself, and {launcher.name} started {variables[launcher.world_size]} "

@@ -4,6 +4,7 @@ import math
 import os
 import sys
 import tomllib
+from collections.abc import Collection, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
@@ -62,8 +63,9 @@ from terrace.rl.predicted import PHASES, predicted, stages_of
 from terrace.rl.rates import rate_lines
 from terrace.rl.run import START, RunInputs, checkpoint_of
 from terrace.rl.sort_task import SortPrompts, SortTokenizer
-from terrace.rl.stream.prompt_file import read_prompts
+from terrace.rl.stream.prompt_file import PromptFile, read_prompts
 from terrace.rl.totals import Totals
+from terrace.rl.values.prompts import PromptSource
 from terrace.rl.workers.drawing import page_tokens_of
 from terrace.rl.workers.reward_forms import check_columns
 from terrace.rl.workers.reward_function import load_function
@@ -139,10 +141,17 @@ def _checked(config: RlConfig, ray: str | None) -> RunInputs:
     for each in config.rewards:
         if each.function:
             function = load_function(each.function, os.getcwd())
-            check_columns(function, each.function, inputs.prompts.prompt(0).data)
+            for columns in _columns(inputs.prompts):
+                check_columns(function, each.function, columns)
         else:
             _check_reward_model(each.model, inputs.tokenizer)
     return replace(inputs, contents=contents_of(config, inputs.prompts))
+
+
+def _columns(prompts: PromptSource) -> Iterable[Collection[str]]:
+    # Each set of columns once: lines of one file may have others.
+    lines = prompts.prompts if isinstance(prompts, PromptFile) else [prompts.prompt(0)]
+    return {frozenset(each.data): each.data.keys() for each in lines}.values()
 
 
 def _learned(

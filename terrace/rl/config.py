@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from terrace.base.errors import ConfigError, PlanError, did_you_mean
+from terrace.base.errors import ConfigError, PlanError, TerraceError, did_you_mean
 from terrace.base.schema import dump, load, read_table
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import parse_cluster
@@ -286,7 +286,13 @@ def _plans(
         given = section("plan", own.get(role, table["plan"]))
         if not isinstance(given, Mapping):
             raise ConfigError(f"plans.{role} = {given!r} must be a table, or the name of a plan or of its file")
-        found[role] = replace(command_plan(given, places[role].cluster), update=optimizer.update)
+        try:
+            plan = command_plan(given, places[role].cluster)
+        except TerraceError as error:
+            if role not in own:
+                raise
+            raise type(error)(f"plans.{role}: {error}") from error
+        found[role] = replace(plan, update=optimizer.update)
     return found
 
 

@@ -9,10 +9,13 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from terrace.base.errors import ConfigError
+from terrace.cluster.cluster import Cluster
 from terrace.plan.plan import Plan
+from terrace.plan.wire import MessageClass
 from terrace.rl.algorithms.algorithm import Algorithm
 from terrace.rl.config_layers import task_table
 from terrace.rl.keys import RewardKeys, RunKeys
+from terrace.rl.placing import LEARNING
 from terrace.train.effects import PLAN_RULES, PlanRule, refuse_without_effect, value_at, why_no_peak
 
 if TYPE_CHECKING:
@@ -78,6 +81,14 @@ def _of_algorithm(key: str) -> Rule:
     return why
 
 
+def _of_gradients(cluster: Cluster, plan: Plan, num_micros: int) -> str:
+    return f"a role that only scores has no gradients and no optimizer; {_LEAVE}"
+
+
+_OF_TRAINING = (  # keys of a plan
+    *("optimizer_states", "recompute", "expert_gaps"),
+    *(f"wire.{each.value}" for each in (MessageClass.REDUCE, MessageClass.SYNC, MessageClass.ORTHOGONALISE)),
+)
 _OF_RATIOS = ("clip_low", "clip_high", "dual_clip", "value_clip")
 RULES: dict[str, Rule] = {
     "run.critic_lr": _critic_lr,
@@ -117,6 +128,8 @@ def check_effects(
     for key, rule in PLAN_RULES.items():
         rules[f"plan.{key}"] = _of_plans(shared, rule)
         rules |= {f"plans.{role}.{key}": _of_plans([role], rule) for role in own}
+    for role in own - {*LEARNING}:
+        rules |= {f"plans.{role}.{key}": _of_plans([role], _of_gradients) for key in _OF_TRAINING}
     task = task_table(config.run.task) if config.run.task else {}
     silent = {name: [*_defaults(config, name), value_at(task, name)] for name in rules}
     refuse_without_effect(rules, config, table, overrides, silent)

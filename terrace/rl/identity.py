@@ -8,7 +8,7 @@ import hashlib
 import json
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from modulefinder import ModuleFinder
@@ -34,15 +34,36 @@ _OURS = "terrace."  # modules whose rewards a run knows by name, as it knows the
 _READ_BYTES, _NUM_READERS = 4 << 20, 8
 
 
-def identity(config: RlConfig, tokenizer: Tokenizer, contents: Mapping[str, str]) -> dict[str, Any]:
-    """By dotted name, values that a resumed run must have in common; `contents` as of `contents_of`."""
+def identity(
+    config: RlConfig, tokenizer: Tokenizer, stops: Collection[int], contents: Mapping[str, str]
+) -> dict[str, Any]:
+    """By dotted name, values that a resumed run must have in common; `contents` as of `contents_of`.
+
+    `stops` are the tokens at which a response ends.
+    """
     sections = {name: dump(getattr(config, name)) for name in ("run", "algorithm", "optimizer", "cost")}
     sections |= {f"reward[{index}]": dump(reward) for index, reward in enumerate(config.reward)}
     found = {f"{name}.{key}": value for name, section in sections.items() for key, value in (section or {}).items()}
     for name in _MAY_CHANGE:
         del found[f"run.{name}"]
-    known: dict[str, Any] = {"weights": config.weights, "tokenizer": tokenizer.fingerprint}
+    known: dict[str, Any] = {"weights": config.weights, "tokenizer": tokenizer.fingerprint, "ends": sorted(stops)}
     return {**found, **known, **contents}
+
+
+def fixes_of(config: RlConfig) -> dict[str, str]:
+    """What to do where a resumed run has another value: which file to restore, by name of the value."""
+    found = {
+        "run.prompts_file": f"restore {config.run.prompts_file}",
+        "weights": f"restore the weights and config.json in {config.weights}",
+        "tokenizer": f"restore the tokenizer's files in {config.weights}",
+        "ends": f"restore generation_config.json and the tokenizer's files in {config.weights}",
+    }
+    named = {f"reward[{index}]": reward for index, reward in enumerate(config.reward)}
+    for name, reward in (named | ({} if config.cost is None else {COST: config.cost})).items():
+        module = reward.function.partition(":")[0]
+        found[f"{name}.function"] = f"restore the module {module} and those beside it that it imports"
+        found[f"{name}.model"] = f"restore the weights and config.json in {reward.model}"
+    return found
 
 
 def contents_of(config: RlConfig, prompts: "PromptSource") -> dict[str, str]:

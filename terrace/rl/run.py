@@ -20,7 +20,7 @@ from terrace.base.errors import CheckpointError
 from terrace.checkpoint.layout import complete, folder_of, latest, step_of
 from terrace.checkpoint.reading import Checkpoint, newest_whole
 from terrace.checkpoint.writing import remove
-from terrace.data.tokenizer import Tokenizer, trained_otherwise
+from terrace.data.tokenizer import Tokenizer
 from terrace.rl.algorithms.lagrange import Multiplier
 from terrace.rl.algorithms.metrics import Metrics
 from terrace.rl.call_lines import CallLines
@@ -30,7 +30,7 @@ from terrace.rl.config import RlConfig
 from terrace.rl.controllers.controllers import CONTROLLERS
 from terrace.rl.controllers.setup import Progress, Roles, Setup, Sizes
 from terrace.rl.controllers.step import rewarded
-from terrace.rl.identity import identity
+from terrace.rl.identity import fixes_of, identity
 from terrace.rl.placing import ACTOR, LEARNING
 from terrace.rl.samples import Samples
 from terrace.rl.stream.saved import clear_states, read_state, state_file, write_state
@@ -254,8 +254,8 @@ def checkpoint_of(inputs: RunInputs, folder: Path) -> tuple[Checkpoint | None, l
             continue
         of_model = model_facts(checkpoint.facts.get("model", {}), inputs.config.model)
         there, here = ({**run, **model} for run, model in zip((facts["run"], _identity(inputs)), of_model, strict=True))
-        fixes = {"tokenizer": trained_otherwise(str(there.get("tokenizer")), inputs.tokenizer)}
-        check_facts(checkpoint.folder, there, {name: here.get(name) for name in sorted(there | here)}, fixes)
+        own = {name: here.get(name) for name in sorted(there | here)}
+        check_facts(checkpoint.folder, there, own, fixes_of(inputs.config))
         return checkpoint, wrong
 
 
@@ -272,7 +272,7 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 
 def _identity(inputs: RunInputs) -> dict[str, Any]:
-    return identity(inputs.config, inputs.tokenizer, inputs.contents)
+    return identity(inputs.config, inputs.tokenizer, inputs.stops, inputs.contents)
 
 
 def _facts(progress: Progress, inputs: RunInputs) -> dict[str, Any]:

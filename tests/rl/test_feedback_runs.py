@@ -22,6 +22,7 @@ from tests.chaos.feedback import KINDS, MODEL
 from tests.support.command_line import CommandLine, leave_launcher
 from tests.support.hf_folder import write_model
 from tests.support.nightly import nightly
+from tests.support.rl_runs import write_own
 from tests.support.tiny_runs import metrics, started, terrace, wait_for_step
 
 ROOT = Path(__file__).parents[2]
@@ -75,6 +76,11 @@ def test_what_a_run_depends_on_is_known_by_content(here: CommandLine) -> None:
         module.write_text(text + "more = 2\n")
         assert "made with reward[0].function = 'near of sha256-" in again()
         module.write_text(text)
+    # Another token ends a response.
+    (files / "model" / "generation_config.json").write_text('{"eos_token_id": [0, 5]}')
+    assert "made with ends = [0], now it is [0, 5], " in (said := again())
+    assert "restore generation_config.json" in said
+    (files / "model" / "generation_config.json").unlink()
     (files / "other").mkdir()
     write_model(files / "other", MODEL, seed=5)
     assert "made with weights = 'sha256-" in again("--model", "files/other")
@@ -219,6 +225,14 @@ def test_struck_runs_go_on_with_the_same_bits(case: int) -> None:
     assert "1 cases: " in said.stdout
 
 
+def test_every_line_of_prompts_has_the_columns_that_a_reward_needs(here: CommandLine) -> None:
+    config = write_own(here.folder, reward=[{"function": "needing:f"}])
+    (here.folder / "needing.py").write_text("def f(completions, wanted):\n    return wanted\n")
+    (here.folder / "good.jsonl").write_text('{"prompt": "The fox", "wanted": 1}\n{"prompt": "lazy", "other": 1}\n')
+    said = here.refusal("rl", "--config", config)
+    assert "'needing:f' needs 'wanted', and lines of prompts have other beside the prompt" in said
+
+
 def test_a_launcher_does_not_start_a_run_with_every_rank(here: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["rl", "--task", "sort", *ALONE, *TINY]
     for variables in (
@@ -233,6 +247,9 @@ def test_a_launcher_does_not_start_a_run_with_every_rank(here: CommandLine, monk
             said = here.refusal(*words)
             assert "terrace rl starts its ranks itself, and " in said
             assert "start it once, without a launcher" in said
+            # What is no rank may be the text of every process.
+            patch.setenv(next(iter(variables)), "one")
+            assert "terrace rl starts its ranks itself, and " in here.refusal(*words)
             patch.setenv(next(iter(variables)), "1")
             with pytest.raises(SystemExit) as ended:
                 here.call(*words)

@@ -19,6 +19,7 @@ from terrace.rl.workers.reward_forms import check_columns
 from terrace.rl.workers.reward_function import RewardFunction, load_function
 
 HERE = __name__
+GRADES = (5.0, 7.0)
 
 
 def graded(samples: Sequence[Sample]) -> list[float]:
@@ -109,6 +110,32 @@ class Shy:
         raise RuntimeError("no words")
 
 
+class Leaver:
+    def __repr__(self) -> str:
+        sys.exit(3)
+
+
+class NoFloat(float):
+    def __float__(self) -> float:
+        raise RuntimeError("no number")
+
+
+def leaver(samples: Sequence[Sample]) -> list[Any]:
+    return [Leaver(), 1.0]
+
+
+def without_values(samples: Sequence[Sample]) -> torch.Tensor:
+    return torch.ones(2, device="meta")
+
+
+def masked(samples: Sequence[Sample]) -> Any:
+    return np.ma.array([0.5, 2.0], mask=[False, True])  # type: ignore[no-untyped-call]
+
+
+def no_float(samples: Sequence[Sample]) -> list[float]:
+    return [1.0, NoFloat(2.0)]
+
+
 def shy(samples: Sequence[Sample]) -> list[Any]:
     return [Shy(), 1.0]
 
@@ -135,6 +162,18 @@ def trl(completions: list[str], grade: list[float], **columns: Any) -> list[floa
 
 def trl_alone(prompts: list[str], completions: list[str]) -> list[float]:
     return [float(len(prompt) + len(text)) for prompt, text in zip(prompts, completions, strict=True)]
+
+
+def trl_of_names(**columns: Any) -> list[float]:
+    return [float(len(text)) for text in columns["completions"]]
+
+
+def trl_by_place(completions: list[str], /) -> list[float]:
+    return []
+
+
+def by_name_alone(*, samples: Sequence[Sample]) -> list[float]:
+    return []
 
 
 def trl_in_want(completions: list[str], answer: list[str]) -> list[float]:
@@ -204,6 +243,7 @@ def test_a_function_that_empties_its_list_gives_what_it_gives() -> None:
 def test_functions_of_trl_and_verl_are_known_by_their_parameters() -> None:
     assert rewards("trl").tensor("reward").tolist() == [2 + 5, 1 + 7]
     assert rewards("trl_alone").tensor("reward").tolist() == [5, 4]
+    assert rewards("trl_of_names").tensor("reward").tolist() == [2, 1]
     assert rewards("verl", lines=OF_VERL).tensor("reward").tolist() == [2.0, -1.0]
     flat = [{**line, "ground_truth": "2"} for line in OF_VERL]
     assert rewards("verl", lines=flat).tensor("reward").tolist() == [-1.0, 1.0]
@@ -242,6 +282,10 @@ def test_a_share_without_rows_does_not_call_the_function() -> None:
         ("leaves", r"called sys.exit\(3\), in line \d+ of .*\.py, at the response to '31>'"),
         ("wordless", r"raised WordlessError, in line \d+ of .*\.py, at the response to '31>'"),
         ("shy", r"gave (a Shy|<Shy instance at .*>) for the response to '31>'"),
+        ("leaver", r"gave a Leaver for the response to '31>'"),
+        ("without_values", r"gave tensor\(.*\) for the response to '31>'"),
+        ("masked", r"gave masked for the response to '72>'"),
+        ("no_float", r"gave 2.0 for the response to '72>': give a finite number"),
         ("trl_in_want", r"needs 'answer', and the line of the prompt '31>' has grade beside it: add 'answer'"),
         ("broken", r"raised KeyError: 'answer', in line \d+ of .*\.py, at the response to '72>'"),
     ],
@@ -269,6 +313,11 @@ def test_a_function_that_hangs_ends_the_call_with_its_prompt() -> None:
         ("graded", "must be module:function"),
         ("no_such_module:f", "cannot be imported: ModuleNotFoundError"),
         (f"{HERE}:grades", "no function of .*; did you mean 'graded'"),
+        (f"{HERE}:GRADES", "no function of (?!.*GRADES')"),
+        ("my_rewards.py:graded", "give the module without its folder and without .py"),
+        ("./my_rewards:graded", "give the module without its folder and without .py"),
+        (f"{HERE}:trl_by_place", r"takes \(completions\) by place alone: give them names"),
+        (f"{HERE}:by_name_alone", r"takes \(samples\): give it the parameters \(samples\)"),
         (f"{HERE}:later", "is async, .*: write def"),
         (f"{HERE}:of_two", r"takes \(one, two\): give it the parameters \(samples\), \(completions, ...\) as of TRL"),
     ],

@@ -116,6 +116,17 @@ def test_the_papers_numbers_are_no_keys_without_effect() -> None:
         ({"reward": [{"function": "a:b", "weight": 0.0}]}, "every .* has weight = 0"),
         ({"plan": {"unit": 2}}, "plan.unit = 2 has no effect"),
         ({"plans": {"actor": FLAT, "reference": FLAT}, "plan": {"micro_batch": 2}}, "every role has a plan of its own"),
+        (
+            {"plans": {"reference": {**FLAT, "optimizer_states": "int8"}}},
+            "plans.reference.optimizer_states = 'int8' has no effect: a role that only scores",
+        ),
+        ({"plans": {"reference": {**FLAT, "recompute": ["layers.*"]}}}, "plans.reference.recompute = .* has no effect"),
+        (
+            {"plans": {"reference": {**FLAT, "wire": {"reduce": {"package": "int8"}}}}},
+            "plans.reference.wire.reduce = .* has no effect",
+        ),
+        ({"plans": {"reference": {"preset": "nothing"}}}, "plans.reference: no plan preset 'nothing'"),
+        ({"plans": {"reference": {**FLAT, "stages": 9}}}, "plans.reference: plan.stages = 9 must be a list"),
     ],
 )
 def test_keys_without_effect_are_refused(overrides: dict[str, Any], said: str) -> None:

@@ -1,7 +1,8 @@
 """The three signatures that a reward by a Python function may have, told apart by the names of its parameters.
 
     f(samples)                                              Terrace's: all samples at once, a number for each
-    f(completions, **columns), f(prompts, completions, ...) TRL's: lists by keyword, one for each column of the prompts
+    f(completions, **columns), f(prompts, completions, ...) TRL's: lists by keyword, one for each column of the prompts;
+                                                            f(**columns) is one, too
     f(data_source, solution_str, ground_truth, extra_info)  verl's: one response a call, by keyword
 
 TRL gives texts and token ids of responses and the columns of the file of prompts; verl gives `data_source` and
@@ -22,6 +23,11 @@ _TRL, _VERL = "completions", "solution_str"  # the parameter that tells
 _OF_TRL = ("prompts", "completions", "completion_ids")  # lists that are no columns
 _OF_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_BY_PLACE = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.VAR_POSITIONAL,
+)
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,7 @@ class _Signature:
 
     required: Mapping[str, bool]
     takes_all: bool
+    by_place: bool  # whether it takes an argument without a name
 
     def takes(self, name: str) -> bool:
         return self.takes_all or name in self.required
@@ -44,10 +51,10 @@ def call_of(function: Callable[..., Any], name: str) -> Call:
         return lambda samples, tokens: function(list(samples))
     if _VERL in found.required:
         return lambda samples, tokens: _by_verl(function, name, found, samples)
-    if _TRL in found.required:
+    if _TRL in found.required or (found.takes_all and not found.required and not found.by_place):
         return lambda samples, tokens: _by_trl(function, name, found, samples, tokens)
     needed = [each for each, must in found.required.items() if must]
-    if len(needed) > 1 or not (found.required or found.takes_all):
+    if len(needed) > 1 or not found.by_place:
         raise ConfigError(
             f"the reward {name!r} takes ({', '.join(found.required)}): give it the parameters (samples), (completions, "
             f"...) as of TRL, or ({', '.join(_OF_VERL)}) as of verl"
@@ -61,11 +68,12 @@ def _signature(function: Callable[..., Any], name: str) -> _Signature | None:
     except (TypeError, ValueError):  # of a function that is not written in Python
         return None
     by_place = [each.name for each in parameters if each.kind is inspect.Parameter.POSITIONAL_ONLY]
-    if len(by_place) > 1:
+    if len(by_place) > 1 or {_TRL, _VERL} & set(by_place):
         raise ConfigError(f"the reward {name!r} takes ({', '.join(by_place)}) by place alone: give them names")
     own = [each for each in parameters if each.kind not in _VARIADIC]
     required = {each.name: each.default is inspect.Parameter.empty for each in own}
-    return _Signature(required, any(each.kind in _VARIADIC for each in parameters))
+    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
+    return _Signature(required, takes_all, any(each.kind in _BY_PLACE for each in parameters))
 
 
 def check_columns(function: Callable[..., Any], name: str, columns: Iterable[str]) -> None:

@@ -43,6 +43,11 @@ def load_function(name: str, folder: str) -> Function:
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
         raise ConfigError(f"the reward {name!r} must be module:function, such as my_rewards:exact")
+    if module_name.endswith(".py") or not all(each.isidentifier() for each in module_name.split(".")):
+        raise ConfigError(
+            f"the reward {name!r} must be module:function, such as my_rewards:exact for exact of my_rewards.py in the "
+            "working folder: give the module without its folder and without .py"
+        )
     _check_name(name, module_name, folder)
     if folder not in sys.path:
         # Last: the folder has the modules that the user's own imports, and must not stand for any that is installed.
@@ -55,7 +60,7 @@ def load_function(name: str, folder: str) -> Function:
         ) from error
     found = getattr(module, function_name, None)
     if not callable(found):
-        names = [each for each in vars(module) if not each.startswith("_")]
+        names = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
         raise ConfigError(f"the reward {name!r}: no function of {module_name}{did_you_mean(function_name, names)}")
     call_of(found, name)  # refuses another signature before a run begins
     function: Function = found

@@ -21,18 +21,19 @@ def given_numbers(found: Any) -> Iterator[Any]:
 
 def in_fp32(given: Any) -> float:
     """The number as it will be kept; NaN where it is none, infinite beyond fp32."""
-    if isinstance(given, (Tensor, np.ndarray)):
-        if not _is_one(given):
-            return math.nan
-        given = given.item()
-    # A bool of numpy is no number to Python.
-    if isinstance(given, complex) or not isinstance(given, (Number, np.bool_)):
-        return math.nan
     try:
+        if isinstance(given, (Tensor, np.ndarray)):
+            # The value below a mask is none.
+            if not _is_one(given) or given is np.ma.masked:
+                return math.nan
+            given = given.item()
+        # A bool of numpy is no number to Python.
+        if isinstance(given, complex) or not isinstance(given, (Number, np.bool_)):
+            return math.nan
         return float(torch.tensor(float(given), dtype=torch.float32))  # type: ignore[arg-type]
     except OverflowError:  # an int beyond fp64
         return math.inf
-    except (TypeError, ValueError):
+    except Exception:  # its own __float__ raises, or it is a tensor without values, as on the device "meta"
         return math.nan
 
 
@@ -47,7 +48,7 @@ def shown_value(value: Any) -> str:
         return f"an array of shape {tuple(value.shape)}"
     try:
         return " ".join(reprlib.repr(value).split())
-    except Exception:  # its own __repr__ raises
+    except (Exception, SystemExit):  # its own __repr__ raises
         return f"a {type(value).__name__}"
 
 
@@ -55,7 +56,7 @@ def shown_error(error: BaseException) -> str:
     """The type of an error and the first line of its message, whatever its own words do."""
     try:
         lines = str(error).strip().splitlines()
-    except Exception:  # its own __str__ raises
+    except (Exception, SystemExit):  # its own __str__ raises
         lines = []
     if isinstance(error, SystemExit):
         return f"called sys.exit({lines[0] if lines else ''})"
