@@ -87,9 +87,7 @@ def _loaded(path: Path, block: str) -> Mapping[str, Any]:
         raise DataError(f"{path} has {_KEY}: reading them {needs('pyyaml')}") from error
     try:
         # The loader in C, where it is built, reads long cards fifty times as fast.
-        loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-        # Merged tables are copies: a short text could ask for any number. Without this step they are refused.
-        table = yaml.load(block, type("Loader", (loader,), {"flatten_mapping": lambda *_: None}))
+        table = yaml.load(block, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise DataError(f"the YAML block of {path} is damaged ({' '.join(str(error).split())}); repair it") from error
     if not isinstance(table, Mapping):

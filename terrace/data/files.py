@@ -33,7 +33,7 @@ def find_data(path: str | Path, split: str = "") -> Found:
         return Found(tuple(DataFile(file, "text") for file in _find_stdlib()))
     # Path("") would be the working directory.
     if not os.fspath(path):
-        raise DataError(f"data '' is no path; give a text file, a .jsonl file, a folder or {STDLIB!r}")
+        raise DataError(f"data '' is no path; give a file of text or of records, a folder or {STDLIB!r}")
     root = Path(path)
     status = _status(root)
     if stat.S_ISDIR(status.st_mode):
@@ -93,7 +93,8 @@ def _status(path: Path) -> os.stat_result:
                 f"data {url[0]} is a URL, and Terrace downloads nothing: download it first and give the file"
             ) from error
         raise DataError(
-            f"data {path} does not exist; give a text file, a .jsonl, .parquet or .arrow file, a folder or {STDLIB!r}"
+            f"data {path} does not exist; give a file of text or of records (JSON, csv, Parquet, Arrow), a folder or "
+            f"{STDLIB!r}"
         ) from error
     except OSError as error:
         raise unreadable(path, error) from error

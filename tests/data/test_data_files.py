@@ -129,7 +129,7 @@ def test_large_documents_are_cut_without_loss(tmp_path: Path, monkeypatch: pytes
 
 
 BAD_DATA: list[tuple[dict[str, bytes], str, str]] = [
-    ({}, "gone.txt", r"gone.txt does not exist; give a text file"),
+    ({}, "gone.txt", r"gone.txt does not exist; give a file of text"),
     ({"a.txt": b""}, "a.txt", r"a.txt is empty \(0 bytes\); give a file"),
     ({"d/.hidden.txt": b"x"}, "d", r"folder .*d holds no file of a known suffix \(.*\.txt.*\)"),
     ({"d/a.txt": b""}, "d", r"folder .*d holds only empty files"),
