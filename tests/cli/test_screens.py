@@ -77,6 +77,17 @@ def test_an_error_of_the_machine_names_the_file(
     assert capsys.readouterr().err.startswith("terrace: error: /tmp/a b: No space left on device; free space there; ")
 
 
+def test_an_error_without_a_file_proposes_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*_: object) -> int:
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+
+    monkeypatch.setattr("terrace.cli.keys.run", refused)
+    assert main(["keys"]) == 1
+    assert capsys.readouterr().err == "terrace: error: Connection refused\n"
+
+
 class _Filling(io.StringIO):
     # A disk with room for one line.
     def write(self, text: str) -> int:

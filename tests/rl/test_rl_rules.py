@@ -173,6 +173,13 @@ def test_rates_that_destroy_loaded_weights_are_refused(tmp_path: Path, overrides
         loaded(tmp_path, overrides, algorithm={"name": "ppo"})
 
 
+def test_a_resumed_run_keeps_its_rates_unless_it_is_given_others(tmp_path: Path) -> None:
+    path = str(write_own(tmp_path, optimizer={"lr": 3e-3}))
+    assert resolve(None, path, {}, ALONE, is_resumed=True).optimizer.lr == 3e-3
+    with pytest.raises(ConfigError, match=r"optimizer.lr = 0.004 would destroy the loaded weights"):
+        resolve(None, path, {}, merge(ALONE, {"optimizer": {"lr": 4e-3}}), is_resumed=True)
+
+
 def test_a_high_rate_can_be_asked_for_and_a_given_one_stays(tmp_path: Path) -> None:
     asked = loaded(tmp_path, {"optimizer": {"lr": 3e-3}, "run": {"high_lr": True}})
     assert asked.optimizer.lr == 3e-3
