@@ -124,7 +124,7 @@ def prepare_tokens(
         return token_file(target, description)
 
     made = made_once(target, (".tokens", ".starts"), CorpusDescription, make, opened, originals, progress)
-    _say_spelled(path, found[-1], progress)
+    _say_spelled(path, found[-1], progress, in_records=all(file.holds_records for file in files))
     return made
 
 
@@ -142,13 +142,15 @@ def _check_plain(path: str | Path, **keys: str) -> None:
             raise DataError(f"data.{key} = {value!r} has no effect on the indexed data set {path}: leave it out")
 
 
-def _say_spelled(path: str | Path, description: CorpusDescription, progress: Progress) -> None:
+def _say_spelled(path: str | Path, description: CorpusDescription, progress: Progress, *, in_records: bool) -> None:
     if description.num_spelled:
         times = counted(description.num_spelled, "time", ",")
-        progress(
-            f"{path} spells out {description.spelled} {times}, read as characters: if it stands between documents, "
-            f"give --data.separator '{description.spelled}'"
+        fix = (
+            "if it ends the records, remove it, since each is a document with its end, and if it parts them, split them"
+            if in_records
+            else f"if it stands between documents, give --data.separator '{description.spelled}'"
         )
+        progress(f"{path} spells out {description.spelled} {times}, read as characters: {fix}")
 
 
 def _write_tokens(partial: Partial, units: Iterable[Unit], tokenizer: Tokenizer, progress: Progress) -> None:
@@ -187,8 +189,8 @@ def _write_tokens(partial: Partial, units: Iterable[Unit], tokenizer: Tokenizer,
 
 
 def _looked_at(unit: Unit, marks: Iterable[str], noted: Noted) -> Iterator[DocumentPart]:
-    """The pieces of `unit`; notes the first of `marks` that prose spells out."""
-    is_prose = unit.kind == "text" and not unit.separator and unit.file.suffix.lower() not in _MARKUP_SUFFIXES
+    """The pieces of `unit`; notes the first of `marks` that prose or records spell out."""
+    is_prose = unit.kind != "text" or not (unit.separator or unit.file.suffix.lower() in _MARKUP_SUFFIXES)
     for piece in read_unit(unit):
         if is_prose:
             noted.spelled = noted.spelled or next((mark for mark in marks if mark in piece.text), "")

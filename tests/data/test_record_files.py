@@ -143,6 +143,18 @@ def test_a_token_that_is_spelled_out_is_said_and_can_end_documents(tmp_path: Pat
     assert list(read_documents(file, separator="<|endoftext|>")) == STORIES
 
 
+def test_a_token_that_records_spell_out_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "stories.jsonl"
+    file.write_text("".join(json.dumps({"text": f"{story}<|endoftext|>"}) + "\n" for story in STORIES))
+    said: list[str] = []
+    made = prepare_tokens(file, ByteTokenizer(), tmp_path / "cache", progress=said.append)
+    assert made.num_documents == len(STORIES)
+    assert said == [
+        f"{file} spells out <|endoftext|> 3 times, read as characters: if it ends the records, remove it, since each "
+        "is a document with its end, and if it parts them, split them"
+    ]
+
+
 def test_a_separator_without_effect_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     with pytest.raises(DataError, match=r"data.separator = '#' has no effect: .* holds records and no text"):
