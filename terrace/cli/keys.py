@@ -123,8 +123,9 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if rest:
         raise ConfigError(f"unknown argument {rest[0]!r}; see terrace keys --help")
     asked = options.asked
-    if asked in _ELSEWHERE:
-        raise ConfigError(f"keys of the section {asked!r} are not listed here: see {_ELSEWHERE[asked]}")
+    head = "" if asked is None else asked.partition(".")[0]
+    if head in _ELSEWHERE:
+        raise ConfigError(f"keys of the section {head!r} are not listed here: see {_ELSEWHERE[head]}")
     if asked is None or asked in SECTIONS or asked == _PLANS:
         print("\n\n".join(_block(name) for name in (*SECTIONS, _PLANS) if _is_in(name, asked)))
         return 0
@@ -155,9 +156,9 @@ def _found(asked: str) -> list[tuple[str, Key]]:
     ]
     # A role's plan has the keys of [plan].
     head, _, rest = word.partition(".")
-    if head == _PLANS and "." in rest:
+    if head == _PLANS and rest:
         role, _, name = rest.partition(".")
-        return [(f"{_PLANS}.{role}", key) for key in keys_of("plan") if key.name == name]
+        return [(f"{_PLANS}.{role}", key) for key in keys_of("plan") if key.name == (name or key.name)]
     return next((hits for test in tests if (hits := [each for each in every if test(*each)])), [])
 
 

@@ -25,6 +25,7 @@ from terrace.cluster.presets import UNNAMED
 from terrace.probe.assemble import Constant, Probed, assemble
 from terrace.report.tables import new_table, quantity, seconds
 
+_LONGEST_S = 86_400  # of all measurements; a longer time would be a mistake
 _HEADER = """\
 # Written by `terrace probe`. Figures marked "measured" or "fitted" are what {ranks} ranks reached here, all at work at
 # once; those marked "preset" are the starting cluster's. Use it as --cluster {name}.
@@ -63,6 +64,10 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     cluster = read_cluster(options.cluster or UNNAMED, rest, "a probe takes only --cluster.key VALUE", options.ranks)
     if not (math.isfinite(options.seconds) and options.seconds > 0):
         raise ConfigError(f"--seconds {options.seconds:g} must be a number above 0: 60 is enough for most machines")
+    if options.seconds > _LONGEST_S:
+        raise ConfigError(
+            f"--seconds {options.seconds:g} must be at most {_LONGEST_S}, a day: 60 is enough for most machines"
+        )
     from terrace.cli import probing
 
     def check() -> None:

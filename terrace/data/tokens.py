@@ -70,7 +70,7 @@ def prepare_tokens(
         _check_plain(path, column=column, split=split, separator=separator)
         return open_indexed(path, cache_dir)
     originals = Originals(path, lambda: find_documents(path, split))
-    around = tokenizer.text_tokens
+    around, files = tokenizer.text_tokens, find_data(path, split).files
     identity = (
         _FORMAT,
         tokenizer.fingerprint,
@@ -79,7 +79,7 @@ def prepare_tokens(
         around.end,
         column,
         separator,
-        separators(find_data(path, split).files),
+        separators(files),
     )
     target = cache_file(cache_dir, file_stem(path, "corpus"), (*identity, originals.identity()))
 

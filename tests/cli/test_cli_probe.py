@@ -30,6 +30,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("--seconds", "0"), "--seconds 0 must be a number above 0"),
         (("--seconds", "-3"), "--seconds -3 must be a number above 0"),
         (("--seconds", "nan"), "--seconds nan must be a number above 0"),
+        (("--seconds", "1e21"), "--seconds 1e+21 must be at most 86400, a day"),
         (("--seconds", "x"), "argument --seconds: invalid float value: 'x'"),
         (("--cluster", "locl"), "no cluster preset or file 'locl'; did you mean 'local'?"),
         (("--cluster.tiers.system.size", "100"), "has 400 ranks, and one machine starts at most 64"),

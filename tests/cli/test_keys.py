@@ -69,6 +69,7 @@ def test_defaults_of_feedback_are_those_of_its_runs() -> None:
         ("pool", ["[[pool]]  of terrace rl", "  roles = required (list)"]),
         ("plans", ["[plans]  of terrace rl: plans.ROLE has the keys of [plan]"]),
         ("plans.critic.prefetch", ["plans.critic.prefetch = 1 (integer)"]),
+        ("plans.critic", ["plans.critic.prefetch = 1 (integer)", "plans.critic.compute = "]),
     ],
 )
 def test_a_section_a_key_or_a_word(
@@ -79,6 +80,14 @@ def test_a_section_a_key_or_a_word(
     found = capsys.readouterr().out.splitlines()
     for line in lines:
         assert any(each.startswith(line) for each in found), line
+
+
+@pytest.mark.parametrize(
+    ("asked", "page"), [("cluster.tiers", "clusters.md"), ("model.hidden_size", "hugging-face.md")]
+)
+def test_keys_that_have_a_page_name_it(asked: str, page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["keys", asked]) == 2
+    assert f"are not listed here: see docs/{page}" in capsys.readouterr().err
 
 
 def test_all_sections_are_listed_without_torch() -> None:

@@ -263,7 +263,7 @@ def test_prompts_of_a_file_by_place(tmp_path: Path) -> None:
         ('{"prompt": "1>"}\n\n{"prompt": "2>"\n', DataError, "line 3 is not JSON"),
         ('{"prompt": "1>"}\n\n{"text": "2>"}\n', DataError, "line 3 has no text"),
         ('{"prompt": "1>"}\n{"prompt": "\udcff2>"}\n', DataError, "line 2 is not UTF-8, at its byte 13"),
-        ("[1]\n", DataError, "line 1 is no table"),
+        ("[1]\n", DataError, "line 1 is no object of JSON: write an object on each line"),
         ('{"prompt": "123>"}\n', DataError, "line 1 has a prompt of 4 tokens: 1 to run.max_prompt = 3"),
         ("", ConfigError, "has 0 prompts, and run.held_out = 0"),
     ],

@@ -1,6 +1,7 @@
 """Prompts of a file as messages: through the chat template of the model, up to where the assistant answers."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +110,24 @@ def test_messages_without_a_template_are_refused(tmp_path: Path) -> None:
     (bare / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
     with pytest.raises(DataError, match=r"line 1 cannot be put into a chat: .* refuses it: no"):
         read(path, bare)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("prompt,answer\na,b\n", r"line 1 is not JSON: .*; write an object on each line, such as .*, or Parquet"),
+        ('[{"prompt": "a"}]', "line 1 is no object of JSON: write an object on each line"),
+        ('{"prompt": "a"}\n{"prompt": "\\ud800"}\n', "line 2: the tokenizer cannot encode the text"),
+    ],
+)
+def test_a_line_that_is_no_prompt_is_named(folder: Path, tmp_path: Path, content: str, said: str) -> None:
+    (tmp_path / "prompts.jsonl").write_text(content)
+    with pytest.raises(DataError, match=said):
+        read(tmp_path / "prompts.jsonl", folder)
+
+
+def test_a_file_of_another_kind_is_named(folder: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for name, said in (("pipe", "it is a pipe, not"), ("", "it is a folder, not"), ("none", "there is no such file; ")):
+        with pytest.raises(DataError, match=said):
+            read(tmp_path / name, folder)

@@ -245,7 +245,16 @@ def test_a_compressed_run_measures_its_rounding_and_resumes(tmp_path: Path) -> N
 def test_messages_that_overflow_end_every_rank_in_one_line(tmp_path: Path) -> None:
     write_run(tmp_path, 2, 1, 2, plan="three-level-compressed", steps=40)
     # Weights grow by their decay, a factor of 10^12 a step.
-    words = ["--optimizer.lr", "1e6", "--optimizer.weight_decay", "1e6", "--optimizer.clip", "0", "--train.warmup_steps", "0"]
+    words = [
+        "--optimizer.lr",
+        "1e6",
+        "--optimizer.weight_decay",
+        "1e6",
+        "--optimizer.clip",
+        "0",
+        "--train.warmup_steps",
+        "0",
+    ]
     with started("train", "--config", "run.toml", "--folder", "run", *words, cwd=tmp_path) as process:
         family = descendants(process.pid)
         _, errors = process.communicate(timeout=300)

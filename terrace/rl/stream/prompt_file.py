@@ -16,6 +16,7 @@ from typing import Any
 
 from terrace.base.errors import ConfigError, DataError
 from terrace.base.extras import needs
+from terrace.base.foreign import check_file
 from terrace.base.parsing import parse_json
 from terrace.base.words import counted
 from terrace.data.chat_prompt import ChatPrompts
@@ -24,6 +25,7 @@ from terrace.data.tokenizer import Tokenizer
 from terrace.rl.values.prompts import Prompt
 
 _RENDERED = 64  # prompts that are rendered together
+_FORM = 'write an object on each line, such as {"prompt": "1 + 1?"}, or Parquet'
 _KEPT_ORDERS = 2  # a step may lie across two passes
 
 
@@ -99,8 +101,15 @@ def _texts(
                 f"{first} has messages: {error}; or write prompts as texts, and name their key with run.prompt_column"
             ) from error
         made = template.rendered(talks)
-    texts = [next(made) if not isinstance(row, str) else (row, tokenizer.encode_prompt(row).tolist()) for row in asked]
-    return [(text, tuple(map(int, tokens))) for text, tokens in texts]
+    found = list[tuple[str, tuple[int, ...]]]()
+    for row, where in zip(asked, places, strict=True):
+        try:
+            text, tokens = next(made) if not isinstance(row, str) else (row, tokenizer.encode_prompt(row).tolist())
+        except DataError as error:
+            # A template names the line itself.
+            raise error if not isinstance(row, str) else DataError(f"{where}: {error}") from error
+        found.append((text, tuple(map(int, tokens))))
+    return found
 
 
 def _batched(lines: Iterator[tuple[int, Mapping[str, Any]]]) -> Iterator[list[tuple[int, Mapping[str, Any]]]]:
@@ -119,8 +128,13 @@ def _order(seed: int, turn: int, num: int) -> Sequence[int]:
 
 def _lines(file: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Numbers of lines (of Parquet: rows), from 1, and their tables."""
-    if not file.is_file():
-        raise DataError(f"cannot read {file}: there is no such file; name one with run.prompts_file")
+    try:
+        check_file(file)
+    except OSError as error:
+        why = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
+        raise DataError(
+            f"cannot read {file}: {why}; name a file of JSON lines or of Parquet with run.prompts_file"
+        ) from error
     if file.suffix == ".parquet":
         try:
             table = import_module("pyarrow.parquet").read_table(file)
@@ -144,7 +158,7 @@ def _table(line: bytes, place: str) -> Mapping[str, Any]:
     except UnicodeDecodeError as error:
         raise DataError(f"{place} is not UTF-8, at its byte {error.start + 1}: write the file anew as UTF-8") from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{place} is not JSON: {error}") from error
+        raise DataError(f"{place} is not JSON: {error}; {_FORM}") from error
     if not isinstance(found, dict):
-        raise DataError(f"{place} is no table: write an object with the prompt in it")
+        raise DataError(f"{place} is no object of JSON: {_FORM}")
     return found
