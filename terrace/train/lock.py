@@ -16,16 +16,18 @@ from terrace.base.foreign import leaves
 LOCK = ".lock"
 _WAIT_S = 5.0  # ranks whose parent was killed notice within seconds
 _PAUSE_S = 0.1
+_WRITTEN = (".json", ".jsonl", ".toml")  # ends of names that a run writes
 
 
 @contextmanager
 def folder_lock(folder: Path, wait_s: float | None = None) -> Iterator[None]:
     """Holds a run folder. Raises `CheckpointError` when another process holds it for longer than `wait_s`
-    (default: some seconds), or when a file of the folder is a link out of it: the run would write its target.
+    (default: some seconds), when a file of the folder is a link out of it, whose target the run would write, or when it
+    is a pipe, at which the run would wait for a reader.
 
     Does nothing on a file system without locks, or in a folder that cannot be written.
     """
-    _refuse_links(folder)
+    _refuse_others(folder)
     try:
         file = (folder / LOCK).open("a")
     except OSError:
@@ -37,7 +39,7 @@ def folder_lock(folder: Path, wait_s: float | None = None) -> Iterator[None]:
         yield
 
 
-def _refuse_links(folder: Path) -> None:
+def _refuse_others(folder: Path) -> None:
     with suppress(OSError):  # the next write to the folder raises the error
         for path in sorted(folder.iterdir()):
             # A user may keep a whole folder, such as that of the checkpoints, on another file system.
@@ -45,6 +47,11 @@ def _refuse_links(folder: Path) -> None:
                 raise CheckpointError(
                     f"{path} is a link out of the run folder, whose target the run would write: put a copy of the file "
                     "there (cp -L), or remove the link"
+                )
+            if (path.name == LOCK or path.suffix in _WRITTEN) and not (path.is_file() or path.is_dir()):
+                raise CheckpointError(
+                    f"{path} is a pipe, a socket or a device, and the run would write it: remove it, or name another "
+                    "--folder"
                 )
 
 

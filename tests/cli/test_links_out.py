@@ -194,3 +194,13 @@ def test_a_step_of_too_many_passes_is_not_drawn(tmp_path: Path) -> None:
         json.dumps({"is_measured": False, "cluster": {}, "predicted": {"time_s": {"x": 1.0}}})
     )
     assert any("a step passes layers 4,000,000 times" in words for words in run_view(run).missing)
+
+
+@pytest.mark.parametrize("name", [".lock", "metrics.jsonl", "calls.jsonl", "config.toml"])
+def test_a_run_does_not_wait_at_a_pipe_in_its_folder(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match=f"{name} is a pipe, a socket or a device"), folder_lock(tmp_path):
+        pass
+    (tmp_path / name).rename(tmp_path / "own")
+    with folder_lock(tmp_path):
+        assert (tmp_path / "own").is_fifo(), "what a run does not write is the user's"
