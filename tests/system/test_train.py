@@ -33,6 +33,8 @@ from tests.support.tiny_runs import (
 
 pytestmark = pytest.mark.timeout(500)
 ENDED = "ended by SIGTERM"
+# Weights grow by their decay, by a factor of 10^12 a step.
+GROWING = "--optimizer.lr 1e6 --optimizer.weight_decay 1e6 --optimizer.clip 0 --train.warmup_steps 0"
 
 
 @pytest.fixture(scope="module")
@@ -244,18 +246,7 @@ def test_a_compressed_run_measures_its_rounding_and_resumes(tmp_path: Path) -> N
 
 def test_messages_that_overflow_end_every_rank_in_one_line(tmp_path: Path) -> None:
     write_run(tmp_path, 2, 1, 2, plan="three-level-compressed", steps=40)
-    # Weights grow by their decay, a factor of 10^12 a step.
-    words = [
-        "--optimizer.lr",
-        "1e6",
-        "--optimizer.weight_decay",
-        "1e6",
-        "--optimizer.clip",
-        "0",
-        "--train.warmup_steps",
-        "0",
-    ]
-    with started("train", "--config", "run.toml", "--folder", "run", *words, cwd=tmp_path) as process:
+    with started("train", "--config", "run.toml", "--folder", "run", *GROWING.split(), cwd=tmp_path) as process:
         family = descendants(process.pid)
         _, errors = process.communicate(timeout=300)
         assert process.returncode == 1
@@ -326,10 +317,7 @@ def test_a_paced_run_takes_as_long_as_its_links_say_and_is_predicted_so(tmp_path
 
 def test_a_loss_that_is_not_a_number_ends_the_run(tmp_path: Path) -> None:
     write_run(tmp_path, 1, plan="ddp", steps=40, checkpoint_every=1, keep_checkpoints=50)
-    done = terrace(
-        "train", "--config", "run.toml", "--folder", "run", "--optimizer.lr", "1e6", "--optimizer.clip", "0",
-        "--optimizer.weight_decay", "1e6", "--train.warmup_steps", "0", cwd=tmp_path,
-    )  # fmt: skip
+    done = terrace("train", "--config", "run.toml", "--folder", "run", *GROWING.split(), cwd=tmp_path)
     assert done.returncode == 1
     assert "The run cannot go on; to see the step block by block: terrace replay" in one_line(done.stderr)
     saved = sorted(os.listdir(tmp_path / "run" / "checkpoints"))

@@ -47,8 +47,8 @@ def misfit_words(missing: Collection[str], unexpected: Collection[str]) -> str:
         wrappers = " and ".join(f"{name} of {_WRAPPERS[name]}" for name in inside)
         renamed = "name" + "".join(f".replace('.{name}', '.')" for name in inside)
         return (
-            f"names have {wrappers} inside: save the model without the wrappers, or rename the tensors, as {{{renamed}: "
-            "tensor for name, tensor in tensors.items()}"
+            f"names have {wrappers} inside: save the model without the wrappers, or rename the tensors, as "
+            f"{{{renamed}: tensor for name, tensor in tensors.items()}}"
         )
     if not missing and (head := _spare_module(unexpected)):
         return (
