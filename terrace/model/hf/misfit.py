@@ -44,11 +44,11 @@ def misfit_words(missing: Collection[str], unexpected: Collection[str]) -> str:
             f"{{name.removeprefix({prefix!r}): tensor for name, tensor in tensors.items()}}"
         )
     if missing and (inside := _inner_wrappers(missing, unexpected)):
-        known = " and ".join(f"{name} of {_WRAPPERS[name]}" for name in inside)
+        wrappers = " and ".join(f"{name} of {_WRAPPERS[name]}" for name in inside)
         renamed = "name" + "".join(f".replace('.{name}', '.')" for name in inside)
         return (
-            f"names have {known} inside: save the model without the wrappers, or rename the tensors, as {{{renamed}: "
-            "tensor for name, tensor in tensors.items()}"
+            f"names have {wrappers} inside: save the model without the wrappers, or rename the tensors, as "
+            f"{{{renamed}: tensor for name, tensor in tensors.items()}}"
         )
     if not missing and (head := _spare_module(unexpected)):
         return (
