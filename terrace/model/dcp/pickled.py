@@ -145,7 +145,7 @@ class PickleReader(pickle._Unpickler):
         self.stack[-1].state = state
 
     def _put(self, key: object, value: object) -> None:
-        # Beyond the modulus of hashes, numbers can be made to collide, and a table of them takes the square of its size.
+        # Beyond the modulus of hashes, numbers can be made to collide, and a table takes the square of its size.
         is_number = type(key) is int and abs(key) < _NUMBERS
         if type(self.stack[-1]) is not dict or not (type(key) is str or is_number or isinstance(key, Kept)):
             raise DamagedError("a table has keys that are neither names nor records")
