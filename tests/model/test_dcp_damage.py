@@ -77,7 +77,7 @@ DEEP_KEY = b"\x80\x02}" + b")q\x00" + b"0h\x00h\x00\x86q\x00" * 60 + b"K\x01s."
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("kind", ["key", "dims", "chunks", "name", "arguments", "bytearray"])
+@pytest.mark.parametrize("kind", ["key", "numbers", "dims", "chunks", "name", "arguments", "bytearray"])
 def test_a_small_metadata_takes_no_long_time(kind: str, tmp_path: Path) -> None:
     folder = a_folder(tmp_path / "dcp")
     found: Any = FileSystemReader(folder).read_metadata()
@@ -85,6 +85,8 @@ def test_a_small_metadata_takes_no_long_time(kind: str, tmp_path: Path) -> None:
     said, content = "", b""
     if kind == "key":
         content, said = DEEP_KEY, "keys that are neither names nor records"
+    elif kind == "numbers":  # that all have the hash 0
+        content, said = pickle.dumps({number * (2**61 - 1): 0 for number in range(5_000)}), "neither names nor records"
     elif kind == "dims":
         norm.size, said = torch.Size([0] * 400_000), "a size has 400000 dims"
     elif kind == "chunks":

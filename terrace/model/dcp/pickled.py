@@ -32,6 +32,7 @@ OF_PICKLE = (
     EOFError,
 )
 _MOST_ARGUMENTS = 16  # of a call; torch's largest has seven
+_NUMBERS = 1 << 60  # of keys of a table, which are numbers of parameters
 _TAKEN = (
     pickle.PROTO,
     pickle.FRAME,
@@ -144,7 +145,9 @@ class PickleReader(pickle._Unpickler):
         self.stack[-1].state = state
 
     def _put(self, key: object, value: object) -> None:
-        if type(self.stack[-1]) is not dict or not (type(key) in (str, int) or isinstance(key, Kept)):
+        # Beyond the modulus of hashes, numbers can be made to collide, and a table takes the square of its size.
+        is_number = type(key) is int and abs(key) < _NUMBERS
+        if type(self.stack[-1]) is not dict or not (type(key) is str or is_number or isinstance(key, Kept)):
             raise DamagedError("a table has keys that are neither names nor records")
         self.stack[-1][key] = value
 
