@@ -24,6 +24,10 @@ T = TypeVar("T")
 _PYTHON_BOOLS = ("True", "False")  # which TOML writes in lower case
 
 
+# A parser would take minutes for a larger TOML file, such as a link to a device; tables of weights are JSON.
+_MOST_BYTES = {".json": 256 << 20, ".toml": 16 << 20}
+
+
 def read_table(path: Path, within: Path | None = None) -> dict[str, Any]:
     """Read a TOML (`.toml`) or JSON (`.json`) file whose top level is a table.
 
@@ -32,7 +36,8 @@ def read_table(path: Path, within: Path | None = None) -> dict[str, Any]:
     wrote it.
     """
     try:
-        raw = read_bounded(path) if within is None else read_file(path, within)
+        most = _MOST_BYTES.get(path.suffix, _MOST_BYTES[".toml"])
+        raw = read_bounded(path, most) if within is None else read_file(path, within, most)
         text = raw.decode("utf-8-sig")  # some editors begin a file with a mark
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error

@@ -314,3 +314,9 @@ def test_files_that_are_read(tmp_path: Path) -> None:
     assert read_table(tmp_path / "t.json") == read_table(tmp_path / "t.toml") == {"a": 1}
     with _refused("No such file"):
         read_table(tmp_path / "missing.toml")
+
+
+def test_a_toml_file_without_end_is_refused_after_its_first_megabytes(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match=r"run\.toml: it has more than 16 MB, which no such file needs"):
+        read_table(tmp_path / "run.toml")
