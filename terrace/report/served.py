@@ -170,12 +170,14 @@ class _Handler(BaseHTTPRequestHandler):
         named = (self.headers.get("Host") or "").partition(":")[0]
         if named not in (ADDRESS, "localhost"):
             return self._answer(HTTPStatus.FORBIDDEN, "text/plain", f"ask for {ADDRESS} or localhost\n")
-        given, _, path = self.path.partition("?")[0].removeprefix("/").partition("/")
+        given, slash, path = self.path.partition("?")[0].removeprefix("/").partition("/")
         is_owner = secrets.compare_digest(given.encode(errors="replace"), self.server.token.encode())
         if not is_owner or path not in ("", "state"):
             return self._answer(
                 HTTPStatus.NOT_FOUND, "text/plain", "open the address that terrace report --watch printed\n"
             )
+        if not slash:  # the page asks for its state relative to its own address
+            return self._answer(HTTPStatus.MOVED_PERMANENTLY, "text/plain", "", location=f"/{given}/")
         try:
             state, page = self.server.page.current()
         except (TerraceError, OSError) as error:
@@ -188,9 +190,11 @@ class _Handler(BaseHTTPRequestHandler):
         # A line per poll would fill the screen.
         pass
 
-    def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
+    def _answer(self, status: HTTPStatus, kind: str, text: str, location: str = "") -> None:
         content = text.encode(errors="replace")
         self.send_response(status)
+        if location:
+            self.send_header("Location", location)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(content)))
         self.send_header("Cache-Control", "no-store")

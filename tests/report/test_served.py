@@ -125,6 +125,8 @@ def test_others_get_nothing(tmp_path: Path) -> None:
             assert answer.status == (200 if path.startswith("/?") else 404)
             assert "secret" not in said
         assert ask(port, f"{own}/", method="POST")[0].status == 501
+        answer, said = ask(port, own)
+        assert (answer.status, answer.getheader("Location"), said) == (301, f"{own}/", "")
         with socket.socket() as outside:
             outside.settimeout(5)
             # Every address of 127/8 is this machine, and only one of them is listened on.
