@@ -31,6 +31,7 @@ responses = 8 # per prompt
 mini_batch = 64
 warmup_steps = 2
 evaluate_every = 0
+high_lr = true # the weights are random
 
 [algorithm]
 name = "grpo"

@@ -99,7 +99,8 @@ RULES: dict[str, Rule] = {
     "cost.weight": _cost_weight,
     **{f"algorithm.{item.name}": _of_algorithm(item.name) for item in fields(Algorithm)},
 }
-# It counts on the command line alone: a file serves runs on several ranks, too.
+# It counts on the command line alone, as keys of training in the plan of a role that only scores do: a file serves runs
+# on several ranks, too, and one plan several roles.
 ASKED: dict[str, Rule] = {"run.timeout_s": _timeout}
 _OWNERS: dict[str, type[Any]] = {
     "run": RunKeys,
@@ -128,13 +129,13 @@ def check_effects(
     for key, rule in PLAN_RULES.items():
         rules[f"plan.{key}"] = _of_plans(shared, rule)
         rules |= {f"plans.{role}.{key}": _of_plans([role], rule) for role in own}
-    for role in own - {*LEARNING}:
-        rules |= {f"plans.{role}.{key}": _of_plans([role], _of_gradients) for key in _OF_TRAINING}
     task = task_table(config.run.task) if config.run.task else {}
     silent = {name: [*_defaults(config, name), value_at(task, name)] for name in rules}
     refuse_without_effect(rules, config, table, overrides, silent)
-    if not has_timeouts:
-        refuse_without_effect(ASKED, config, {}, overrides, {})
+    asked = {} if has_timeouts else dict(ASKED)
+    for role in own - {*LEARNING}:
+        asked |= {f"plans.{role}.{key}": _of_plans([role], _of_gradients) for key in _OF_TRAINING}
+    refuse_without_effect(asked, config, {}, overrides, {})
 
 
 def _defaults(config: "RlConfig", name: str) -> list[Any]:

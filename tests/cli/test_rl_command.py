@@ -1,7 +1,7 @@
 """`terrace rl`: a task and a folder with prompts, from the command line to the last number; refusals."""
 
 import json
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from terrace.rl import making
 from terrace.rl.config_layers import resolve_table
 from terrace.rl.sort_task import SortPrompts, SortTokenizer
 from terrace.rl.stream.prompt_file import read_prompts
-from tests.support.command_line import CommandLine
+from tests.support.command_line import CommandLine, own_modules
 from tests.support.hf_folder import TABLE, write_model, write_tokenizer
 from tests.support.pages import checked
 
@@ -26,12 +26,10 @@ RECORDS = ("metrics.jsonl", "calls.jsonl", "samples.jsonl")
 
 
 @pytest.fixture
-def here(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> CommandLine:
+def here(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[CommandLine]:
     monkeypatch.chdir(tmp_path)
-    # Folders and modules of rewards are those of one command, which is a process of its own elsewhere.
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
-    return CommandLine(tmp_path, capsys)
+    with own_modules(tmp_path):
+        yield CommandLine(tmp_path, capsys)
 
 
 def test_a_task_runs_and_goes_on(here: CommandLine) -> None:

@@ -40,9 +40,10 @@ def test_gathers_in_bf16_leave_the_rollout_at_the_difference_of_fp32(tmp_path: P
 )
 def test_a_large_difference_is_said_once_with_its_cause(plan: dict[str, Any], usual: float, cause: str) -> None:
     whole = {"preset": "zero3", "micro_batch": 1, **plan}
-    config = config_of(
-        FOUR, {"plans": {"actor": whole, "critic": whole, "reference": whole}, "run": {"mini_batch": 16}}
-    )
+    # A role that only scores reduces nothing.
+    scores = {**whole, "wire": {key: value for key, value in plan.get("wire", {}).items() if key != "reduce"}}
+    plans = {"actor": whole, "critic": whole, "reference": scores}
+    config = config_of(FOUR, {"plans": plans, "run": {"mini_batch": 16}})
     assert config.rollout_is_exact == (usual == 1e-3) == (not causes(config))
     agreement = Agreement(config)
     assert not agreement.words({DIFFERENCE: usual})

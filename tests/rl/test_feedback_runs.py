@@ -19,7 +19,7 @@ from terrace.cli import rl_run
 from terrace.rl.sort_task import SortTokenizer
 from terrace.rl.stream.saved import clear_states, state_file
 from tests.chaos.feedback import KINDS, MODEL
-from tests.support.command_line import CommandLine, leave_launcher
+from tests.support.command_line import CommandLine, leave_launcher, own_modules
 from tests.support.hf_folder import write_model
 from tests.support.nightly import nightly
 from tests.support.rl_runs import write_own
@@ -36,11 +36,8 @@ TINY += ["--run.mini_batch", 4, "--run.start_steps", 0, "--run.evaluate_every", 
 def here(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[CommandLine]:
     leave_launcher(monkeypatch)
     monkeypatch.chdir(tmp_path)
-    path = list(sys.path)
-    yield CommandLine(tmp_path, capsys)
-    sys.path[:] = path
-    for name in ("my_rewards", "helping"):
-        sys.modules.pop(name, None)
+    with own_modules(tmp_path):
+        yield CommandLine(tmp_path, capsys)
 
 
 def test_what_a_run_depends_on_is_known_by_content(here: CommandLine) -> None:

@@ -103,7 +103,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     }
     for name, other in others.items():
         with pytest.raises(
-            CheckpointError, match=f"was made with {name} = .*, so the run would not be the same: restore it"
+            CheckpointError, match=f"was made with {name} = .*, so the run would not be the same: restore "
         ):
             checkpoint_of(inputs_of(other), tmp_path)
     with pytest.raises(CheckpointError, match=r"was made with run.seed = 0, now it is 1"):

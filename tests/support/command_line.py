@@ -2,7 +2,8 @@
 
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +32,7 @@ class CommandLine:
         return Said(code, *self._capsys.readouterr())
 
     def refusal(self, *words: object, code: int = 2) -> str:
-        """The one line of a refusal; nothing may have been printed, or written but the token cache."""
+        """The one line of a refusal; nothing may have been printed, or written but the token cache and bytecode."""
         before = self.listing()
         said = self.call(*words)
         assert (said.code, said.out) == (code, "")
@@ -39,8 +40,22 @@ class CommandLine:
         return one_line(said.error)
 
     def listing(self) -> dict[str, bytes | None]:
-        found = (path for path in self.folder.rglob("*") if path.name != "cache" and path.parent.name != "cache")
+        made = {"cache", "__pycache__"}
+        found = (path for path in self.folder.rglob("*") if not made & {path.name, path.parent.name})
         return {str(path): path.read_bytes() if path.is_file() else None for path in found}
+
+
+@contextmanager
+def own_modules(folder: Path) -> Iterator[None]:
+    """Folders and modules of rewards in `folder` go with the command: each is a process of its own elsewhere."""
+    path = [*sys.path]
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+        for name, module in [*sys.modules.items()]:
+            if (getattr(module, "__file__", None) or "").startswith(str(folder)):
+                del sys.modules[name]
 
 
 def leave_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
