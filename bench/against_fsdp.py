@@ -43,7 +43,7 @@ from bench.common import (
 from bench.lab.ring import ring_reduce_scatter
 from bench.torch_fsdp import exchange_reduce_scatter, sharded
 from bench.turns import Result
-from terrace.model.config import num_params
+from terrace.model.blocks import num_params
 from terrace.model.decoder import token_loss
 from terrace.plan.presets import preset
 from terrace.runtime.engine import Engine

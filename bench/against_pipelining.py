@@ -51,7 +51,8 @@ from bench.torch_pipelining import Pipeline, Trainer
 from bench.turns import DTYPES, LIBRARIES, Train
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
-from terrace.model.config import ModelConfig, block_specs, num_params
+from terrace.model.blocks import block_specs, num_params
+from terrace.model.config import ModelConfig
 from terrace.model.decoder import build_blocks
 from terrace.model.init import initial_value
 from terrace.plan.presets import preset

@@ -35,7 +35,8 @@ from bench.common import (
 from bench.models import llama_of
 from bench.torch_tensor import counted_bytes, parallelised, replace_reduce_scatter, training_step
 from bench.turns import DTYPES, LIBRARIES
-from terrace.model.config import ModelConfig, block_specs, num_params
+from terrace.model.blocks import block_specs, num_params
+from terrace.model.config import ModelConfig
 from terrace.plan.presets import preset
 from terrace.runtime.engine import Engine
 

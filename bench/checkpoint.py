@@ -26,7 +26,8 @@ from bench.common import ADAMW, Step, alternate, decoder, engine_of, local_clust
 from terrace.checkpoint.saving import Saver
 from terrace.checkpoint.writing import snapshot_of
 from terrace.launch.world import World
-from terrace.model.config import ModelConfig, num_params
+from terrace.model.blocks import num_params
+from terrace.model.config import ModelConfig
 from terrace.plan.presets import preset
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine

@@ -34,7 +34,8 @@ from terrace.comm.group_p2p import GroupP2P
 from terrace.comm.lane import make_lane
 from terrace.comm.pace import Pacer
 from terrace.launch.start import LocalPool, World
-from terrace.model.config import ModelConfig, block_specs
+from terrace.model.blocks import block_specs
+from terrace.model.config import ModelConfig
 from terrace.model.decoder import build_blocks
 from terrace.model.init import initial_value
 from terrace.plan.context import ContextGroup

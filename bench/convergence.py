@@ -21,7 +21,7 @@ from bench.common import decoder, engine_of, local_cluster
 from bench.learning import Held, Job, Result, first_of, parser_of, tokens, train
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool, World
-from terrace.model.config import num_params
+from terrace.model.blocks import num_params
 from terrace.model.decoder import build_blocks
 from terrace.model.init import initialise
 from terrace.plan.plan import Plan

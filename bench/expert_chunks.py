@@ -27,7 +27,8 @@ from terrace.cluster.presets import load_cluster
 from terrace.comm.pace import Pacer
 from terrace.launch.start import LocalPool
 from terrace.launch.world import World
-from terrace.model.config import ModelConfig, block_specs
+from terrace.model.blocks import block_specs
+from terrace.model.config import ModelConfig
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.experts.mixture import Mixture
 from terrace.model.layers import Attention

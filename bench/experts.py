@@ -31,7 +31,8 @@ from bench.claims import Claim, compared, judge, options_for_claims, print_table
 from bench.common import Step, Timing, alternate, decoder, engine_of, local_cluster, over_ranks, real_blocks
 from bench.contest import Work, take_turns
 from bench.lab.deepspeed_zero import load
-from terrace.model.config import ModelConfig, block_specs
+from terrace.model.blocks import block_specs
+from terrace.model.config import ModelConfig
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.experts.mixture import Mixture
 from terrace.model.layers import MLP

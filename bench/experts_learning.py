@@ -31,7 +31,8 @@ from bench.common import decoder, engine_of, local_cluster
 from bench.learning import Held, Result, first_of, parser_of, tokens, train
 from bench.learning import Job as LearningJob
 from terrace.launch.start import LocalPool, World
-from terrace.model.config import ModelConfig, block_specs
+from terrace.model.blocks import block_specs
+from terrace.model.config import ModelConfig
 from terrace.model.decoder import build_blocks
 from terrace.model.experts.balance import BalanceConfig
 from terrace.model.experts.config import ExpertsConfig

@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from terrace.base.boxes import numel
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
-from terrace.model.config import block_specs, parse_model
+from terrace.model.blocks import block_specs
+from terrace.model.config import parse_model
 from terrace.model.spec import BlockSpec
 from terrace.plan.plan import Plan
 from terrace.plan.transition import Transition

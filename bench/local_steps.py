@@ -36,7 +36,7 @@ from terrace.checkpoint.reading import Checkpoint, resume
 from terrace.checkpoint.writing import save
 from terrace.data.batches import Batches
 from terrace.launch.start import LocalPool, World
-from terrace.model.config import block_specs, num_params
+from terrace.model.blocks import block_specs, num_params
 from terrace.model.decoder import build_blocks
 from terrace.model.init import initialise
 from terrace.plan.layout import Layout

@@ -37,7 +37,8 @@ from bench.common import (
     real_blocks,
     torch_adamw,
 )
-from terrace.model.config import ModelConfig, num_params
+from terrace.model.blocks import num_params
+from terrace.model.config import ModelConfig
 from terrace.model.decoder import token_loss
 from terrace.plan.presets import PRESETS, preset
 from terrace.runtime.engine import Engine

@@ -28,7 +28,7 @@ from terrace.checkpoint.peer_copies import PeerCopies, gather_files
 from terrace.checkpoint.reading import Checkpoint, newest_whole, restore
 from terrace.checkpoint.writing import save
 from terrace.launch.start import LocalPool, World
-from terrace.model.config import num_params
+from terrace.model.blocks import num_params
 from terrace.plan.presets import preset
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine

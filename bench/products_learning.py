@@ -21,7 +21,8 @@ from bench.claims import Claim, judge, options_for_claims, print_table
 from bench.common import decoder, engine_of, local_cluster
 from bench.learning import Held, Result, parser_of, tokens, train
 from bench.learning import Job as LearningJob
-from terrace.model.config import ModelConfig, block_specs, num_params
+from terrace.model.blocks import block_specs, num_params
+from terrace.model.config import ModelConfig
 from terrace.model.decoder import build_blocks
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.init import initialise

@@ -45,7 +45,8 @@ from terrace.data.block_sums import write_sums
 from terrace.data.token_file import TokenFile
 from terrace.launch.start import LocalPool
 from terrace.launch.world import World
-from terrace.model.config import ModelConfig, block_specs
+from terrace.model.blocks import block_specs
+from terrace.model.config import ModelConfig
 from terrace.plan.context import is_context_parallel
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan

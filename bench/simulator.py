@@ -15,7 +15,8 @@ from dataclasses import replace
 from bench.claims import Claim, judge, measured, options_for_claims
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
-from terrace.model.config import block_specs, forward_flops, parse_model
+from terrace.model.blocks import block_specs, forward_flops
+from terrace.model.config import parse_model
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
 from terrace.program.lowering import build, build_stages

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from terrace.cluster.cluster import Cluster, Tier
 from terrace.cluster.presets import load_cluster
-from terrace.model.config import load_model, num_params
+from terrace.model.blocks import num_params
+from terrace.model.config import load_model
 from terrace.plan.plan import Plan
 from terrace.planner.pins import Pins
 from terrace.planner.search import find

@@ -14,7 +14,8 @@ from terrace.base.errors import TerraceError
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import launch_local
 from terrace.launch.world import World
-from terrace.model.config import ModelConfig, block_specs
+from terrace.model.blocks import block_specs
+from terrace.model.config import ModelConfig
 from terrace.model.decoder import build_blocks
 from terrace.model.init import initial_value
 from terrace.plan.plan import Plan

@@ -26,7 +26,8 @@ from terrace.cli.here import named_table
 from terrace.cli.overrides import parse_overrides
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import parse_cluster
-from terrace.model.config import num_params, to_table
+from terrace.model.blocks import num_params
+from terrace.model.config import to_table
 from terrace.simulate.advice import Job, fullest_stage
 from terrace.train.config import RunConfig, resolve
 from terrace.train.metrics import StepRecord, read_metrics

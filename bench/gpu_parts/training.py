@@ -24,7 +24,8 @@ from bench.common import ADAMW, decoder, free_port, local_cluster, micro_batches
 from bench.gpu_parts.exactness import new_engine
 from bench.gpu_parts.setting import SECONDS, SKIPPED, Row, Setting
 from terrace.model import liger, liger_trial
-from terrace.model.config import ModelConfig, block_specs, num_params, parse_model
+from terrace.model.blocks import block_specs, num_params
+from terrace.model.config import ModelConfig, parse_model
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initialise
 from terrace.model.part_kernel import PartChoice

@@ -28,7 +28,7 @@ from bench.lab.launches import command, machine, run
 from bench.lab.links import FRONTIER, LAB, LOOPBACK, on_frontier, preset_rates, rate_words, rates_in_proportion
 from bench.lab.results import goals, read, summarise
 from bench.lab.schedule import DROPPED_AT, Task, estimate_s, micro_batch_s, missing, taken, tasks
-from terrace.model.config import num_params
+from terrace.model.blocks import num_params
 
 TIMEOUT_S = 900.0  # of one launch
 GRACE_S = 120.0  # for a launch that takes longer than its estimate, beyond --minutes

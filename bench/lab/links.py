@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from bench.lab.job import BF16_BYTES, Job
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
-from terrace.model.config import ModelConfig, block_specs, num_params, parse_model
+from terrace.model.blocks import block_specs, num_params
+from terrace.model.config import ModelConfig, parse_model
 from terrace.plan.presets import preset
 from terrace.program.instruction import Op
 from terrace.program.lowering import build_stages

@@ -8,7 +8,7 @@ from bench.lab.contest import model_of
 from bench.lab.entries import CONTESTANTS, TRIED_ACCUM, Entry, Trial
 from bench.lab.job import BF16_BYTES, MEMORY_LIMIT_BYTES, TRIAL_STEPS, WARMUP_STEPS, Job, floor
 from bench.lab.links import FRONTIER
-from terrace.model.config import num_params
+from terrace.model.blocks import num_params
 
 DROPPED_AT = 2.0  # a trial is given up after its first step when that took so many times the fastest trial's step
 

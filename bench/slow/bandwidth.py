@@ -21,7 +21,8 @@ from bench.validation.rows import gpt
 from terrace.base.files import write_atomic
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
-from terrace.model.config import ModelConfig, block_specs
+from terrace.model.blocks import block_specs
+from terrace.model.config import ModelConfig
 from terrace.plan.presets import parse_plan
 from terrace.simulate.footprint import work_of
 from terrace.simulate.step import Prediction, Step, predict_on, predict_step

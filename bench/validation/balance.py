@@ -8,7 +8,8 @@ from bench.validation.rows import Row, Table, markdown_table
 from bench.validation.software import ring_s
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
-from terrace.model.config import ModelConfig, block_specs, num_params
+from terrace.model.blocks import block_specs, num_params
+from terrace.model.config import ModelConfig
 from terrace.sequence.capacity import ring_rank_capacity
 from terrace.sequence.cost import WorkCost
 from terrace.sequence.distributions import batches, sample

@@ -12,7 +12,7 @@ from bench.bisection import least
 from bench.validation.rows import Row, Table, gpt, read_rows
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
-from terrace.model.config import block_specs, forward_flops
+from terrace.model.blocks import block_specs, forward_flops
 from terrace.plan.outer import co2
 from terrace.plan.plan import Plan
 from terrace.plan.presets import hsdp

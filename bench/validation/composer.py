@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from bench.validation.software import ring_s
 from terrace.cluster.cluster import Cluster, Device
-from terrace.model.config import block_specs
+from terrace.model.blocks import block_specs
 from terrace.model.spec import BlockSpec
 from terrace.plan.wire import FORMATS
 from terrace.simulate.kernels import gemm_s, memory_s

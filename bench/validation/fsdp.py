@@ -11,7 +11,7 @@ from bench.validation.composer import OPTIMIZER_BYTES, SOFTWARE, Software, micro
 from bench.validation.rows import Row, Table, gpt, read_rows
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
-from terrace.model.config import block_specs, num_params
+from terrace.model.blocks import block_specs, num_params
 from terrace.simulate.kernels import memory_s
 from terrace.simulate.layers import model_flops
 from terrace.simulate.work import Work

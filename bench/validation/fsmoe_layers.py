@@ -20,7 +20,8 @@ from itertools import product
 
 from bench.validation.fsmoe import BED_B, BETWEEN, INSIDE, Layer
 from bench.validation.rows import Row, Table
-from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.model.params import ParamSpec
+from terrace.model.spec import BlockSpec
 from terrace.plan.presets import preset
 from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Op

@@ -7,7 +7,8 @@ from bench.validation.rows import Row, Table
 from bench.validation.software import cudnn_of_2024
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
-from terrace.model.config import ModelConfig, block_specs, parse_model
+from terrace.model.blocks import block_specs
+from terrace.model.config import ModelConfig, parse_model
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
 from terrace.simulate.footprint import work_of

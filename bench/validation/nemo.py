@@ -17,7 +17,8 @@ from bench.validation.rows import Row, Table, gpt, read_rows
 from bench.validation.software import cudnn_of_2024
 from terrace.cluster.cluster import Cluster, Device
 from terrace.cluster.presets import load_cluster
-from terrace.model.config import ModelConfig, block_specs
+from terrace.model.blocks import block_specs
+from terrace.model.config import ModelConfig
 from terrace.plan.presets import preset
 from terrace.simulate.cost import Costs, step_costs
 from terrace.simulate.footprint import work_of

@@ -5,7 +5,7 @@ from dataclasses import replace
 from bench.validation.rows import Row, Table, gpt, read_rows
 from bench.validation.software import megatron_layer, megatron_loss
 from terrace.cluster.presets import load_cluster
-from terrace.model.config import block_specs
+from terrace.model.blocks import block_specs
 from terrace.simulate.layers import seconds_of
 from terrace.simulate.work import Work
 

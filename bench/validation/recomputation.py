@@ -5,7 +5,7 @@ from dataclasses import replace
 from bench.validation.rows import Row, Table, gpt, read_rows
 from bench.validation.software import dropout_s, layout_s
 from terrace.cluster.presets import load_cluster
-from terrace.model.config import block_specs
+from terrace.model.blocks import block_specs
 from terrace.plan.presets import preset
 from terrace.program.instruction import Instruction, Op
 from terrace.program.lowering import build

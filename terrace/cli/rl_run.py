@@ -43,7 +43,7 @@ from terrace.launch.called import called
 from terrace.launch.fork_server import fork_server_ahead
 from terrace.launch.start import local_devices
 from terrace.launch.stop import StoppedEarly, StopRequest, passed_on
-from terrace.model.config import block_specs
+from terrace.model.blocks import block_specs
 from terrace.model.hf.folder import TOKENIZER
 from terrace.model.hf.pretrained import Pretrained
 from terrace.planner.roles.placement import IterationReport

@@ -13,7 +13,8 @@ from terrace.cli.here import named_table
 from terrace.cli.overrides import add_headroom, parse_overrides
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import lay_over, parse_cluster
-from terrace.model.config import load_model, num_active_params, parse_model
+from terrace.model.blocks import num_active_params
+from terrace.model.config import load_model, parse_model
 from terrace.plan.plan import precision_of
 from terrace.planner.task import Task
 from terrace.report.tables import quantity

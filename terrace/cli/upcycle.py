@@ -9,7 +9,8 @@ from terrace.base.errors import ConfigError
 from terrace.base.words import counted
 from terrace.cli.export import DTYPES, SHARD_BYTES
 from terrace.cli.files import check_count
-from terrace.model.config import load_model, num_active_params, num_params
+from terrace.model.blocks import num_active_params, num_params
+from terrace.model.config import load_model
 
 
 def add_parser(commands: Any) -> None:

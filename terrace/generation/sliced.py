@@ -27,7 +27,8 @@ from terrace.base.errors import ModelError, PlanError
 from terrace.comm.exchange import all_gather
 from terrace.comm.groups import TierGroup
 from terrace.comm.process_group import OrderedGroup
-from terrace.model.config import ModelConfig, block_specs
+from terrace.model.blocks import block_specs
+from terrace.model.config import ModelConfig
 from terrace.model.decoder import Embedding, Head, build_blocks, scaled
 from terrace.model.layers import RMSNorm
 from terrace.model.spec import BlockSpec

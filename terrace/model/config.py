@@ -1,31 +1,23 @@
-"""The configuration of a decoder, its blocks and its cost. Pure: needs no torch.
+"""The configuration of a decoder. Pure: needs no torch.
 
 A `ModelConfig` describes the computation, under the same names for every family; the Hugging Face `config.json` is its
-file format. The blocks are "embedding", "layers.0" ... and "head", in this order, and their parameters are named and
-shaped exactly as the modules of `terrace.model.decoder`.
-
-Shape legend: B batch, S sequence, H hidden, V vocabulary, I intermediate, D head_dim, E experts.
+file format. Its blocks are in terrace.model.blocks.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from terrace.base.errors import ConfigError, ModelError, did_you_mean
 from terrace.base.hashing import hashed_once
 from terrace.model.experts.config import ExpertsConfig
-from terrace.model.experts.params import router_params
 from terrace.model.hf.config import read_fields, without_training, write_table
 from terrace.model.hf.families import FAMILIES
 from terrace.model.hf.keys import ACTIVATIONS
 from terrace.model.kinds import LayerKind, Scales, check_kinds, with_scaling
-from terrace.model.param_lists import head_norm_params, linear_params, norm_params
 from terrace.model.rope_scaling import RopeScaling
 from terrace.model.sizes import check_sizes
-from terrace.model.spec import STACKED, BlockSpec, Computes, ParamSpec
-
-SCORE = "score.weight"  # of a scalar head, here and in weight files
 
 
 @hashed_once
@@ -176,21 +168,6 @@ class ModelConfig:
         return self.num_layers + 2
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecoderBlock(BlockSpec):
-    """A block with the sizes it computes with; blocks of one model may differ in them."""
-
-    config: ModelConfig
-
-    def active(self, param: ParamSpec) -> int:
-        """Elements of one of its parameters that a token meets: of a stack, the parts that it passes."""
-        return active_numel(self.config, param)
-
-    def forward_flops(self, batch_size: int, sequence: int) -> int:
-        """FLOPs of the matrix products in one forward pass on (B, S) tokens; see the function of this name."""
-        return _forward_flops(self.config, self.computes, batch_size, sequence)
-
-
 def parse_model(table: Mapping[str, Any]) -> ModelConfig:
     """Read the table of a Hugging Face `config.json`; absent keys get the defaults of `transformers`.
 
@@ -247,147 +224,3 @@ def _fields(config: ModelConfig) -> dict[str, Any]:
     fields = asdict(config)
     experts = fields.pop("experts") or {}
     return fields | {f"experts.{name}": value for name, value in experts.items()}
-
-
-def block_specs(config: ModelConfig) -> tuple[DecoderBlock, ...]:
-    """The blocks in order, their parameters in the order of `named_parameters`.
-
-    With tied embeddings the head borrows block 0 and does not list the output matrix; a scalar head has its own.
-    """
-    hidden, vocab = config.hidden_size, config.vocab_size
-    lookup = ParamSpec(name="weight", shape=(vocab, hidden), dims=(("vocab", vocab), ("features", hidden)))
-    embedding = [lookup]
-    if config.learned_positions:
-        places = config.max_positions
-        dims = (("positions", places), ("hidden", hidden))
-        embedding.append(ParamSpec(name="positions", shape=(places, hidden), dims=dims))
-    # One tuple for all layers of a kind: caches recognise alike blocks by its identity.
-    kinds = {of: tuple(_layer_params(of)) for of in {config.of_layer(index) for index in range(config.num_layers)}}
-    layers = [config.of_layer(index) for index in range(config.num_layers)]
-    # Every tensor rank has the score whole, as it has the hidden states before it.
-    score = ParamSpec(name=SCORE, shape=(1, hidden), dims=(("scores", 1), ("features", hidden)))
-    borrows = config.tied_embeddings and not config.scalar_head
-    output = [score] if config.scalar_head else [] if borrows else [lookup]
-    return (
-        DecoderBlock(name="embedding", params=tuple(embedding), computes=Computes.LOOK_UP, config=config),
-        *(
-            DecoderBlock(name=f"layers.{index}", params=kinds[layer], computes=Computes.RESIDUAL, config=layer)
-            for index, layer in enumerate(layers)
-        ),
-        DecoderBlock(
-            name="head",
-            params=(*output, *_norm_params(config, "norm")),
-            borrows=(0,) if borrows else (),
-            computes=_computed_by_head(config),
-            config=config,
-        ),
-    )
-
-
-def model_of(blocks: Sequence[BlockSpec]) -> ModelConfig:
-    """The sizes of a model that its blocks share: of the first layer with experts, else of the first layer, else any.
-
-    Raises `ModelError` where no block has any.
-    """
-    known = [block for block in blocks if isinstance(block, DecoderBlock)]
-    if not known:
-        raise ModelError("no block declares what it computes: give specs of block_specs, or the seconds of each block")
-    layers = [block.config for block in known if block.computes is Computes.RESIDUAL]
-    return next((config for config in layers if config.experts is not None), (layers or [known[0].config])[0])
-
-
-def num_params(config: ModelConfig) -> int:
-    """Number of parameters; a tied matrix counts once."""
-    return sum(param.numel for block in block_specs(config) for param in block.params)
-
-
-def num_active_params(config: ModelConfig) -> int:
-    """Number of parameters that a token meets: of a mixture's experts, those that it passes."""
-    return sum(block.active(param) for block in block_specs(config) for param in block.params)
-
-
-def forward_flops(config: ModelConfig, block_index: int, batch_size: int, sequence: int) -> int:
-    """FLOPs of the matrix products in one forward pass of a block on (B, S) tokens.
-
-    A product of (m, k) and (k, n) counts 2mnk; of experts those that a token passes count. Attention counts the full
-    S x S square, 4 B S^2 per query element, as published FLOP counts do, although a causal kernel may skip half of it.
-    Biases, norms, activations, RoPE and the embedding's look-up are not products and count nothing.
-    Raises `IndexError` for a block that does not exist.
-    """
-    if not 0 <= block_index < config.num_blocks:
-        raise IndexError(f"block {block_index} of a model with {config.num_blocks} blocks")
-    ends = {0: Computes.LOOK_UP, config.num_blocks - 1: _computed_by_head(config)}
-    of = config if block_index in ends else config.of_layer(block_index - 1)
-    return _forward_flops(of, ends.get(block_index, Computes.RESIDUAL), batch_size, sequence)
-
-
-def _computed_by_head(config: ModelConfig) -> Computes:
-    return Computes.VALUES if config.scalar_head else Computes.LOGITS
-
-
-def _forward_flops(config: ModelConfig, computes: Computes | None, batch_size: int, sequence: int) -> int:
-    tokens = batch_size * sequence
-    # A look-up is no product.
-    if computes is Computes.LOOK_UP:
-        return 0
-    if computes is Computes.LOGITS:
-        return 2 * tokens * config.hidden_size * config.vocab_size
-    if computes is Computes.VALUES:
-        return 2 * tokens * config.hidden_size
-    # Each element of a matrix is one multiplication and one addition per token that meets it.
-    matrices = sum(active_numel(config, param) for param in _layer_params(config) if param.is_matrix)
-    return 2 * tokens * matrices + 4 * tokens * sequence * config.num_heads * config.head_dim
-
-
-def active_numel(config: ModelConfig, param: ParamSpec) -> int:
-    """Elements of a parameter that a token meets: of a stack of experts, those of `per_token`."""
-    if param.num_parts == 1 or config.experts is None:
-        return param.numel
-    return param.numel // param.num_parts * config.experts.per_token
-
-
-def _layer_params(config: ModelConfig) -> list[ParamSpec]:
-    hidden = ("hidden", config.hidden_size)
-    heads, kv_heads = ("heads", config.num_heads), ("kv_heads", config.num_kv_heads)
-    entering = [("query", heads, hidden), ("key", kv_heads, hidden), ("value", kv_heads, hidden)]
-    bias, size = config.attention_bias, config.head_dim
-    normed = head_norm_params(config.num_heads, config.num_kv_heads, size, config.whole_qk_norm)
-    feed = _mlp_params("mlp", config, config.intermediate_size) if config.experts is None else _mixture_params(config)
-    before, after = config.norms != "after", config.norms != "before"
-    # The order of `named_parameters` in the module, and of the messages that a tensor axis sends.
-    return [
-        *(_norm_params(config, "attention_norm") if before else ()),
-        *linear_params("attention", entering, bias or config.qkv_bias, size),
-        *linear_params("attention", [("output", hidden, heads)], bias, size),
-        *(normed if config.qk_norm else ()),
-        *(_norm_params(config, "attention_output_norm") if after else ()),
-        *(_norm_params(config, "mlp_norm") if before else ()),
-        *feed,
-        *(_norm_params(config, "mlp_output_norm") if after else ()),
-    ]
-
-
-def _norm_params(config: ModelConfig, name: str) -> list[ParamSpec]:
-    return norm_params(name, config.hidden_size, config.norm == "layer")
-
-
-def _mlp_params(parent: str, config: ModelConfig, size: int) -> list[ParamSpec]:
-    hidden, inner = ("hidden", config.hidden_size), ("intermediate", size)
-    gate = [("gate", inner, hidden)] if config.gated_mlp else []
-    return linear_params(parent, [*gate, ("up", inner, hidden), ("down", hidden, inner)], config.mlp_bias, 1)
-
-
-def _mixture_params(config: ModelConfig) -> list[ParamSpec]:
-    """The parameters of terrace.model.experts.mixture; a stack has a matrix for each expert."""
-    experts = config.experts
-    assert experts is not None
-    hidden, inner = ("hidden", config.hidden_size), ("expert_intermediate", experts.intermediate_size)
-    params = router_params(experts, hidden)
-    for name, outputs, inputs in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
-        dims = ((STACKED, experts.num_experts), outputs, inputs)
-        params.append(ParamSpec(name=f"mlp.{name}.weight", shape=tuple(size for _, size in dims), dims=dims))
-    if experts.shared_size:
-        params += _mlp_params("mlp.shared", config, experts.shared_size)
-    if experts.shared_gate:
-        params += linear_params("mlp", [("shared_gate", ("shared_gate", 1), hidden)], False, 1)
-    return params

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import swap_tensors
 
-from terrace.model.config import ModelConfig, block_specs
+from terrace.model.blocks import block_specs
+from terrace.model.config import ModelConfig
 from terrace.model.lora.config import DOWN, UP
 
 _TEMPERATURE = 0.3  # of a cosine gate: cosines within [-1, 1] can then tell experts apart; a guess

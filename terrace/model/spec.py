@@ -5,71 +5,15 @@ cost. This file is pure: planning needs no torch.
 """
 
 import fnmatch
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
 from terrace.base.errors import ModelError, did_you_mean
-
-STACKED = "experts"  # the quantity whose dim counts parts of one shape
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParamSpec:
-    """One parameter: its name inside the block and its shape.
-
-    `dims` names the quantity that each dim counts, with the number of units that cannot be cut ("heads" of 64 elements,
-    say); empty where nothing is declared. A leading dim that counts "experts" makes the parameter a stack of parts of
-    one shape: (experts, out, in) is a matrix for each expert, (experts, out) a vector. `is_moved` by counts and by no
-    optimizer: it is whole on every rank, in fp32 at least. In the slice that one rank holds
-    (terrace.plan.slices), `shape` includes padding, `whole` is the shape before slicing, `cuts` names the axes that cut
-    each dim, and `replicated_over` the axes along which every rank holds this slice; together they shard its states.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    trainable: bool = True
-    is_moved: bool = False
-    dims: tuple[tuple[str, int], ...] = ()
-    whole: tuple[int, ...] = ()  # empty: `shape` is whole
-    cuts: tuple[tuple[str, ...], ...] = ()
-    replicated_over: tuple[str, ...] | None = None  # None: not sliced, every axis of the stage
-
-    @property
-    def numel(self) -> int:
-        """Number of elements; 1 for a scalar."""
-        return math.prod(self.shape)
-
-    def is_replicated_over(self, axis: str) -> bool:
-        """Whether several ranks of `axis` hold this slice."""
-        return axis in (self.replicated_over or ())
-
-    @property
-    def part_shape(self) -> tuple[int, ...]:
-        """Shape of one part of a stack, else `shape`."""
-        return self.shape[1:] if self.is_stack else self.shape
-
-    @property
-    def num_parts(self) -> int:
-        """Number of parts of a stack, else 1."""
-        return self.shape[0] if self.is_stack else 1
-
-    @property
-    def is_matrix(self) -> bool:
-        """Whether it is a matrix, or a stack of matrices."""
-        return len(self.part_shape) == 2
-
-    @property
-    def decays(self) -> bool:
-        """Whether weight decay applies: to matrices, not to norms and biases."""
-        return len(self.part_shape) >= 2
-
-    @property
-    def is_stack(self) -> bool:
-        """Whether its leading dim counts experts."""
-        return bool(self.dims) and self.dims[0][0] == STACKED
+from terrace.model.operation_folds import active_numel, forward_flops
+from terrace.model.operations import NO_OPERATIONS, LookUp, Loss, Operations, Score, Sum, chain
+from terrace.model.params import ParamSpec
 
 
 class Computes(StrEnum):
@@ -81,18 +25,39 @@ class Computes(StrEnum):
     VALUES = "values"  # the residual stream to one number a token
 
 
+_COMPUTED = {
+    LookUp: Computes.LOOK_UP,
+    Sum: Computes.RESIDUAL,
+    Loss: Computes.LOGITS,
+    Score: Computes.VALUES,
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class BlockSpec:
-    """One block: the parameters it owns, the earlier blocks it also reads parameters from, and its computation.
+    """One block: the parameters it owns, the earlier blocks it also reads parameters from, and its operations.
 
-    A tied head owns its norm and borrows block 0, so a parameter always has exactly one owner. A block that computes
-    `None` declares its parameters alone; its cost is the products of its matrices.
+    A tied head owns its norm and borrows block 0, so a parameter always has exactly one owner. A block that declares no
+    operations has the products of its matrices, one after the other.
     """
 
     name: str
     params: tuple[ParamSpec, ...]
     borrows: tuple[int, ...] = ()
-    computes: Computes | None = None
+    declared: Operations = NO_OPERATIONS
+
+    @cached_property
+    def operations(self) -> Operations:
+        """Its operations."""
+        return self.declared if self.declared.each else chain(self.matrices)
+
+    @cached_property
+    def computes(self) -> Computes | None:
+        """The computation with known kernels that its operations are, if it declares any."""
+        for operation in self.declared:
+            if type(operation) in _COMPUTED:
+                return _COMPUTED[type(operation)]
+        return None
 
     def is_like(self, other: "BlockSpec") -> bool:
         """Whether both specs are equal but for the name."""
@@ -115,12 +80,12 @@ class BlockSpec:
         return self.computes is Computes.RESIDUAL
 
     def active(self, param: ParamSpec) -> int:
-        """Elements of one of its parameters that a token meets; none of a stack, since a token takes few parts."""
-        return 0 if param.is_stack else param.numel
+        """Elements of one of its parameters that a token meets: of a stack, the parts that it passes."""
+        return active_numel(self.operations, param)
 
     def forward_flops(self, batch_size: int, sequence: int) -> int:
-        """FLOPs of one forward pass on (B, S) tokens: two an element of its matrices and a token."""
-        return 2 * batch_size * sequence * sum(inputs * outputs for inputs, outputs in self.matrices)
+        """FLOPs of the matrix products in one forward pass on (B, S) tokens; see the function of this name."""
+        return forward_flops(self.operations, batch_size, sequence)
 
     @cached_property
     def has_stacks(self) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from terrace.base.errors import ModelError, PlanError
-from terrace.model.config import DecoderBlock
+from terrace.model.blocks import DecoderBlock
 from terrace.model.experts.balance import BalanceConfig
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.spec import BlockSpec

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
-from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.model.params import ParamSpec
+from terrace.model.spec import BlockSpec
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import FUSED, Plan
 from terrace.plan.wire import MessageClass

@@ -23,7 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from terrace.cluster.cluster import Cluster
-from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.model.params import ParamSpec
+from terrace.model.spec import BlockSpec
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 

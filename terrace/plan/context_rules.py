@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from terrace.model.config import DecoderBlock, ModelConfig
+from terrace.model.blocks import DecoderBlock
+from terrace.model.config import ModelConfig
 from terrace.model.spec import BlockSpec
 from terrace.model.windows import widest_window
 

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 
 from terrace.base.errors import PlanError
-from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.model.params import ParamSpec
+from terrace.model.spec import BlockSpec
 
 CUT_BY: Mapping[str, tuple[str, ...]] = {
     "heads": ("rows",),

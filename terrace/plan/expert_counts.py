@@ -12,7 +12,7 @@ numbers a step. Only mixtures send any.
 
 from collections.abc import Iterable, Sequence
 
-from terrace.model.config import DecoderBlock
+from terrace.model.blocks import DecoderBlock
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.spec import BlockSpec
 from terrace.plan.hops import Hop

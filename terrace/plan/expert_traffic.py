@@ -30,7 +30,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from terrace.base.errors import PlanError
-from terrace.model.config import DecoderBlock
+from terrace.model.blocks import DecoderBlock
 from terrace.model.experts.even import rows_to_units
 from terrace.model.spec import BlockSpec
 from terrace.plan.hops import number_bytes

@@ -14,7 +14,8 @@ from functools import cached_property
 from terrace.base.alike import once_each
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
-from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.model.params import ParamSpec
+from terrace.model.spec import BlockSpec
 from terrace.plan.dims import is_layer, is_product_matrix
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import HOLDERS, ORDER, STAGE, Mesh

@@ -15,7 +15,8 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 from terrace.base.boxes import Box, cut, numel, overlap, shifted
-from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.model.params import ParamSpec
+from terrace.model.spec import BlockSpec
 from terrace.plan.flats import FlatParamSpec
 from terrace.plan.hand_over import Parts
 from terrace.plan.mesh import Mesh

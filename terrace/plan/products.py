@@ -29,7 +29,8 @@ from functools import lru_cache
 
 from terrace.base.errors import PlanError, did_you_mean
 from terrace.cluster.cluster import Device
-from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.model.params import ParamSpec
+from terrace.model.spec import BlockSpec
 from terrace.plan.dims import is_layer, is_product_matrix
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan, scales_rows

@@ -4,7 +4,7 @@ import fnmatch
 from collections.abc import Sequence
 
 from terrace.base.errors import PlanError, did_you_mean
-from terrace.model.config import DecoderBlock
+from terrace.model.blocks import DecoderBlock
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import is_context_parallel
 from terrace.plan.mesh import Mesh

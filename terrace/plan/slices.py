@@ -21,7 +21,8 @@ from dataclasses import replace
 
 from terrace.base.alike import first_equal
 from terrace.base.errors import PlanError
-from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.model.params import ParamSpec
+from terrace.model.spec import BlockSpec
 from terrace.plan.dims import CUT_BY
 from terrace.plan.mesh import EXPERT, STAGE, TENSOR, Mesh
 

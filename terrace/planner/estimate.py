@@ -12,7 +12,8 @@ from itertools import islice, pairwise
 from typing import NamedTuple
 
 from terrace.base.errors import PlanError
-from terrace.model.spec import BlockSpec, Computes, ParamSpec
+from terrace.model.params import ParamSpec
+from terrace.model.spec import BlockSpec, Computes
 from terrace.plan.edges import edge_coding_bytes
 from terrace.plan.hops import Hop
 from terrace.plan.layout import Layout, state_layout

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from terrace.model.config import DecoderBlock
+from terrace.model.blocks import DecoderBlock
 from terrace.model.spec import BlockSpec
 from terrace.plan.recompute import WHOLE, recomputed_parts
 from terrace.planner.ranking import Cost, Estimate

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache, partial
 from typing import NamedTuple, Protocol
 
-from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.model.params import ParamSpec
+from terrace.model.spec import BlockSpec
 from terrace.plan.layout import DEVICE
 from terrace.plan.mesh import Mesh
 from terrace.plan.stage import Stage, whole_stage

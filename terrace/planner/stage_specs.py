@@ -6,7 +6,8 @@ from dataclasses import replace
 from functools import lru_cache
 
 from terrace.cluster.cluster import Cluster
-from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.model.params import ParamSpec
+from terrace.model.spec import BlockSpec
 from terrace.planner.task import Task
 from terrace.simulate.links import wired
 from terrace.simulate.states import StageBlocks

@@ -8,7 +8,8 @@ from typing import Literal, NamedTuple
 from terrace.base.errors import ModelError, PlanError
 from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
-from terrace.model.config import DecoderBlock, ModelConfig, block_specs
+from terrace.model.blocks import DecoderBlock, block_specs
+from terrace.model.config import ModelConfig
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.spec import BlockSpec
 from terrace.plan.chunk_rules import why_not_fused

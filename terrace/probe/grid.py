@@ -3,7 +3,8 @@
 import math
 from typing import TypeVar
 
-from terrace.model.config import ModelConfig, forward_flops, parse_model
+from terrace.model.blocks import forward_flops
+from terrace.model.config import ModelConfig, parse_model
 
 _TOKENS = (64, 256, 1024, 4096, 8192)
 _WIDTHS = (64, 160, 256, 512, 1024, 2048, 4096, 8192)

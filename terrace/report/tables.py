@@ -11,7 +11,8 @@ from rich.text import Text
 
 from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
-from terrace.model.config import ModelConfig, num_active_params, num_params
+from terrace.model.blocks import num_active_params, num_params
+from terrace.model.config import ModelConfig
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
 from terrace.plan.outer import Outer

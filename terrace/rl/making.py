@@ -10,7 +10,8 @@ from terrace.base.errors import ModelError, PlanError
 from terrace.base.words import counted
 from terrace.checkpoint.layout import folder_of
 from terrace.generation.sliced import sliced_config
-from terrace.model.config import block_specs, load_model
+from terrace.model.blocks import block_specs
+from terrace.model.config import load_model
 from terrace.model.experts.config import refuse_looking_ahead
 from terrace.model.spec import freeze
 from terrace.plan.context import is_context_parallel

@@ -9,7 +9,8 @@ from dataclasses import replace
 from torch import nn
 
 from terrace.base.errors import ModelError
-from terrace.model.spec import BlockSpec, ParamSpec, freeze
+from terrace.model.params import ParamSpec
+from terrace.model.spec import BlockSpec, freeze
 
 
 def describe(blocks: Sequence[nn.Module], names: Sequence[str], frozen: Sequence[str] = ()) -> tuple[BlockSpec, ...]:

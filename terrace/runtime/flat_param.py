@@ -15,7 +15,7 @@ from terrace.comm.collectives import DTYPES, Collectives, Piece
 from terrace.comm.ledger import Meter
 from terrace.comm.rounding import Origin
 from terrace.comm.stage_p2p import StageP2P
-from terrace.model.spec import ParamSpec
+from terrace.model.params import ParamSpec
 from terrace.plan.flats import FlatParamSpec
 from terrace.plan.gaps import slices_of
 from terrace.plan.plan import Plan

@@ -9,7 +9,8 @@ from terrace.base.errors import PlanError
 from terrace.comm.collectives import Collectives
 from terrace.comm.ledger import Meter
 from terrace.comm.rounding import Origin
-from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.model.params import ParamSpec
+from terrace.model.spec import BlockSpec
 from terrace.plan.expert_counts import experts_of
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan

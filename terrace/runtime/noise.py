@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from terrace.model.spec import ParamSpec
+from terrace.model.params import ParamSpec
 
 _GAMMA, _MIX, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of SplitMix64
 _KEPT = -(1 << 16)  # mask of the bits of an fp32 that a bf16 has

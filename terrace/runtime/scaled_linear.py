@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from terrace.base.errors import PlanError
 from terrace.model.experts.products import grouped_linear
-from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.model.params import ParamSpec
+from terrace.model.spec import BlockSpec
 from terrace.plan.products import is_scaled
 from terrace.runtime.linear import Matrix, WeightGradients, WeightQueue
 from terrace.runtime.scaled_operands import Again, Entered, columns_of

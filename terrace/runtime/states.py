@@ -6,7 +6,7 @@ A group stands for an update rule: parameters of one group have the same kinds o
 checkpoints then store and restore them under any plan.
 """
 
-from terrace.model.spec import ParamSpec
+from terrace.model.params import ParamSpec
 from terrace.runtime.settings import OptimizerConfig
 
 ADAMW, LION, MUON, FROZEN = "adamw", "lion", "muon", "frozen"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from terrace.cluster.cluster import Cluster
-from terrace.model.config import model_of
+from terrace.model.blocks import model_of
 from terrace.model.spec import BlockSpec
 from terrace.plan.kinds import Kinds
 from terrace.plan.plan import Plan

@@ -4,7 +4,8 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from terrace.cluster.cluster import Cluster
-from terrace.model.config import ModelConfig, forward_flops
+from terrace.model.blocks import forward_flops
+from terrace.model.config import ModelConfig
 from terrace.sequence.cost import WorkCost
 from terrace.simulate.kernels import peak_flops_per_s
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from terrace.cluster.cluster import Device
-from terrace.model.config import DecoderBlock
+from terrace.model.blocks import DecoderBlock
 from terrace.model.spec import BlockSpec
 from terrace.plan.expert_traffic import ExpertTraffic, spans_of
 from terrace.plan.in_block_messages import ExpertMessage

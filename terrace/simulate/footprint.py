@@ -29,7 +29,8 @@ from typing import Literal
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.model.attention_kernel import AttentionChoice
-from terrace.model.config import DecoderBlock, ModelConfig, model_of
+from terrace.model.blocks import DecoderBlock, model_of
+from terrace.model.config import ModelConfig
 from terrace.model.part_kernel import Part
 from terrace.model.spec import BlockSpec
 from terrace.plan.edges import edge_buffers, edge_feedback_bytes

@@ -24,7 +24,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from terrace.cluster.cluster import Device
-from terrace.model.config import ModelConfig, forward_flops
+from terrace.model.blocks import forward_flops
+from terrace.model.config import ModelConfig
 from terrace.model.loss_chunks import chunk_rows
 from terrace.model.spec import BlockSpec, Computes
 from terrace.plan.state_formats import BLOCK_STATES, element_bytes

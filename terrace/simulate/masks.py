@@ -10,7 +10,8 @@ them is counted at its upper bound: in bf16 on a CPU as if all pieces were plain
 from dataclasses import replace
 
 from terrace.model.attention_kernel import AttentionCase, AttentionChoice, AttentionKernel, expected
-from terrace.model.config import DecoderBlock, ModelConfig
+from terrace.model.blocks import DecoderBlock
+from terrace.model.config import ModelConfig
 from terrace.model.spec import BlockSpec
 from terrace.plan.wire import FORMATS
 from terrace.simulate.work import Work

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.model.params import ParamSpec
+from terrace.model.spec import BlockSpec
 
 
 def trained_part(block: BlockSpec, blocks: Sequence[BlockSpec]) -> float:

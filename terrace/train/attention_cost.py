@@ -11,7 +11,8 @@ from typing import Any
 
 from terrace.base.schema import dump, load
 from terrace.cluster.cluster import Cluster
-from terrace.model.config import block_specs, to_table
+from terrace.model.blocks import block_specs
+from terrace.model.config import to_table
 from terrace.plan.mesh import Mesh
 from terrace.plan.residency import recomputed
 from terrace.sequence.cost import WorkCost

@@ -27,7 +27,7 @@ from terrace.comm.pace import Pacer
 from terrace.comm.process_group import barrier
 from terrace.comm.stage_p2p import StageP2P
 from terrace.model.attention_plans import choose_kernel
-from terrace.model.config import block_specs, forward_flops
+from terrace.model.blocks import block_specs, forward_flops
 from terrace.model.decoder import build_blocks
 from terrace.model.init import initialise
 from terrace.model.liger_parts import serve

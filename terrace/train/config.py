@@ -22,7 +22,8 @@ from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import UNNAMED, cluster_table, lay_over, parse_cluster, preset_names
 from terrace.data.config import PATHS, DataConfig
 from terrace.data.sources import beside, eval_beside
-from terrace.model.config import ModelConfig, block_specs, parse_model, to_table
+from terrace.model.blocks import block_specs
+from terrace.model.config import ModelConfig, parse_model, to_table
 from terrace.model.experts.balance import BalanceConfig
 from terrace.model.lora.config import LoraConfig, with_adapters
 from terrace.model.spec import BlockSpec, freeze

@@ -15,7 +15,7 @@ from terrace.base.errors import ConfigError
 from terrace.base.schema import read_table
 from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
-from terrace.model.config import num_params
+from terrace.model.blocks import num_params
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.train.config import RunConfig, section

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from terrace.cluster.cluster import Cluster
-from terrace.model.config import forward_flops
+from terrace.model.blocks import forward_flops
 from terrace.plan.plan import Plan
 from terrace.simulate.step import Prediction, Step, predict_step, resolved
 from terrace.train.config import RunConfig

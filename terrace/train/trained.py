@@ -13,7 +13,8 @@ from terrace.checkpoint.reading import Checkpoint, not_finite
 from terrace.data.converted import other_form
 from terrace.data.ends import ends_of
 from terrace.data.tokenizer import BYTES, Tokenizer, load_tokenizer, trained_otherwise
-from terrace.model.config import ModelConfig, block_specs, load_model, parse_model
+from terrace.model.blocks import block_specs
+from terrace.model.config import ModelConfig, load_model, parse_model
 from terrace.model.decoder import build_blocks
 from terrace.model.experts.config import GATE_BIAS
 from terrace.model.hf.folder import CONFIG, TOKENIZER, adapter_words, holds_weights

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from terrace.cluster.cluster import Cluster
-from terrace.model.config import ModelConfig, active_numel
+from terrace.model.config import ModelConfig
 from terrace.model.spec import BlockSpec
 from terrace.plan.plan import Plan
 from terrace.plan.recompute import WHOLE, recomputed_parts
@@ -139,7 +139,8 @@ def _products(model: ModelConfig, blocks: Sequence[BlockSpec], index: int) -> tu
         return 0, 0  # a look-up
     # Vectors (norms, biases) take no products.
     if index < len(blocks) - 1:
-        matrices = [(active_numel(model, param), param.trainable) for param in blocks[index].params if param.is_matrix]
+        block = blocks[index]
+        matrices = [(block.active(param), param.trainable) for param in block.params if param.is_matrix]
         return sum(numel for numel, _ in matrices), sum(numel for numel, trainable in matrices if trainable)
     if model.scalar_head:
         (score,) = (param for param in blocks[-1].params if param.is_matrix)

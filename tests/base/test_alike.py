@@ -3,7 +3,7 @@
 import copy
 
 from terrace.base.alike import first_equal, once_each
-from terrace.model.config import block_specs
+from terrace.model.blocks import block_specs
 from terrace.plan.presets import preset
 from terrace.program.lowering import build
 from tests.support.planner_cases import gpt

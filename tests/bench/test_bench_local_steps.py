@@ -12,7 +12,7 @@ from bench.loops import MAIN, VARIANTS
 from terrace.data.tokenizer import load_tokenizer
 from terrace.data.tokens import prepare_tokens
 from terrace.launch.start import LocalPool
-from terrace.model.config import block_specs
+from terrace.model.blocks import block_specs
 from terrace.plan.validate import validate
 
 pytestmark = pytest.mark.timeout(300)

@@ -14,7 +14,8 @@ from bench.local_predictions import MODEL
 from bench.slow import predictions
 from bench.slow.settings import SETTINGS, Setting
 from terrace.cluster.presets import load_cluster
-from terrace.model.config import block_specs, parse_model
+from terrace.model.blocks import block_specs
+from terrace.model.config import parse_model
 from terrace.plan.layout import Layout
 from terrace.plan.presets import parse_plan
 from terrace.plan.validate import num_micro_batches

@@ -17,7 +17,7 @@ from bench.validation.rows import Row, Table, gpt, read_rows
 from bench.validation.software import ring_s
 from terrace.cluster.kernels import Kernels
 from terrace.cluster.presets import load_cluster, preset_names
-from terrace.model.config import block_specs, num_params
+from terrace.model.blocks import block_specs, num_params
 from terrace.plan.presets import preset
 from terrace.simulate.bands import CPU, band_of, csv_text, tie_share, validated
 from terrace.simulate.kernels import gemm_s, memory_s

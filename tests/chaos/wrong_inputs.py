@@ -22,7 +22,8 @@ import torch
 
 from terrace.base.errors import TrainingError
 from terrace.launch import start
-from terrace.model.config import block_specs, parse_model
+from terrace.model.blocks import block_specs
+from terrace.model.config import parse_model
 from terrace.model.hf.pretrained import write_pretrained
 from tests.chaos.odd import ODD, Trial, trials
 from tests.support.chats import write_tokenizer

@@ -23,9 +23,11 @@ from terrace.checkpoint.layout import checkpoint_bytes, encode, manifest_of
 from terrace.checkpoint.parts import BoxValues, held, parts_of, slices_of
 from terrace.checkpoint.reading import Checkpoint, restore_flat
 from terrace.checkpoint.reshard import hand_over
-from terrace.model.config import block_specs, parse_model
+from terrace.model.blocks import block_specs
+from terrace.model.config import parse_model
 from terrace.model.experts.config import ExpertsConfig
-from terrace.model.spec import BlockSpec, ParamSpec, freeze
+from terrace.model.params import ParamSpec
+from terrace.model.spec import BlockSpec, freeze
 from terrace.plan.dims import CUT_BY
 from terrace.plan.plan import Plan
 from terrace.runtime.settings import OptimizerConfig

@@ -8,7 +8,7 @@ import pytest
 from terrace.checkpoint import residuals
 from terrace.checkpoint.residuals import digest
 from terrace.cluster.cluster import Cluster
-from terrace.model.config import block_specs
+from terrace.model.blocks import block_specs
 from terrace.plan.presets import preset
 from terrace.program.lowering import build
 from tests.support.mixtures import mixture

@@ -19,7 +19,8 @@ from terrace.cli.overrides import parse_overrides
 from terrace.cli.prepare import prepare
 from terrace.data.batches import Batches
 from terrace.data.tokenizer import load_tokenizer
-from terrace.model.config import ModelConfig, block_specs, parse_model
+from terrace.model.blocks import block_specs
+from terrace.model.config import ModelConfig, parse_model
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.hf.pretrained import Pretrained
 from terrace.train.config import RunConfig, parse_run, resolve

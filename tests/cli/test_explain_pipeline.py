@@ -15,7 +15,8 @@ from rich.table import Table
 from terrace.cli.programs import checked_programs, kept_activations
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
-from terrace.model.config import block_specs, parse_model
+from terrace.model.blocks import block_specs
+from terrace.model.config import parse_model
 from terrace.model.spec import BlockSpec
 from terrace.plan.plan import Plan
 from terrace.plan.wire import BETWEEN_STAGES, MessageClass

@@ -14,7 +14,8 @@ from terrace.generation.engine import GenerationEngine
 from terrace.generation.request import Request, Sampling
 from terrace.generation.sliced import sliced_blocks, sliced_config
 from terrace.launch.start import LocalPool, World
-from terrace.model.config import ModelConfig, block_specs, model_of
+from terrace.model.blocks import block_specs, model_of
+from terrace.model.config import ModelConfig
 from terrace.plan.holdings import generation_slices
 from terrace.runtime.reshard import HandOver
 from tests.support.generation import MODELS, VOCAB, cached_logits, make

@@ -10,7 +10,8 @@ from terrace.base.errors import ModelError
 from terrace.model.attention import Capped, attend, document_begins, whole_mask
 from terrace.model.attention_kernel import AttentionCase, AttentionKernel, candidates, refusal
 from terrace.model.attention_plans import AttentionPlans, describe, make_plan
-from terrace.model.config import ModelConfig, block_specs, parse_model
+from terrace.model.blocks import block_specs
+from terrace.model.config import ModelConfig, parse_model
 from terrace.model.decoder import build_blocks
 from terrace.model.hf.names import sources
 from terrace.model.kinds import LayerKind, Scales

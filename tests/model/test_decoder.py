@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from terrace.base.errors import ModelError
-from terrace.model.config import ModelConfig, block_specs, parse_model
+from terrace.model.blocks import block_specs
+from terrace.model.config import ModelConfig, parse_model
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initial_value, initialise
 from terrace.model.layers import Attention, RMSNorm

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from terrace.base.errors import ModelError
-from terrace.model.config import ModelConfig, block_specs, forward_flops, num_active_params, num_params, parse_model
+from terrace.model.blocks import block_specs, forward_flops, num_active_params, num_params
+from terrace.model.config import ModelConfig, parse_model
 from terrace.model.decoder import build_blocks
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.experts.gates import best, sigmoid

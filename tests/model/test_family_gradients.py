@@ -8,7 +8,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from terrace.model.config import block_specs
+from terrace.model.blocks import block_specs
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.hf.pretrained import Pretrained
 from terrace.runtime.head import chunked_head

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from terrace.base.errors import ModelError, PlanError
-from terrace.model.config import block_specs, parse_model, to_table
+from terrace.model.blocks import block_specs
+from terrace.model.config import parse_model, to_table
 from terrace.model.experts.balance import BalanceConfig
 from terrace.model.experts.config import ExpertsConfig, refuse_looking_ahead
 from terrace.model.experts.gates import coarse, cosine, expert_choice, noisy

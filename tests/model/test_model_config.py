@@ -10,14 +10,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from terrace.base.errors import ModelError
-from terrace.model.config import (
-    block_specs,
-    forward_flops,
-    load_model,
-    num_params,
-    parse_model,
-    to_table,
-)
+from terrace.model.blocks import block_specs, forward_flops, num_params
+from terrace.model.config import load_model, parse_model, to_table
 from terrace.model.decoder import build_blocks
 
 LLAMA: dict[str, Any] = {

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from terrace.base.errors import ModelError
 from terrace.base.sealed import ChangedFile
-from terrace.model.config import block_specs, load_model, num_params, parse_model
+from terrace.model.blocks import block_specs, num_params
+from terrace.model.config import load_model, parse_model
 from terrace.model.hf.names import sources, stored_bytes
 from terrace.model.hf.pretrained import Pretrained, write_pretrained
 from tests.support.families import (

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from terrace.base.errors import ModelError
-from terrace.model.config import num_params, parse_model, to_table
+from terrace.model.blocks import num_params
+from terrace.model.config import parse_model, to_table
 from terrace.model.hf.config import published_table
 
 # The config.json files of published models (sizes and whatever else tells families apart), and how many elements their

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from terrace.base.errors import ModelError
-from terrace.model.config import SCORE, load_model, parse_model, to_table
+from terrace.model.block_operations import SCORE
+from terrace.model.config import load_model, parse_model, to_table
 from terrace.model.hf.families import FAMILIES
 from terrace.model.hf.pretrained import Pretrained, write_pretrained
 from terrace.train.trained import load_trained

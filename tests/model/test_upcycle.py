@@ -10,7 +10,8 @@ import torch
 
 from terrace.base.errors import ModelError
 from terrace.cli.main import main
-from terrace.model.config import block_specs, load_model, parse_model
+from terrace.model.blocks import block_specs
+from terrace.model.config import load_model, parse_model
 from terrace.model.decoder import build_blocks
 from terrace.model.experts.mixture import Router
 from terrace.model.hf.pretrained import Pretrained, write_pretrained

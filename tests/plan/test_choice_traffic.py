@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from terrace.model.config import block_specs
+from terrace.model.blocks import block_specs
 from terrace.model.experts.balance import BalanceConfig
 from terrace.plan.balance_rules import telling_choices
 from terrace.plan.presets import preset

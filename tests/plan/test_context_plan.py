@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from terrace.base.errors import ConfigError, PlanError
 from terrace.base.schema import dump
-from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.model.params import ParamSpec
+from terrace.model.spec import BlockSpec
 from terrace.plan.context import ContextGroup, attention_heads, local_tokens, ring_axes
 from terrace.plan.flats import stage_layout, world_layout
 from terrace.plan.layout import Layout

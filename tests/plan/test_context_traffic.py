@@ -15,7 +15,8 @@ from rich.console import Console
 from terrace.base.errors import PlanError
 from terrace.cli.main import main
 from terrace.cluster.cluster import Cluster
-from terrace.model.config import block_specs, parse_model
+from terrace.model.blocks import block_specs
+from terrace.model.config import parse_model
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import ContextGroup, attention_heads, local_tokens
 from terrace.plan.context_traffic import AttentionBytes, ContextTraffic

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from terrace.model.config import block_specs, parse_model
+from terrace.model.blocks import block_specs
+from terrace.model.config import parse_model
 from terrace.plan.edges import rounds_of
 from terrace.plan.plan import Plan
 from terrace.program.instruction import PASSES, Op

@@ -10,7 +10,8 @@ import pytest
 from terrace.base.boxes import cut, overlap, shifted
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
-from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.model.params import ParamSpec
+from terrace.model.spec import BlockSpec
 from terrace.plan.flats import FlatParamSpec, block_flats
 from terrace.plan.mesh import STAGE, Mesh
 from terrace.plan.outer import Outer

@@ -5,7 +5,8 @@ from math import prod
 import numpy as np
 import pytest
 
-from terrace.model.config import block_specs, parse_model
+from terrace.model.blocks import block_specs
+from terrace.model.config import parse_model
 from terrace.model.spec import BlockSpec, freeze
 from terrace.plan.flats import FlatParamSpec
 from terrace.plan.hand_over import Parts

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from terrace.comm.ledger import Meter
 from terrace.launch.start import LocalPool
-from terrace.model.spec import ParamSpec
+from terrace.model.params import ParamSpec
 from terrace.plan.flats import FlatParamSpec
 from terrace.plan.layout import Layout
 from terrace.plan.memory import model_state_bytes

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from terrace.base.errors import ConfigError, PlanError
 from terrace.base.schema import dump
 from terrace.cluster.cluster import Cluster
-from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.model.params import ParamSpec
+from terrace.model.spec import BlockSpec
 from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
 from terrace.plan.presets import PRESETS, parse_plan, preset

@@ -13,7 +13,8 @@ from terrace.base.errors import ConfigError, ModelError
 from terrace.base.schema import read_table
 from terrace.cli.main import main
 from terrace.cluster.presets import load_cluster
-from terrace.model.config import block_specs, parse_model
+from terrace.model.blocks import block_specs
+from terrace.model.config import parse_model
 from terrace.plan.presets import parse_plan
 from terrace.plan.residency import residencies
 from terrace.plan.stage import whole_stage

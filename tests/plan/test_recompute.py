@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from terrace.base.errors import PlanError
-from terrace.model.config import block_specs, parse_model
+from terrace.model.blocks import block_specs
+from terrace.model.config import parse_model
 from terrace.model.spec import freeze
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset

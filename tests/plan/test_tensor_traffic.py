@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
-from terrace.model.config import ModelConfig, block_specs, parse_model
-from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.model.blocks import block_specs
+from terrace.model.config import ModelConfig, parse_model
+from terrace.model.params import ParamSpec
+from terrace.model.spec import BlockSpec
 from terrace.plan.in_block_messages import TensorMessage
 from terrace.plan.memory import model_state_bytes
 from terrace.plan.mesh import ORDER, Mesh, position

@@ -11,7 +11,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.model.params import ParamSpec
+from terrace.model.spec import BlockSpec
 from terrace.plan.presets import PRESETS, preset
 from terrace.plan.traffic import step_bytes
 from terrace.plan.wire import MessageClass

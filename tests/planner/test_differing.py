@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from terrace.model.config import ModelConfig, block_specs, parse_model
+from terrace.model.blocks import block_specs
+from terrace.model.config import ModelConfig, parse_model
 from terrace.model.spec import BlockSpec
 from terrace.plan.memory import model_state_bytes
 from terrace.plan.plan import AXES

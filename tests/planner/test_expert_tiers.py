@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from terrace.model.config import block_specs
+from terrace.model.blocks import block_specs
 from terrace.plan.presets import preset
 from terrace.planner.expert_tiers import alternatives
 from terrace.report.experts import experts_words

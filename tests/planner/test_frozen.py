@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import PlanError
-from terrace.model.config import block_specs
+from terrace.model.blocks import block_specs
 from terrace.model.spec import freeze
 from terrace.planner.evaluate import TIE
 from terrace.planner.search import units_of

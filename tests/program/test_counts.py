@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from terrace.base.errors import ProgramError
-from terrace.model.config import block_specs
+from terrace.model.blocks import block_specs
 from terrace.plan.presets import preset
 from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Instruction, Op

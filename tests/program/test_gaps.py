@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from terrace.base.errors import PlanError, ProgramError
-from terrace.model.config import block_specs
+from terrace.model.blocks import block_specs
 from terrace.plan.gaps import part_columns
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset

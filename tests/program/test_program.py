@@ -8,7 +8,8 @@ from hypothesis import given, settings
 
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
-from terrace.model.config import block_specs, parse_model
+from terrace.model.blocks import block_specs
+from terrace.model.config import parse_model
 from terrace.model.spec import BlockSpec
 from terrace.plan.presets import PRESETS, preset
 from terrace.plan.residency import residencies

@@ -8,7 +8,7 @@ import pytest
 
 from terrace.base.errors import PlanError, ProgramError
 from terrace.base.repeated import Repeated
-from terrace.model.config import block_specs
+from terrace.model.blocks import block_specs
 from terrace.model.spec import BlockSpec, freeze
 from terrace.plan.memory import model_state_bytes
 from terrace.plan.plan import Plan

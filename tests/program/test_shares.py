@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import PlanError
-from terrace.model.config import block_specs, parse_model
+from terrace.model.blocks import block_specs
+from terrace.model.config import parse_model
 from terrace.model.experts.config import ExpertsConfig
 from terrace.plan.plan import Plan
 from terrace.program.lowering import build_stages

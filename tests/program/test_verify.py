@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import ProgramError
-from terrace.model.config import block_specs
+from terrace.model.blocks import block_specs
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
 from terrace.program.instruction import Instruction, Op

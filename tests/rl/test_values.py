@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from terrace.base.errors import ModelError
 from terrace.launch.start import LocalPool, World
-from terrace.model.config import ModelConfig, block_specs, forward_flops, num_params
+from terrace.model.blocks import block_specs, forward_flops, num_params
+from terrace.model.config import ModelConfig
 from terrace.model.decoder import ValueHead, build_blocks
 from terrace.plan.plan import Plan
 from terrace.rl.algorithms.aggregation import Aggregation

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from terrace.base.errors import TrainingError
 from terrace.generation.engine import GenerationEngine
 from terrace.launch.start import LocalPool, World
-from terrace.model.config import block_specs
+from terrace.model.blocks import block_specs
 from terrace.rl.algorithms.algorithm import Algorithm, algorithm_of
 from terrace.rl.algorithms.batches import objective_of
 from terrace.rl.algorithms.metrics import ROLLOUT, of_rows

@@ -12,7 +12,7 @@ from terrace.base.errors import ProgramError
 from terrace.checkpoint.layout import Files, encode, manifest_of
 from terrace.checkpoint.parts import CHOICES
 from terrace.checkpoint.reading import Checkpoint, lacks_choices
-from terrace.model.config import block_specs
+from terrace.model.blocks import block_specs
 from terrace.model.decoder import build_blocks
 from terrace.model.experts.balance import BalanceConfig
 from terrace.model.experts.config import Gate

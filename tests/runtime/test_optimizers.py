@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from terrace.base.errors import ConfigError, PlanError
 from terrace.checkpoint.layout import block_layouts
 from terrace.launch.start import LocalPool, World
-from terrace.model.config import model_of
+from terrace.model.blocks import model_of
 from terrace.plan.flats import block_flats, orthogonalised
 from terrace.plan.kinds import Kinds
 from terrace.plan.layout import state_layout

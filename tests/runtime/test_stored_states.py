@@ -14,7 +14,7 @@ from torch import Tensor
 
 from terrace.base.errors import PlanError
 from terrace.launch.start import LocalPool, World
-from terrace.model.spec import ParamSpec
+from terrace.model.params import ParamSpec
 from terrace.plan.kinds import Kinds
 from terrace.plan.layout import state_layout
 from terrace.plan.memory import model_state_bytes

@@ -10,7 +10,8 @@ import pytest
 from bench.validation import fsmoe, fsmoe_layers
 from terrace.cluster.cluster import Cluster, Kernels, Tier
 from terrace.cluster.presets import load_cluster
-from terrace.model.config import ModelConfig, block_specs
+from terrace.model.blocks import block_specs
+from terrace.model.config import ModelConfig
 from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset

@@ -6,7 +6,8 @@ import pytest
 
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
-from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.model.params import ParamSpec
+from terrace.model.spec import BlockSpec
 from terrace.plan.hops import hops_coding_bytes
 from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from bench.validation.software import ExposedCosts
 from terrace.base.errors import ClusterError
 from terrace.cluster.cluster import Cluster, Device, Tier
-from terrace.model.config import forward_flops
+from terrace.model.blocks import forward_flops
 from terrace.model.spec import Computes
 from terrace.plan.in_block_messages import ContextLeg, ContextMessage
 from terrace.plan.mesh import Mesh

@@ -10,7 +10,8 @@ from bench.validation.software import with_dropout
 from terrace.base.errors import ClusterError, PlanError
 from terrace.cluster.cluster import Device, Kernels
 from terrace.cluster.presets import load_cluster, preset_names
-from terrace.model.config import ModelConfig, block_specs, forward_flops, parse_model
+from terrace.model.blocks import block_specs, forward_flops
+from terrace.model.config import ModelConfig, parse_model
 from terrace.model.spec import Computes, freeze
 from terrace.plan.presets import preset
 from terrace.plan.recompute import OPERATIONS

@@ -8,7 +8,7 @@ import pytest
 
 from terrace.cluster.cluster import Kernels
 from terrace.cluster.presets import load_cluster
-from terrace.model.config import block_specs, forward_flops
+from terrace.model.blocks import block_specs, forward_flops
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.spec import Computes
 from terrace.plan.expert_traffic import ExpertTraffic

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from terrace.cluster.cluster import Cluster, Kernels, Tier
 from terrace.cluster.presets import load_cluster
-from terrace.model.config import block_specs
+from terrace.model.blocks import block_specs
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
 from terrace.plan.wire import OF_EXPERTS, MessageClass

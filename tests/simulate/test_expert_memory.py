@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from terrace.model.config import block_specs
+from terrace.model.blocks import block_specs
 from terrace.plan.expert_traffic import mean_units
 from terrace.plan.kinds import Kinds
 from terrace.plan.presets import preset

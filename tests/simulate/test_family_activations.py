@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from terrace.model.config import ModelConfig, block_specs
+from terrace.model.blocks import block_specs
+from terrace.model.config import ModelConfig
 from terrace.model.decoder import build_blocks
 from terrace.model.init import initialise
 from terrace.simulate.activations import BlockActivations, activations_of

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
-from terrace.model.config import ModelConfig, block_specs, num_params, parse_model
+from terrace.model.blocks import block_specs, num_params
+from terrace.model.config import ModelConfig, parse_model
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initialise
 from terrace.model.spec import Computes

@@ -11,7 +11,8 @@ from rich.console import Console
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster, Tier
 from terrace.cluster.presets import load_cluster
-from terrace.model.config import block_specs, parse_model
+from terrace.model.blocks import block_specs
+from terrace.model.config import parse_model
 from terrace.model.spec import Computes
 from terrace.plan.plan import Plan
 from terrace.plan.traffic import step_bytes

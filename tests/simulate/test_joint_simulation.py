@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from terrace.cluster.cluster import Cluster, Tier
 from terrace.cluster.presets import load_cluster
-from terrace.model.config import block_specs, forward_flops
-from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.model.blocks import block_specs, forward_flops
+from terrace.model.params import ParamSpec
+from terrace.model.spec import BlockSpec
 from terrace.plan.memory import model_state_bytes
 from terrace.plan.presets import PRESETS, preset
 from terrace.plan.traffic import step_bytes

@@ -12,7 +12,7 @@ from terrace.model.attention import MaskPieces
 from terrace.model.attention_kernel import AttentionKernel
 from terrace.model.attention_plans import AttentionPlans, make_plan
 from terrace.model.block_masks import BLOCK
-from terrace.model.config import block_specs
+from terrace.model.blocks import block_specs
 from terrace.model.decoder import build_blocks
 from terrace.model.init import initialise
 from terrace.model.spec import Computes

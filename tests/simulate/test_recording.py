@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from terrace.base.errors import ProgramError
 from terrace.cluster.cluster import Cluster, Tier
 from terrace.cluster.presets import load_cluster
-from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.model.params import ParamSpec
+from terrace.model.spec import BlockSpec
 from terrace.plan.memory import model_state_bytes
 from terrace.plan.plan import Plan
 from terrace.plan.presets import PRESETS, preset

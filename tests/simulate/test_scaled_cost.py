@@ -8,7 +8,8 @@ import pytest
 from terrace.base.errors import ClusterError, PlanError
 from terrace.cluster.cluster import Kernels
 from terrace.cluster.presets import load_cluster
-from terrace.model.config import block_specs, parse_model
+from terrace.model.blocks import block_specs
+from terrace.model.config import parse_model
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.spec import Computes
 from terrace.plan.kinds import Kinds

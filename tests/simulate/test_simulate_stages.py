@@ -10,7 +10,8 @@ from terrace.base.errors import ProgramError
 from terrace.cluster.cluster import Cluster, Device, Kernels, Tier
 from terrace.cluster.presets import load_cluster
 from terrace.model.config import parse_model
-from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.model.params import ParamSpec
+from terrace.model.spec import BlockSpec
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
 from terrace.plan.traffic import step_bytes

@@ -10,7 +10,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from terrace.model.config import ModelConfig, block_specs, num_params, parse_model
+from terrace.model.blocks import block_specs, num_params
+from terrace.model.config import ModelConfig, parse_model
 from terrace.model.spec import BlockSpec, freeze
 from terrace.plan.kinds import Kinds
 from terrace.plan.layout import state_layout

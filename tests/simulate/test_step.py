@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from terrace.base.errors import PlanError
-from terrace.model.config import block_specs
+from terrace.model.blocks import block_specs
 from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
 from terrace.plan.validate import num_micro_batches

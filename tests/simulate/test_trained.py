@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from terrace.cluster.presets import load_cluster
-from terrace.model.config import block_specs
+from terrace.model.blocks import block_specs
 from terrace.model.lora.config import LoraConfig, with_adapters
 from terrace.model.spec import BlockSpec, freeze
 from terrace.plan.mesh import Mesh

@@ -6,7 +6,8 @@ from typing import Literal
 import pytest
 
 from terrace.cluster.presets import load_cluster
-from terrace.model.config import ModelConfig, block_specs, parse_model
+from terrace.model.blocks import block_specs
+from terrace.model.config import ModelConfig, parse_model
 from terrace.model.kinds import LayerKind, Scales
 from terrace.plan.kinds import Kinds
 from terrace.plan.presets import preset

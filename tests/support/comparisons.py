@@ -25,7 +25,8 @@ from terrace.checkpoint.reading import Checkpoint
 from terrace.cli import worker
 from terrace.cli.main import main
 from terrace.launch.start import LocalPool, World
-from terrace.model.config import block_specs, load_model
+from terrace.model.blocks import block_specs
+from terrace.model.config import load_model
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.hf.names import sources
 from terrace.model.hf.pretrained import Pretrained, write_pretrained

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from terrace.model.config import ModelConfig, block_specs
+from terrace.model.blocks import block_specs
+from terrace.model.config import ModelConfig
 from terrace.model.spec import BlockSpec
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from terrace.model.config import ModelConfig, block_specs, load_model
+from terrace.model.blocks import block_specs
+from terrace.model.config import ModelConfig, load_model
 from terrace.model.decoder import build_blocks
 from tests.support.toys import run_blocks
 

@@ -6,7 +6,8 @@ from math import prod
 
 from terrace.base.boxes import Box, numel
 from terrace.cluster.cluster import Cluster
-from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.model.params import ParamSpec
+from terrace.model.spec import BlockSpec
 from terrace.plan.flats import block_flats
 from terrace.plan.hand_over import Move, Parts
 from terrace.plan.mesh import Mesh

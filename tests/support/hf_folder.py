@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from terrace.model.config import block_specs, parse_model
+from terrace.model.blocks import block_specs
+from terrace.model.config import parse_model
 from terrace.model.hf.pretrained import write_pretrained
 from terrace.model.init import initial_value
 

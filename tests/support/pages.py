@@ -9,7 +9,8 @@ from typing import Any
 
 from terrace.cluster.cluster import Cluster, Tier
 from terrace.cluster.presets import load_cluster
-from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.model.params import ParamSpec
+from terrace.model.spec import BlockSpec
 from terrace.plan.presets import preset
 from terrace.program.lowering import build
 from terrace.program.program import Program

@@ -5,7 +5,8 @@ from typing import Any
 
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
-from terrace.model.config import ModelConfig, block_specs, parse_model
+from terrace.model.blocks import block_specs
+from terrace.model.config import ModelConfig, parse_model
 from terrace.model.lora.config import LoraConfig, with_adapters
 from terrace.plan.mesh import Mesh
 from terrace.planner.bound import Bounds

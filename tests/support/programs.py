@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.model.params import ParamSpec
+from terrace.model.spec import BlockSpec
 from terrace.plan.presets import preset
 from terrace.program.lowering import build
 from terrace.program.program import Program

@@ -6,7 +6,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from terrace.cluster.cluster import Cluster
-from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.model.params import ParamSpec
+from terrace.model.spec import BlockSpec
 from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
 from terrace.plan.wire import FORMATS, GRADIENTS, PLACEABLE, MessageClass

@@ -5,7 +5,8 @@ from torch import nn
 
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import World
-from terrace.model.config import ModelConfig, block_specs
+from terrace.model.blocks import block_specs
+from terrace.model.config import ModelConfig
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initial_value
 from terrace.plan.plan import Plan

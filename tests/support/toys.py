@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
-from terrace.model.config import ModelConfig, block_specs, parse_model
+from terrace.model.blocks import block_specs
+from terrace.model.config import ModelConfig, parse_model
 from terrace.model.decoder import IGNORE_INDEX, build_blocks, token_loss
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.init import initialise
-from terrace.model.spec import STACKED, BlockSpec, ParamSpec, freeze
+from terrace.model.params import STACKED, ParamSpec
+from terrace.model.spec import BlockSpec, freeze
 from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
 from terrace.plan.wire import PLACEABLE

@@ -21,7 +21,8 @@ from terrace.data.batches import Batches, Source
 from terrace.data.chat_tokens import prepare_chat
 from terrace.data.tokenizer import ByteTokenizer
 from terrace.launch.start import LocalPool, World
-from terrace.model.config import ModelConfig, block_specs, parse_model
+from terrace.model.blocks import block_specs
+from terrace.model.config import ModelConfig, parse_model
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initialise
 from terrace.runtime.batch import Batch

@@ -18,7 +18,8 @@ from terrace.checkpoint.reading import Checkpoint
 from terrace.cli.overrides import parse_overrides
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool, World
-from terrace.model.config import ModelConfig, block_specs, parse_model
+from terrace.model.blocks import block_specs
+from terrace.model.config import ModelConfig, parse_model
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.hf.pretrained import write_pretrained

@@ -11,7 +11,8 @@ import torch
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool, World
-from terrace.model.config import block_specs, parse_model
+from terrace.model.blocks import block_specs
+from terrace.model.config import parse_model
 from terrace.plan.recompute import recomputed_parts
 from terrace.runtime import replay
 from terrace.runtime.engine import Engine

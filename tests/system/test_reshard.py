@@ -11,7 +11,7 @@ import torch.distributed as dist
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool, World
-from terrace.model.config import block_specs
+from terrace.model.blocks import block_specs
 from terrace.model.decoder import token_loss
 from terrace.plan.hand_over import crossing
 from terrace.plan.outer import Outer

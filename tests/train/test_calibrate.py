@@ -16,7 +16,7 @@ import torch
 from terrace.cluster.cluster import Cluster
 from terrace.comm.stage_p2p import StageP2P
 from terrace.launch.start import LocalPool, World
-from terrace.model.config import forward_flops
+from terrace.model.blocks import forward_flops
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.program.report import StepReport
 from terrace.runtime.engine import Engine

@@ -15,7 +15,7 @@ from terrace.cli.main import main
 from terrace.data.config import DataConfig
 from terrace.data.prepared import prepare_sources
 from terrace.data.tokenizer import ByteTokenizer, load_tokenizer
-from terrace.model.config import block_specs
+from terrace.model.blocks import block_specs
 from terrace.model.hf.pretrained import write_pretrained
 from terrace.train import evaluate as module
 from terrace.train import sample as sample_module

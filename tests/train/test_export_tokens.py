@@ -11,7 +11,8 @@ from terrace.cli import rl_run
 from terrace.data.ends import ends_of, turn_end
 from terrace.data.tokenizer import FileTokenizer, load_tokenizer
 from terrace.data.tokenizer_files import agreeing
-from terrace.model.config import block_specs, parse_model
+from terrace.model.blocks import block_specs
+from terrace.model.config import parse_model
 from terrace.model.decoder import build_blocks
 from terrace.model.hf.pretrained import write_pretrained
 from terrace.model.init import initialise

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from terrace.base.errors import PlanError
-from terrace.model.config import block_specs
+from terrace.model.blocks import block_specs
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
 from terrace.train.joining import resolved_plan

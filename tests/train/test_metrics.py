@@ -18,7 +18,8 @@ from terrace.base.errors import ConfigError
 from terrace.base.sealed import sealed_toml
 from terrace.cli.step_progress import ProgressLine, utilisation_words
 from terrace.cluster.presets import load_cluster
-from terrace.model.config import ModelConfig, block_specs, parse_model
+from terrace.model.blocks import block_specs
+from terrace.model.config import ModelConfig, parse_model
 from terrace.model.spec import freeze
 from terrace.plan.plan import Plan
 from terrace.program.report import StepReport

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from terrace.model.config import block_specs
+from terrace.model.blocks import block_specs
 from terrace.plan.presets import preset
 from terrace.train.utilisation import step_flops
 from tests.support.activations import MODELS

@@ -1,7 +1,7 @@
 """The parameters of a router, as terrace.model.experts.mixture has them. Pure: needs no torch."""
 
 from terrace.model.experts.config import ExpertsConfig
-from terrace.model.spec import ParamSpec
+from terrace.model.params import ParamSpec
 
 Dim = tuple[str, int]  # the quantity that a dim counts, and its size
 

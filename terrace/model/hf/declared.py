@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from terrace.base.errors import ModelError, did_you_mean
 from terrace.model.declared_attention import DeclaredAttention
-from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.model.params import ParamSpec
+from terrace.model.spec import BlockSpec
 
 _HEADS, _KV_HEADS = "heads", "kv_heads"
 _COUNTED = ("hidden", "intermediate", "vocab", "head_dim", "positions")  # a unit is one element

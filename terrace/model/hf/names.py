@@ -13,9 +13,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from terrace.model.config import SCORE, ModelConfig, block_specs
+from terrace.model.block_operations import SCORE
+from terrace.model.blocks import block_specs
+from terrace.model.config import ModelConfig
 from terrace.model.experts.config import GATE_BIAS
-from terrace.model.spec import ParamSpec
+from terrace.model.params import ParamSpec
 
 # Tensors that files of older releases hold beside parameters: masks and frequencies, which follow from config.json.
 DERIVED = re.compile(r"(^|\.)((attn|attention)\.(bias|masked_bias)|rotary_emb\.inv_freq)$")

@@ -22,7 +22,8 @@ from torch import Tensor
 from terrace.base.errors import ModelError, did_you_mean
 from terrace.base.files import folder_atomic, respect_umask, write_atomic
 from terrace.base.foreign import check_file
-from terrace.model.config import SCORE, ModelConfig, load_model, to_table
+from terrace.model.block_operations import SCORE
+from terrace.model.config import ModelConfig, load_model, to_table
 from terrace.model.dcp.reading import DcpWeights
 from terrace.model.hf.checksums import Checksums, checksums_of, sort_metadata
 from terrace.model.hf.config import published_table

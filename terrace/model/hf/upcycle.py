@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from terrace.base.errors import ModelError
-from terrace.model.config import ModelConfig, block_specs, to_table
+from terrace.model.blocks import block_specs
+from terrace.model.config import ModelConfig, to_table
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.init import initial_value
 

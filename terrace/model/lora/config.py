@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 
 from terrace.base.alike import once_each
 from terrace.base.errors import ConfigError, ModelError, did_you_mean
-from terrace.model.spec import STACKED, BlockSpec, ParamSpec
+from terrace.model.params import STACKED, ParamSpec
+from terrace.model.spec import BlockSpec
 
 DOWN, UP = "lora_a", "lora_b"  # the parameters A and B of a target, beside its weight
 _WEIGHT = ".weight"

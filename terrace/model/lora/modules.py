@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from terrace.model.config import ModelConfig, block_specs
+from terrace.model.blocks import block_specs
+from terrace.model.config import ModelConfig
 from terrace.model.lora.config import LoraConfig, adapter_names, is_adapter, targets
 
 Value = Callable[[str, str], Tensor]  # (block, parameter) -> the whole parameter

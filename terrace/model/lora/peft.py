@@ -22,7 +22,8 @@ from torch import Tensor
 
 from terrace.base.errors import ModelError
 from terrace.base.files import folder_atomic, respect_umask, write_atomic
-from terrace.model.config import ModelConfig, block_specs
+from terrace.model.blocks import block_specs
+from terrace.model.config import ModelConfig
 from terrace.model.hf.names import NAMES, StoredTensor, sources
 from terrace.model.lora.config import LoraConfig, adapter_names, targets
 from terrace.model.lora.modules import Value

@@ -17,7 +17,8 @@ from functools import cached_property
 from typing import Literal
 
 from terrace.base.errors import ModelError, PlanError, did_you_mean
-from terrace.model.config import ModelConfig, block_specs
+from terrace.model.blocks import block_specs
+from terrace.model.config import ModelConfig
 from terrace.model.spec import BlockSpec, freeze
 
 RESHARD, GENERATE, PREPARE, TRAIN = STAGES = ("reshard", "generate", "prepare", "train")

@@ -24,7 +24,8 @@ from typing import Literal
 
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
-from terrace.model.config import DecoderBlock, ModelConfig, active_numel, block_specs
+from terrace.model.blocks import DecoderBlock, block_specs
+from terrace.model.config import ModelConfig
 from terrace.model.spec import BlockSpec, Computes
 from terrace.plan.mesh import Mesh
 from terrace.plan.slices import slice_blocks
@@ -201,7 +202,7 @@ class Replica:
             if param.is_stack and experts is not None:
                 share = 1 - (1 - experts.per_token / experts.num_experts) ** running
             read += share * param.numel
-            met += active_numel(self.model, param)
+            met += block.active(param)
         flops_s = 2 * running * met / (peak_flops_per_s(device, self.compute) * device.kernels.gemm)
         # Few rows leave tiles empty, which costs nothing while weights are read.
         return max(stream_s(device, self.item_bytes * read, 0), flops_s) + _PRODUCTS * device.kernels.launch_s

@@ -24,7 +24,8 @@ A recomputed block does not gather its input again.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from terrace.model.spec import BlockSpec, Computes, ParamSpec
+from terrace.model.params import ParamSpec
+from terrace.model.spec import BlockSpec, Computes
 from terrace.plan.dims import hidden_size, is_inner, is_norm, is_norm_of_heads
 from terrace.plan.in_block_messages import Leg, TensorMessage
 from terrace.plan.mesh import no_sequence

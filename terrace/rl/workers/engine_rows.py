@@ -16,7 +16,8 @@ from torch import Tensor
 from terrace.checkpoint.reading import Checkpoint
 from terrace.checkpoint.writing import save
 from terrace.launch.world import World
-from terrace.model.config import block_specs, to_table
+from terrace.model.blocks import block_specs
+from terrace.model.config import to_table
 from terrace.model.decoder import build_blocks
 from terrace.model.hf.pretrained import Pretrained
 from terrace.model.init import initial_value

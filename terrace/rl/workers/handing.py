@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from terrace.comm.ledger import Ledger
-from terrace.model.config import block_specs
+from terrace.model.blocks import block_specs
 from terrace.plan.transition import Apart, Transition
 from terrace.plan.wire import MessageClass
 from terrace.program.lowering import build_stages

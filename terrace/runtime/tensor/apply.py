@@ -20,7 +20,8 @@ from terrace.model.experts.mixture import Mixture
 from terrace.model.hf.blocks import EmbeddingBlock, HeadBlock, LayerBlock
 from terrace.model.lora.config import adapter_names
 from terrace.model.lora.modules import LoraLinear
-from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.model.params import ParamSpec
+from terrace.model.spec import BlockSpec
 from terrace.plan.dims import is_inner, is_norm_of_heads
 from terrace.plan.slices import rank_slices
 from terrace.program.program import Program

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from terrace.base.errors import ModelError
 from terrace.model.hf.blocks import EmbeddingBlock, HeadBlock, LayerBlock
-from terrace.model.spec import ParamSpec
+from terrace.model.params import ParamSpec
 from terrace.plan.dims import is_norm
 from terrace.runtime.tensor.modules import ColumnLinear, HeadNorm, Norm, RowLinear, TensorAxis, VocabParallelEmbedding
 

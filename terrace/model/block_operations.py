@@ -1,0 +1,218 @@
+"""The operations of a decoder's blocks, from its configuration. Pure: needs no torch.
+
+The modules of terrace.model.decoder run these operations, with parameters of the same names.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+
+from terrace.model.config import ModelConfig
+from terrace.model.operations import (
+    INPUT,
+    OUTPUT,
+    Activation,
+    Core,
+    Dim,
+    Enter,
+    LookUp,
+    Loss,
+    Mixture,
+    Norm,
+    Operation,
+    Operations,
+    Product,
+    Rotary,
+    Scale,
+    Score,
+    Sum,
+    Tensor,
+    Tokens,
+)
+
+Sublayer = Callable[[ModelConfig, Tensor, Tensor], Iterator[Operation]]  # (config, what it reads, its result)
+
+SCORE = "score.weight"  # of a scalar head, here and in weight files
+
+
+@lru_cache(maxsize=256)
+def embedding_operations(config: ModelConfig) -> Operations:
+    """Tokens to the residual stream."""
+    stream, positions = _stream(config), config.max_positions if config.learned_positions else 0
+    target = Tensor(OUTPUT, stream)
+    look_up = LookUp(
+        "look up", (), (target,), "weight", config.vocab_size, positions=positions, factor=config.scales.embedding
+    )
+    return Operations((look_up,))
+
+
+@lru_cache(maxsize=256)
+def head_operations(config: ModelConfig) -> Operations:
+    """The residual stream to the loss of every token, or to one number a token."""
+    stream, divisor = _stream(config), config.scales.logit_divisor
+    ready = Tensor("head input", stream)
+    if config.scalar_head:
+        score = Score("score", (ready,), (Tensor(OUTPUT, Dim("scores", 1), Tokens.ALL),), SCORE.removesuffix(".weight"))
+        return Operations((_norm(config, "final norm", "norm", Tensor(INPUT, stream), ready), score))
+    normalised = ready if divisor == 1.0 else Tensor("normalised", stream)
+    found: list[Operation] = [_norm(config, "final norm", "norm", Tensor(INPUT, stream), normalised)]
+    if divisor != 1.0:
+        found.append(Scale("divide logits", (normalised,), (ready,), 1.0 / divisor))
+    loss = Tensor(OUTPUT, Dim("losses", 1), Tokens.ALL)
+    owns, cap = not config.tied_embeddings, config.scales.logit_cap
+    return Operations((*found, Loss("loss", (ready,), (loss,), "weight", config.vocab_size, owns=owns, cap=cap)))
+
+
+@lru_cache(maxsize=256)
+def layer_operations(config: ModelConfig) -> Operations:
+    """A layer: attention, and an MLP or a mixture of experts, each added to the residual stream.
+
+    `config` is the layer's own (`ModelConfig.of_layer`).
+    """
+    stream = _stream(config)
+    source, middle, target = Tensor(INPUT, stream), Tensor("middle", stream), Tensor(OUTPUT, stream)
+    feed = _mlp if config.experts is None else _mixture
+    # In the parallel form the MLP reads the layer's input, without attention's output.
+    second = source if config.parallel_residual else middle
+    return Operations(
+        (
+            *_sublayer(config, "attention", source, source, middle, "attended", _attention),
+            *_sublayer(config, "mlp", second, middle, target, "mlp output", feed),
+        )
+    )
+
+
+def _stream(config: ModelConfig) -> Dim:
+    return Dim("hidden", config.hidden_size)
+
+
+def _sublayer(
+    config: ModelConfig, name: str, source: Tensor, added_to: Tensor, target: Tensor, result: str, run: Sublayer
+) -> Iterator[Operation]:
+    stream, scale = source.features, config.scales.residual
+    if config.norms != "after":
+        normalised = Tensor(f"{name} input", stream)
+        yield _norm(config, f"{name} norm", f"{name}_norm", source, normalised)
+        source = normalised
+    branch = Tensor(result, stream)
+    yield from run(config, source, branch)
+    if config.norms != "before":
+        normalised = Tensor(f"{name} output normalised", stream)
+        yield _norm(config, f"{name} output norm", f"{name}_output_norm", branch, normalised)
+        branch = normalised
+    if scale != 1.0:
+        scaled = Tensor(f"{name} output scaled", stream)
+        yield Scale(f"scale {name} output", (branch,), (scaled,), scale, in_sum=True)
+        branch = scaled
+    yield Sum(f"{name} residual", (added_to, branch), (target,))
+
+
+def _norm(config: ModelConfig, name: str, weight: str, source: Tensor, target: Tensor) -> Norm:
+    return Norm(name, (source,), (target,), weight, source.features, config.norm, config.norm_offset)
+
+
+def _entered(source: Tensor) -> Enter:
+    return Enter(f"gather {source.name}", (source,), (source._replace(name=f"whole {source.name}", tokens=Tokens.ALL),))
+
+
+def _attention(config: ModelConfig, source: Tensor, target: Tensor) -> Iterator[Operation]:
+    enter = _entered(source)
+    yield enter
+    size = config.head_dim
+    heads, kv_heads = Dim("heads", config.num_heads, size), Dim("kv_heads", config.num_kv_heads, size)
+    bias, turns = config.attention_bias, config.rotary_dim > 0
+    ready = {
+        name: Tensor(name, of, Tokens.ALL) for name, of in (("query", heads), ("key", kv_heads), ("value", kv_heads))
+    }
+    turned: dict[str, Tensor] = {}
+    for name, result in ready.items():
+        # What a product's result passes, in order: a norm, a scale, RoPE.
+        stages = []
+        if config.qk_norm and name != "value":
+            stages.append("norm")
+        if config.query_factor != 1.0 and name == "query":
+            stages.append("scale")
+        if turns and name != "value":
+            stages.append("RoPE")
+        tensors = [*(result._replace(name=f"{name} before {stage}") for stage in stages), result]
+        yield Product(
+            name, (enter.target,), (tensors[0],), f"attention.{name}", bias or config.qkv_bias, group="attention"
+        )
+        for stage, before, after in zip(stages, tensors[:-1], tensors[1:], strict=True):
+            if stage == "norm":
+                over = result.features if config.whole_qk_norm else Dim("head_dim", size)
+                weight = f"attention.{name}_norm"
+                yield Norm(f"{name} norm", (before,), (after,), weight, over, has_offset=config.norm_offset)
+            elif stage == "scale":
+                yield Scale("scale query", (before,), (after,), config.query_factor)
+            else:
+                turned[name] = before
+    if turns:
+        yield Rotary(
+            "RoPE",
+            (turned["query"], turned["key"]),
+            (ready["query"], ready["key"]),
+            dim=config.rotary_dim,
+            theta=config.rope_theta,
+            scaling=config.rope_scaling,
+            limit=config.rope_limit,
+        )
+    mixed = Tensor("mixed", heads, Tokens.ALL)
+    yield Core(
+        "attention",
+        tuple(ready.values()),
+        (mixed,),
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=size,
+        value_dim=size,
+        window=config.sliding_window,
+        cap=config.scales.attention_cap,
+    )
+    holds = (enter.target.name, *ready)
+    yield Product("attention output", (mixed,), (target,), "attention.output", bias, holds=holds)
+
+
+def _mlp(config: ModelConfig, source: Tensor, target: Tensor) -> Iterator[Operation]:
+    yield from _feed_forward(config, source, target, "mlp", config.intermediate_size)
+
+
+def _feed_forward(
+    config: ModelConfig, source: Tensor, target: Tensor, weight: str, size: int, prefix: str = ""
+) -> Iterator[Operation]:
+    """An MLP of inner size `size`; names of its operations and tensors begin with `prefix`."""
+    enter = _entered(source)
+    yield enter
+    inner, bias = Dim("intermediate", size), config.mlp_bias
+    up, gate, product = (Tensor(f"{prefix}{name}", inner, Tokens.ALL) for name in ("up", "gate", "product"))
+    operands: tuple[Tensor, ...] = (up,)
+    if config.gated_mlp:
+        yield Product(f"{prefix}gate", (enter.target,), (gate,), f"{weight}.gate", bias, group=weight)
+        operands = (gate, up)
+    yield Product(f"{prefix}up", (enter.target,), (up,), f"{weight}.up", bias, group=weight)
+    yield Activation(f"{prefix}activation", operands, (product,), config.activation)
+    holds = (enter.target.name, *(each.name for each in reversed(operands)))
+    yield Product(f"{prefix}down", (product,), (target,), f"{weight}.down", bias, holds=holds)
+
+
+def _mixture(config: ModelConfig, source: Tensor, target: Tensor) -> Iterator[Operation]:
+    experts = config.experts
+    assert experts is not None, "asked only of a layer with experts"
+    hidden, inner = source.features, Dim("expert_intermediate", experts.intermediate_size)
+    rows, results = (Tensor(name, hidden, Tokens.ROWS) for name in ("rows", "expert outputs"))
+    gate, up, product = (Tensor(name, inner, Tokens.ROWS) for name in ("gate", "up", "product"))
+    number = experts.num_experts
+    each = (
+        Product("gate", (rows,), (gate,), "mlp.gate", group="experts", stack=number),
+        Product("up", (rows,), (up,), "mlp.up", group="experts", stack=number),
+        Activation("activation", (gate, up), (product,), config.activation),
+        Product("down", (product,), (results,), "mlp.down", stack=number),
+    )
+    shared: tuple[Operation, ...] = ()
+    shared_gate: tuple[Product, ...] = ()
+    if experts.shared_size:
+        result = Tensor("shared output", hidden)
+        shared = tuple(_feed_forward(config, source, result, "mlp.shared", experts.shared_size, "shared "))
+    if experts.shared_gate:
+        number_of_token = Tensor("gate of shared", Dim("shared_gate", 1))
+        shared_gate = (Product("gate of shared", (source,), (number_of_token,), "mlp.shared_gate"),)
+    yield Mixture("experts", (source,), (target,), experts, "mlp", each, shared, shared_gate)

@@ -1,0 +1,116 @@
+"""Parameters and FLOPs of a block's operations. Pure: needs no torch."""
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+from terrace.model.experts.params import router_params
+from terrace.model.operations import (
+    Core,
+    Dim,
+    LookUp,
+    Loss,
+    Mixture,
+    Norm,
+    Operation,
+    Operations,
+    PlainProduct,
+    Product,
+    Score,
+)
+from terrace.model.params import STACKED, ParamSpec
+
+
+@lru_cache(maxsize=256)
+def params_of(operations: Operations) -> tuple[ParamSpec, ...]:
+    """The parameters of a block, in the order of `named_parameters` of its module.
+
+    A module's matrices come before its norms, as its constructor makes them.
+    """
+    modules: dict[str, list[tuple[bool, list[ParamSpec]]]] = {}
+    ends = any(isinstance(operation, Loss | Score) for operation in operations)
+    for operation in operations:
+        found = _params(operation)
+        module = "" if ends or not found else found[0].name.partition(".")[0]
+        modules.setdefault(module, []).append((isinstance(operation, Norm), found))
+    ordered = (found for own in modules.values() for _, found in sorted(own, key=lambda each: each[0]))
+    return tuple(param for found in ordered for param in found)
+
+
+def _params(operation: Operation) -> list[ParamSpec]:
+    match operation:
+        case Norm():
+            parts = ("weight", "bias") if operation.kind == "layer" else ("weight",)
+            return [_param(f"{operation.weight}.{part}", operation.over) for part in parts]
+        case Product():
+            stack = (Dim(STACKED, operation.stack),) if operation.stack > 1 else ()
+            found = [_param(f"{operation.weight}.weight", *stack, operation.outputs, operation.inputs)]
+            return [*found, _param(f"{operation.weight}.bias", operation.outputs)] if operation.has_bias else found
+        case Mixture():
+            return list(_mixture_params(operation))
+        case LookUp():
+            hidden = operation.target.features
+            found = [_table(operation.weight, operation.vocabulary, hidden)]
+            positions = Dim("positions", operation.positions)
+            return [*found, _param("positions", positions, hidden)] if operation.positions else found
+        case Loss():
+            return [_table(operation.weight, operation.vocabulary, operation.source.features)] if operation.owns else []
+        case Score():
+            # Every tensor rank has the score whole, as it has the hidden states before it.
+            features = operation.source.features._replace(counts="features")
+            return [_param(f"{operation.weight}.weight", operation.target.features, features)]
+        case _:
+            return []
+
+
+def _mixture_params(mixture: Mixture) -> Iterator[ParamSpec]:
+    yield from router_params(mixture.experts, (mixture.hidden.counts, mixture.hidden.units))
+    for operation in (*mixture.each, *mixture.shared, *mixture.shared_gate):
+        yield from _params(operation)
+
+
+def _table(name: str, vocabulary: int, hidden: Dim) -> ParamSpec:
+    # Whole rows: no axis that cuts the residual stream cuts them.
+    return _param(name, Dim("vocab", vocabulary), hidden._replace(counts="features"))
+
+
+def _param(name: str, *dims: Dim) -> ParamSpec:
+    return ParamSpec(
+        name=name, shape=tuple(dim.numel for dim in dims), dims=tuple((dim.counts, dim.units) for dim in dims)
+    )
+
+
+def active_numel(operations: Operations, param: ParamSpec) -> int:
+    """Elements of a parameter that a token meets: of a stack of experts, those that it passes.
+
+    None of a stack of experts where the block does not declare how many these are.
+    """
+    if not param.is_stack:
+        return param.numel
+    return param.numel // param.num_parts * operations.mixture.experts.per_token if operations.mixture.each else 0
+
+
+@lru_cache(maxsize=4096)
+def forward_flops(operations: Operations, batch_size: int, sequence: int) -> int:
+    """FLOPs of the matrix products in one forward pass on (B, S) tokens.
+
+    A product of (m, k) and (k, n) counts 2mnk; of experts those that a token passes count. Attention counts the full
+    S x S square, 2 B S^2 for each element of a query and of a value, as published FLOP counts do, although a causal
+    kernel may skip half of it. Biases, norms, activations, RoPE and the embedding's look-up count nothing.
+    """
+    tokens = batch_size * sequence
+    return sum(2 * tokens * _multiplications(operations, each, sequence) for each in operations)
+
+
+def _multiplications(operations: Operations, operation: Operation, sequence: int) -> int:
+    """Multiplications of a token."""
+    match operation:
+        case Core():
+            return sequence * operation.heads * (operation.head_dim + operation.value_dim)
+        case PlainProduct():
+            return operation.source.features.numel * operation.target.features.numel
+        case LookUp():
+            return 0
+        case Loss():
+            return operation.source.features.numel * operation.vocabulary
+        case _:
+            return sum(active_numel(operations, param) for param in _params(operation) if param.is_matrix)
