@@ -167,6 +167,7 @@ class Sum(Operation):
     """The residual stream, and what attention or the MLP adds to it."""
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Mixture(Operation):
     """A mixture of experts in place of an MLP: routes a token to experts, and sums their weighted results.
@@ -237,6 +238,11 @@ class Operations:
         return [operation for operation in self.each if isinstance(operation, kind)]
 
     @cached_property
+    def passed(self) -> tuple[Operation, ...]:
+        """Its operations, and after a mixture those of the shared expert, which every token passes too."""
+        return tuple(chained for each in self.each for chained in (each, *_shared(each)))
+
+    @cached_property
     def core(self) -> Core:
         """Its attention; `NO_CORE` where it has none."""
         return next(iter(self.of(Core)), NO_CORE)
@@ -251,6 +257,10 @@ class Operations:
         """Features of the residual stream; none where the block does not say."""
         streams = (tensor for each in self.each for tensor in (*each.reads, *each.writes))
         return next((each.features for each in streams if each.features.counts in ("hidden", "features")), NO_FEATURES)
+
+
+def _shared(operation: Operation) -> tuple[Operation, ...]:
+    return operation.shared if isinstance(operation, Mixture) else ()
 
 
 NO_FEATURES = Dim("", 0)
