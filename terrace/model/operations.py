@@ -149,6 +149,11 @@ class Core(Operation):
     window: int = 0  # a token sees itself and the window - 1 before it; 0: all before it
     cap: float = 0.0  # of scores; 0: none
 
+    @property
+    def is_grouped(self) -> bool:
+        """Whether several heads share keys and values."""
+        return self.kv_heads != self.heads
+
 
 @dataclass(frozen=True)
 class Activation(Operation):

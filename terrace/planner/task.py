@@ -8,9 +8,11 @@ from typing import Literal, NamedTuple
 from terrace.base.errors import ModelError, PlanError
 from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
-from terrace.model.blocks import DecoderBlock, block_specs
+from terrace.model.block_operations import layer_operations
+from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig
 from terrace.model.experts.config import ExpertsConfig
+from terrace.model.operations import Operations
 from terrace.model.spec import BlockSpec
 from terrace.plan.chunk_rules import why_not_fused
 from terrace.plan.context import Heads, attention_heads
@@ -128,6 +130,11 @@ class Task:
         return self.declared or block_specs(self.model)
 
     @cached_property
+    def layer(self) -> Operations:
+        """The operations of a layer, of which the model's layers differ in details."""
+        return layer_operations(self.model)
+
+    @cached_property
     def kinds(self) -> Kinds:
         """The blocks by kind; the planner names a kind by its number."""
         return Kinds.of(self.blocks)
@@ -190,7 +197,7 @@ class Task:
     @cached_property
     def experts(self) -> ExpertsConfig | None:
         """The experts of the model's mixtures; None for a model without, or with mixtures that differ."""
-        known = {block.config.experts for block in self.blocks if isinstance(block, DecoderBlock) and block.has_stacks}
+        known = {block.declared.mixture.experts for block in self.blocks if block.declared.mixture.each}
         return next(iter(known)) if len(known) == 1 else None
 
     @property

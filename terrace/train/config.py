@@ -22,6 +22,7 @@ from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import UNNAMED, cluster_table, lay_over, parse_cluster, preset_names
 from terrace.data.config import PATHS, DataConfig
 from terrace.data.sources import beside, eval_beside
+from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig, parse_model, to_table
 from terrace.model.experts.balance import BalanceConfig
@@ -106,7 +107,7 @@ class RunConfig:
             work=work_of(
                 self.cluster,
                 self.plan,
-                self.model,
+                layer_operations(self.model),
                 self.train.sequence,
                 documents=self.has_documents,
                 attention=self.train.attention,
