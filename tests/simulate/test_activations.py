@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from terrace.base.errors import PlanError
 from terrace.model import pair_kernels
 from terrace.model.attention import SHORT_SEQUENCE
+from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig, parse_model
 from terrace.model.decoder import DecoderLayer, build_blocks, token_loss
@@ -59,7 +60,13 @@ def test_the_layer_of_table_2(name: str, t: int, sequence_parallel: bool) -> Non
     a, h, layers, _, b = PUBLISHED[name]
     s = 2048
     sbh = s * b * h
-    work = Work(model=gpt(h, a, layers), sequence=s, micro_batch=b, tensor=t, sequence_parallel=sequence_parallel)
+    work = Work(
+        layer=layer_operations(gpt(h, a, layers)),
+        sequence=s,
+        micro_batch=b,
+        tensor=t,
+        sequence_parallel=sequence_parallel,
+    )
     table = sbh * 34 // t if sequence_parallel else sbh * 10 + sbh * 24 // t
     cut = t if sequence_parallel else 1
     statistics = 2 * 2 * s * b * 4 // cut + s * b * (a // t) * 4
@@ -145,7 +152,7 @@ def run_head(
 
 def predict(config: ModelConfig, compute: str, sequence: int, index: int, again: bool) -> BlockActivations:
     work = Work(
-        model=config,
+        layer=layer_operations(config),
         sequence=sequence,
         micro_batch=BATCH,
         recompute="full" if again else "none",
@@ -246,7 +253,7 @@ def test_a_layer_whose_operations_are_recomputed(
     with recorded:
         backward, after, _ = allocated(lambda: torch.autograd.backward(output, gradient))
     work = Work(
-        model=config,
+        layer=layer_operations(config),
         sequence=sequence,
         micro_batch=BATCH,
         operations=operations,
@@ -317,7 +324,7 @@ def check_recomputed(name: str, index: int) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_fused_rms_norm_and_cut_heads_keep_less(name: str) -> None:
-    work = Work(model=MODELS[name], sequence=256)
+    work = Work(layer=layer_operations(MODELS[name]), sequence=256)
     cpu, cuda = (block_activation_bytes(work, Computes.RESIDUAL, backend) for backend in ("cpu", "cuda"))
     if MODELS[name].norm == "rms":
         assert cuda.kept_bytes < cpu.kept_bytes
@@ -352,7 +359,7 @@ def test_a_tape_by_hand() -> None:
 
 
 def test_an_unknown_backend_is_refused() -> None:
-    work: Any = Work(model=MODELS["llama"], sequence=8)
+    work: Any = Work(layer=layer_operations(MODELS["llama"]), sequence=8)
     wrong: Any = "layers"
     with pytest.raises(PlanError, match="backend = 'layers' is not known"):
         block_activation_bytes(work, Computes.RESIDUAL, wrong)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
+from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs, num_params
 from terrace.model.config import ModelConfig, parse_model
 from terrace.model.decoder import build_blocks, token_loss
@@ -182,7 +183,7 @@ def test_tensor_and_pipeline_ranks() -> None:
 def test_which_attention_runs(backend: Any, compute: Any, kv_heads: int, sequence: int, flash: bool) -> None:
     model = replace(SEVEN_B, num_kv_heads=kv_heads)
     plan = replace(preset("zero3", dgx(2)), compute=compute)
-    assert work_of(dgx(2), plan, model, sequence, backend).flash == flash
+    assert work_of(dgx(2), plan, layer_operations(model), sequence, backend).flash == flash
 
 
 @pytest.mark.parametrize(("head_dim", "kv_heads", "flash"), [(256, 8, True), (512, 8, False), (512, 32, True)])

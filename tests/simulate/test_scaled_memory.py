@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from terrace.model.block_operations import layer_operations
 from terrace.model.config import ModelConfig
 from terrace.model.decoder import DecoderLayer, build_blocks
 from terrace.model.init import initialise
@@ -55,7 +56,7 @@ def scale(layer: nn.Module, products: str) -> None:
 
 def predicted(config: ModelConfig, compute: Any, products: str | None, operations: tuple[str, ...] = ()) -> Any:
     work = Work(
-        model=config,
+        layer=layer_operations(config),
         sequence=SEQUENCE,
         micro_batch=BATCH,
         operations=operations,
@@ -131,7 +132,7 @@ def test_what_waits_for_the_second_half_of_a_backward(name: str, products: str, 
 
 def test_tensor_ranks_gather_inputs_again() -> None:
     """With sequence parallelism a rank keeps its part of an input; what is whole anyway it keeps as codes."""
-    cut = Work(model=MODELS["llama"], sequence=SEQUENCE, tensor=2, products="fp8")
+    cut = Work(layer=layer_operations(MODELS["llama"]), sequence=SEQUENCE, tensor=2, products="fp8")
     for work, wanted in ((cut, False), (replace(cut, sequence_parallel=False), True)):
         saved = block_activation_bytes(work, Computes.RESIDUAL, "cuda").saved
         tokens = SEQUENCE * HIDDEN
