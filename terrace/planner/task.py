@@ -12,6 +12,7 @@ from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig
 from terrace.model.experts.config import ExpertsConfig
+from terrace.model.facts import longest_row
 from terrace.model.operations import Operations
 from terrace.model.spec import BlockSpec
 from terrace.plan.chunk_rules import why_not_fused
@@ -104,10 +105,9 @@ class Task:
                 f"compute = {self.compute!r}: the device of cluster {self.cluster.name!r} has no peak for it; "
                 f"use one of {', '.join(sorted(peaks))}, or give device.peak_flops_per_s.{self.compute}"
             )
-        if self.model.learned_positions and self.sequence > self.model.max_positions:
+        if 0 < (most := longest_row(self.model)) < self.sequence:
             raise ModelError(
-                f"sequence = {self.sequence} is longer than the {self.model.max_positions} positions the model has: "
-                f"use at most {self.model.max_positions}"
+                f"sequence = {self.sequence} is longer than the {most} positions the model has: use at most {most}"
             )
 
     @property

@@ -208,7 +208,9 @@ def _layer(device: torch.device, shape: LayerShape, backend: str | None = None) 
     blocks = build_blocks(config)
     dtype = DTYPES[TRAINS_IN[device.type]]
     initialise(blocks, config, 0, dtype, device)
-    x = torch.randn((micro_batch, sequence, config.hidden_size), device=device, dtype=dtype, requires_grad=True)
+    x = torch.randn(
+        (micro_batch, sequence, layer_operations(config).hidden.numel), device=device, dtype=dtype, requires_grad=True
+    )
     if backend is not None:
         blocks[1](x)  # makes the tables of RoPE, which would be a graph of their own
         torch.compiler.reset()  # or the next shape is compiled for any sizes

@@ -79,7 +79,12 @@ class Work:
 
     @property
     def model(self) -> ModelConfig:  # until the tapes read operations
-        return CONFIGURATIONS[self.layer]
+        from terrace.plan.balance_rules import _sharing_choices
+
+        if self.layer in CONFIGURATIONS:
+            return CONFIGURATIONS[self.layer]
+        told = {_sharing_choices(each): config for each, config in CONFIGURATIONS.items()}
+        return told[self.layer]
 
     @property
     def is_masked(self) -> bool:

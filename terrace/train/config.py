@@ -26,6 +26,7 @@ from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig, parse_model, to_table
 from terrace.model.experts.balance import BalanceConfig
+from terrace.model.facts import longest_row
 from terrace.model.lora.config import LoraConfig, with_adapters
 from terrace.model.spec import BlockSpec, freeze
 from terrace.plan.balance_rules import check_balance, telling_choices
@@ -294,10 +295,10 @@ def _check(run: RunConfig) -> None:
     check_kernels(run)
     check_positions(run)
     run.num_micros()
-    if run.model.learned_positions and run.train.sequence > run.model.max_positions:
+    if 0 < (most := longest_row(run.model)) < run.train.sequence:
         raise ModelError(
-            f"train.sequence = {run.train.sequence} is longer than the {run.model.max_positions} positions the "
-            f"model has: use at most {run.model.max_positions}"
+            f"train.sequence = {run.train.sequence} is longer than the {most} positions the "
+            f"model has: use at most {most}"
         )
     check_balance(run.balance or BalanceConfig(), Mesh.of(run.cluster, run.plan), run.plan, blocks)
     if run.balance is not None and run.balance.bias:

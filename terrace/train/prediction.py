@@ -40,7 +40,6 @@ def predict(run: RunConfig, cluster: Cluster) -> Prediction:
 def utilisation_of(run: RunConfig, cluster: Cluster, backend: str) -> Utilisation:
     """FLOPs and peaks behind the run's MFU and HFU; `cluster` has the constants measured at the start, if any."""
     return utilisation(
-        run.model,
         run.blocks(),
         run.plan,
         run.rows,

@@ -82,7 +82,7 @@ def test_without_causality_the_counts_are_the_published_ones(
 ) -> None:
     """With the full square and nothing frozen they are those of the simulator: Korthikanti's and Narayanan's."""
     plan = replace(PLAN, recompute=("layers.*",)) if again else PLAN
-    flops = step_flops(model, block_specs(model), plan, batch, sequence)
+    flops = step_flops(block_specs(model), plan, batch, sequence)
     published = hardware_flops if again else model_flops
     assert flops.hardware + flops.masked + flops.masked_again == published(model, sequence, batch)
     assert flops.hardware == flops.model + flops.again
