@@ -32,7 +32,6 @@ from terrace.model.operations import (
 Sublayer = Callable[[ModelConfig, Tensor, Tensor], Iterator[Operation]]  # (config, what it reads, its result)
 
 SCORE = "score.weight"  # of a scalar head, here and in weight files
-CONFIGURATIONS: dict[Operations, ModelConfig] = {}  # until the tapes of terrace.simulate read operations
 
 
 @lru_cache(maxsize=256)
@@ -43,7 +42,7 @@ def embedding_operations(config: ModelConfig) -> Operations:
     look_up = LookUp(
         "look up", (), (target,), "weight", config.vocab_size, positions=positions, factor=config.scales.embedding
     )
-    return _registered(config, Operations((look_up,)))
+    return Operations((look_up,))
 
 
 @lru_cache(maxsize=256)
@@ -53,18 +52,14 @@ def head_operations(config: ModelConfig) -> Operations:
     ready = Tensor("head input", stream)
     if config.scalar_head:
         score = Score("score", (ready,), (Tensor(OUTPUT, Dim("scores", 1), Tokens.ALL),), SCORE.removesuffix(".weight"))
-        return _registered(
-            config, Operations((_norm(config, "final norm", "norm", Tensor(INPUT, stream), ready), score))
-        )
+        return Operations((_norm(config, "final norm", "norm", Tensor(INPUT, stream), ready), score))
     normalised = ready if divisor == 1.0 else Tensor("normalised", stream)
     found: list[Operation] = [_norm(config, "final norm", "norm", Tensor(INPUT, stream), normalised)]
     if divisor != 1.0:
         found.append(Scale("divide logits", (normalised,), (ready,), 1.0 / divisor))
     loss = Tensor(OUTPUT, Dim("losses", 1), Tokens.ALL)
     owns, cap = not config.tied_embeddings, config.scales.logit_cap
-    return _registered(
-        config, Operations((*found, Loss("loss", (ready,), (loss,), "weight", config.vocab_size, owns=owns, cap=cap)))
-    )
+    return Operations((*found, Loss("loss", (ready,), (loss,), "weight", config.vocab_size, owns=owns, cap=cap)))
 
 
 @lru_cache(maxsize=256)
@@ -78,20 +73,12 @@ def layer_operations(config: ModelConfig) -> Operations:
     feed = _mlp if config.experts is None else _mixture
     # In the parallel form the MLP reads the layer's input, without attention's output.
     second = source if config.parallel_residual else middle
-    return _registered(
-        config,
-        Operations(
-            (
-                *_sublayer(config, "attention", source, source, middle, "attended", _attention),
-                *_sublayer(config, "mlp", second, middle, target, "mlp output", feed),
-            )
-        ),
+    return Operations(
+        (
+            *_sublayer(config, "attention", source, source, middle, "attended", _attention),
+            *_sublayer(config, "mlp", second, middle, target, "mlp output", feed),
+        )
     )
-
-
-def _registered(config: ModelConfig, operations: Operations) -> Operations:
-    CONFIGURATIONS[operations] = config
-    return operations
 
 
 def _stream(config: ModelConfig) -> Dim:

@@ -8,8 +8,6 @@ from typing import Literal
 from terrace.base.errors import PlanError
 from terrace.base.hashing import hashed_once
 from terrace.model.attention_kernel import AttentionCase, AttentionChoice, AttentionKernel, expected
-from terrace.model.block_operations import CONFIGURATIONS
-from terrace.model.config import ModelConfig
 from terrace.model.operations import Dim, Operations, Tensor, Tokens
 from terrace.model.part_kernel import Part
 from terrace.plan.context import Heads, count_local_tokens
@@ -76,15 +74,6 @@ class Work:
             raise PlanError(
                 f"columns = {self.columns} do not divide tensor = {self.tensor}, rows x columns: give a divisor"
             )
-
-    @property
-    def model(self) -> ModelConfig:  # until the tapes read operations
-        from terrace.plan.balance_rules import _sharing_choices
-
-        if self.layer in CONFIGURATIONS:
-            return CONFIGURATIONS[self.layer]
-        told = {_sharing_choices(each): config for each, config in CONFIGURATIONS.items()}
-        return told[self.layer]
 
     @property
     def is_masked(self) -> bool:

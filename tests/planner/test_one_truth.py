@@ -172,7 +172,14 @@ def check_step(run: RunConfig) -> None:
     # What runs is what was predicted: the programs that a run builds, played whole.
     costs = [
         step_costs(
-            each, work_of(run.cluster, run.plan, layer_operations(run.model), SEQUENCE, documents=run.has_documents)
+            each,
+            work_of(
+                run.cluster,
+                run.plan,
+                layer_operations(run.model),
+                SEQUENCE,
+                documents=run.has_documents,
+            ),
         )
         for each in programs
     ]

@@ -13,7 +13,6 @@ from terrace.base.errors import ClusterError
 from terrace.cluster.cluster import Cluster, Device, Tier
 from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs, forward_flops
-from terrace.model.spec import Computes
 from terrace.plan.in_block_messages import ContextLeg, ContextMessage
 from terrace.plan.mesh import Mesh
 from terrace.plan.traffic import step_bytes
@@ -29,7 +28,6 @@ from terrace.program.instruction import Instruction, Op
 from terrace.program.lowering import build
 from terrace.program.program import Program
 from terrace.sequence.capacity import most_attended, ring_rank_capacity
-from terrace.simulate.activations import block_activation_bytes
 from terrace.simulate.attention_cost import attention_cost
 from terrace.simulate.cost import step_costs
 from terrace.simulate.critical import critical_path
@@ -40,6 +38,7 @@ from terrace.simulate.layers import core_rounds
 from terrace.simulate.links import rate_bytes_per_s, send_s, tier_penalty
 from terrace.simulate.recording import record
 from terrace.simulate.work import Work
+from tests.support.activations import layer_activations
 from tests.support.attention_waits import attention_waits
 from tests.support.planner_cases import CLUSTERS, SMALL, evaluator_of, gpt, mesh_of, small_task
 
@@ -217,7 +216,7 @@ def test_the_forms_of_a_space_split_heads_and_chunks() -> None:
 def test_activations_of_a_rank_fall_as_one_over_the_context_ranks() -> None:
     whole = Work(layer=layer_operations(SMALL), sequence=4096)
     for backend in ("cpu", "cuda"):
-        kept = partial(block_activation_bytes, computes=Computes.RESIDUAL, backend=backend)
+        kept = partial(layer_activations, backend=backend)
         for ulysses, ring in ((1, 2), (2, 1), (2, 2), (4, 4)):
             part = kept(replace(whole, ulysses=ulysses, ring=ring))
             # With Ulysses the output is kept where it was attended to and, for the next product, where its tokens are.
@@ -235,7 +234,7 @@ def test_what_costs_balance_is_predicted_for_the_most_that_a_place_may_attend_to
     assert even.most_attended == even.attended == 4096 // ring
     work = replace(even, balance="cost", pooled=pooled)
     assert work.most_attended == 3 * even.attended
-    part = block_activation_bytes(work, Computes.RESIDUAL)
+    part = layer_activations(work)
     row = even.attended * 512 // ulysses * 2  # bytes that an even share has in a rank's heads; all 4 have keys
     assert part.saved["attention"] == 3 * (4 * row + even.attended * 4 // ulysses * 4)
     assert part.saved["attention output"] == even.tokens * 512 * 2

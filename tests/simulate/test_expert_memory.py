@@ -14,7 +14,7 @@ from terrace.plan.wire import MessageClass
 from terrace.program.lowering import build
 from terrace.simulate.advice import Job, worst_words
 from terrace.simulate.footprint import LOAD_FACTOR, footprint, work_of
-from terrace.simulate.mlp_tape import rows_of, worst_load
+from terrace.simulate.kept_by_mixture import rows_of, worst_load
 from tests.support.mixtures import PLAIN, mixture
 from tests.support.toys import cluster_of
 

@@ -14,7 +14,6 @@ from terrace.cluster.presets import load_cluster
 from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
 from terrace.model.config import parse_model
-from terrace.model.spec import Computes
 from terrace.plan.plan import Plan
 from terrace.plan.traffic import step_bytes
 from terrace.plan.wire import MessageClass
@@ -24,7 +23,7 @@ from terrace.program.lowering import build
 from terrace.program.program import Program
 from terrace.program.verify import verify
 from terrace.report.inside import inside_table
-from terrace.simulate.activations import block_activation_bytes
+from terrace.simulate.activations import activations_of
 from terrace.simulate.cost import Costs, step_costs
 from terrace.simulate.critical import critical_path
 from terrace.simulate.curve import memory_curve
@@ -36,6 +35,7 @@ from terrace.simulate.recording import record
 from terrace.simulate.small_changes import changes
 from terrace.simulate.step import Step
 from terrace.simulate.work import Work
+from tests.support.activations import layer_activations
 from tests.support.planner_cases import gpt
 
 MODEL = gpt(2, 64, 4, vocab=96, positions=32)
@@ -300,14 +300,14 @@ def test_a_plan_s_layer_keeps_what_the_published_formulas_say(sequence_parallel:
     plan = Plan(mapping=mapping, compute="bf16", sequence_parallel=sequence_parallel, **places)
     work = replace(work_of(cluster, plan, layer_operations(gpt(96, 12288, 96)), 2048), recompute=recompute)
     expected = 2048 * 12288 * FORMULAS[sequence_parallel, recompute](t)
-    assert block_activation_bytes(work, Computes.RESIDUAL, "cuda").kept_bytes == pytest.approx(expected, rel=0.05)
+    assert layer_activations(work, "cuda").kept_bytes == pytest.approx(expected, rel=0.05)
 
 
 def test_columns_cut_the_stream_whether_or_not_tokens_are_split() -> None:
     work = Work(layer=layer_operations(LLAMA), sequence=64, tensor=4, columns=2, sequence_parallel=False)
     flat = replace(work, tensor=2, columns=1)
     # The rows see the same inside; the stream outside, 2 inputs of regions and 2 norms, is half.
-    for computes in (Computes.RESIDUAL, Computes.LOGITS):
-        cut, whole = (block_activation_bytes(each, computes, "cuda") for each in (work, flat))
+    for block in block_specs(LLAMA)[-2:]:
+        cut, whole = (activations_of(each, block, "cuda") for each in (work, flat))
         assert cut.input_bytes == whole.input_bytes / 2
         assert cut.kept_bytes < whole.kept_bytes

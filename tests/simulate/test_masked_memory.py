@@ -16,16 +16,14 @@ from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
 from terrace.model.decoder import build_blocks
 from terrace.model.init import initialise
-from terrace.model.spec import Computes
 from terrace.plan.kinds import Kinds
 from terrace.plan.presets import preset
 from terrace.sequence.pairs import SHORT_PIECE
-from terrace.simulate.activations import block_activation_bytes
 from terrace.simulate.footprint import footprint
 from terrace.simulate.layers import block_seconds
 from terrace.simulate.masks import CPU_SHORT_PIECE, FLEX_BLOCK, core_keys, has_flash_attention, mask_bytes
 from terrace.simulate.work import Work
-from tests.support.activations import BATCH, DTYPES, HIDDEN, MODELS, rotary_tables
+from tests.support.activations import BATCH, DTYPES, HIDDEN, MODELS, layer_activations, rotary_tables
 from tests.support.adopted import as_in_a_run
 from tests.support.allocations import addresses, allocated, saved_bytes, seeded
 from tests.support.toys import cluster_of
@@ -64,7 +62,7 @@ class Measured:
             flash=has_flash_attention(layer_operations(config).core, sequence, compute, "cpu", rows is not None),
             documents=rows is not None,
         )
-        self.predicted = block_activation_bytes(self.work, Computes.RESIDUAL, "cpu")
+        self.predicted = layer_activations(self.work, "cpu")
 
     def _masks(self) -> list[Tensor]:
         plans = self.block.attention.plans
@@ -139,7 +137,7 @@ def test_the_footprint_has_positions_and_masks() -> None:
 def test_grouped_heads_that_are_repeated_are_kept() -> None:
     work = Work(layer=layer_operations(MODELS["llama"]), sequence=256, micro_batch=BATCH)
     plain, masked, varlen = (
-        block_activation_bytes(one, Computes.RESIDUAL, "cuda").kept_bytes
+        layer_activations(one, "cuda").kept_bytes
         for one in (work, replace(work, documents=True, attention="sdpa"), replace(work, documents=True))
     )
     assert masked - plain == 2 * work.tokens * HIDDEN * 2

@@ -238,7 +238,10 @@ def test_a_device_without_the_peak() -> None:
 def test_a_plan_and_its_work_say_the_same() -> None:
     cluster, blocks = load_cluster("dgx-h100"), block_specs(MODEL)
     plan = replace(preset("zero3", cluster), compute="bf16", products="fp8")
-    program, work = build(cluster, plan, blocks, 2, 512), work_of(cluster, plan, layer_operations(MODEL), 512)
+    program, work = (
+        build(cluster, plan, blocks, 2, 512),
+        work_of(cluster, plan, layer_operations(MODEL), 512),
+    )
     assert work.products == "fp8"
     scaled = step_costs(program, work)
     assert (

@@ -141,7 +141,8 @@ def test_a_layer_of_tensor_ranks_keeps_the_predicted_bytes(pool: LocalPool, spli
         plan = replace(plan, compute="fp32", master="fp32", recompute=recompute)
         blocks = block_specs(LLAMA)
         work = recomputing(
-            work_of(cluster, plan, layer_operations(LLAMA), sequence), recomputed_parts(recompute, blocks)[1]
+            work_of(cluster, plan, layer_operations(LLAMA), sequence),
+            recomputed_parts(recompute, blocks)[1],
         )
         wanted = pytest.approx([activations_of(work, blocks[1], "cpu").kept_bytes] * 2, rel=0.03)
         for _ in range(TRIES):
