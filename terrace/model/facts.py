@@ -40,6 +40,11 @@ def has_scalar_head(config: ModelConfig) -> bool:
     return config.scalar_head
 
 
+def with_scalar_head(config: ModelConfig) -> ModelConfig:
+    """The model with one number a token in place of logits."""
+    return replace(config, scalar_head=True)
+
+
 def has_experts(config: ModelConfig) -> bool:
     """Whether any of its layers has a mixture of experts."""
     return config.experts is not None

@@ -12,7 +12,7 @@ from terrace.checkpoint.layout import folder_of
 from terrace.generation.sliced import sliced_config
 from terrace.model.blocks import block_specs
 from terrace.model.config import load_model
-from terrace.model.facts import has_scalar_head, longest_text, refuse_looking_ahead, vocabulary_size
+from terrace.model.facts import has_scalar_head, longest_text, refuse_looking_ahead, vocabulary_size, with_scalar_head
 from terrace.model.spec import freeze
 from terrace.plan.context import is_context_parallel
 from terrace.plan.layout import Layout
@@ -141,7 +141,7 @@ def workers_of(config: RlConfig, weights: str, inputs: RunInputs | None = None) 
     optimizer = replace(config.optimizer, lr=run.critic_lr)
     for role in (each for each in (CRITIC, COST_CRITIC) if each in config.roles):
         settings = engine_settings(config, role, weights, run.mini_batch, optimizer)
-        settings = replace(settings, model=replace(config.model, scalar_head=True))
+        settings = replace(settings, model=with_scalar_head(config.model))
         found[role] = (Critic, {"settings": settings, "value_clip": config.algorithm.value_clip})
     given = {reward_name(index): reward for index, reward in enumerate(config.reward)}
     for role, reward in (given | ({COST: config.cost} if config.cost is not None else {})).items():

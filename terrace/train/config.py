@@ -26,7 +26,7 @@ from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig, parse_model, to_table
 from terrace.model.experts.balance import BalanceConfig
-from terrace.model.facts import longest_row
+from terrace.model.facts import longest_row, with_scalar_head
 from terrace.model.lora.config import LoraConfig, with_adapters
 from terrace.model.spec import BlockSpec, freeze
 from terrace.plan.balance_rules import check_balance, telling_choices
@@ -202,7 +202,7 @@ def parse_sections(table: Mapping[str, Any]) -> RunConfig:
     model = parse_model(table["model"])
     return RunConfig(
         # A reward model begins from any model; its score may be new.
-        model=replace(model, scalar_head=True) if train.objective == "reward" else model,
+        model=with_scalar_head(model) if train.objective == "reward" else model,
         cluster=cluster,
         plan=_plan(table["plan"], cluster, optimizer),
         data=load(DataConfig, table.get("data", {}), "data"),
