@@ -100,7 +100,7 @@ def timed(
 
 
 def _mfu(setting: Setting, config: ModelConfig, shape: tuple[int, int], step_s: float, *, is_judged: bool) -> Row:
-    flops = step_flops(config, block_specs(config), _plan(), MICROS * shape[0], shape[1])
+    flops = step_flops(block_specs(config), _plan(), MICROS * shape[0], shape[1])
     causal, square = (each / step_s / setting.peak_tflops / 1e12 for each in (flops.model, flops.model + flops.masked))
     found = f"{causal:.1%}; {square:.1%} with attention as the full square"
     subject, passes = f"MFU of {setting.peak_tflops:g} TFLOP/s", setting.goal(causal >= GOAL_MFU)

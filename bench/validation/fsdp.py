@@ -12,10 +12,9 @@ from bench.validation.rows import Row, Table, gpt, read_rows
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
 from terrace.model.block_operations import layer_operations
-from terrace.model.blocks import block_specs, num_params
+from terrace.model.blocks import block_specs, model_flops, num_params
 from terrace.model.config import ModelConfig
 from terrace.simulate.kernels import memory_s
-from terrace.simulate.layers import model_flops
 from terrace.simulate.work import Work
 
 VOCAB = 50368

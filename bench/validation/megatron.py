@@ -10,10 +10,10 @@ and pipeline stages are nodes.
 from bench.validation.rows import Row, Table, gpt, read_rows
 from bench.validation.software import megatron
 from terrace.cluster.presets import load_cluster
+from terrace.model.blocks import hardware_flops
 from terrace.plan.mesh import Mesh
 from terrace.planner.stages import SERIAL
 from terrace.planner.task import Candidate, Placement, Task
-from terrace.simulate.layers import hardware_flops
 
 _SEQUENCE, _VOCAB = 2048, 51200
 _NODE_SIZE = 8

@@ -8,12 +8,11 @@ from bench.validation.software import cudnn_of_2024
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
 from terrace.model.block_operations import layer_operations
-from terrace.model.blocks import block_specs
+from terrace.model.blocks import block_specs, model_flops
 from terrace.model.config import ModelConfig, parse_model
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
 from terrace.simulate.footprint import work_of
-from terrace.simulate.layers import model_flops
 from terrace.simulate.step import Step, predict_step
 
 _SEQUENCE = 4096

@@ -64,3 +64,23 @@ def num_params(config: ModelConfig) -> int:
 def num_active_params(config: ModelConfig) -> int:
     """Number of parameters that a token meets: of a mixture's experts, those that it passes."""
     return sum(block.active(param) for block in block_specs(config) for param in block.params)
+
+
+def model_flops(model: ModelConfig, sequence: int, batch: int) -> int:
+    """FLOPs that `batch` sequences need: three times the forward's products, the full S x S square.
+
+    For GPT this is 72 B S L H^2 (1 + S / 6H + V / 12LH): Korthikanti et al. 2205.05198, section 6, from which they take
+    the model FLOPs utilization (MFU).
+    """
+    return 3 * sum(block.forward_flops(batch, sequence) for block in block_specs(model))
+
+
+def hardware_flops(model: ModelConfig, sequence: int, batch: int) -> int:
+    """FLOPs that `batch` sequences cost with full recomputation of the layers.
+
+    For GPT, 96 B S L H^2 (1 + S / 6H + V / 16LH): Narayanan et al. 2104.04473, equation 3, as used in their Table 1.
+    Recomputation inside a flash kernel is not counted.
+    """
+    # Recomputation runs every layer's forward a second time.
+    again = sum(block.forward_flops(batch, sequence) for block in block_specs(model) if block.attends)
+    return model_flops(model, sequence, batch) + again

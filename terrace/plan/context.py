@@ -21,12 +21,15 @@ Shape legend: B rows of a micro-batch, S tokens of a row, r ring and u ulysses r
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from terrace.cluster.cluster import Cluster
 from terrace.model.params import ParamSpec
-from terrace.model.spec import BlockSpec
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from terrace.model.spec import BlockSpec
 
 ULYSSES = ("ulysses",)
 CHUNKS_PER_RING_RANK = 2  # of a causal ring: an early and a late one
@@ -149,7 +152,7 @@ class Heads:
         return Heads(-(-self.queries // ulysses), -(-self.keys // ulysses), self.size)
 
 
-def attention_heads(block: BlockSpec, rows: int) -> Heads | None:
+def attention_heads(block: "BlockSpec", rows: int) -> Heads | None:
     """Heads of a block on each of `rows` tensor rows; None for a block that declares none.
 
     With more rows than key-value heads each row uses one of them (terrace.plan.slices).
@@ -163,7 +166,7 @@ def attention_heads(block: BlockSpec, rows: int) -> Heads | None:
     return Heads(queries[0] // rows, max(1, num_keys // rows), queries[1])
 
 
-def _declared(block: BlockSpec, name: str) -> tuple[int, int] | None:
+def _declared(block: "BlockSpec", name: str) -> tuple[int, int] | None:
     """(units, elements of a unit) of the first dim of that name."""
 
     def elements(param: ParamSpec, dim: int) -> int:

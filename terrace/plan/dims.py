@@ -1,10 +1,13 @@
 """The declared dims of parameters: which axes cut each kind, and the roles that follow from them."""
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from terrace.base.errors import PlanError
 from terrace.model.params import ParamSpec
-from terrace.model.spec import BlockSpec
+
+if TYPE_CHECKING:
+    from terrace.model.spec import BlockSpec
 
 CUT_BY: Mapping[str, tuple[str, ...]] = {
     "heads": ("rows",),
@@ -17,7 +20,7 @@ CUT_BY: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def cut_sizes(blocks: Sequence[BlockSpec], axis: str) -> list[int]:
+def cut_sizes(blocks: Sequence["BlockSpec"], axis: str) -> list[int]:
     """Sizes of the dims that `axis` alone cuts, which its degree must divide to cut every rank's part alike."""
     dims = {dim for block in blocks for param in block.params if not param.is_stack for dim in param.dims}
     return sorted({size for name, size in dims if CUT_BY.get(name) == (axis,)})
@@ -44,7 +47,7 @@ def is_router(param: ParamSpec) -> bool:
     return bool(param.dims) and param.dims[0][0] == "choices"
 
 
-def has_routers(blocks: Sequence[BlockSpec]) -> bool:
+def has_routers(blocks: Sequence["BlockSpec"]) -> bool:
     """Whether any block chooses experts for its tokens."""
     return any(is_router(param) for block in blocks for param in block.params)
 
@@ -59,14 +62,14 @@ def is_norm_of_heads(param: ParamSpec) -> bool:
     return len(param.dims) == 1 and param.dims[0][0] in ("heads", "kv_heads") and "norm" in param.name.split(".")[-2]
 
 
-def declared_hidden_size(blocks: Sequence[BlockSpec]) -> int | None:
+def declared_hidden_size(blocks: Sequence["BlockSpec"]) -> int | None:
     """The model's hidden size, None where no parameter declares it."""
     names = ("hidden", "features")
     sizes = (size for block in blocks for param in block.params for name, size in param.dims if name in names)
     return next(sizes, None)
 
 
-def hidden_size(blocks: Sequence[BlockSpec]) -> int:
+def hidden_size(blocks: Sequence["BlockSpec"]) -> int:
     """The model's hidden size; raises `PlanError` where no parameter declares it."""
     size = declared_hidden_size(blocks)
     if size is None:
@@ -74,7 +77,7 @@ def hidden_size(blocks: Sequence[BlockSpec]) -> int:
     return size
 
 
-def is_layer(blocks: Sequence[BlockSpec], index: int) -> bool:
+def is_layer(blocks: Sequence["BlockSpec"], index: int) -> bool:
     """Whether a block is a layer, neither an embedding nor the head.
 
     Where blocks do not declare `computes`, the model's first is taken for the embedding and its last for the head.

@@ -19,10 +19,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from terrace.base.errors import PlanError
 from terrace.model.operations import Activation, Core, Enter, Mixture, Norm, Operation, Operations
-from terrace.model.spec import BlockSpec
+
+if TYPE_CHECKING:
+    from terrace.model.spec import BlockSpec
 
 OPERATIONS = ("attention", "mlp", "norms")
 WHOLE = ("block",)  # in place of operations: all of them, from the block's input
@@ -69,7 +72,7 @@ def parse_recomputation(entry: str) -> Recomputation:
     return Recomputation(pattern=found["pattern"], first=first, every=every, operations=operations)
 
 
-def recomputed_parts(recompute: Sequence[str], blocks: Sequence[BlockSpec]) -> tuple[tuple[str, ...], ...]:
+def recomputed_parts(recompute: Sequence[str], blocks: Sequence["BlockSpec"]) -> tuple[tuple[str, ...], ...]:
     """The part of each block that its backward runs again: nothing, some of `OPERATIONS` in their order, or `WHOLE`.
 
     A first block in which nothing is trained has no backward: no gradient leaves it.

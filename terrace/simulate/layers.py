@@ -14,11 +14,9 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from terrace.cluster.cluster import Device
-from terrace.model.blocks import block_specs
-from terrace.model.config import ModelConfig
 from terrace.model.loss_chunks import chunk_rows
 from terrace.model.operations import (
     Activation,
@@ -37,7 +35,6 @@ from terrace.model.operations import (
     Score,
     Sum,
 )
-from terrace.model.spec import BlockSpec
 from terrace.plan.recompute import operations_named
 from terrace.plan.state_formats import BLOCK_STATES, element_bytes
 from terrace.plan.wire import FORMATS
@@ -45,9 +42,12 @@ from terrace.simulate.kernels import attention_s, gemm_s, memory_s, stream_s
 from terrace.simulate.masks import core_keys, spread_kernel, work_in
 from terrace.simulate.mixture import LAYER_OPERATORS, Divided, Seconds, gate_seconds, launches, mixture_seconds
 from terrace.simulate.passes import again_s, joined, pass_seconds
+from terrace.simulate.scaled import Matrices, scaled_seconds
 from terrace.simulate.scaled import launches as scaled_launches
-from terrace.simulate.scaled import matrices_of, scaled_seconds
 from terrace.simulate.work import Work
+
+if TYPE_CHECKING:
+    from terrace.model.spec import BlockSpec
 
 # Cross-entropy passes over bf16 logits in fp32 (cast, maximum, exponent and sum; backward, softmax and cast).
 LOGIT_BYTES = 26
@@ -91,7 +91,7 @@ class BlockSeconds:
 
 
 def seconds_of(
-    device: Device, work: Work, block: BlockSpec, *, accumulate: bool = False, divided: Divided | None = None
+    device: Device, work: Work, block: "BlockSpec", *, accumulate: bool = False, divided: Divided | None = None
 ) -> BlockSeconds:
     """Seconds of a block on a micro-batch; `accumulate` as in `block_seconds`, `divided` if its experts are."""
     if not block.declared.each:
@@ -173,6 +173,26 @@ def layer_products(work: Work) -> tuple[tuple[int, int, int], ...]:
         )
         for group in joined(work.layer)
     )
+
+
+def matrices_of(work: Work) -> list[Matrices]:
+    """The products of `work.layer` on a rank, those of a group as one."""
+    # Inputs that are gathered, or computed, again for the backward (terrace.runtime.returning).
+    gathered = work.sequence_parallel and work.rows > 1 and work.recompute != "full"
+    again = {operation.target.name for name in work.operations for operation in operations_named(work.layer, name)}
+    for operation in work.layer.passed:
+        if isinstance(operation, Enter) and (gathered or operation.source.name in again):
+            again.add(operation.target.name)
+    return [
+        Matrices(
+            work.tokens_of(group[0].source.tokens),
+            work.width(group[0].inputs),
+            sum(work.width(product.outputs) for product in group),
+            len(group),
+            returns=group[0].source.name in again,
+        )
+        for group in joined(work.layer)
+    ]
 
 
 def _products_seconds(device: Device, work: Work, accumulate: bool) -> Seconds:
@@ -350,23 +370,3 @@ def at_once(logits: BlockSeconds) -> BlockSeconds:
     The runtime does this where no tensor ranks share the vocabulary (terrace.runtime.head).
     """
     return BlockSeconds(forward_s=0.0, input_s=logits.forward_s + logits.input_s + logits.weight_s, weight_s=0.0)
-
-
-def model_flops(model: ModelConfig, sequence: int, batch: int) -> int:
-    """FLOPs that `batch` sequences need: three times the forward's products, the full S x S square.
-
-    For GPT this is 72 B S L H^2 (1 + S / 6H + V / 12LH): Korthikanti et al. 2205.05198, section 6, from which they take
-    the model FLOPs utilization (MFU).
-    """
-    return 3 * sum(block.forward_flops(batch, sequence) for block in block_specs(model))
-
-
-def hardware_flops(model: ModelConfig, sequence: int, batch: int) -> int:
-    """FLOPs that `batch` sequences cost with full recomputation of the layers.
-
-    For GPT, 96 B S L H^2 (1 + S / 6H + V / 16LH): Narayanan et al. 2104.04473, equation 3, as used in their Table 1.
-    Recomputation inside a flash kernel is not counted.
-    """
-    # Recomputation runs every layer's forward a second time.
-    again = sum(block.forward_flops(batch, sequence) for block in block_specs(model) if block.attends)
-    return model_flops(model, sequence, batch) + again

@@ -9,12 +9,15 @@ them is counted at its upper bound: in bf16 on a CPU as if all pieces were plain
 
 from dataclasses import replace
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from terrace.model.attention_kernel import AttentionCase, AttentionChoice, AttentionKernel, expected
 from terrace.model.operations import Core, Operations
-from terrace.model.spec import BlockSpec
 from terrace.plan.wire import FORMATS
 from terrace.simulate.work import Work
+
+if TYPE_CHECKING:
+    from terrace.model.spec import BlockSpec
 
 # `terrace.model.attention` attends with plain products in bf16 on a CPU up to this length; a test compares the two.
 CPU_PLAIN_SEQUENCE = 128
@@ -98,7 +101,7 @@ def has_flash_attention(
     return compute != "fp64" and not (grouped and (compute == "fp32" or core.head_dim > _LONGEST_FLASH_HEAD))
 
 
-def work_in(work: Work, block: BlockSpec, backend: str) -> Work:
+def work_in(work: Work, block: "BlockSpec", backend: str) -> Work:
     """The work of a micro-batch in a block; one that declares no operations counts as a layer that all share."""
     return _work_in(work, block.declared, backend) if block.declared.each else work
 

@@ -22,18 +22,12 @@ product itself is one in fp32.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from terrace.cluster.cluster import Device
-from terrace.model.operations import Enter
 from terrace.plan.plan import scales_rows
-from terrace.plan.recompute import operations_named
 from terrace.plan.wire import FORMATS
 from terrace.simulate.kernels import fp8_share, gemm_s, memory_s, peak_flops_per_s, stream_s
-from terrace.simulate.passes import joined
-
-if TYPE_CHECKING:
-    from terrace.simulate.work import Work
 
 _CODES, _TRANSPOSED, _TURNED = 2, 3, 1  # kernels
 
@@ -50,26 +44,6 @@ class Matrices(NamedTuple):
     number: int
     is_entered: bool = False
     returns: bool = False
-
-
-def matrices_of(work: "Work") -> list[Matrices]:
-    """The products of `work.layer` on a rank, those of a group as one."""
-    # Inputs that are gathered, or computed, again for the backward (terrace.runtime.returning).
-    gathered = work.sequence_parallel and work.rows > 1 and work.recompute != "full"
-    again = {operation.target.name for name in work.operations for operation in operations_named(work.layer, name)}
-    for operation in work.layer.passed:
-        if isinstance(operation, Enter) and (gathered or operation.source.name in again):
-            again.add(operation.target.name)
-    return [
-        Matrices(
-            work.tokens_of(group[0].source.tokens),
-            work.width(group[0].inputs),
-            sum(work.width(product.outputs) for product in group),
-            len(group),
-            returns=group[0].source.name in again,
-        )
-        for group in joined(work.layer)
-    ]
 
 
 @dataclass(frozen=True)

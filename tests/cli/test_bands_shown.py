@@ -113,7 +113,7 @@ def test_utilisation_of_a_plan_is_that_of_its_run(window: int, mixed: bool) -> N
     task = small_task(CLUSTERS["dgx 4x2"], batch=8, model=model)
     plan = replace(preset("zero1", task.cluster), compute="bf16")
     cost = evaluate_plan(task, plan)
-    flops = step_flops(model, task.blocks, plan, task.batch, task.sequence)
+    flops = step_flops(task.blocks, plan, task.batch, task.sequence)
     possible = cost.step_s * task.cluster.world_size * task.peak_flops_per_s
     assert mfu(task, cost) == pytest.approx(flops.model / possible, rel=1e-12)
     assert mfu(task, cost, full=True) == pytest.approx((flops.model + flops.masked) / possible, rel=1e-12)
@@ -127,7 +127,7 @@ def test_hardware_utilisation_of_a_plan_is_that_of_its_run() -> None:
         cost = evaluator_of(task).evaluate(candidate)
         entries = task.recomputed(candidate.recompute, candidate.first)
         plan = replace(preset("ddp", task.cluster), recompute=entries)
-        flops = step_flops(task.model, task.blocks, plan, task.batch, task.sequence)
+        flops = step_flops(task.blocks, plan, task.batch, task.sequence)
         possible = cost.step_s * task.cluster.world_size * task.peak_flops_per_s
         assert hfu(task, cost) == pytest.approx(flops.hardware / possible, rel=1e-12)
         square = flops.hardware + flops.masked + flops.masked_again

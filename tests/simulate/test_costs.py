@@ -11,7 +11,7 @@ from terrace.base.errors import ClusterError, PlanError
 from terrace.cluster.cluster import Device, Kernels
 from terrace.cluster.presets import load_cluster, preset_names
 from terrace.model.block_operations import layer_operations
-from terrace.model.blocks import block_specs, forward_flops
+from terrace.model.blocks import block_specs, forward_flops, hardware_flops, model_flops
 from terrace.model.config import ModelConfig, parse_model
 from terrace.model.spec import Computes, freeze
 from terrace.plan.presets import preset
@@ -20,14 +20,7 @@ from terrace.program.lowering import build, build_stages
 from terrace.simulate.cost import step_costs
 from terrace.simulate.events import simulate
 from terrace.simulate.kernels import attention_s, memory_s
-from terrace.simulate.layers import (
-    block_seconds,
-    hardware_flops,
-    model_flops,
-    operation_seconds,
-    optimizer_s,
-    seconds_of,
-)
+from terrace.simulate.layers import block_seconds, operation_seconds, optimizer_s, seconds_of
 from terrace.simulate.links import rate_bytes_per_s
 from terrace.simulate.stages import simulate_stages
 from terrace.simulate.work import Work

@@ -189,7 +189,7 @@ def test_which_attention_runs(backend: Any, compute: Any, kv_heads: int, sequenc
 def test_scores_of_long_grouped_heads_are_written_on_cuda(head_dim: int, kv_heads: int, flash: bool) -> None:
     """The flash kernel takes heads of up to 256, the other fused one no groups: their scores are kept, in fp32."""
     model = replace(SEVEN_B, head_dim=head_dim, num_kv_heads=kv_heads)
-    work = work_of(dgx(2), bf16("zero3", dgx(2)), model, 2048, "cuda")
+    work = work_of(dgx(2), bf16("zero3", dgx(2)), layer_operations(model), 2048, "cuda")
     assert work.flash == flash
     saved = layer_activations(work, "cuda").saved
     scores = 2048 * 2048 * model.num_heads * 4

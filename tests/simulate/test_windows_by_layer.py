@@ -45,7 +45,7 @@ def test_a_layer_costs_what_its_window_leaves() -> None:
 
 def test_flops_of_a_step_are_summed_over_the_layers() -> None:
     plan = replace(preset("ddp", cluster_of(1)), mapping={})
-    each = {model: step_flops(model, block_specs(model), plan, 2, SEQUENCE) for model in (MIXED, WHOLE, NARROW)}
+    each = {model: step_flops(block_specs(model), plan, 2, SEQUENCE) for model in (MIXED, WHOLE, NARROW)}
     assert each[MIXED].attention * 3 == each[NARROW].attention + 2 * each[WHOLE].attention
     width = 4 * 2 * MIXED.num_heads * MIXED.head_dim * 3  # of a pair in both sequences, forward and backward
     assert each[NARROW].attention == 3 * width * causal_pairs(SEQUENCE, WINDOW)

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from terrace.model.block_operations import layer_operations
 from terrace.model.config import parse_model
 from terrace.simulate.activations import BlockActivations, block_activation_bytes
 from terrace.simulate.block_tape import Backend
@@ -48,7 +47,7 @@ FAMILIES = {
 
 def layer_activations(work: Work, backend: Backend = "cuda") -> BlockActivations:
     """Activations of a layer of the model of `work`."""
-    return block_activation_bytes(work, layer_operations(work.model), backend)
+    return block_activation_bytes(work, work.layer, backend)
 
 
 def rotary_tables(block: nn.Module) -> list[Tensor]:

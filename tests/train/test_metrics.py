@@ -18,12 +18,11 @@ from terrace.base.errors import ConfigError
 from terrace.base.sealed import sealed_toml
 from terrace.cli.step_progress import ProgressLine, utilisation_words
 from terrace.cluster.presets import load_cluster
-from terrace.model.blocks import block_specs
+from terrace.model.blocks import block_specs, hardware_flops, model_flops
 from terrace.model.config import ModelConfig, parse_model
 from terrace.model.spec import freeze
 from terrace.plan.plan import Plan
 from terrace.program.report import StepReport
-from terrace.simulate.layers import hardware_flops, model_flops
 from terrace.simulate.masks import causal_pairs
 from terrace.train.config import RunConfig, resolve
 from terrace.train.job import RunJob
@@ -93,14 +92,14 @@ def test_without_causality_the_counts_are_the_published_ones(
 
 
 def test_a_frozen_matrix_needs_no_gradient() -> None:
-    whole = step_flops(MODEL, block_specs(MODEL), PLAN, 2, 8)
-    frozen = step_flops(MODEL, freeze(block_specs(MODEL), ["layers.1.mlp.*", "layers.0.attention_norm.*"]), PLAN, 2, 8)
+    whole = step_flops(block_specs(MODEL), PLAN, 2, 8)
+    frozen = step_flops(freeze(block_specs(MODEL), ["layers.1.mlp.*", "layers.0.attention_norm.*"]), PLAN, 2, 8)
     assert whole.products - frozen.products == 2 * 16 * 3 * 24 * 40
     assert whole.attention == frozen.attention
     tied = replace(MODEL, tied_embeddings=True)
-    head = step_flops(tied, block_specs(tied), PLAN, 2, 8).products
+    head = step_flops(block_specs(tied), PLAN, 2, 8).products
     assert head == whole.products
-    assert head - step_flops(tied, freeze(block_specs(tied), ["embedding.*"]), PLAN, 2, 8).products == 2 * 16 * 24 * 101
+    assert head - step_flops(freeze(block_specs(tied), ["embedding.*"]), PLAN, 2, 8).products == 2 * 16 * 24 * 101
 
 
 @pytest.mark.parametrize(
@@ -119,7 +118,7 @@ def test_the_peak_is_the_device_s_where_the_run_is_on_it(name: str, backend: str
         cluster = replace(cluster, device=replace(cluster.device, marks=marks))
     here = replace(cluster, device=replace(cluster.device, peak_flops_per_s={"bf16": 7e9}))
     measured = cluster if probed else here
-    used = utilisation(MODEL, block_specs(MODEL), PLAN, 4, 16, cluster=cluster, measured=measured, backend=backend)
+    used = utilisation(block_specs(MODEL), PLAN, 4, 16, cluster=cluster, measured=measured, backend=backend)
     assert said in used.origin
     own = backend == "cuda" or probed
     assert used.peak_flops_per_s == (cluster.device.peak_flops_per_s["bf16"] if own else 7e9)
