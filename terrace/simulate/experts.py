@@ -21,7 +21,6 @@ from terrace.plan.in_block_messages import ExpertMessage
 from terrace.plan.wire import MessageClass
 from terrace.program.block_program.steps import BlockStep, Compute, ComputeKind, Gap, Send, Steps
 from terrace.program.instruction import Op
-from terrace.simulate.layers import shared_seconds
 from terrace.simulate.mixture import Divided, Held, Seconds, launches, passed_seconds
 from terrace.simulate.priced_instruction import Doing, Event, PassStep
 from terrace.simulate.work import Work
@@ -67,6 +66,9 @@ def priced_experts(
 
     `accumulate` as in terrace.simulate.layers; `trained` is the part of weight gradients that are computed.
     """
+    # Layers stand above their experts in the order of imports.
+    from terrace.simulate.layers import shared_seconds
+
     mixture, held = work.layer.mixture, Held(traffic.num_units, traffic.num_rows)
     # Later pieces add their weight gradients to those of the first.
     sizes = Counter(stop - start for start, stop in spans_of(work.routed * traffic.num_rows, traffic.pieces))
