@@ -153,13 +153,13 @@ class _Writer:
 
     def product(self, operation: Product) -> Iterator[BlockStep]:
         """Sum the result over the axes that cut the features read."""
-        if _leaves(operation):
+        if operation.leaves:
             yield from self._leave() if self.splits else self._wait(self.rows, self.cut, *_ALL_REDUCE)
-        elif CUT_BY.get(operation.inputs.counts) == self.columns:
+        elif operation.source.tokens is Tokens.ALL and CUT_BY.get(operation.inputs.counts) == self.columns:
             yield from self._wait(self.columns, self._inner(operation.outputs), *_ALL_REDUCE)
 
     def product_backward(self, operation: Product) -> Iterator[BlockStep]:
-        if _leaves(operation):
+        if operation.leaves:
             # Regathering is issued before the input gradients and awaited before the weight gradients that read it.
             again = [Send(self._messages(self.rows, self.cut, Leg.GATHER), _INPUTS)] if self.regathers else []
             self.awaited = [step for send in again for step in (_INPUTS, Await(send))]
@@ -251,11 +251,6 @@ class _Writer:
 
     def _messages(self, axes: tuple[str, ...], numel: int, *legs: Leg) -> tuple[TensorMessage, ...]:
         return tuple(TensorMessage(leg, axes, numel) for leg in legs)
-
-
-def _leaves(operation: Product) -> bool:
-    """Whether a product ends a region: it writes the residual stream, from features of all tokens."""
-    return operation.source.tokens is Tokens.ALL and operation.target.tokens is Tokens.STREAM
 
 
 _Rule = Callable[[_Writer, Any], Iterator[BlockStep]]
