@@ -363,7 +363,7 @@ class VocabParallelHead(nn.Module):
     The product with the output matrix is the loss's own (terrace.runtime.tensor.loss): logits never exist whole.
     """
 
-    def __init__(self, weight: nn.Parameter, norm: Norm, axis: TensorAxis, divisor: float = 1.0) -> None:
+    def __init__(self, weight: nn.Parameter, norm: nn.Module, axis: TensorAxis, divisor: float = 1.0) -> None:
         super().__init__()
         self.weight = weight
         self.norm = norm
