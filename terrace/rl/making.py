@@ -9,7 +9,7 @@ from typing import Any
 from terrace.base.errors import ModelError, PlanError
 from terrace.base.words import counted
 from terrace.checkpoint.layout import folder_of
-from terrace.generation.sliced import sliced_config
+from terrace.generation.cache_shape import cache_shape
 from terrace.model.blocks import block_specs
 from terrace.model.config import load_model
 from terrace.model.experts.config import refuse_looking_ahead
@@ -67,7 +67,7 @@ def _check_model(config: RlConfig) -> None:
     if config.model.scalar_head:
         raise ModelError("the model is a reward model, which writes nothing: name a causal language model")
     refuse_looking_ahead(config.model.experts)
-    sliced_config(config.model, config.run.rows)
+    cache_shape(block_specs(config.model), config.run.rows)
 
 
 def _check_engine(settings: EngineSettings, *, learns: bool) -> None:
