@@ -36,7 +36,7 @@ from terrace.model.operations import Dim, Loss, Norm, Product
 from terrace.model.spec import BlockSpec
 from terrace.plan.dims import CUT_BY
 from terrace.plan.mesh import Mesh
-from terrace.plan.slices import is_shared, rank_slices, slice_blocks
+from terrace.plan.slices import rank_slices, slice_blocks, used_part
 
 Slices = Mapping[str, Tensor]  # parameter -> a rank's slice of it
 
@@ -59,12 +59,8 @@ def sliced_blocks(config: ModelConfig, slices: Sequence[Slices], group: OrderedG
         places = {param.name: rank_slices(param, mesh, row) for param in spec.params}
         for param, value in zip(spec.params, _values(spec, places, own), strict=True):
             counts, units = param.dims[0]
-            if is_shared(Dim(counts, units), {"rows": rows}):
-                # Ranks of a group of heads have all keys and values, and use the same head of them.
-                size = len(value) // units
-                first = row * units // rows * size
-                value = value[first : first + size]
-            _set_parameter(module, param.name, value)
+            used = used_part(Dim(counts, units, (param.whole or param.shape)[0] // units), rows, row)
+            _set_parameter(module, param.name, value if used is None else value[used])
     if specs[-1].borrows:
         blocks[-1].weight = blocks[0].weight
     if group is None:

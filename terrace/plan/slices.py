@@ -61,6 +61,15 @@ def is_shared(dim: Dim, degrees: Mapping[str, int]) -> bool:
     return _has_too_few(dim.counts, dim.units, _degree(dim.counts, degrees))
 
 
+def used_part(dim: Dim, rows: int, row: int) -> slice | None:
+    """Of what a row holds of a dim, the features that it works on: None for all, else one key-value head.
+
+    Consecutive rows share a key-value head, as their query heads do.
+    """
+    first = row * dim.units // rows * dim.size
+    return slice(first, first + dim.size) if is_shared(dim, {"rows": rows}) else None
+
+
 def _degree(counts: str, degrees: Mapping[str, int]) -> int:
     return math.prod(degrees.get(axis, 1) for axis in CUT_BY.get(counts, ()))
 

@@ -2,7 +2,7 @@
 
     product out of the residual stream    `ColumnLinear`; into features that no axis cuts `WholeLinear`
     product back into it                  `RowLinear`; the module that holds it is entered from the stream
-    norm                                  `Norm`, of heads `HeadNorm` or `HeadsNorm`
+    norm                                  `Norm`, over the ranks that share its features
     look-up                               `VocabParallelEmbedding`
     loss, score                           `VocabParallelHead`, `ValueParallelHead`
     mixture                               its own parts of tokens
@@ -46,7 +46,7 @@ from terrace.model.operations import (
     Tokens,
 )
 from terrace.plan.dims import CUT_BY
-from terrace.plan.slices import is_shared, rank_slices
+from terrace.plan.slices import rank_slices, used_part
 from terrace.program.program import Program
 from terrace.runtime.in_block_comm import InBlockComm
 from terrace.runtime.objective import Objective, TokenObjective
@@ -134,7 +134,6 @@ class _Cutter:
 
     def __init__(self, program: Program, rank: int, axis: TensorAxis) -> None:
         self._program, self._rank, self._axis = program, rank, axis
-        self._rows = {"rows": axis.rows.degree}
         self.part = slice(0)  # of the vocabulary: this rank's rows of the table, a tied one or the last
 
     def block(self, index: int, block: nn.Module) -> nn.Module:
@@ -197,14 +196,12 @@ class _Cutter:
         eps = module.eps if epsilons is None else epsilons[name]
         offset = float(operation.has_offset)
         weight = self._take(f"{name}.weight")
-        stand_in: modules.Norm | modules.HeadNorm
-        if CUT_BY.get(operation.over.counts) == ("columns",):
-            bias = self._take(f"{name}.bias") if operation.kind == "layer" else None
-            stand_in = modules.Norm(weight, bias, eps, axis, offset)
-        elif CUT_BY.get(operation.over.counts) == ("rows",):
-            stand_in = modules.HeadsNorm(weight, eps, axis, offset, self._used(operation.over))
-        else:
-            stand_in = modules.HeadNorm(weight, eps, axis, offset)
+        bias = self._take(f"{name}.bias") if operation.kind == "layer" else None
+        # The stream's features, or heads; elements of a head are whole on every rank.
+        parts = {("columns",): axis.columns, ("rows",): axis.rows}.get(CUT_BY.get(operation.over.counts, ()))
+        # Inside a region columns have the same heads, and rows others.
+        num_same = axis.num_same if operation.source.tokens is Tokens.STREAM else axis.columns.degree
+        stand_in = modules.Norm(weight, bias, eps, offset, parts, num_same, self._used(operation.over))
         if isinstance(module, RMSNorm):
             stand_in.normal = module.normal
         self._put(f"{name}.weight", stand_in)
@@ -249,13 +246,8 @@ class _Cutter:
         return inputs, options | {"hidden_states": self._axis.enter(options["hidden_states"], region)}
 
     def _used(self, dim: Dim) -> slice | None:
-        """Features that this rank's queries read: None for all of a slice, one head of whole key-value heads."""
-        if not is_shared(dim, self._rows):
-            return None
-        # Consecutive rows share a key-value head, as their query heads do.
         mesh = self._program.mesh
-        head = mesh.part(self._rank, "rows") * dim.units // mesh.total("rows")
-        return slice(head * dim.size, (head + 1) * dim.size)
+        return used_part(dim, mesh.total("rows"), mesh.part(self._rank, "rows"))
 
     def _put(self, weight: str, stand_in: nn.Module) -> None:
         """Replace the module that has this weight; a block that has it itself is replaced."""
