@@ -201,7 +201,8 @@ class _Cutter:
         weight = self._take(f"{name}.weight")
         bias = self._take(f"{name}.bias") if operation.kind == "layer" else None
         # The stream's features, or heads; elements of a head are whole on every rank.
-        parts = {("columns",): axis.columns, ("rows",): axis.rows}.get(CUT_BY.get(operation.over.counts, ()))
+        lines: dict[tuple[str, ...], AxisComm] = {("columns",): axis.columns, ("rows",): axis.rows}
+        parts = lines.get(CUT_BY.get(operation.over.counts, ()))
         used = self._used(operation.over)
         stand_in = modules.Norm(weight, bias, eps, offset, parts, self._num_same(operation), used)
         if isinstance(module, RMSNorm):
