@@ -16,7 +16,7 @@ from terrace.model.operations import INPUT, OUTPUT, Mixture, Operations
 from terrace.model.spec import BlockSpec
 from terrace.plan.recompute import WHOLE
 from terrace.simulate.block_tape import Backend, BlockTape
-from terrace.simulate.kept_by_mixture import keep_mixture
+from terrace.simulate.kept_by_mixture import mixture_nodes
 from terrace.simulate.kept_tensors import RULES
 from terrace.simulate.masks import work_in
 from terrace.simulate.tape import backward_peak, forward_peak, kept_by_operation, split_backward
@@ -133,5 +133,5 @@ def block_activation_bytes(work: Work, operations: Operations, backend: Backend 
     """
     if backend not in get_args(Backend):
         raise PlanError(f"backend = {backend!r} is not known{did_you_mean(backend, get_args(Backend))}")
-    tape = BlockTape(work, backend, operations, RULES | {Mixture: keep_mixture})
+    tape = BlockTape(work, backend, operations, RULES | {Mixture: mixture_nodes})
     return BlockActivations(tape=tape, is_recomputed=work.recompute == "full")

@@ -5,6 +5,7 @@ a dim counts, sizes are those of the rank with most units. Under sequence parall
 the residual stream, and gather them for the products of attention and of the MLP.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -49,9 +50,8 @@ class BlockTape:
     rules: Rules
     nodes: list[Node] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)
-    same: dict[str, str] = field(default_factory=dict)  # tensors that are other tensors of the tape
-    # Bytes of inputs that are dropped after the forward, and gathered once more for the backward.
-    gathered_again: dict[str, int] = field(default_factory=dict)
+    # Of what an `Enter` writes: its name here, and bytes that are gathered for each product and again for its backward.
+    entered: dict[str, tuple[str, int]] = field(default_factory=dict)
     rows: int = 0  # that pass experts at a time
     logits_bytes: int = 0
     fixed_bytes: int = 0  # kept, whatever the number of sequences
@@ -63,6 +63,13 @@ class BlockTape:
         self.wide = max(self.item, _WIDE_BYTES)
         # Tensor rows that share the tokens of the residual stream.
         self.stream_rows = self.work.rows if self.work.sequence_parallel else 1
+        work = self.work
+        degrees = {"rows": work.rows, "columns": work.columns, "expert": work.expert}
+        of_experts = degrees | {"rows": work.expert_rows}
+        self._degrees = {
+            counts: math.prod((of_experts if counts.startswith("expert") else degrees)[axis] for axis in axes)
+            for counts, axes in CUT_BY.items()
+        }
         stream = self.bytes_of(Tensor(INPUT, layer_operations(self.work.model).hidden))
         self.sizes |= {INPUT: stream, OUTPUT: stream}
         for operation in self.operations:
@@ -77,13 +84,8 @@ class BlockTape:
             self.sizes[tensor.name] = self.bytes_of(tensor)
         replay = operation.name if self._part(operation) in self.work.operations else ""
         for node in self.rules[type(operation)](self, operation):
-            if node.name:  # of an operation inside this one
-                yield node
-                continue
-            reads, keeps, variables = (
-                tuple(self.same.get(name, name) for name in names) for names in (node.reads, node.keeps, node.variables)
-            )
-            yield node._replace(reads=reads, keeps=keeps, variables=variables, name=operation.name, replay=replay)
+            # Nodes of an operation inside this one have its name.
+            yield node if node.name else node._replace(name=operation.name, replay=replay)
 
     def size(self, name: str, num_bytes: int) -> str:
         """The name of a tensor of these bytes."""
@@ -92,16 +94,7 @@ class BlockTape:
 
     def units(self, dim: Dim) -> int:
         """Units of a dim on the rank that has most."""
-        work, parts = self.work, 1
-        of_experts = dim.counts in ("experts", "expert_intermediate")
-        degrees = {
-            "rows": work.expert_rows if of_experts else work.rows,
-            "columns": work.columns,
-            "expert": work.expert,
-        }
-        for axis in CUT_BY.get(dim.counts, ()):
-            parts *= degrees[axis]
-        return -(-dim.units // parts)
+        return -(-dim.units // self._degrees.get(dim.counts, 1))
 
     def width(self, dim: Dim) -> int:
         """Elements of a dim on that rank."""

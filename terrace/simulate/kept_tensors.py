@@ -65,26 +65,24 @@ def gathered(tape: BlockTape, source: Tensor) -> Generator[Node, None, str]:
 
 
 def _enter(tape: BlockTape, enter: Enter) -> Iterator[Node]:
-    tape.same[enter.target.name] = yield from gathered(tape, enter.source)
-    if tape.work.recompute != "full":
-        tape.gathered_again[enter.target.name] = tape.whole_bytes(enter.source)
+    name = yield from gathered(tape, enter.source)
+    # Otherwise a region drops its gathered input after its forward.
+    tape.entered[enter.target.name] = name, 0 if tape.work.recompute == "full" else tape.whole_bytes(enter.source)
 
 
 def _norm(tape: BlockTape, norm: Norm) -> Iterator[Node]:
     source, numel, width = norm.source.name, tape.elements(norm.target), tape.width(norm.over)
     num_rows, wide, backward_adds = numel // width, tape.wide, 0
-    keeps, statistics = [source], f"statistics of {norm.name}"
-    if norm.kind == "layer":
-        # Mean and root; on a CPU torch keeps them in the dtype of the input.
-        keeps.append(tape.size(statistics, 2 * num_rows * (tape.item if tape.backend == "cpu" else wide)))
-    else:
-        keeps.append(tape.size(statistics, num_rows * wide))
-        if tape.backend == "cpu":
-            # A chain of operations, each of which keeps its own operand.
-            if wide > tape.item:
-                keeps[0] = tape.size(f"widened by {norm.name}", numel * wide)
-            keeps.append(tape.size(f"normalised by {norm.name}", numel * wide))
-            backward_adds = 3 * numel * wide
+    is_layer, on_cpu = norm.kind == "layer", tape.backend == "cpu"
+    # A root, and of a layer norm a mean; on a CPU torch keeps those of a layer norm in the dtype of the input.
+    numbers = 2 * (tape.item if on_cpu else wide) if is_layer else wide
+    keeps = [source, tape.size(f"statistics of {norm.name}", num_rows * numbers)]
+    if on_cpu and not is_layer:
+        # A chain of operations, each of which keeps its own operand.
+        if wide > tape.item:
+            keeps[0] = tape.size(f"widened by {norm.name}", numel * wide)
+        keeps.append(tape.size(f"normalised by {norm.name}", numel * wide))
+        backward_adds = 3 * numel * wide
     if norm.has_offset:  # the sum of weight and offset
         keeps.append(tape.size(f"weight of {norm.name}", width * tape.item))
     yield Node((source,), norm.target.name, tuple(keeps), backward_adds=backward_adds)
@@ -100,27 +98,23 @@ def product_node(tape: BlockTape, source: str, target: str, weight_numel: int, w
 
 def _product(tape: BlockTape, product: Product) -> Iterator[Node]:
     source, target, products = product.source, product.target, tape.work.products
-    inputs, outputs = tape.width(product.inputs), tape.width(product.outputs)
-    whole = tape.gathered_again.get(source.name, 0)
+    inputs, outputs = tape.width(source.features), tape.width(target.features)
+    read, whole = tape.entered.get(source.name, (source.name, 0))
+    # An input that is gathered or computed again for the backward is not kept in 8 bits.
+    comes_again = whole > 0 or any(each.replay for each in tape.nodes if each.writes == read)
     if source.tokens is Tokens.ALL and target.tokens is Tokens.STREAM:
         whole = tape.whole_bytes(target)
-    node = product_node(tape, source.name, target.name, inputs * outputs, whole)._replace(variables=product.holds)
+    node = product_node(tape, read, target.name, inputs * outputs, whole)
+    node = node._replace(variables=tuple(tape.entered.get(name, (name, 0))[0] for name in product.holds))
     if products is not None:
         matrices = tape.units(Dim("experts", product.stack))
         scales = [_SCALE_BYTES * matrices * (each if scales_rows(products) else 1) for each in (inputs, outputs)]
         result = target._replace(tokens=source.tokens)  # before its sum over ranks
         node = node._replace(codes=tape.elements(result) + scales[1])
-        if not _comes_again(tape, source.name):
-            codes = tape.size(f"codes of {source.name}", tape.elements(source) + scales[0])
+        if not comes_again:
+            codes = tape.size(f"codes of {read}", tape.elements(source) + scales[0])
             node = node._replace(keeps=(codes,))
     yield node
-
-
-def _comes_again(tape: BlockTape, name: str) -> bool:
-    """Whether a tensor is gathered or computed again for the backward."""
-    return tape.gathered_again.get(name, 0) > 0 or any(
-        each.replay for each in tape.nodes if each.writes == tape.same.get(name, name)
-    )
 
 
 def _plain_product(tape: BlockTape, product: PlainProduct) -> Iterator[Node]:
