@@ -32,7 +32,7 @@ from terrace.simulate.tape import Node
 from terrace.simulate.work import Work
 
 Backend = Literal["cpu", "cuda"]
-Rules = Mapping[type[Operation], Callable[["BlockTape", Any], Iterator[Node]]]
+Rule = Callable[["BlockTape", Any], Iterator[Node]]  # (tape, operation of its type)
 
 _WIDE_BYTES = 4  # statistics, log-sums and scores are in fp32 at least
 
@@ -47,7 +47,7 @@ class BlockTape:
     work: Work
     backend: Backend
     operations: Operations
-    rules: Rules
+    rules: Mapping[type[Operation], Rule]
     nodes: list[Node] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)
     # Of what an `Enter` writes: its name here, and bytes that are gathered for each product and again for its backward.
@@ -59,21 +59,15 @@ class BlockTape:
     runs_at_once: bool = False  # whether the backward runs the whole block, and the forward nothing
 
     def __post_init__(self) -> None:
-        self.item = FORMATS[self.work.compute].element_bytes
+        work = self.work
+        self.item = FORMATS[work.compute].element_bytes
         self.wide = max(self.item, _WIDE_BYTES)
         # Tensor rows that share the tokens of the residual stream.
-        self.stream_rows = self.work.rows if self.work.sequence_parallel else 1
-        work = self.work
-        degrees = {"rows": work.rows, "columns": work.columns, "expert": work.expert}
-        of_experts = degrees | {"rows": work.expert_rows}
-        self._degrees = {
-            counts: math.prod((of_experts if counts.startswith("expert") else degrees)[axis] for axis in axes)
-            for counts, axes in CUT_BY.items()
-        }
-        stream = self.bytes_of(Tensor(INPUT, layer_operations(self.work.model).hidden))
+        self.stream_rows = work.rows if work.sequence_parallel else 1
+        stream = self.bytes_of(Tensor(INPUT, layer_operations(work.model).hidden))
         self.sizes |= {INPUT: stream, OUTPUT: stream}
         for operation in self.operations:
-            for node in self.nodes_of(operation):
+            for node in self.nodes_of(operation):  # one by one: rules look at the nodes before
                 self.nodes.append(node)
         if not self.nodes:
             self.nodes.append(Node((INPUT,), OUTPUT, name="pass on"))
@@ -94,7 +88,10 @@ class BlockTape:
 
     def units(self, dim: Dim) -> int:
         """Units of a dim on the rank that has most."""
-        return -(-dim.units // self._degrees.get(dim.counts, 1))
+        work, of_experts = self.work, dim.counts in ("experts", "expert_intermediate")
+        rows = work.expert_rows if of_experts else work.rows  # experts have rows of their own
+        degrees = {"rows": rows, "columns": work.columns, "expert": work.expert}
+        return -(-dim.units // math.prod(degrees[axis] for axis in CUT_BY.get(dim.counts, ())))
 
     def width(self, dim: Dim) -> int:
         """Elements of a dim on that rank."""

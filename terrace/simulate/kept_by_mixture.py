@@ -135,11 +135,11 @@ def _cosines(tape: BlockTape, mixture: Mixture, source: str) -> Iterator[Node]:
 
 def _router_product(tape: BlockTape, name: str, source: str, target: str, numel: int) -> Node:
     """A product with a matrix of the router, which is kept in fp32 if it is narrower."""
-    keeps, num_bytes = (source,), numel * tape.wide
+    keeps, num_bytes = [source], numel * tape.wide
     if tape.wide > tape.item:
-        keeps = (source, tape.size(f"wide {name}", num_bytes))
+        keeps.append(tape.size(f"wide {name}", num_bytes))
         tape.fixed_bytes += num_bytes
-    return Node((source,), target, keeps, backward_adds=num_bytes)
+    return Node((source,), target, tuple(keeps), backward_adds=num_bytes)
 
 
 class _Pieces(NamedTuple):
@@ -182,7 +182,8 @@ def _passed(tape: BlockTape, mixture: Mixture, source: str, weights: str) -> Ite
     target, pieces, shared = mixture.target.name, _Pieces.of(tape, mixture), ""
     output = tape.size("experts output", tape.sizes[target]) if mixture.shared else target
     # Tensors that variables hold to the end of the mixture.
-    holds = (weights, "experts", "order", "places", mixture.each[0].source.name, mixture.each[-1].source.name)
+    rows, product = mixture.each[0].source.name, mixture.each[-1].source.name
+    holds: tuple[str, ...] = (weights, "experts", "order", "places", rows, product)
     if mixture.shared and pieces.is_spread and tape.work.rows == 1:  # while the first rows travel
         shared = yield from _shared(tape, mixture, source, output)
     arrived = source

@@ -31,6 +31,7 @@ from terrace.model.operations import (
     LookUp,
     Loss,
     Norm,
+    Operation,
     PlainProduct,
     Product,
     Rotary,
@@ -42,7 +43,7 @@ from terrace.model.operations import (
 )
 from terrace.model.product_parts import converted_bytes
 from terrace.plan.plan import scales_rows
-from terrace.simulate.block_tape import BlockTape, Rules
+from terrace.simulate.block_tape import BlockTape, Rule
 from terrace.simulate.masks import CPU_PLAIN_SEQUENCE, copied_bytes, piece_tokens
 from terrace.simulate.tape import Node
 
@@ -118,12 +119,15 @@ def _product(tape: BlockTape, product: Product) -> Iterator[Node]:
 
 
 def _plain_product(tape: BlockTape, product: PlainProduct) -> Iterator[Node]:
-    inputs, outputs = (each.features.numel for each in (product.source, product.target))
-    target, tensor = product.target.name, tape.work.tensor
-    # The block's output is as large as its input, whatever the last product writes.
-    width = -(-outputs // tensor)
-    tape.size(target, tape.sizes[INPUT] if target == OUTPUT else tape.work.tokens * width * tape.item)
-    numel = inputs * outputs // tensor if target == OUTPUT else inputs * width
+    (inputs, outputs), target = (each.features.numel for each in (product.source, product.target)), product.target.name
+    if target == OUTPUT:
+        # As large as the block's input, whatever the product writes.
+        tape.size(OUTPUT, tape.sizes[INPUT])
+        numel = inputs * outputs // tape.work.tensor
+    else:
+        width = -(-outputs // tape.work.tensor)
+        tape.size(target, tape.work.tokens * width * tape.item)
+        numel = inputs * width
     yield product_node(tape, product.source.name, target, numel)
 
 
@@ -142,17 +146,18 @@ def _sum(tape: BlockTape, sum_: Sum) -> Iterator[Node]:
 
 
 def _activation(tape: BlockTape, activation: Activation) -> Iterator[Node]:
-    operands, target = tuple(each.name for each in activation.reads), activation.target.name
-    # A kernel for act(gate) * up writes its gradients over gate and up; they count as new here, so a peak is never too
-    # low. It does not serve experts.
-    is_fused = "gated activations" in tape.work.served and activation.target.tokens is not Tokens.ROWS
-    if not activation.is_gated or not is_fused:
-        active = tape.size(f"activated {operands[0]}", tape.sizes[target]) if activation.is_gated else target
+    source, *up = (each.name for each in activation.reads)
+    target, is_relu = activation.target.name, activation.function == "relu"
+    active = tape.size(f"activated {source}", tape.sizes[target]) if up else target
+    if up and "gated activations" in tape.work.served and activation.target.tokens is not Tokens.ROWS:
+        # One kernel, which serves no experts. Its gradients are written over gate and up; they count as new here, so a
+        # peak is never too low.
+        active = source
+    else:
         # relu's gradient needs its result alone, which the next operation keeps anyway.
-        yield Node(operands[:1], active, (active if activation.function == "relu" else operands[0],))
-        operands = (active, *operands[1:])
-    if activation.is_gated:
-        yield Node(operands, target, operands)
+        yield Node((source,), active, (active if is_relu else source,))
+    if up:
+        yield Node((active, *up), target, (active, *up))
 
 
 def _core(tape: BlockTape, core: Core) -> Iterator[Node]:
@@ -289,7 +294,8 @@ def _loss(tape: BlockTape, loss: Loss) -> Iterator[Node]:
         return
     read = yield from _with_all_features(tape, source)
     # The label's place, whether it is here, whether it counts; the log-sum.
-    keeps = (read, tape.size("statistics of tokens", work.tokens * (_TOKEN_BYTES + 2 + tape.wide)))
+    statistics = tape.size("statistics of tokens", work.tokens * (_TOKEN_BYTES + 2 + tape.wide))
+    keeps: tuple[str, ...] = (read, statistics)
     # If one chunk holds all tokens, its logits are kept for the backward; otherwise they are computed again.
     if work.tokens <= chunk_rows(vocab, tape.backend):
         tape.logits_bytes = work.tokens * vocab * tape.item
@@ -312,7 +318,7 @@ def _with_all_features(tape: BlockTape, source: Tensor) -> Generator[Node, None,
     return whole
 
 
-RULES: Rules = {
+RULES: dict[type[Operation], Rule] = {
     Enter: _enter,
     Norm: _norm,
     Product: _product,
