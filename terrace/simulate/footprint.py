@@ -33,14 +33,17 @@ from terrace.model.config import DecoderBlock, ModelConfig, model_of
 from terrace.model.part_kernel import Part
 from terrace.model.spec import BlockSpec
 from terrace.plan.edges import edge_buffers, edge_feedback_bytes
+from terrace.plan.in_block_messages import TensorMessage
 from terrace.plan.kinds import Kinds
 from terrace.plan.layout import state_layout
-from terrace.plan.memory import tensor_buffers
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.recompute import recomputed_parts
-from terrace.plan.tensor_traffic import TensorTraffic
+from terrace.plan.tensor_traffic import TensorTraffic, shared_bytes
 from terrace.plan.wire import FORMATS, MessageClass
+from terrace.program.block_program.regions import tensor_steps
+from terrace.program.block_program.steps import messages_of
+from terrace.program.resolve import tensor_message
 from terrace.simulate.activations import BlockActivations, activations_of, recomputing
 from terrace.simulate.block_tape import Backend
 from terrace.simulate.masks import has_flash_attention, mask_bytes, work_in
@@ -210,9 +213,18 @@ def _kept_bytes(work: Work, kinds: Kinds, chunk: Sequence[int], recompute: tuple
 
 
 def _tensor_buffers(cluster: Cluster, plan: Plan, kinds: Kinds, stage: StageBlocks, sequence: int) -> int:
-    tiers = [tier.name for tier in cluster.tiers]
-    tensor = TensorTraffic.of(Mesh.of(cluster, plan), tiers, plan, sequence)
-    return tensor_buffers(tensor, kinds.sliced(tensor.degrees), sorted(set(stage.order)))
+    """Bytes of the buffers of the largest message inside a block, and of memory that tensor ranks share.
+
+    Messages are in the middle of computing, one after the other.
+    """
+    tensor = TensorTraffic.of(Mesh.of(cluster, plan), [tier.name for tier in cluster.tiers], plan, sequence)
+    specs, largest = kinds.sliced(tensor.degrees), 0
+    for kind in set(stage.order):
+        passes, shared = tensor_steps(tensor, specs, specs[kind], ((), ()), False)
+        for message in {each for steps in (*passes, *shared) for each in messages_of(steps)}:
+            assert isinstance(message, TensorMessage), "attention and experts were left out"
+            largest = max(largest, *tensor_message(tensor, message).arenas.values())
+    return largest + shared_bytes(tensor, specs)
 
 
 def work_of(

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.presets import PRESETS, preset
-from terrace.plan.traffic import step_bytes
 from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Op
 from terrace.program.lowering import build
+from tests.support.byte_formula import step_bytes
 from tests.support.strategies import Setting, settings_of_a_step
 from tests.support.toys import cluster_of
 

@@ -17,7 +17,6 @@ from terrace.launch.start import LocalPool, World
 from terrace.model.spec import ParamSpec
 from terrace.plan.kinds import Kinds
 from terrace.plan.layout import state_layout
-from terrace.plan.memory import model_state_bytes
 from terrace.plan.plan import Plan
 from terrace.plan.state_formats import state_bytes
 from terrace.plan.validate import validate
@@ -35,6 +34,7 @@ from tests.support import stored_reference as plain
 from tests.support.nightly import in_turns, nightly
 from tests.support.parity import TOLERANCE, Case, Outcome, case_words, deviation, exact, num_rows, run
 from tests.support.pipelines import ALONE, OUTER, pipelined
+from tests.support.state_formula import model_state_bytes
 from tests.support.toys import MODELS, cluster_of, make_batch
 
 Sizes = tuple[int, ...]

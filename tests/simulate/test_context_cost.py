@@ -15,7 +15,6 @@ from terrace.model.config import forward_flops
 from terrace.model.spec import Computes
 from terrace.plan.in_block_messages import ContextLeg, ContextMessage
 from terrace.plan.mesh import Mesh
-from terrace.plan.traffic import step_bytes
 from terrace.plan.wire import MessageClass
 from terrace.planner.pins import Pins
 from terrace.planner.search import find
@@ -40,6 +39,7 @@ from terrace.simulate.links import rate_bytes_per_s, send_s, tier_penalty
 from terrace.simulate.recording import record
 from terrace.simulate.work import Work
 from tests.support.attention_waits import attention_waits
+from tests.support.byte_formula import step_bytes
 from tests.support.planner_cases import CLUSTERS, SMALL, evaluator_of, gpt, mesh_of, small_task
 
 REPLICATED = Placement(-1, -1, -1)

@@ -14,13 +14,11 @@ from terrace.cluster.presets import load_cluster
 from terrace.model.config import block_specs, parse_model
 from terrace.model.spec import Computes
 from terrace.plan.plan import Plan
-from terrace.plan.traffic import step_bytes
 from terrace.plan.wire import MessageClass
 from terrace.program.block_program.steps import Compute, ComputeKind, messages_of, moments_of
 from terrace.program.instruction import Instruction, Op
 from terrace.program.lowering import build
 from terrace.program.program import Program
-from terrace.program.verify import verify
 from terrace.report.inside import inside_table
 from terrace.simulate.activations import block_activation_bytes
 from terrace.simulate.cost import Costs, step_costs
@@ -34,7 +32,9 @@ from terrace.simulate.recording import record
 from terrace.simulate.small_changes import changes
 from terrace.simulate.step import Step
 from terrace.simulate.work import Work
+from tests.support.byte_formula import step_bytes
 from tests.support.planner_cases import gpt
+from tests.support.totals import verify
 
 MODEL = gpt(2, 64, 4, vocab=96, positions=32)
 LLAMA = parse_model(

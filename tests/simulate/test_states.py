@@ -14,7 +14,6 @@ from terrace.model.config import ModelConfig, block_specs, num_params, parse_mod
 from terrace.model.spec import BlockSpec, freeze
 from terrace.plan.kinds import Kinds
 from terrace.plan.layout import state_layout
-from terrace.plan.memory import model_state_bytes
 from terrace.plan.mesh import Mesh
 from terrace.plan.outer import Outer
 from terrace.plan.plan import Plan
@@ -25,6 +24,7 @@ from terrace.simulate.footprint import footprint
 from terrace.simulate.states import StageBlocks, model_states, stage_blocks
 from tests.support.differing import differing, undeclared
 from tests.support.mixtures import EXPERTS, GROUPED, PLAIN
+from tests.support.state_formula import model_state_bytes
 from tests.support.strategies import expert_tables, plans
 from tests.support.toys import cluster_of
 
