@@ -15,7 +15,6 @@ from terrace.launch.start import LocalPool, World
 from terrace.model.config import model_of
 from terrace.plan.flats import block_flats, orthogonalised
 from terrace.plan.kinds import Kinds
-from terrace.plan.layout import state_layout
 from terrace.plan.newton_schulz import iteration_flops, matrices_of_a_rank
 from terrace.plan.plan import Plan
 from terrace.plan.wire import MessageClass
@@ -309,8 +308,8 @@ def test_muon_takes_the_matrices_of_blocks_that_say_they_are_layers() -> None:
         assert orthogonalised(program.flats, range(len(blocks))) == layers
         groups = [{group for group, _ in params.values()} for params in block_layouts(blocks, MUON).values()]
         assert [index for index, of_block in enumerate(groups) if "muon" in of_block] == layers
-        stage = stage_blocks(Kinds.of(blocks), range(len(blocks)), 1, 1, 2)
-        states = model_states(state_layout(cluster, plan), plan, stage, 1)
+        kinds = Kinds.of(blocks)
+        states = model_states(cluster, plan, kinds, stage_blocks(kinds, range(len(blocks))), 1)
         assert states.steady["optimizer"] == program.state_bytes["optimizer"]
 
 

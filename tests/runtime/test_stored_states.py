@@ -284,9 +284,8 @@ def test_bytes_are_what_the_formulas_say(pool: LocalPool, name: str, stored: tup
         said = model_state_bytes(cluster, plan, build(cluster, plan, blocks, 1).blocks, 1)
         program = build(cluster, plan, blocks, 1)
         assert program.state_bytes == said
-        closed = model_states(
-            state_layout(cluster, plan), plan, stage_blocks(Kinds.of(blocks), range(len(blocks)), 1, 1, 4), 1
-        )
+        kinds = Kinds.of(blocks)
+        closed = model_states(cluster, plan, kinds, stage_blocks(kinds, range(len(blocks))), 1)
         assert closed.steady["optimizer"] == said["optimizer"]
         found = pool.run(4, states_of, (2, 2), plan, "llama tied", optimizer, timeout_s=60.0)
         assert max(each[2]["optimizer"] for each in found) == said["optimizer"]
