@@ -106,8 +106,9 @@ def step_bytes(
             total[MessageClass.TIE, layout.tiers[tier]] += tie_bytes(flats[index], plan.sums)
         # Receivers complete each activation within their row of tensor ranks.
         if edge.gathers is not None:
+            received = sum(peer is not None for peer in (*stage.onward, *stage.back))
             for tier, num_bytes in tensor.sends(edge.gathers):
-                total[MessageClass.TENSOR, layout.tiers[tier]] += num_micros * stage.num_received * num_bytes
+                total[MessageClass.TENSOR, layout.tiers[tier]] += num_micros * received * num_bytes
     context = ContextTraffic(plan, mesh, sequence, layout.tiers)
     for index in own:
         attention = context.attention(blocks[index])
