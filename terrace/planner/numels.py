@@ -21,36 +21,39 @@ class _Flat(NamedTuple):
     shared: bool  # by tensor ranks
 
 
+class _Found(NamedTuple):
+    flats: tuple[_Flat, ...]
+    own: _Numels
+    stacks: _Numels
+
+
 class Numels:
     """Parameters of the blocks of one task."""
 
     def __init__(self, task: Task) -> None:
-        self.task = task
-        stacks = (
+        self.task, self._found = task, dict[tuple[object, ...], _Found]()
+        each = (
             [param.numel for param in spec.params if param.is_stack and param.trainable] for spec in task.kinds.specs
         )
-        self._all_stacks: _Numels = tuple(map(sum, stacks))
-        self._none = (0,) * len(self._all_stacks)
-        self._flats: dict[tuple[object, ...], tuple[_Flat, ...]] = {}
-        self._found: dict[tuple[object, ...], tuple[_Numels, _Numels]] = {}
+        self._all_stacks: _Numels = tuple(map(sum, each))
 
     def all(self, mesh: Mesh) -> _Numels:
         """Parameters on a tensor rank, where borrowers and lenders are together."""
-        return self._sum(self._flats_of(mesh))
+        return self._sum(self._of(mesh).flats)
 
     def trained(self, mesh: Mesh) -> _Numels:
         """Those of `all` that train."""
-        return self._sum(flat for flat in self._flats_of(mesh) if flat.trainable)
+        return self._sum(flat for flat in self._of(mesh).flats if flat.trainable)
 
     def own(self, mesh: Mesh) -> _Numels:
         """As `trained`, without parameters that tensor ranks share, experts among them, since their states are sharded
         over these ranks, and without experts that ranks divide; for bounds.
         """
-        return self._of(mesh)[0]
+        return self._of(mesh).own
 
     def stacks(self, mesh: Mesh) -> _Numels:
         """Elements of the experts of a rank that train; 0 where they are among `own`."""
-        return self._of(mesh)[1]
+        return self._of(mesh).stacks
 
     def least(self, mesh: Mesh) -> _Numels:
         """`own` without any experts, however ranks divide them."""
@@ -64,31 +67,25 @@ class Numels:
         Parameters that counts move are left out: they are whole on every rank.
         """
         found = Counter[tuple[bool, bool]]()
-        for flat in self._flats_of(mesh):
+        for flat in self._of(mesh).flats:
             if not flat.is_moved:
                 found[flat.stacked, flat.trainable] += sum(flat.numels[kind] for kind in kinds)
         return found
 
-    def _of(self, mesh: Mesh) -> tuple[_Numels, _Numels]:
+    def _sum(self, flats: Iterable[_Flat]) -> _Numels:
+        none = (0,) * len(self._all_stacks)
+        return tuple(map(sum, zip(none, *(flat.numels for flat in flats), strict=True)))
+
+    def _of(self, mesh: Mesh) -> _Found:
         key = (*mesh.inside_degrees[:2], mesh.expert_degrees)
         found = self._found.get(key)
         if found is None:
-            trained = [flat for flat in self._flats_of(mesh) if flat.trainable]
-            stacks = self._all_stacks if mesh.total("tensor") > 1 else self._none
-            if mesh.experts is not None:
-                stacks = self._sum(flat for flat in trained if flat.stacked)
-            own = self._sum(flat for flat in trained if not (flat.stacked or flat.shared))
-            found = self._found[key] = own, stacks
-        return found
-
-    def _sum(self, flats: Iterable[_Flat]) -> _Numels:
-        return tuple(map(sum, zip(self._none, *(flat.numels for flat in flats), strict=True)))
-
-    def _flats_of(self, mesh: Mesh) -> tuple[_Flat, ...]:
-        key = (*mesh.inside_degrees[:2], mesh.expert_degrees)
-        found = self._flats.get(key)
-        if found is None:
-            found = self._flats[key] = self._grouped(mesh)
+            flats = self._grouped(mesh)
+            own = self._sum(flat for flat in flats if flat.trainable and not (flat.stacked or flat.shared))
+            stacks = self._sum(flat for flat in flats if flat.trainable and flat.stacked)
+            if mesh.experts is None and mesh.total("tensor") > 1:  # then every tensor rank has all of them
+                stacks = self._all_stacks
+            found = self._found[key] = _Found(flats, own, stacks)
         return found
 
     def _grouped(self, mesh: Mesh) -> tuple[_Flat, ...]:

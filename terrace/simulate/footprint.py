@@ -77,8 +77,6 @@ def footprint(
     due: float | None = None,
     whole: tuple[int, int] | None = None,
     backend: Backend | None = None,
-    context_bytes: int | None = None,
-    allocator_factor: float | None = None,
     phase: Phase | None = None,
     documents: bool = False,
     load: float = LOAD_FACTOR,
@@ -93,8 +91,7 @@ def footprint(
     - `whole`: bytes of parameters and of gradients that are whole at once, where blocks do not pass one by one.
     - `load`: the rows of a rank's experts over their mean, where experts are on several ranks; `math.inf` is the worst.
     - `documents`: rows may hold several; their masks and copies are counted at their upper bound.
-    - `backend`: the device's by default; decides the tensors that kernels keep, and the defaults of `context_bytes`
-      and `allocator_factor`.
+    - `backend`: the device's by default; decides what kernels keep, and what context and allocator take.
 
     Raises `PlanError` for an invalid backend or number in flight, and `ClusterError` for an unknown tier.
     """
@@ -139,9 +136,8 @@ def footprint(
             candidates.append(steady | running)
     worst = max(candidates, key=lambda categories: sum(categories.values()))
     # The factor applies to tensors only; the context is outside the allocator.
-    factor = (CUDA_ALLOCATOR_FACTOR if backend == "cuda" else 1.0) if allocator_factor is None else allocator_factor
-    if context_bytes is None:
-        context_bytes = {"cuda": CUDA_CONTEXT_BYTES, "cpu": CPU_CONTEXT_BYTES}[backend]
+    factor = {"cuda": CUDA_ALLOCATOR_FACTOR, "cpu": 1.0}[backend]
+    context_bytes = {"cuda": CUDA_CONTEXT_BYTES, "cpu": CPU_CONTEXT_BYTES}[backend]
     return worst | {"allocator": int((factor - 1) * sum(worst.values())), "context": context_bytes}
 
 
