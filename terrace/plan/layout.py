@@ -77,7 +77,7 @@ class Layout:
             params_backward=params if plan.params_backward is None else cluster.index(plan.params_backward),
             grads=cluster.index(plan.grads),
             optimizer=cluster.index(plan.optimizer),
-            island=(len(cluster.tiers) if plan.outer is None else cluster.index(plan.outer.tier)) - 1,
+            island=plan.outer.tier_between(cluster) - 1,
         )
 
     def settled(self) -> "Layout":

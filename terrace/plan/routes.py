@@ -190,7 +190,6 @@ def outer_hops(world: "Layout", plan: Plan, blocks: Sequence[BlockSpec], exchang
 
     Of each fragment that starts, `OUTER_FIGURES`; of each of its blocks a digest.
     """
-    assert plan.outer is not None, "a plan without islands exchanges nothing"
     trained = (index for index, block in enumerate(blocks) if block.num_trainable)
     digests = sum(plan.outer.fragment(index) in exchange.starts for index in trained)
     numbers, pieces, hops = len(OUTER_FIGURES) * len(exchange.starts) + digests, 1, list[Hop]()

@@ -9,7 +9,7 @@ from terrace.program.period import Period, Turn
 from terrace.program.program import Program
 
 
-def exchanges(outer: Outer) -> list[Exchange | None]:
+def exchanges(outer: Outer) -> list[Exchange]:
     """The exchange at the end of each step of a steady cycle."""
     every = range(outer.fragments)
     return [outer.exchange(step, every) for step in range(outer.every)]
@@ -17,12 +17,9 @@ def exchanges(outer: Outer) -> list[Exchange | None]:
 
 def cycle(programs: Sequence[Program]) -> Period:
     """The steady cycle of the training programs of all stages; a period of one step where all ranks are one island."""
-    outer = programs[0].plan.outer
-    if outer is None:
-        return Period((Turn(tuple(programs)),))
-    known: dict[Exchange | None, tuple[Program, ...]] = {}
+    known: dict[Exchange, tuple[Program, ...]] = {}
     turns = []
-    for exchange, steps in groupby(exchanges(outer)):
+    for exchange, steps in groupby(exchanges(programs[0].plan.outer)):
         if exchange not in known:
             known[exchange] = tuple(exchanging(each, exchange) for each in programs)
         turns.append(Turn(known[exchange], len(list(steps))))

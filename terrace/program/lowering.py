@@ -33,7 +33,7 @@ from terrace.plan.context import is_context_parallel
 from terrace.plan.expert_counts import experts_of
 from terrace.plan.flats import FlatParamSpec, orthogonalised
 from terrace.plan.mesh import Mesh, no_sequence
-from terrace.plan.outer import Exchange
+from terrace.plan.outer import NO_EXCHANGE, Exchange
 from terrace.plan.plan import Plan
 from terrace.plan.slices import slice_blocks
 from terrace.plan.stage import Stage, forward_stage, idle_stage, whole_stage
@@ -255,21 +255,21 @@ def forward_programs(programs: Sequence[Program]) -> list[Program]:
 def _forwards(programs: Sequence[Program]) -> list[Program]:
     stages = [forward_stage(each.stage) for each in programs]
     frames = [
-        each.of_stage(stage, phase=Phase.FORWARD).with_exchange(None)
+        each.of_stage(stage, phase=Phase.FORWARD).with_exchange(NO_EXCHANGE)
         for each, stage in zip(programs, stages, strict=True)
     ]
     return [frame.of_stage(frame.stage, write_passes(frame, stages).end(Instruction(Op.CLIP))) for frame in frames]
 
 
-def exchanging(program: Program, exchange: Exchange | None) -> Program:
+def exchanging(program: Program, exchange: Exchange) -> Program:
     """The training program `program` with another exchange of islands at its end; all else is shared.
 
-    Raises `PlanError` for a plan without islands.
+    Raises `PlanError` for an exchange of a plan without islands.
     """
-    if program.plan.outer is None:
-        raise PlanError("a plan without islands has nothing to exchange: give it a table outer")
     if exchange == program.exchange:
         return program
+    if not program.plan.outer.has_islands:
+        raise PlanError("a plan without islands has nothing to exchange: give it a table outer")
     found, given = program.with_exchange(exchange), program.instructions
     old, new = tuple(_end(program)), tuple(_end(found))
     end = len(given) - len(old)
@@ -311,7 +311,7 @@ def _end(frame: Program) -> Iterator[Instruction]:
     following = dict(pairwise(whole))
     # The first gather has no update to hide behind.
     yield from (Instruction(Op.ORTHOGONALISE, block) for block in whole[:1])
-    later = set(exchanged(frame, frame.exchange.applies if frame.exchange else ()))
+    later = set(exchanged(frame, frame.exchange.applies))
     for block in stage.held:
         if frame.blocks[block].num_trainable:
             if block in following:

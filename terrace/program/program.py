@@ -19,7 +19,7 @@ from terrace.plan.in_block_messages import ExpertMessage, TensorMessage
 from terrace.plan.kinds import Kinds
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import EXPERT, Mesh
-from terrace.plan.outer import Exchange
+from terrace.plan.outer import NO_EXCHANGE, Exchange
 from terrace.plan.plan import Plan
 from terrace.plan.recompute import WHOLE, recomputed_parts
 from terrace.plan.stage import SHORT, Stage
@@ -67,7 +67,7 @@ class Program:
     instructions: Sequence[Instruction]
     sequence: int = 0  # tokens; the messages of tensor, context and pipeline ranks depend on it
     phase: Phase = Phase.TRAIN
-    exchange: Exchange | None = None  # of islands, at its end
+    exchange: Exchange = NO_EXCHANGE  # of islands, at its end
 
     @property
     def trains(self) -> bool:
@@ -164,7 +164,7 @@ class Program:
         """The same program under a plan that names its stages; all else is shared."""
         return self._sharing(replace(self, plan=replace(self.plan, stages=stages)))
 
-    def with_exchange(self, exchange: Exchange | None) -> "Program":
+    def with_exchange(self, exchange: Exchange) -> "Program":
         """The same program but for its exchange, whose instructions its maker writes; all else is shared."""
         return self._sharing(replace(self, exchange=exchange))
 
@@ -263,7 +263,6 @@ class Program:
             inside = self.trains
             return control_message(self.stage_layout, self.world_layout, self.plan, self.blocks, inside=inside)
         if instruction.op is Op.OUTER_COUNT:
-            assert self.exchange is not None, "only an exchange has numbers"
             return outer_numbers_message(self.world_layout, self.plan, self.blocks, self.exchange)
         if message_class is MessageClass.COUNTS:
             return counts_message(self.stage_layout, self.plan, [self.blocks[index] for index in self.stage.own])

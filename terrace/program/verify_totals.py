@@ -4,7 +4,6 @@ from collections import Counter
 
 from terrace.base.errors import ProgramError
 from terrace.plan.memory import model_state_bytes
-from terrace.plan.outer import Exchange
 from terrace.plan.traffic import Bytes, block_bytes, outer_bytes, step_bytes
 from terrace.plan.wire import MessageClass
 from terrace.program.exchange import exchanged
@@ -29,7 +28,7 @@ def check_bytes(program: Program, rank: int) -> None:
 
 def _declared(program: Program) -> Bytes:
     cluster, plan, blocks = program.cluster, program.plan, program.blocks
-    exchange, held = program.exchange or Exchange(), program.stage.held
+    exchange, held = program.exchange, program.stage.held
     if program.trains:
         # Without a pipeline the closed formula makes its own stage: an independent count.
         stage = program.stage if program.stage.num_stages > 1 else None

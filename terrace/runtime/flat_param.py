@@ -99,8 +99,7 @@ class FlatParam:
         self._buffer: Tensor | None = None
         self._spare: list[Tensor] = []  # gradient buffers without memory
         self._is_fresh = True  # `grads` holds nothing of this step yet
-        self._outer = plan.outer
-        self._outer_state: OuterState | None = None  # where there are islands
+        self.outer_states: list[OuterState] = []  # of the slice that the optimizer owns, where there are islands
         self._muon_momentum: Tensor | None = None  # gathered, from ORTHOGONALISE to UPDATE
         self.grads = torch.empty(0)
         self.owned = torch.empty(0)
@@ -125,7 +124,7 @@ class FlatParam:
             self._make_optimizer(values, config, noise)
         self._meter.add("params", self.shard.nbytes)
         self._meter.add("secondary", self.secondary.nbytes if self.secondary is not None else 0)
-        self._meter.add("outer", self._outer_state.nbytes if self._outer_state is not None else 0)
+        self._meter.add("outer", sum(each.nbytes for each in self.outer_states))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters by name; their values are there only while gathered."""
@@ -315,9 +314,9 @@ class FlatParam:
 
     @property
     def outer_state(self) -> OuterState:
-        """The outer loop of the slice that the optimizer owns."""
-        assert self._outer_state is not None, f"block {self.name} is on one island"
-        return self._outer_state
+        """The outer loop of the slice that the optimizer owns; only under a plan with islands."""
+        (found,) = self.outer_states
+        return found
 
     def exchange(self, collectives: Collectives, transfer: Transfer, weight: Tensor) -> None:
         """Send the change of this island's parameters; its mean over islands takes its place."""
@@ -377,9 +376,9 @@ class FlatParam:
             self._values,
             Storage(sums, self._plan.optimizer_states, noise),
         )
-        if self._outer is not None:
+        if self._plan.outer.has_islands:
             origin = Origin(self.name, device, self._meter)
-            self._outer_state = OuterState(self._outer, master, self.owned, origin)
+            self.outer_states = [OuterState(self._plan.outer, master, self.owned, origin)]
         self._meter.add("grads", self.grads.nbytes)
         self._meter.add("optimizer", self.optimizer.nbytes + (master.nbytes if self._keeps_master else 0))
         if self._in_place:

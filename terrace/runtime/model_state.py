@@ -105,10 +105,7 @@ class ModelState:
         replace_parameters(list(self.modules.values()), replacements)
         sends = program.stage.own if program.stage.num_stages > 1 else ()
         self.edges = {block: Origin(program.blocks[block].name, torch.device(device), meter) for block in sends}
-        outer = program.plan.outer
-        self.outer_numbers = (
-            None if outer is None else OuterNumbers(outer, program.world_layout, rank, torch.device(device))
-        )
+        self.outer_numbers = OuterNumbers(program.plan.outer, program.world_layout, rank, torch.device(device))
         self.choices = {
             block: torch.zeros(experts.num_experts, dtype=torch.int64, device=device)
             for block in program.stage.own

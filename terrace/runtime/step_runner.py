@@ -74,14 +74,13 @@ class StepRunner:
         passages: Passages,
         compiled: bool = False,
         progress: Progress = no_progress,
-        island: Island | None = None,
     ) -> None:
         program = comm.program
         self._program, self._comm, self._state, self._axes, self._in_gaps = program, comm, state, axes, GapMessages()
         self._collectives, self._stages, self._lanes = comm.collectives, comm.stages, comm.lanes
         self._clock, self._weights, self.objective = clock, weights, objective
         self._clip_norm, self._progress, self._counter = state.settings.clip, progress, 0
-        self._passages, self._load, self._island = passages, load, island
+        self._passages, self._load, self.island = passages, load, Island(state)
         for axis in axes:
             axis.in_block.waiting_on = self._tell_waiting  # computing then waits for other ranks, too
             axis.in_block.at_gap = self._in_gaps.leave
@@ -109,7 +108,7 @@ class StepRunner:
         self._reduced: dict[int, Pending] = {}  # block -> its newest reduction
         self._syncs, self._counts = list[Pending](), list[Pending]()
         self._muon_momentum: dict[int, Pending] = {}
-        self._exchanges = Exchanges(island, self._collectives, self._submit, self._each, self._wait)
+        self._exchanges = Exchanges(self.island, self._collectives, self._submit, self._each, self._wait)
         self.declared_bytes = Counter[tuple[MessageClass, str]]()  # by all programs that were run
         self._sums = StepSums.of(torch.zeros(3))  # until the first CLIP
         self.gives_up = False  # at the next CLIP of a training step, whatever its sums
@@ -357,8 +356,7 @@ class StepRunner:
         if self._program.trains:
             end_gradients(flats, self._state.edges.values(), self._sums, self.gives_up)
             self._load.settle()
-            if self._island is not None:
-                self._island.numbers.stepped(self._sums.loss, self._sums.num_tokens)
+            self.island.numbers.stepped(self._sums.loss, self._sums.num_tokens)
 
     def _orthogonalise(self, now: Instruction) -> None:
         for flat in self._state.trainable(now.block):
@@ -393,7 +391,7 @@ class StepRunner:
     def _outer_apply(self, now: Instruction) -> None:
         self._exchanges.arrived(now.block, self._counter)
         self._await_refresh(now.block)  # it still reads what this writes
-        self._exchanges.island.apply(self._program, now.block)
+        self.island.apply(self._program, now.block)
         self._clock.mark("update")
 
     def _each(self, now: Instruction, work: Carry) -> Callable[[], None]:

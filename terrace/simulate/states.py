@@ -299,8 +299,7 @@ def model_states(
         if flats.trainable:
             steady["grads"] += total // here.span(here.grads) * summed
             kept = total // here.span(here.optimizer) if keeps_master(plan, here, coded=flats.is_coded) else 0
-            if plan.outer is not None:
-                steady["outer"] += total // here.span(here.optimizer) * summed * plan.outer.num_slices
+            steady["outer"] += total // here.span(here.optimizer) * summed * plan.outer.num_slices
             steady["optimizer"] += kept * FORMATS[plan.master].element_bytes + _moment_bytes(plan, here, stage, flats)
         # Only gradients that are reduced need a whole buffer.
         if flats.trainable and not accumulates_in_place(here):

@@ -62,10 +62,10 @@ class Joined:
             extra_s = self.patience.seconds(step, instruction, waiting_on)
             self.dog.at(step, counter, instruction, waiting_on, extra_s)
 
-    def live_on(self, island: Island | None) -> None:
+    def live_on(self, island: Island) -> None:
         """Tell the watchdog the island of this rank, which its messages then name."""
-        if self.dog is not None and island is not None:
-            self.dog.name_island(island.numbers.island)
+        if self.dog is not None:
+            self.dog.name_island(island.place)
             self.patience.follow(island, waits_anywhere=self.device.type == "cuda")
 
     def leave(self) -> None:

@@ -131,12 +131,10 @@ class RankOfRun:
             verified=True,  # by the process that prepared the job
         )
         self._pretrained = None  # the engine has copied the values; this closes the files
-        if self.engine.island is not None:
-            dog.name_island(self.engine.island.numbers.island)
-            self.patience.follow(self.engine.island, waits_anywhere=self.engine.device.type == "cuda")
+        dog.name_island(self.engine.island.place)
+        self.patience.follow(self.engine.island, waits_anywhere=self.engine.device.type == "cuda")
         outer, train = run.plan.outer, run.train
-        turns = {} if outer is None else {"turn": outer.every // outer.fragments, "delay": outer.delay}
-        self.vote = Vote(world, stop_signal, **turns)
+        self.vote = Vote(world, stop_signal, turn=outer.turn, delay=outer.delay)
         self.batches = Batches(
             job.sources, train.sequence, run.rows, train.seed, run.data.holdout, run.model.vocab_size
         )
@@ -234,8 +232,8 @@ class RankOfRun:
         return MicroBatches(batches, program, rank, self.engine.device.type == "cuda", context)
 
     def _steps(self, first_step: int, feeder: Feeder[StepBatches]) -> tuple[Summary, Stop | None]:
-        train, outer = self.run.train, self.run.plan.outer
-        summary = Summary(train.steps - first_step, 1 if outer is None else outer.every)
+        train = self.run.train
+        summary = Summary(train.steps - first_step, self.run.plan.outer.every)
         metrics = MetricsFile(self.job.folder / "metrics.jsonl", first_step) if self.world.rank == 0 else None
         if metrics is not None and metrics.num_lost:
             self.observer.note(f"metrics.jsonl lacks {metrics.num_lost} of the first {first_step} steps")
