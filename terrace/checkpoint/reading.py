@@ -75,8 +75,7 @@ class Checkpoint:
             self.step, self.num_updates = _counts(manifest["step"], manifest["num_updates"])
             self.facts: dict[str, Any] = dict(manifest["facts"])
             self.feedback = str(manifest.get("feedback", ""))  # of terrace.checkpoint.residuals; "": it has none
-            scale = manifest.get(LOSS_SCALE)
-            self.loss_scale = None if scale is None else LossScale.parse(scale)
+            self.loss_scale = LossScale.parse(manifest.get(LOSS_SCALE, {}))
             self.stored = tuple(map(str, manifest.get("stored", ())))  # as `stored_as`; (): by an earlier version
             self.islands = Islands.parse(manifest.get("islands", {}))
             self.groups: dict[str, tuple[str, ...]] = {name: tuple(kinds) for name, kinds in manifest["groups"].items()}
@@ -314,14 +313,13 @@ def restore(state: ModelState, checkpoint: Checkpoint) -> str:
     """
     check_model(checkpoint.folder, checkpoint.layout, state.specs, state.settings)
     # Without its updates the optimizer would correct the bias of a mean that has none.
-    skipped = checkpoint.loss_scale.skipped if checkpoint.loss_scale is not None else 0
-    if checkpoint.num_updates == 0 < checkpoint.step - skipped and any(spec.num_trainable for spec in state.specs):
+    num_steps = checkpoint.step - checkpoint.loss_scale.skipped
+    if checkpoint.num_updates == 0 < num_steps and any(spec.num_trainable for spec in state.specs):
         raise CheckpointError(f"{checkpoint.folder} is after {checkpoint.step} steps with 0 updates: {_INSTEAD}")
     slices, islands = slices_of(state.program.mesh, state.rank), Islands.of(state.program)
     goes_on = checkpoint.islands.goes_on(islands)
     said = note(checkpoint.folder.name, checkpoint.islands, islands) if checkpoint.step else ""
-    if state.loss_scale is not None:
-        state.loss_scale.take(checkpoint.loss_scale or LossScale())
+    state.loss_scale.take(checkpoint.loss_scale)
     stored = stored_note(checkpoint.folder.name, checkpoint.stored, state.program.plan) if checkpoint.step else ""
     with torch.no_grad():
         for flat in state:

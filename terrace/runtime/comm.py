@@ -12,7 +12,7 @@ from terrace.comm.group_p2p import GroupP2P
 from terrace.comm.groups import Meeting, TierGroups, Timeouts
 from terrace.comm.lane import Lane, make_lane
 from terrace.comm.ledger import Ledger, Meter
-from terrace.comm.pace import Pacer
+from terrace.comm.pace import UNPACED, Pace
 from terrace.comm.process_group import new_group
 from terrace.comm.stage_p2p import StageP2P
 from terrace.plan.context import ContextGroup, is_context_parallel
@@ -28,7 +28,7 @@ _EXCHANGE_TIMEOUTS = 5
 
 
 class Comm:
-    """Sends every message of one rank, counts its bytes, and holds it to the rates of a `pacer` if there is one.
+    """Sends every message of one rank, counts its bytes, and holds it to the rates of a `pacer`.
 
     Every rank of the world makes one at the same point, from programs of the same plan; `torch.distributed` must be
     initialised when the world has more than one rank. `meter` counts memory, of messages here and of model state
@@ -42,7 +42,7 @@ class Comm:
         device: torch.device | str = "cpu",
         *,
         timeout: timedelta | Timeouts = timedelta(minutes=10),
-        pacer: Pacer | None = None,
+        pacer: Pace = UNPACED,
     ) -> None:
         self.program, self.rank, self.device, self.pacer = program, rank, torch.device(device), pacer
         self.ledger, self.meter = Ledger(), Meter()
@@ -81,7 +81,7 @@ class Comm:
         if has_islands:
             self._inside = new_group(inside, limit)
 
-    def stage_p2p(self, ledger: Ledger, pacer: Pacer | None = None) -> StageP2P:
+    def stage_p2p(self, ledger: Ledger, pacer: Pace = UNPACED) -> StageP2P:
         """Messages between stages, counted in `ledger`; the caller closes it."""
         program = self.program
         return StageP2P(self.groups, program.mesh, self.rank, tiers=program.layout.tiers, ledger=ledger, pacer=pacer)

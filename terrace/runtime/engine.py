@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from terrace.base.errors import ModelError, ProgramError
 from terrace.cluster.cluster import Cluster
 from terrace.comm.groups import Timeouts
-from terrace.comm.pace import Pacer
+from terrace.comm.pace import UNPACED, Pace
 from terrace.model.experts.balance import BalanceConfig
 from terrace.model.liger_parts import any_served
 from terrace.model.spec import BlockSpec
@@ -91,7 +91,7 @@ class Engine:
         program: Program | None = None,
         declared: Sequence[BlockSpec] = (),
         sequence: int = 0,
-        pacer: Pacer | None = None,
+        pacer: Pace = UNPACED,
         compiled: bool = False,
         balance: BalanceConfig | None = None,
         seed: int = 0,
@@ -268,12 +268,11 @@ class Engine:
         try:
             sums = self.runner.run(batches, lr, program)
         except GivenUp as given_up:
-            scale = self.state.loss_scale
-            if scale is not None and scale.skips(given_up.sums.figures[0]):
+            if self.state.loss_scale.skips(given_up.sums.figures[0]):
                 self._count_undeclared()
                 return replace(self._result(given_up.sums), skipped=True)
             return NotFinite(self._result(given_up.sums), self._examined(batches, program, drawn).first)
-        if program.trains and self.state.loss_scale is not None:
+        if program.trains:
             self.state.loss_scale.stepped()
         # Evaluations do not count: reports are means over training steps.
         self._num_steps += program.trains
@@ -292,7 +291,7 @@ class Engine:
     def _result(self, sums: StepSums, loads: Loads | None = None, outer: Sequence[OuterResult] = ()) -> StepResult:
         rounded, time_s = self.comm.collectives.errors.messages, self.clock.totals()
         found = step_result(sums, self.passages, rounded, time_s, loads, outer)
-        return found if self.state.loss_scale is None else replace(found, loss_scale=sums.loss_scale)
+        return replace(found, loss_scale=sums.loss_scale) if self.state.loss_scale.scaling else found
 
     def examine(self, batches: Sequence[Batch]) -> Examination:
         """Run a step up to its CLIP and look at every block's results; nothing is updated. Every rank calls this."""

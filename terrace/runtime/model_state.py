@@ -123,14 +123,9 @@ class ModelState:
         for flats in self.flats.values():
             yield from flats
 
-    @property
-    def loss_factor(self) -> float:
-        """Factor of the loss that backwards begin with."""
-        return 1.0 if self.loss_scale is None else self.loss_scale.value
-
-    def seed(self, loss: Tensor) -> Tensor | None:
-        """The gradient of a loss that its backward begins with; None: one."""
-        return None if self.loss_scale is None else torch.full_like(loss, self.loss_scale.value)
+    def seed(self, loss: Tensor) -> Tensor:
+        """The gradient of a loss that its backward begins with."""
+        return torch.full_like(loss, self.loss_scale.value)
 
     def recover(self) -> None:
         """Have the memory of working copies back that a hand-over has lent (terrace.runtime.reshard)."""

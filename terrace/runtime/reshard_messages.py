@@ -22,7 +22,7 @@ from terrace.base.boxes import within as inside
 from terrace.comm.collectives import DTYPES
 from terrace.comm.lane import Ticket, make_lane
 from terrace.comm.ledger import Ledger
-from terrace.comm.pace import Pacer
+from terrace.comm.pace import UNPACED, Pace
 from terrace.plan.hand_over import Move
 from terrace.plan.holdings import flat_boxes
 from terrace.plan.slices import rank_slices
@@ -115,7 +115,7 @@ def play(
     exchanges: Mapping[int, Exchange],
     device: torch.device,
     ledger: Ledger,
-    pacer: Pacer | None = None,
+    pacer: Pace = UNPACED,
     *,
     by_host: bool = False,
 ) -> None:
@@ -146,7 +146,7 @@ def _exchange(
     exchange: Exchange,
     device: torch.device,
     ledger: Ledger,
-    pacer: Pacer | None,
+    pacer: Pace,
 ) -> None:
     """Send and receive `moves`, all over one tier: one message to each peer, or one a dtype."""
     sends, receives = defaultdict[_Key, list[_PartMove]](list), defaultdict[_Key, list[_PartMove]](list)
@@ -161,7 +161,7 @@ def _exchange(
         (peer, dtype): torch.empty(sum(numel(move.box) for _, move in own), dtype=dtype, device=device)
         for (peer, dtype), own in receives.items()
     }
-    begin_s = 0.0 if pacer is None else pacer.begin()
+    begin_s = pacer.begin()
     exchange(
         [(peer, values) for (peer, _), values in leaving.items()],
         [(peer, values) for (peer, _), values in coming.items()],
@@ -169,8 +169,7 @@ def _exchange(
     if leaving:
         sent_bytes = sum(values.nbytes for values in leaving.values())
         ledger.add(MessageClass.RESHARD, program.names[tier], sent_bytes)
-        if pacer is not None:
-            pacer.sent(program.names[tier], sent_bytes, 1, begin_s)
+        pacer.sent(program.names[tier], sent_bytes, 1, begin_s)
     for key, values in coming.items():
         pieces = torch.split(values, [numel(move.box) for _, move in receives[key]])
         for (parts, move), piece in zip(receives[key], pieces, strict=True):

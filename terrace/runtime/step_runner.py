@@ -237,7 +237,7 @@ class StepRunner:
         queue = self._due[now.block, now.micro] = self._weights.queue(hold, fills)
         if now.block == self._last and self._chunked is not None:
             with self._weights.recorded_in(queue):
-                self._loss += self._chunked(kept.inputs, self._batches[now.micro].labels, self._state.loss_factor)
+                self._loss += self._chunked(kept.inputs, self._batches[now.micro].labels, self._state.loss_scale.value)
         else:
             self._run_backward(now, kept, queue)
         if now.block > 0:
@@ -350,7 +350,7 @@ class StepRunner:
         values = own_sums(flats, self._loss, self._batches, self.objective, of_routers, counts_loss=counts_loss)
         total, (transfer,) = list[Tensor](), self._program.message(now).transfers
         self._wait(self._submit(lambda: total.append(self._collectives.sum_control(transfer, values))), "wait control")
-        self._sums = StepSums.of(total[0], len(of_routers), self._state.loss_factor)
+        self._sums = StepSums.of(total[0], len(of_routers), self._state.loss_scale.value)
         self._scale = self._sums.scale(self._clip_norm)
         self._clock.mark("clip")
         if self._program.trains:

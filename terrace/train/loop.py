@@ -21,7 +21,7 @@ from terrace.checkpoint.layout import folder_of
 from terrace.checkpoint.reading import Checkpoint
 from terrace.cluster.cluster import Cluster
 from terrace.comm.groups import Timeouts
-from terrace.comm.pace import Pacer
+from terrace.comm.pace import pace_of
 from terrace.data.batches import Batches
 from terrace.data.eval_batches import EvalBatches
 from terrace.data.feeding import Feeder
@@ -123,7 +123,7 @@ class RankOfRun:
             sequence=run.train.sequence,
             # Longer than the watchdog's, which names the culprit.
             timeout=Timeouts(timedelta(seconds=2 * run.train.timeout_s), APART),
-            pacer=Pacer(run.cluster, rate) if rate is not None else None,
+            pacer=pace_of(run.cluster, rate),
             progress=self._at,
             compiled=bool(run.train.compile),
             balance=run.balance,
@@ -158,7 +158,7 @@ class RankOfRun:
         first_step = self.resume()
         # A probed cluster is used as it is; any other gets constants measured here.
         cluster, at, everyone = self.run.cluster, self.dog.at, tuple(range(self.world.world_size))
-        if not cluster.is_measured or self.engine.comm.pacer is not None:  # probed constants exclude the pace
+        if not cluster.is_measured or self.engine.comm.pacer.is_limited:  # probed constants exclude the pace
             before = CoreSeconds.now()
             cluster = calibrate(self.engine, self.run, lambda what: at(first_step, 0, f"MEASURE {what}", everyone))
             self.busy = busy_since(before, self.engine)
