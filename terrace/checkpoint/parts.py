@@ -62,7 +62,6 @@ def held(flat: FlatParam, *, own: bool = True) -> list[Held]:
         # Frozen parameters have no optimizer state and stay on the parameters' tier.
         values = dict(zip(KINDS[FROZEN], (flat.shard,), strict=True))
         return [Held(flat=flat, start=start, values=values, is_first=is_first)]
-    assert flat.optimizer is not None, f"block {flat.name} is not initialised"
     found = list[Held]()
     for part in flat.optimizer.parts:
         at, model = start + part.elements.start, dict(part.values)
@@ -76,7 +75,7 @@ def held(flat: FlatParam, *, own: bool = True) -> list[Held]:
 
 def is_in_blocks(flat: FlatParam) -> bool:
     """Whether states of a flat parameter are in 8-bit blocks, so that parts of it have decoded copies."""
-    return flat.optimizer is not None and any(state.is_coded for state in flat.optimizer.states)
+    return any(state.is_coded for state in flat.optimizer.states)
 
 
 def _anchored(outer: OuterState, part: StatePart, *, at_anchor: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -345,7 +345,7 @@ def restore_flat(flat: FlatParam, checkpoint: Checkpoint, slices: Slices, *, goe
 
     With `goes_on` also its island's own state; else an island begins at the anchor.
     """
-    with opened(() if flat.optimizer is None else flat.optimizer.states):
+    with opened(flat.optimizer.states):
         # Padding is not stored, and must not keep the values it was initialised with.
         for each in held(flat):
             for values in each.values.values():
@@ -356,7 +356,7 @@ def restore_flat(flat: FlatParam, checkpoint: Checkpoint, slices: Slices, *, goe
             for kind, values in part.values.items():
                 if not is_finite(values):
                     raise not_finite(checkpoint.folder, f"{flat.name}.{part.parameter}", kind)
-    if flat.optimizer is not None:
+    if flat.spec.trainable:
         flat.optimizer.num_steps = checkpoint.num_updates
     for outer in flat.outer_states:
         (outer.go_on if goes_on else outer.begin_again)()

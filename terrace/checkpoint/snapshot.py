@@ -60,6 +60,7 @@ class Snapshot:
                 self._add(block, part, flat in self._in_blocks)
         for block, part in beside:
             self._add(block, part, False)
+        self._staging = torch.empty(0, dtype=torch.uint8)
         self._lay_out([])
 
     def _add(self, block: str, part: BoxValues, in_blocks: bool) -> None:
@@ -95,8 +96,7 @@ class Snapshot:
 
     def take_into(self, staging: Tensor) -> None:
         """The same into `num_bytes` bytes of the caller's, the file without its header, in the layout of `lay_out`."""
-        optimizers = [flat.optimizer for flat in self._flats if flat.optimizer is not None]
-        self.num_updates = max((optimizer.num_steps for optimizer in optimizers), default=0)
+        self.num_updates = max((flat.optimizer.num_steps for flat in self._flats), default=0)
         table = self._loss_scale.table
         self.loss_scale = {LOSS_SCALE: table} if table else {}
         start, decoded = 0, dict[str, Tensor]()

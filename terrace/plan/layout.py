@@ -142,15 +142,19 @@ class Layout:
         return self.span(self.outermost)
 
     @property
+    def ranks(self) -> Mesh:
+        """The mesh that says which ranks these are."""
+        assert self.mesh is not None, "only a layout of a plan knows its ranks"
+        return self.mesh
+
+    @property
     def data_degree(self) -> int:
         """Number of ranks with different samples; the ranks of a context axis share a sample."""
-        assert self.mesh is not None, "only a layout of a plan knows its ranks"
-        return self.mesh.total("data")
+        return self.ranks.total("data")
 
     def data_place(self, rank: int) -> int:
         """Index of `rank`'s share among the `data_degree` shares of a batch, the innermost tier fastest."""
-        assert self.mesh is not None, "only a layout of a plan knows its ranks"
-        return self.mesh.place(rank, ("data",))
+        return self.ranks.place(rank, ("data",))
 
     @cached_property
     def _spans(self) -> tuple[int, ...]:
@@ -185,13 +189,11 @@ class Layout:
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
         """Place of `rank` on each tier among the ranks that hold the same slice of a block."""
-        assert self.mesh is not None, "only a layout of a plan knows its ranks"
-        return self.mesh.coordinates(rank, self.axes)
+        return self.ranks.coordinates(rank, self.axes)
 
     def peers(self, rank: int, tier: int) -> tuple[int, ...]:
         """Ranks that differ from `rank` only on `tier` and in their slice of a state, in tier order."""
-        assert self.mesh is not None, "only a layout of a plan knows its ranks"
-        return self.mesh.peers(rank, tier, self.axes)
+        return self.ranks.peers(rank, tier, self.axes)
 
     def slice(self, index: int, coordinates: tuple[int, ...], padded_numel: int) -> slice:
         """A rank's slice of a flat buffer for a state placed on tier `index`."""

@@ -25,7 +25,7 @@ from terrace.plan.recompute import WHOLE, recomputed_parts
 from terrace.plan.stage import SHORT, Stage
 from terrace.plan.state_bytes import tie_bytes
 from terrace.plan.tensor_traffic import TensorTraffic
-from terrace.plan.wire import MessageClass
+from terrace.plan.wire import BETWEEN_STAGES, MessageClass
 from terrace.program.block_program.build import block_program
 from terrace.program.block_program.steps import BlockProgram, InBlockMessage, messages_of
 from terrace.program.buffers import Buffer, peak_bytes, state_buffers
@@ -306,8 +306,7 @@ class Program:
     def edge_hop(self, instruction: Instruction) -> Hop:
         """The hop of a SEND or a RECV: over the outermost tier between the two stages, in the format of its class."""
         tier = self.mesh.edge_tier(self.stage.index, instruction.peer)
-        assert instruction.message_class is not None, "both are of a message"
-        wire = self.plan.wire_format(instruction.message_class, self.layout.tiers[tier])
+        wire = self.plan.wire_format(BETWEEN_STAGES[instruction.backward], self.layout.tiers[tier])
         return Hop(tier, 2, wire, self.edge.numel)
 
     def block_program(self, block: int) -> BlockProgram:

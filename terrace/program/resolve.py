@@ -82,7 +82,6 @@ def message_in_gaps(whole: Message, plan: Plan, flats: Sequence[FlatParamSpec]) 
     for part in range(len(plan.gap_shares)):
         pairs = ((each, of[part]) for each, of in zip(whole.transfers, columns, strict=True))
         carried = [_part(each, plan, start, stop) for each, (start, stop) in pairs if each.hops and start < stop]
-        assert whole.ranks is not None, "gradients are among ranks"
         tiers = whole.tiers if carried else ()
         parts.append(_collective(whole.message_class, plan, whole.lane, tiers, whole.ranks, carried))
     sends = tuple(each for part in parts for each in part.sends)
@@ -218,7 +217,7 @@ def _collective(
     plan: Plan,
     lane: int,
     tiers: tuple[int, ...],
-    ranks: Layout,
+    ranks: Layout | None,
     transfers: Sequence[Transfer],
 ) -> Message:
     hops = [hop for transfer in transfers for hop in transfer.hops]

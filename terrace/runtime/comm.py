@@ -72,7 +72,7 @@ class Comm:
         has_inside = program.tensor.degree > 1 or self.context_group is not None
         indexes = {*self.groups.lanes} | ({INSIDE} if has_inside else set())
         self.lanes: dict[int, Lane] = {lane: make_lane(self.device) for lane in sorted(indexes)}
-        self._peers: dict[tuple[Layout, tuple[int, ...]], tuple[int, ...]] = {}
+        self._peers: dict[tuple[tuple[int, Layout], ...], tuple[int, ...]] = {}
         # Groups of their own, since the world's may have no timeout.
         limit = _EXCHANGE_TIMEOUTS * timeouts.together
         apart = limit + timeouts.apart if has_islands else limit
@@ -112,14 +112,12 @@ class Comm:
             return tuple(sorted((self.rank, self.program.peer(self.rank, instruction))))
         if instruction.op is Op.OUTER_COUNT:
             return tuple(range(self.program.cluster.world_size))
-        message = self.program.message(instruction)
-        assert message.ranks is not None, f"{instruction} is among ranks"
-        key = message.ranks, message.tiers
+        key = self.program.message(instruction).collectives
         if key not in self._peers:
             # Ranks reached over all tiers of the message, tier by tier.
             ranks = [self.rank]
-            for tier in message.tiers:
-                ranks = [peer for each in ranks for peer in message.ranks.peers(each, tier)]
+            for tier, layout in key:
+                ranks = [peer for each in ranks for peer in layout.peers(each, tier)]
             self._peers[key] = tuple(sorted(ranks))
         return self._peers[key]
 

@@ -87,7 +87,7 @@ def held_boxes(engine: "Engine", block: int, source: Literal["params", "optimize
     """Boxes of a block's parameters with the values that this rank sends, which are those that forwards have."""
     found = list[Own]()
     for flat in engine.state.flats.get(block, ()):
-        if source == "params" or flat.optimizer is None:
+        if source == "params" or not flat.spec.trainable:
             found += boxes_of(engine, flat, flat.part(flat.layout.params).start, forward_values(engine, block, flat))
         else:
             masters, transfer = flat.optimizer.master.to(flat.shard.dtype), gather_of(engine, block, flat)

@@ -50,6 +50,7 @@ from terrace.runtime.progress import Progress, no_progress
 from terrace.runtime.random_state import random_state, restored
 from terrace.runtime.step_sums import StepSums, end_gradients, own_sums
 
+_NO_STATE = torch.empty(0)
 Gradient = tuple[FlatParam, Tensor]  # a gradient buffer on its way to be reduced
 
 
@@ -94,7 +95,7 @@ class StepRunner:
             block: tuple(flat for needed in blocks for flat in state.flats[needed] if flat.has_buffer)
             for block, blocks in self.parameters_of.items()
         }
-        self._edge = next((axis.edge for axis in axes if axis.edge is not None), None)
+        self._edges = [axis.edge for axis in axes if axis.edge is not None]
         self._recomputed = recomputed(program.plan, program.blocks)
         self._last = len(program.blocks) - 1
         self._chunked = chunked_head(state.modules[self._last], objective) if self._last in state.modules else None
@@ -127,7 +128,7 @@ class StepRunner:
         self._kept: dict[tuple[int, int], Kept] = {}
         self._due: dict[tuple[int, int], WeightQueue] = {}  # (block, micro) -> its weight gradients, to be computed
         self._loss = torch.zeros((), dtype=torch.float64, device=self._comm.device)
-        self._activations = Activations(program, self._comm, self._state.edges, self._edge)
+        self._activations = Activations(program, self._comm, self._state.edges, self._edges)
         if self._trains:
             self._load.begin()
         self._clock.start()
@@ -203,18 +204,19 @@ class StepRunner:
             inputs = self._take((False, now.block - 1, now.micro)).detach().requires_grad_(trains)
         if now.block == self._last and self._chunked is not None:
             if trains:
-                self._kept[now.block, now.micro] = Kept(inputs, None, None)  # its backward runs it
+                self._kept[now.block, now.micro] = Kept(inputs, None, _NO_STATE)  # its backward runs it
             else:
                 self._loss += head_loss(self._state.modules[now.block], inputs, self._batches[now.micro].labels)
             self._clock.mark(self._clock.doing)
             return
         # Dropout must draw the same masks when the forward runs again.
-        state = random_state(inputs.device) if trains and now.block in self._recomputed else None
+        again = trains and now.block in self._recomputed
+        state = random_state(inputs.device) if again else _NO_STATE
         counting = self._load.counting(now.block) if trains else nullcontext()
-        with counting, torch.set_grad_enabled(trains and state is None):
+        with counting, torch.set_grad_enabled(trains and not again):
             output = self._run_block(now.block, inputs, now.micro)
         if trains:
-            self._kept[now.block, now.micro] = Kept(inputs, output if state is None else None, state)
+            self._kept[now.block, now.micro] = Kept(inputs, None if again else output, state)
         if now.block == self._last:
             self._loss += output.detach()
         else:

@@ -179,7 +179,7 @@ class RankOfRun:
         self.slow = SlowRanks(self.dog, self.engine.program, self.run.train, self.observer)
         self.profiler = Profiler(self.engine, self.run, cluster, self.job.folder)
         # Closed on any error too: its thread would go on reading data.
-        with closing(Feeder(self.learning.fed(made), first_step, self.run.train.steps)) as feeder:
+        with closing(Feeder(self.learning.fed(made, self.batches), first_step, self.run.train.steps)) as feeder:
             summary, stop = self._steps(first_step, feeder)
         self.saves.close()
         self.copies.close()

@@ -39,7 +39,6 @@ class Learning:
 
     def __init__(self, run: RunConfig) -> None:
         self._run, self._seen = run, PairFigures()
-        self._batches: Batches | None = None
         self._reference = torch.zeros(0, dtype=torch.float64)
         self._place = (0, 1)
 
@@ -69,7 +68,7 @@ class Learning:
         `note` tells the user of it, `idle` the watchdog how far it is. Raises `CheckpointError` where it is gone, and
         `TrainingError` where the starting weights give none.
         """
-        self._batches, layout = batches, engine.program.layout
+        layout = engine.program.layout
         self._place = layout.data_place(engine.rank), layout.data_degree
         if self._run.train.objective != "dpo":
             return
@@ -87,27 +86,27 @@ class Learning:
                 own = _read(file, job.sources[0].tokens.digest, rows.num_samples)
             self._reference = engine.comm.of_first(own)
 
-    def fed(self, made: MicroBatches) -> Callable[[int], StepBatches]:
-        """The micro-batches of a step as the objective takes them."""
-        return self._pairs_of(made) if self._run.on_pairs else made.step
+    def fed(self, made: MicroBatches, batches: Batches) -> Callable[[int], StepBatches]:
+        """The micro-batches of a step, which are `made` of `batches`, as the objective takes them; `begin` comes first."""
+        return self._pairs_of(made, batches) if self._run.on_pairs else made.step
 
-    def _pairs_of(self, made: MicroBatches) -> Callable[[int], StepBatches]:
-        batches, is_dpo = self._batches, self._run.train.objective == "dpo"
-        assert batches is not None, "`begin` comes first"
+    def _pairs_of(self, made: MicroBatches, batches: Batches) -> Callable[[int], StepBatches]:
+        is_dpo = self._run.train.objective == "dpo"
 
         def step_of(step: int) -> StepBatches:
             micros = made.step(step).micros
-            micros = self._with_reference(step, micros) if is_dpo else [reward_batch(micro) for micro in micros]
+            micros = (
+                self._with_reference(batches, step, micros) if is_dpo else [reward_batch(micro) for micro in micros]
+            )
             # Of all texts, prompts too. They are counted here, beside the steps.
             num_tokens = sum(length for parts in batches.parts(step) for _, length in parts)
             return StepBatches(micros, None, num_tokens)
 
         return step_of
 
-    def _with_reference(self, step: int, micros: list[Batch]) -> list[Batch]:
-        assert self._batches is not None, "`begin` comes first"
+    def _with_reference(self, batches: Batches, step: int, micros: list[Batch]) -> list[Batch]:
         size = self._run.plan.micro_batch
-        samples = self._batches.samples_of(step, *self._place, size)
+        samples = batches.samples_of(step, *self._place, size)
         references = torch.split(self._reference[torch.from_numpy(samples)], size)
         return [dpo_batch(micro, reference) for micro, reference in zip(micros, references, strict=True)]
 

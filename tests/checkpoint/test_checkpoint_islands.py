@@ -80,7 +80,7 @@ def state_of(engine: Engine) -> dict[str, Tensor]:
     for number, flat in enumerate(engine.state):
         name = f"{number} {flat.name}"
         kept[name] = flat.shard.clone()
-        if flat.optimizer is None:
+        if not flat.spec.trainable:
             continue
         values = {kind: value for part in flat.optimizer.parts for kind, value in part.values.items()}
         origins = [flat.origin]
