@@ -87,7 +87,7 @@ class Learning:
             self._reference = engine.comm.of_first(own)
 
     def fed(self, made: MicroBatches, batches: Batches) -> Callable[[int], StepBatches]:
-        """The micro-batches of a step, which are `made` of `batches`, as the objective takes them; `begin` comes first."""
+        """The micro-batches that are `made` of `batches`, as the objective takes them; `begin` comes first."""
         return self._pairs_of(made, batches) if self._run.on_pairs else made.step
 
     def _pairs_of(self, made: MicroBatches, batches: Batches) -> Callable[[int], StepBatches]:
