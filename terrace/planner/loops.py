@@ -204,9 +204,8 @@ class _Loops:
     def _step_s(self, pair: Pair, every: int, delay: int) -> float:
         row, fragments = pair
         found = self._predicted(self.bounds.loop(every, delay, fragments), row)
-        if found is None:
+        if found is None or found.cycle is None:
             return math.inf
-        assert found.cycle is not None, "the plan has islands"
         self._busy_s[pair] = found.cycle.busy_s
         return found.step_s
 

@@ -19,6 +19,7 @@ from terrace.base.foreign import check_file
 from terrace.base.sealed import checksum
 from terrace.base.words import counted
 from terrace.data.batches import Batches
+from terrace.data.pairs import PairRows
 from terrace.model.decoder import token_loss
 from terrace.plan.dims import has_routers
 from terrace.runtime.batch import Batch
@@ -70,13 +71,12 @@ class Learning:
         """
         layout = engine.program.layout
         self._place = layout.data_place(engine.rank), layout.data_degree
-        if self._run.train.objective != "dpo":
-            return
         file, rows = job.folder / REFERENCE, batches.pairs
-        assert rows is not None, "DPO runs on pairs"
+        if self._run.train.objective != "dpo" or rows is None:
+            return
         if job.resume is None:
             note(f"scoring {counted(rows.num_samples, 'response')} with the starting weights, the reference of DPO")
-            self._reference = reference_of(engine, batches, self._run.plan.micro_batch, idle)
+            self._reference = reference_of(engine, batches, rows, self._run.plan.micro_batch, idle)
             if engine.rank == 0 and keeps:
                 _write(file, self._reference, job.sources[0].tokens.digest)
         else:
@@ -123,13 +123,14 @@ class Learning:
         return {"accuracy": right / pairs, "margin": margin / pairs}
 
 
-def reference_of(engine: Engine, batches: Batches, micro_batch: int, idle: Callable[[str], None]) -> Tensor:
-    """Log-probability of every response of the pairs under the engine's parameters, fp64 (samples), on every rank.
+def reference_of(
+    engine: Engine, batches: Batches, rows: PairRows, micro_batch: int, idle: Callable[[str], None]
+) -> Tensor:
+    """Log-probability of every response of `rows` under the engine's parameters, fp64 (samples), on every rank.
 
     `idle` is told the progress, pass by pass.
     """
-    rows, layout, num_micros = batches.pairs, engine.program.layout, engine.program.num_micros
-    assert rows is not None, "only pairs have responses"
+    layout, num_micros = engine.program.layout, engine.program.num_micros
     degree, place = layout.data_degree, layout.data_place(engine.rank)
     found = torch.full((rows.num_samples,), torch.nan, dtype=torch.float64)
     size, ranks = degree * micro_batch * num_micros, range(engine.program.cluster.world_size)
