@@ -21,19 +21,18 @@ terrace.program.stage_passes.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 
 from terrace.base.errors import PlanError
-from terrace.base.repeated import Repeated
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import is_context_parallel
 from terrace.plan.expert_counts import experts_of
 from terrace.plan.flats import FlatParamSpec, orthogonalised
 from terrace.plan.mesh import Mesh, no_sequence
-from terrace.plan.outer import NO_EXCHANGE, Exchange
+from terrace.plan.outer import NO_EXCHANGE
 from terrace.plan.plan import Plan
 from terrace.plan.slices import slice_blocks
 from terrace.plan.stage import Stage, forward_stage, idle_stage, whole_stage
@@ -195,7 +194,7 @@ def _all_written(read: _Read) -> list[Segments]:
 
 
 def _written(frame: Program, stages: Sequence[Stage]) -> Segments:
-    return write_passes(frame, stages).end(*_end(frame))
+    return write_passes(frame, stages).end(*step_end(frame))
 
 
 def _stages(
@@ -239,33 +238,6 @@ def _forwards(programs: Sequence[Program]) -> list[Program]:
     return [frame.of_stage(frame.stage, write_passes(frame, stages).end(Instruction(Op.CLIP))) for frame in frames]
 
 
-def exchanging(program: Program, exchange: Exchange) -> Program:
-    """The training program `program` with another exchange of islands at its end; all else is shared.
-
-    Raises `PlanError` for an exchange of a plan without islands.
-    """
-    if exchange == program.exchange:
-        return program
-    if not program.plan.outer.has_islands:
-        raise PlanError("a plan without islands has nothing to exchange: give it a table outer")
-    found, given = program.with_exchange(exchange), program.instructions
-    old, new = tuple(_end(program)), tuple(_end(found))
-    end = len(given) - len(old)
-    if isinstance(given, Repeated):
-        instructions: Sequence[Instruction] = replace(given, suffix=(*given.suffix[: -len(old)], *new))
-    elif isinstance(given, Segments) and given.bodies[-1] == old:
-        instructions = Segments((*given.bodies[:-1], new), given.order)
-    else:
-        instructions = (*given[:end], *new)
-    return found.of_stage(found.stage, instructions)
-
-
-def outer_program(program: Program, exchange: Exchange) -> Program:
-    """An exchange of islands alone, on the stage of their training program `program`: it follows the last step."""
-    frame = program.of_stage(idle_stage(program.stage), phase=Phase.OUTER).with_exchange(exchange)
-    return frame.of_stage(frame.stage, tuple(exchange_instructions(frame)))
-
-
 def restoring_program(program: Program) -> Program:
     """The program that follows a loaded state, on the stage of the training program `program`.
 
@@ -277,7 +249,8 @@ def restoring_program(program: Program) -> Program:
     return program.of_stage(idle_stage(program.stage), instructions, Phase.RESTORE)
 
 
-def _end(frame: Program) -> Iterator[Instruction]:
+def step_end(frame: Program) -> Iterator[Instruction]:
+    """The instructions behind the passes of a training step."""
     stage = frame.stage
     # TIE before CLIP: the norm must see the sum of both stages' gradients.
     for block, peer in stage.ties:

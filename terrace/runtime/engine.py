@@ -20,8 +20,9 @@ from terrace.plan.context import is_context_parallel
 from terrace.plan.outer import NO_EXCHANGE, Exchange
 from terrace.plan.plan import Plan
 from terrace.plan.wire import MessageClass
+from terrace.program.cycle import exchanging, outer_program
 from terrace.program.loads import Loads
-from terrace.program.lowering import build_stages, exchanging, forward_programs, outer_program, restoring_program
+from terrace.program.lowering import build_stages, forward_programs, restoring_program
 from terrace.program.outer_result import OuterResult
 from terrace.program.phase import Phase
 from terrace.program.program import Program

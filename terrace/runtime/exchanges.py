@@ -2,14 +2,17 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from terrace.comm.collectives import Collectives
 from terrace.comm.lane import Ticket
 from terrace.program.instruction import Instruction
 from terrace.program.program import Program
 from terrace.runtime.gap_messages import Carry, Work
-from terrace.runtime.islands import Island
 from terrace.runtime.pending import Pending
+
+if TYPE_CHECKING:
+    from terrace.runtime.islands import Island
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Exchanges:
 
     def __init__(
         self,
-        island: Island,
+        island: "Island",
         collectives: Collectives,
         submit: Callable[[Work, Pending | None], Pending],
         each: Callable[[Instruction, Carry], Work],

@@ -11,9 +11,9 @@ from terrace.plan.outer import NO_EXCHANGE, ONE_ISLAND, OUTERS, Exchange, Outer,
 from terrace.plan.plan import Plan
 from terrace.plan.presets import parse_plan, preset
 from terrace.plan.wire import MessageClass
-from terrace.program.cycle import cycle
+from terrace.program.cycle import cycle, exchanging, outer_program
 from terrace.program.instruction import Instruction, Op
-from terrace.program.lowering import build, build_stages, exchanging, forward_programs, outer_program
+from terrace.program.lowering import build, build_stages, forward_programs
 from terrace.program.period import Period, Turn
 from terrace.program.program import Program
 from terrace.program.verify import verify
