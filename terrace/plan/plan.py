@@ -90,7 +90,7 @@ class Plan:
     schedule: str | None = None  # of a pipeline: "1f1b", or "interleaved:3" for 3 chunks a stage
     update: Update = "adamw"  # as `optimizer.name`; of sgd with momentum "sgd+momentum"
     stages: tuple[int, ...] = ()  # blocks of every virtual stage, in model order; if empty, shared by modelled time
-    # The tier that is not synchronised every step, and how its islands exchange; left out: all are
+    # The tier that is not synchronised every step, and how its islands exchange; None: all are
     outer: Outer = field(default=ONE_ISLAND, metadata={"absent": ONE_ISLAND})
 
     def wire_format(self, message: MessageClass, tier: str, *, coded: bool = False) -> WireFormat:
