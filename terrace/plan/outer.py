@@ -70,7 +70,7 @@ class Outer:
     @property
     def has_islands(self) -> bool:
         """Whether there are several."""
-        return self != ONE_ISLAND
+        return self is not ONE_ISLAND and self != ONE_ISLAND  # every layout asks, and nearly all have one
 
     def tier_between(self, cluster: "Cluster") -> int:
         """Index of the tier between islands; raises `ClusterError` for an unknown one. One island has all tiers."""
