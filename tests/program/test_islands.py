@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from terrace.base.errors import ConfigError, PlanError, ProgramError
-from terrace.base.schema import merge
+from terrace.base.schema import dump, merge
 from terrace.plan.memory import model_state_bytes
 from terrace.plan.outer import NO_EXCHANGE, ONE_ISLAND, OUTERS, Exchange, Outer, closing
 from terrace.plan.plan import Plan
@@ -75,6 +75,17 @@ def test_only_exchanges_leave_an_island(name: str, outer: Outer) -> None:
     assert period.state_bytes() == model_state_bytes(CLUSTER, step.plan, step.blocks, 2, SEQUENCE)
     owned = padded_numel(step) // {"device": 1, "package": 2, "node": 4}[step.plan.optimizer]
     assert period.state_bytes()["outer"] == owned * 4 * (4 if outer.delay else 2)
+
+
+def test_one_island_never_exchanges_and_no_file_names_it() -> None:
+    plan = preset("zero3", CLUSTER)
+    step = step_of(plan)
+    assert {ONE_ISLAND.exchange(number, ()) for number in range(5)} == {NO_EXCHANGE}
+    (turn,) = cycle([step]).turns
+    assert (turn.programs, turn.times) == ((step,), 1)
+    assert step.state_bytes["outer"] == 0
+    assert "outer" not in dump(plan)
+    assert parse_plan(dump(plan), CLUSTER) == plan
 
 
 def test_fragments_take_turns_and_arrive_after_their_delay() -> None:
