@@ -124,6 +124,16 @@ class Layout:
         """Index of the last tier."""
         return len(self.tiers) - 1
 
+    @property
+    def inside(self) -> range:
+        """Tiers that are synchronised every step; all, unless ranks are on several islands."""
+        return range(self.tier_of("island") + 1)
+
+    @property
+    def outside(self) -> range:
+        """Tiers that only exchanges of islands cross."""
+        return range(self.inside.stop, len(self.tiers))
+
     @cached_property
     def num_islands(self) -> int:
         """Number of groups of ranks that are synchronised every step, and with each other more rarely."""
@@ -132,7 +142,7 @@ class Layout:
     def island_of(self, coordinates: tuple[int, ...]) -> int:
         """Number of the island of the rank at `coordinates`, the innermost tier outside islands fastest."""
         number = 0
-        for degree, place in reversed(list(zip(self.degrees, coordinates, strict=True))[self.island + 1 :]):
+        for degree, place in reversed(list(zip(self.degrees, coordinates, strict=True))[self.inside.stop :]):
             number = number * degree + place
         return number
 
@@ -172,7 +182,7 @@ class Layout:
         """Indexes of the tiers that the messages of a class are there to cross, whatever their sizes."""
         # Control messages join all ranks of an island.
         if message is MessageClass.CONTROL:
-            return range(self.tier_of("island") + 1)
+            return self.inside
         # Classes inside blocks and between stages have no route over the tiers of a state.
         route = ROUTES.get(message)
         if route is None or (route.carries == "orthogonal" and not self.orthogonalises):
@@ -219,7 +229,7 @@ def state_layout(cluster: Cluster, plan: "Plan", shared: Collection[str] = (), s
 def island_ranks(world: Layout, rank: int) -> list[int]:
     """The ranks that make steps together with `rank`, itself included, sorted; `world` joins all ranks."""
     found = [rank]
-    for tier in range(min(world.island, world.outermost) + 1):
+    for tier in world.inside:
         found = [peer for each in found for peer in world.peers(each, tier)]
     return sorted(found)
 

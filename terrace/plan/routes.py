@@ -196,7 +196,7 @@ def outer_hops(world: "Layout", plan: Plan, blocks: Sequence[BlockSpec], exchang
     for tier, degree in enumerate(world.degrees):
         if degree > 1:
             hops.append(Hop(tier, degree, FORMATS["fp64"], numbers, pieces))
-            pieces *= degree if tier > world.island else 1
+            pieces *= degree if tier in world.outside else 1
     return tuple(hops)
 
 

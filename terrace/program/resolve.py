@@ -102,8 +102,8 @@ def control_message(
 
     `inside` says that it stays on an island.
     """
-    last = world_layout.island if inside else world_layout.outermost
-    tiers = tuple(tier for tier, degree in enumerate(world_layout.degrees) if degree > 1 and tier <= last)
+    crossed = world_layout.inside if inside else range(len(world_layout.tiers))
+    tiers = tuple(tier for tier in crossed if world_layout.degrees[tier] > 1)
     numbers = control_numbers(stage_layout, plan, blocks)
     # Sums of losses, squared norms and token counts over all ranks: few numbers, so fp64 costs next to nothing.
     hops = tuple(Hop(tier, world_layout.degrees[tier], FORMATS["fp64"], numbers) for tier in tiers)
@@ -122,7 +122,7 @@ def control_message(
 def outer_numbers_message(world_layout: Layout, plan: Plan, blocks: Sequence[BlockSpec], exchange: Exchange) -> Message:
     """Message of OUTER_COUNT: numbers summed over an island as CLIP's are, then gathered from all islands."""
     hops = outer_hops(world_layout, plan, blocks, exchange)
-    inside = tuple(hop for hop in hops if hop.tier <= world_layout.island)
+    inside = tuple(hop for hop in hops if hop.tier in world_layout.inside)
     outside = hops[len(inside) :]
     lane, message_class = hops[-1].tier, MessageClass.OUTER
     transfer = Transfer(message_class=message_class, lane=lane, ranks=world_layout, reduction=inside, gathering=outside)

@@ -108,7 +108,7 @@ class _Play:
         self._known: dict[tuple[object, ...], Played] = {}
         first = period.turns[0].programs[0]
         # Outside an island nothing but exchanges travels.
-        self.outside = range(first.world_layout.island + 1, len(first.layout.tiers))
+        self.outside = first.world_layout.outside
 
     def run(self) -> list[list[Runs]]:
         first = self.period.turns[0].programs[0]
