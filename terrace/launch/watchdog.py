@@ -121,9 +121,9 @@ class Watchdog:
             self._own_times.add(own_s, step_s)
             self._figures = self._own_times.figures()
 
-    def name_island(self, place: str) -> None:
-        """Messages name the island of this rank from now on, in words that end with a comma."""
-        self._island = place
+    def name_island(self, number: int) -> None:
+        """Messages name the island of this rank from now on."""
+        self._island = f"island {number}, "
 
     def begin(self) -> None:
         """The first step begins: stop signals are for the main thread from now on."""

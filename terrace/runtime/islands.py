@@ -35,11 +35,6 @@ class Island:
         self._digests: dict[int, Tensor] = {}  # block -> digests of its anchor on all islands, of exchanges under way
         self._ended: list[OuterResult] = []
 
-    @property
-    def place(self) -> str:
-        """Words that tell this island from others."""
-        return f"island {self.numbers.island}, " if self.outer.has_islands else ""
-
     def next(self) -> Exchange:
         """The exchange at the end of the next step."""
         return self.outer.exchange(self.numbers.num_steps, self.numbers.under_way)

@@ -52,21 +52,21 @@ class Copies:
         if not self._train.peer_copies:
             return
         tiers = job.run.cluster.tiers
-        partners = find_partners([tier.size for tier in tiers], world.machines)
-        if partners is None:
+        self._partners = find_partners([tier.size for tier in tiers], world.machines)
+        if self._partners is None:
             # A resumed run may have lost its other machines.
             note(f"no copies in memory: {one_machine(world.machines)}")
             return
         timeout = timedelta(seconds=2 * self._train.timeout_s)
-        self._peers = PeerCopies(engine, world, job.folder, partners, facts, timeout)
+        self._peers = PeerCopies(engine, world, job.folder, self._partners, facts, timeout)
 
     def start(self, predicted: Iterable[StepReport], cluster: Cluster, first_step: int) -> list[StepReport]:
         """Make the first copy; returns the predicted steps of all stages with their share of the copies."""
         reports = list(predicted)
-        if self._peers is None:
+        if self._peers is None or self._partners is None:
             return reports
-        partners, program, first_bytes = self._peers.partners, self._engine.program, self._peers.own_bytes
-        took_s = max(self._engine.comm.exchange(self._copy(self._peers, first_step)))
+        program, first_bytes = self._engine.program, self._peers.own_bytes
+        took_s = max(self._engine.comm.exchange(self._copy(first_step)))
         if not self._every:
             # Rank 0's prediction for all: others may have measured another one.
             step_s = self._engine.comm.exchange(reports[0].step_s)[0]
@@ -82,16 +82,16 @@ class Copies:
         for stage, report in enumerate(reports):
             rank = mesh.at_stage(0, stage)
             cost = CopyCost(
-                tier=partners.tier,
+                tier=self._partners.tier,
                 own_bytes=told[rank][0],
-                kept_bytes=told[partners.kept(rank)][0],
+                kept_bytes=told[self._partners.kept(rank)][0],
                 own_later_bytes=told[rank][1],
-                kept_later_bytes=told[partners.kept(rank)][1],
+                kept_later_bytes=told[self._partners.kept(rank)][1],
                 num_copies=num_copies,
                 num_steps=num_steps,
             )
             found.append(with_copies(report, cost, cluster))
-        rank, tier = partners.keeper(self._world.rank), cluster.tiers[partners.tier].name
+        rank, tier = self._partners.keeper(self._world.rank), cluster.tiers[self._partners.tier].name
         often = "every step" if self._every == 1 else f"every {self._every} steps"
         self._note(
             f"copies in memory {often}, {took_s:.2g} s each: {self._peers.own_bytes / 1e6:.3g} MB of this rank to rank "
@@ -107,7 +107,7 @@ class Copies:
         """
         if self._peers is not None and is_finite:
             is_due = num_done % self._every == 0 and num_done < self._train.steps
-            self.time_s = {TIME: self._copy(self._peers, num_done) if is_due else 0.0}
+            self.time_s = {TIME: self._copy(num_done) if is_due else 0.0}
 
     def close(self) -> None:
         """Give the memory back on all machines: the run has ended in order."""
@@ -119,13 +119,15 @@ class Copies:
             if self._world.hosts.index(self._world.hosts[self._world.rank]) == self._world.rank:
                 clear(self._came_from)
 
-    def _copy(self, peers: PeerCopies, num_done: int) -> float:
+    def _copy(self, num_done: int) -> float:
+        assert self._peers is not None
+        assert self._partners is not None
         rank = self._world.rank
-        self._at(0, "PEER COPY", tuple(sorted({rank, peers.partners.keeper(rank), peers.partners.kept(rank)})))
+        self._at(0, "PEER COPY", tuple(sorted({rank, self._partners.keeper(rank), self._partners.kept(rank)})))
         try:
-            return peers.copy(num_done)
+            return self._peers.copy(num_done)
         except OSError as error:
-            raise CheckpointError(f"cannot write {peers.folder}: {error.strerror}; make room there") from error
+            raise CheckpointError(f"cannot write {self._peers.folder}: {error.strerror}; make room there") from error
 
 
 def take_up(folder: Path, job: RunJob, engine: Engine, world: World, note: Callable[[str], None]) -> int:

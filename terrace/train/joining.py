@@ -64,8 +64,8 @@ class Joined:
 
     def live_on(self, island: Island) -> None:
         """Tell the watchdog the island of this rank, which its messages then name."""
-        if self.dog is not None:
-            self.dog.name_island(island.place)
+        if self.dog is not None and island.outer.has_islands:
+            self.dog.name_island(island.numbers.island)
             self.patience.follow(island, waits_anywhere=self.device.type == "cuda")
 
     def leave(self) -> None:

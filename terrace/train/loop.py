@@ -131,7 +131,8 @@ class RankOfRun:
             verified=True,  # by the process that prepared the job
         )
         self._pretrained = None  # the engine has copied the values; this closes the files
-        dog.name_island(self.engine.island.place)
+        if run.plan.outer.has_islands:
+            dog.name_island(self.engine.island.numbers.island)
         self.patience.follow(self.engine.island, waits_anywhere=self.engine.device.type == "cuda")
         outer, train = run.plan.outer, run.train
         self.vote = Vote(world, stop_signal, turn=outer.turn, delay=outer.delay)
@@ -179,7 +180,7 @@ class RankOfRun:
         self.slow = SlowRanks(self.dog, self.engine.program, self.run.train, self.observer)
         self.profiler = Profiler(self.engine, self.run, cluster, self.job.folder)
         # Closed on any error too: its thread would go on reading data.
-        with closing(Feeder(self.learning.fed(made, self.batches), first_step, self.run.train.steps)) as feeder:
+        with closing(Feeder(self.learning.fed(made), first_step, self.run.train.steps)) as feeder:
             summary, stop = self._steps(first_step, feeder)
         self.saves.close()
         self.copies.close()

@@ -19,7 +19,6 @@ from terrace.base.foreign import check_file
 from terrace.base.sealed import checksum
 from terrace.base.words import counted
 from terrace.data.batches import Batches
-from terrace.data.pairs import PairRows
 from terrace.model.decoder import token_loss
 from terrace.plan.dims import has_routers
 from terrace.runtime.batch import Batch
@@ -40,6 +39,7 @@ class Learning:
 
     def __init__(self, run: RunConfig) -> None:
         self._run, self._seen = run, PairFigures()
+        self._batches: Batches | None = None
         self._reference = torch.zeros(0, dtype=torch.float64)
         self._place = (0, 1)
 
@@ -69,14 +69,15 @@ class Learning:
         `note` tells the user of it, `idle` the watchdog how far it is. Raises `CheckpointError` where it is gone, and
         `TrainingError` where the starting weights give none.
         """
-        layout = engine.program.layout
+        self._batches, layout = batches, engine.program.layout
         self._place = layout.data_place(engine.rank), layout.data_degree
-        file, rows = job.folder / REFERENCE, batches.pairs
-        if self._run.train.objective != "dpo" or rows is None:
+        if self._run.train.objective != "dpo":
             return
+        file, rows = job.folder / REFERENCE, batches.pairs
+        assert rows is not None, "DPO runs on pairs"
         if job.resume is None:
             note(f"scoring {counted(rows.num_samples, 'response')} with the starting weights, the reference of DPO")
-            self._reference = reference_of(engine, batches, rows, self._run.plan.micro_batch, idle)
+            self._reference = reference_of(engine, batches, self._run.plan.micro_batch, idle)
             if engine.rank == 0 and keeps:
                 _write(file, self._reference, job.sources[0].tokens.digest)
         else:
@@ -86,27 +87,27 @@ class Learning:
                 own = _read(file, job.sources[0].tokens.digest, rows.num_samples)
             self._reference = engine.comm.of_first(own)
 
-    def fed(self, made: MicroBatches, batches: Batches) -> Callable[[int], StepBatches]:
-        """The micro-batches that are `made` of `batches`, as the objective takes them; `begin` comes first."""
-        return self._pairs_of(made, batches) if self._run.on_pairs else made.step
+    def fed(self, made: MicroBatches) -> Callable[[int], StepBatches]:
+        """The micro-batches of a step as the objective takes them."""
+        return self._pairs_of(made) if self._run.on_pairs else made.step
 
-    def _pairs_of(self, made: MicroBatches, batches: Batches) -> Callable[[int], StepBatches]:
-        is_dpo = self._run.train.objective == "dpo"
+    def _pairs_of(self, made: MicroBatches) -> Callable[[int], StepBatches]:
+        batches, is_dpo = self._batches, self._run.train.objective == "dpo"
+        assert batches is not None, "`begin` comes first"
 
         def step_of(step: int) -> StepBatches:
             micros = made.step(step).micros
-            micros = (
-                self._with_reference(batches, step, micros) if is_dpo else [reward_batch(micro) for micro in micros]
-            )
+            micros = self._with_reference(step, micros) if is_dpo else [reward_batch(micro) for micro in micros]
             # Of all texts, prompts too. They are counted here, beside the steps.
             num_tokens = sum(length for parts in batches.parts(step) for _, length in parts)
             return StepBatches(micros, None, num_tokens)
 
         return step_of
 
-    def _with_reference(self, batches: Batches, step: int, micros: list[Batch]) -> list[Batch]:
+    def _with_reference(self, step: int, micros: list[Batch]) -> list[Batch]:
+        assert self._batches is not None, "`begin` comes first"
         size = self._run.plan.micro_batch
-        samples = batches.samples_of(step, *self._place, size)
+        samples = self._batches.samples_of(step, *self._place, size)
         references = torch.split(self._reference[torch.from_numpy(samples)], size)
         return [dpo_batch(micro, reference) for micro, reference in zip(micros, references, strict=True)]
 
@@ -123,14 +124,13 @@ class Learning:
         return {"accuracy": right / pairs, "margin": margin / pairs}
 
 
-def reference_of(
-    engine: Engine, batches: Batches, rows: PairRows, micro_batch: int, idle: Callable[[str], None]
-) -> Tensor:
-    """Log-probability of every response of `rows` under the engine's parameters, fp64 (samples), on every rank.
+def reference_of(engine: Engine, batches: Batches, micro_batch: int, idle: Callable[[str], None]) -> Tensor:
+    """Log-probability of every response of the pairs under the engine's parameters, fp64 (samples), on every rank.
 
     `idle` is told the progress, pass by pass.
     """
-    layout, num_micros = engine.program.layout, engine.program.num_micros
+    rows, layout, num_micros = batches.pairs, engine.program.layout, engine.program.num_micros
+    assert rows is not None, "only pairs have responses"
     degree, place = layout.data_degree, layout.data_place(engine.rank)
     found = torch.full((rows.num_samples,), torch.nan, dtype=torch.float64)
     size, ranks = degree * micro_batch * num_micros, range(engine.program.cluster.world_size)

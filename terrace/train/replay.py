@@ -44,7 +44,7 @@ def replay_rank(world: World, job: RunJob, number: int) -> Replayed:
         first_step = rank.resume()
         made = rank.micro_batches(job.run.cluster)
         rank.learning.begin(engine, rank.batches, job, rank.observer.note, dog.idle, keeps=False)
-        batches_of = rank.learning.fed(made, rank.batches)
+        batches_of = rank.learning.fed(made)
         for rank.step in range(first_step, number):
             micros = [micro.to(engine.device) for micro in batches_of(rank.step).micros]
             if rank.step == number - 1:
