@@ -14,56 +14,22 @@ message is padded, so the bytes of all parts add up to those of one message. Rou
 cut.
 """
 
-import math
 from itertools import accumulate
 
-from terrace.base.errors import PlanError
-from terrace.cluster.cluster import Cluster
 from terrace.plan.hops import arena_bytes, gather_buffers, reduce_buffers
-from terrace.plan.layout import Layout, message_lane, message_tiers
-from terrace.plan.mesh import EXPERT_AXES, STAGE, Mesh
+from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
 from terrace.plan.routes import block_hops
 from terrace.plan.wire import FORMATS, GRADIENTS, ROUTES, MessageClass
 
 _BLOCKS = 8  # of 16 elements and 4 bits at least, with a scale of 2 bytes each: a multiple of 16 bytes
 
-_ROUNDED = 1e-6  # by which the sum of shares may be off: files have decimals
 Columns = tuple[int, int]  # the first, and the last exclusive
 
 
 def num_gaps(chunks: int) -> int:
     """Gaps of a backward of `chunks`, the place where the message is issued included."""
     return chunks + 2
-
-
-def check_gaps(cluster: Cluster, plan: Plan) -> None:
-    """Raise `PlanError` for shares that are none, or that have no effect."""
-    shares, chunks = plan.expert_gaps, plan.expert_chunks.get("backward", 1)
-    if not shares:
-        return
-    if not plan.experts:
-        raise PlanError(
-            "expert_gaps has no effect: every rank has all experts; leave it out, or spread them with the table experts"
-        )
-    if not isinstance(shares, str):
-        text = f"expert_gaps = {list(shares)}"
-        if not all(0 <= share < math.inf for share in shares) or abs(sum(shares) - 1) > _ROUNDED:
-            raise PlanError(f"{text}: shares of a gradient are numbers of at least 0 that add up to 1")
-        if len(shares) > num_gaps(chunks):
-            raise PlanError(
-                f"{text} has {len(shares)} shares, and a backward of {chunks} chunks has {num_gaps(chunks)} places for "
-                "them, the one before its messages included: leave the rest out"
-            )
-        if not any(shares[1:]):
-            raise PlanError(f"{text} has no effect: without it all of a gradient leaves first, too; leave it out")
-    layout, mesh = Layout.of(cluster, plan, STAGE), Mesh.of(cluster, plan).experts
-    rows = {tier for tier, degree in enumerate(mesh.group(*EXPERT_AXES) if mesh else ()) if degree > 1}
-    if not any(message_tiers(layout, each) and message_lane(layout, each) in rows for each in GRADIENTS):
-        raise PlanError(
-            f"expert_gaps has no effect: under grads = {plan.grads!r}, optimizer = {plan.optimizer!r} no message of "
-            "gradients has a tier in common with the table experts as its outermost; leave it out"
-        )
 
 
 def part_columns(plan: Plan, layout: Layout, padded: int) -> tuple[Columns, ...]:
@@ -102,7 +68,7 @@ def part_buffers(plan: Plan, layout: Layout, message: MessageClass, numel: int) 
 
 def largest_part_bytes(plan: Plan, layout: Layout, message: MessageClass, padded: int) -> int:
     """Bytes of message memory of the largest part of a flat buffer; 0 where gradients do not travel in parts."""
-    if len(plan.gap_shares) == 1 or message not in GRADIENTS:
+    if not plan.expert_gaps or message not in GRADIENTS:
         return 0
     sizes = {stop - start for start, stop in part_columns(plan, layout, padded)}
     buffers = (part_buffers(plan, layout, message, size * slices_of(layout)) for size in sizes)

@@ -138,6 +138,6 @@ class Plan:
 
     @property
     def gap_shares(self) -> tuple[float, ...]:
-        """`expert_gaps` in numbers, as programs have them: without gaps all of a gradient leaves first."""
+        """`expert_gaps` in numbers, as programs have them."""
         assert not isinstance(self.expert_gaps, str), "shares are found before a program is built"
-        return self.expert_gaps or (1.0,)
+        return self.expert_gaps

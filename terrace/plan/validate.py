@@ -12,20 +12,24 @@ from terrace.plan.context import attention_heads, is_context_parallel, num_ring_
 from terrace.plan.context_rules import why_whole
 from terrace.plan.dims import is_layer
 from terrace.plan.fp16_rules import check_fp16
-from terrace.plan.gaps import check_gaps
-from terrace.plan.layout import DEVICE, Layout
-from terrace.plan.mesh import EXPERT_AXES, Mesh, tier_degrees
+from terrace.plan.gaps import num_gaps
+from terrace.plan.layout import DEVICE, Layout, message_lane, message_tiers
+from terrace.plan.mesh import EXPERT_AXES, STAGE, Mesh, tier_degrees
 from terrace.plan.outer_rules import check_outer, check_outer_tier
 from terrace.plan.plan import AXES, EXPERT_CHUNKS, FACTORS, Plan
 from terrace.plan.products import check_products
 from terrace.plan.recompute_rules import check_recompute
 from terrace.plan.state_bytes import moments
-from terrace.plan.wire import FORMATS
+from terrace.plan.wire import (
+    FORMATS,
+    GRADIENTS,
+)
 from terrace.plan.wire_rules import check_wire
 
 # Each sum in bf16 may lose 1/256 of itself: eight micro-batches stay within what two wire messages lose in int8.
 LONGEST_ROUNDED_UNIT = 8
 MOST_CHUNKS = 64  # of the tokens of a micro-batch: each is a message over every tier
+SHARES_ROUNDED = 1e-6  # by which the sum of shares may be off: files have decimals
 
 
 def validate(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> Layout:
@@ -246,6 +250,34 @@ def _check_chunks(plan: Plan) -> None:
         )
 
 
+def _check_gaps(cluster: Cluster, plan: Plan) -> None:
+    shares, chunks = plan.expert_gaps, plan.expert_chunks.get("backward", 1)
+    if not shares:
+        return
+    if not plan.experts:
+        raise PlanError(
+            "expert_gaps has no effect: every rank has all experts; leave it out, or spread them with the table experts"
+        )
+    if not isinstance(shares, str):
+        text = f"expert_gaps = {list(shares)}"
+        if not all(0 <= share < math.inf for share in shares) or abs(sum(shares) - 1) > SHARES_ROUNDED:
+            raise PlanError(f"{text}: shares of a gradient are numbers of at least 0 that add up to 1")
+        if len(shares) > num_gaps(chunks):
+            raise PlanError(
+                f"{text} has {len(shares)} shares, and a backward of {chunks} chunks has {num_gaps(chunks)} places for "
+                "them, the one before its messages included: leave the rest out"
+            )
+        if not any(shares[1:]):
+            raise PlanError(f"{text} has no effect: without it all of a gradient leaves first, too; leave it out")
+    layout, mesh = Layout.of(cluster, plan, STAGE), Mesh.of(cluster, plan).experts
+    rows = {tier for tier, degree in enumerate(mesh.group(*EXPERT_AXES) if mesh else ()) if degree > 1}
+    if not any(message_tiers(layout, each) and message_lane(layout, each) in rows for each in GRADIENTS):
+        raise PlanError(
+            f"expert_gaps has no effect: under grads = {plan.grads!r}, optimizer = {plan.optimizer!r} no message of "
+            "gradients has a tier in common with the table experts as its outermost; leave it out"
+        )
+
+
 def _check_muon(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> None:
     if Mesh.of(cluster, plan).total("tensor") > 1:
         raise PlanError(
@@ -276,7 +308,7 @@ def _check_numbers(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) ->
         )
     check_tensor_chunks(cluster, plan, blocks)
     _check_chunks(plan)
-    check_gaps(cluster, plan)
+    _check_gaps(cluster, plan)
     if plan.prefetch < 0:
         raise PlanError(f"prefetch = {plan.prefetch}: use 0 for no prefetch, or a positive distance")
     if Mesh.of(cluster, plan).total("pipeline") == 1:

@@ -9,13 +9,11 @@ Between the two come only instructions of `BETWEEN`: a GATHER overtakes the part
 program (`Instruction.in_gaps`), so all ranks of a lane issue one order.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from terrace.base.errors import PlanError
 from terrace.plan.layout import INSIDE, Layout
-from terrace.plan.plan import Plan
 from terrace.plan.stage import Group, Pass
 from terrace.program.block_program.steps import Gap, Send
 from terrace.program.gap_queue import Held
@@ -61,39 +59,6 @@ def before_gaps(program: "Program") -> frozenset[int]:
                 found.add(number - 1)
         before = group, block
     return frozenset(found)
-
-
-def gap_facts(frame: "Program") -> list[tuple[bool, ...]]:
-    """Of every block: whether its backward has gaps, and whether its REDUCE and its SYNC may be in gaps."""
-    if not frame.plan.expert_gaps:
-        return [()] * len(frame.blocks)
-    ops = (Op.REDUCE, Op.SYNC)
-    return [
-        (has_gaps(frame, Instruction(Op.BACKWARD, block)), *(may_be_in_gaps(frame, op, block) for op in ops))
-        for block in range(len(frame.blocks))
-    ]
-
-
-def check_shares(plan: Plan) -> None:
-    """Raise `PlanError` for shares that are still to be found."""
-    if plan.expert_gaps == "auto":
-        raise PlanError('expert_gaps = "auto": a program needs shares in numbers, such as [0, 0.3, 0.7]; give them')
-
-
-def check_used(programs: "Sequence[Program]", of_all: "Callable[[], Sequence[Program]]") -> None:
-    """Raise `PlanError` where a plan has shares and nothing is in gaps, in `programs` or else in those `of_all` stages.
-
-    A stage alone may have no gaps where another has some; the ranks of all stages must find the same.
-    """
-    if programs[0].plan.expert_gaps and not (_any_in_gaps(programs) or _any_in_gaps(of_all())):
-        raise PlanError(
-            "expert_gaps has no effect: behind no REDUCE or SYNC the next pass is a whole backward of a layer with "
-            "experts; leave it out"
-        )
-
-
-def _any_in_gaps(programs: "Sequence[Program]") -> bool:
-    return any(each.in_gaps for program in programs for each in program.counts)
 
 
 class Issued:

@@ -39,7 +39,7 @@ from terrace.plan.stage import Stage, forward_stage, idle_stage, whole_stage
 from terrace.plan.state_bytes import blocks_bytes
 from terrace.plan.validate import validate
 from terrace.program.exchange import exchange_instructions, exchanged
-from terrace.program.gaps import check_shares, check_used, gap_facts
+from terrace.program.gaps import has_gaps, may_be_in_gaps
 from terrace.program.instruction import Instruction, Op
 from terrace.program.phase import Phase
 from terrace.program.program import Program
@@ -91,7 +91,8 @@ def frame_of(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec], num_micr
     Arguments and errors as in `build`.
     """
     layout = validate(cluster, plan, blocks)
-    check_shares(plan)
+    if plan.expert_gaps == "auto":
+        raise PlanError('expert_gaps = "auto": a program needs shares in numbers, such as [0, 0.3, 0.7]; give them')
     if num_micros < 1:
         raise PlanError(f"num_micros = {num_micros}: a step has at least one micro-batch")
     mesh = Mesh.of(cluster, plan)
@@ -119,8 +120,19 @@ def lowered(
 ) -> list[Program]:
     """The programs of all stages, or of one, for a step of `num_micros` micro-batches of the whole model `blocks`."""
     found = _lowered(frame, blocks, num_micros, orders, only)
-    check_used(found, lambda: _lowered(frame, blocks, num_micros, orders, None))
+    # A stage alone may have no gaps where another has some; the ranks of all stages must find the same.
+    if frame.plan.expert_gaps and not (
+        _any_in_gaps(found) or (only is not None and _any_in_gaps(_lowered(frame, blocks, num_micros, orders, None)))
+    ):
+        raise PlanError(
+            "expert_gaps has no effect: behind no REDUCE or SYNC the next pass is a whole backward of a layer with "
+            "experts; leave it out"
+        )
     return found
+
+
+def _any_in_gaps(programs: Sequence[Program]) -> bool:
+    return any(each.in_gaps for program in programs for each in program.counts)
 
 
 def _lowered(
@@ -179,13 +191,23 @@ def _facts(frame: Program) -> tuple[_Fact, ...]:
             any(flat.num_orthogonal for flat in flats),
         )
 
-    facts = zip(frame.of_flats(of_flats), frame.blocks, gap_facts(frame), strict=True)
+    facts = zip(frame.of_flats(of_flats), frame.blocks, _gap_facts(frame), strict=True)
     return tuple(
         [
             (*of_block, block.num_trainable > 0, block.borrows, experts_of(block) is not None, of_gaps)
             for of_block, block, of_gaps in facts
         ]
     )
+
+
+def _gap_facts(frame: Program) -> list[_Fact]:
+    if not frame.plan.expert_gaps:
+        return [()] * len(frame.blocks)
+    ops = (Op.REDUCE, Op.SYNC)
+    return [
+        (has_gaps(frame, Instruction(Op.BACKWARD, block)), *(may_be_in_gaps(frame, op, block) for op in ops))
+        for block in range(len(frame.blocks))
+    ]
 
 
 @lru_cache(maxsize=8)

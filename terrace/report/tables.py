@@ -130,7 +130,7 @@ def wire_words(plan: Plan) -> str:
     states = "" if plan.messages is None else f", parameters and gradients in {plan.messages}"
     but = f", but {', '.join(named)}" if named else ""
     shares = ", ".join(f"{share:.3g}" for share in plan.gap_shares)
-    in_gaps = f"; gradients in the gaps of experts' messages, in parts of {shares}" if len(plan.gap_shares) > 1 else ""
+    in_gaps = f"; gradients in the gaps of experts' messages, in parts of {shares}" if shares else ""
     products = "" if plan.products is None else f"; products of layers in {plan.products}"
     codes = ", whose matrices travel as the codes that these take" if plan.shares_scales else ""
     return f"messages travel in {plan.compute}{states}{but}{in_gaps}{products}{codes}"
