@@ -32,7 +32,7 @@ from bench.common import alternate, decoder, engine_of, local_cluster, micro_bat
 from terrace.cluster.cluster import Cluster
 from terrace.comm.group_p2p import GroupP2P
 from terrace.comm.lane import make_lane
-from terrace.comm.pace import Pacer
+from terrace.comm.pace import UNPACED, Pacer
 from terrace.launch.start import LocalPool, World
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig
@@ -82,7 +82,7 @@ def job_engine(world: World, job: Job) -> Engine:
         initial=lambda block, name, shape: initial_value(job.config, block, name, shape, 0),
         declared=specs,
         sequence=job.sequence,
-        pacer=Pacer(job.cluster, 1.0) if job.paced else None,
+        pacer=Pacer(job.cluster, 1.0) if job.paced else UNPACED,
     )
 
 

@@ -39,7 +39,7 @@ from bench.common import (
 )
 from bench.models import llama_of
 from terrace.cluster.cluster import Cluster, Device, Tier
-from terrace.comm.pace import Pacer
+from terrace.comm.pace import UNPACED, Pacer
 from terrace.data.batches import Batches, Source
 from terrace.data.block_sums import write_sums
 from terrace.data.token_file import TokenFile
@@ -161,7 +161,7 @@ def contest(world: World, job: Job, tokens: TokenFile) -> dict[str, Result]:
     """Let both train on one rank, in turns."""
     torch.set_num_threads(1)
     cluster, results, steps, engines = job.cluster, dict[str, Result](), {}, {}
-    pacer = Pacer(cluster, job.pace) if job.pace else None
+    pacer = Pacer(cluster, job.pace) if job.pace else UNPACED
     source = Source(tokens=tokens, documents="whole", too_long="split")
     batch = job.rows * cluster.world_size
     batches = Batches([source], job.sequence, batch, seed=0)

@@ -32,7 +32,7 @@ def make(setting: Setting, *, preset: str, plan: Mapping[str, Any] = MappingProx
         return Result(loss=done.loss, grad_norm=done.grad_norm, time_s=done.time_s)
 
     def states() -> list[Tensor]:
-        owned = [flat.optimizer for flat in engine.state if flat.optimizer is not None]
+        owned = [flat.optimizer for flat in engine.state if flat.spec.trainable]
         return [value for one in owned for part in one.parts for value in part.values.values()]
 
     def close() -> None:

@@ -99,10 +99,12 @@ def load(cls: type[T], table: Mapping[str, Any], where: str) -> T:
 
 
 def dump(value: Any) -> Any:
-    """Turn a dataclass into plain tables and lists, leaving out fields that are `None`."""
+    """Turn a dataclass into plain tables and lists, leaving out fields that are `None`, or what their metadata calls
+    `absent`.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        pairs = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value) if _is_key(field))
-        return {name: dump(item) for name, item in pairs if item is not None}
+        pairs = ((field, getattr(value, field.name)) for field in dataclasses.fields(value) if _is_key(field))
+        return {field.name: dump(item) for field, item in pairs if item != field.metadata.get("absent")}
     if isinstance(value, Mapping):
         return {str(key): dump(item) for key, item in value.items() if item is not None}
     if isinstance(value, (list, tuple)):

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from terrace.plan.outer import Outer
 from terrace.plan.routes import OUTER_FIGURES
 from terrace.program.program import Program
 
@@ -34,16 +33,14 @@ class Islands:
     num: int
     ranks: int
     every: int
-    fragments: int
+    fragments: int  # 0: a single island, of whose own there is nothing beside the model
     delay: int
     momentum: bool  # whether the outer optimizer has one
 
     @staticmethod
-    def of(program: Program) -> "Islands | None":
-        """The islands of a plan, if it has any."""
+    def of(program: Program) -> "Islands":
+        """The islands of a plan."""
         world, outer = program.world_layout, program.plan.outer
-        if outer is None:
-            return None
         num = world.num_islands
         return Islands(
             num=num,
@@ -51,12 +48,14 @@ class Islands:
             every=outer.every,
             fragments=outer.fragments,
             delay=outer.delay,
-            momentum=has_momentum(outer),
+            momentum=outer.optimizer != "average",
         )
 
     @staticmethod
     def parse(table: Mapping[str, Any]) -> "Islands":
         """Inverse of `table`; raises `ValueError`, `KeyError` or `TypeError` for another one."""
+        if not table:
+            return ONE
         found = Islands(**table)
         for name, value in table.items():
             if type(value) is not (bool if name == "momentum" else int) or value < (name not in ("delay", "momentum")):
@@ -65,11 +64,19 @@ class Islands:
 
     @property
     def table(self) -> dict[str, Any]:
-        return asdict(self)
+        """For a manifest; empty for a single one."""
+        return asdict(self) if self.fragments else {}
+
+    @property
+    def with_own_state(self) -> range:
+        """The islands that have state beside the model's."""
+        return range(self.num if self.fragments else 0)
 
     @property
     def numbers(self) -> dict[str, tuple[int, ...]]:
         """Shape of each array of numbers."""
+        if not self.fragments:
+            return {}
         told, heard = len(OUTER_FIGURES), len(OUTER_FIGURES) + 1
         return {
             TOLD: (self.num, self.ranks, self.fragments, told),
@@ -77,27 +84,21 @@ class Islands:
             MARKS: (self.fragments, 2),
         }
 
-    def goes_on(self, own: "Islands | None") -> bool:
+    def goes_on(self, own: "Islands") -> bool:
         """Whether a run with islands `own` goes on in the cycle of these."""
-        return own is not None and (self.num, self.every, self.fragments, self.delay) == (
-            own.num,
-            own.every,
-            own.fragments,
-            own.delay,
-        )
+        cycles = [(each.num, each.every, each.fragments, each.delay) for each in (self, own)]
+        return self.fragments > 0 and cycles[0] == cycles[1]
 
 
-def has_momentum(outer: Outer) -> bool:
-    return outer.optimizer != "average"
+ONE = Islands(num=1, ranks=1, every=1, fragments=0, delay=0, momentum=False)
 
 
-def note(where: str, stored: Islands | None, own: Islands | None) -> str:
+def note(where: str, stored: Islands, own: Islands) -> str:
     """The state of a checkpoint that a run with islands `own` does not take up, in words; "" where it takes up all."""
-    if own is None:
-        return (
-            "" if stored is None else f"training begins at the anchor of {where}, which is of {_words(stored)}{_STATE}"
-        )
-    if stored is None:
+    if not own.fragments:
+        anchor = f"training begins at the anchor of {where}, which is of {_words(stored)}{_STATE}"
+        return anchor if stored.fragments else ""
+    if not stored.fragments:
         return f"islands begin at the parameters of {where}, which is of a run without them; outer momentum is zero"
     if not stored.goes_on(own):
         return f"every island begins at the anchor of {where}, which is of {_words(stored)}, not {_words(own)}{_STATE}"

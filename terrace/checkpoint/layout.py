@@ -31,7 +31,7 @@ from terrace.base.boxes import Box, to_text
 from terrace.base.errors import CheckpointError
 from terrace.base.foreign import open_file
 from terrace.base.parsing import parse_json
-from terrace.checkpoint.islands import Islands, has_momentum
+from terrace.checkpoint.islands import ONE, Islands
 from terrace.model.spec import BlockSpec
 from terrace.plan.dims import is_layer
 from terrace.plan.expert_counts import choices_bytes
@@ -99,9 +99,10 @@ def checkpoint_bytes(
             each = master + (len(KINDS[group]) - 1) * state
             if group == FROZEN:
                 each = max(compute, _FP32_BYTES) if param.is_moved else compute
-            elif outer is not None:
+            else:
                 # The momentum; each island's kinds, start and message. The anchor is the model's.
-                each = num_islands * (each + 2 * (outer.delay > 0) * summed) + (1 + has_momentum(outer)) * summed
+                own = 2 * (outer.delay > 0)
+                each = num_islands * (each + own * summed) + (outer.num_slices - own) * summed
             total += param.numel * each
         total += choices_bytes(block)
     return total
@@ -143,10 +144,10 @@ def manifest_of(
     num_updates: int,
     facts: Mapping[str, Any],
     files: Files,
-    islands: Islands | None = None,
+    islands: Islands = ONE,
 ) -> dict[str, Any]:
     """Manifest of a model's checkpoint; `blocks` are whole."""
-    more = (OUTER_MOMENTUM,) if islands is not None and islands.momentum else ()
+    more = (OUTER_MOMENTUM,) if islands.momentum else ()
     layout = block_layouts(blocks, optimizer)
     used = {group for parameters in layout.values() for group, _ in parameters.values()}
     return {
@@ -157,7 +158,7 @@ def manifest_of(
         "groups": {group: [*KINDS[group], *(() if group == FROZEN else more)] for group in sorted(used)},
         "layout": layout,
         "files": dict(sorted(files.items())),
-        **({} if islands is None else {"islands": islands.table}),
+        **({"islands": islands.table} if islands.table else {}),
     }
 
 

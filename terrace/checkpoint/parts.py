@@ -17,6 +17,7 @@ from terrace.plan.slices import rank_slices
 from terrace.program.program import Program
 from terrace.runtime.flat_param import FlatParam
 from terrace.runtime.outer_numbers import OuterNumbers
+from terrace.runtime.outer_state import OuterState
 from terrace.runtime.state_part import StatePart
 from terrace.runtime.states import FROZEN, KINDS
 
@@ -61,12 +62,11 @@ def held(flat: FlatParam, *, own: bool = True) -> list[Held]:
         # Frozen parameters have no optimizer state and stay on the parameters' tier.
         values = dict(zip(KINDS[FROZEN], (flat.shard,), strict=True))
         return [Held(flat=flat, start=start, values=values, is_first=is_first)]
-    assert flat.optimizer is not None, f"block {flat.name} is not initialised"
     found = list[Held]()
     for part in flat.optimizer.parts:
         at, model = start + part.elements.start, dict(part.values)
-        if flat.layout.num_islands > 1:
-            model, of_island = _anchored(flat, part, at_anchor=not own or not island)
+        for outer in flat.outer_states:
+            model, of_island = _anchored(outer, part, at_anchor=not own or not island)
             if own:
                 found.append(Held(flat=flat, start=at, values=of_island, is_first=flat.is_first(tier), island=island))
         found.append(Held(flat=flat, start=at, values=model, is_first=is_first))
@@ -75,12 +75,12 @@ def held(flat: FlatParam, *, own: bool = True) -> list[Held]:
 
 def is_in_blocks(flat: FlatParam) -> bool:
     """Whether states of a flat parameter are in 8-bit blocks, so that parts of it have decoded copies."""
-    return flat.optimizer is not None and any(state.is_coded for state in flat.optimizer.states)
+    return any(state.is_coded for state in flat.optimizer.states)
 
 
-def _anchored(flat: FlatParam, part: StatePart, *, at_anchor: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _anchored(outer: OuterState, part: StatePart, *, at_anchor: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """State of a part by kind, of the model and of this island; `at_anchor`: the inner optimizer's is the model's."""
-    outer, inner = flat.outer_state, dict(part.values)
+    inner = dict(part.values)
     value = next(iter(inner))
     model = {value: outer.anchor[part.elements]}
     own = {value: inner.pop(value)}
@@ -104,7 +104,9 @@ def parts_of(
 
 
 def numbers_of(numbers: OuterNumbers) -> Iterator[tuple[str, BoxValues]]:
-    """(block, part) of the numbers of an outer loop that this rank writes."""
+    """(block, part) of the numbers of an outer loop that this rank writes; a single island has none."""
+    if not numbers.marks.numel():
+        return
     place = ((numbers.island, numbers.island + 1), (numbers.place, numbers.place + 1))
     told = numbers.told[None, None]
     yield NUMBERS_BLOCK, BoxValues(parameter=TOLD, box=(*place, *whole(told.shape[2:])), values={NUMBERS: told})

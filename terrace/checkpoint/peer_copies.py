@@ -109,7 +109,7 @@ class PeerCopies:
             self._snapshot.take_into(own.data)
         pacer, tier = self._engine.comm.pacer, self._engine.program.cluster.tiers[self._partners.tier].name
         sent_bytes = own.data.nbytes + TAIL_BYTES if own is not None else 0
-        with pacer(tier, sent_bytes) if pacer is not None and own is not None else nullcontext():
+        with pacer(tier, sent_bytes) if own is not None else nullcontext():
             under_way = _sends(own, self._keeper, self._group) + _receives(kept, self._kept, self._group)
             # The checksum is computed while the part travels.
             if own is not None:

@@ -75,11 +75,9 @@ class Checkpoint:
             self.step, self.num_updates = _counts(manifest["step"], manifest["num_updates"])
             self.facts: dict[str, Any] = dict(manifest["facts"])
             self.feedback = str(manifest.get("feedback", ""))  # of terrace.checkpoint.residuals; "": it has none
-            scale = manifest.get(LOSS_SCALE)
-            self.loss_scale = None if scale is None else LossScale.parse(scale)
+            self.loss_scale = LossScale.parse(manifest.get(LOSS_SCALE, {}))
             self.stored = tuple(map(str, manifest.get("stored", ())))  # as `stored_as`; (): by an earlier version
-            islands = manifest.get("islands")
-            self.islands = None if islands is None else Islands.parse(islands)
+            self.islands = Islands.parse(manifest.get("islands", {}))
             self.groups: dict[str, tuple[str, ...]] = {name: tuple(kinds) for name, kinds in manifest["groups"].items()}
             self.layout: dict[str, BlockLayout] = {
                 block: {name: (group, list(shape)) for name, (group, shape) in layout.items()}
@@ -134,9 +132,9 @@ class Checkpoint:
         for block, layout in self.layout.items():
             for name, (group, shape) in layout.items():
                 yield block, name, shape
-                for island in range(islands.num) if islands is not None and group != FROZEN else ():
+                for island in islands.with_own_state if group != FROZEN else ():
                     yield block, own_name(name, island), shape
-        for name, numbers in islands.numbers.items() if islands is not None else ():
+        for name, numbers in islands.numbers.items():
             yield NUMBERS_BLOCK, name, numbers
 
     def verify_file(self, name: str) -> None:
@@ -315,20 +313,18 @@ def restore(state: ModelState, checkpoint: Checkpoint) -> str:
     """
     check_model(checkpoint.folder, checkpoint.layout, state.specs, state.settings)
     # Without its updates the optimizer would correct the bias of a mean that has none.
-    skipped = checkpoint.loss_scale.skipped if checkpoint.loss_scale is not None else 0
-    if checkpoint.num_updates == 0 < checkpoint.step - skipped and any(spec.num_trainable for spec in state.specs):
+    num_steps = checkpoint.step - checkpoint.loss_scale.skipped
+    if checkpoint.num_updates == 0 < num_steps and any(spec.num_trainable for spec in state.specs):
         raise CheckpointError(f"{checkpoint.folder} is after {checkpoint.step} steps with 0 updates: {_INSTEAD}")
     slices, islands = slices_of(state.program.mesh, state.rank), Islands.of(state.program)
-    goes_on = checkpoint.islands is not None and checkpoint.islands.goes_on(islands)
+    goes_on = checkpoint.islands.goes_on(islands)
     said = note(checkpoint.folder.name, checkpoint.islands, islands) if checkpoint.step else ""
-    if state.loss_scale is not None:
-        state.loss_scale.take(checkpoint.loss_scale or LossScale())
+    state.loss_scale.take(checkpoint.loss_scale)
     stored = stored_note(checkpoint.folder.name, checkpoint.stored, state.program.plan) if checkpoint.step else ""
     with torch.no_grad():
         for flat in state:
             restore_flat(flat, checkpoint, slices, goes_on=goes_on)
-        if state.outer_numbers is not None:
-            _restore_numbers(state.outer_numbers, checkpoint, goes_on=goes_on)
+        _restore_numbers(state.outer_numbers, checkpoint, goes_on=goes_on)
         for block, part in choices_of(state.program, state.choices):
             if checkpoint.has(block, CHOICES):
                 checkpoint.fill(block, [part])
@@ -349,7 +345,7 @@ def restore_flat(flat: FlatParam, checkpoint: Checkpoint, slices: Slices, *, goe
 
     With `goes_on` also its island's own state; else an island begins at the anchor.
     """
-    with opened(() if flat.optimizer is None else flat.optimizer.states):
+    with opened(flat.optimizer.states):
         # Padding is not stored, and must not keep the values it was initialised with.
         for each in held(flat):
             for values in each.values.values():
@@ -360,16 +356,16 @@ def restore_flat(flat: FlatParam, checkpoint: Checkpoint, slices: Slices, *, goe
             for kind, values in part.values.items():
                 if not is_finite(values):
                     raise not_finite(checkpoint.folder, f"{flat.name}.{part.parameter}", kind)
-    if flat.optimizer is not None:
+    if flat.spec.trainable:
         flat.optimizer.num_steps = checkpoint.num_updates
-    if flat.spec.trainable and flat.layout.num_islands > 1:
-        (flat.outer_state.go_on if goes_on else flat.outer_state.begin_again)()
+    for outer in flat.outer_states:
+        (outer.go_on if goes_on else outer.begin_again)()
 
 
 def wanted_parts(flat: FlatParam, checkpoint: Checkpoint, slices: Slices, *, goes_on: bool = False) -> list[BoxValues]:
     """The parts of a flat parameter that a rank reads from a checkpoint; `goes_on` as for `restore_flat`."""
     parts = [part for _, part in parts_of([flat], slices, own=goes_on)]
-    if checkpoint.islands is None or not checkpoint.islands.momentum:
+    if not checkpoint.islands.momentum:
         for part in parts:
             part.values.pop(OUTER_MOMENTUM, None)
     return parts
@@ -377,7 +373,7 @@ def wanted_parts(flat: FlatParam, checkpoint: Checkpoint, slices: Slices, *, goe
 
 def _restore_numbers(numbers: OuterNumbers, checkpoint: Checkpoint, *, goes_on: bool) -> None:
     numbers.begin_again(checkpoint.step)
-    if not goes_on or checkpoint.islands is None:
+    if not goes_on:
         return
     shapes, same = checkpoint.islands.numbers, {HEARD: numbers.heard, MARKS: numbers.marks}
     wanted = [BoxValues(parameter=name, box=whole(shapes[name]), values={NUMBERS: each}) for name, each in same.items()]

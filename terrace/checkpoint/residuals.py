@@ -76,8 +76,7 @@ def digest(program: Program) -> str:
     table |= {name: values[name] for name in ("experts", "expert_gaps") if values[name]}
     if MessageClass.PIPELINE_BACKWARD in wires:  # of which the sequences say how large they are
         table |= {"edge": program.edge.numel}
-    if plan.outer is not None:
-        cycle = plan.outer
+    if (cycle := plan.outer).has_islands:
         table["outer"] = (cycle.tier, cycle.every, cycle.fragments, cycle.delay)
     pairs = _pairs(program)
     # Without any the digest stays as it was when no coded message went whole between two members.
@@ -140,6 +139,5 @@ def _origins(flats: Iterable[FlatParam], edges: Iterable[Origin]) -> Iterator[tu
         number = seen[flat.name] = seen.get(flat.name, -1) + 1
         prefix = f"{_PREFIX}/{flat.name}/{number}"
         yield prefix, flat.origin
-        if flat.spec.trainable and flat.layout.num_islands > 1:
-            yield f"{prefix}/islands", flat.outer_state.origin
+        yield from ((f"{prefix}/islands", outer.origin) for outer in flat.outer_states)
     yield from ((f"{_PREFIX}/{origin.name}/edge", origin) for origin in edges)

@@ -30,6 +30,7 @@ from terrace.runtime.loss_scale import LossScale
 _DTYPES = {torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _WRITE_BYTES = 8 << 20  # a call: large enough that calls cost nothing
 _ALIGNED = 8  # where the tensors begin in a file
+_UNSCALED = LossScale.one()
 
 
 class Snapshot:
@@ -46,12 +47,12 @@ class Snapshot:
         slices: Slices,
         beside: Iterable[tuple[str, BoxValues]] = (),
         edges: Iterable[Origin] = (),
-        loss_scale: LossScale | None = None,
+        loss_scale: LossScale = _UNSCALED,
     ) -> None:
         self.pieces: dict[str, dict[str, list[str]]] = {}  # block -> parameter -> boxes
         # Updates made by the optimizers when the copy was taken; 0 if all parameters are frozen.
         self.num_updates = 0
-        self._loss_scale, self.loss_scale = loss_scale, dict[str, Any]()  # its table then; empty without one
+        self._loss_scale, self.loss_scale = loss_scale, dict[str, Any]()  # its table then; empty where it stays 1
         self._flats, self._edges, self._pieces = list(flats), list(edges), list[tuple[str, Tensor]]()
         self._slices, self._in_blocks = slices, [flat for flat in self._flats if is_in_blocks(flat)]
         for flat in self._flats:
@@ -59,7 +60,7 @@ class Snapshot:
                 self._add(block, part, flat in self._in_blocks)
         for block, part in beside:
             self._add(block, part, False)
-        self._staging: Tensor | None = None
+        self._staging = torch.empty(0, dtype=torch.uint8)
         self._lay_out([])
 
     def _add(self, block: str, part: BoxValues, in_blocks: bool) -> None:
@@ -88,16 +89,16 @@ class Snapshot:
     def take(self) -> None:
         """Copy the current state; returns when the copy is complete."""
         self.lay_out()
-        if self._staging is None:
+        if len(self._staging) < self.num_bytes:
             # One buffer in the order of the file, so writing needs no serialisation.
             self._staging = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=self._on_cuda)
         self.take_into(self._staging)
 
     def take_into(self, staging: Tensor) -> None:
         """The same into `num_bytes` bytes of the caller's, the file without its header, in the layout of `lay_out`."""
-        optimizers = [flat.optimizer for flat in self._flats if flat.optimizer is not None]
-        self.num_updates = max((optimizer.num_steps for optimizer in optimizers), default=0)
-        self.loss_scale = {} if self._loss_scale is None else {LOSS_SCALE: self._loss_scale.table}
+        self.num_updates = max((flat.optimizer.num_steps for flat in self._flats), default=0)
+        table = self._loss_scale.table
+        self.loss_scale = {LOSS_SCALE: table} if table else {}
         start, decoded = 0, dict[str, Tensor]()
         for name, values in self._live:
             place = staging[start : start + values.nbytes].view(values.dtype).view(values.shape)
@@ -117,14 +118,14 @@ class Snapshot:
 
     def release(self) -> None:
         """Free the memory of the copy until the next `take`."""
-        self._staging = None
+        self._staging = torch.empty(0, dtype=torch.uint8)
 
     def write(self, path: Path) -> dict[str, Any]:
         """Write the copy and sync it; returns the file's entry in the manifest. Raises `OSError`.
 
         A second thread computes the checksum. Safe in any thread, but not concurrently with `take`.
         """
-        assert self._staging is not None, "write follows take"
+        assert len(self._staging) == self.num_bytes, "write follows take"
         buffer: Any = self._staging.numpy()
         data = memoryview(buffer)
         with ThreadPoolExecutor(1, "checksum") as hasher, path.open("wb", buffering=0) as file:

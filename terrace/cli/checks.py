@@ -65,7 +65,7 @@ def _memory(run: RunConfig, plan_command: str) -> Finding:
 
 
 def _remedy(run: RunConfig, limit: int, plan_command: str = "") -> str:
-    if run.plan.outer is not None:  # a search of islands needs bounds of their loop
+    if run.plan.outer.has_islands:  # a search of islands needs bounds of their loop
         return "terrace plan --outer searches the plans of islands that fit"
     # Of all starts only one that is refused searches for more nodes.
     from terrace.cli.remedy import fitting_words
@@ -156,7 +156,7 @@ def _speed(run: RunConfig, plan_command: str) -> Iterator[Finding]:
         yield Finding(level="fine", about="speed", words=f"the planner cannot price this plan ({error})")
         return
     step, waits = f"{seconds(slow.step_s)} {band_of(run.cluster, run.plan)}", f"{100 * slow.share:.0f} %"
-    mean = " in the mean of a cycle" if run.plan.outer is not None else ""
+    mean = " in the mean of a cycle" if run.plan.outer.has_islands else ""
     words = f"predicted step {step}{mean}, of which {waits} wait for messages on tier {slow.tier}"
     fix = "" if better is None else f"{_better_words(task, better)}; to have it written: {plan_command}"
     yield Finding(level="note" if slow.is_most else "fine", about="speed", words=words, fix=fix)

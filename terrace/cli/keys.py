@@ -201,7 +201,8 @@ def keys_of(section: str) -> list[Key]:
             default = field.default_factory()
         if default_run is not None:
             default = getattr(default_run, field.name)
-        shown = "required" if default is dataclasses.MISSING else "none" if default is None else json.dumps(default)
+        is_absent = default == field.metadata.get("absent")  # `None`, or what stands for it
+        shown = "required" if default is dataclasses.MISSING else "none" if is_absent else json.dumps(default)
         others = _others(section, field.name, default)
         kind_of_key = kind_words(hints[field.name])
         found.append(Key(name=field.name, kind=kind_of_key, default=shown, line=said[field.name], others=others))

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from terrace.base.words import counted
 from terrace.cli.remedy import freer_words
-from terrace.cluster.cluster import Cluster
 from terrace.model.facts import layers_of
 from terrace.plan.plan import AXES
 from terrace.planner.search import Found
@@ -21,7 +20,7 @@ def nothing_words(space: Space, found: Found, pinned: Sequence[str], limit: int)
     """
     task, axes = space.task, space.axes
     # The search is of one island, the user's options are of all.
-    batch, ranks = task.whole_batch, _whole_cluster(task).world_size
+    batch, ranks = task.whole_batch, task.whole_cluster.world_size
     # On the data axis alone the error can name numbers that work.
     if found.nearest is None and tuple(axes) == ("data",) and batch % ranks:
         below = batch // ranks * ranks
@@ -33,7 +32,7 @@ def nothing_words(space: Space, found: Found, pinned: Sequence[str], limit: int)
     if found.nearest is None:
         return _no_shape(space, pinned)
     nearest = found.nearest
-    more, of = "", "" if task.islands is None else " of an island"
+    more, of = "", " of an island" * (task.islands.num > 1)
     if not found.proved:
         more += f"; the search stopped at --limit {limit}: with a larger one it may find a plan that fits"
     return (
@@ -45,8 +44,8 @@ def nothing_words(space: Space, found: Found, pinned: Sequence[str], limit: int)
 def _no_shape(space: Space, pinned: Sequence[str]) -> str:
     task, axes = space.task, space.axes
     batch, islands = counted(task.whole_batch, "sequence"), ""
-    if task.islands is not None:
-        islands = counted(task.whole_batch // task.batch, "island")
+    if task.islands.num > 1:
+        islands = counted(task.islands.num, "island")
     if not pinned:
         ranks = counted(task.cluster.world_size, "rank")
         return (
@@ -65,17 +64,13 @@ def _no_shape(space: Space, pinned: Sequence[str]) -> str:
     return words if set(axes) == set(AXES) else f"{words}, or search more axes, as with --axes all"
 
 
-def _whole_cluster(task: Task) -> Cluster:
-    return task.cluster if task.islands is None else task.islands.cluster
-
-
 def _sizes_that_divide(task: Task) -> str:
-    cluster = _whole_cluster(task)
+    cluster = task.whole_cluster
     size = cluster.tiers[-1].size
     inner = cluster.world_size // size
     # With that many ranks each gets a whole number of sequences.
     fitting = divisors(task.whole_batch // inner) if task.whole_batch % inner == 0 else ()
-    least = 1 if task.islands is None else 2  # one member would be no islands
+    least = min(2, task.islands.num)  # one member would be no islands
     below, above = ([each for each in fitting if least <= each < size], [each for each in fitting if each > size])
     near = [*below[-1:], *above[:1]]
     return f"--nodes {' or '.join(str(each) for each in near)}, " if near else ""

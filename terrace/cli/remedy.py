@@ -58,7 +58,7 @@ def freer_words(space: Space, pinned: Sequence[str], limit: int) -> str:
             break
         if best:
             return f"{words} one fits: {plan_words(task, best[0].candidate)}"
-    if task.islands is not None:  # further islands do not change the memory of one
+    if task.islands.num > 1:  # further islands do not change the memory of one
         more = "make islands larger, with more members on the tiers inside"
         return f"{unknown}{more}" if unknown else f"no plan of an island does: {more}"
     return f"{unknown}{nodes_words(space, limit, patience)}"

@@ -135,7 +135,8 @@ def _plan(task: Task, name: str | None) -> tuple[Plan, str]:
     if name is not None and name not in PRESETS:
         plan = command_plan(section("plan", name), task.cluster)
         words = f"params {plan.params}, grads {plan.grads}, optimizer {plan.optimizer}"
-        return plan, words if plan.outer is None else f"{words}; {outer_words(plan.outer)}: a step is its cycle's mean"
+        islands = f"; {outer_words(plan.outer)}: a step is its cycle's mean" * plan.outer.has_islands
+        return plan, f"{words}{islands}"
     if name is not None:
         try:
             plan, candidate = preset_plan(name, task)

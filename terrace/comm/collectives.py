@@ -25,7 +25,7 @@ terrace.comm.lane makes them asynchronous.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ from terrace.comm.byte_views import as_bytes
 from terrace.comm.exchange import all_gather
 from terrace.comm.groups import TierGroup, TierGroups
 from terrace.comm.ledger import Ledger, Meter
-from terrace.comm.pace import Pacer
+from terrace.comm.pace import UNPACED, Pace
 from terrace.comm.rounding import ErrorLog, Origin
 from terrace.plan.hops import Hop, encodings, sends_copies
 from terrace.plan.layout import INSIDE, Layout
@@ -74,7 +74,7 @@ class Collectives:
         ledger: Ledger,
         meter: Meter,
         device: torch.device,
-        pacer: Pacer | None = None,
+        pacer: Pace = UNPACED,
     ) -> None:
         self._groups = groups
         self._layout = layout
@@ -303,7 +303,7 @@ class Collectives:
 
     def _sending(self, transfer: Transfer, group: TierGroup, num_bytes: int) -> AbstractContextManager[None]:
         self._ledger.add(transfer.message_class, group.tier, num_bytes)
-        return self._pacer(group.tier, num_bytes, group.size - 1) if self._pacer is not None else nullcontext()
+        return self._pacer(group.tier, num_bytes, group.size - 1)
 
     def _encode(self, message: MessageClass, hop: Hop, leg: str, values: Tensor, out: Tensor, origin: Origin) -> None:
         if not values.numel():

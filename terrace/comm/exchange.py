@@ -20,11 +20,9 @@ def all_gather(whole: Tensor, own: Tensor, group: TierGroup, copies: Tensor | No
 
     An all-to-all among more than two members needs the buffer `copies` (n m); without it, torch's all-gather is used.
     """
-    if dist.get_backend(group.handle) != "gloo" or (group.size > 2 and copies is None):
-        _all_gather(whole, own, group=group.handle)
-        return
-    parts = whole.view(group.size, -1)
-    if group.size == 2:
+    is_gloo = dist.get_backend(group.handle) == "gloo"
+    if is_gloo and group.size == 2:
+        parts = whole.view(group.size, -1)
         place, other = parts[group.position], 1 - group.position
         if place.data_ptr() != own.data_ptr():
             place.copy_(own)
@@ -33,7 +31,9 @@ def all_gather(whole: Tensor, own: Tensor, group: TierGroup, copies: Tensor | No
         splits[other] = own.numel()
         dist.all_to_all_single(parts[other], own, splits, splits, group=group.handle)
         return
-    assert copies is not None, "checked above"
+    if not is_gloo or copies is None:
+        _all_gather(whole, own, group=group.handle)
+        return
     # An all-to-all sends a different part to each member; here all parts are equal.
     copies.view(group.size, -1).copy_(own)
     dist.all_to_all_single(whole, copies, group=group.handle)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from terrace.comm.groups import TierGroups
 from terrace.comm.ledger import Ledger
-from terrace.comm.pace import Pacer
+from terrace.comm.pace import UNPACED, Pace
 from terrace.plan.context import ContextGroup
 from terrace.plan.wire import MessageClass
 
@@ -31,7 +31,7 @@ class GroupP2P:
         *,
         tiers: Sequence[str],
         ledger: Ledger,
-        pacer: Pacer | None = None,
+        pacer: Pace = UNPACED,
     ) -> None:
         self._context, self._member, self._tiers = group, member, tiers
         self._ledger, self._pacer = ledger, pacer
@@ -46,13 +46,12 @@ class GroupP2P:
             by_tier[self._tiers[self._context.tier(self._member, member)]].append(values.nbytes)
         for tier, sizes in by_tier.items():
             self._ledger.add(message, tier, sum(sizes))
-        begin_s = 0.0 if self._pacer is None else self._pacer.begin()
+        begin_s = self._pacer.begin()
         ranks, group = self._context.members, self._group
         # All at once: one after the other, two ranks could each wait for the other's receive.
         operations = [dist.P2POp(dist.irecv, values, ranks[member], group) for member, values in receives]
         operations += [dist.P2POp(dist.isend, values, ranks[member], group) for member, values in sends]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
-        if self._pacer is not None:
-            for tier, sizes in by_tier.items():
-                self._pacer.sent(tier, sum(sizes), 1, begin_s)  # all leave at once: one latency
+        for tier, sizes in by_tier.items():
+            self._pacer.sent(tier, sum(sizes), 1, begin_s)  # all leave at once: one latency

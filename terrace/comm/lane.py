@@ -55,7 +55,7 @@ class Lane(ABC):
 
 class _ThreadTicket(Ticket):
     def __init__(self, work: Callable[[], None]) -> None:
-        self.work: Callable[[], None] | None = work
+        self.work = [work]  # until it begins
         self.finished = threading.Event()
         self.error: BaseException | None = None
 
@@ -79,13 +79,12 @@ class _Queue:
     def run(self) -> None:
         """Do the work of tickets in order, up to a None."""
         while (ticket := self.tickets.get()) is not None:
-            # Cleared, so that its tensors are free once it has run.
-            work, ticket.work = ticket.work, None
+            # Taken, so that its tensors are free once it has run.
+            work = ticket.work.pop()
             try:
                 # Members of a group stay in step: after an error, no later collective may run.
                 if self.error is not None:
                     raise self.error
-                assert work is not None
                 with torch.no_grad():
                     work()
             except BaseException as error:

@@ -13,17 +13,44 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from terrace.base.errors import ConfigError
 from terrace.cluster.cluster import Cluster
 
 
-class Pacer:
+class Pace:
+    """A pace without limits: nothing sleeps. A `Pacer` has limits."""
+
+    is_limited = False
+
+    def begin(self) -> float:
+        """Start time to pass to `sent`; called right before the collective."""
+        return 0.0
+
+    def sent(self, tier_name: str, num_bytes: int, num_messages: int, begin_s: float) -> float:
+        """Sleep until the link has carried the bytes sent since `begin_s`; returns the seconds slept.
+
+        Called right after a blocking collective on that tier.
+        """
+        return 0.0
+
+    def __call__(self, tier_name: str, num_bytes: int, num_messages: int = 1) -> AbstractContextManager[None]:
+        """Pace the collective inside the block; no delay if it raises."""
+        return nullcontext()
+
+    def least_s(self, tier_name: str, num_bytes: int, num_messages: int = 1) -> float:
+        """Seconds of these messages on an idle link. Raises `ClusterError` for an unknown tier."""
+        return 0.0
+
+
+class Pacer(Pace):
     """Limits one rank to the rates of `cluster` at `scale`. Thread-safe.
 
     Raises `ConfigError` unless the scale is above 0.
     """
+
+    is_limited = True
 
     def __init__(
         self,
@@ -40,21 +67,15 @@ class Pacer:
         self._free_s = dict.fromkeys((tier.name for tier in cluster.tiers), -math.inf)  # when each link is idle
 
     def least_s(self, tier_name: str, num_bytes: int, num_messages: int = 1) -> float:
-        """Seconds of these messages on an idle link. Raises `ClusterError` for an unknown tier."""
         if tier_name == "device":
             raise ConfigError("a device has no link to pace: nothing is sent on it")
         tier = self._cluster.tiers[self._cluster.index(tier_name)]
         return num_messages * tier.latency_s / self._scale + num_bytes / (tier.bandwidth_bytes_per_s * self._scale)
 
     def begin(self) -> float:
-        """Start time to pass to `sent`; called right before the collective."""
         return self._clock()
 
     def sent(self, tier_name: str, num_bytes: int, num_messages: int, begin_s: float) -> float:
-        """Sleep until the link has carried the bytes sent since `begin_s`; returns the seconds slept.
-
-        Called right after a blocking collective on that tier.
-        """
         needed_s = self.least_s(tier_name, num_bytes, num_messages)
         with self._lock:
             # Under the lock, so that concurrent lanes share the link one after the other.
@@ -67,7 +88,14 @@ class Pacer:
 
     @contextmanager
     def __call__(self, tier_name: str, num_bytes: int, num_messages: int = 1) -> Iterator[None]:
-        """Pace the collective inside the block; no delay if it raises."""
         begin_s = self.begin()
         yield
         self.sent(tier_name, num_bytes, num_messages, begin_s)
+
+
+UNPACED = Pace()
+
+
+def pace_of(cluster: Cluster, scale: float | None) -> Pace:
+    """The pace of a rank; no scale is no limit."""
+    return UNPACED if scale is None else Pacer(cluster, scale)

@@ -14,7 +14,7 @@ from torch import Tensor
 from terrace.comm.groups import TierGroups
 from terrace.comm.lane import ThreadLane, Ticket
 from terrace.comm.ledger import Ledger
-from terrace.comm.pace import Pacer
+from terrace.comm.pace import UNPACED, Pace
 from terrace.plan.mesh import Mesh
 from terrace.plan.wire import MessageClass
 
@@ -43,7 +43,7 @@ class StageP2P:
         *,
         tiers: tuple[str, ...],
         ledger: Ledger,
-        pacer: Pacer | None = None,
+        pacer: Pace = UNPACED,
     ) -> None:
         self._groups, self._mesh, self._tiers, self._ledger, self._pacer = groups, mesh, tiers, ledger, pacer
         self._rank, self._stage = rank, mesh.stage(rank)
@@ -59,12 +59,11 @@ class StageP2P:
         if self._groups.backend == "nccl":
             return _WorkTicket(dist.isend(values, peer, group=group))
         # The link is busy from now on, not from the moment at which the thread gets to the message.
-        pacer, begin_s = self._pacer, 0.0 if self._pacer is None else self._pacer.begin()
+        begin_s = self._pacer.begin()
 
         def blocking() -> None:
             # Held back before it leaves: the receiver only waits.
-            if pacer is not None:
-                pacer.sent(tier, values.nbytes, 1, begin_s)
+            self._pacer.sent(tier, values.nbytes, 1, begin_s)
             dist.send(values, peer, group=group)
 
         # A thread per peer stage, so that a slow stage does not hold up messages to another.

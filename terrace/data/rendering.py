@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from terrace.base.errors import DataError
 from terrace.base.extras import needs
@@ -111,24 +111,30 @@ class Renderers:
         # Waited for as soon as it ends by itself after an idle minute, so that no zombie stays.
         threading.Thread(target=self._process.wait, name="template process", daemon=True).start()
 
+    @property
+    def _running(self) -> tuple["subprocess.Popen[str]", IO[str], IO[str]]:
+        """The process, its input and its output."""
+        process = self._process
+        if process is None or process.stdin is None or process.stdout is None:
+            raise AssertionError("it is started with both pipes before it is asked")
+        return process, process.stdin, process.stdout
+
     def _send(self, asked: Mapping[str, Any]) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
+        _, to_it, _ = self._running
         try:
-            self._process.stdin.write(json.dumps(asked) + "\n")
-            self._process.stdin.flush()
+            to_it.write(json.dumps(asked) + "\n")
+            to_it.flush()
         except RecursionError as error:
             raise TemplateRefusalError("brackets are nested too deeply") from error
         except BrokenPipeError as error:
             raise _EndedError from error
 
     def _answer(self) -> Any:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        said = self._process.stdout.readline(template_process.MOST_CHARACTERS + 1)
+        process, _, from_it = self._running
+        said = from_it.readline(template_process.MOST_CHARACTERS + 1)
         # The process keeps to the limit itself, unless a template has escaped from its sandbox.
         if len(said) > template_process.MOST_CHARACTERS and not said.endswith("\n"):
-            self._process.kill()
+            process.kill()
             self._close()
             raise TemplateRefusalError(template_process.TOO_LONG)
         if not said.endswith("\n"):
@@ -141,12 +147,11 @@ class Renderers:
         return answer["made"]
 
     def _close(self) -> int:
-        process, self._process = self._process, None
-        assert process is not None
-        for stream in (process.stdin, process.stdout):
+        process, *streams = self._running
+        self._process = None
+        for stream in streams:
             with suppress(OSError):
-                if stream is not None:
-                    stream.close()
+                stream.close()
         return process.wait()
 
 

@@ -53,7 +53,7 @@ def check_balance(balance: BalanceConfig, mesh: Mesh, plan: Plan, blocks: Sequen
             "terrace.model.config, or give the tiers of context and tensor rows to the data axis"
         )
     for name in _BY_COUNTS:
-        if getattr(balance, name) and plan.outer is not None:
+        if getattr(balance, name) and plan.outer.has_islands:
             raise PlanError(
                 f"balance.{name} = {getattr(balance, name)} counts the tokens of all ranks, and islands (outer.tier = "
                 f"{plan.outer.tier!r}) count their own: leave one of them out"

@@ -46,5 +46,5 @@ def choices_bytes(block: BlockSpec) -> int:
 def count_hops(layout: Layout, num: int) -> tuple[Hop, ...]:
     """The hops of the reduction of `num` numbers over the ranks of a stage; a gather takes them back. None of none."""
     padded = layout.padded(num)
-    tiers = (tier for tier, degree in enumerate(layout.degrees) if num and degree > 1 and tier <= layout.island)
+    tiers = (tier for tier in layout.inside if num and layout.degrees[tier] > 1)
     return tuple(Hop(tier, layout.degrees[tier], COUNT_FORMAT, padded // layout.span(tier)) for tier in tiers)

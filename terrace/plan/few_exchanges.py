@@ -16,8 +16,8 @@ def few_exchanges(cluster: Cluster, plan: Plan, num_steps: int) -> str:
     """A notice of a run of `num_steps` with its numbers and a remedy; "" where there are enough messages."""
     outer, found = plan.outer, list[str]()
     # The last step of a run exchanges whatever has not been.
-    num_exchanges = num_steps if outer is None else -(-num_steps // outer.every)
-    if outer is not None and outer.beta:
+    num_exchanges = -(-num_steps // outer.every)
+    if outer.beta:
         remembered = 1.0 / (1.0 - outer.beta)
         if num_exchanges < round(_FEWEST * remembered, 6):
             words = f"outer.momentum = {outer.beta:g} remembers {remembered:.3g} exchanges of a block"
@@ -29,8 +29,8 @@ def few_exchanges(cluster: Cluster, plan: Plan, num_steps: int) -> str:
             found.append(f"{words}, and the run has {num} of a block")
     if not found:
         return ""
-    every = "" if outer is None else f" (one exchange every {outer.every})"
-    fewer = "" if outer is None else ", a smaller outer.every, a lower outer.momentum"
+    every = f" (one exchange every {outer.every})" * outer.has_islands
+    fewer = ", a smaller outer.every, a lower outer.momentum" * outer.has_islands
     sparse = ", denser messages" * bool(_sparse(cluster, plan))
     return (
         f"few exchanges in {num_steps} steps{every}: {'; '.join(found)}. Ten times as many let them settle: use more "

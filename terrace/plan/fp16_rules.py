@@ -27,7 +27,7 @@ def check_fp16(plan: Plan, blocks: Sequence[BlockSpec]) -> None:
     if plan.messages is not None or plan.wire:
         named = f"messages = {plan.messages!r}" if plan.messages is not None else f"formats for {', '.join(plan.wire)}"
         raise PlanError(f"{asked} with {named}: what it computes travels in fp16 alone; leave them out, or use 'bf16'")
-    if plan.outer is not None:
+    if plan.outer.has_islands:
         raise PlanError(
             f"{asked} with islands: a step that is skipped is skipped by all ranks, and islands meet only now and "
             "then; leave outer out, or use 'bf16'"

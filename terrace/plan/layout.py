@@ -77,7 +77,7 @@ class Layout:
             params_backward=params if plan.params_backward is None else cluster.index(plan.params_backward),
             grads=cluster.index(plan.grads),
             optimizer=cluster.index(plan.optimizer),
-            island=(len(cluster.tiers) if plan.outer is None else cluster.index(plan.outer.tier)) - 1,
+            island=plan.outer.tier_between(cluster) - 1,
         )
 
     def settled(self) -> "Layout":
@@ -124,6 +124,16 @@ class Layout:
         """Index of the last tier."""
         return len(self.tiers) - 1
 
+    @property
+    def inside(self) -> range:
+        """Tiers that are synchronised every step; all, unless ranks are on several islands."""
+        return range(self.tier_of("island") + 1)
+
+    @property
+    def outside(self) -> range:
+        """Tiers that only exchanges of islands cross."""
+        return range(self.inside.stop, len(self.tiers))
+
     @cached_property
     def num_islands(self) -> int:
         """Number of groups of ranks that are synchronised every step, and with each other more rarely."""
@@ -132,7 +142,7 @@ class Layout:
     def island_of(self, coordinates: tuple[int, ...]) -> int:
         """Number of the island of the rank at `coordinates`, the innermost tier outside islands fastest."""
         number = 0
-        for degree, place in reversed(list(zip(self.degrees, coordinates, strict=True))[self.island + 1 :]):
+        for degree, place in reversed(list(zip(self.degrees, coordinates, strict=True))[self.inside.stop :]):
             number = number * degree + place
         return number
 
@@ -142,15 +152,19 @@ class Layout:
         return self.span(self.outermost)
 
     @property
+    def ranks(self) -> Mesh:
+        """The mesh that says which ranks these are."""
+        assert self.mesh is not None, "only a layout of a plan knows its ranks"
+        return self.mesh
+
+    @property
     def data_degree(self) -> int:
         """Number of ranks with different samples; the ranks of a context axis share a sample."""
-        assert self.mesh is not None, "only a layout of a plan knows its ranks"
-        return self.mesh.total("data")
+        return self.ranks.total("data")
 
     def data_place(self, rank: int) -> int:
         """Index of `rank`'s share among the `data_degree` shares of a batch, the innermost tier fastest."""
-        assert self.mesh is not None, "only a layout of a plan knows its ranks"
-        return self.mesh.place(rank, ("data",))
+        return self.ranks.place(rank, ("data",))
 
     @cached_property
     def _spans(self) -> tuple[int, ...]:
@@ -168,7 +182,7 @@ class Layout:
         """Indexes of the tiers that the messages of a class are there to cross, whatever their sizes."""
         # Control messages join all ranks of an island.
         if message is MessageClass.CONTROL:
-            return range(self.tier_of("island") + 1)
+            return self.inside
         # Classes inside blocks and between stages have no route over the tiers of a state.
         route = ROUTES.get(message)
         if route is None or (route.carries == "orthogonal" and not self.orthogonalises):
@@ -185,13 +199,11 @@ class Layout:
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
         """Place of `rank` on each tier among the ranks that hold the same slice of a block."""
-        assert self.mesh is not None, "only a layout of a plan knows its ranks"
-        return self.mesh.coordinates(rank, self.axes)
+        return self.ranks.coordinates(rank, self.axes)
 
     def peers(self, rank: int, tier: int) -> tuple[int, ...]:
         """Ranks that differ from `rank` only on `tier` and in their slice of a state, in tier order."""
-        assert self.mesh is not None, "only a layout of a plan knows its ranks"
-        return self.mesh.peers(rank, tier, self.axes)
+        return self.ranks.peers(rank, tier, self.axes)
 
     def slice(self, index: int, coordinates: tuple[int, ...], padded_numel: int) -> slice:
         """A rank's slice of a flat buffer for a state placed on tier `index`."""
@@ -211,7 +223,7 @@ def state_layout(cluster: Cluster, plan: "Plan") -> Layout:
 def island_ranks(world: Layout, rank: int) -> list[int]:
     """The ranks that make steps together with `rank`, itself included, sorted; `world` joins all ranks."""
     found = [rank]
-    for tier in range(min(world.island, world.outermost) + 1):
+    for tier in world.inside:
         found = [peer for each in found for peer in world.peers(each, tier)]
     return sorted(found)
 

@@ -8,7 +8,10 @@ Streaming DiLoCo 2501.18512, CO2 2401.16265).
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from terrace.cluster.cluster import Cluster
 
 _RATES = {"nesterov": 0.7, "momentum": 1.0, "average": 1.0}
 _MOMENTA = {"nesterov": 0.9, "momentum": 0.2, "average": 0.0}
@@ -18,7 +21,7 @@ class Exchange(NamedTuple):
     """The exchanges of islands at the end of a step, by fragment.
 
     `arrives` were started some steps before and are applied now, `starts` are sent. `waits` says that those that start
-    are also applied at this end.
+    are also applied at this end. Without a fragment the step ends without an exchange.
     """
 
     arrives: tuple[int, ...] = ()
@@ -31,13 +34,16 @@ class Exchange(NamedTuple):
         return (*self.arrives, *(self.starts if self.waits else ()))
 
 
+NO_EXCHANGE = Exchange()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Outer:
     """How islands exchange; the equations are in terrace.runtime.outer_state.
 
     `every` is the steps of a cycle, `delay` those that an exchange may take while training goes on, 0 where it is
     waited for. `keep` is the part of an island's changes meanwhile that it keeps. `lr` and `momentum` default to those
-    of the optimizer's paper.
+    of the optimizer's paper. `ONE_ISLAND` has no tier and no fragment, so that it never exchanges and keeps no state.
     """
 
     tier: str  # the links between islands
@@ -62,12 +68,26 @@ class Outer:
         return _MOMENTA[self.optimizer] if self.momentum is None else self.momentum
 
     @property
+    def has_islands(self) -> bool:
+        """Whether there are several."""
+        return self is not ONE_ISLAND and self != ONE_ISLAND  # every layout asks, and nearly all have one
+
+    def tier_between(self, cluster: "Cluster") -> int:
+        """Index of the tier between islands; raises `ClusterError` for an unknown one. One island has all tiers."""
+        return cluster.index(self.tier) if self.has_islands else len(cluster.tiers)
+
+    @property
     def num_slices(self) -> int:
         """Slices in `plan.sums` that a rank keeps, each as large as its optimizer's.
 
         The anchor; momentum; where an exchange is under way over steps, the parameters at its start and its message.
         """
-        return 1 + (self.optimizer != "average") + 2 * (self.delay > 0)
+        return (self.fragments > 0) + (self.optimizer != "average") + 2 * (self.delay > 0)
+
+    @property
+    def turn(self) -> int:
+        """Steps between the exchanges of one fragment and the next."""
+        return self.every // max(1, self.fragments)
 
     @property
     def sends_last(self) -> bool:
@@ -76,17 +96,20 @@ class Outer:
 
     def fragment(self, block: int) -> int:
         """The fragment of a block."""
-        return block % self.fragments
+        return block % max(1, self.fragments)
 
-    def exchange(self, step: int, under_way: Collection[int]) -> Exchange | None:
-        """The exchange at the end of step number `step` of the run, or None; `under_way` are fragments."""
+    def exchange(self, step: int, under_way: Collection[int]) -> Exchange:
+        """The exchange at the end of step number `step` of the run; `under_way` are fragments."""
         starts = self._starting(step)
         arrives = tuple(f for f in self._starting(step - self.delay) if f in under_way) if self.delay else ()
-        return Exchange(arrives, starts, not self.delay) if starts or arrives else None
+        return Exchange(arrives, starts, bool(starts) and not self.delay)
 
     def _starting(self, step: int) -> tuple[int, ...]:
-        turn, left = divmod(step % self.every + 1, self.every // self.fragments)
-        return () if left else (turn - 1,)
+        turn, left = divmod(step % self.every + 1, self.turn)
+        return () if left or turn > self.fragments else (turn - 1,)
+
+
+ONE_ISLAND = Outer(tier="", every=1, fragments=0, optimizer="average")
 
 
 def closing(under_way: Collection[int], changed: Collection[int]) -> list[Exchange]:

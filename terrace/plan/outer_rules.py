@@ -12,8 +12,11 @@ from terrace.plan.outer import Outer
 from terrace.plan.plan import Plan
 
 
-def check_outer(cluster: Cluster, plan: Plan, outer: Outer, blocks: Sequence[BlockSpec]) -> None:
+def check_outer(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> None:
     """Raise `PlanError` for an outer loop that cannot run, or an option of it that has no effect."""
+    outer = plan.outer
+    if not outer.has_islands:
+        return
     _check_islands(cluster, plan, outer)
     _check_cycle(outer, [index for index, block in enumerate(blocks) if block.num_trainable])
     check_outer_step(outer)
@@ -22,17 +25,16 @@ def check_outer(cluster: Cluster, plan: Plan, outer: Outer, blocks: Sequence[Blo
 def check_outer_tier(cluster: Cluster, outer: Outer) -> None:
     """Raise `PlanError` for a tier that is not there."""
     names = [tier.name for tier in cluster.tiers]
-    if outer.tier not in names:
+    if outer.has_islands and outer.tier not in names:
         raise PlanError(f"outer.tier = {outer.tier!r} is not in the cluster{did_you_mean(outer.tier, names)}")
 
 
 def _check_islands(cluster: Cluster, plan: Plan, outer: Outer) -> None:
     layout, mesh = Layout.written(cluster, plan), Mesh.of(cluster, plan)
-    outside = range(layout.island + 1, len(layout.tiers))
     here = f"outer.tier = {outer.tier!r}"
     for axis in ORDER:
         own = mesh.of_stacks(axis == "expert")
-        crossed = [layout.tiers[tier] for tier in outside if axis != "data" and own.group(axis)[tier] > 1]
+        crossed = [layout.tiers[tier] for tier in layout.outside if axis != "data" and own.group(axis)[tier] > 1]
         if crossed:
             raise PlanError(
                 f"the {axis} axis crosses tier {crossed[0]!r}, and {here}: its ranks talk every step, islands do not; "

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from terrace.plan.outer import Outer
+from terrace.plan.outer import ONE_ISLAND, Outer
 from terrace.plan.update import Update
 from terrace.plan.wire import CODES, OF_PARAMETERS, OF_STATES, MessageClass, WireFormat, parse_format
 
@@ -91,7 +91,7 @@ class Plan:
     update: Update = "adamw"  # as `optimizer.name`; of sgd with momentum "sgd+momentum"
     stages: tuple[int, ...] = ()  # blocks of every virtual stage, in model order; if empty, shared by modelled time
     # The tier that is not synchronised every step, and how its islands exchange; None: all are
-    outer: Outer | None = None
+    outer: Outer = field(default=ONE_ISLAND, metadata={"absent": ONE_ISLAND})
 
     def wire_format(self, message: MessageClass, tier: str, *, coded: bool = False) -> WireFormat:
         """Format in which `message` crosses `tier`; raises `PlanError` for an unknown format.

@@ -190,14 +190,13 @@ def outer_hops(world: "Layout", plan: Plan, blocks: Sequence[BlockSpec], exchang
 
     Of each fragment that starts, `OUTER_FIGURES`; of each of its blocks a digest.
     """
-    assert plan.outer is not None, "a plan without islands exchanges nothing"
     trained = (index for index, block in enumerate(blocks) if block.num_trainable)
     digests = sum(plan.outer.fragment(index) in exchange.starts for index in trained)
     numbers, pieces, hops = len(OUTER_FIGURES) * len(exchange.starts) + digests, 1, list[Hop]()
     for tier, degree in enumerate(world.degrees):
         if degree > 1:
             hops.append(Hop(tier, degree, FORMATS["fp64"], numbers, pieces))
-            pieces *= degree if tier > world.island else 1
+            pieces *= degree if tier in world.outside else 1
     return tuple(hops)
 
 

@@ -68,7 +68,7 @@ def _steady(plan: Plan, flat: FlatParamSpec) -> dict[str, int]:
         kept = owned if keeps_master(plan, layout, coded=flat.is_coded) else 0
         found["optimizer"] = kept * FORMATS[plan.master].element_bytes
         found["optimizer"] += moment_bytes(plan, moments(plan.update, owned, padded - whole))
-        found["outer"] = owned * summed * plan.outer.num_slices if plan.outer is not None else 0
+        found["outer"] = owned * summed * plan.outer.num_slices
         found["feedback"] = sum(residual_numels(layout, plan, padded)) * RESIDUAL_BYTES * RESIDUAL_COPIES
     return found
 

@@ -35,16 +35,14 @@ SHARES_ROUNDED = 1e-6  # by which the sum of shares may be off: files have decim
 def validate(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> Layout:
     """The settled layout of a valid plan; raises `PlanError` with the first rule it breaks."""
     _check_mapping(cluster, plan)
-    if plan.outer is not None:
-        check_outer_tier(cluster, plan.outer)
+    check_outer_tier(cluster, plan.outer)
     try:
         layout = Layout.written(cluster, plan)
     except ClusterError as error:
         raise PlanError(f"plan {plan.name!r} places a state on a tier that is not there: {error}") from error
     _check_placements(plan, layout)
     _check_depth(cluster, plan, layout)
-    if plan.outer is not None:
-        check_outer(cluster, plan, plan.outer, blocks)
+    check_outer(cluster, plan, blocks)
     check_fp16(plan, blocks)
     check_wire(plan, layout)
     _check_numbers(cluster, plan, blocks)

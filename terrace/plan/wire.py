@@ -25,7 +25,6 @@ The last block may be short, so any n can travel: one element, a prime number, n
 error of a gradient and adds it to the next one sent the same way (error feedback, arXiv 1901.09847).
 """
 
-import re
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
@@ -177,18 +176,18 @@ COUNT_FORMAT = WireFormat("int64", "int64", 64, 63)  # of numbers that are never
 @lru_cache(maxsize=256)
 def parse_format(text: str) -> WireFormat:
     """The format named by `text`; raises `PlanError` for an unknown one."""
-    match = re.fullmatch(r"([^:+]*)(?::([^+]*))?(\+.*)?", text)
-    assert match is not None, f"{text!r}: the pattern takes any text"
-    codec, block, suffix = match.groups()
+    head, plus, end = text.partition("+")
+    codec, colon, block = head.partition(":")
+    suffix = plus + end
     if codec not in FORMATS:
         raise PlanError(f"{text!r} is not a wire format{did_you_mean(codec, FORMATS)}")
-    if suffix not in (None, "+feedback"):
+    if suffix not in ("", "+feedback"):
         raise PlanError(f"wire format {text!r} ends in {suffix!r}: what a format can end in is '+feedback'")
-    wire = replace(FORMATS[codec], name=text, feedback=suffix is not None)
+    wire = replace(FORMATS[codec], name=text, feedback=bool(suffix))
     # A dtype rounds each element by itself: no blocks, and no error that feedback would have to carry.
-    if not wire.block and (block is not None or wire.feedback):
+    if not wire.block and (colon or wire.feedback):
         raise PlanError(f"wire format {text!r}: a dtype has neither blocks nor feedback; write {codec!r}")
-    if block is None:
+    if not colon:
         return wire
     if wire.kept_of:
         if block not in map(str, _KEPT_OF):

@@ -134,7 +134,7 @@ def _check_crosses(plan: Plan, layout: Layout, message: MessageClass, tier: str)
     if message not in ROUTES:
         axis = "the table experts" if message in TO_EXPERTS else _AXIS.get(message, "the tensor axis")
         raise PlanError(f"wire.{message.value}.{tier} has no effect: {axis} has no ranks on {tier!r}; leave it out")
-    if message is MessageClass.OUTER and plan.outer is None:
+    if message is MessageClass.OUTER and not plan.outer.has_islands:
         raise PlanError(
             f"wire.outer.{tier} has no effect: all ranks are one island; give the plan a table outer, or leave it out"
         )

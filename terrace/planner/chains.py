@@ -92,8 +92,8 @@ class Chains:
 
         `works` may be the least of several shapes and forms. Of one that may divide its experts, these send nothing.
         """
-        stages, alike = shape.mesh.total("pipeline"), self.split.alike
-        if not choices or (stages > 1 and alike is None):
+        stages = shape.mesh.total("pipeline")
+        if not choices or (stages > 1 and self.split.alike is None):
             return [_scheduled_s(span, 0.0, 0.0) for span in spans]
         if stages == 1:
             whole = self.works.whole
@@ -102,7 +102,7 @@ class Chains:
         # Some stage has the mean of the layers or more. Its chain is no shorter than one of as many layers, but for the
         # passes of look-ups before them.
         most = -(-self.num_inner // stages)
-        assert alike is not None, "checked above"
+        alike = self.split.layer
         forwards_s, backwards_s = (most - 1) * works[alike][0], (most - 1) * works[alike][1]
         hidden_s = sum(work_of_runs(works, self.split.before)[:2])
         offers = self._offers_of(shape, most, choices)
@@ -169,8 +169,7 @@ class Chains:
         parameters, and from the last backward of the first and of the last layer until CLIP. Computing hides none of
         them.
         """
-        mesh, alike = shape.mesh, self.split.alike
-        assert alike is not None, "only equal layers are told by their number"
+        mesh, alike = shape.mesh, self.split.layer
         key = (mesh.state, mesh.stack_state, self._numels(shape), mesh.expert_degrees, shape.divides, most, placement)
         found = self._ends.get(key)
         if found is None:

@@ -25,9 +25,9 @@ from terrace.program.schedules.registry import takes_unit
 def placement_of(task: Task, plan: Plan) -> Placement:
     """Tier index of each state of a plan; raises `ClusterError` for an unknown tier."""
     layout = Layout.written(task.cluster, plan)
-    if task.islands is not None:
+    if task.islands.num > 1:
         layout = layout.settled()  # on all islands a state of the outermost tier would not lie inside
-    second = plan.params_backward is not None and (task.islands is None or layout.params_backward < layout.params)
+    second = plan.params_backward is not None and (task.islands.num == 1 or layout.params_backward < layout.params)
     backward = layout.params_backward if second else -1
     return Placement(layout.params, layout.grads, layout.optimizer, backward)
 

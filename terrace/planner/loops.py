@@ -58,7 +58,7 @@ def island_task(task: Task, bounds: OuterBounds, rows: Sequence[Row]) -> Task:
             f"use {near}"
         )
     fed_back = [row for row in rows if any(name.endswith("+feedback") for _, name in row)]
-    islands = Islands(cluster=task.cluster, outer=bounds.outer, formats=dict((fed_back or rows)[0]))
+    islands = Islands(num=tier.size, outer=bounds.outer, formats=dict((fed_back or rows)[0]))
     # Islands wait for each other, so each keeps the pace of all.
     island = replace(task.cluster.resized(1), around=task.cluster.world_size)
     return replace(task, cluster=island, batch=task.batch // tier.size, islands=islands)
@@ -120,10 +120,8 @@ def least_loop(task: Task, estimate: Estimate, plan: Plan, bounds: OuterBounds, 
 
 class _Loops:
     def __init__(self, task: Task, estimate: Estimate, plan: Plan, bounds: OuterBounds, rows: Sequence[Row]) -> None:
-        assert task.islands is not None, "a loop is of islands"
-        cluster = task.islands.cluster
         self.task, self.islands, self.estimate, self.plan, self.bounds = task, task.islands, estimate, plan, bounds
-        self.whole = replace(task, cluster=cluster, batch=task.whole_batch, islands=None)
+        self.whole = replace(task, cluster=task.whole_cluster, batch=task.whole_batch, islands=Islands())
         self._played: dict[tuple[Outer, Row], Prediction | None] = {}
         self._busy_s: dict[Pair, float] = {}
         self._memory: dict[tuple[Row, bool], Mapping[str, int]] = {}
@@ -206,9 +204,8 @@ class _Loops:
     def _step_s(self, pair: Pair, every: int, delay: int) -> float:
         row, fragments = pair
         found = self._predicted(self.bounds.loop(every, delay, fragments), row)
-        if found is None:
+        if found is None or found.cycle is None:
             return math.inf
-        assert found.cycle is not None, "the plan has islands"
         self._busy_s[pair] = found.cycle.busy_s
         return found.step_s
 
@@ -235,7 +232,7 @@ class _Loops:
         return replace(self.islands, outer=outer, formats=dict(row)).joined(self.plan)
 
     def _crossing(self, row: Row) -> Row:
-        plan = crossing(self.islands.cluster, self._joined(self.bounds.outer, row))
+        plan = crossing(self.whole.cluster, self._joined(self.bounds.outer, row))
         return tuple(plan.wire.get(MessageClass.OUTER.value, {}).items())
 
     def _loop(self, outer: Outer, row: Row, fastest_s: float) -> Loop:

@@ -73,6 +73,12 @@ class Split:
         self._looks_up = [each is Computes.LOOK_UP for each in computes]
         self._has_head = [each in (Computes.LOGITS, Computes.VALUES) for each in computes]
 
+    @property
+    def layer(self) -> int:
+        """The kind of the blocks between, which are equal."""
+        assert self.alike is not None, "only equal layers are told by their number"
+        return self.alike
+
     def whole(self) -> Part:
         """All blocks on one stage."""
         return Part((runs_of(self.order),))
@@ -92,8 +98,7 @@ class Split:
 
     def logits_in_layers(self, works: Sequence[Work]) -> float:
         """Cost of the blocks after the equal ones, in one of these."""
-        assert self.alike is not None, "blocks that differ have no common cost"
-        layer = works[self.alike]
+        layer = works[self.layer]
         return sum(count * (works[kind][0] + works[kind][1]) for kind, count in self.after) / (layer[0] + layer[1])
 
     def contents(self, counts: Sequence[int]) -> tuple[Runs, ...]:
@@ -108,8 +113,7 @@ class Split:
 
     def equal(self, count: int, is_first: bool, is_last: bool) -> Runs:
         """`count` equal blocks, with the look-ups if they are the first and with the logits if they are the last."""
-        assert self.alike is not None, "blocks that differ are not told by their number"
-        between = ((self.alike, count),) if count else ()
+        between = ((self.layer, count),) if count else ()
         return (*(self.before if is_first else ()), *between, *(self.after if is_last else ()))
 
     def cut(self, stages: Sequence[int]) -> tuple[Runs, ...]:

@@ -76,8 +76,6 @@ class Paths:
     def _of_split(
         self, key: OrdersKey, works: Sequence[Work], last: int, edge_s: float, send_s: float, is_one: bool
     ) -> Path:
-        alike = self.split.alike
-        assert alike is not None, "only equal layers are told by their number"
         counts = self._counts.get((key, last))
         if counts is None:
             contents = self.split.contents(share_before(self.num_layers, key[1] * key[2], last))
@@ -86,7 +84,7 @@ class Paths:
         chain = self._chains[key]
         before, after = work_of_runs(works, self.split.before), work_of_runs(works, self.split.after)
         span_s = chain.num_messages * edge_s + chain.num_sends * send_s
-        for own, times in ((works[alike], counts.layers), (before, counts.before), (after, counts.after)):
+        for own, times in ((works[self.split.layer], counts.layers), (before, counts.before), (after, counts.after)):
             span_s += times[0] * own[0] + times[1] * own[1]
             if is_one or times[2] < 0:
                 span_s += times[2] * own[2]

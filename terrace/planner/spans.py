@@ -106,10 +106,9 @@ class Spans:
 
     def _span_of(self, priced: _Priced, chunks: int, trait: Trait, last: int) -> tuple[float, float, Runs | None]:
         works, logits, _, edge_s, stages, micros, mean_s, _ = priced
-        alike, num_layers = self.split.alike, self.num_layers
-        assert alike is not None, "only equal layers are told by their number"
+        num_layers = self.num_layers
         shares = shares_of(num_layers, stages, chunks, last, trait.looped, trait.folded)
-        forward_s, backward_s, weight_s = works.each[alike]
+        forward_s, backward_s, weight_s = works.each[self.split.layer]
         logits_forward_s, logits_s = logits[0], logits[0] + logits[1]
         least = shares.least  # of all but the last, which hops lead to
         # A split schedule may delay the weight gradient beyond the path to the previous stage.

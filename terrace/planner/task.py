@@ -20,7 +20,7 @@ from terrace.plan.context import Heads, attention_heads
 from terrace.plan.dims import declared_hidden_size
 from terrace.plan.kinds import Kinds
 from terrace.plan.mesh import Mesh
-from terrace.plan.outer import Outer
+from terrace.plan.outer import ONE_ISLAND, Outer
 from terrace.plan.plan import FUSED, Plan, precision_of, shares_scales, sums_of
 from terrace.plan.recompute import WHOLE
 from terrace.plan.residency import residual_patterns
@@ -38,17 +38,19 @@ Wire = Mapping[str, Mapping[str, str]]  # message class -> tier -> format, as in
 
 @dataclass(frozen=True, kw_only=True)
 class Islands:
-    """The islands of which a task's cluster is one: `cluster` is all of them, `outer` how they exchange.
+    """The islands of which a task's cluster is one: their number, and how they exchange. It may be the only one.
 
     `formats` are the row of `outer` in the table of wire formats.
     """
 
-    cluster: Cluster
-    outer: Outer
+    num: int = 1
+    outer: Outer = ONE_ISLAND
     formats: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def joined(self, plan: Plan) -> Plan:
         """The plan of all islands, from the plan of one."""
+        if self.num == 1:
+            return plan
         wire = {**plan.wire, MessageClass.OUTER.value: self.formats} if self.formats else plan.wire
         return replace(plan, outer=self.outer, wire=wire)
 
@@ -75,7 +77,7 @@ class Task:
     tensor_chunks: int | Literal["fused"] = 1  # as in a plan, of those that can have it
     wire: Wire = field(default_factory=dict, hash=False)
     declared: tuple[BlockSpec, ...] = field(default=(), hash=False)
-    islands: Islands | None = None
+    islands: Islands = Islands()
     # Operations of layers that plans recompute (terrace.plan.recompute); none: whole layers; None: searched.
     operations: tuple[str, ...] | None = None
 
@@ -203,13 +205,17 @@ class Task:
     @property
     def whole_batch(self) -> int:
         """Sequences of a step on all islands."""
-        return self.batch * (self.islands.cluster.tiers[-1].size if self.islands is not None else 1)
+        return self.batch * self.islands.num
+
+    @cached_property
+    def whole_cluster(self) -> Cluster:
+        """The cluster of all islands, which are the members of its outermost tier."""
+        num = self.islands.num
+        return self.cluster if num == 1 else replace(self.cluster.resized(num), around=0)
 
     def whole(self, plan: Plan) -> tuple[Cluster, Plan]:
-        """The cluster of all islands, and the plan of all for that of one; without islands, both as they are."""
-        if self.islands is None:
-            return self.cluster, plan
-        return self.islands.cluster, self.islands.joined(plan)
+        """The cluster of all islands, and the plan of all for that of one."""
+        return self.whole_cluster, self.islands.joined(plan)
 
     @property
     def peak_flops_per_s(self) -> float:

@@ -67,7 +67,7 @@ def _told(possible: list[int], value: int) -> str:
 def _broken(task: Task, name: str, value: int) -> str:
     """The rule that a number breaks, which is one that no plan of the task has."""
     ranks = task.cluster.world_size
-    where = "the cluster" if task.islands is None else "an island"
+    where = "the cluster" if task.islands.num == 1 else "an island"
     for number, of_what in _multiples(task, name):
         if number % value:
             return f"{name} = {value} does not divide {of_what}"
@@ -95,7 +95,7 @@ def _multiples(task: Task, name: str) -> Iterator[tuple[int, str]]:
     if name == "expert_rows" and task.experts is not None:
         yield task.experts.intermediate_size, f"the inner size of an expert, {task.experts.intermediate_size}"
     if name in ("data", "micro_batch"):
-        step = "a step" if task.islands is None else "an island's step"
+        step = "a step" if task.islands.num == 1 else "an island's step"
         yield task.batch, f"the {task.batch} sequences of {step}"
     if name in ("context", *CONTEXT_AXES):
         yield task.sequence, f"the {task.sequence} tokens of a sequence"

@@ -18,7 +18,7 @@ from terrace.comm.collectives import DTYPES, Collectives
 from terrace.comm.groups import TierGroups
 from terrace.comm.lane import make_lane
 from terrace.comm.ledger import Ledger, Meter
-from terrace.comm.pace import Pacer
+from terrace.comm.pace import Pace
 from terrace.comm.rounding import Origin
 from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
@@ -51,7 +51,7 @@ class TierLinks:
     """One rank's collectives over one tier, on a lane of its own. Every rank constructs it at the same point."""
 
     def __init__(
-        self, cluster: Cluster, tier: int, rank: int, device: torch.device, timeout: timedelta, pacer: Pacer | None
+        self, cluster: Cluster, tier: int, rank: int, device: torch.device, timeout: timedelta, pacer: Pace
     ) -> None:
         name = cluster.tiers[tier].name
         # All other tiers hold pipeline ranks, so no data collective crosses them.

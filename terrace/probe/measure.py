@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from terrace.base.errors import ConfigError
 from terrace.cluster.cluster import Cluster
-from terrace.comm.pace import Pacer
+from terrace.comm.pace import Pace, pace_of
 from terrace.launch.start import pace
 from terrace.launch.watchdog import watch as watchdog
 from terrace.launch.world import World
@@ -61,8 +61,7 @@ def measure(world: World, cluster: Cluster, seconds: float, say: Say) -> Samples
     elif rate is not None:
         raise ConfigError("TERRACE_PACE paces messages of CPU ranks only: unset it, or set CUDA_VISIBLE_DEVICES=''")
     with watched(world, say) as progress:
-        pacer = None if rate is None else Pacer(cluster, rate)
-        return _measure(world, cluster, device, seconds, pacer, progress)
+        return _measure(world, cluster, device, seconds, pace_of(cluster, rate), progress)
 
 
 @contextmanager
@@ -80,9 +79,7 @@ def watched(world: World, say: Say) -> Iterator[Say]:
         yield progress
 
 
-def _measure(
-    world: World, cluster: Cluster, device: torch.device, seconds: float, pacer: Pacer | None, say: Say
-) -> Samples:
+def _measure(world: World, cluster: Cluster, device: torch.device, seconds: float, pacer: Pace, say: Say) -> Samples:
     stopwatch = Stopwatch(world.world_size, device)
     budget = {part: share * seconds for part, share in _PARTS.items()}
     sustained, heat_s = None, min(HEAT_S[device.type], _HEATING * seconds)
@@ -117,7 +114,7 @@ def _measure(
 
 
 def _links(
-    world: World, cluster: Cluster, stopwatch: Stopwatch, budget: Mapping[str, float], pacer: Pacer | None, say: Say
+    world: World, cluster: Cluster, stopwatch: Stopwatch, budget: Mapping[str, float], pacer: Pace, say: Say
 ) -> tuple[tuple[TierSamples, ...], tuple[PairSample, ...]]:
     crossed = [index for index, tier in enumerate(cluster.tiers) if tier.size > 1]
     compute, timeout = layer_passes(stopwatch, overlap_layer(stopwatch.device.type)), timedelta(seconds=2 * _TIMEOUT_S)

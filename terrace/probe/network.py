@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from terrace.cluster.cluster import Cluster
-from terrace.comm.pace import Pacer
+from terrace.comm.pace import pace_of
 from terrace.launch.start import pace
 from terrace.launch.world import World
 from terrace.probe.links import TierLinks
@@ -49,8 +49,7 @@ def measure_links(world: World, cluster: Cluster, seconds: float, say: Callable[
         for index in crossed:
             tier = cluster.tiers[index]
             progress(f"messages on tier {tier.name}")
-            pacer = None if rate is None else Pacer(cluster, rate)
-            links = TierLinks(cluster, index, world.rank, device, _TIMEOUT, pacer)
+            links = TierLinks(cluster, index, world.rank, device, _TIMEOUT, pace_of(cluster, rate))
             each_s = seconds / len(crossed) / 2
             small_s, large_s = (
                 stopwatch.seconds(links.call("gather", size * links.degree), each_s, agreed=True)

@@ -11,9 +11,8 @@ if TYPE_CHECKING:
 
 def exchanged(program: "Program", fragments: Collection[int]) -> list[int]:
     """The blocks of a stage that islands exchange in `fragments`."""
-    outer = program.plan.outer
     blocks = (block for block in program.stage.held if program.blocks[block].num_trainable)
-    return [block for block in blocks if outer is not None and outer.fragment(block) in fragments]
+    return [block for block in blocks if program.plan.outer.fragment(block) in fragments]
 
 
 def exchange_instructions(program: "Program") -> Iterator[Instruction]:
@@ -23,8 +22,6 @@ def exchange_instructions(program: "Program") -> Iterator[Instruction]:
     changes are sent before the first is waited for.
     """
     exchange = program.exchange
-    if exchange is None:
-        return
 
     def applied(fragments: Collection[int]) -> Iterator[Instruction]:
         for block in exchanged(program, fragments):

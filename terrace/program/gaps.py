@@ -75,17 +75,15 @@ class Issued:
                 self._held.hold(instruction, len(program.message(instruction).parts))
                 yield from self._due(0)
             else:
-                message = program.message(instruction)
-                assert message.ranks is not None, f"{instruction} is among ranks"
-                yield from ((instruction, tier, message.ranks) for tier in message.tiers)
+                yield from ((instruction, *each) for each in program.message(instruction).collectives)
         elif instruction.op in PASSES and program.expert_transfers:
             messages = iter(program.messages_inside(instruction))
             for step in program.block_program(instruction.block).steps(instruction.op):
                 if isinstance(step, Gap):
                     yield from self._due(step.number)
                 for message in islice(messages, len(step.messages)) if isinstance(step, Send) else ():
-                    if message.lane != INSIDE and message.ranks is not None:
-                        yield from ((instruction, tier, message.ranks) for tier in message.tiers)
+                    if message.lane != INSIDE:
+                        yield from ((instruction, *each) for each in message.collectives)
 
     def rest(self) -> Iterator[tuple[Instruction, int, Layout]]:
         """Those that are left of messages in gaps."""
@@ -96,9 +94,7 @@ class Issued:
 
     def _of(self, parts: Sequence[tuple[Instruction, int]]) -> Iterator[tuple[Instruction, int, Layout]]:
         for instruction, part in parts:
-            message = self._program.message(instruction).parts[part]
-            assert message.ranks is not None, f"{instruction} is among ranks"
-            yield from ((instruction, tier, message.ranks) for tier in message.tiers)
+            yield from ((instruction, *each) for each in self._program.message(instruction).parts[part].collectives)
 
 
 def meets(program: "Program", instruction: Instruction) -> list[tuple[int, Layout]]:

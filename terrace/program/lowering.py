@@ -21,19 +21,18 @@ terrace.program.stage_passes.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 
 from terrace.base.errors import PlanError
-from terrace.base.repeated import Repeated
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import is_context_parallel
 from terrace.plan.expert_counts import experts_of
 from terrace.plan.flats import FlatParamSpec, orthogonalised
 from terrace.plan.mesh import Mesh, no_sequence
-from terrace.plan.outer import Exchange
+from terrace.plan.outer import NO_EXCHANGE
 from terrace.plan.plan import Plan
 from terrace.plan.slices import slice_blocks
 from terrace.plan.stage import Stage, forward_stage, idle_stage, whole_stage
@@ -217,7 +216,7 @@ def _all_written(read: _Read) -> list[Segments]:
 
 
 def _written(frame: Program, stages: Sequence[Stage]) -> Segments:
-    return write_passes(frame, stages).end(*_end(frame))
+    return write_passes(frame, stages).end(*step_end(frame))
 
 
 def _stages(
@@ -255,37 +254,10 @@ def forward_programs(programs: Sequence[Program]) -> list[Program]:
 def _forwards(programs: Sequence[Program]) -> list[Program]:
     stages = [forward_stage(each.stage) for each in programs]
     frames = [
-        each.of_stage(stage, phase=Phase.FORWARD).with_exchange(None)
+        each.of_stage(stage, phase=Phase.FORWARD).with_exchange(NO_EXCHANGE)
         for each, stage in zip(programs, stages, strict=True)
     ]
     return [frame.of_stage(frame.stage, write_passes(frame, stages).end(Instruction(Op.CLIP))) for frame in frames]
-
-
-def exchanging(program: Program, exchange: Exchange | None) -> Program:
-    """The training program `program` with another exchange of islands at its end; all else is shared.
-
-    Raises `PlanError` for a plan without islands.
-    """
-    if program.plan.outer is None:
-        raise PlanError("a plan without islands has nothing to exchange: give it a table outer")
-    if exchange == program.exchange:
-        return program
-    found, given = program.with_exchange(exchange), program.instructions
-    old, new = tuple(_end(program)), tuple(_end(found))
-    end = len(given) - len(old)
-    if isinstance(given, Repeated):
-        instructions: Sequence[Instruction] = replace(given, suffix=(*given.suffix[: -len(old)], *new))
-    elif isinstance(given, Segments) and given.bodies[-1] == old:
-        instructions = Segments((*given.bodies[:-1], new), given.order)
-    else:
-        instructions = (*given[:end], *new)
-    return found.of_stage(found.stage, instructions)
-
-
-def outer_program(program: Program, exchange: Exchange) -> Program:
-    """An exchange of islands alone, on the stage of their training program `program`: it follows the last step."""
-    frame = program.of_stage(idle_stage(program.stage), phase=Phase.OUTER).with_exchange(exchange)
-    return frame.of_stage(frame.stage, tuple(exchange_instructions(frame)))
 
 
 def restoring_program(program: Program) -> Program:
@@ -299,7 +271,8 @@ def restoring_program(program: Program) -> Program:
     return program.of_stage(idle_stage(program.stage), instructions, Phase.RESTORE)
 
 
-def _end(frame: Program) -> Iterator[Instruction]:
+def step_end(frame: Program) -> Iterator[Instruction]:
+    """The instructions behind the passes of a training step."""
     stage = frame.stage
     # TIE before CLIP: the norm must see the sum of both stages' gradients.
     for block, peer in stage.ties:
@@ -311,7 +284,7 @@ def _end(frame: Program) -> Iterator[Instruction]:
     following = dict(pairwise(whole))
     # The first gather has no update to hide behind.
     yield from (Instruction(Op.ORTHOGONALISE, block) for block in whole[:1])
-    later = set(exchanged(frame, frame.exchange.applies if frame.exchange else ()))
+    later = set(exchanged(frame, frame.exchange.applies))
     for block in stage.held:
         if frame.blocks[block].num_trainable:
             if block in following:

@@ -72,6 +72,12 @@ class Message:
         return tuple(hop for transfer in self.transfers for hop in transfer.hops)
 
     @cached_property
+    def collectives(self) -> tuple[tuple[int, Layout], ...]:
+        """(Tier, ranks) of each tier that it crosses in collectives among ranks of a layout."""
+        ranks = self.ranks
+        return () if ranks is None else tuple((tier, ranks) for tier in self.tiers)
+
+    @cached_property
     def arenas(self) -> dict[int, int]:
         """Bytes of message memory on each lane: those of the largest transfer, since they follow one another."""
         found: dict[int, int] = {}

@@ -19,13 +19,13 @@ from terrace.plan.in_block_messages import ExpertMessage, TensorMessage
 from terrace.plan.kinds import Kinds
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import EXPERT, Mesh
-from terrace.plan.outer import Exchange
+from terrace.plan.outer import NO_EXCHANGE, Exchange
 from terrace.plan.plan import Plan
 from terrace.plan.recompute import WHOLE, recomputed_parts
 from terrace.plan.stage import SHORT, Stage
 from terrace.plan.state_bytes import tie_bytes
 from terrace.plan.tensor_traffic import TensorTraffic
-from terrace.plan.wire import MessageClass
+from terrace.plan.wire import BETWEEN_STAGES, MessageClass
 from terrace.program.block_program.build import block_program
 from terrace.program.block_program.steps import BlockProgram, InBlockMessage, messages_of
 from terrace.program.buffers import Buffer, peak_bytes, state_buffers
@@ -67,7 +67,7 @@ class Program:
     instructions: Sequence[Instruction]
     sequence: int = 0  # tokens; the messages of tensor, context and pipeline ranks depend on it
     phase: Phase = Phase.TRAIN
-    exchange: Exchange | None = None  # of islands, at its end
+    exchange: Exchange = NO_EXCHANGE  # of islands, at its end
 
     @property
     def trains(self) -> bool:
@@ -164,7 +164,7 @@ class Program:
         """The same program under a plan that names its stages; all else is shared."""
         return self._sharing(replace(self, plan=replace(self.plan, stages=stages)))
 
-    def with_exchange(self, exchange: Exchange | None) -> "Program":
+    def with_exchange(self, exchange: Exchange) -> "Program":
         """The same program but for its exchange, whose instructions its maker writes; all else is shared."""
         return self._sharing(replace(self, exchange=exchange))
 
@@ -263,7 +263,6 @@ class Program:
             inside = self.trains
             return control_message(self.stage_layout, self.world_layout, self.plan, self.blocks, inside=inside)
         if instruction.op is Op.OUTER_COUNT:
-            assert self.exchange is not None, "only an exchange has numbers"
             return outer_numbers_message(self.world_layout, self.plan, self.blocks, self.exchange)
         if message_class is MessageClass.COUNTS:
             return counts_message(self.stage_layout, self.plan, [self.blocks[index] for index in self.stage.own])
@@ -307,8 +306,7 @@ class Program:
     def edge_hop(self, instruction: Instruction) -> Hop:
         """The hop of a SEND or a RECV: over the outermost tier between the two stages, in the format of its class."""
         tier = self.mesh.edge_tier(self.stage.index, instruction.peer)
-        assert instruction.message_class is not None, "both are of a message"
-        wire = self.plan.wire_format(instruction.message_class, self.layout.tiers[tier])
+        wire = self.plan.wire_format(BETWEEN_STAGES[instruction.backward], self.layout.tiers[tier])
         return Hop(tier, 2, wire, self.edge.numel)
 
     def block_program(self, block: int) -> BlockProgram:

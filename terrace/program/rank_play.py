@@ -24,7 +24,7 @@ class Item:
     instruction: Instruction
     position: int  # in the program, where it is issued: of a part in a gap, of the pass
     tier: int = -1  # of a collective
-    ranks: Layout | None = None  # and those that it is among
+    ranks: Layout | None = None  # and those that it is among; None: of a TIE or a message
     number: int = 0  # among the collectives of its instruction
     message: Instruction | None = None  # sent or read, as the sender's SEND with the other stage as peer
 
@@ -113,10 +113,8 @@ class RankPlay:
 
     def group(self, rank: int, item: Item) -> tuple[int, ...]:
         """The ranks that take part in a collective or a TIE."""
-        program = self.programs[rank]
-        if item.instruction.op is Op.TIE:
-            return tuple(sorted((rank, program.peer(rank, item.instruction))))
-        assert item.ranks is not None, f"{item.instruction} is among ranks"
+        if item.ranks is None:  # a TIE is between two
+            return tuple(sorted((rank, self.programs[rank].peer(rank, item.instruction))))
         return item.ranks.peers(rank, item.tier)
 
     def key(self, rank: int, message: Instruction) -> tuple[int, int, bool, int, int]:

@@ -82,7 +82,6 @@ def message_in_gaps(whole: Message, plan: Plan, flats: Sequence[FlatParamSpec]) 
     for part in range(len(plan.gap_shares)):
         pairs = ((each, of[part]) for each, of in zip(whole.transfers, columns, strict=True))
         carried = [_part(each, plan, start, stop) for each, (start, stop) in pairs if each.hops and start < stop]
-        assert whole.ranks is not None, "gradients are among ranks"
         tiers = whole.tiers if carried else ()
         parts.append(_collective(whole.message_class, plan, whole.lane, tiers, whole.ranks, carried))
     sends = tuple(each for part in parts for each in part.sends)
@@ -103,8 +102,8 @@ def control_message(
 
     `inside` says that it stays on an island.
     """
-    last = world_layout.island if inside else world_layout.outermost
-    tiers = tuple(tier for tier, degree in enumerate(world_layout.degrees) if degree > 1 and tier <= last)
+    crossed = world_layout.inside if inside else range(len(world_layout.tiers))
+    tiers = tuple(tier for tier in crossed if world_layout.degrees[tier] > 1)
     numbers = control_numbers(stage_layout, plan, blocks)
     # Sums of losses, squared norms and token counts over all ranks: few numbers, so fp64 costs next to nothing.
     hops = tuple(Hop(tier, world_layout.degrees[tier], FORMATS["fp64"], numbers) for tier in tiers)
@@ -123,7 +122,7 @@ def control_message(
 def outer_numbers_message(world_layout: Layout, plan: Plan, blocks: Sequence[BlockSpec], exchange: Exchange) -> Message:
     """Message of OUTER_COUNT: numbers summed over an island as CLIP's are, then gathered from all islands."""
     hops = outer_hops(world_layout, plan, blocks, exchange)
-    inside = tuple(hop for hop in hops if hop.tier <= world_layout.island)
+    inside = tuple(hop for hop in hops if hop.tier in world_layout.inside)
     outside = hops[len(inside) :]
     lane, message_class = hops[-1].tier, MessageClass.OUTER
     transfer = Transfer(message_class=message_class, lane=lane, ranks=world_layout, reduction=inside, gathering=outside)
@@ -218,7 +217,7 @@ def _collective(
     plan: Plan,
     lane: int,
     tiers: tuple[int, ...],
-    ranks: Layout,
+    ranks: Layout | None,
     transfers: Sequence[Transfer],
 ) -> Message:
     hops = [hop for transfer in transfers for hop in transfer.hops]

@@ -168,8 +168,7 @@ def _received(found: Writer, stage: Stage, stages: Sequence[Stage]) -> dict[int,
     bodies = {edge: found.body(Instruction(Op.RECV, edge.block, 0, edge.backward, False, edge.peer)) for edge in needed}
     before: dict[int, list[tuple[int, int]]] = defaultdict(list)
     # Each peer is a channel of its own: order matters between two ranks only.
-    for peer in {*stage.onward, *stage.back} - {None}:
-        assert peer is not None
+    for peer in {each for each in (*stage.onward, *stage.back) if each is not None}:
         # Walking backwards, a RECV may move earlier than one task ahead, so that no later message overtakes it.
         latest = num_tasks
         for edge, micros in reversed(_channel(stages[peer], stage.index)):

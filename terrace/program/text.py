@@ -40,10 +40,9 @@ def _lines(program: Program, positions: range) -> Iterator[str]:
 
 
 def _formats(program: Program, instruction: Instruction, tier: str) -> str:
-    message, message_class = program.message(instruction), instruction.message_class
-    assert message_class is not None, "it sends"
+    message = program.message(instruction)
     if instruction.block < 0 or not any(flat.is_coded for flat in program.flats[instruction.block]):
-        return program.plan.wire_format(message_class, tier).name
+        return program.plan.wire_format(message.message_class, tier).name
     # Codes, and the block's other parameters.
     return ", ".join(dict.fromkeys(hop.wire.name for hop in message.hops if program.layout.tiers[hop.tier] == tier))
 

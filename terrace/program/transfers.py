@@ -21,8 +21,8 @@ def transfers_of(program: Program) -> Iterator[Transfer]:
         for inside in (True, False):
             yield from control_message(stage, ranks, plan, blocks, inside=inside).transfers
     yield from counts_message(stage, plan, blocks).transfers
-    if plan.outer is not None:
-        every = Exchange(starts=tuple(range(plan.outer.fragments)))
+    every = Exchange(starts=tuple(range(plan.outer.fragments)))
+    if every.starts:
         yield from outer_numbers_message(world, plan, blocks, every).transfers
     for line in program.tensor.lines_of(blocks):
         yield line_transfer(line, plan, Leg.GATHER, line.degree)

@@ -23,7 +23,7 @@ class ExchangeWalk(Walk):
     def _outer_count(self, now: Instruction) -> None:
         self._once()
         exchange = self.program.exchange
-        if exchange is None or not exchange.starts:
+        if not exchange.starts:
             self._fail("no exchange starts here")
             return
         arrives = exchanged(self.program, exchange.arrives)
@@ -50,16 +50,12 @@ class ExchangeWalk(Walk):
             self._fail("no exchange of its fragment is over")
         if self.program.trains:
             self._after(Op.UPDATE, now.block)
-        exchange = self.program.exchange
-        assert exchange is not None, "the block is exchanged"
-        if now.block not in exchanged(self.program, exchange.arrives):
+        if now.block not in exchanged(self.program, self.program.exchange.arrives):
             self._after(Op.OUTER_START, now.block)
 
     def exchanged_in(self, block: int) -> tuple[Op, ...]:
         """Ops of the exchange at the end of the program on a block."""
         program, found = self.program, self.program.exchange
-        if found is None:
-            return ()
         start = (Op.OUTER_START,) if block in exchanged(program, found.starts) else ()
         apply = (Op.OUTER_APPLY, Op.REFRESH) if block in exchanged(program, found.applies) else ()
         return (*start, *apply)

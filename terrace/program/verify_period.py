@@ -10,7 +10,7 @@
 """
 
 from terrace.base.errors import ProgramError
-from terrace.plan.outer import Exchange
+from terrace.plan.outer import NO_EXCHANGE, Exchange
 from terrace.program.period import Period, Turn
 from terrace.program.phase import Phase
 from terrace.program.verify_ranks import verify_stages
@@ -41,7 +41,7 @@ def _check_islands(period: Period) -> None:
     turns = [turn for turn in period.turns if turn.phase is Phase.TRAIN]
     if any(turn.phase is Phase.OUTER for turn in period.turns):
         raise ProgramError("an outer program ends a run, and a period goes on: give steps their exchanges")
-    if outer is None or not turns:
+    if not turns:
         return
     for turn in turns:
         if len({program.exchange for program in turn.programs}) > 1:
@@ -61,8 +61,8 @@ def _check_islands(period: Period) -> None:
             )
 
 
-def _words(exchange: Exchange | None) -> str:
-    if exchange is None:
+def _words(exchange: Exchange) -> str:
+    if exchange == NO_EXCHANGE:
         return "no exchange of islands"
     parts = (("the arrival of", exchange.arrives), ("the start of", exchange.starts))
     words = [f"{what} fragment {', '.join(map(str, fragments))}" for what, fragments in parts if fragments]

@@ -5,7 +5,7 @@ import math
 from rich.table import Table
 
 from terrace.base.words import counted
-from terrace.plan.outer import Exchange
+from terrace.plan.outer import NO_EXCHANGE, Exchange
 from terrace.plan.wire import MessageClass
 from terrace.report.learned import loop_learned
 from terrace.report.tables import bytes_words, new_table, seconds
@@ -70,12 +70,12 @@ def _formats(cycle: Cycle) -> tuple[str, ...]:
 
 def _between(cycle: Cycle, sent: Sent) -> int:
     program = cycle.period.turns[0].programs[0]
-    outside = program.layout.tiers[program.world_layout.island + 1 :]
+    outside = [program.layout.tiers[tier] for tier in program.world_layout.outside]
     return sum(size for (_, tier), size in sent.items() if tier in outside)
 
 
-def _words(exchange: Exchange | None) -> str:
-    if exchange is None:
+def _words(exchange: Exchange) -> str:
+    if exchange == NO_EXCHANGE:
         return "nothing"
     parts = [("applied", exchange.arrives), ("sent and waited for" if exchange.waits else "sent", exchange.starts)]
     return ", ".join(f"fragment {' and '.join(map(str, fragments))} {what}" for what, fragments in parts if fragments)

@@ -330,7 +330,7 @@ def _timeline(left: _Left, missing: list[str]) -> tuple[TimelineChart | None, st
 
 
 def _cycle(left: _Left, missing: list[str]) -> ChartedSection | None:
-    if left.run is None or left.run.plan.outer is None:
+    if left.run is None or not left.run.plan.outer.has_islands:
         return None
     try:
         check_length(left.run)

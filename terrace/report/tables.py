@@ -80,7 +80,7 @@ def plan_summary(cluster: Cluster, plan: Plan) -> str:
         where = getattr(layout, state)
         held.setdefault("whole" if where < 0 else f"/{layout.span(where)}", []).append(state)
     states = [f"{', '.join(names)} {share}" for share, names in held.items()]
-    outer = [] if plan.outer is None else [outer_words(plan.outer)]
+    outer = [outer_words(plan.outer)] if plan.outer.has_islands else []
     return f"{', '.join([plan_title(cluster, plan), *axes])}; {', '.join(states + outer)}"
 
 
@@ -97,7 +97,7 @@ def plan_rows(cluster: Cluster, plan: Plan) -> tuple[list[str], list[list[str]]]
         tier = cluster.tiers[index]
         # The span counts all ranks inside the tier, which is the divisor of the state.
         states = [f"{state} /{layout.span(index)}" for state, where in placed.items() if where == index]
-        if plan.outer is not None and tier.name == plan.outer.tier:
+        if tier.name == plan.outer.tier:
             states.append(outer_words(plan.outer))
         link = f"{quantity(tier.bandwidth_bytes_per_s, 'B/s')}, {seconds(tier.latency_s)}"
         sharers = cluster.sharers(index)

@@ -75,7 +75,7 @@ def _check_engine(settings: EngineSettings, *, learns: bool) -> None:
     cluster, plan = settings.cluster, settings.plan
     if is_context_parallel(Mesh.of(cluster, plan), plan):
         raise PlanError("responses need whole rows: leave out the context axis and balance")
-    if plan.outer is not None:
+    if plan.outer.has_islands:
         raise PlanError("islands would generate with parameters that differ: leave out plan.outer")
     blocks = block_specs(settings.model)
     build_stages(cluster, plan, blocks if learns else freeze(blocks, ALL), settings.num_micros, settings.sequence)

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,19 +27,20 @@ class Kept:
 
     inputs: Tensor
     output: Tensor | None  # with its graph; None when the backward computes it, or does so again
-    random_state: Tensor | None
+    random_state: Tensor  # with which the backward runs the forward again; empty where it does not
 
 
 class Activations:
     """The activations and gradients of one step that exist or are arriving, until the block that reads them runs.
 
-    `edge` cuts an activation that crosses stages into parts, where an axis does. It travels in the format of its class
-    on the tier between the two stages; `origins` are the blocks whose output or input gradient this rank sends.
+    `edges` has what cuts an activation that crosses stages into parts, where an axis does. It travels in the format of
+    its class on the tier between the two stages; `origins` are the blocks whose output or input gradient this rank
+    sends.
     """
 
-    def __init__(self, program: Program, comm: Comm, origins: Mapping[int, Origin], edge: EdgeComm | None) -> None:
+    def __init__(self, program: Program, comm: Comm, origins: Mapping[int, Origin], edges: Sequence[EdgeComm]) -> None:
         self._program, self._stages, self._collectives = program, comm.stages, comm.collectives
-        self._origins, self._edge, self._device = origins, edge, comm.device
+        self._origins, self._edges, self._device = origins, edges, comm.device
         self._made: dict[Key, Tensor] = {}
         self._arriving: dict[Key, tuple[Pending, Tensor]] = {}
         self._leaving: deque[tuple[Pending, Tensor]] = deque()  # with the values that must stay until they have left
@@ -61,9 +62,9 @@ class Activations:
         edge, hop = self._program.edge, self._program.edge_hop(pending.instruction)
         values = self._collectives.read_rows(hop, message, DTYPES[self._program.plan.compute])[0]
         if edge.gathers is not None:
-            assert self._edge is not None, "an activation is cut only where an axis cuts it"
+            (cut,) = self._edges
             # Each row received one part; padding for equal parts is cut off again.
-            values = self._edge.all_gather(values)[: math.prod(edge.shape)]
+            values = cut.all_gather(values)[: math.prod(edge.shape)]
         return values.view(edge.shape)
 
     def receive(self, now: Instruction, counter: int) -> None:
@@ -83,12 +84,11 @@ class Activations:
             )
         values = values.contiguous().view(-1)
         if edge.gathers is not None:
-            assert self._edge is not None, "an activation is cut only where an axis cuts it"
+            (cut,) = self._edges
             # All rows hold the same activation: each sends one equal part.
             padded = F.pad(values, (0, edge.gathers.numel - values.numel()))
-            values = padded[self._edge.place * edge.numel :][: edge.numel]
-        message_class = now.message_class
-        assert message_class is not None, "a SEND has a message"
+            values = padded[cut.place * edge.numel :][: edge.numel]
+        message_class = self._program.message(now).message_class
         hop, origin = self._program.edge_hop(now), self._origins[now.block]
         sent = self._collectives.code_rows(message_class, hop, values[None], origin)
         self._leaving.append((Pending(self._stages.send(message_class, sent, now.peer), counter, now), sent))

@@ -12,7 +12,7 @@ from terrace.comm.group_p2p import GroupP2P
 from terrace.comm.groups import Meeting, TierGroups, Timeouts
 from terrace.comm.lane import Lane, make_lane
 from terrace.comm.ledger import Ledger, Meter
-from terrace.comm.pace import Pacer
+from terrace.comm.pace import UNPACED, Pace
 from terrace.comm.process_group import new_group
 from terrace.comm.stage_p2p import StageP2P
 from terrace.plan.context import ContextGroup, is_context_parallel
@@ -28,7 +28,7 @@ _EXCHANGE_TIMEOUTS = 5
 
 
 class Comm:
-    """Sends every message of one rank, counts its bytes, and holds it to the rates of a `pacer` if there is one.
+    """Sends every message of one rank, counts its bytes, and holds it to the rates of a `pacer`.
 
     Every rank of the world makes one at the same point, from programs of the same plan; `torch.distributed` must be
     initialised when the world has more than one rank. `meter` counts memory, of messages here and of model state
@@ -42,7 +42,7 @@ class Comm:
         device: torch.device | str = "cpu",
         *,
         timeout: timedelta | Timeouts = timedelta(minutes=10),
-        pacer: Pacer | None = None,
+        pacer: Pace = UNPACED,
     ) -> None:
         self.program, self.rank, self.device, self.pacer = program, rank, torch.device(device), pacer
         self.ledger, self.meter = Ledger(), Meter()
@@ -72,7 +72,7 @@ class Comm:
         has_inside = program.tensor.degree > 1 or self.context_group is not None
         indexes = {*self.groups.lanes} | ({INSIDE} if has_inside else set())
         self.lanes: dict[int, Lane] = {lane: make_lane(self.device) for lane in sorted(indexes)}
-        self._peers: dict[tuple[Layout, tuple[int, ...]], tuple[int, ...]] = {}
+        self._peers: dict[tuple[tuple[int, Layout], ...], tuple[int, ...]] = {}
         # Groups of their own, since the world's may have no timeout.
         limit = _EXCHANGE_TIMEOUTS * timeouts.together
         apart = limit + timeouts.apart if has_islands else limit
@@ -81,7 +81,7 @@ class Comm:
         if has_islands:
             self._inside = new_group(inside, limit)
 
-    def stage_p2p(self, ledger: Ledger, pacer: Pacer | None = None) -> StageP2P:
+    def stage_p2p(self, ledger: Ledger, pacer: Pace = UNPACED) -> StageP2P:
         """Messages between stages, counted in `ledger`; the caller closes it."""
         program = self.program
         return StageP2P(self.groups, program.mesh, self.rank, tiers=program.layout.tiers, ledger=ledger, pacer=pacer)
@@ -112,14 +112,12 @@ class Comm:
             return tuple(sorted((self.rank, self.program.peer(self.rank, instruction))))
         if instruction.op is Op.OUTER_COUNT:
             return tuple(range(self.program.cluster.world_size))
-        message = self.program.message(instruction)
-        assert message.ranks is not None, f"{instruction} is among ranks"
-        key = message.ranks, message.tiers
+        key = self.program.message(instruction).collectives
         if key not in self._peers:
             # Ranks reached over all tiers of the message, tier by tier.
             ranks = [self.rank]
-            for tier in message.tiers:
-                ranks = [peer for each in ranks for peer in message.ranks.peers(each, tier)]
+            for tier, layout in key:
+                ranks = [peer for each in ranks for peer in layout.peers(each, tier)]
             self._peers[key] = tuple(sorted(ranks))
         return self._peers[key]
 

@@ -11,17 +11,18 @@ from torch import Tensor, nn
 from terrace.base.errors import ModelError, ProgramError
 from terrace.cluster.cluster import Cluster
 from terrace.comm.groups import Timeouts
-from terrace.comm.pace import Pacer
+from terrace.comm.pace import UNPACED, Pace
 from terrace.model.experts.balance import BalanceConfig
 from terrace.model.liger_parts import any_served
 from terrace.model.spec import BlockSpec
 from terrace.plan.balance_rules import check_balance, telling_choices
 from terrace.plan.context import is_context_parallel
-from terrace.plan.outer import Exchange
+from terrace.plan.outer import NO_EXCHANGE, Exchange
 from terrace.plan.plan import Plan
 from terrace.plan.wire import MessageClass
+from terrace.program.cycle import exchanging, outer_program
 from terrace.program.loads import Loads
-from terrace.program.lowering import build_stages, exchanging, forward_programs, outer_program, restoring_program
+from terrace.program.lowering import build_stages, forward_programs, restoring_program
 from terrace.program.outer_result import OuterResult
 from terrace.program.phase import Phase
 from terrace.program.program import Program
@@ -38,7 +39,6 @@ from terrace.runtime.describe import describe, with_dims
 from terrace.runtime.experts.load import Load
 from terrace.runtime.experts.passages import Passages
 from terrace.runtime.finite import Examination, NotFinite, agree, examine
-from terrace.runtime.islands import Island
 from terrace.runtime.linear import WeightGradients
 from terrace.runtime.malloc import keep_freed_memory
 from terrace.runtime.model_state import InitialValue, ModelState, check_settings
@@ -92,7 +92,7 @@ class Engine:
         program: Program | None = None,
         declared: Sequence[BlockSpec] = (),
         sequence: int = 0,
-        pacer: Pacer | None = None,
+        pacer: Pace = UNPACED,
         compiled: bool = False,
         balance: BalanceConfig | None = None,
         seed: int = 0,
@@ -112,7 +112,7 @@ class Engine:
             check_declared(dict(zip(names, blocks, strict=True)))
         self._num_steps, self._of_cycles = 0, (0, Counter[_Key]())  # of whole cycles of islands: steps, their bytes
         self._is_refreshed = not (plan.messages or MessageClass.REFRESH.value in plan.wire)  # these may round
-        self._programs: dict[Exchange | None, Program] = {None: self.program}
+        self._programs = {NO_EXCHANGE: self.program}
         self._given_up, self._outside = Counter[_Key](), Counter[_Key]()  # bytes: of steps not finite; of evaluations
         self.clock, weights = make_clock(self.device), WeightGradients()
         self.comm = Comm(self.program, rank, self.device, timeout=timeout, pacer=pacer)
@@ -138,7 +138,6 @@ class Engine:
             (compile_blocks if whole_blocks else compile_parts)(self.state.modules.values())
         self.load = Load(self.program, self.state.modules, balance, self.state.choices, self.device)
         self.passages.follow(self.state.choices)
-        self.island = None if plan.outer is None else Island(self.state)
         self.runner = StepRunner(
             self.state,
             self.comm,
@@ -150,8 +149,8 @@ class Engine:
             passages=self.passages,
             compiled=whole_blocks,
             progress=progress,
-            island=self.island,
         )
+        self.island = self.runner.island
 
     def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
         """Run one training step on this rank's micro-batches, with the exchange of islands that is due at its end.
@@ -162,7 +161,7 @@ class Engine:
         and block.
         """
         self.settle()
-        result = self._run(batches, lr, self._exchanging(None if self.island is None else self.island.next()))
+        result = self._run(batches, lr, self._exchanging(self.island.next()))
         if isinstance(result, NotFinite):
             agree(self.comm, result)
         assert isinstance(result, StepResult), "the ranks agree on an error"
@@ -174,27 +173,23 @@ class Engine:
         Every rank calls this, after the same step. Does nothing without islands.
         """
         results, before = list[OuterResult](), self._declared()
-        for exchange in self.island.closing() if self.island is not None else ():
+        for exchange in self.island.closing():
             program = outer_program(self.program, exchange)
             verify(program, self.rank)
             with torch.no_grad():
                 self.runner.run((), program=program)
-            results += self._applied(program)
+            results += self.island.applied(exchange)
         self.drain()
         self._outside.update(self._declared() - before)
         return results
 
-    def _exchanging(self, exchange: Exchange | None) -> Program:
+    def _exchanging(self, exchange: Exchange) -> Program:
         """The training program with an exchange at its end; few differ in a cycle, and each is kept."""
         found = self._programs.get(exchange)
         if found is None:
             found = self._programs[exchange] = exchanging(self.program, exchange)
             verify(found, self.rank)
         return found
-
-    def _applied(self, program: Program) -> list[OuterResult]:
-        exchange = program.exchange
-        return [] if exchange is None or self.island is None else self.island.applied(exchange)
 
     def evaluate(self, batches: Sequence[Batch], program: Program | None = None) -> StepResult:
         """Mean loss and tokens of micro-batches, as many as a step has; the state does not change, `grad_norm` is 0.
@@ -274,19 +269,18 @@ class Engine:
         try:
             sums = self.runner.run(batches, lr, program)
         except GivenUp as given_up:
-            scale = self.state.loss_scale
-            if scale is not None and scale.skips(given_up.sums.figures[0]):
+            if self.state.loss_scale.skips(given_up.sums.figures[0]):
                 self._count_undeclared()
                 return replace(self._result(given_up.sums), skipped=True)
             return NotFinite(self._result(given_up.sums), self._examined(batches, program, drawn).first)
-        if program.trains and self.state.loss_scale is not None:
+        if program.trains:
             self.state.loss_scale.stepped()
         # Evaluations do not count: reports are means over training steps.
         self._num_steps += program.trains
-        if program.trains and self.island is not None and self._num_steps % self.island.outer.every == 0:
+        if program.trains and self.island.outer.every > 1 and self._num_steps % self.island.outer.every == 0:
             self._of_cycles = self._num_steps, self._of_steps()
         self.clock.mark("other")
-        return self._result(sums, self.load.loads if program.trains else None, self._applied(program))
+        return self._result(sums, self.load.loads if program.trains else None, self.island.applied(program.exchange))
 
     def _taken(self, batches: Sequence[Batch], program: Program) -> Sequence[Batch]:
         for axis in self.axes:
@@ -298,7 +292,7 @@ class Engine:
     def _result(self, sums: StepSums, loads: Loads | None = None, outer: Sequence[OuterResult] = ()) -> StepResult:
         rounded, time_s = self.comm.collectives.errors.messages, self.clock.totals()
         found = step_result(sums, self.passages, rounded, time_s, loads, outer)
-        return found if self.state.loss_scale is None else replace(found, loss_scale=sums.loss_scale)
+        return replace(found, loss_scale=sums.loss_scale) if self.state.loss_scale.scaling else found
 
     def examine(self, batches: Sequence[Batch]) -> Examination:
         """Run a step up to its CLIP and look at every block's results; nothing is updated. Every rank calls this."""

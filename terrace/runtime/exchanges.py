@@ -62,7 +62,7 @@ class Exchanges:
 
     def __init__(
         self,
-        island: "Island | None",
+        island: "Island",
         collectives: Collectives,
         submit: Callable[[Work, Pending | None], Pending],
         each: Callable[[Instruction, Carry], Work],
@@ -73,24 +73,17 @@ class Exchanges:
         self._heard: dict[int, _UnderWay] = {}  # fragment -> the numbers of its newest exchange
         self._changes: dict[int, _UnderWay] = {}  # block -> its change
 
-    @property
-    def island(self) -> "Island":
-        """This rank's island; only under a plan with several."""
-        assert self._island is not None, "the plan has one island"
-        return self._island
-
     def count(self, program: Program, now: Instruction, counter: int) -> None:
         """Tell, at `counter`, the numbers of the exchanges that start."""
         exchange, (transfer,) = program.exchange, program.message(now).transfers
-        assert exchange is not None, "an exchange begins"
         self._await_heard(exchange.arrives, counter)  # their results are read now
-        heard = self._submit(self.island.telling(program, self._collectives, transfer), None)
+        heard = self._submit(self._island.telling(program, self._collectives, transfer), None)
         self._heard |= {fragment: self._under_way(heard, fragment) for fragment in exchange.starts}
 
     def start(self, now: Instruction) -> None:
         """Send the change of a block."""
-        fragment = self.island.outer.fragment(now.block)
-        work = self._each(now, self.island.sending(now.block, self._collectives))
+        fragment = self._island.outer.fragment(now.block)
+        work = self._each(now, self._island.sending(now.block, self._collectives))
         self._changes[now.block] = self._under_way(self._submit(work, self._heard[fragment]), fragment)
 
     def arrived(self, block: int, counter: int) -> None:
@@ -104,7 +97,7 @@ class Exchanges:
         """Wait for the numbers of the exchanges that a program has applied, which it tells next."""
         exchange = program.exchange
         # A stage without a block in their fragments has waited for none of their messages.
-        if exchange is not None and (exchange.waits or not exchange.starts):
+        if exchange.waits or not exchange.starts:
             self._await_heard(exchange.applies, counter)
 
     def drain(self, counter: int) -> None:
@@ -129,6 +122,6 @@ class Exchanges:
             counter=sent.counter,
             instruction=sent.instruction,
             fragment=fragment,
-            tier=self.island.outer.tier,
-            begun=self.island.numbers.num_steps - 1,
+            tier=self._island.outer.tier,
+            begun=self._island.numbers.num_steps - 1,
         )

@@ -26,7 +26,7 @@ from terrace.runtime.gradients import GradientViews
 from terrace.runtime.matrix_codes import MatrixCodes
 from terrace.runtime.muon import ShardedMuon
 from terrace.runtime.noise import Noise
-from terrace.runtime.optimizer import Optimizer, make_optimizer
+from terrace.runtime.optimizer import NoOptimizer, Optimizer, make_optimizer
 from terrace.runtime.outer_state import OuterState
 from terrace.runtime.pages import Pages
 from terrace.runtime.scaling import Scaling
@@ -99,12 +99,11 @@ class FlatParam:
         self._buffer: Tensor | None = None
         self._spare: list[Tensor] = []  # gradient buffers without memory
         self._is_fresh = True  # `grads` holds nothing of this step yet
-        self._outer = plan.outer
-        self._outer_state: OuterState | None = None  # where there are islands
+        self.outer_states: list[OuterState] = []  # of the slice that the optimizer owns, where there are islands
         self._muon_momentum: Tensor | None = None  # gathered, from ORTHOGONALISE to UPDATE
         self.grads = torch.empty(0)
         self.owned = torch.empty(0)
-        self.optimizer: Optimizer | None = None
+        self.optimizer: Optimizer = NoOptimizer()
 
     def initialise(self, initial: Initial, config: OptimizerConfig, noise: Noise | None = None) -> None:
         """Set the parameters from `initial`; make the gradient and the optimizer state of a trainable buffer.
@@ -117,7 +116,7 @@ class FlatParam:
             values[start:stop] = initial(spec).reshape(-1)
         if self.codes is not None:
             own = values[self.part(self.layout.params)].to(self.full.device)
-            self._encode(own, self.layout.params, self.codes.magnitudes(values, 0))
+            self._encode(self.codes, own, self.layout.params, self.codes.magnitudes(values, 0))
         else:
             self.shard.copy_(values[self.part(self.layout.params)])
         if self.spec.trainable:
@@ -125,7 +124,7 @@ class FlatParam:
             self._make_optimizer(values, config, noise)
         self._meter.add("params", self.shard.nbytes)
         self._meter.add("secondary", self.secondary.nbytes if self.secondary is not None else 0)
-        self._meter.add("outer", self._outer_state.nbytes if self._outer_state is not None else 0)
+        self._meter.add("outer", sum(each.nbytes for each in self.outer_states))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters by name; their values are there only while gathered."""
@@ -302,7 +301,6 @@ class FlatParam:
 
     def update(self, scale: Tensor, lr: float) -> None:
         """Scale the gradient and step the optimizer; the working copy is stale until refreshed."""
-        assert self.optimizer is not None, f"block {self.name} is not initialised"
         # Under Muon the gradient was scaled before ORTHOGONALISE.
         if not self.spec.num_orthogonal:
             self.owned.mul_(scale.to(self.owned.dtype))
@@ -315,9 +313,9 @@ class FlatParam:
 
     @property
     def outer_state(self) -> OuterState:
-        """The outer loop of the slice that the optimizer owns."""
-        assert self._outer_state is not None, f"block {self.name} is on one island"
-        return self._outer_state
+        """The outer loop of the slice that the optimizer owns; only under a plan with islands."""
+        (found,) = self.outer_states
+        return found
 
     def exchange(self, collectives: Collectives, transfer: Transfer, weight: Tensor) -> None:
         """Send the change of this island's parameters; its mean over islands takes its place."""
@@ -331,27 +329,26 @@ class FlatParam:
 
     def publish(self) -> None:
         """Round the master parameters into this rank's part of the working copy; codes wait for their scales."""
-        if self.optimizer is None:
+        if not self.spec.trainable:
             return
         if self.codes is not None:
             master, tier = self.optimizer.master, self.layout.optimizer
             self._magnitudes = self.codes.magnitudes(master, self.part(tier).start)
             if self.layout.span(tier) == 1:  # whole matrices: no message follows
-                self._encode(master, tier, self._magnitudes)
+                self._encode(self.codes, master, tier, self._magnitudes)
         elif self._keeps_master:
             self._shard_piece(self.layout.optimizer).copy_(self.optimizer.master)
 
     def refresh(self, collectives: Collectives, transfer: Transfer) -> None:
         """Bring the new parameters of the other ranks into the working copy."""
-        if self.codes is not None and self.optimizer is not None:
+        if self.codes is not None and self.spec.trainable:
             largest = collectives.largest(transfer, self._magnitudes)
-            self._encode(self.optimizer.master, self.layout.optimizer, largest)
+            self._encode(self.codes, self.optimizer.master, self.layout.optimizer, largest)
         collectives.gather(transfer, self._shard_piece, self.origin)
 
-    def _encode(self, values: Tensor, tier: int, largest: Tensor) -> None:
-        assert self.codes is not None, f"block {self.name} has no codes"
-        self.codes.settle(largest)
-        self.codes.encode(values, self.part(tier).start, self._shard_piece(tier))
+    def _encode(self, codes: MatrixCodes, values: Tensor, tier: int, largest: Tensor) -> None:
+        codes.settle(largest)
+        codes.encode(values, self.part(tier).start, self._shard_piece(tier))
 
     def _full_piece(self, tier: int) -> Tensor:
         return self.full[self.part(tier)]
@@ -377,9 +374,9 @@ class FlatParam:
             self._values,
             Storage(sums, self._plan.optimizer_states, noise),
         )
-        if self._outer is not None:
+        if self._plan.outer.has_islands:
             origin = Origin(self.name, device, self._meter)
-            self._outer_state = OuterState(self._outer, master, self.owned, origin)
+            self.outer_states = [OuterState(self._plan.outer, master, self.owned, origin)]
         self._meter.add("grads", self.grads.nbytes)
         self._meter.add("optimizer", self.optimizer.nbytes + (master.nbytes if self._keeps_master else 0))
         if self._in_place:

@@ -28,17 +28,14 @@ class DivergedError(TrainingError):
 
 
 class Island:
-    """This rank's island among all."""
+    """This rank's island among all; a single one never exchanges."""
 
     def __init__(self, state: ModelState) -> None:
-        outer, numbers = state.program.plan.outer, state.outer_numbers
-        assert outer is not None, "the plan has islands"
-        assert numbers is not None, "the plan has islands"
-        self.outer, self.numbers, self._flats = outer, numbers, state.trainable
+        self.outer, self.numbers, self._flats = state.program.plan.outer, state.outer_numbers, state.trainable
         self._digests: dict[int, Tensor] = {}  # block -> digests of its anchor on all islands, of exchanges under way
         self._ended: list[OuterResult] = []
 
-    def next(self) -> Exchange | None:
+    def next(self) -> Exchange:
         """The exchange at the end of the next step."""
         return self.outer.exchange(self.numbers.num_steps, self.numbers.under_way)
 
@@ -62,7 +59,6 @@ class Island:
     def apply(self, program: Program, block: int) -> None:
         """Take the outer step of a block whose mean has arrived."""
         fragment, exchange = self.outer.fragment(block), program.exchange
-        assert exchange is not None, "an exchange ends"
         self._check(program, outer_blocks(program, fragment))
         stretch = self.numbers.stretch(fragment) if self.outer.penalty else None
         waits, moved = fragment not in exchange.arrives, fragment in self.numbers.changed
@@ -73,7 +69,6 @@ class Island:
 
     def take(self, program: Program) -> Tensor:
         """This rank's part of the numbers of the exchange that begins, fp64; changes are then in their messages."""
-        assert program.exchange is not None, "an exchange begins"
         starts, figures, digests = program.exchange.starts, list[Tensor](), list[Tensor]()
         self._end(program.exchange.arrives)  # before a lane hears of the next exchange of the same fragments
         for fragment in starts:
@@ -96,7 +91,6 @@ class Island:
 
     def hear(self, program: Program, numbers: Tensor) -> None:
         """Keep the `numbers` (islands, n) of an exchange. Runs on a lane, so nothing of them goes to the host here."""
-        assert program.exchange is not None, "an exchange begins"
         starts, size = program.exchange.starts, len(OUTER_FIGURES)
         blocks = [block for fragment in starts for block in outer_blocks(program, fragment)]
         self._digests |= zip(blocks, numbers[:, size * len(starts) :].unbind(1), strict=True)
@@ -134,4 +128,4 @@ class Island:
 def outer_blocks(program: Program, fragment: int) -> list[int]:
     """The blocks of the whole model, of all stages, that train in a fragment."""
     outer, blocks = program.plan.outer, enumerate(program.blocks)
-    return [index for index, block in blocks if block.num_trainable and outer and outer.fragment(index) == fragment]
+    return [index for index, block in blocks if block.num_trainable and outer.fragment(index) == fragment]

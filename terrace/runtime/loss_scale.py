@@ -11,7 +11,7 @@ The scaled loss is a sum over tokens, not a mean, so scales are lower than usual
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from terrace.plan.plan import Plan
@@ -23,42 +23,57 @@ _LEAST = 2.0**-24  # below it no gradient of a finite loss can be too large: som
 
 @dataclass
 class LossScale:
-    """The scale of the next step, the finite steps since it changed, and all steps that were skipped."""
+    """The scale of the next step, the finite steps since it changed, and all steps that were skipped.
+
+    One that is not `scaling` stays 1, and no step is skipped.
+    """
 
     value: float = FIRST
     finite: int = 0
     skipped: int = 0
+    scaling: bool = True
 
     @staticmethod
-    def of(plan: Plan) -> "LossScale | None":
-        """The scale of a new run; None where nothing is scaled."""
-        return LossScale() if plan.compute == "fp16" else None
+    def of(plan: Plan) -> "LossScale":
+        """The scale of a new run."""
+        return LossScale() if plan.compute == "fp16" else LossScale.one()
+
+    @staticmethod
+    def one() -> "LossScale":
+        """The scale of gradients that are not scaled."""
+        return LossScale(1.0, scaling=False)
 
     def stepped(self) -> None:
         """After a step that was finite."""
+        if not self.scaling:
+            return
         self.finite += 1
         if self.finite == INTERVAL:
             self.value, self.finite = self.value * GROWTH, 0
 
     def skips(self, loss: float) -> bool:
         """After a step that was not: whether it is skipped, rather than an error. The scale is then lower."""
-        if not math.isfinite(loss) or self.value * BACKOFF < _LEAST:
+        if not self.scaling or not math.isfinite(loss) or self.value * BACKOFF < _LEAST:
             return False
         self.value, self.finite, self.skipped = self.value * BACKOFF, 0, self.skipped + 1
         return True
 
     def take(self, other: "LossScale") -> None:
-        """Go on as another does, of a checkpoint."""
-        self.value, self.finite, self.skipped = other.value, other.finite, other.skipped
+        """Go on as another does, of a checkpoint; begin anew after a run without."""
+        if self.scaling:
+            begun = other if other.scaling else LossScale()
+            self.value, self.finite, self.skipped = begun.value, begun.finite, begun.skipped
 
     @property
     def table(self) -> dict[str, Any]:
-        """For a manifest."""
-        return asdict(self)
+        """For a manifest; empty for a scale that stays 1."""
+        return {"value": self.value, "finite": self.finite, "skipped": self.skipped} if self.scaling else {}
 
     @staticmethod
     def parse(table: Mapping[str, Any]) -> "LossScale":
         """The inverse; raises `ValueError` for a state that no run has."""
+        if not table:
+            return LossScale.one()
         value, finite, skipped = (table[name] for name in ("value", "finite", "skipped"))
         is_scale = isinstance(value, float) and _LEAST <= value < math.inf and math.frexp(value)[0] == 0.5
         if not is_scale or type(finite) is not int or not 0 <= finite < INTERVAL or type(skipped) is not int:

@@ -106,10 +106,7 @@ class ModelState:
         replace_parameters(list(self.modules.values()), replacements)
         sends = program.stage.own if program.stage.num_stages > 1 else ()
         self.edges = {block: Origin(program.blocks[block].name, torch.device(device), meter) for block in sends}
-        outer = program.plan.outer
-        self.outer_numbers = (
-            None if outer is None else OuterNumbers(outer, program.world_layout, rank, torch.device(device))
-        )
+        self.outer_numbers = OuterNumbers(program.plan.outer, program.world_layout, rank, torch.device(device))
         self.choices = {
             block: torch.zeros(experts.num_experts, dtype=torch.int64, device=device)
             for block in program.stage.own
@@ -127,14 +124,9 @@ class ModelState:
         for flats in self.flats.values():
             yield from flats
 
-    @property
-    def loss_factor(self) -> float:
-        """Factor of the loss that backwards begin with."""
-        return 1.0 if self.loss_scale is None else self.loss_scale.value
-
-    def seed(self, loss: Tensor) -> Tensor | None:
-        """The gradient of a loss that its backward begins with; None: one."""
-        return None if self.loss_scale is None else torch.full_like(loss, self.loss_scale.value)
+    def seed(self, loss: Tensor) -> Tensor:
+        """The gradient of a loss that its backward begins with."""
+        return torch.full_like(loss, self.loss_scale.value)
 
     def recover(self) -> None:
         """Have the memory of working copies back that a hand-over has lent (terrace.runtime.reshard)."""

@@ -43,6 +43,17 @@ class Optimizer(Protocol):
         """One step with learning rate `lr`; `muon_momentum` is the gathered flat buffer, under Muon."""
 
 
+class NoOptimizer:
+    """The optimizer of frozen parameters: it has no state and is never asked for an update."""
+
+    def __init__(self) -> None:
+        self.master, self.states, self.parts = torch.empty(0), tuple[State, ...](), list[StatePart]()
+        self.num_steps, self.nbytes = 0, 0
+
+    def update(self, lr: float, muon_momentum: Tensor | None = None) -> None:
+        raise AssertionError("frozen parameters have no update")
+
+
 def make_optimizer(
     master: Tensor,
     gradient: Tensor,

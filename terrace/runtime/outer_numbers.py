@@ -57,10 +57,12 @@ class OuterNumbers:
 
     def stepped(self, loss: Tensor, num_tokens: Tensor) -> None:
         """A step of the island has a mean `loss` over `num_tokens`, both fp64 scalars."""
+        self.num_steps += 1
+        if not len(self.marks):  # one island exchanges nothing
+            return
         if not self.place:  # one rank tells the tokens of its island, which all its ranks know
             self.told[:, TOKENS] += num_tokens
             self.told[:, LOSS] += loss * num_tokens
-        self.num_steps += 1
         self.marks[:, _CHANGED] = 1
 
     def begin(self, fragment: int) -> Tensor:

@@ -9,12 +9,11 @@ def random_state(device: torch.device) -> Tensor:
 
 
 class restored:  # noqa: N801  (reads as a statement)
-    def __init__(self, state: Tensor | None, device: torch.device) -> None:
+    def __init__(self, state: Tensor, device: torch.device) -> None:
         self._state = state
         self._device = device
 
     def __enter__(self) -> None:
-        assert self._state is not None, "only a recomputed block has a random state"
         self._now = random_state(self._device)
         self._set(self._state)
 

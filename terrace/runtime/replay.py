@@ -35,7 +35,7 @@ class _Place:
 
     def __init__(self, replay: "_Replay", view: tuple[Sequence[int], Sequence[int], int] | None) -> None:
         self.replay, self.view = replay, view  # shape, strides and offset in the result's storage; None: not of it
-        self.values: Tensor | None = None
+        self.values = list[Tensor]()  # one, or none
 
 
 class _Replay:
@@ -83,21 +83,20 @@ class _Replay:
         for reference, values in zip(self._inside, found, strict=True):
             place = reference()
             if place is not None:
-                place.values = values
+                place.values = [values]
         for reference in self._read:
             place = reference()
             if place is not None and place.view is not None:
-                place.values = result.as_strided(*place.view)
+                place.values = [result.as_strided(*place.view)]
 
 
 def _values(kept: object) -> Tensor:
     if isinstance(kept, Tensor):
         return kept
     assert isinstance(kept, _Place), f"nothing else is kept: {kept}"
-    if kept.values is None:
+    if not kept.values:
         kept.replay.again()
-    assert kept.values is not None, "a replay fills all places"
-    return kept.values
+    return kept.values[0]
 
 
 class Replays:

@@ -22,7 +22,7 @@ from terrace.base.boxes import within as inside
 from terrace.comm.collectives import DTYPES
 from terrace.comm.lane import Ticket, make_lane
 from terrace.comm.ledger import Ledger
-from terrace.comm.pace import Pacer
+from terrace.comm.pace import UNPACED, Pace
 from terrace.plan.hand_over import Move
 from terrace.plan.holdings import flat_boxes
 from terrace.plan.slices import rank_slices
@@ -87,7 +87,7 @@ def held_boxes(engine: "Engine", block: int, source: Literal["params", "optimize
     """Boxes of a block's parameters with the values that this rank sends, which are those that forwards have."""
     found = list[Own]()
     for flat in engine.state.flats.get(block, ()):
-        if source == "params" or flat.optimizer is None:
+        if source == "params" or not flat.spec.trainable:
             found += boxes_of(engine, flat, flat.part(flat.layout.params).start, forward_values(engine, block, flat))
         else:
             masters, transfer = flat.optimizer.master.to(flat.shard.dtype), gather_of(engine, block, flat)
@@ -115,7 +115,7 @@ def play(
     exchanges: Mapping[int, Exchange],
     device: torch.device,
     ledger: Ledger,
-    pacer: Pacer | None = None,
+    pacer: Pace = UNPACED,
     *,
     by_host: bool = False,
 ) -> None:
@@ -146,7 +146,7 @@ def _exchange(
     exchange: Exchange,
     device: torch.device,
     ledger: Ledger,
-    pacer: Pacer | None,
+    pacer: Pace,
 ) -> None:
     """Send and receive `moves`, all over one tier: one message to each peer, or one a dtype."""
     sends, receives = defaultdict[_Key, list[_PartMove]](list), defaultdict[_Key, list[_PartMove]](list)
@@ -161,7 +161,7 @@ def _exchange(
         (peer, dtype): torch.empty(sum(numel(move.box) for _, move in own), dtype=dtype, device=device)
         for (peer, dtype), own in receives.items()
     }
-    begin_s = 0.0 if pacer is None else pacer.begin()
+    begin_s = pacer.begin()
     exchange(
         [(peer, values) for (peer, _), values in leaving.items()],
         [(peer, values) for (peer, _), values in coming.items()],
@@ -169,8 +169,7 @@ def _exchange(
     if leaving:
         sent_bytes = sum(values.nbytes for values in leaving.values())
         ledger.add(MessageClass.RESHARD, program.names[tier], sent_bytes)
-        if pacer is not None:
-            pacer.sent(program.names[tier], sent_bytes, 1, begin_s)
+        pacer.sent(program.names[tier], sent_bytes, 1, begin_s)
     for key, values in coming.items():
         pieces = torch.split(values, [numel(move.box) for _, move in receives[key]])
         for (parts, move), piece in zip(receives[key], pieces, strict=True):

@@ -50,6 +50,7 @@ from terrace.runtime.progress import Progress, no_progress
 from terrace.runtime.random_state import random_state, restored
 from terrace.runtime.step_sums import StepSums, end_gradients, own_sums
 
+_NO_STATE = torch.empty(0)
 Gradient = tuple[FlatParam, Tensor]  # a gradient buffer on its way to be reduced
 
 
@@ -74,14 +75,13 @@ class StepRunner:
         passages: Passages,
         compiled: bool = False,
         progress: Progress = no_progress,
-        island: Island | None = None,
     ) -> None:
         program = comm.program
         self._program, self._comm, self._state, self._axes, self._in_gaps = program, comm, state, axes, GapMessages()
         self._collectives, self._stages, self._lanes = comm.collectives, comm.stages, comm.lanes
         self._clock, self._weights, self.objective = clock, weights, objective
         self._clip_norm, self._progress, self._counter = state.settings.clip, progress, 0
-        self._passages, self._load, self._island = passages, load, island
+        self._passages, self._load, self.island = passages, load, Island(state)
         for axis in axes:
             axis.in_block.waiting_on = self._tell_waiting  # computing then waits for other ranks, too
             axis.in_block.at_gap = self._in_gaps.leave
@@ -95,7 +95,7 @@ class StepRunner:
             block: tuple(flat for needed in blocks for flat in state.flats[needed] if flat.has_buffer)
             for block, blocks in self.parameters_of.items()
         }
-        self._edge = next((axis.edge for axis in axes if axis.edge is not None), None)
+        self._edges = [axis.edge for axis in axes if axis.edge is not None]
         self._recomputed = recomputed(program.plan, program.blocks)
         self._last = len(program.blocks) - 1
         self._chunked = chunked_head(state.modules[self._last], objective) if self._last in state.modules else None
@@ -109,7 +109,7 @@ class StepRunner:
         self._reduced: dict[int, Pending] = {}  # block -> its newest reduction
         self._syncs, self._counts = list[Pending](), list[Pending]()
         self._muon_momentum: dict[int, Pending] = {}
-        self._exchanges = Exchanges(island, self._collectives, self._submit, self._each, self._wait)
+        self._exchanges = Exchanges(self.island, self._collectives, self._submit, self._each, self._wait)
         self.declared_bytes = Counter[tuple[MessageClass, str]]()  # by all programs that were run
         self._sums = StepSums.of(torch.zeros(3))  # until the first CLIP
         self.gives_up = False  # at the next CLIP of a training step, whatever its sums
@@ -128,7 +128,7 @@ class StepRunner:
         self._kept: dict[tuple[int, int], Kept] = {}
         self._due: dict[tuple[int, int], WeightQueue] = {}  # (block, micro) -> its weight gradients, to be computed
         self._loss = torch.zeros((), dtype=torch.float64, device=self._comm.device)
-        self._activations = Activations(program, self._comm, self._state.edges, self._edge)
+        self._activations = Activations(program, self._comm, self._state.edges, self._edges)
         if self._trains:
             self._load.begin()
         self._clock.start()
@@ -204,18 +204,19 @@ class StepRunner:
             inputs = self._take((False, now.block - 1, now.micro)).detach().requires_grad_(trains)
         if now.block == self._last and self._chunked is not None:
             if trains:
-                self._kept[now.block, now.micro] = Kept(inputs, None, None)  # its backward runs it
+                self._kept[now.block, now.micro] = Kept(inputs, None, _NO_STATE)  # its backward runs it
             else:
                 self._loss += head_loss(self._state.modules[now.block], inputs, self._batches[now.micro].labels)
             self._clock.mark(self._clock.doing)
             return
         # Dropout must draw the same masks when the forward runs again.
-        state = random_state(inputs.device) if trains and now.block in self._recomputed else None
+        again = trains and now.block in self._recomputed
+        state = random_state(inputs.device) if again else _NO_STATE
         counting = self._load.counting(now.block) if trains else nullcontext()
-        with counting, torch.set_grad_enabled(trains and state is None):
+        with counting, torch.set_grad_enabled(trains and not again):
             output = self._run_block(now.block, inputs, now.micro)
         if trains:
-            self._kept[now.block, now.micro] = Kept(inputs, output if state is None else None, state)
+            self._kept[now.block, now.micro] = Kept(inputs, None if again else output, state)
         if now.block == self._last:
             self._loss += output.detach()
         else:
@@ -238,7 +239,7 @@ class StepRunner:
         queue = self._due[now.block, now.micro] = self._weights.queue(hold, fills)
         if now.block == self._last and self._chunked is not None:
             with self._weights.recorded_in(queue):
-                self._loss += self._chunked(kept.inputs, self._batches[now.micro].labels, self._state.loss_factor)
+                self._loss += self._chunked(kept.inputs, self._batches[now.micro].labels, self._state.loss_scale.value)
         else:
             self._run_backward(now, kept, queue)
         if now.block > 0:
@@ -351,14 +352,13 @@ class StepRunner:
         values = own_sums(flats, self._loss, self._batches, self.objective, of_routers, counts_loss=counts_loss)
         total, (transfer,) = list[Tensor](), self._program.message(now).transfers
         self._wait(self._submit(lambda: total.append(self._collectives.sum_control(transfer, values))), "wait control")
-        self._sums = StepSums.of(total[0], len(of_routers), self._state.loss_factor)
+        self._sums = StepSums.of(total[0], len(of_routers), self._state.loss_scale.value)
         self._scale = self._sums.scale(self._clip_norm)
         self._clock.mark("clip")
         if self._program.trains:
             end_gradients(flats, self._state.edges.values(), self._sums, self.gives_up)
             self._load.settle()
-            if self._island is not None:
-                self._island.numbers.stepped(self._sums.loss, self._sums.num_tokens)
+            self.island.numbers.stepped(self._sums.loss, self._sums.num_tokens)
 
     def _orthogonalise(self, now: Instruction) -> None:
         for flat in self._state.trainable(now.block):
@@ -393,7 +393,7 @@ class StepRunner:
     def _outer_apply(self, now: Instruction) -> None:
         self._exchanges.arrived(now.block, self._counter)
         self._await_refresh(now.block)  # it still reads what this writes
-        self._exchanges.island.apply(self._program, now.block)
+        self.island.apply(self._program, now.block)
         self._clock.mark("update")
 
     def _each(self, now: Instruction, work: Carry) -> Callable[[], None]:

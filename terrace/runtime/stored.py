@@ -116,7 +116,7 @@ class Blocks:
         self._codes = torch.zeros(numel, dtype=torch.int8 if signed else torch.uint8, device=device)
         self._scales = torch.zeros(num_state_blocks(numel), dtype=torch.float32, device=device)
         self._lead, self._signed, self._dtype = start % STATE_BLOCK, signed, dtype
-        self._opened: Tensor | None = None
+        self._opened: list[Tensor] = []
 
     @property
     def nbytes(self) -> int:
@@ -124,7 +124,7 @@ class Blocks:
 
     @property
     def tensor(self) -> Tensor:
-        return self._opened if self._opened is not None else self._decoded(slice(0, len(self._codes))).clone()
+        return self._opened[0] if self._opened else self._decoded(slice(0, len(self._codes))).clone()
 
     def read(self, part: slice) -> Tensor:
         return self._decoded(part).to(self._dtype)
@@ -136,12 +136,11 @@ class Blocks:
         encode(buffer, lead, self._signed, self._codes[part], self._scales[blocks])
 
     def open(self) -> None:
-        self._opened = self.tensor
+        self._opened = [self.tensor]
 
     def close(self) -> None:
-        assert self._opened is not None, "only an open state is closed"
-        self.write(slice(0, len(self._opened)), self._opened, 0)
-        self._opened = None
+        values = self._opened.pop()
+        self.write(slice(0, len(values)), values, 0)
 
     def _decoded(self, part: slice) -> Tensor:
         blocks, lead, padded = self._place(part)

@@ -47,13 +47,12 @@ class _Step:
     origin: Stamp = None
     marks: list[tuple[Stamp, str, int, int, int]] = field(default_factory=list)
     messages: list[tuple[int, Stamp, Stamp, int, str, int]] = field(default_factory=list)
-    report: StepReport | None = None
 
 
 class Tracer:
     def __init__(self, engine: "Engine") -> None:
         self._engine, self._program = engine, engine.program
-        self._steps: list[_Step] = []
+        self._steps: list[tuple[_Step, StepReport]] = []
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -67,8 +66,7 @@ class Tracer:
                 del vars(owner)[name]
             self._engine.runner._progress = self._progress
             self._engine.comm.stages.around = None
-        step.report = self._engine.report(self._engine.clock.totals())
-        self._steps.append(step)
+        self._steps.append((step, self._engine.report(self._engine.clock.totals())))
 
     def recordings(self) -> list[Recording]:
         """A recording of every traced step, the messages that the step before left included.
@@ -76,8 +74,11 @@ class Tracer:
         To be called once, after `Engine.drain`: messages that the last step left have then ended.
         """
         wait_for(self._engine.device)
-        steps = zip([None, *self._steps], self._steps, strict=False)
-        return [self._recording(before, step) for before, step in steps]
+        before, found = _Step(), list[Recording]()
+        for step, report in self._steps:
+            found.append(self._recording(before, step, report))
+            before = step
+        return found
 
     def _hide(self, step: _Step) -> list[tuple[object, str]]:
         runner, clock, program = self._engine.runner, self._engine.clock, self._program
@@ -166,7 +167,7 @@ class Tracer:
             return stamp - float(origin)
         return float(origin.elapsed_time(stamp)) / 1e3
 
-    def _recording(self, before: _Step | None, step: _Step) -> Recording:
+    def _recording(self, before: _Step, step: _Step, measured: StepReport) -> Recording:
         # Messages of the previous step may still run in this one: they are included, with negative times.
         spans: list[Span] = []
         first = 0
@@ -174,8 +175,6 @@ class Tracer:
         inside: dict[int, int] = {}  # number of a message of experts -> of its span
         # The step before comes first, so that its spans precede `first`.
         for each in (before, step):
-            if each is None:
-                continue
             first = len(spans)
             for lane, begin, end, position, category, number in each.messages:
                 start_s, end_s = (self._seconds(step.origin, stamp) for stamp in (begin, end))
@@ -205,12 +204,11 @@ class Tracer:
             if span.lane != COMPUTE and self._program.instructions[span.position].op in COLLECTIVES:
                 started_s[span.position] = begun_s.setdefault(span.position, span.start_s)
                 done_s[span.position] = span.end_s
-        assert step.report is not None, "the step has ended"
         time_s: dict[str, float] = {}
         for span in spans[first:]:
             if span.lane == COMPUTE:
                 time_s[span.category] = time_s.get(span.category, 0.0) + span.end_s - span.start_s
-        report = StepReport(time_s=time_s, sent_bytes=step.report.sent_bytes, memory_bytes=step.report.memory_bytes)
+        report = StepReport(time_s=time_s, sent_bytes=measured.sent_bytes, memory_bytes=measured.memory_bytes)
         return Recording(
             program=self._program,
             report=report,

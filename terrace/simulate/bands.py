@@ -146,7 +146,7 @@ def band_of(cluster: Cluster, plan: Plan) -> Band:
         generation = CPU if cluster.is_measured else ""
     axes = {axis for axis in AXES if axis != "data" and mesh.total(axis) > 1}
     axes |= {"experts"} if plan.experts else set()
-    axes |= {"outer"} if plan.outer is not None else set()
+    axes |= {"outer"} if plan.outer.has_islands else set()
     axes |= {FP8} if plan.products is not None else set()
     return _band(generation, frozenset(axes), cluster.world_size)
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from terrace.base.collection import no_collection
+from terrace.plan.outer import NO_EXCHANGE
 from terrace.program.period import Period, Turn
 from terrace.program.phase import Phase
 from terrace.program.program import Program
@@ -107,7 +108,7 @@ class _Play:
         self._known: dict[tuple[object, ...], Played] = {}
         first = period.turns[0].programs[0]
         # Outside an island nothing but exchanges travels.
-        self.outside = range(first.world_layout.island + 1, len(first.layout.tiers))
+        self.outside = first.world_layout.outside
 
     def run(self) -> list[list[Runs]]:
         first = self.period.turns[0].programs[0]
@@ -174,7 +175,7 @@ class _Play:
 
     def _equal(self, turn: Turn, before: tuple[Left, ...], played: Played) -> int:
         """The number of runs after this one that are surely equal to it."""
-        if turn.programs[0].exchange is not None or self._inside(before) != self._inside(played.after):
+        if turn.programs[0].exchange != NO_EXCHANGE or self._inside(before) != self._inside(played.after):
             return 0
         most = turn.times
         for one, other, link_s in zip(before, played.after, played.links_s, strict=True):

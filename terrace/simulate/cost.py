@@ -113,12 +113,10 @@ class Costs:
 
     def take_s(self) -> float:
         """Seconds of an OUTER_COUNT's computing: the changes of all blocks whose exchange starts."""
-        exchange = self.program.exchange
-        return self._outer_s(exchanged(self.program, exchange.starts) if exchange else (), take_passes)
+        return self._outer_s(exchanged(self.program, self.program.exchange.starts), take_passes)
 
     def _outer_s(self, blocks: Iterable[int], passes: Callable[[Outer], list[int]]) -> float:
         program = self.program
-        assert program.plan.outer is not None, "the plan has islands"
         device, summed, each = program.cluster.device, program.plan.sums, passes(program.plan.outer)
         return math.fsum(passes_s(device, program.flats[block], summed, each) for block in blocks)
 

@@ -43,9 +43,7 @@ class Cycle:
 
     @property
     def outer(self) -> Outer:
-        found = self.period.turns[0].programs[0].plan.outer
-        assert found is not None, "a cycle is of islands"
-        return found
+        return self.period.turns[0].programs[0].plan.outer
 
     @property
     def cycle_s(self) -> float:

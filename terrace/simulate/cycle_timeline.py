@@ -119,8 +119,7 @@ class _Wall:
 
 
 def _starts(turn: Turn) -> tuple[int, ...]:
-    exchange = turn.programs[0].exchange
-    return () if exchange is None else exchange.starts
+    return turn.programs[0].exchange.starts
 
 
 def _sent_bytes(turn: Turn, stage: int) -> dict[str, int]:

@@ -102,7 +102,7 @@ class Rank:
         self.heard = _START
         self.changes: dict[int, tuple[Moment, str]] = {}
         # The lanes of exchanges between islands, and the seconds that these went on while the clock stood still.
-        self.outside = range(program.world_layout.island + 1, len(program.layout.tiers))
+        self.outside = program.world_layout.outside
         self.ahead_s = 0.0
 
     def nothing(self, event: Event) -> None:

@@ -325,7 +325,7 @@ def _play(step: Step, num_micros: int) -> Prediction:
 
 def _with_cycle(steady: Prediction) -> Prediction:
     """The prediction of a steady step, of the cycle if there are islands."""
-    if steady.step.plan.outer is None:
+    if not steady.step.plan.outer.has_islands:
         return steady
     whole = None if steady.is_whole else steady.times_s
     found = play_cycle(steady.programs, steady.step.work, steady.costs, whole)

@@ -23,7 +23,7 @@ from terrace.comm.collectives import DTYPES
 from terrace.comm.exchange import all_gather
 from terrace.comm.groups import TierGroup
 from terrace.comm.ledger import Ledger
-from terrace.comm.pace import Pacer
+from terrace.comm.pace import Pace
 from terrace.comm.process_group import barrier
 from terrace.comm.stage_p2p import StageP2P
 from terrace.model.attention_plans import choose_kernel
@@ -142,8 +142,8 @@ def measure(engine: Engine, layer: Work, flops: int, progress: Progress = lambda
     return replace(cluster, device=device, tiers=tuple(tiers))
 
 
-def _measured(tier: Tier, latency_s: float, bandwidth_bytes_per_s: float, pacer: Pacer | None) -> Tier:
-    if pacer is not None:  # the measurement saw the link without the pace
+def _measured(tier: Tier, latency_s: float, bandwidth_bytes_per_s: float, pacer: Pace) -> Tier:
+    if pacer.is_limited:  # the measurement saw the link without the pace
         latency_s = max(latency_s, pacer.least_s(tier.name, 0))
         bandwidth_bytes_per_s = min(
             bandwidth_bytes_per_s, 1 / (pacer.least_s(tier.name, 1) - pacer.least_s(tier.name, 0))

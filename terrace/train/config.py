@@ -310,7 +310,7 @@ def _check(run: RunConfig) -> None:
                 f"train.error_budget.{name} has no effect: the messages that round in a block format are "
                 f"{', '.join(lossy) or 'none'}{did_you_mean(name, lossy)}"
             )
-    if run.train.peer_copies and run.plan.outer is not None:
+    if run.train.peer_copies and run.plan.outer.has_islands:
         # Every step must end on all ranks before a copy of the next begins, and islands wait for none of their steps.
         raise ConfigError(
             "train.peer_copies = 1 copies a state that all ranks have at once, and islands (plan.outer) go on apart: "

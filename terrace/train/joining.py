@@ -62,9 +62,9 @@ class Joined:
             extra_s = self.patience.seconds(step, instruction, waiting_on)
             self.dog.at(step, counter, instruction, waiting_on, extra_s)
 
-    def live_on(self, island: Island | None) -> None:
+    def live_on(self, island: Island) -> None:
         """Tell the watchdog the island of this rank, which its messages then name."""
-        if self.dog is not None and island is not None:
+        if self.dog is not None and island.outer.has_islands:
             self.dog.name_island(island.numbers.island)
             self.patience.follow(island, waits_anywhere=self.device.type == "cuda")
 

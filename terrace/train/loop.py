@@ -21,7 +21,7 @@ from terrace.checkpoint.layout import folder_of
 from terrace.checkpoint.reading import Checkpoint
 from terrace.cluster.cluster import Cluster
 from terrace.comm.groups import Timeouts
-from terrace.comm.pace import Pacer
+from terrace.comm.pace import pace_of
 from terrace.data.batches import Batches
 from terrace.data.eval_batches import EvalBatches
 from terrace.data.feeding import Feeder
@@ -124,7 +124,7 @@ class RankOfRun:
             sequence=run.train.sequence,
             # Longer than the watchdog's, which names the culprit.
             timeout=Timeouts(timedelta(seconds=2 * run.train.timeout_s), APART),
-            pacer=Pacer(run.cluster, rate) if rate is not None else None,
+            pacer=pace_of(run.cluster, rate),
             progress=self._at,
             compiled=bool(run.train.compile),
             balance=run.balance,
@@ -132,12 +132,11 @@ class RankOfRun:
             verified=True,  # by the process that prepared the job
         )
         self._pretrained = None  # the engine has copied the values; this closes the files
-        if self.engine.island is not None:
+        if run.plan.outer.has_islands:
             dog.name_island(self.engine.island.numbers.island)
-            self.patience.follow(self.engine.island, waits_anywhere=self.engine.device.type == "cuda")
+        self.patience.follow(self.engine.island, waits_anywhere=self.engine.device.type == "cuda")
         outer, train = run.plan.outer, run.train
-        turns = {} if outer is None else {"turn": outer.every // outer.fragments, "delay": outer.delay}
-        self.vote = Vote(world, stop_signal, **turns)
+        self.vote = Vote(world, stop_signal, turn=outer.turn, delay=outer.delay)
         self.batches = Batches(
             job.sources, train.sequence, run.rows, train.seed, run.data.holdout, vocabulary_size(run.model)
         )
@@ -161,7 +160,7 @@ class RankOfRun:
         first_step = self.resume()
         # A probed cluster is used as it is; any other gets constants measured here.
         cluster, at, everyone = self.run.cluster, self.dog.at, tuple(range(self.world.world_size))
-        if not cluster.is_measured or self.engine.comm.pacer is not None:  # probed constants exclude the pace
+        if not cluster.is_measured or self.engine.comm.pacer.is_limited:  # probed constants exclude the pace
             before = CoreSeconds.now()
             cluster = calibrate(self.engine, self.run, lambda what: at(first_step, 0, f"MEASURE {what}", everyone))
             self.busy = busy_since(before, self.engine)
@@ -235,8 +234,8 @@ class RankOfRun:
         return MicroBatches(batches, program, rank, self.engine.device.type == "cuda", context)
 
     def _steps(self, first_step: int, feeder: Feeder[StepBatches]) -> tuple[Summary, Stop | None]:
-        train, outer = self.run.train, self.run.plan.outer
-        summary = Summary(train.steps - first_step, 1 if outer is None else outer.every)
+        train = self.run.train
+        summary = Summary(train.steps - first_step, self.run.plan.outer.every)
         metrics = MetricsFile(self.job.folder / "metrics.jsonl", first_step) if self.world.rank == 0 else None
         if metrics is not None and metrics.num_lost:
             self.observer.note(f"metrics.jsonl lacks {metrics.num_lost} of the first {first_step} steps")

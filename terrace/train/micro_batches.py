@@ -69,8 +69,9 @@ class MicroBatches:
             samples = self._batches.samples_of(step, self._place, degree, size)
             lengths = torch.from_numpy(pairs.lengths[samples[micro * size : (micro + 1) * size]])
         batch = Batch(inputs, labels, *positions).with_places(first, lengths=lengths)
-        assert batch.places is not None, "just made"
-        return replace(batch, places=batch.places.pin_memory()) if self._pinned else batch
+        if not self._pinned or batch.places is None:
+            return batch
+        return replace(batch, places=batch.places.pin_memory())
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         # Page-locked memory lets the copy to a GPU overlap with compute.

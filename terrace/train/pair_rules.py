@@ -48,7 +48,7 @@ def check_objective(run: "RunConfig") -> None:
         )
     if is_context_parallel(Mesh.of(run.cluster, run.plan), run.plan):
         raise PlanError("pairs need whole rows: leave out the context axis and balance")
-    if run.plan.outer is not None:
+    if run.plan.outer.has_islands:
         raise PlanError(f'train.objective = "{objective}" is not implemented for islands: leave plan.outer out')
     if run.balance is not None:
         raise ConfigError(f'[balance] is not implemented for train.objective = "{objective}": leave it out')

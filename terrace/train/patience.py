@@ -9,6 +9,7 @@ Messages under islands have a limit far beyond that, so that the watchdog speaks
 wait; there, as in the save of a `Trainer`, that limit holds.
 """
 
+from collections.abc import Callable, Collection
 from datetime import timedelta
 
 from terrace.plan.outer import Outer
@@ -26,25 +27,22 @@ class Patience:
 
     def __init__(self) -> None:
         self._extra_s, self._waits_anywhere = 0.0, False
-        self._island: Island | None = None
+        self._under_way: Callable[[], Collection[int]] = tuple
         self._step, self._last = -1, -2  # the newest step, and the last with an exchange
 
     def follow(self, island: Island, *, waits_anywhere: bool) -> None:
         """The island of this rank. With `waits_anywhere` a rank that says it computes may wait: a GPU's host does."""
-        self._island, self._waits_anywhere = island, waits_anywhere
+        self._under_way, self._waits_anywhere = lambda: island.numbers.under_way, waits_anywhere
 
-    def expect(self, outer: Outer | None, step_s: float) -> None:
+    def expect(self, outer: Outer, step_s: float) -> None:
         """The predicted mean step of a cycle takes `step_s`."""
-        if outer is not None:
-            self._extra_s = _CYCLES * outer.every * step_s
+        self._extra_s = _CYCLES * outer.every * step_s * outer.has_islands
 
     def seconds(self, step: int, doing: object, waiting_on: tuple[int, ...]) -> float:
         """Seconds beyond the timeout that a rank may be at `doing`, as it tells its watchdog."""
-        if self._island is None:
-            return 0.0
         exchanges = isinstance(doing, AwaitedExchange) or (isinstance(doing, Instruction) and doing.op in _OPS)
         # Once a step, since this is called at every instruction.
-        if exchanges or (step != self._step and self._island.numbers.under_way):
+        if exchanges or (step != self._step and self._under_way()):
             self._last = step
         self._step = step
         is_near = step <= self._last + 1

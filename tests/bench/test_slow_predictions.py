@@ -27,7 +27,7 @@ from terrace.train.metrics import Summary
 def test_settings_are_plans_whose_cycles_are_timed_behind_a_warm_up(setting: Setting) -> None:
     cluster = load_cluster("lab")
     plan = parse_plan(tomllib.loads(setting.plan), cluster)
-    assert plan.outer is not None
+    assert plan.outer.has_islands
     blocks = block_specs(parse_model({**MODEL, **predictions.SIZES}))
     build_stages(cluster, plan, blocks, num_micro_batches(plan, Layout.of(cluster, plan), setting.batch), 64)
     timed = setting.steps - Summary(setting.steps, plan.outer.every).num_warm_up

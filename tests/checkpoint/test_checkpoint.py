@@ -36,7 +36,7 @@ def state_of(engine: Engine) -> dict[str, Tensor]:
     for flat in engine.state:
         kept[f"{flat.name} {'trainable' if flat.spec.trainable else 'frozen'}"] = flat.shard.clone()
         kept |= {f"{flat.name} {hop}": residual.clone() for hop, residual in flat.origin.residuals.items()}
-        if flat.optimizer is not None:
+        if flat.spec.trainable:
             for part in flat.optimizer.parts:
                 kept |= {f"{flat.name} {kind}": value.clone() for kind, value in part.values.items()}
             kept[f"{flat.name} num_steps"] = torch.tensor(flat.optimizer.num_steps)

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from terrace.base.boxes import whole as box_of
 from terrace.base.errors import CheckpointError
-from terrace.checkpoint.islands import NUMBERS_BLOCK, TOLD, own_name
+from terrace.checkpoint.islands import NUMBERS_BLOCK, ONE, TOLD, own_name
 from terrace.checkpoint.layout import checkpoint_bytes, decode, encode
 from terrace.checkpoint.parts import BoxValues
 from terrace.checkpoint.reading import Checkpoint, newest_whole, resume
 from terrace.checkpoint.writing import save
 from terrace.launch.start import LocalPool, World
 from terrace.model.spec import BlockSpec
-from terrace.plan.outer import Outer
+from terrace.plan.outer import ONE_ISLAND, Outer
 from terrace.runtime.describe import describe
 from terrace.runtime.engine import Engine
 from terrace.runtime.states import FROZEN, KINDS
@@ -34,7 +34,7 @@ TIERS = (2, 2)
 pytestmark = pytest.mark.timeout(360)
 
 
-def islands_on(outer: Outer | None, tiers: tuple[int, ...] = TIERS, inside: str = "package", **changes: Any) -> Case:
+def islands_on(outer: Outer, tiers: tuple[int, ...] = TIERS, inside: str = "package", **changes: Any) -> Case:
     """A case in fp64 whose states lie on `inside`, one row for each of four places of the batch."""
     plan = exact("zero3", cluster_of(*tiers), outer=outer, params=inside, grads=inside, optimizer=inside)
     return Case(replace(plan, micro_batch=4 // cluster_of(*tiers).world_size, **changes))
@@ -80,21 +80,19 @@ def state_of(engine: Engine) -> dict[str, Tensor]:
     for number, flat in enumerate(engine.state):
         name = f"{number} {flat.name}"
         kept[name] = flat.shard.clone()
-        if flat.optimizer is None:
+        if not flat.spec.trainable:
             continue
         values = {kind: value for part in flat.optimizer.parts for kind, value in part.values.items()}
         origins = [flat.origin]
-        if engine.island is not None:
-            outer = flat.outer_state
+        for outer in flat.outer_states:
             values |= {"anchor": outer.anchor, **outer.shared, **outer.own}
             origins.append(outer.origin)
         # A residual that nothing has made yet is as one of zeros.
         values |= {str(hop): left for origin in origins for hop, left in origin.residuals.items() if left.any()}
         kept |= {f"{name} {kind}": value.clone() for kind, value in values.items()}
     numbers = engine.state.outer_numbers
-    if numbers is not None:
-        kept |= {"told": numbers.told.clone(), "heard": numbers.heard.clone(), "marks": numbers.marks.clone()}
-        kept["steps"] = torch.tensor(numbers.num_steps)
+    kept |= {"told": numbers.told.clone(), "heard": numbers.heard.clone(), "marks": numbers.marks.clone()}
+    kept["steps"] = torch.tensor(numbers.num_steps)
     return kept
 
 
@@ -109,7 +107,6 @@ class Went:
 def stop_at_every_step(world: World, case: Case, folder: Path) -> Went:
     """Save after every step of two cycles; go on from each for a cycle in an engine that had other values."""
     outer = case.plan.outer
-    assert outer is not None
     last, straight = 2 * outer.every + 2, engine_for(world, case)
     states, figures = [state_of(straight)], []
     for step in range(last + outer.every):
@@ -179,10 +176,10 @@ def go_on(world: World, tiers: tuple[int, ...], case: Case, folder: Path, again:
     engine, checkpoint = engine_for(world, case, tiers, scale=2.0), Checkpoint(folder)
     said = resume(engine, checkpoint)
     numbers = engine.state.outer_numbers
-    is_calm = numbers is None or not (numbers.marks.any() or numbers.told.any() or numbers.heard.any())
+    is_calm = not (numbers.marks.any() or numbers.told.any() or numbers.heard.any())
     for flat in engine.state:
-        if numbers is not None and flat.optimizer is not None:
-            is_calm &= torch.equal(flat.optimizer.master, flat.outer_state.anchor)
+        for outer in flat.outer_states:
+            is_calm &= torch.equal(outer.x, outer.anchor)
     values = whole(engine)
     save(engine, again, checkpoint.step, {}, keep=1)
     return Taken(said, values, is_calm, trained(engine, case, checkpoint.step, last))
@@ -263,7 +260,7 @@ def test_other_placements_inside_go_on_with_the_same_numbers(
 def test_others_begin_at_the_anchor_and_say_so(pool: LocalPool, late: list[SavedRun], tmp_path: Path) -> None:
     """Other islands, none, or another cycle; then islands from a run without."""
     anchor, folder = anchor_of(Checkpoint(late[0].folder)), late[0].folder
-    four, plain = islands_on(LATE.plan.outer, (1, 4), "device"), islands_on(None)
+    four, plain = islands_on(LATE.plan.outer, (1, 4), "device"), islands_on(ONE_ISLAND)
     slower = islands_on(replace(NODE, fragments=3, delay=1))
     for case, tiers, words in (
         (four, (1, 4), "every island begins at the anchor of step-00000005, which is of 2 islands"),
@@ -276,7 +273,7 @@ def test_others_begin_at_the_anchor_and_say_so(pool: LocalPool, late: list[Saved
             assert differing(anchor, taken.values) == []
     # The run without islands has saved what it took up, and islands take that up in turn.
     kept = tmp_path / "training" / "checkpoints" / folder.name
-    assert Checkpoint(kept).islands is None
+    assert Checkpoint(kept).islands == ONE
     for block in Checkpoint(kept).layout:
         before = Checkpoint(folder).read(block)
         for name, kinds in Checkpoint(kept).read(block).items():

@@ -67,7 +67,7 @@ def check_restored(checkpoint: Checkpoint, blocks: Blocks, spread: Spread, truth
             restore_flat(flat, checkpoint, slices_of(program.mesh, rank))
             for kind, kept, values in truth.of(program, rank, flat):
                 assert torch.equal(kept, values), (rank, flat.name, kind)
-            assert flat.optimizer is None or flat.optimizer.num_steps == NUM_UPDATES
+            assert not flat.spec.trainable or flat.optimizer.num_steps == NUM_UPDATES
 
 
 def check_everywhere(blocks: Blocks, source: Spread, spreads: Iterable[Spread], folder: Path) -> None:

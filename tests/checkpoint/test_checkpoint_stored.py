@@ -34,7 +34,7 @@ STORED: dict[str, dict[str, Any]] = {
 def state_of(engine: Any) -> dict[str, Tensor]:
     kept: dict[str, Tensor] = {}
     for flat in engine.state:
-        if flat.optimizer is not None:
+        if flat.spec.trainable:
             for part in flat.optimizer.parts:
                 kept |= {f"{flat.name} {part.group} {kind}": value.clone() for kind, value in part.values.items()}
     return kept

@@ -33,7 +33,7 @@ def test_a_plan_of_islands_is_written_and_is_the_step_that_simulate_plays(here: 
     assert "allowed and not used: outer (package int4+feedback: " in said
     assert "system int8: not with so small a loop); reduce (package int8: coding takes longer than it saves, " in said
     run = resolve(None, {"plan": "plan.toml"}, {})
-    assert run.plan.outer is not None
+    assert run.plan.outer.has_islands
     assert 1 < run.plan.outer.delay <= run.plan.outer.every <= 200
     assert run.plan.wire == {"outer": {"system": "int4+feedback"}}
     assert (run.train.batch, run.cluster.world_size) == (16, 16)
@@ -133,7 +133,7 @@ def test_where_nothing_fits_with_a_delay_exchanges_are_waited_for(here: Planning
     said = " ".join(out.split())
     assert "--outer every<=5 with delay=0, since no plan fits with a delay: islands exchange every " in said
     run = resolve(None, {"plan": "plan.toml"}, {})
-    assert run.plan.outer is not None
+    assert run.plan.outer.has_islands
     assert run.plan.outer.delay == 0
 
 

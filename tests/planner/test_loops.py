@@ -15,7 +15,7 @@ from terrace.planner.outer_bounds import OuterBounds, parse_outer
 from terrace.planner.pins import Pins, parse_pins
 from terrace.planner.search import find
 from terrace.planner.space import Space
-from terrace.planner.task import Task, plan_of
+from terrace.planner.task import Islands, Task, plan_of
 from terrace.simulate.step import predict_step
 from tests.support.nightly import nightly
 from tests.support.planner_cases import CLUSTERS, SMALL, slow
@@ -109,7 +109,7 @@ def test_memory_for_the_outer_state_is_kept_free() -> None:
     task = task_on(slow(1e8))
     bounds = parse_outer("every<=50", "system")
     island = island_task(task, bounds, [()])
-    alone, _ = find(Space(task=replace(island, islands=None)), count=1)
+    alone, _ = find(Space(task=replace(island, islands=Islands())), count=1)
     device = replace(task.cluster.device, memory_bytes=float(alone.best[0].needed_bytes), headroom="0%")
     loop, _, _ = chosen(replace(task, cluster=replace(task.cluster, device=device)), "every<=50")
     assert loop.estimate.needed_bytes <= device.memory_bytes

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from terrace.cluster.cluster import Cluster
+from terrace.comm.pace import UNPACED
 from terrace.launch.start import LocalPool
 from terrace.launch.world import World
 from terrace.probe.fit import bus_share
@@ -36,7 +37,7 @@ def test_what_cores_explain_is_no_bus() -> None:
 def timed(world: World, cluster: Cluster) -> PairSample:
     torch.set_num_threads(1)
     device, timeout = torch.device("cpu"), timedelta(seconds=60)
-    one, other = (TierLinks(cluster, tier, world.rank, device, timeout, None) for tier in (0, 1))
+    one, other = (TierLinks(cluster, tier, world.rank, device, timeout, UNPACED) for tier in (0, 1))
     found = measure_pair(Stopwatch(world.world_size, device), one, other, 0.5)
     one.close()
     other.close()

@@ -16,6 +16,7 @@ from terrace.base.errors import ProbeError
 from terrace.base.schema import dump
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster, parse_cluster
+from terrace.comm.pace import UNPACED
 from terrace.launch.start import LocalPool
 from terrace.launch.world import World
 from terrace.probe.assemble import assemble
@@ -305,7 +306,7 @@ def _sent(world: World, cluster: Cluster) -> list[tuple[float, float]]:
     torch.set_num_threads(1)
     found: list[tuple[float, float]] = []
     for tier in range(len(cluster.tiers)):
-        links = TierLinks(cluster, tier, world.rank, torch.device("cpu"), timedelta(seconds=60), None)
+        links = TierLinks(cluster, tier, world.rank, torch.device("cpu"), timedelta(seconds=60), UNPACED)
         for kind in ("gather", "reduce"):
             before = links.counted_bytes
             links.call(kind, 4096)()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
+from terrace.comm.pace import UNPACED
 from terrace.launch.start import LocalPool
 from terrace.launch.world import World
 from terrace.probe import measure as probing
@@ -63,7 +64,7 @@ def test_each_kernel_that_runs_is_measured_and_the_others_are_left_out() -> None
 
 def _beside(world: World, cluster: Cluster) -> tuple[Beside, int]:
     torch.set_num_threads(1)
-    links = TierLinks(cluster, 0, world.rank, torch.device("cpu"), timedelta(seconds=60), None)
+    links = TierLinks(cluster, 0, world.rank, torch.device("cpu"), timedelta(seconds=60), UNPACED)
     watch, calls = Stopwatch(world.world_size, torch.device("cpu")), 0
     left = torch.randn(128, 128)
 
@@ -95,7 +96,7 @@ def test_a_gpu_is_heated_for_half_the_budget_at_most(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(probing, "measure_sustained", heat)
     monkeypatch.setattr(probing, "HEAT_S", {"cpu": 30.0})
     world = World(0, 1, 0, 1, dist.HashStore())  # type: ignore[attr-defined]
-    found = probing._measure(world, cluster_of(1), torch.device("cpu"), 1.0, None, lambda what: None)
+    found = probing._measure(world, cluster_of(1), torch.device("cpu"), 1.0, UNPACED, lambda what: None)
     assert heated == [0.5]
     assert found.sustained is not None
     assert set(found.attention_kernels) == {"flash", "math"}

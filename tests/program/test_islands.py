@@ -3,16 +3,17 @@
 from dataclasses import replace
 
 import pytest
+from terrace.plan.memory import model_state_bytes
 
 from terrace.base.errors import ConfigError, PlanError, ProgramError
-from terrace.base.schema import merge
-from terrace.plan.outer import OUTERS, Exchange, Outer, closing
+from terrace.base.schema import dump, merge
+from terrace.plan.outer import NO_EXCHANGE, ONE_ISLAND, OUTERS, Exchange, Outer, closing
 from terrace.plan.plan import Plan
 from terrace.plan.presets import parse_plan, preset
 from terrace.plan.wire import MessageClass
-from terrace.program.cycle import cycle
+from terrace.program.cycle import cycle, exchanging, outer_program
 from terrace.program.instruction import Instruction, Op
-from terrace.program.lowering import build, build_stages, exchanging, forward_programs, outer_program
+from terrace.program.lowering import build, build_stages, forward_programs
 from terrace.program.period import Period, Turn
 from terrace.program.program import Program
 from terrace.program.verify_period import verify_period
@@ -67,7 +68,7 @@ def test_only_exchanges_leave_an_island(name: str, outer: Outer) -> None:
     numbers = 8 * (5 * outer.fragments + len(MODEL.declared))
     assert period.sent_bytes()[MessageClass.OUTER, "system"] == 2 * padded_numel(step) * item // 4 // 2 + numbers
     # All else of a step is as without islands.
-    whole = step_of(replace(step.plan, outer=None)).sent_bytes
+    whole = step_of(replace(step.plan, outer=ONE_ISLAND)).sent_bytes
     for key, size in step.sent_bytes.items():
         assert size == whole[key] or key[0] in (MessageClass.SYNC, MessageClass.CONTROL)
     for key, size in synchronised_bytes(step).items():
@@ -75,6 +76,17 @@ def test_only_exchanges_leave_an_island(name: str, outer: Outer) -> None:
     assert period.state_bytes() == model_state_bytes(CLUSTER, step.plan, step.blocks, 2, SEQUENCE)
     owned = padded_numel(step) // {"device": 1, "package": 2, "node": 4}[step.plan.optimizer]
     assert period.state_bytes()["outer"] == owned * 4 * (4 if outer.delay else 2)
+
+
+def test_one_island_never_exchanges_and_no_file_names_it() -> None:
+    plan = preset("zero3", CLUSTER)
+    step = step_of(plan)
+    assert {ONE_ISLAND.exchange(number, ()) for number in range(5)} == {NO_EXCHANGE}
+    (turn,) = cycle([step]).turns
+    assert (turn.programs, turn.times) == ((step,), 1)
+    assert step.state_bytes["outer"] == 0
+    assert "outer" not in dump(plan)
+    assert parse_plan(dump(plan), CLUSTER) == plan
 
 
 def test_fragments_take_turns_and_arrive_after_their_delay() -> None:
@@ -88,7 +100,7 @@ def test_fragments_take_turns_and_arrive_after_their_delay() -> None:
         Exchange(starts=(2,)),
     ]
     # At first nothing is under way.
-    assert [LATE.exchange(step, ()) for step in (0, 2)] == [None, None]
+    assert [LATE.exchange(step, ()) for step in (0, 2)] == [NO_EXCHANGE, NO_EXCHANGE]
     assert closing({1}, {0, 2}) == [Exchange(arrives=(1,)), Exchange(starts=(0, 2), waits=True)]
     assert closing((), ()) == []
     # The same block in each exchange, and REFRESH once a step.
@@ -113,7 +125,7 @@ def test_a_long_step_takes_an_exchange_at_its_end() -> None:
     found = exchanging(frame, Exchange(starts=(0,), waits=True))
     verify(found)
     assert len(found.instructions) == len(frame.instructions) + 1 + 2 * len(MODEL.declared)
-    assert exchanging(found, None).instructions == frame.instructions
+    assert exchanging(found, NO_EXCHANGE).instructions == frame.instructions
 
 
 @pytest.mark.parametrize(
@@ -136,7 +148,10 @@ def test_a_long_step_takes_an_exchange_at_its_end() -> None:
         ({"outer": {"penalty": True}}, "outer.penalty has no effect without a delay"),
         ({"outer": {"optimizer": "average", "momentum": 0.5}}, "outer.momentum has no effect: optimizer 'average'"),
         ({"wire": {"outer": {"device": "int8"}}}, "names tier 'device', which is not in the cluster"),
-        ({"outer": None, "wire": {"outer": {"system": "int8"}}}, "wire.outer.system has no effect: all ranks are one"),
+        (
+            {"outer": ONE_ISLAND, "wire": {"outer": {"system": "int8"}}},
+            "wire.outer.system has no effect: all ranks are one",
+        ),
     ],
 )
 def test_a_plan_whose_islands_cannot_be_is_refused(changes: dict[str, object], words: str) -> None:
@@ -176,7 +191,7 @@ def test_a_file_names_a_preset_or_a_table() -> None:
     with pytest.raises(PlanError, match="every rank is an island of its own: use preset 'ddp'"):
         parse_plan({"preset": "zero3", "outer": {"tier": "package", "every": 2}}, CLUSTER)
     with pytest.raises(PlanError, match="nothing to exchange"):
-        exchanging(step_of(preset("ddp", CLUSTER)), None)
+        exchanging(step_of(preset("ddp", CLUSTER)), Exchange(starts=(0,)))
 
 
 def test_a_period_that_is_no_cycle_is_refused() -> None:

@@ -10,6 +10,7 @@ from bench.validation.software import with_dropout
 from terrace.base.errors import ClusterError, PlanError
 from terrace.cluster.cluster import Device, Kernels
 from terrace.cluster.presets import load_cluster, preset_names
+from terrace.comm.pace import UNPACED
 from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs, forward_flops, hardware_flops, model_flops
 from terrace.model.config import ModelConfig, parse_model
@@ -275,7 +276,7 @@ def test_blocks_are_priced_at_their_own_sizes() -> None:
 
 def test_what_a_run_measures_is_not_scaled_again() -> None:
     tier = load_cluster("perlmutter").tiers[0]
-    measured = _measured(tier, 2e-6, 5e9, None)
+    measured = _measured(tier, 2e-6, 5e9, UNPACED)
     cluster = replace(load_cluster("perlmutter"), tiers=(measured,))
     assert rate_bytes_per_s(cluster, 0, 1.0, degree=2) == 5e9
     assert measured.marks == {"latency_s": "measured", "bandwidth_bytes_per_s": "measured"}

@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from terrace.plan.outer import OUTERS, Outer
+from terrace.plan.outer import NO_EXCHANGE, OUTERS, Outer
 from terrace.plan.plan import Plan
 from terrace.plan.wire import MessageClass
 from terrace.planner.evaluate import step_of as planned_step
@@ -57,7 +57,7 @@ def test_a_hidden_exchange_costs_nothing_and_one_waited_for_its_seconds() -> Non
     assert list(own_s.values()) == pytest.approx([0.0, 0.0], abs=1e-9)
     assert hidden.times_s[0].get(WAIT_OUTER, 0.0) == 0.0
     (program,) = hidden.programs
-    assert program.exchange is None
+    assert program.exchange == NO_EXCHANGE
     computing_s = 10 * (hidden.step_s - plain_s)
     assert 0 < computing_s < 1e-3 * exchange_s
     # Blocks are applied while later ones are on their way.

@@ -148,7 +148,7 @@ def outer_bytes(
     cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec], held: Iterable[int], exchange: Exchange
 ) -> Bytes:
     """Bytes each rank sends in an exchange of islands: the changes of its blocks that start, and numbers."""
-    if not exchange.starts or plan.outer is None:
+    if not exchange.starts:
         return {}
     layout, outer = world_layout(cluster, plan), plan.outer
     sent = [index for index in held if outer.fragment(index) in exchange.starts]

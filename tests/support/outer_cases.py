@@ -127,7 +127,6 @@ def islands_of(case: Case, cluster: Cluster) -> list[list[int]]:
 def simulated(case: Case, cluster: Cluster, **more: Any) -> tuple[OuterReference, list[list[tuple[float, float]]]]:
     """The reference after all steps of a case; (loss, norm) by island of every step."""
     model, outer, rows_of = MODELS[case.model], case.plan.outer, islands_of(case, cluster)
-    assert outer is not None
     table = asdict(outer) | {"lr": outer.rate, "momentum": outer.beta}
     del table["tier"]
     optimizer = {key: value for key, value in asdict(case.optimizer).items() if value is not None}

@@ -118,7 +118,7 @@ class Truth:
 
     def of(self, program: Program, rank: int, flat: FlatParam) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield (kind, tensor that a rank holds, its expected value)."""
-        if flat.optimizer is not None:
+        if flat.spec.trainable:
             (part,) = flat.optimizer.parts
             for kind in KINDS[ADAMW]:
                 full = self.buffer(program, rank, flat, kind)
@@ -136,7 +136,7 @@ def flats_of(program: Program, rank: int) -> list[FlatParam]:
             name, device = program.blocks[index].name, torch.device("cpu")
             flat = FlatParam(name, spec, rank, program.plan, device, Meter(), is_copy=is_copy)
             flat.initialise(lambda param: -torch.ones(param.shape), OptimizerConfig())
-            for part in flat.optimizer.parts if flat.optimizer is not None else ():
+            for part in flat.optimizer.parts:
                 for kind, values in part.values.items():
                     if kind != "master":
                         values.fill_(-1)

@@ -172,7 +172,7 @@ class _Rank:
         The message needs cores for a part of its time; it waits for them too, so that all stand still for longer.
         """
         lane = len(self.program.cluster.tiers) - 1
-        if self.program.plan.outer is None or self.lanes_s[lane] <= self.now_s:
+        if not self.program.plan.outer.has_islands or self.lanes_s[lane] <= self.now_s:
             return seconds
         part, left_s, further_s, total_s = self.penalties[lane], self.lanes_s[lane] - self.now_s, seconds, 0.0
         while further_s > 1e-15 * seconds:

@@ -120,7 +120,7 @@ def test_memory_is_given_back_where_training_waits(tmp_path: Path) -> None:
     saver = Saver(engine, alone(), tmp_path, {}, 2, background=False)
     saver.start(1)
     assert not saver.is_under_way
-    assert saver._snapshot._staging is None
+    assert not len(saver._snapshot._staging)
     saver.close()
     Checkpoint(tmp_path / "checkpoints" / "step-00000001").verify()
 

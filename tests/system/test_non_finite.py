@@ -72,7 +72,7 @@ def state_of(engine: Engine) -> list[Tensor]:
     for flat in engine.state:
         kept += [flat.shard, *([flat.secondary] if flat.secondary is not None else [])]
         kept += flat.origin.residuals.values()
-        if flat.optimizer is not None:
+        if flat.spec.trainable:
             kept.append(torch.tensor(flat.optimizer.num_steps))
     return [value.clone() for value in kept]
 

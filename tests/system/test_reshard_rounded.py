@@ -65,7 +65,7 @@ def handed_over(world: World, cluster: Cluster, case: Case, num_steps: int, lend
             wanted = forward[block][name][tuple(slice(*side) for side in box)]
             if not torch.equal(slices[name].double(), wanted):
                 wrong.append(f"{block}.{name}")
-    masters = [flat.optimizer.master for flat in engine.state if flat.optimizer is not None]
+    masters = [flat.optimizer.master for flat in engine.state if flat.spec.trainable]
     rounded = [master.to(torch.bfloat16).to(master.dtype) for master in masters]
     is_rounded = all(torch.equal(one, other) for one, other in zip(masters, rounded, strict=True))
     engine.close()

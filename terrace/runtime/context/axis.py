@@ -48,7 +48,7 @@ class ContextAxis(InBlockAxis):
         self._num_positions = next((param.shape[0] for param in of_embedding), 0)  # 0: not learned
         self._declared: dict[tuple[MessageClass, str], int] = defaultdict(int)
         self._layouts: list[DeviceLayout] = []
-        self._layout: DeviceLayout | None = None
+        self._micro = 0  # whose layout the passes take
         # Kept to restore the blocks on `remove`.
         self._replaced: list[tuple[Attention | DeclaredAttention, Plans]] = [
             (attention, attention.plans) for attention in modules
@@ -78,14 +78,12 @@ class ContextAxis(InBlockAxis):
         # Device tensors of a layout are reused when it comes again; by identity, since a hash would read all its runs.
         known = {id(layout.token_layout): layout for layout in self._layouts}
         self._layouts = []
-        for batch in local:
-            token_layout = batch.token_layout
-            assert token_layout is not None, "a local batch has a spread"
+        for _, token_layout in local:
             self._declare(token_layout, trains)
             layout = known.get(id(token_layout)) or DeviceLayout(token_layout, self.comm, self._device)
             known[id(token_layout)] = layout
             self._layouts.append(layout)
-        return local
+        return [batch for batch, _ in local]
 
     def _declare(self, token_layout: TokenLayout, trains: bool) -> None:
         program, group = self._program, self.comm.group
@@ -102,7 +100,8 @@ class ContextAxis(InBlockAxis):
                 if num_bytes:
                     self._declared[MessageClass.CONTEXT, tier] += num_bytes
 
-    def _localised(self, batch: Batch) -> Batch:
+    def _localised(self, batch: Batch) -> tuple[Batch, TokenLayout]:
+        """The local tokens of a micro-batch, and how they are spread."""
         plan, shape = self._program.plan, tuple(batch.labels.shape)
         if batch.token_layout is not None:
             # Cut batches have one row of local tokens, padding included.
@@ -120,14 +119,15 @@ class ContextAxis(InBlockAxis):
                 f"{expected[0]} x {expected[1]} tokens over ranks: give as many"
             )
         if batch.token_layout is not None:
-            return batch
+            return batch, batch.token_layout
         if self._num_positions:  # one rank alone may hold the token that is beyond, and others would wait for it
             decoder.check_positions(batch.inputs, batch.positions, self._num_positions)
-        return batch.local(self._static(batch.document_begins()))
+        token_layout = self._static(batch.document_begins())
+        return batch.local(token_layout), token_layout
 
     def begin(self, micro: int, batch: Batch, recomputed: bool) -> None:
         """Select the micro-batch that the next passes belong to."""
-        self._layout = self._layouts[micro]
+        self._micro = micro
 
     def plan(self, positions: Tensor | None, query: Tensor) -> "ContextAxis":
         """This object itself: the current micro-batch's layout replaces a mask plan."""
@@ -138,8 +138,7 @@ class ContextAxis(InBlockAxis):
 
         `window` is the index of the layers' window among the model's.
         """
-        assert self._layout is not None, "a block runs in a step alone"
-        return attend(query, key, value, self._layout.of_window(window))
+        return attend(query, key, value, self._layouts[self._micro].of_window(window))
 
 
 def check_declared(blocks: Mapping[str, nn.Module]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from terrace.model.blockwise import DensePair, dense_mask
 from terrace.plan.context import Heads
 from terrace.runtime.context.peer_exchange import PeerComm, PeerExchange
-from terrace.sequence.token_layout import Mask, Pair, PairKind, Run, TokenLayout, num_rows
+from terrace.sequence.token_layout import Mask, Pair, Run, TokenLayout, num_rows
 
 
 class UlyssesHeads:
@@ -100,9 +100,8 @@ class DeviceLayout:
         return self._pairs[step, dtype]
 
     def _dense(self, pair: Pair, dtype: torch.dtype) -> DensePair:
-        if pair.kind is not PairKind.MASK:
+        if pair.mask is None:
             return DensePair(pair.queries, pair.keys, pair.kind.value)
-        assert pair.mask is not None, "a pair of this kind has one"
         sizes = num_rows((pair.queries,)), num_rows((pair.keys,))
         key = (*sizes, pair.mask, dtype)
         # Pairs of one shape share a mask, across rounds too.

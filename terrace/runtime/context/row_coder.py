@@ -22,13 +22,13 @@ class RowCoder:
 
     def __init__(self, collectives: Collectives, plan: Plan, tiers: Sequence[str], meter: Meter) -> None:
         self._collectives = collectives
-        wires = [plan.wire_format(MessageClass.CONTEXT, tier) for tier in tiers]
-        self._wires = [None if wire == FORMATS[plan.compute] else wire for wire in wires]
+        self._wires = [plan.wire_format(MessageClass.CONTEXT, tier) for tier in tiers]
+        self._compute = FORMATS[plan.compute]
         self._origin = Origin("attention", torch.device("cpu"), meter)
 
     def codes(self, tier: int) -> bool:
         """Whether messages over a tier are in another format than the compute dtype."""
-        return self._wires[tier] is not None
+        return self._wires[tier] != self._compute
 
     def num_bytes(self, tier: int, num: int, numels: Sequence[int]) -> int:
         """Bytes of a message over a tier that has a format."""
@@ -55,6 +55,4 @@ class RowCoder:
         ]
 
     def _hop(self, tier: int, numel: int) -> Hop:
-        wire = self._wires[tier]
-        assert wire is not None, "only tiers with a format code"
-        return Hop(tier, 2, wire, numel)
+        return Hop(tier, 2, self._wires[tier], numel)
