@@ -32,10 +32,11 @@ from terrace.rl.config_layers import task_table
 from terrace.rl.keys import TASKS, RewardKeys, RunKeys
 from terrace.rl.placing import PoolKeys
 from terrace.runtime.settings import OptimizerConfig
-from terrace.train.config import RunConfig, resolve
+from terrace.train.config import RunConfig
 from terrace.train.effects import value_at
 from terrace.train.keys import TrainConfig
 from terrace.train.rates import usual_rate
+from terrace.train.resolve import resolve
 
 _OF_TRAIN: Mapping[str, type[Any]] = {
     "train": TrainConfig,

@@ -34,10 +34,11 @@ from terrace.report.slowest import slowest_note, slowest_points, slowest_times
 from terrace.report.tables import model_size, plan_rows, plan_title, quantity, seconds, utilisation
 from terrace.report.timeline import TimelineChart
 from terrace.simulate.bands import band_of
-from terrace.train.config import RunConfig, parse_run
+from terrace.train.config import RunConfig
 from terrace.train.loads import read_loads
 from terrace.train.metrics import StepRecord, eval_lines, num_final, read_sound_metrics
 from terrace.train.recorder import PREDICTION, RunEvent, read_events, read_prediction
+from terrace.train.resolve import parse_run
 
 _FILES = ("config.toml", "metrics.jsonl", "events.jsonl")
 

@@ -22,7 +22,7 @@ from terrace.model.part_kernel import PARTS, PartsCase, left_to_torch, refusal
 from terrace.runtime import compiled
 from terrace.simulate.held_activations import activations_by_block
 from terrace.simulate.work import Work
-from terrace.train.config import resolve
+from terrace.train.resolve import resolve
 from terrace.train.rules import parts_words
 from tests.support.command_line import interpreted
 from tests.support.liger_cases import LLAMA
