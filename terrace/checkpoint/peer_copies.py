@@ -39,10 +39,10 @@ from terrace.checkpoint.reading import Checkpoint, wanted_parts
 from terrace.checkpoint.residuals import digest, file_of
 from terrace.checkpoint.writing import attempt, snapshot_of
 from terrace.launch.world import World
+from terrace.plan.partners import MEMORY, SLOTS, TAIL_BYTES, Partners
 from terrace.plan.wire import MessageClass
 from terrace.runtime.engine import Engine
 from terrace.runtime.model_state import ModelState
-from terrace.simulate.peer_copies import MEMORY, SLOTS, TAIL_BYTES, Partners
 
 _MOVE_TIMEOUT = timedelta(minutes=30)
 _MOVE_BYTES = 4 << 20  # of a message of a file that moves to another machine

@@ -6,12 +6,12 @@ They share the time axis and the script of the other page (terrace.report.svg).
 from collections.abc import Iterator, Sequence
 
 from terrace.plan.stage import Pass
+from terrace.program.recording import COMPUTE
 from terrace.report.bars import Bar, Interval, Window, join_bars
 from terrace.report.svg import Row, box, memory_columns, rows_svg, staircase
 from terrace.report.tables import quantity
 from terrace.report.timeline import Stretch, TimelineChart, joined
 from terrace.simulate.recorded import RecordedStep
-from terrace.simulate.recording import COMPUTE
 from terrace.simulate.step import WAITS_ON_STAGES
 from terrace.simulate.timeline_picture import task_spans
 

@@ -13,18 +13,11 @@ from terrace.checkpoint.peer_copies import PeerCopies, gather_files
 from terrace.checkpoint.reading import Checkpoint, resume
 from terrace.cluster.cluster import Cluster
 from terrace.launch.world import World
+from terrace.plan.partners import TIME, find_partners, one_machine
 from terrace.program.report import StepReport
 from terrace.runtime.engine import Engine
 from terrace.runtime.progress import Progress
-from terrace.simulate.peer_copies import (
-    TIME,
-    CopyCost,
-    find_partners,
-    one_machine,
-    part_bytes,
-    residual_bytes,
-    with_copies,
-)
+from terrace.simulate.peer_copies import CopyCost, part_bytes, residual_bytes, with_copies
 from terrace.train.job import RunJob
 
 COST = 0.05  # of the predicted step: the most that copies may take where the run's file does not say how often

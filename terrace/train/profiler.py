@@ -15,9 +15,10 @@ import torch
 from terrace.base.errors import TrainingError
 from terrace.base.files import write_atomic
 from terrace.cluster.cluster import Cluster
+from terrace.program.recording import Recording
 from terrace.runtime.engine import Engine
 from terrace.runtime.tracing import Tracer
-from terrace.simulate.recording import Recording, record
+from terrace.simulate.recording import record
 from terrace.simulate.stages import Passed
 from terrace.simulate.step import play_whole
 from terrace.simulate.trace import compared_trace_json
