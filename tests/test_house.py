@@ -23,6 +23,7 @@ ENVIRONMENT = (
     "terrace/base/own_path.py",  # before any other module is imported
     "terrace/launch/flight.py",
     "terrace/launch/fork_server.py",
+    "terrace/launch/refusals.py",
     "terrace/launch/start.py",
     "terrace/launch/device.py",
     "terrace/probe/environment.py",

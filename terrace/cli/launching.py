@@ -1,15 +1,11 @@
-"""Commands and the launcher that starts their processes: how to start one on all machines of a cluster, which refuse to
-be started so, and how ranks hear of the refusal of another.
-"""
+"""The command that starts the ranks of a cluster on its machines."""
 
 import math
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
-from terrace.base.errors import ConfigError, TerraceError
+from terrace.base.errors import ConfigError
 from terrace.cluster.cluster import Cluster
-from terrace.launch.launchers import is_launched, launcher_of, rank_of
+from terrace.launch.launchers import launcher_of, rank_of
 from terrace.launch.machines import MACHINE_TIERS
 from terrace.probe.environment import variables_here
 
@@ -48,16 +44,3 @@ def check_alone(command: str, instead: str = "") -> None:
         f"processes of it ({launcher.world_size}={variables[launcher.world_size]}): start it once, without a launcher "
         f"(in a job of Slurm with --ntasks 1){f'; {instead}' if instead else ''}"
     )
-
-
-@contextmanager
-def refusals_told() -> Iterator[None]:
-    """Around the checks of a command before its ranks join: other ranks of a launcher hear of an error of this one."""
-    try:
-        yield
-    except TerraceError as error:
-        if is_launched(variables_here()):
-            from terrace.launch.start import refuse  # here, as it needs torch
-
-            refuse(error)
-        raise

@@ -12,12 +12,12 @@ from typing import Any
 from terrace.base.errors import ConfigError
 from terrace.cli.elastic import fitted_run
 from terrace.cli.here import cluster_here
-from terrace.cli.launching import refusals_told
 from terrace.cli.options import AUTO, OVERRIDES_HELP, add_run_options, resumed, run_table
 from terrace.cli.overrides import parse_overrides
 from terrace.cli.ranks import with_ranks
 from terrace.cluster.presets import lay_over
 from terrace.launch.fork_server import fork_server_ahead
+from terrace.launch.refusals import refusals_told
 from terrace.train.effects import check_effects, file_layers
 from terrace.train.layers import section
 from terrace.train.rates import check_rate

@@ -15,7 +15,6 @@ from terrace.cli.first_screen import show_plan
 from terrace.cli.from_memory import check_partners, check_when_asked, checks_end, chosen, offer, placed
 from terrace.cli.job_text import job_text, read_job, read_sources, section_digests, sources_text
 from terrace.cli.joined import JOIN_TIMEOUT_S, check_local, check_world, one_makes, together
-from terrace.cli.launching import refusals_told
 from terrace.cli.output import Terminated, outlive_output, printable_output, sigterm_raises
 from terrace.cli.prepare import CompleteError, goes_on, prepare, say_complete
 from terrace.cli.screen import Screen
@@ -24,6 +23,7 @@ from terrace.data.eval_batches import EvalSource
 from terrace.data.prepared import prepare_eval_sources, prepare_sources
 from terrace.data.tokenizer import load_tokenizer
 from terrace.launch.rank_log import FOLDER, rank_log
+from terrace.launch.refusals import refusals_told
 from terrace.launch.start import join, launch_local, local_devices, pace, world_size
 from terrace.launch.stop import Stop
 from terrace.launch.world import World, store_lost
