@@ -192,7 +192,8 @@ def _default_run() -> RunConfig:
 def keys_of(section: str) -> list[Key]:
     """The keys of `section`, in the order of its dataclass."""
     kind = SECTIONS[section]
-    hints, said = typing.get_type_hints(kind), dict(_comments(kind))
+    hints = typing.get_type_hints(kind)
+    said = dict(each for part in kind.__mro__[:-1] for each in _comments(part))
     # Sections of every run have a value in the default run of terrace train.
     default_run = getattr(_default_run(), section, None) if section in _OF_TRAIN else None
     found = []

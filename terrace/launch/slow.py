@@ -63,7 +63,7 @@ def slowest_of(beats: Sequence[Heartbeat]) -> tuple[int, float] | None:
 
 
 class OwnTimes:
-    """Own times of the last steps of this rank."""
+    """Own times of the last `num_steps` steps of this rank; 0: of none."""
 
     def __init__(self, num_steps: int) -> None:
         self._times: deque[tuple[float, float]] = deque(maxlen=num_steps)
@@ -73,7 +73,7 @@ class OwnTimes:
 
     def figures(self) -> tuple[float, float, float]:
         """Lower quartile and median of the own time, median of the step; zeros before there are enough steps."""
-        if len(self._times) < (self._times.maxlen or 0):
+        if not self._times or len(self._times) < (self._times.maxlen or 0):
             return 0.0, 0.0, 0.0
         own_s = sorted(own_s for own_s, _ in self._times)
         return own_s[len(own_s) // 4], own_s[len(own_s) // 2], statistics.median(step_s for _, step_s in self._times)

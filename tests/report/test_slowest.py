@@ -16,9 +16,9 @@ from terrace.program.report import StepReport, plain
 from terrace.report import predicted_step
 from terrace.report.run_folder import run_view
 from terrace.report.run_page import run_page
-from terrace.train.compared import compare_ranks
 from terrace.train.config import run_toml
 from terrace.train.job import RunJob
+from terrace.train.loop import compare_ranks
 from terrace.train.metrics import Outcome, Silent, SlowestRank
 from terrace.train.recorder import recorded
 from terrace.train.resolve import resolve
