@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -41,8 +41,10 @@ from terrace.checkpoint.writing import attempt, snapshot_of
 from terrace.launch.world import World
 from terrace.plan.partners import MEMORY, SLOTS, TAIL_BYTES, Partners
 from terrace.plan.wire import MessageClass
-from terrace.runtime.engine import Engine
 from terrace.runtime.model_state import ModelState
+
+if TYPE_CHECKING:
+    from terrace.runtime.engine import Engine
 
 _MOVE_TIMEOUT = timedelta(minutes=30)
 _MOVE_BYTES = 4 << 20  # of a message of a file that moves to another machine
@@ -54,7 +56,7 @@ class PeerCopies:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: "Engine",
         world: World,
         run_folder: Path,
         partners: Partners,

@@ -24,15 +24,13 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from terrace.base.errors import ConfigError, HangError
 from terrace.base.printable import printable
 from terrace.launch.flight import LIMIT_S, FlightRecorder
-from terrace.launch.heartbeats import HeartbeatStore
-from terrace.launch.lookout import Lookout
-from terrace.launch.position import Position, Stillness
+from terrace.launch.heartbeats import HeartbeatStore, Position, Stillness
 from terrace.launch.postmortem import Heartbeat, State, compress, diagnose
 from terrace.launch.rank_log import write_loud
 from terrace.launch.seal import Seal
 from terrace.launch.signals import SIGNALS
 from terrace.launch.silence import BEATS, INTERVAL_S, WINDOW_INTERVALS
-from terrace.launch.slow import OwnTimes
+from terrace.launch.slow import Lookout, OwnTimes
 from terrace.launch.wake_pipe import WakePipe
 from terrace.launch.world import World, is_communication_error
 

@@ -25,9 +25,8 @@ from terrace.program.verdict import why_no_verdict
 from terrace.report.compared import ComparedAmounts
 from terrace.report.folder_parts import checkpoint_rows, steady, text_of
 from terrace.report.markup import ChartedSection
-from terrace.report.predicted_step import check_length, predicted_events, totals
 from terrace.report.run_curves import Curve
-from terrace.report.run_cycle import run_cycle
+from terrace.report.run_cycle import check_length, predicted_events, run_cycle, totals
 from terrace.report.run_page import RunView
 from terrace.report.run_timeline import read_trace, run_timeline
 from terrace.report.slowest import slowest_note, slowest_points, slowest_times

@@ -1,16 +1,13 @@
 """When a run copies its state into the memory of other machines, and the cost that is predicted for it."""
 
 import math
-import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import CheckpointError
 from terrace.checkpoint.memory import clear
-from terrace.checkpoint.peer_copies import PeerCopies, gather_files
-from terrace.checkpoint.reading import Checkpoint, resume
+from terrace.checkpoint.peer_copies import PeerCopies
 from terrace.cluster.cluster import Cluster
 from terrace.launch.world import World
 from terrace.plan.partners import TIME, find_partners, one_machine
@@ -121,21 +118,3 @@ class Copies:
             return self._peers.copy(num_done)
         except OSError as error:
             raise CheckpointError(f"cannot write {self._peers.folder}: {error.strerror}; make room there") from error
-
-
-def take_up(folder: Path, job: RunJob, engine: Engine, world: World, note: Callable[[str], None]) -> int:
-    """Put an engine into the state of the checkpoint in `folder`, from disk or from memory; returns its step.
-
-    Every rank calls this. Raises `CheckpointError`.
-    """
-    checkpoint, begin_s = Checkpoint(folder), time.perf_counter()
-    if job.memory:
-        num_bytes = gather_files(engine.state, checkpoint, world, engine.comm.exchange)
-        note(
-            f"step {checkpoint.step} comes from memory: {num_bytes / 1e6:.3g} MB went to machines without them, in "
-            f"{time.perf_counter() - begin_s:.2g} s"
-        )
-    said = resume(engine, checkpoint)
-    if said:
-        note(said)
-    return checkpoint.step

@@ -7,6 +7,7 @@ All user mistakes are caught before; only the machine can still fail here.
 
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from terrace.program.report import StepReport, plain, read_plain
 from terrace.runtime.compiled import compiler_named
 from terrace.runtime.engine import Engine
 from terrace.train.busy import CoreSeconds, busy_since
-from terrace.train.calibrate import calibrate, predict_once
+from terrace.train.calibrate import calibrate, layer_flops_per_s, predict_once
 from terrace.train.copies import Copies
 from terrace.train.effects import why_no_sample
 from terrace.train.facts import facts_of
@@ -34,8 +35,7 @@ from terrace.train.profiler import Profiler
 from terrace.train.rank import RankOfRun
 from terrace.train.recorder import recorded
 from terrace.train.sample import closing_sample
-from terrace.train.saves import Saves
-from terrace.train.stepping import SlowRanks, Steps
+from terrace.train.stepping import Saves, SlowRanks, Steps
 from terrace.train.validation import Validation, eval_batches_of
 
 
@@ -83,7 +83,8 @@ def _outcome(rank: RankOfRun, stop_signal: StopSignal) -> Outcome | Stop:
     of_stages = copies.start(predict_once(engine, run, cluster), cluster, first_step)
     predicted = of_stages[engine.program.stage.index]  # a rank is compared with its own stage
     rank.reporter.patience.expect(outer, predicted.step_s)
-    gauges = Gauges(engine, job, cluster, first_step, predicted.step_s, observer.note)
+    measure = partial(layer_flops_per_s, engine, run)
+    gauges = Gauges(engine, job, cluster, first_step, predicted.step_s, observer.note, measure)
     observer.started(predicted, cluster, first_step)
     steps = Steps(
         rank=rank,

@@ -23,8 +23,8 @@ from terrace.simulate.stages import Passed
 from terrace.simulate.step import play_whole
 from terrace.simulate.trace import compared_trace_json
 from terrace.train.config import RunConfig
+from terrace.train.keys import parse_steps
 from terrace.train.prediction import step_of
-from terrace.train.steps import parse_steps
 
 FOLDER = "profile"
 

@@ -1,5 +1,6 @@
 """One rank of a run before its steps: the engine, the data, and the state that it goes on with."""
 
+import time
 from datetime import timedelta
 
 import torch
@@ -7,7 +8,8 @@ from torch import Tensor
 
 from terrace.base.errors import ConfigError
 from terrace.base.schema import dump, load
-from terrace.checkpoint.reading import Checkpoint
+from terrace.checkpoint.peer_copies import gather_files
+from terrace.checkpoint.reading import Checkpoint, resume
 from terrace.cluster.cluster import Cluster
 from terrace.comm.groups import Timeouts
 from terrace.comm.pace import Pacer
@@ -27,7 +29,6 @@ from terrace.sequence.cost import WorkCost
 from terrace.train.adapted import run_blocks_of
 from terrace.train.attention_cost import kept_cost, work_cost
 from terrace.train.context_batches import ContextBatches
-from terrace.train.copies import take_up
 from terrace.train.job import RunJob, device_of
 from terrace.train.metrics import Observer
 from terrace.train.micro_batches import MicroBatches
@@ -66,12 +67,23 @@ class RankOfRun:
         )
 
     def resume(self) -> int:
-        """Reads the checkpoint that the run goes on with, if any; the number of steps that are done."""
+        """The number of steps that are done: those of the checkpoint that the run goes on with, if any, which is read
+        from disk or from memory. Raises `CheckpointError`.
+        """
         if self.job.resume is None:
             return 0
         # Reading takes as long as the disk needs, so no timeout runs.
         self.dog.idle("loading the checkpoint")
-        return take_up(self.job.resume, self.job, self.engine, self.world, self.observer.note)
+        checkpoint, begin_s = Checkpoint(self.job.resume), time.perf_counter()
+        if self.job.memory:
+            num_bytes = gather_files(self.engine.state, checkpoint, self.world, self.engine.comm.exchange)
+            self.observer.note(
+                f"step {checkpoint.step} comes from memory: {num_bytes / 1e6:.3g} MB went to machines without them, in "
+                f"{time.perf_counter() - begin_s:.2g} s"
+            )
+        if said := resume(self.engine, checkpoint):
+            self.observer.note(said)
+        return checkpoint.step
 
     def cost(self, cluster: Cluster) -> WorkCost | None:
         """Cost of attention on `cluster`, by which context ranks share documents; None without a context axis."""

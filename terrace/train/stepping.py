@@ -5,28 +5,101 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from shlex import quote
+from typing import TYPE_CHECKING
 
 from terrace.base.errors import CheckpointError, TrainingError
+from terrace.checkpoint.saved import Saved
+from terrace.checkpoint.saving import Saver
 from terrace.data.feeding import Feeder
 from terrace.launch.postmortem import in_words
 from terrace.launch.slow import in_lines
 from terrace.launch.stop import Stop, Vote, begin_steps
 from terrace.launch.watchdog import Watchdog
+from terrace.launch.world import World
 from terrace.program.program import Program
 from terrace.runtime.batch import Batch
+from terrace.runtime.engine import Engine
 from terrace.runtime.finite import NonFiniteError
 from terrace.runtime.step_sums import StepResult
-from terrace.train.attention_words import attention_words
+from terrace.sequence.cost import WorkCost
+from terrace.train.adapted import attention_words
 from terrace.train.copies import Copies
+from terrace.train.facts import facts_of
 from terrace.train.gauges import Gauges
+from terrace.train.job import RunJob
 from terrace.train.keys import Guards
-from terrace.train.metrics import MetricsFile, Observer, StepRecord, Summary, outer_figures, outer_words, own_seconds
+from terrace.train.metrics import (
+    NUM_SAVES,
+    MetricsFile,
+    Observer,
+    StepRecord,
+    Summary,
+    outer_figures,
+    outer_words,
+    own_seconds,
+)
 from terrace.train.micro_batches import StepBatches
 from terrace.train.profiler import Profiler
-from terrace.train.rank import RankOfRun
-from terrace.train.saves import Saves
 from terrace.train.schedule import learning_rate
 from terrace.train.validation import Validation
+
+if TYPE_CHECKING:
+    from terrace.train.rank import RankOfRun
+
+_PATIENCE = 10  # timeouts that rank 0 waits for files of others
+
+
+class Saves:
+    """Every rank calls the methods at the same points; `newest` are the last `NUM_SAVES` complete checkpoints."""
+
+    def __init__(
+        self, engine: Engine, world: World, job: RunJob, cost: WorkCost | None, dog: Watchdog, observer: Observer
+    ) -> None:
+        train = job.run.train
+        self._engine, self._dog, self._observer, self.newest = engine, dog, observer, tuple[Saved, ...]()
+        self._saver = Saver(
+            engine,
+            world,
+            job.folder,
+            facts_of(job, cost),
+            train.keep_checkpoints,
+            background=train.background_save,
+            limit_s=_PATIENCE * train.timeout_s,
+        )
+        beside = "is written beside the steps" if train.background_save else "is waited for"
+        # Checkpoints are copied to main memory first, which the user must have room for.
+        staged_mb = self._saver.staging_bytes / 1e6
+        self.words = f"a checkpoint takes {staged_mb:.3g} MB of this rank's main memory while it {beside}"
+
+    @property
+    def problem(self) -> str | None:
+        """Error of the last save, once known; the same on every rank."""
+        return self._saver.problem
+
+    def save(self, step: int, best: int | None = None) -> None:
+        """Begin a checkpoint after `step` steps; that after step `best` stays, however old it is."""
+        self._dog.idle("saving a checkpoint")
+        if self._saver.is_under_way:
+            self._observer.note(f"step {step}: waiting for the checkpoint before, which is still being written")
+        self._saver.start(step, best)
+        self.tell()
+        self._engine.check_bytes()
+
+    def finish(self) -> None:
+        """Wait for a save under way. Raises `CheckpointError` on every rank if any rank could not write."""
+        self._dog.idle("finishing a checkpoint")
+        self._saver.finish()
+        self.tell()
+
+    def tell(self) -> None:
+        """Pass the news on: background saves finish at any time."""
+        while (saved := self._saver.news()) is not None:
+            self.newest = (*self.newest, saved)[-NUM_SAVES:]
+            self._observer.saved(saved.folder)
+
+    def close(self) -> None:
+        """Wait for a save under way, and until the other ranks know its outcome."""
+        self._saver.close()
 
 
 class SlowRanks:
@@ -69,7 +142,7 @@ class SlowRanks:
 class Steps:
     """The steps of a rank, and all that follows them. Every rank calls `run` at the same point."""
 
-    rank: RankOfRun
+    rank: "RankOfRun"
     vote: Vote
     saves: Saves
     validation: Validation

@@ -13,7 +13,7 @@ from terrace.cli.screen import slowest_words
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.program.report import StepReport, plain
-from terrace.report import predicted_step
+from terrace.report import run_cycle
 from terrace.report.run_folder import run_view
 from terrace.report.run_page import run_page
 from terrace.train.config import run_toml
@@ -125,7 +125,7 @@ def test_a_comparison_of_runs_plays_no_step(finished: Path, monkeypatch: pytest.
     def play(*_: object) -> None:
         raise AssertionError("a step was played")
 
-    monkeypatch.setattr(predicted_step, "play_whole", play)
+    monkeypatch.setattr(run_cycle, "play_whole", play)
     with pytest.raises(AssertionError, match="a step was played"):
         run_view(finished)
     view = run_view(finished, draws=False)
