@@ -64,7 +64,7 @@ class PeerCopies:
         timeout: timedelta,
     ) -> None:
         """Take the memory. Raises `ConfigError` on every rank where a machine has too little."""
-        self._engine, self._world, self._partners, self._facts = engine, world, partners, facts
+        self._engine, self._world, self.partners, self._facts = engine, world, partners, facts
         self._group = _group(partners.members(world.rank), timeout)
         self._snapshot = snapshot_of(engine.state)
         self._keeper, self._kept = partners.keeper(world.rank), partners.kept(world.rank)
@@ -109,7 +109,7 @@ class PeerCopies:
         own, kept = slot.get(self._world.rank), slot.get(self._kept)
         if own is not None:
             self._snapshot.take_into(own.data)
-        pacer, tier = self._engine.comm.pacer, self._engine.program.cluster.tiers[self._partners.tier].name
+        pacer, tier = self._engine.comm.pacer, self._engine.program.cluster.tiers[self.partners.tier].name
         sent_bytes = own.data.nbytes + TAIL_BYTES if own is not None else 0
         with pacer(tier, sent_bytes) if pacer is not None and own is not None else nullcontext():
             under_way = _sends(own, self._keeper, self._group) + _receives(kept, self._kept, self._group)

@@ -24,7 +24,7 @@ from terrace.runtime.compiled import compiler_named
 from terrace.runtime.engine import Engine
 from terrace.train.busy import CoreSeconds, busy_since
 from terrace.train.calibrate import calibrate, layer_flops_per_s, predict_once
-from terrace.train.copies import Copies
+from terrace.train.copies import copies_of
 from terrace.train.effects import why_no_sample
 from terrace.train.facts import facts_of
 from terrace.train.gauges import Gauges
@@ -74,12 +74,12 @@ def _outcome(rank: RankOfRun, stop_signal: StopSignal) -> Outcome | Stop:
     cost = rank.cost(cluster)
     made = rank.micro_batches(rank.batches, cost)
     dog.idle("reading the reference of DPO")
-    rank.learning.begin(engine, rank.batches, job, observer.note, dog.idle)
+    rank.learning.begin(engine, job, observer.note, dog.idle)
     saves = Saves(engine, rank.world, job, cost, dog, observer)
     sources = eval_batches_of(run, rank.batches, job.eval_sources)
     validation = Validation(engine, run.train, sources, lambda batches: rank.micro_batches(batches, cost))
     validation.resume(job.folder, first_step)
-    copies = Copies(engine, rank.world, job, facts_of(job, cost), rank.reporter.at, observer.note)
+    copies = copies_of(engine, rank.world, job, facts_of(job, cost), rank.reporter.at, observer.note)
     of_stages = copies.start(predict_once(engine, run, cluster), cluster, first_step)
     predicted = of_stages[engine.program.stage.index]  # a rank is compared with its own stage
     rank.reporter.patience.expect(outer, predicted.step_s)

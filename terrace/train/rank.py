@@ -57,14 +57,14 @@ class RankOfRun:
     def __init__(self, world: World, job: RunJob, observer: Observer, dog: Watchdog) -> None:
         self.world, self.job, self.observer, self.dog = world, job, observer, dog
         self.run = run = job.run
-        self.learning, self.reporter = Learning(run), Reporter(dog, compiles=bool(run.train.compile))
+        self.batches = Batches(
+            job.sources, run.train.sequence, run.rows, run.train.seed, run.data.holdout, run.model.vocab_size
+        )
+        self.learning, self.reporter = Learning(run, self.batches), Reporter(dog, compiles=bool(run.train.compile))
         self.engine = _engine(job, world.rank, self.learning.objective, self.reporter.at)
         if self.engine.island is not None:
             dog.name_island(self.engine.island.numbers.island)
             self.reporter.patience.follow(self.engine.island, waits_anywhere=self.engine.device.type == "cuda")
-        self.batches = Batches(
-            job.sources, run.train.sequence, run.rows, run.train.seed, run.data.holdout, run.model.vocab_size
-        )
 
     def resume(self) -> int:
         """The number of steps that are done: those of the checkpoint that the run goes on with, if any, which is read

@@ -43,7 +43,7 @@ def replay_rank(world: World, job: RunJob, number: int) -> Replayed:
         engine = rank.engine
         first_step = rank.resume()
         made = rank.micro_batches(rank.batches, rank.cost(job.run.cluster))
-        rank.learning.begin(engine, rank.batches, job, rank.observer.note, dog.idle, keeps=False)
+        rank.learning.begin(engine, job, rank.observer.note, dog.idle, keeps=False)
         batches_of = rank.learning.fed(made)
         for step in range(first_step, number):
             rank.reporter.step = step

@@ -23,7 +23,7 @@ from terrace.runtime.finite import NonFiniteError
 from terrace.runtime.step_sums import StepResult
 from terrace.sequence.cost import WorkCost
 from terrace.train.adapted import attention_words
-from terrace.train.copies import Copies
+from terrace.train.copies import NoCopies
 from terrace.train.facts import facts_of
 from terrace.train.gauges import Gauges
 from terrace.train.job import RunJob
@@ -146,7 +146,7 @@ class Steps:
     vote: Vote
     saves: Saves
     validation: Validation
-    copies: Copies
+    copies: NoCopies
     gauges: Gauges
     slow: SlowRanks
     profiler: Profiler
