@@ -15,7 +15,8 @@ from terrace.cluster.cluster import Cluster, Tier
 from terrace.cluster.presets import load_cluster
 from terrace.rehearse import Wiring, script, wire
 from terrace.rehearse.counters import Counts, read
-from terrace.rehearse.launch import groups_left, rank_environment
+from terrace.rehearse.guard import groups_left
+from terrace.rehearse.launch import rank_environment
 from terrace.rehearse.measure import Experiment, Way, experiments, figures
 from terrace.rehearse.names import Owner, leftovers, of_owner, owner_of, start_of, this_process
 from terrace.rehearse.tools import available_bytes, check_memory, check_rights
