@@ -27,8 +27,9 @@ from terrace.checkpoint.layout import latest
 from terrace.checkpoint.reading import Checkpoint
 from terrace.rl import sort_task
 from terrace.rl.calls.inline import InlineRuntime
-from terrace.rl.config import RlConfig, resolve
+from terrace.rl.config import RlConfig
 from terrace.rl.making import started
+from terrace.rl.resolve import resolve
 from terrace.rl.run import START, Run, RunInputs
 from terrace.train.export import export
 

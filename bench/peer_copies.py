@@ -29,10 +29,10 @@ from terrace.checkpoint.reading import Checkpoint, newest_whole, restore
 from terrace.checkpoint.writing import save
 from terrace.launch.start import LocalPool, World
 from terrace.model.blocks import num_params
+from terrace.plan.partners import find_partners
 from terrace.plan.presets import preset
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
-from terrace.simulate.peer_copies import find_partners
 
 HOSTS = ("first", "second")
 _LIMIT_S = 600.0

@@ -25,8 +25,8 @@ import torch
 from terrace.base.schema import merge
 from terrace.rl.algorithms.metrics import Metrics
 from terrace.rl.calls.inline import InlineRuntime
-from terrace.rl.config import resolve
 from terrace.rl.making import started
+from terrace.rl.resolve import resolve
 from terrace.rl.run import START, RunInputs
 from terrace.rl.sort_task import END, LONGEST, SortPrompts, SortTokenizer, reward
 from terrace.rl.values.prompts import Sample

@@ -17,7 +17,7 @@ from terrace.rl.algorithms.advantages import grpo
 from terrace.rl.algorithms.algorithm import Algorithm
 from terrace.rl.calls.local import LocalRuntime
 from terrace.rl.calls.runtime import Group, Runtime
-from terrace.rl.config import resolve
+from terrace.rl.resolve import resolve
 from terrace.rl.sort_task import END, LONGEST_PROMPT, SortPrompts, SortTokenizer
 from terrace.rl.values.prompts import Sample, rows_of
 from terrace.rl.values.rows import Rows

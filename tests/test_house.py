@@ -23,6 +23,7 @@ ENVIRONMENT = (
     "terrace/base/own_path.py",  # before any other module is imported
     "terrace/launch/flight.py",
     "terrace/launch/fork_server.py",
+    "terrace/launch/refusals.py",
     "terrace/launch/start.py",
     "terrace/launch/device.py",
     "terrace/probe/environment.py",
@@ -30,6 +31,10 @@ ENVIRONMENT = (
 )
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_IMPORT_CHAIN = 400, 80, 20
+# Files that are one thing and longer, with the reason why their parts are not files of their own.
+HUBS = {
+    "terrace/train/trainer.py": "the class of training in one's own loop; its methods are the interface, a line each",
+}
 
 
 class Facts(NamedTuple):
@@ -59,7 +64,7 @@ def _facts(text: str) -> Facts:
 
 
 def test_files_and_functions_stay_small() -> None:
-    assert {path: each.num_lines for path, each in facts().items() if each.num_lines > MAX_FILE_LINES} == {}
+    assert {path for path, each in facts().items() if each.num_lines > MAX_FILE_LINES} == HUBS.keys()
     functions = {(path, name): lines for path, each in facts().items() for name, lines in each.functions.items()}
     assert {name: lines for name, lines in functions.items() if lines > MAX_FUNCTION_LINES} == {}
 

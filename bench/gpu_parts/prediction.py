@@ -29,9 +29,10 @@ from terrace.cluster.presets import parse_cluster
 from terrace.model.blocks import num_params
 from terrace.model.config import to_table
 from terrace.simulate.advice import Job, fullest_stage
-from terrace.train.config import RunConfig, resolve
+from terrace.train.config import RunConfig
 from terrace.train.metrics import StepRecord, read_metrics
 from terrace.train.prediction import predict
+from terrace.train.resolve import resolve
 
 STEP_BAND, MEMORY_BAND = 0.1, 0.05  # goals on a GPU
 STEPS, WARM_UP = 14, 4  # the first compile, and load kernels

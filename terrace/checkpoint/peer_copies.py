@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -39,10 +39,12 @@ from terrace.checkpoint.reading import Checkpoint, wanted_parts
 from terrace.checkpoint.residuals import digest, file_of
 from terrace.checkpoint.writing import attempt, snapshot_of
 from terrace.launch.world import World
+from terrace.plan.partners import MEMORY, SLOTS, TAIL_BYTES, Partners
 from terrace.plan.wire import MessageClass
-from terrace.runtime.engine import Engine
 from terrace.runtime.model_state import ModelState
-from terrace.simulate.peer_copies import MEMORY, SLOTS, TAIL_BYTES, Partners
+
+if TYPE_CHECKING:
+    from terrace.runtime.engine import Engine
 
 _MOVE_TIMEOUT = timedelta(minutes=30)
 _MOVE_BYTES = 4 << 20  # of a message of a file that moves to another machine
@@ -54,7 +56,7 @@ class PeerCopies:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: "Engine",
         world: World,
         run_folder: Path,
         partners: Partners,
@@ -62,7 +64,7 @@ class PeerCopies:
         timeout: timedelta,
     ) -> None:
         """Take the memory. Raises `ConfigError` on every rank where a machine has too little."""
-        self._engine, self._world, self._partners, self._facts = engine, world, partners, facts
+        self._engine, self._world, self.partners, self._facts = engine, world, partners, facts
         self._group = _group(partners.members(world.rank), timeout)
         self._snapshot = snapshot_of(engine.state)
         self._keeper, self._kept = partners.keeper(world.rank), partners.kept(world.rank)
@@ -107,7 +109,7 @@ class PeerCopies:
         own, kept = slot.get(self._world.rank), slot.get(self._kept)
         if own is not None:
             self._snapshot.take_into(own.data)
-        pacer, tier = self._engine.comm.pacer, self._engine.program.cluster.tiers[self._partners.tier].name
+        pacer, tier = self._engine.comm.pacer, self._engine.program.cluster.tiers[self.partners.tier].name
         sent_bytes = own.data.nbytes + TAIL_BYTES if own is not None else 0
         with pacer(tier, sent_bytes) if own is not None else nullcontext():
             under_way = _sends(own, self._keeper, self._group) + _receives(kept, self._kept, self._group)

@@ -130,7 +130,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 def _described(
     options: argparse.Namespace, path: str | None, rest: Sequence[str]
 ) -> tuple[ModelConfig, Cluster, Mapping[str, Any]]:
-    from terrace.train.config import resolve_table
+    from terrace.train.layers import resolve_table
 
     overrides = parse_overrides(rest, of_run=False)
     for section, value in overrides.items():

@@ -134,7 +134,7 @@ def _attention_of_run(run: RunConfig, machine: Machine) -> Iterator[Finding]:
     # On another machine another kernel may serve.
     if device is None or device.type != run.cluster.device.backend:
         return
-    from terrace.train.attention_words import attention_words
+    from terrace.train.adapted import attention_words
 
     yield Finding(level="fine", about="attention of a run", words=attention_words(run, device).split(": ", 1)[1])
 

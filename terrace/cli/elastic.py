@@ -15,7 +15,8 @@ from terrace.base.schema import dump
 from terrace.base.words import counted, were
 from terrace.cluster.cluster import Cluster
 from terrace.plan.layout import Layout
-from terrace.train.config import RunConfig, parse_run, parse_sections
+from terrace.train.config import RunConfig, parse_sections
+from terrace.train.resolve import parse_run
 
 
 def fitted_cluster(cluster: Cluster, num_ranks: int) -> Cluster:

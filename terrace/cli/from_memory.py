@@ -21,7 +21,7 @@ from terrace.checkpoint.memory import Held, held, in_memory, memory_folder, newe
 from terrace.checkpoint.reading import Checkpoint
 from terrace.cli.joined import awaited
 from terrace.launch.world import World
-from terrace.simulate.peer_copies import find_partners, one_machine
+from terrace.plan.partners import find_partners, one_machine
 from terrace.train.config import RunConfig
 from terrace.train.job import RunJob
 

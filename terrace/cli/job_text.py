@@ -10,8 +10,9 @@ from terrace.base.errors import ConfigError
 from terrace.base.schema import dump, load
 from terrace.data.batches import Source
 from terrace.data.eval_batches import EvalSource
-from terrace.train.config import RunConfig, parse_run, run_toml
+from terrace.train.config import RunConfig, run_toml
 from terrace.train.job import JobInputs, RunJob
+from terrace.train.rules import checked_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ def read_job(text: str) -> RunJob:
         run = tomllib.loads(table.run)
     except ValueError as error:
         raise ConfigError(f"the job of rank 0 cannot be read ({error}): start the run again") from error
-    return RunJob(**vars(table) | {"run": parse_run(run)})
+    return RunJob(**vars(table) | {"run": checked_run(run)})
 
 
 def sources_text(sources: Sequence[Source], eval_sources: Sequence[EvalSource] = ()) -> str:

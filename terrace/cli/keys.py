@@ -32,10 +32,11 @@ from terrace.rl.config_layers import task_table
 from terrace.rl.keys import TASKS, RewardKeys, RunKeys
 from terrace.rl.placing import PoolKeys
 from terrace.runtime.settings import OptimizerConfig
-from terrace.train.config import RunConfig, resolve
+from terrace.train.config import RunConfig
 from terrace.train.effects import value_at
 from terrace.train.keys import TrainConfig
 from terrace.train.rates import usual_rate
+from terrace.train.resolve import resolve
 
 _OF_TRAIN: Mapping[str, type[Any]] = {
     "train": TrainConfig,
@@ -191,7 +192,8 @@ def _default_run() -> RunConfig:
 def keys_of(section: str) -> list[Key]:
     """The keys of `section`, in the order of its dataclass."""
     kind = SECTIONS[section]
-    hints, said = typing.get_type_hints(kind), dict(_comments(kind))
+    hints = typing.get_type_hints(kind)
+    said = dict(each for part in kind.__mro__[:-1] for each in _comments(part))
     # Sections of every run have a value in the default run of terrace train.
     default_run = getattr(_default_run(), section, None) if section in _OF_TRAIN else None
     found = []

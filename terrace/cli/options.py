@@ -12,10 +12,12 @@ from terrace.base.schema import check_text, merge
 from terrace.cli.here import cluster_here
 from terrace.cli.overrides import add_headroom, parse_overrides
 from terrace.cli.ranks import add_ranks, with_ranks
-from terrace.train.config import RunConfig, parse_run, resolve_table
+from terrace.train.config import RunConfig
 from terrace.train.effects import check_effects, file_layers
+from terrace.train.layers import resolve_table
 from terrace.train.planned import TASK, read_planned
 from terrace.train.rates import check_rate
+from terrace.train.resolve import parse_run
 
 OVERRIDES_HELP = (
     "Any key can be set as --section.key VALUE, e.g. --train.steps 500 --cluster.tiers.system.size 4. The config.toml "

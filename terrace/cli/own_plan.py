@@ -18,7 +18,7 @@ from terrace.planner.verdicts import lack, size_words
 from terrace.report.tables import seconds
 from terrace.report.uncertainty import is_tie
 from terrace.simulate.bands import band_of
-from terrace.train.config import section
+from terrace.train.layers import section
 
 DEFAULT = "three-level"  # the plan of `terrace train` that is told nothing
 _DTYPES = ("compute", "messages", "products", "master", "optimizer_states")

@@ -128,7 +128,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.out.suffix != ".toml":
         raise ConfigError(f"--out {options.out} must end in .toml: that is how commands know a plan's file")
     task, axes = read_task(options, rest, also=("plan",)), parse_axes(options.axes)
-    task = whole = replace(task, operations=parse_operations(options.recompute, task, axes))
+    task = whole = replace(task, operations=parse_operations(options.recompute, task.blocks, axes))
     own = _own_plan(options, rest, whole)
     tiers = [tier.name for tier in task.cluster.tiers]
     bounds = None if options.outer is None else parse_outer(options.outer, tiers[-1])

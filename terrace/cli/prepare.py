@@ -21,7 +21,7 @@ from terrace.checkpoint.layout import check_model, checkpoint_bytes, complete, l
 from terrace.checkpoint.reading import Checkpoint, newest_whole
 from terrace.checkpoint.writing import clear_leftovers
 from terrace.cli.programs import check_passes, checked_programs
-from terrace.cli.progress_lines import passing_lines
+from terrace.cli.step_progress import passing_lines
 from terrace.data.batches import Batches, Source
 from terrace.data.eval_batches import EvalSource
 from terrace.data.prepared import compare_facts, prepare_eval_sources, prepare_sources

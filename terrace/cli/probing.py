@@ -8,7 +8,7 @@ import torch.distributed as dist
 from terrace.cli.joined import JOIN_TIMEOUT_S, check_local, check_world, one_makes, together
 from terrace.cli.output import printable_output, sigterm_raises
 from terrace.cluster.cluster import Cluster
-from terrace.launch.fork_server import refusals_told
+from terrace.launch.refusals import refusals_told
 from terrace.launch.start import detect, join, launch_local, pace
 from terrace.launch.world import World
 from terrace.probe.measure import measure

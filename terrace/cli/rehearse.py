@@ -12,10 +12,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+from rich.table import Table
 
 from terrace.base.errors import ConfigError
 from terrace.base.extras import needs
@@ -24,16 +27,17 @@ from terrace.base.words import counted
 from terrace.cli.files import check_writable, write_file
 from terrace.cli.output import Terminated, sigterm_raises
 from terrace.cli.overrides import CLUSTER_EPILOG, read_cluster
-from terrace.cli.rehearse_screen import counts_table, figures_table, lost_delays
 from terrace.cli.terminal import Terminal
 from terrace.cluster.cluster import Cluster
-from terrace.rehearse import wire
+from terrace.rehearse import Wiring, wire
+from terrace.rehearse.counters import Counts
 from terrace.rehearse.launch import run_paced, run_ranks
-from terrace.rehearse.measure import experiments, figures
+from terrace.rehearse.measure import Figure, Way, experiments, figures
 from terrace.rehearse.names import existing, leftovers
 from terrace.rehearse.network import network, remove
 from terrace.rehearse.tools import capabilities, check_machine, check_rights
-from terrace.report.tables import seconds
+from terrace.rehearse.wiring import SHORTEST_DELAY_S
+from terrace.report.tables import new_table, quantity, seconds
 
 EXIT_FAILED = 1
 _SCALE_HELP = (
@@ -238,3 +242,60 @@ def _ended_by_signals() -> Iterator[None]:
 
 def _say(line: str) -> None:
     print(f"terrace: {line}", file=sys.stderr, flush=True)
+
+
+_WAYS = {
+    Way.LATENCY: "small message, one way",
+    Way.PAIR: "one pair alone",
+    Way.UPLINK: "one group's uplink, all its ranks sending",
+    Way.ALL_REDUCE: "a rank's share, all-reduce everywhere",
+}
+
+
+def counts_table(wiring: Wiring, carried: Counts) -> Table:
+    """Bytes sent over each tier: in total, by rank, and over shared uplinks."""
+    title = f"bytes sent on cluster {wiring.cluster.name} at scale {wiring.scale:g}, headers included"
+    headings = ("tier", "all ranks", "mean of a rank", "most of a rank", "uplinks")
+    table = new_table(title, headings, left=("tier", "uplinks"))
+    for tier in carried.tiers:
+        sent = [rank.sent_bytes for rank in tier.ranks]
+        links = [f"{_ranks(ranks)}: {quantity(link.sent_bytes, 'B')}" for ranks, link in tier.uplinks]
+        figures = (tier.sent_bytes, sum(sent) / len(sent), max(sent))
+        table.add_row(tier.name, *(quantity(round(figure), "B") for figure in figures), ", ".join(links))
+    return table
+
+
+def figures_table(wiring: Wiring, found: list[Figure]) -> Table:
+    """Configured and measured figures of `terrace rehearse check`."""
+    title = f"cluster {wiring.cluster.name} at scale {wiring.scale:g}: configured and measured"
+    headings = ("tier", "measured is", "configured", "measured", "deviation")
+    table = new_table(title, headings, left=("tier", "measured is"))
+    for figure in found:
+        show = seconds if figure.way == Way.LATENCY else partial(quantity, unit="B/s")
+        none = "the kernel's own" if figure.way == Way.LATENCY else "not limited"
+        configured = none if figure.configured is None else show(figure.configured)
+        deviation = "" if figure.deviation is None else f"{100 * figure.deviation:+.1f} %"
+        # Latency is a tier's first row: a rule separates tiers.
+        if figure.way == Way.LATENCY and table.row_count:
+            table.add_section()
+        table.add_row(figure.tier, _WAYS[figure.way], configured, show(figure.measured), deviation)
+    return table
+
+
+def lost_delays(wiring: Wiring, lost: tuple[str, ...]) -> list[str]:
+    """One line for each tier without its emulated latency, with the reason."""
+    lines = []
+    for net in wiring.nets:
+        wanted = seconds(net.tier.latency_s)
+        if net.tier.name in lost:
+            lines.append(f"the latency of tier {net.tier.name}, {wanted}, is not added: this kernel has no netem")
+        elif 0 < net.tier.latency_s < SHORTEST_DELAY_S:
+            lines.append(
+                f"the latency of tier {net.tier.name}, {wanted}, is the kernel's own: below "
+                f"{seconds(SHORTEST_DELAY_S)} none is added"
+            )
+    return lines
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    return f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])

@@ -64,8 +64,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         check_alone("rl", "other machines take part with --ray ADDRESS (docs/rl.md)")
     # Torch is imported here: the parser works without it.
     from terrace.cli import rl_explain, rl_run
-    from terrace.rl.config import resolve
     from terrace.rl.config_layers import resolve_table
+    from terrace.rl.resolve import resolve
     from terrace.rl.rules import check_vocabulary
 
     given: dict[str, Any] = dict(flags(options, "model", "cluster", "plan"))

@@ -7,9 +7,10 @@ from terrace.cli.terminal import Terminal
 from terrace.planner.roles.placement import price
 from terrace.planner.roles.search import FoundPlacements
 from terrace.report.roles import against_words, flow_words, groups_words, iteration_words, pools_table, roles_table
-from terrace.rl.config import RlConfig, parse, to_toml_table
+from terrace.rl.config import RlConfig, to_toml_table
 from terrace.rl.making import check_roles
-from terrace.rl.predicted import dataflow_of, found_placements, placement_of
+from terrace.rl.predicted import dataflow_of, found_placements, placed_run, placement_of
+from terrace.rl.resolve import parse
 
 
 def placed(config: RlConfig) -> RlConfig:
@@ -27,7 +28,7 @@ def placed(config: RlConfig) -> RlConfig:
     console.print(roles_table(best.report, config.cluster, f"the fastest placement: {groups_words(best.report)}"))
     print(f"{iteration_words(best.report)}\n")
     # The search does not know all that a run's algorithm asks of a plan.
-    found = parse(to_toml_table(config.placed(best.placement)))
+    found = parse(to_toml_table(placed_run(config, best.placement)))
     check_roles(found)
     return found
 

@@ -37,7 +37,7 @@ from terrace.report.tables import outer_words
 from terrace.report.uncertainty import filled, scaling_bands_words
 from terrace.simulate.hidden import hidden_between_nodes
 from terrace.simulate.step import predict_step
-from terrace.train.config import section
+from terrace.train.layers import section
 from terrace.train.planned import Planned, read_planned
 
 

@@ -7,17 +7,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from terrace.base.errors import TrainingError
 from terrace.base.files import write_atomic
 from terrace.cli.checks import slow_warning
-from terrace.cli.next_commands import next_commands
 from terrace.cli.output import outlive_output
 from terrace.cli.step_progress import ProgressLine, utilisation_words
 from terrace.cli.terminal import Terminal
 from terrace.cluster.cluster import Cluster
-from terrace.model.facts import family_of
+from terrace.data.chat_tokens import holds_conversations
+from terrace.model.facts import family_of, has_scalar_head, looks_ahead
 from terrace.program.report import StepReport, plain
 from terrace.program.verdict import why_no_verdict
 from terrace.report.inside import ASSIGNED
@@ -213,3 +214,20 @@ def _report(outcome: Outcome) -> dict[str, Any]:
             {"predicted": plain(predicted), "measured": plain(measured)} for predicted, measured in outcome.stages
         ]
     return table
+
+
+_LONGEST = 40  # characters of a prompt in a command
+
+
+def next_commands(job: RunJob) -> tuple[str, str]:
+    """Two commands: the page of the run, and a use of its model."""
+    run, folder = job.run, quote(str(job.folder))
+    report = f"{job.command} report {folder}"
+    # A model with a score in place of logits generates no text, nor does one whose experts depend on later tokens.
+    if has_scalar_head(run.model) or looks_ahead(run.model):
+        return report, f"{job.command} export {folder} {quote(f'{job.folder}-model')}"
+    spec, prompt = run.data.sources()[0], run.train.prompt or ""
+    is_chat = spec.format == "chat" and holds_conversations(spec.path, spec.split)
+    if not prompt or len(prompt) > _LONGEST or not prompt.isprintable():
+        prompt = "Hello" if is_chat else "The "
+    return report, f"{job.command} generate {folder} {'--chat ' * is_chat}--prompt {quote(prompt)}"

@@ -6,14 +6,18 @@ run leaves a usable terminal.
 
 import math
 import re
+import shutil
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
+from terrace.base.progress import Passing
 from terrace.cli.output import raw_stream
-from terrace.cli.progress_lines import ERASE
 from terrace.report.tables import quantity, utilisation
 from terrace.train.metrics import StepRecord, eval_figures
 from terrace.train.utilisation import Utilisation
@@ -119,3 +123,39 @@ def utilisation_words(used: Utilisation) -> str:
         f"HFU = the same with {quantity(flops.hardware, 'FLOP')}, {quantity(flops.again, 'FLOP')} of them recomputed\n"
         f"  the peak is {used.origin}"
     )
+
+
+ERASE = "\r\x1b[K"  # the line that the terminal's cursor is in
+_FIRST_S, _LATER = 5.0, 3.0  # off a terminal: time of the first line, and the ratio of each line's time to the last's
+
+
+@contextmanager
+def passing_lines(now: Callable[[], float] = time.monotonic) -> Iterator[Callable[[str], None]]:
+    """A function that prints messages; on a terminal, `Passing` ones are overwritten, the last when the block ends."""
+    raw, live = raw_stream(sys.stdout), sys.stdout.isatty()
+    begin_s, next_s, stands = now(), _FIRST_S, False
+
+    def clear() -> None:
+        nonlocal stands
+        if stands:
+            print(ERASE, end="", file=raw, flush=True)
+        stands = False
+
+    def show(text: str) -> None:
+        nonlocal next_s, stands
+        if not isinstance(text, Passing):
+            clear()
+            print(text, flush=True)
+        elif live:
+            clear()
+            # A line longer than the terminal would wrap, and could not be overwritten.
+            print(text[: shutil.get_terminal_size().columns - 1], end="", flush=True)
+            stands = True
+        elif (spent_s := now() - begin_s) >= next_s:
+            print(text, flush=True)
+            next_s = _LATER * spent_s
+
+    try:
+        yield show
+    finally:
+        clear()

@@ -16,10 +16,12 @@ from terrace.cli.options import AUTO, OVERRIDES_HELP, add_run_options, resumed, 
 from terrace.cli.overrides import parse_overrides
 from terrace.cli.ranks import with_ranks
 from terrace.cluster.presets import lay_over
-from terrace.launch.fork_server import fork_server_ahead, refusals_told
-from terrace.train.config import parse_run, section
+from terrace.launch.fork_server import fork_server_ahead
+from terrace.launch.refusals import refusals_told
 from terrace.train.effects import check_effects, file_layers
+from terrace.train.layers import section
 from terrace.train.rates import check_rate
+from terrace.train.resolve import parse_run
 from terrace.train.runs import table_to_resume
 
 

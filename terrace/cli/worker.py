@@ -22,13 +22,13 @@ from terrace.data.batches import Source
 from terrace.data.eval_batches import EvalSource
 from terrace.data.prepared import prepare_eval_sources, prepare_sources
 from terrace.data.tokenizer import load_tokenizer
-from terrace.launch.fork_server import refusals_told
 from terrace.launch.rank_log import FOLDER, rank_log
+from terrace.launch.refusals import refusals_told
 from terrace.launch.start import join, launch_local, local_devices, pace, world_size
 from terrace.launch.stop import Stop
 from terrace.launch.world import World, store_lost
+from terrace.plan.partners import one_machine
 from terrace.probe.machine import memory_bytes
-from terrace.simulate.peer_copies import one_machine
 from terrace.train.config import RunConfig
 from terrace.train.job import RunJob
 from terrace.train.loop import train

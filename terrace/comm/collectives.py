@@ -24,6 +24,7 @@ lanes may work side by side. Every function here blocks (or, on CUDA, enqueues o
 terrace.comm.lane makes them asynchronous.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
@@ -32,19 +33,44 @@ import torch.distributed as dist
 from torch import Tensor
 
 from terrace.comm import codecs
-from terrace.comm.arena import Arena
 from terrace.comm.byte_views import as_bytes
 from terrace.comm.exchange import all_gather
 from terrace.comm.groups import TierGroup, TierGroups
 from terrace.comm.ledger import Ledger, Meter
 from terrace.comm.pace import UNPACED, Pace
 from terrace.comm.rounding import ErrorLog, Origin
-from terrace.plan.hops import Hop, encodings, sends_copies
+from terrace.plan.hops import ARENA_ALIGNMENT, Hop, arena_bytes, encodings, sends_copies
 from terrace.plan.layout import INSIDE, Layout
 from terrace.plan.plan import Plan
 from terrace.plan.routes import lossy_messages
 from terrace.plan.wire import CODES, SCALE_BYTES, MessageClass
 from terrace.program.message import Transfer
+
+
+class Arena:
+    """Buffers of one collective, laid out in memory shared by all collectives of a lane."""
+
+    def __init__(self, device: torch.device, meter: Meter) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+        self._meter = meter
+        self._used = 0
+
+    def begin(self, sizes: Sequence[int]) -> None:
+        """Make room for buffers of `sizes` bytes; invalidates all buffers taken before."""
+        needed, self._used = arena_bytes(sizes), 0
+        if needed > self._memory.numel():
+            self._meter.add("buffers", needed - self._memory.numel())
+            self._memory = self._memory.new_empty(0)  # gone before its successor comes
+            self._memory = self._memory.new_empty(needed)
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The next buffer, uninitialised."""
+        size = math.prod(shape) * dtype.itemsize
+        start, self._used = self._used, self._used + arena_bytes([size])
+        assert self._used <= self._memory.numel(), f"a collective took {self._used} bytes but announced fewer"
+        assert start % ARENA_ALIGNMENT == 0, "buffers lie aligned"
+        return self._memory[start : start + size].view(dtype).view(*shape)
+
 
 # Codes travel, and are added to no sum, as bytes.
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from terrace.base.errors import TerraceError
 from terrace.base.own_path import safe_environment
 from terrace.launch import flight
 from terrace.launch.launchers import is_launched
@@ -49,19 +48,6 @@ def fork_server_ahead(module: str) -> Iterator[None]:
             with suppress(ProcessLookupError):
                 os.kill(server._forkserver_pid, signal.SIGKILL)
             server._stop()
-
-
-@contextmanager
-def refusals_told() -> Iterator[None]:
-    """Around the checks of a command before its ranks join: other ranks of a launcher hear of an error of this one."""
-    try:
-        yield
-    except TerraceError as error:
-        if is_launched(os.environ):
-            from terrace.launch.start import refuse  # here, as it needs torch
-
-            refuse(error)
-        raise
 
 
 def _server() -> Any:

@@ -8,12 +8,16 @@ Ranks of a group do the same work. They are compared with the time that a quarte
 slow ranks of four are found; and where hardly any rank is fast, with the same figure of the run's first steps.
 """
 
+import math
 import statistics
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from terrace.launch.heartbeats import HeartbeatStore
 from terrace.launch.postmortem import Heartbeat, in_words
+from terrace.launch.silence import Silence
 
 _LEAST_SHARE = 0.05  # of a step: less is not worth a line
 
@@ -63,7 +67,7 @@ def slowest_of(beats: Sequence[Heartbeat]) -> tuple[int, float] | None:
 
 
 class OwnTimes:
-    """Own times of the last steps of this rank."""
+    """Own times of the last `num_steps` steps of this rank; 0: of none."""
 
     def __init__(self, num_steps: int) -> None:
         self._times: deque[tuple[float, float]] = deque(maxlen=num_steps)
@@ -73,7 +77,7 @@ class OwnTimes:
 
     def figures(self) -> tuple[float, float, float]:
         """Lower quartile and median of the own time, median of the step; zeros before there are enough steps."""
-        if len(self._times) < (self._times.maxlen or 0):
+        if not self._times or len(self._times) < (self._times.maxlen or 0):
             return 0.0, 0.0, 0.0
         own_s = sorted(own_s for own_s, _ in self._times)
         return own_s[len(own_s) // 4], own_s[len(own_s) // 2], statistics.median(step_s for _, step_s in self._times)
@@ -118,3 +122,37 @@ class Comparison:
                     )
                 )
         return found
+
+
+_LOOK_S = 2.0  # between two looks, in a small world
+
+
+class Lookout:
+    """The look of one rank; only rank 0 and the last rank look: two, since one of them may be silent.
+
+    `least_s` is the least time between two looks. The watchdog's thread alone sets the attributes.
+    """
+
+    def __init__(self, rank: int, world_size: int, *, limit_s: float, least_s: float) -> None:
+        self.is_silent = False
+        self.slow: tuple[SlowRank, ...] = ()  # by the last look, as `slowest`; on rank 0 alone
+        self.slowest: tuple[int, float] | None = None
+        self._silence, self._comparison = Silence(limit_s), Comparison((), 1.0)
+        self._is_first = rank == 0
+        self._wait_s = max(_LOOK_S, least_s) if rank in (0, world_size - 1) else math.inf
+        self._looked_s = time.monotonic()
+
+    def compare(self, peers: Sequence[Sequence[int]], factor: float) -> None:
+        """From now on, ranks are compared with their `peers` (terrace.launch.slow)."""
+        self._comparison = Comparison(peers, factor)
+
+    def look(self, heartbeats: HeartbeatStore) -> None:
+        """Looks where it is time to. Raises `RuntimeError` without an answer of the store."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s < self._wait_s:
+            return
+        self._looked_s = now_s
+        beats = heartbeats.read_all()
+        self.is_silent = self._silence.look(beats, now_s)
+        if self._is_first:
+            self.slow, self.slowest = self._comparison.look(beats), slowest_of(beats)

@@ -10,27 +10,28 @@ releases it publishes nothing, and the others name it; its launcher has to end i
 """
 
 import os
-import select
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Literal, Self
+from functools import lru_cache
+from typing import Literal, NamedTuple, Self
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from terrace.base.errors import ConfigError, HangError
 from terrace.base.printable import printable
 from terrace.launch.flight import LIMIT_S, FlightRecorder
-from terrace.launch.heartbeats import HeartbeatStore
+from terrace.launch.heartbeats import HeartbeatStore, Position, Stillness
 from terrace.launch.postmortem import Heartbeat, State, compress, diagnose
 from terrace.launch.rank_log import write_loud
 from terrace.launch.seal import Seal
 from terrace.launch.signals import SIGNALS
-from terrace.launch.silence import BEATS, INTERVAL_S, WINDOW_INTERVALS, Silence
-from terrace.launch.slow import Comparison, OwnTimes, SlowRank, slowest_of
+from terrace.launch.silence import BEATS, INTERVAL_S, WINDOW_INTERVALS
+from terrace.launch.slow import Lookout, OwnTimes
+from terrace.launch.wake_pipe import WakePipe
 from terrace.launch.world import World, is_communication_error
 
 EXIT_HANG = 70  # EX_SOFTWARE of sysexits.h
@@ -38,11 +39,46 @@ EXIT_STOPPED = 128 + signal.SIGTERM  # the shell's code for SIGTERM
 
 _MAX_WRITES_PER_S = 2000  # a store took some 10^5 small calls a second on one core; on other machines: a guess
 _ATTEMPTS = 3
-_COMPARE_S = 2.0  # between two looks for slow ranks, in a small world
 
 _Cause = Literal["error", "stalled", "stopped", "settled", "silent"]
-# step, counter, instruction, ranks waited with (None outside a step), seconds on top of the timeout
-_Place = tuple[int, int, object, tuple[int, ...] | None, float]
+
+
+class _Seconds(NamedTuple):
+    """Seconds of a watchdog: between two heartbeats, before the first step and after it; between two readings of all
+    heartbeats, in which every living rank has published; of the timeout of a step.
+    """
+
+    early: float
+    interval: float
+    window: float
+    timeout: float
+
+    @classmethod
+    def of(cls, timeout_s: float, interval_s: float, world_size: int) -> "_Seconds":
+        least_s = world_size / _MAX_WRITES_PER_S
+        interval_s = max(min(interval_s, timeout_s / 8), least_s)
+        window_s = WINDOW_INTERVALS * interval_s
+        if window_s > timeout_s / 2:
+            raise ConfigError(
+                f"a timeout of {timeout_s:g} s is too short to watch {world_size} ranks: "
+                f"make it at least {int(2 * window_s) + 1} s"
+            )
+        # More often before the first step, where a stop is not voted on: two looks decide, and the user waits for them.
+        return cls(max(interval_s / 2, least_s), interval_s, window_s, timeout_s)
+
+
+class _Departure:
+    """How a rank leaves: its `state` once it does, the `reason`, and the others' `answer` to a rank that asks why."""
+
+    def __init__(self) -> None:
+        self.state: State | None = None
+        self.reason = self.answer = ""
+        self.is_published, self.is_answered = threading.Event(), threading.Event()
+
+    def begin(self, state: State, error: BaseException | None) -> None:
+        self.reason = "" if error is None else f"{type(error).__name__}: {error}".strip().split("\n")[0]
+        self.is_published.clear()
+        self.state = state
 
 
 class Watchdog:
@@ -71,59 +107,45 @@ class Watchdog:
         store_rank: int | None = None,
         recorder: FlightRecorder | None = None,
     ) -> None:
-        self._interval_s = max(min(interval_s, timeout_s / 8), world_size / _MAX_WRITES_PER_S)
-        # More often before the first step, where a stop is not voted on: two looks decide, and the user waits for them.
-        self._early_s = max(self._interval_s / 2, world_size / _MAX_WRITES_PER_S)
-        self._begun = not stops
-        # Two readings must be far enough apart for every living rank to have published in between.
-        self._window_s = WINDOW_INTERVALS * self._interval_s
-        if self._window_s > timeout_s / 2:
-            raise ConfigError(
-                f"a timeout of {timeout_s:g} s is too short to watch {world_size} ranks: "
-                f"make it at least {int(2 * self._window_s) + 1} s"
-            )
-        self._rank, self._timeout_s, self._store_rank = rank, timeout_s, store_rank
-        self._on_hang, self._catch_sigterm, self._stops = on_hang, catch_sigterm, stops
-        self._recorder, self._kept = recorder, "" if recorder is None else recorder.words()
-        self._silence, self._is_silent = Silence(timeout_s), False
-        self._looks = rank in (0, world_size - 1)  # at silent ranks: two, since one of them may be silent
+        self._seconds = _Seconds.of(timeout_s, interval_s, world_size)
+        self._rank, self._store_rank = rank, store_rank
+        self._stops, self._begun = stops, not stops
+        self._on_hang = on_hang
+        self._recorder = recorder
+        self._kept = "" if recorder is None else recorder.words()
         self._heartbeats = HeartbeatStore(store, rank, world_size, timeout_s, seal)
-        self._place: _Place = (0, 0, "start", None, 0.0)
-        self._seen: _Place = self._place
-        self._still_s, self._tick_s, self._number = 0.0, time.monotonic(), 0
+        self._whereabouts = f"host {socket.gethostname()}, pid {os.getpid()}"
+        self._position = Position(0, 0, "start", None, 0.0)
+        self._still = Stillness(self._position, 3 * self._seconds.interval)
+        self._number = 0  # of heartbeats
         self._mute_s = 0.0  # since the store took a heartbeat
-        self._group: tuple[tuple[int, ...], str] = ((), "")
-        self._state: State | None = None  # set once the rank is leaving
-        self._reason, self._island, self._figures, self._told_to_stop = "", "", (0.0, 0.0, 0.0), ""  # a signal's name
-        self._closing, self._whereabouts = False, f"host {socket.gethostname()}, pid {os.getpid()}"
-        self.slow: tuple[SlowRank, ...] = ()  # by the last look; the thread alone sets both
-        self.slowest: tuple[int, float] | None = None
-        self._own_times: OwnTimes | None = None
-        self._comparison: Comparison | None = None
-        self._compared_s, self._compare_s = time.monotonic(), max(_COMPARE_S, world_size / _MAX_WRITES_PER_S)
-        self._published, self._answered, self._answer = threading.Event(), threading.Event(), ""
+        self._departure, self._closing = _Departure(), False
+        self._told_to_stop = ""  # the name of a signal
+        self.lookout = Lookout(rank, world_size, limit_s=timeout_s, least_s=world_size / _MAX_WRITES_PER_S)
+        self._own_times, self._figures = OwnTimes(0), (0.0, 0.0, 0.0)
+        self._pipe = WakePipe(hears_signals=catch_sigterm, delays_sigterm=not stops)
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def at(self, step: int, counter: int, doing: object, ranks: tuple[int, ...] = (), extra_s: float = 0.0) -> None:
         """Set the main thread's position, the ranks it waits with (none: it computes), and seconds over the timeout.
 
-        One assignment, safe in the hot loop. The thread calls `str(doing)` later, so it must not change.
+        One assignment, safe in the hot loop.
         """
-        self._place = (step, counter, doing, ranks, extra_s)
+        self._position = Position(step, counter, doing, ranks, extra_s)
 
     def look_for_slow(self, peers: Sequence[Sequence[int]], factor: float, num_steps: int) -> None:
-        """Publish figures of `num_steps` steps, and on rank 0 keep `slow` and `slowest` (terrace.launch.slow)."""
-        self._own_times, self._comparison = OwnTimes(num_steps), Comparison(peers, factor)
+        """Publish figures of `num_steps` steps, by which the lookout compares the ranks."""
+        self._own_times = OwnTimes(num_steps)
+        self.lookout.compare(peers, factor)
 
     def stepped(self, own_s: float, step_s: float) -> None:
         """A step has ended; `own_s` are the seconds in which this rank read and computed, without waiting."""
-        if self._own_times is not None:
-            self._own_times.add(own_s, step_s)
-            self._figures = self._own_times.figures()
+        self._own_times.add(own_s, step_s)
+        self._figures = self._own_times.figures()
 
     def name_island(self, number: int) -> None:
         """Messages name the island of this rank from now on."""
-        self._island = f"island {number}, "
+        self._whereabouts = f"island {number}, {self._whereabouts}"
 
     def begin(self) -> None:
         """The first step begins: stop signals are for the main thread from now on."""
@@ -131,7 +153,7 @@ class Watchdog:
 
     def idle(self, what: str = "between steps") -> None:
         """Mark the main thread as outside a step: no timeout runs until the next `at`."""
-        self._place = (*self._place[:2], what, None, 0.0)
+        self._position = self._position._replace(doing=what, ranks=None, extra_s=0.0)
 
     def explain(self, error: BaseException) -> HangError:
         """The error that names the culprit, after a collective on this rank failed with `error`.
@@ -140,8 +162,8 @@ class Watchdog:
         """
         # This rank's error is a consequence; publishing it as such leads the others past it to the cause.
         self._leave("dragged", error)
-        answered = self._answered.wait((_ATTEMPTS + 1) * (2 * self._window_s + 1.0) + LIMIT_S)
-        return HangError(self._answer if answered else self._own_words())
+        answered = self._departure.is_answered.wait((_ATTEMPTS + 1) * (2 * self._seconds.window + 1.0) + LIMIT_S)
+        return HangError(self._departure.answer if answered else self._own_words())
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -154,50 +176,32 @@ class Watchdog:
         except HangError:
             raise
         except BaseException as error:
-            if is_communication_error(error, waiting=bool(self._place[3])):
+            if is_communication_error(error, waiting=bool(self._position.ranks)):
                 raise self.explain(error) from error
             self._leave("failed", error)
-            self._published.wait(2 * self._interval_s)
+            self._departure.is_published.wait(2 * self._seconds.interval)
             raise
 
     def __enter__(self) -> Self:
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_write, False)
-        if self._catch_sigterm:
-            # The C-level handler writes the signal's number to the pipe even while the main thread is
-            # inside a collective; a Python handler must exist for that, and has nothing to do.
-            self._old_handler: Any = signal.getsignal(signal.SIGTERM)
-            if not self._stops:
-                signal.signal(signal.SIGTERM, lambda *_: None)
-            self._old_wakeup = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        self._pipe.__enter__()
         self._beat()
         self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         # Leaving is published, or the others would take a finished rank for a dead one.
-        if self._state is None:
+        if self._departure.state is None:
             self._leave("failed" if error else "left", error)
         self._closing = True
-        self._wake()
-        self._thread.join(self._timeout_s)
-        if self._catch_sigterm:
-            signal.set_wakeup_fd(self._old_wakeup)
-            signal.signal(signal.SIGTERM, self._old_handler)
+        self._pipe.wake()
+        self._thread.join(self._seconds.timeout)
+        self._pipe.__exit__()
         if not self._thread.is_alive():
-            os.close(self._wake_read)
-            os.close(self._wake_write)
+            self._pipe.close()
 
     def _leave(self, state: State, error: BaseException | None) -> None:
-        self._reason = "" if error is None else f"{type(error).__name__}: {error}".strip().split("\n")[0]
-        self._published.clear()
-        self._state = state
-        self._wake()
-
-    def _wake(self) -> None:
-        # A full pipe wakes the thread just as well.
-        with suppress(BlockingIOError):
-            os.write(self._wake_write, b"\0")
+        self._departure.begin(state, error)
+        self._pipe.wake()
 
     def _run(self) -> None:
         while True:
@@ -207,63 +211,45 @@ class Watchdog:
             cause = self._cause()
             if cause is not None:
                 self._act(cause)
-            self._compare()
+            with suppress(RuntimeError):
+                self.lookout.look(self._heartbeats)
             self._sleep(self._beat_s)
 
     @property
     def _beat_s(self) -> float:
-        return self._interval_s if self._begun else self._early_s
-
-    def _compare(self) -> None:
-        now_s = time.monotonic()
-        if not self._looks or now_s - self._compared_s < self._compare_s:
-            return
-        self._compared_s = now_s
-        with suppress(RuntimeError):
-            beats = self._heartbeats.read_all()
-            self._is_silent = self._silence.look(beats, now_s)
-            if self._comparison is not None and self._rank == 0:
-                self.slow, self.slowest = self._comparison.look(beats), slowest_of(beats)
+        return self._seconds.interval if self._begun else self._seconds.early
 
     def _sleep(self, duration_s: float) -> None:
-        if select.select([self._wake_read], [], [], duration_s)[0]:
-            told = os.read(self._wake_read, 4096)
-            for number in (signal.SIGTERM,) if self._begun else SIGNALS:
-                if number in told:
-                    self._told_to_stop = signal.Signals(number).name
+        heard = self._pipe.sleep(duration_s)
+        for number in (signal.SIGTERM,) if self._begun else SIGNALS:
+            if number in heard:
+                self._told_to_stop = signal.Signals(number).name
 
     def _beat(self) -> None:
-        place, now_s = self._place, time.monotonic()
-        # A process that was itself suspended has not watched meanwhile, so the gap does not count.
-        passed_s = min(now_s - self._tick_s, 3 * self._interval_s)
-        still = place is self._seen and place[3] is not None
-        self._still_s = self._still_s + passed_s if still else 0.0
-        self._seen, self._tick_s = place, now_s
+        position, leaving = self._position, self._departure.state
+        self._mute_s += self._still.look(position)
         self._number += 1
-        leaving, self._mute_s = self._state, self._mute_s + passed_s
         with suppress(RuntimeError):
-            self._heartbeats.publish(self._describe(place, leaving))
+            self._heartbeats.publish(self._describe(position, leaving))
             self._mute_s = 0.0
         if leaving is not None:
-            self._published.set()
+            self._departure.is_published.set()
 
-    def _describe(self, place: _Place, leaving: State | None) -> Heartbeat:
-        step, counter, instruction, group, _ = place
-        if group and group != self._group[0]:
-            self._group = (group, compress(group))
+    def _describe(self, position: Position, leaving: State | None) -> Heartbeat:
+        group = position.ranks
         low_s, typical_s, step_s = self._figures
         running: State = "idle" if group is None else "waiting" if group else "computing"
         return Heartbeat(
             number=self._number,
             rank=self._rank,
-            step=step,
-            counter=counter,
-            text=str(instruction),
+            step=position.step,
+            counter=position.counter,
+            text=str(position.doing),
             state=leaving or running,
-            group=self._group[1] if group else "",
-            still_s=round(self._still_s, 1),
-            reason=self._reason,
-            place=self._island + self._whereabouts,
+            group=_compressed(group) if group else "",
+            still_s=round(self._still.seconds, 1),
+            reason=self._departure.reason,
+            place=self._whereabouts,
             low_s=low_s,
             typical_s=typical_s,
             step_s=step_s,
@@ -271,24 +257,24 @@ class Watchdog:
 
     def _cause(self) -> _Cause | None:
         # The look takes a window, so it starts that much before the limit.
-        is_still = self._still_s >= self._timeout_s + self._seen[4] - self._window_s
-        if self._told_to_stop and self._state in (None, "dragged"):
-            in_order = self._stops and self._begun and self._state is None
+        is_still = self._still.seconds >= self._seconds.timeout + self._still.position.extra_s - self._seconds.window
+        if self._told_to_stop and self._departure.state in (None, "dragged"):
+            in_order = self._stops and self._begun and self._departure.state is None
             return "stalled" if in_order and is_still else "stopped"
-        if self._state is not None:
-            return "error" if self._state == "dragged" and not self._answered.is_set() else None
+        if self._departure.state is not None:
+            return "error" if self._departure.state == "dragged" and not self._departure.is_answered.is_set() else None
         # Without its store a run cannot end in order: it ends now, not after a long measurement or step.
-        if self._mute_s >= self._window_s:
+        if self._mute_s >= self._seconds.window:
             return "stalled"
-        if self._is_silent:
+        if self.lookout.is_silent:
             return "silent"
-        if self._place is not self._seen or self._place[3] is None:
+        if self._position is not self._still.position or self._position.ranks is None:
             return None
         if is_still:
             return "stalled"
         # A rank that no failing rank talks to hears of the end here.
         with suppress(RuntimeError):
-            if self._still_s >= self._window_s and self._heartbeats.verdict() is not None:
+            if self._still.seconds >= self._seconds.window and self._heartbeats.verdict() is not None:
                 return "settled"
         return None
 
@@ -301,16 +287,16 @@ class Watchdog:
             return
         kind, _, message = verdict.partition(" ")
         if kind == "hang" and self._recorder is not None:
-            self._recorder.keep_or_say(self._place[0], self._rank)
-        if self._state == "dragged" and not self._told_to_stop:
-            self._answer = message
-            self._answered.set()
-        elif self._state in (None, "dragged"):
+            self._recorder.keep_or_say(self._position.step, self._rank)
+        if self._departure.state == "dragged" and not self._told_to_stop:
+            self._departure.answer = message
+            self._departure.is_answered.set()
+        elif self._departure.state in (None, "dragged"):
             self._die(message, EXIT_STOPPED if kind == "stop" else EXIT_HANG)
 
     def _agree(self, cause: _Cause) -> str | None:
-        place = self._place
-        patient = cause == "stopped" and self._stops and self._begun and self._state is None
+        position = self._position
+        patient = cause == "stopped" and self._stops and self._begun and self._departure.state is None
         for attempt in range(_ATTEMPTS):
             verdict = self._heartbeats.verdict()
             if verdict is not None:
@@ -318,19 +304,19 @@ class Watchdog:
             if self._heartbeats.elect(attempt):
                 verdict = self._look(cause)
                 # The step went on while heartbeats were read: slow, not stalled.
-                moved_on = cause == "stalled" and self._place is not place and self._state is None
+                moved_on = cause == "stalled" and self._position is not position and self._departure.state is None
                 # All ranks are heard again: the machine had slept.
-                heard = cause == "silent" and not self._is_silent
+                heard = cause == "silent" and not self.lookout.is_silent
                 if moved_on or heard or (patient and verdict.startswith("stop ")):
                     self._heartbeats.withdraw(attempt)
                     return None
                 return self._heartbeats.settle(verdict)
             # Whoever was elected may have died since: wait for two looks, then elect again.
-            deadline_s = time.monotonic() + 2 * self._window_s
+            deadline_s = time.monotonic() + 2 * self._seconds.window
             while time.monotonic() < deadline_s and self._heartbeats.verdict() is None:
-                self._sleep(self._interval_s)
+                self._sleep(self._seconds.interval)
                 self._beat()
-                if cause == "stalled" and self._place is not place and self._state is None:
+                if cause == "stalled" and self._position is not position and self._departure.state is None:
                     return None
             if patient:
                 return self._heartbeats.verdict()
@@ -338,23 +324,23 @@ class Watchdog:
 
     def _look(self, cause: _Cause) -> str:
         before, start_s = self._heartbeats.read_all(), time.monotonic()
-        window_s = WINDOW_INTERVALS * self._beat_s if cause == "stopped" else self._window_s
+        window_s = WINDOW_INTERVALS * self._beat_s if cause == "stopped" else self._seconds.window
         while time.monotonic() < start_s + window_s:
             self._sleep(self._beat_s)
             self._beat()
         verdict = diagnose(before, self._heartbeats.read_all(), time.monotonic() - start_s)
-        self._is_silent = verdict.rule == "silent"
+        self.lookout.is_silent = verdict.rule == "silent"
         # All ranks are alive, so the stop was meant for the whole run.
         if cause == "stopped" and verdict.rule in ("behind", "nobody"):
             told = f"rank {self._rank} was told to stop ({self._told_to_stop})"
             if not self._begun:
                 return f"stop {told} before its first step; {self._stops}"
-            return f"stop {told} at {self._describe(self._place, None).where()}; no rank was missing"
+            return f"stop {told} at {self._describe(self._position, None).where()}; no rank was missing"
         # After an error of a rank's own, the last collectives tell nothing.
         return f"failed {verdict.message}" if verdict.rule == "failed" else f"hang {verdict.message}{self._kept}"
 
     def _own_words(self) -> str:
-        beat = self._describe(self._place, None)
+        beat = self._describe(self._position, None)
         where = beat.where() + (f"; it waits with ranks {beat.group}" if beat.group else "")
         return f"rank {self._rank} stopped at {where}; no post-mortem could be made{self._kept}"
 
@@ -370,6 +356,11 @@ class Watchdog:
         elif code == EXIT_HANG or message.startswith(f"rank {self._rank} "):  # one line for a plain stop
             write_loud(f"terrace: {printable(message)} (reported by rank {self._rank})\n")
         os._exit(code)
+
+
+@lru_cache(maxsize=1)
+def _compressed(ranks: tuple[int, ...]) -> str:
+    return compress(ranks)
 
 
 def watch(

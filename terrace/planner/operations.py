@@ -12,40 +12,41 @@ The corners are those of one sequence on a rank alone; seconds per byte hardly d
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Device
 from terrace.model.spec import BlockSpec
 from terrace.plan.recompute import OPERATIONS, WHOLE
-from terrace.plan.residency import residual_patterns
 from terrace.planner.recomputation import Again, Recomputations
 from terrace.simulate.activations import activations_of, recomputing
 from terrace.simulate.layers import operation_seconds, seconds_of
-from terrace.simulate.masks import has_flash_attention, work_in
+from terrace.simulate.masks import work_in
 from terrace.simulate.work import Work
-
-if TYPE_CHECKING:
-    from terrace.planner.task import Task
 
 # What an axis that a search may use refuses (terrace.plan.recompute_rules).
 _REFUSED = {"attention": "context", "norms": "tensor"}
 _Parts = tuple[str, ...]
 
 
-def recomputations_of(task: "Task") -> Recomputations:
-    """The choices of a task: those that it asks for, or those that its model and device make worth a search."""
+def recomputations_of(
+    device: Device,
+    work: Work,
+    blocks: Sequence[BlockSpec],
+    *,
+    operations: _Parts | None,
+    cuts: bool,
+    partly: bool,
+) -> Recomputations:
+    """The choices of a task with these layers: its `operations`, or those that the device makes worth a search.
+
+    `cuts` says that tensor messages go in parts, `partly` that the first layers of a stage may differ from the others.
+    """
     # Beside tensor messages in parts, or fused ones, only whole layers are (terrace.plan.recompute_rules).
-    nothing, cuts = Again(()), task.tensor_chunks != 1
-    if task.operations is not None:
-        with_tensor = (0,) if task.operations and cuts else (0, 1)
-        return Recomputations((nothing, Again(task.operations or WHOLE)), ((0, 1), with_tensor))
-    flash = has_flash_attention(task.layer.core, task.sequence, task.compute, task.backend)
-    work = Work(layer=task.layer, sequence=task.sequence, flash=flash, compute=task.compute, products=task.products)
-    blocks = [task.blocks[index] for index in task.inner]
-    # The first of blocks that are named one by one cannot be told by a number.
-    partly = len(residual_patterns(task.blocks)) == 1
-    costs, possible = _Costs(task.cluster.device, work, blocks), _possible(blocks)
+    nothing = Again(())
+    if operations is not None:
+        with_tensor = (0,) if operations and cuts else (0, 1)
+        return Recomputations((nothing, Again(operations or WHOLE)), ((0, 1), with_tensor))
+    costs, possible = _Costs(device, work, blocks), _possible(blocks)
     chains = []
     for free in (possible, () if cuts else tuple(name for name in possible if name != "norms")):
         chain = [nothing]
@@ -113,7 +114,7 @@ def operations_s(device: Device, block: BlockSpec, work: Work, parts: _Parts) ->
     return operation_seconds(device, work_in(work, block, device.backend), parts) if parts and block.attends else 0.0
 
 
-def parse_operations(text: str | None, task: "Task", axes: Sequence[str]) -> _Parts | None:
+def parse_operations(text: str | None, blocks: Sequence[BlockSpec], axes: Sequence[str]) -> _Parts | None:
     """Operations joined by commas in place of whole layers; `layers` for these alone, which is no operation.
 
     None leaves it to the search. Raises `PlanError` for an operation that some plan of the search could not recompute
@@ -133,9 +134,9 @@ def parse_operations(text: str | None, task: "Task", axes: Sequence[str]) -> _Pa
                 f"--recompute {text!r}: {name} cannot be recomputed alone with ranks on the {_REFUSED[name]} axis, and "
                 f"--axes lets plans have them; leave the axis or {name} out"
             )
-    if not all(block.attends for block in task.blocks if not block.at_an_end):
+    if not all(block.attends for block in blocks if not block.at_an_end):
         raise PlanError(f"--recompute {text!r}: only decoder layers have operations; leave it out")
-    mixture = next((block.name for block in task.blocks if block.has_stacks), None)
+    mixture = next((block.name for block in blocks if block.has_stacks), None)
     if mixture is not None and set(named) - {"attention"}:
         raise PlanError(
             f"--recompute {text!r}: {mixture} is a mixture of experts, of which attention alone can be named"

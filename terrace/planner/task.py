@@ -150,10 +150,21 @@ class Task:
     @cached_property
     def recomputations(self) -> Recomputations:
         """The choices of recomputation."""
-        # Prices stand above tasks in the order of imports.
+        # Imported here: only a search prices operations.
         from terrace.planner.operations import recomputations_of
+        from terrace.simulate.masks import has_flash_attention
+        from terrace.simulate.work import Work
 
-        return recomputations_of(self)
+        flash = has_flash_attention(self.layer.core, self.sequence, self.compute, self.backend)
+        return recomputations_of(
+            self.cluster.device,
+            Work(layer=self.layer, sequence=self.sequence, flash=flash, compute=self.compute, products=self.products),
+            [self.blocks[index] for index in self.inner],
+            operations=self.operations,
+            cuts=self.tensor_chunks != 1,
+            # The first of blocks that are named one by one cannot be told by a number.
+            partly=len(residual_patterns(self.blocks)) == 1,
+        )
 
     @cached_property
     def ends(self) -> int:

@@ -1,6 +1,7 @@
 """All measurements of one rank, in order, within a budget of seconds that is split over the parts."""
 
-from collections.abc import Iterator, Mapping
+import statistics
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import combinations
@@ -26,9 +27,8 @@ from terrace.probe.compute import (
     measure_passes,
 )
 from terrace.probe.grid import overlap_layer
-from terrace.probe.links import TierLinks, measure_tier
+from terrace.probe.links import FIRST_BYTES, LARGEST_BYTES, TierLinks, aligned, measure_tier
 from terrace.probe.samples import PairSample, Samples, TierSamples
-from terrace.probe.shared_bus import measure_pair
 from terrace.probe.sustained import HEAT_S, measure_kernels, measure_sustained
 from terrace.probe.timing import Stopwatch
 from terrace.runtime.malloc import keep_freed_memory
@@ -137,3 +137,45 @@ def device_here() -> torch.device:
     if not dist.is_initialized() or dist.get_backend() != "nccl":
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())  # set when the world was joined
+
+
+_ROUNDS = 5  # each of either tier alone and of both
+
+
+def measure_pair(watch: Stopwatch, one: TierLinks, other: TierLinks, budget_s: float) -> PairSample:
+    """Time gathers on `one` tier alone, on the `other` alone, and on both at once, in about `budget_s`.
+
+    As many gathers on each as take about the same time alone. Every rank calls this at the same point.
+    """
+    each_s = budget_s / (3 * _ROUNDS + 4)
+    both = one, other
+    sizes = [_size(watch, links, each_s) for links in both]
+    seconds = [
+        watch.seconds(links.call("gather", size), each_s, agreed=True) for links, size in zip(both, sizes, strict=True)
+    ]
+    numbers = [max(1, round(max(seconds) / taken_s)) for taken_s in seconds]
+    starts = [links.start("gather", size) for links, size in zip(both, sizes, strict=True)]
+
+    def sending(*which: int) -> Callable[[], None]:
+        def send() -> None:
+            waits = [starts[index]() for index in which for _ in range(numbers[index])]
+            for wait in waits:
+                wait()
+
+        return send
+
+    # In turns, so that a lasting disturbance is in all three.
+    rounds = [
+        [watch.seconds(work, each_s, agreed=True) for work in (sending(0), sending(1), sending(0, 1))]
+        for _ in range(_ROUNDS)
+    ]
+    one_s, other_s, together_s = (statistics.median(column) for column in zip(*rounds, strict=True))
+    return PairSample(tiers=(one.name, other.name), seconds=(one_s, other_s), together_s=together_s)
+
+
+def _size(watch: Stopwatch, links: TierLinks, each_s: float) -> int:
+    # As large as a few calls within the budget allow: what a bus shares is bytes, not latencies.
+    first = aligned(FIRST_BYTES, links.degree)
+    first_s = watch.seconds(links.call("gather", first), each_s, agreed=True)
+    times = max(1.0, each_s / 16 / first_s)
+    return aligned(int(min(FIRST_BYTES * times, LARGEST_BYTES[watch.device.type])), links.degree)

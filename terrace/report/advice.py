@@ -3,10 +3,10 @@
 import textwrap
 from collections.abc import Sequence
 
+from terrace.program.recording import COMPUTE, Recording
 from terrace.report.tables import seconds
 from terrace.simulate.bands import Band
 from terrace.simulate.change import Change, best_change
-from terrace.simulate.recording import COMPUTE, Recording
 
 _LETTERS = {
     "forward": "F",

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from terrace.plan.stage import units
 from terrace.program.instruction import Op
-from terrace.simulate.recording import Recording, Span
+from terrace.program.recording import Recording, Span
 
 MAX_BARS = 1000  # per timeline; two timelines keep a page under 200 kB
 _MAX_NAMED = 3  # messages named for one wait: a choice

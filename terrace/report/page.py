@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from terrace.base.printable import escape
 from terrace.cluster.cluster import Cluster
 from terrace.plan.wire import MessageClass
+from terrace.program.recording import COMPUTE, Recording
 from terrace.program.report import StepReport
 from terrace.report.bars import Window, bars_by_lane, middle_unit
 from terrace.report.markup import (
@@ -35,7 +36,6 @@ from terrace.simulate.bands import band_of
 from terrace.simulate.change import Change
 from terrace.simulate.critical import CriticalPath, critical_words
 from terrace.simulate.curve import MemoryCurve
-from terrace.simulate.recording import COMPUTE, Recording
 
 _COMPUTE_HEIGHT, _LANE_HEIGHT, _GAP = 36, 26, 14
 

@@ -6,11 +6,11 @@ from rich.table import Table
 
 from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
+from terrace.cluster.pools import pool_cluster
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import AXES, Plan
 from terrace.planner.roles.dataflow import GENERATE, PREPARE, RESHARD, STAGES, TRAIN, Dataflow
 from terrace.planner.roles.placement import IterationReport, PoolReport, RoleReport
-from terrace.planner.roles.pools import pool_cluster
 from terrace.program.verdict import judged
 from terrace.report.tables import STEP_BAND, new_table, quantity, seconds
 from terrace.simulate.bands import widest_band

@@ -26,19 +26,19 @@ from terrace.program.verdict import why_no_verdict
 from terrace.report.compared import ComparedAmounts
 from terrace.report.folder_parts import checkpoint_rows, steady, text_of
 from terrace.report.markup import ChartedSection
-from terrace.report.predicted_step import check_length, predicted_events, totals
 from terrace.report.run_curves import Curve
-from terrace.report.run_cycle import run_cycle
+from terrace.report.run_cycle import check_length, predicted_events, run_cycle, totals
 from terrace.report.run_page import RunView
 from terrace.report.run_timeline import read_trace, run_timeline
 from terrace.report.slowest import slowest_note, slowest_points, slowest_times
 from terrace.report.tables import model_size, plan_rows, plan_title, quantity, seconds, utilisation
 from terrace.report.timeline import TimelineChart
 from terrace.simulate.bands import band_of
-from terrace.train.config import RunConfig, parse_run
+from terrace.train.config import RunConfig
 from terrace.train.loads import read_loads
 from terrace.train.metrics import StepRecord, eval_lines, num_final, read_sound_metrics
 from terrace.train.recorder import PREDICTION, RunEvent, read_events, read_prediction
+from terrace.train.resolve import parse_run
 
 _FILES = ("config.toml", "metrics.jsonl", "events.jsonl")
 

@@ -7,16 +7,12 @@ for a token. Where gathers for backwards have another format than those for forw
 compute with either.
 """
 
-from typing import TYPE_CHECKING
-
 from terrace.model.facts import has_experts
 from terrace.plan.layout import Layout, message_tiers
 from terrace.plan.wire import OF_PARAMETERS, TO_EXPERTS, MessageClass
 from terrace.rl.algorithms.metrics import Metrics
+from terrace.rl.config import RlConfig
 from terrace.rl.placing import ACTOR
-
-if TYPE_CHECKING:
-    from terrace.rl.config import RlConfig
 
 DIFFERENCE = "rollout/logprob_diff_max"
 # The largest differences of log-probabilities that are usual; guesses, ten times what runs of a few thousand tokens
@@ -25,7 +21,7 @@ _IN_FP32, _ROUNDED = 1e-3, 0.2
 _OF_FORWARDS = (MessageClass.TENSOR, MessageClass.CONTEXT, MessageClass.PIPELINE, *TO_EXPERTS)
 
 
-def causes(config: "RlConfig") -> list[str]:
+def causes(config: RlConfig) -> list[str]:
     """Settings under which generation and training differ by more than rounding in fp32."""
     plan = config.plan
     found = [f"plan.compute = {plan.compute!r}"] if plan.compute not in ("fp32", "fp64") else []
@@ -36,7 +32,14 @@ def causes(config: "RlConfig") -> list[str]:
     return found + _of_gathers(config)
 
 
-def _of_gathers(config: "RlConfig") -> list[str]:
+def rollout_is_exact(config: RlConfig) -> bool:
+    """Whether generation finds the log-probabilities of training but for rounding in fp32, and no weights of rollout
+    against training are asked for. Parameters are handed over as the messages of training round them.
+    """
+    return config.plan.compute == "fp32" and not causes(config) and config.algorithm.importance_bound is None
+
+
+def _of_gathers(config: RlConfig) -> list[str]:
     # A block that was gathered for a backward serves the forward of the next micro-batch, too.
     plan, layout = config.plan, Layout.of(config.places[ACTOR].cluster, config.plan)
     found = list[str]()
@@ -50,7 +53,7 @@ def _of_gathers(config: "RlConfig") -> list[str]:
 class Agreement:
     """Watches the difference over the steps of a run, and warns once when it is above its usual size."""
 
-    def __init__(self, config: "RlConfig") -> None:
+    def __init__(self, config: RlConfig) -> None:
         self._causes, self._bound = causes(config), config.algorithm.importance_bound
         # Rounding is enough to turn a router.
         self._causes += ["routers that choose other experts"] if has_experts(config.model) else []

@@ -12,7 +12,7 @@ from terrace.base.errors import ConfigError, did_you_mean
 from terrace.base.schema import merge, read_table
 from terrace.cluster.presets import lay_over
 from terrace.rl.keys import TASKS
-from terrace.train.config import section
+from terrace.train.layers import section
 
 
 def resolve_table(

@@ -6,60 +6,58 @@ Rules within `[algorithm]` are with its dataclass.
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from terrace.base.errors import ConfigError
 from terrace.cluster.cluster import Cluster
 from terrace.plan.plan import Plan
 from terrace.plan.wire import MessageClass
 from terrace.rl.algorithms.algorithm import Algorithm
+from terrace.rl.config import RlConfig
 from terrace.rl.config_layers import task_table
 from terrace.rl.keys import RewardKeys, RunKeys
 from terrace.rl.placing import LEARNING
 from terrace.train.effects import PLAN_RULES, PlanRule, refuse_without_effect, value_at, why_no_peak
 
-if TYPE_CHECKING:
-    from terrace.rl.config import RlConfig
-
-Rule = Callable[["RlConfig"], str]  # why a key has no effect and what to do; "" if it has one
+Rule = Callable[[RlConfig], str]  # why a key has no effect and what to do; "" if it has one
 _LEAVE = "leave it out"
 
 
-def _critic_lr(config: "RlConfig") -> str:
+def _critic_lr(config: RlConfig) -> str:
     if config.algorithm.traits.has_critic:
         return ""
     return f"algorithm.name = {config.algorithm.name!r} has no critic; {_LEAVE}"
 
 
-def _of_start(config: "RlConfig") -> str:
+def _of_start(config: RlConfig) -> str:
     if config.run.start_steps:
         return ""
     return f"run.start_steps = 0, so the run has no supervised start; {_LEAVE}"
 
 
-def _of_file(config: "RlConfig") -> str:
+def _of_file(config: RlConfig) -> str:
     if not config.run.task:
         return ""
     return f"run.task = {config.run.task!r} has no file of prompts; {_LEAVE}"
 
 
-def _reward_timeout(config: "RlConfig") -> str:
+def _reward_timeout(config: RlConfig) -> str:
     if any(each.function for each in config.rewards):
         return ""
     return f"it is for rewards by a function, and all rewards are models; {_LEAVE}"
 
 
-def _timeout(config: "RlConfig") -> str:
+def _timeout(config: RlConfig) -> str:
     if config.cluster.world_size > 1:
         return ""
     return f"a run on one rank is one process, which waits for no other; {_LEAVE}"
 
 
-def _warmup_steps(config: "RlConfig") -> str:
+def _warmup_steps(config: RlConfig) -> str:
     return why_no_peak("run", config.run.warmup_steps, config.run.steps)
 
 
-def _of_ratios(config: "RlConfig") -> str:
+def _of_ratios(config: RlConfig) -> str:
     run = config.run
     if run.mini_batch < run.prompts * run.responses or run.epochs > 1:
         return ""
@@ -69,12 +67,12 @@ def _of_ratios(config: "RlConfig") -> str:
     )
 
 
-def _cost_weight(config: "RlConfig") -> str:
+def _cost_weight(config: RlConfig) -> str:
     return f"the multiplier weighs the cost; {_LEAVE}, or set algorithm.multiplier"
 
 
 def _of_algorithm(key: str) -> Rule:
-    def why(config: "RlConfig") -> str:
+    def why(config: RlConfig) -> str:
         own = config.algorithm.without_effect(key).removeprefix("under ")
         return own or (_of_ratios(config) if key in _OF_RATIOS else "")
 
@@ -112,7 +110,7 @@ _OWNERS: dict[str, type[Any]] = {
 
 
 def check_effects(
-    config: "RlConfig", table: Mapping[str, Any], overrides: Mapping[str, Any], *, has_timeouts: bool = False
+    config: RlConfig, table: Mapping[str, Any], overrides: Mapping[str, Any], *, has_timeouts: bool = False
 ) -> None:
     """Raise `ConfigError` for the first key of a run without effect.
 
@@ -138,7 +136,7 @@ def check_effects(
     refuse_without_effect(asked, config, {}, overrides, {})
 
 
-def _defaults(config: "RlConfig", name: str) -> list[Any]:
+def _defaults(config: RlConfig, name: str) -> list[Any]:
     head, _, key = name.partition(".")
     key = key.rpartition(".")[2]
     found = [item.default for item in fields(_OWNERS[head]) if item.name == key]
@@ -146,7 +144,7 @@ def _defaults(config: "RlConfig", name: str) -> list[Any]:
 
 
 def _of_plans(roles: list[str], rule: PlanRule) -> Rule:
-    def why(config: "RlConfig") -> str:
+    def why(config: RlConfig) -> str:
         found = list[str]()
         for role in roles:
             num_micros = config.num_micros(config.run.mini_batch, role)

@@ -13,8 +13,9 @@ from terrace.model.facts import with_scalar_head
 from terrace.planner.roles.dataflow import GENERATE, PREPARE, RESHARD, TRAIN, Dataflow, Role
 from terrace.planner.roles.placement import IterationReport, PlacedRole, Pool, RolePlacement, price
 from terrace.planner.roles.search import FoundPlacements, find
+from terrace.rl.agreement import rollout_is_exact
 from terrace.rl.config import RlConfig
-from terrace.rl.placing import ACTOR, COST, COST_CRITIC, CRITIC, REFERENCE, ROLLOUT, reward_name
+from terrace.rl.placing import ACTOR, COST, COST_CRITIC, CRITIC, REFERENCE, ROLLOUT, PoolKeys, reward_name
 from terrace.rl.totals import Totals
 
 PHASES = {  # of a stage, in `time/...`
@@ -29,7 +30,7 @@ def dataflow_of(config: RlConfig) -> Dataflow:
     """The models of a run and the sizes of its steps; `ModelError` for responses longer than a model has positions."""
     model, run = config.model, config.run
     # Responses of older weights are scored anew.
-    scores = not config.rollout_is_exact or run.max_lag > 0
+    scores = not rollout_is_exact(config) or run.max_lag > 0
     roles = [Role(name=ACTOR, model=model, generates=not config.is_apart, scores=scores, trains=True)]
     if config.is_apart:
         roles.append(Role(name=ROLLOUT, model=model, generates=True, follows=ACTOR))
@@ -66,6 +67,20 @@ def placement_of(config: RlConfig) -> RolePlacement:
         pools[config.places[role.name].pool].append(placed)
     sizes = [pool.ranks for pool in config.pool] or [config.cluster.world_size]
     return RolePlacement(pools=tuple(Pool(devices=sizes[at], roles=tuple(pools[at])) for at in sorted(pools)))
+
+
+def placed_run(config: RlConfig, placement: RolePlacement) -> RlConfig:
+    """The run with its roles as in `placement`; functions are with the actor."""
+    roles = [role for pool in placement.pools for role in pool.roles]
+    plans = {role.name: replace(role.plan, update=config.optimizer.update) for role in roles if role.plan is not None}
+    pools = [PoolKeys(ranks=pool.devices, roles=tuple(role.name for role in pool.roles)) for pool in placement.pools]
+    return replace(
+        config,
+        plan=plans[ACTOR],
+        plans={role: plan for role, plan in plans.items() if plan != plans[ACTOR]},
+        pool=tuple(pools) if len(pools) > 1 else (),
+        run=replace(config.run, rows=max(role.rows for role in roles)),
+    )
 
 
 def found_placements(config: RlConfig) -> FoundPlacements:

@@ -4,13 +4,11 @@ The actor, the critics and a supervised start begin with the loaded weights, and
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from terrace.rl.algorithms.algorithm import TRAITS, Algorithm
+from terrace.rl.config import RlConfig
 from terrace.train.rates import LoadedRate, check_rates, usual_rate
-
-if TYPE_CHECKING:
-    from terrace.rl.config import RlConfig
 
 _KEYS = {  # of a rate -> what learns by it, as terrace.train.rates knows it
     "optimizer.lr": "feedback",
@@ -45,13 +43,13 @@ def _learns(name: str, table: Mapping[str, Any]) -> bool:
     return True
 
 
-def check_loaded_rates(config: "RlConfig") -> None:
+def check_loaded_rates(config: RlConfig) -> None:
     """Raise `ConfigError` for a rate that would destroy loaded weights, or a key for it that has no effect."""
     rates = loaded_rates(config)
     check_rates(rates, "run.high_lr", is_allowed=config.run.high_lr, lr=config.optimizer.lr)
 
 
-def loaded_rates(config: "RlConfig") -> list[LoadedRate]:
+def loaded_rates(config: RlConfig) -> list[LoadedRate]:
     """The rates of a run by which loaded weights learn; none where it begins with random ones."""
     if not config.weights:
         return []
@@ -61,7 +59,7 @@ def loaded_rates(config: "RlConfig") -> list[LoadedRate]:
     ]
 
 
-def rate_lines(config: "RlConfig") -> list[str]:
+def rate_lines(config: RlConfig) -> list[str]:
     """A line for each rate of a run, beside the usual one for loaded weights."""
     by_key = {each.key: each.words for each in loaded_rates(config)}
     return [
@@ -70,7 +68,7 @@ def rate_lines(config: "RlConfig") -> list[str]:
     ]
 
 
-def _rates(config: "RlConfig") -> dict[str, float]:
+def _rates(config: RlConfig) -> dict[str, float]:
     run = config.run
     found = {"optimizer.lr": config.optimizer.lr}
     found |= {"run.critic_lr": run.critic_lr} if config.algorithm.traits.has_critic else {}

@@ -2,22 +2,19 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from terrace.base.errors import ConfigError, TerraceError
 from terrace.model.config import ModelConfig
 from terrace.model.facts import vocabulary_size
 from terrace.plan.mesh import TENSOR, Mesh
+from terrace.rl.config import RlConfig
 from terrace.rl.keys import RunKeys
 from terrace.rl.placing import ACTOR, ROLLOUT
 from terrace.rl.sort_task import LONGEST_PROMPT, LONGEST_RESPONSE, VOCAB
 
-if TYPE_CHECKING:
-    from terrace.rl.config import RlConfig
-
 
 @contextmanager
-def naming(config: "RlConfig", role: str) -> Iterator[None]:
+def naming(config: RlConfig, role: str) -> Iterator[None]:
     """Put the name of `role` before an error of the body, if roles have pools or plans of their own."""
     try:
         yield
@@ -27,7 +24,7 @@ def naming(config: "RlConfig", role: str) -> Iterator[None]:
         raise type(error)(f"role {role}: {error}") from error
 
 
-def check_sections(config: "RlConfig") -> None:
+def check_sections(config: RlConfig) -> None:
     """Raise a `TerraceError` for sections that do not fit each other."""
     if "fp16" in (config.plan.compute, *(plan.compute for plan in config.plans.values())):
         raise ConfigError("plan.compute = 'fp16': losses of token numbers are not scaled; use 'bf16' or 'fp32'")
@@ -69,7 +66,7 @@ def check_sections(config: "RlConfig") -> None:
         )
 
 
-def _check_compared(config: "RlConfig") -> None:
+def _check_compared(config: RlConfig) -> None:
     """Raise `ConfigError` for a run whose rewards have nothing to be compared with, so that it would learn nothing."""
     run, name, baseline = config.run, config.algorithm.name, config.algorithm.traits.baseline
     if baseline == "group" and run.responses < 2:
@@ -85,7 +82,7 @@ def _check_compared(config: "RlConfig") -> None:
         )
 
 
-def check_sizes(config: "RlConfig") -> None:
+def check_sizes(config: RlConfig) -> None:
     """Raise `PlanError` for a role whose plan does not fit the sizes of a step."""
     for role, has_engine in config.roles.items():
         if has_engine:

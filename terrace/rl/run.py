@@ -21,6 +21,7 @@ from terrace.checkpoint.layout import complete, folder_of, latest, step_of
 from terrace.checkpoint.reading import Checkpoint, newest_whole
 from terrace.checkpoint.writing import remove
 from terrace.data.tokenizer import Tokenizer
+from terrace.rl.agreement import rollout_is_exact
 from terrace.rl.algorithms.lagrange import Multiplier
 from terrace.rl.algorithms.metrics import Metrics
 from terrace.rl.call_lines import CallLines
@@ -121,7 +122,7 @@ class Run:
             progress=self._progress,
             lr=lambda step: warmed_up(config.optimizer.lr, step, run.warmup_steps),
             critic_lr=lambda step: warmed_up(run.critic_lr, step, run.warmup_steps),
-            rollout_is_exact=config.rollout_is_exact,
+            rollout_is_exact=rollout_is_exact(config),
             observe=self.samples.drawn,
         )
 

@@ -27,10 +27,10 @@ import torch
 from terrace.plan.in_block_messages import ExpertMessage
 from terrace.program.block_program.steps import InBlockMessage
 from terrace.program.instruction import COLLECTIVES
+from terrace.program.recording import COMPUTE, Recording, Span
 from terrace.program.report import StepReport
 from terrace.runtime.clock import wait_for
 from terrace.runtime.in_block_comm import InBlockComm, InFlight
-from terrace.simulate.recording import COMPUTE, Recording, Span
 
 if TYPE_CHECKING:
     from terrace.runtime.engine import Engine

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from terrace.plan.wire import OF_EXPERTS, MessageClass
 from terrace.program.instruction import PASSES, Instruction
 from terrace.program.program import Program
+from terrace.program.recording import COMPUTE, Recording, Span
 from terrace.simulate.inside import WAIT_CHOICES, WAIT_CONTEXT, WAIT_TENSOR, inside_seconds
-from terrace.simulate.recording import COMPUTE, Recording, Span
 
 
 @dataclass(frozen=True)

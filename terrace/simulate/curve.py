@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from terrace.program.buffers import Lifetime
 from terrace.program.instruction import PASSES, Op
 from terrace.program.program import Program
+from terrace.program.recording import Recording
 from terrace.simulate.held_activations import Held
-from terrace.simulate.recording import Recording
 
 _VARYING = ("gathered", "grads_full", "activations")
 

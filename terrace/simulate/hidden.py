@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from terrace.program.instruction import PASSES
+from terrace.program.recording import COMPUTE, Recording, Span
 from terrace.simulate.critical import INSIDE, span_shares
 from terrace.simulate.inside import inside_seconds
 from terrace.simulate.links import tier_penalty
-from terrace.simulate.recording import COMPUTE, Recording, Span
 from terrace.simulate.stages import record_stages
 from terrace.simulate.step import WHOLE_PASSES_ALONE, Prediction, play_whole
 

@@ -7,10 +7,10 @@ prediction's (terrace.simulate.step), which all commands share.
 from dataclasses import dataclass
 from functools import cached_property
 
+from terrace.program.recording import Recording
 from terrace.simulate.critical import CriticalPath, critical_path, exposed_by_axis
 from terrace.simulate.curve import MemoryCurve, memory_curve
 from terrace.simulate.held_activations import activations_by_block
-from terrace.simulate.recording import Recording
 from terrace.simulate.stages import Passed, record_stages
 from terrace.simulate.step import Prediction, Step, play_whole
 from terrace.simulate.work import Work

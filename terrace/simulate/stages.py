@@ -17,13 +17,14 @@ from terrace.base.collection import no_collection
 from terrace.base.errors import ProgramError
 from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Instruction
+from terrace.program.recording import COMPUTE, Recording
 from terrace.program.report import StepReport
 from terrace.simulate.cost import Costs
 from terrace.simulate.events import price_distinct
 from terrace.simulate.moves import Channels, Reader, Role, passes_of
 from terrace.simulate.priced_instruction import Event
 from terrace.simulate.rank import Passes, Rank
-from terrace.simulate.recording import COMPUTE, Recorder, Recording, record
+from terrace.simulate.recording import Recorder, record
 
 if TYPE_CHECKING:
     from terrace.program.program import Program

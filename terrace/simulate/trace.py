@@ -11,8 +11,8 @@ from typing import Any
 from terrace.base.sealed import sealed_json
 from terrace.program.instruction import COLLECTIVES, Op
 from terrace.program.program import Program
+from terrace.program.recording import COMPUTE, Recording, Span
 from terrace.simulate.curve import MemoryCurve
-from terrace.simulate.recording import COMPUTE, Recording, Span
 from terrace.simulate.stages import Passed
 
 _PID = 0  # the one rank that stands for all

@@ -1,4 +1,4 @@
-"""Runs and checkpoints of models with adapters."""
+"""Blocks of a run with its kernels; runs and checkpoints of models with adapters."""
 
 from collections.abc import Iterator
 
@@ -8,15 +8,18 @@ from torch import Tensor, nn
 from terrace.base.schema import dump, load
 from terrace.checkpoint.reading import Checkpoint
 from terrace.comm.collectives import DTYPES
-from terrace.model.attention_plans import choose_kernel
+from terrace.model import pair_kernels
+from terrace.model.attention_plans import choose_kernel, describe
 from terrace.model.config import parse_model
 from terrace.model.decoder import build_blocks
 from terrace.model.liger_parts import serve
 from terrace.model.liger_trial import check
 from terrace.model.lora.config import LoraConfig
 from terrace.model.lora.modules import add_adapters, merged_parameters
+from terrace.plan.context import is_context_parallel
+from terrace.plan.mesh import Mesh
 from terrace.train.config import RunConfig
-from terrace.train.rules import parts_of
+from terrace.train.rules import attention_case, parts_of
 
 FACT = "lora"  # of a checkpoint: the table of its run's [lora], or null
 
@@ -52,3 +55,13 @@ def merged_values(checkpoint: Checkpoint) -> Iterator[tuple[str, str, Tensor]]:
     """
     # Without adapters the values pass through unchanged.
     yield from merged_parameters(checkpoint.parameters(), parse_model(checkpoint.facts["model"]), lora_of(checkpoint))
+
+
+def attention_words(run: RunConfig, device: torch.device) -> str:
+    """The kernel on a device, after a trial there; raises `ConfigError` where the one that the run names fails it."""
+    dtype = DTYPES[run.plan.compute]
+    if is_context_parallel(Mesh.of(run.cluster, run.plan), run.plan):
+        return f"attention pairs: {pair_kernels.describe(device, dtype)}"
+    case = attention_case(run, device.type)
+    options = {"is_grouped": case.is_grouped, "is_cut": case.is_cut, "is_capped": case.is_capped}
+    return f"attention: {describe(device, dtype, case.head_dim, **options, choice=run.train.attention)}"

@@ -1,75 +1,69 @@
 """When a run copies its state into the memory of other machines, and the cost that is predicted for it."""
 
 import math
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import CheckpointError
 from terrace.checkpoint.memory import clear
-from terrace.checkpoint.peer_copies import PeerCopies, gather_files
-from terrace.checkpoint.reading import Checkpoint, resume
+from terrace.checkpoint.peer_copies import PeerCopies
 from terrace.cluster.cluster import Cluster
 from terrace.launch.world import World
+from terrace.plan.partners import TIME, find_partners, one_machine
 from terrace.program.report import StepReport
 from terrace.runtime.engine import Engine
 from terrace.runtime.progress import Progress
-from terrace.simulate.peer_copies import (
-    TIME,
-    CopyCost,
-    find_partners,
-    one_machine,
-    part_bytes,
-    residual_bytes,
-    with_copies,
-)
+from terrace.simulate.peer_copies import CopyCost, part_bytes, residual_bytes, with_copies
 from terrace.train.job import RunJob
 
 COST = 0.05  # of the predicted step: the most that copies may take where the run's file does not say how often
 
 
-class Copies:
-    """The copies of a run, if it makes any. Every rank calls the methods at the same points."""
+class NoCopies:
+    """The copies of a run that makes none. One that came from memory keeps that until it has ended."""
+
+    time_s: Mapping[str, float] = {}  # of copies in the last step
+
+    def __init__(self, engine: Engine, world: World, came_from: Path | None) -> None:
+        self._engine, self._world, self._came_from = engine, world, came_from
+
+    def start(self, predicted: Sequence[StepReport], cluster: Cluster, first_step: int) -> Sequence[StepReport]:
+        """Make the first copy; the predicted steps of all stages with their share of the copies."""
+        return predicted
+
+    def after(self, num_done: int, *, is_finite: bool) -> None:
+        """Copy the state if a copy is due after step `num_done`; `time_s` then has the seconds of its category.
+
+        A step that was given up leaves the state of the step before, which has its copy.
+        """
+
+    def close(self) -> None:
+        """Give the memory back on all machines: the run has ended in order."""
+        if self._came_from is not None:
+            self._engine.comm.exchange(None)
+            if self._world.hosts.index(self._world.hosts[self._world.rank]) == self._world.rank:
+                clear(self._came_from)
+
+
+class Copies(NoCopies):
+    """The copies of a run. `at` is called before waits for ranks, `note` with a line."""
 
     def __init__(
-        self,
-        engine: Engine,
-        world: World,
-        job: RunJob,
-        facts: Mapping[str, Any],
-        at: Progress,
-        note: Callable[[str], None],
+        self, engine: Engine, world: World, job: RunJob, peers: PeerCopies, at: Progress, note: Callable[[str], None]
     ) -> None:
-        """Allocates the memory. `at` is called before waits for ranks, `note` with a line. Raises `ConfigError`."""
-        self._engine, self._world, self._train = engine, world, job.run.train
+        super().__init__(engine, world, None)
+        self._train, self._peers = job.run.train, peers
         self._at, self._note = at, note
-        self._peers: PeerCopies | None = None
-        # A run that came from memory and makes no copies keeps it until it has ended.
-        self._came_from = job.resume.parent if job.memory and job.resume is not None else None
-        self._every, self.time_s = self._train.peer_copies_every, dict[str, float]()
-        if not self._train.peer_copies:
-            return
-        tiers = job.run.cluster.tiers
-        self._partners = find_partners([tier.size for tier in tiers], world.machines)
-        if self._partners is None:
-            # A resumed run may have lost its other machines.
-            note(f"no copies in memory: {one_machine(world.machines)}")
-            return
-        timeout = timedelta(seconds=2 * self._train.timeout_s)
-        self._peers = PeerCopies(engine, world, job.folder, self._partners, facts, timeout)
+        self._every = self._train.peer_copies_every
 
-    def start(self, predicted: Iterable[StepReport], cluster: Cluster, first_step: int) -> list[StepReport]:
-        """Make the first copy; returns the predicted steps of all stages with their share of the copies."""
-        reports = list(predicted)
-        if self._peers is None or self._partners is None:
-            return reports
+    def start(self, predicted: Sequence[StepReport], cluster: Cluster, first_step: int) -> Sequence[StepReport]:
         program, first_bytes = self._engine.program, self._peers.own_bytes
         took_s = max(self._engine.comm.exchange(self._copy(first_step)))
         if not self._every:
             # Rank 0's prediction for all: others may have measured another one.
-            step_s = self._engine.comm.exchange(reports[0].step_s)[0]
+            step_s = self._engine.comm.exchange(predicted[0].step_s)[0]
             self._every = max(1, math.ceil(took_s / (COST * step_s)))
         pieces, residuals = part_bytes(program, self._world.rank), residual_bytes(program)
         # A run that did not bring its residuals makes them in its first step.
@@ -79,19 +73,19 @@ class Copies:
         # The last step has a checkpoint instead.
         num_copies = 1 + (self._train.steps - 1) // self._every - first_step // self._every
         found = []
-        for stage, report in enumerate(reports):
+        for stage, report in enumerate(predicted):
             rank = mesh.at_stage(0, stage)
             cost = CopyCost(
-                tier=self._partners.tier,
+                tier=self._peers.partners.tier,
                 own_bytes=told[rank][0],
-                kept_bytes=told[self._partners.kept(rank)][0],
+                kept_bytes=told[self._peers.partners.kept(rank)][0],
                 own_later_bytes=told[rank][1],
-                kept_later_bytes=told[self._partners.kept(rank)][1],
+                kept_later_bytes=told[self._peers.partners.kept(rank)][1],
                 num_copies=num_copies,
                 num_steps=num_steps,
             )
             found.append(with_copies(report, cost, cluster))
-        rank, tier = self._partners.keeper(self._world.rank), cluster.tiers[self._partners.tier].name
+        rank, tier = self._peers.partners.keeper(self._world.rank), cluster.tiers[self._peers.partners.tier].name
         often = "every step" if self._every == 1 else f"every {self._every} steps"
         self._note(
             f"copies in memory {often}, {took_s:.2g} s each: {self._peers.own_bytes / 1e6:.3g} MB of this rank to rank "
@@ -101,48 +95,34 @@ class Copies:
         return found
 
     def after(self, num_done: int, *, is_finite: bool) -> None:
-        """Copy the state if a copy is due after step `num_done`; `time_s` then has the seconds of its category.
-
-        A step that was given up leaves the state of the step before, which has its copy.
-        """
-        if self._peers is not None and is_finite:
+        if is_finite:
             is_due = num_done % self._every == 0 and num_done < self._train.steps
             self.time_s = {TIME: self._copy(num_done) if is_due else 0.0}
 
     def close(self) -> None:
-        """Give the memory back on all machines: the run has ended in order."""
-        if self._peers is not None:
-            self._peers.close()
-            self._peers = None
-        elif self._came_from is not None:
-            self._engine.comm.exchange(None)
-            if self._world.hosts.index(self._world.hosts[self._world.rank]) == self._world.rank:
-                clear(self._came_from)
+        self._peers.close()
 
     def _copy(self, num_done: int) -> float:
-        assert self._peers is not None
-        assert self._partners is not None
-        rank = self._world.rank
-        self._at(0, "PEER COPY", tuple(sorted({rank, self._partners.keeper(rank), self._partners.kept(rank)})))
+        rank, partners = self._world.rank, self._peers.partners
+        self._at(0, "PEER COPY", tuple(sorted({rank, partners.keeper(rank), partners.kept(rank)})))
         try:
             return self._peers.copy(num_done)
         except OSError as error:
             raise CheckpointError(f"cannot write {self._peers.folder}: {error.strerror}; make room there") from error
 
 
-def take_up(folder: Path, job: RunJob, engine: Engine, world: World, note: Callable[[str], None]) -> int:
-    """Put an engine into the state of the checkpoint in `folder`, from disk or from memory; returns its step.
-
-    Every rank calls this. Raises `CheckpointError`.
-    """
-    checkpoint, begin_s = Checkpoint(folder), time.perf_counter()
-    if job.memory:
-        num_bytes = gather_files(engine.state, checkpoint, world, engine.comm.exchange)
-        note(
-            f"step {checkpoint.step} comes from memory: {num_bytes / 1e6:.3g} MB went to machines without them, in "
-            f"{time.perf_counter() - begin_s:.2g} s"
-        )
-    said = resume(engine, checkpoint)
-    if said:
-        note(said)
-    return checkpoint.step
+def copies_of(
+    engine: Engine, world: World, job: RunJob, facts: Mapping[str, Any], at: Progress, note: Callable[[str], None]
+) -> NoCopies:
+    """The copies of a run, if it makes any; allocates their memory. Raises `ConfigError`."""
+    train = job.run.train
+    none = NoCopies(engine, world, job.resume.parent if job.memory and job.resume is not None else None)
+    if not train.peer_copies:
+        return none
+    partners = find_partners([tier.size for tier in job.run.cluster.tiers], world.machines)
+    if partners is None:
+        # A resumed run may have lost its other machines.
+        note(f"no copies in memory: {one_machine(world.machines)}")
+        return none
+    timeout = timedelta(seconds=2 * train.timeout_s)
+    return Copies(engine, world, job, PeerCopies(engine, world, job.folder, partners, facts, timeout), at, note)

@@ -19,8 +19,9 @@ from terrace.model.blocks import num_params
 from terrace.model.facts import has_scalar_head, layer_windows, looks_ahead
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
-from terrace.train.config import RunConfig, section
+from terrace.train.config import RunConfig
 from terrace.train.keys import TrainConfig
+from terrace.train.layers import section
 
 SAMPLE_MAX_PARAMS = 100_000_000  # of a model that writes a sample at the end of its run
 

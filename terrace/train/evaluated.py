@@ -3,9 +3,12 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from terrace.runtime.batch import Batch
-from terrace.runtime.engine import Engine
+
+if TYPE_CHECKING:
+    from terrace.runtime.engine import Engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +24,7 @@ class Evaluated:
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
-def evaluated(engine: Engine, passes: Sequence[Callable[[], Sequence[Batch]]]) -> Evaluated:
+def evaluated(engine: "Engine", passes: Sequence[Callable[[], Sequence[Batch]]]) -> Evaluated:
     """The loss over the micro-batches of several passes, each made when it is due. Every rank calls this.
 
     With islands, each evaluates its rows with its own parameters, and the sums are over all islands.

@@ -42,7 +42,7 @@ from terrace.model.hf.names import output_name
 from terrace.model.hf.pretrained import DTYPES, Parts, joined, rounded, stored_parts
 from terrace.runtime.states import ADAMW, FROZEN, KINDS
 from terrace.train.adapted import lora_of, merged_values
-from terrace.train.export_tokens import token_facts
+from terrace.train.export import token_facts
 from terrace.train.runs import RunFolder
 
 _VALUE = "value"

@@ -27,10 +27,10 @@ from terrace.model.hf.folder import (
     read_files,
     with_templates,
 )
+from terrace.train.config import RunConfig
 
 if TYPE_CHECKING:
     from terrace.data.tokenizer import Tokenizer
-    from terrace.train.config import RunConfig
 
 SOURCE = "source"  # in a run folder: files that an export needs besides the weights
 BYTES = "bytes"
@@ -82,7 +82,7 @@ def _has_tokenizer(folder: Path) -> bool:
     return other_form(folder) is not None
 
 
-def check_tokenizer(tokenizer: "Tokenizer", run: "RunConfig") -> None:
+def check_tokenizer(tokenizer: "Tokenizer", run: RunConfig) -> None:
     """Raises `DataError` when a tokenizer has an id without a row in the model's vocabulary."""
     if tokenizer.vocab_size > (known := vocabulary_size(run.model)):
         rows = "; loaded weights get new rows, which begin as the mean of theirs" * bool(run.train.weights)
@@ -93,7 +93,7 @@ def check_tokenizer(tokenizer: "Tokenizer", run: "RunConfig") -> None:
         )
 
 
-def check_weights(run: "RunConfig") -> str:
+def check_weights(run: RunConfig) -> str:
     """A line on a parameter that begins anew beside the initial weights, or "".
 
     Raises `ModelError` unless the weights exist and fit the run's model.
@@ -188,7 +188,7 @@ def check_source(run_folder: Path) -> None:
             raise CheckpointError(f"{folder / name} is damaged, or was edited since the run started: {fix}")
 
 
-def start_words(run: "RunConfig") -> str:
+def start_words(run: RunConfig) -> str:
     """One line on the parts of a Hugging Face folder that a new run uses, or ""."""
     words = [f"starts from the weights in {run.train.weights}"] if run.train.weights else []
     words += [f"tokenizer {run.data.tokenizer}"] if run.data.tokenizer != BYTES else []

@@ -14,7 +14,6 @@ from terrace.cluster.cluster import Cluster
 from terrace.plan.dims import has_routers
 from terrace.runtime.engine import Engine
 from terrace.runtime.step_sums import StepResult
-from terrace.train.calibrate import layer_flops_per_s
 from terrace.train.job import RunJob
 from terrace.train.loads import LoadsFile, cut_other_stages
 from terrace.train.prediction import utilisation_of
@@ -25,8 +24,8 @@ _DISAGREE = 2.0  # times the predicted step, or a part of it, after which the pe
 class Gauges:
     """Reads the engine's counters and writes the loads of its experts.
 
-    If the second step and `predicted_s` disagree by more than twice, rank 0 measures the peak behind MFU again, where
-    it was measured at the start, and keeps the higher one; `note` receives the two.
+    If the second step and `predicted_s` disagree by more than twice, rank 0 measures the peak behind MFU again by
+    `measure`, where it was measured at the start, and keeps the higher one; `note` receives the two.
     """
 
     def __init__(
@@ -37,9 +36,11 @@ class Gauges:
         first_step: int,
         predicted_s: float,
         note: Callable[[str], None],
+        measure: Callable[[], float],
     ) -> None:
         self._engine, self._used = engine, utilisation_of(job.run, cluster, engine.device.type)
-        self._run, self._second, self._predicted_s, self._note = job.run, first_step + 2, predicted_s, note
+        self._second, self._predicted_s = first_step + 2, predicted_s
+        self._note, self._measure = note, measure
         program, stage = engine.program, engine.program.stage.index
         writes = bool(engine.load.layers) and program.mesh.at_stage(0, stage) == engine.rank
         train = job.run.train
@@ -75,7 +76,7 @@ class Gauges:
         if max(step_s / self._predicted_s, self._predicted_s / step_s) <= _DISAGREE:
             return
         before = self._used.peak_flops_per_s
-        peak = max(before, layer_flops_per_s(self._engine, self._run))
+        peak = max(before, self._measure())
         self._used = replace(self._used, peak_flops_per_s=peak)
         self._note(
             f"the second step took {step_s:.3g} s, predicted {self._predicted_s:.3g} s: the machine is busy, or was "

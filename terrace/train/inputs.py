@@ -7,19 +7,17 @@ part is opened.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from terrace.base.errors import DataError
-
-if TYPE_CHECKING:
-    from terrace.train.config import RunConfig
+from terrace.train.config import RunConfig
 
 BYTES, AUTO = "bytes", "auto"
 _OF_TOKENIZER = {"tokenizer", "bos", "eos"}
 _OF_SOURCES = {"path", "mixture", "format", "column", "split", "separator"}
 
 
-def check_inputs(run: "RunConfig", given: Mapping[str, Any]) -> None:
+def check_inputs(run: RunConfig, given: Mapping[str, Any]) -> None:
     """Raise the `TerraceError` of a start for the sections and keys `given`, a table as of dotted overrides."""
     data, train = (given.get(name) for name in ("data", "train"))
     if isinstance(train, Mapping) and "metrics" in train:

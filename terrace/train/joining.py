@@ -31,8 +31,8 @@ from terrace.runtime.islands import Island
 from terrace.runtime.settings import OptimizerConfig
 from terrace.simulate.footprint import work_of
 from terrace.simulate.step import Step, with_chunks
-from terrace.train.config import section
 from terrace.train.job import device_of
+from terrace.train.layers import section
 from terrace.train.patience import APART, Patience
 
 FITTED = "local"  # the preset that stands for this machine, whatever number of ranks run on it

@@ -37,9 +37,8 @@ Ids = npt.NDArray[np.int64]
 class Learning:
     """The objective of a run, and values that pairs need beside it. Every rank calls the methods at the same points."""
 
-    def __init__(self, run: RunConfig) -> None:
-        self._run, self._seen = run, PairFigures()
-        self._batches: Batches | None = None
+    def __init__(self, run: RunConfig, batches: Batches) -> None:
+        self._run, self._batches, self._seen = run, batches, PairFigures()
         self._reference = torch.zeros(0, dtype=torch.float64)
         self._place = (0, 1)
 
@@ -57,7 +56,6 @@ class Learning:
     def begin(
         self,
         engine: Engine,
-        batches: Batches,
         job: RunJob,
         note: Callable[[str], None],
         idle: Callable[[str], None],
@@ -69,15 +67,15 @@ class Learning:
         `note` tells the user of it, `idle` the watchdog how far it is. Raises `CheckpointError` where it is gone, and
         `TrainingError` where the starting weights give none.
         """
-        self._batches, layout = batches, engine.program.layout
+        layout = engine.program.layout
         self._place = layout.data_place(engine.rank), layout.data_degree
         if self._run.train.objective != "dpo":
             return
-        file, rows = job.folder / REFERENCE, batches.pairs
+        file, rows = job.folder / REFERENCE, self._batches.pairs
         assert rows is not None, "DPO runs on pairs"
         if job.resume is None:
             note(f"scoring {counted(rows.num_samples, 'response')} with the starting weights, the reference of DPO")
-            self._reference = reference_of(engine, batches, self._run.plan.micro_batch, idle)
+            self._reference = reference_of(engine, self._batches, self._run.plan.micro_batch, idle)
             if engine.rank == 0 and keeps:
                 _write(file, self._reference, job.sources[0].tokens.digest)
         else:
@@ -93,7 +91,6 @@ class Learning:
 
     def _pairs_of(self, made: MicroBatches) -> Callable[[int], StepBatches]:
         batches, is_dpo = self._batches, self._run.train.objective == "dpo"
-        assert batches is not None, "`begin` comes first"
 
         def step_of(step: int) -> StepBatches:
             micros = made.step(step).micros
@@ -105,7 +102,6 @@ class Learning:
         return step_of
 
     def _with_reference(self, step: int, micros: list[Batch]) -> list[Batch]:
-        assert self._batches is not None, "`begin` comes first"
         size = self._run.plan.micro_batch
         samples = self._batches.samples_of(step, *self._place, size)
         references = torch.split(self._reference[torch.from_numpy(samples)], size)

@@ -3,11 +3,34 @@
 from dataclasses import replace
 
 from terrace.cluster.cluster import Cluster
+from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
 from terrace.plan.plan import Plan
+from terrace.simulate.footprint import work_of
 from terrace.simulate.step import Prediction, Step, predict_step, resolved
 from terrace.train.config import RunConfig
+from terrace.train.rules import parts_of
 from terrace.train.utilisation import Utilisation, utilisation
+
+
+def given_step(run: RunConfig) -> Step:
+    """A step of the run on the figures of its cluster's file; stages that the plan leaves to a search are not found."""
+    return Step(
+        cluster=run.cluster,
+        plan=run.plan,
+        blocks=run.blocks(),
+        num_micros=run.num_micros(),
+        sequence=run.train.sequence,
+        work=work_of(
+            run.cluster,
+            run.plan,
+            layer_operations(run.model),
+            run.train.sequence,
+            documents=run.has_documents,
+            attention=run.train.attention,
+            served=parts_of(run),
+        ),
+    )
 
 
 def step_of(run: RunConfig, cluster: Cluster | None = None) -> Step:
@@ -18,7 +41,7 @@ def step_of(run: RunConfig, cluster: Cluster | None = None) -> Step:
     """
     # Stages are resolved on the run's cluster: measured constants could share the blocks differently than the engine
     # did.
-    own = resolved(run.step())
+    own = resolved(given_step(run))
     if cluster is None or cluster is run.cluster:
         return own
     sizes = (run.plan.micro_batch, run.train.sequence)

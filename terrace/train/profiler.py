@@ -15,15 +15,16 @@ import torch
 from terrace.base.errors import TrainingError
 from terrace.base.files import write_atomic
 from terrace.cluster.cluster import Cluster
+from terrace.program.recording import Recording
 from terrace.runtime.engine import Engine
 from terrace.runtime.tracing import Tracer
-from terrace.simulate.recording import Recording, record
+from terrace.simulate.recording import record
 from terrace.simulate.stages import Passed
 from terrace.simulate.step import play_whole
 from terrace.simulate.trace import compared_trace_json
 from terrace.train.config import RunConfig
+from terrace.train.keys import parse_steps
 from terrace.train.prediction import step_of
-from terrace.train.steps import parse_steps
 
 FOLDER = "profile"
 

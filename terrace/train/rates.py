@@ -16,12 +16,10 @@ gradient, so no rate of it is usual, and a run under sgd keeps its own. Pure: ne
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from terrace.base.errors import ConfigError
-
-if TYPE_CHECKING:
-    from terrace.train.config import RunConfig
+from terrace.train.config import RunConfig
 
 # By objective, for a whole model.
 _ADAMW = {"next-token": 2e-5, "reward": 1e-5, "dpo": 1e-6, "feedback": 1e-6, "critic": 1e-5}
@@ -107,17 +105,17 @@ def with_rate(table: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> 
     return dict(table) if rate is None else {**table, "optimizer": {**optimizer, "lr": rate}}
 
 
-def check_rate(run: "RunConfig") -> None:
+def check_rate(run: RunConfig) -> None:
     """Raise `ConfigError` for a rate that would destroy loaded weights, or a key for it that has no effect."""
     check_rates(_rates(run), "train.high_lr", is_allowed=run.train.high_lr, lr=run.optimizer.lr)
 
 
-def rate_words(run: "RunConfig") -> str:
+def rate_words(run: RunConfig) -> str:
     """The peak rate of a run that loads weights beside the usual one; "" where none is usual."""
     return "".join(each.words for each in _rates(run))
 
 
-def _rates(run: "RunConfig") -> list[LoadedRate]:
+def _rates(run: RunConfig) -> list[LoadedRate]:
     if not run.train.weights:
         return []
     return [

@@ -14,8 +14,8 @@ from terrace.runtime.engine import Engine
 from terrace.runtime.finite import NonFiniteError, words
 from terrace.runtime.objective import num_counted
 from terrace.train.job import RunJob
-from terrace.train.loop import RankOfRun
 from terrace.train.metrics import Silent
+from terrace.train.rank import RankOfRun
 from terrace.train.schedule import learning_rate
 
 Row = tuple[int, int, int, float | None, float, str]  # rank, micro-batch, block, loss per label, gradient norm, words
@@ -38,21 +38,22 @@ def replay_rank(world: World, job: RunJob, number: int) -> Replayed:
 
     Top-level, so that a child process can import it. Raises `TrainingError` if a step before it is not finite.
     """
-    with StopSignal(()) as stop_signal, watch(world, timeout_s=job.run.train.timeout_s) as dog, dog.guard():
-        rank = RankOfRun(world, job, Silent(), dog, stop_signal)
+    with StopSignal(()), watch(world, timeout_s=job.run.train.timeout_s) as dog, dog.guard():
+        rank = RankOfRun(world, job, Silent(), dog)
         engine = rank.engine
         first_step = rank.resume()
-        made = rank.micro_batches(job.run.cluster)
-        rank.learning.begin(engine, rank.batches, job, rank.observer.note, dog.idle, keeps=False)
+        made = rank.micro_batches(rank.batches, rank.cost(job.run.cluster))
+        rank.learning.begin(engine, job, rank.observer.note, dog.idle, keeps=False)
         batches_of = rank.learning.fed(made)
-        for rank.step in range(first_step, number):
-            micros = [micro.to(engine.device) for micro in batches_of(rank.step).micros]
-            if rank.step == number - 1:
+        for step in range(first_step, number):
+            rank.reporter.step = step
+            micros = [micro.to(engine.device) for micro in batches_of(step).micros]
+            if step == number - 1:
                 break
             try:
-                engine.step(micros, learning_rate(rank.step, job.run.train, job.run.optimizer))
+                engine.step(micros, learning_rate(step, job.run.train, job.run.optimizer))
             except NonFiniteError as error:
-                raise TrainingError(f"step {rank.step + 1}, before step {number}, has {error}") from error
+                raise TrainingError(f"step {step + 1}, before step {number}, has {error}") from error
         examination = engine.examine(micros)
         labels = [max(1.0, float(num_counted(micro, IGNORE_INDEX))) for micro in micros]
         own: list[list[Any]] = [
@@ -68,7 +69,7 @@ def replay_rank(world: World, job: RunJob, number: int) -> Replayed:
         ]
         told = engine.comm.exchange([own, examination.first])
         first = min((found for _, found in told if found is not None), default=None)
-        loss, grad_norm = _figures(engine, micros, learning_rate(rank.step, job.run.train, job.run.optimizer))
+        loss, grad_norm = _figures(engine, micros, learning_rate(step, job.run.train, job.run.optimizer))
         engine.close()
     rows: list[Row] = [tuple(row) for rows_there, _ in told for row in rows_there]
     return Replayed(rows=rows, first="" if first is None else words(first), loss=loss, grad_norm=grad_norm)

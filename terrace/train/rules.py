@@ -1,31 +1,89 @@
-"""Rules across the sections of a run that need no plan of their own. Pure: needs no torch."""
+"""Rules across the sections of a run. Pure: needs no torch."""
 
 import fnmatch
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
-from terrace.base.errors import ConfigError
+from terrace.base.errors import ConfigError, ModelError, PlanError, did_you_mean
+from terrace.base.words import counted
+from terrace.data.config import HOLDOUT
 from terrace.model.attention_kernel import AttentionCase, refusal
 from terrace.model.block_operations import layer_operations
-from terrace.model.facts import layer_windows, rope_limit
+from terrace.model.experts.balance import BalanceConfig
+from terrace.model.facts import has_scalar_head, layer_windows, longest_row, refuse_looking_ahead, rope_limit
 from terrace.model.part_kernel import PARTS, Part, PartsCase, left_to_torch
 from terrace.model.part_kernel import refusal as parts_refusal
 from terrace.model.spec import BlockSpec
+from terrace.plan.balance_rules import check_balance
 from terrace.plan.context import is_context_parallel
+from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
+from terrace.plan.routes import lossy_messages
+from terrace.plan.validate import validate
+from terrace.train.config import RunConfig, parse_sections
+from terrace.train.keys import TrainConfig
 
-if TYPE_CHECKING:
-    from terrace.train.config import RunConfig
+
+def checked_run(table: Mapping[str, Any]) -> RunConfig:
+    """The run of a whole table, checked; numbers that its plan leaves out are the defaults of `Plan`.
+
+    A run on pairs has a pair in its micro-batch. Raises the `TerraceError` of the first mistake.
+    """
+    run = parse_sections(table)
+    _check(run)
+    return _with_whole_pairs(run, free_numbers(table))
 
 
-def attention_case(run: "RunConfig", backend: str) -> AttentionCase:
+def free_numbers(table: Mapping[str, Any]) -> list[str]:
+    """The numbers that the plan of a run's table leaves out."""
+    return [name for name in ("micro_batch", "unit") if name not in table["plan"]]
+
+
+def _check(run: RunConfig) -> None:
+    # Each section was checked by itself; here are the rules across sections.
+    blocks = run.blocks()
+    validate(run.cluster, run.plan, blocks)
+    check_objective(run)
+    check_evaluation(run)
+    check_attention(run)
+    check_kernels(run)
+    check_positions(run)
+    run.num_micros()
+    if 0 < (most := longest_row(run.model)) < run.train.sequence:
+        raise ModelError(
+            f"train.sequence = {run.train.sequence} is longer than the {most} positions the "
+            f"model has: use at most {most}"
+        )
+    check_balance(run.balance or BalanceConfig(), Mesh.of(run.cluster, run.plan), run.plan, blocks)
+    if run.balance is not None and run.balance.bias:
+        check_moved(run, blocks)
+    lossy = [message.value for message in lossy_messages(Layout.of(run.cluster, run.plan), run.plan)]
+    for name in run.train.error_budget:
+        if name not in lossy:
+            raise ConfigError(
+                f"train.error_budget.{name} has no effect: the messages that round in a block format are "
+                f"{', '.join(lossy) or 'none'}{did_you_mean(name, lossy)}"
+            )
+    if run.train.peer_copies and run.plan.outer.has_islands:
+        # Every step must end on all ranks before a copy of the next begins, and islands wait for none of their steps.
+        raise ConfigError(
+            "train.peer_copies = 1 copies a state that all ranks have at once, and islands (plan.outer) go on apart: "
+            "leave one of them out; checkpoints on disk hold islands"
+        )
+    if not any(block.num_trainable for block in blocks):
+        raise ModelError(f"train.freeze = {list(run.train.freeze)} freezes every parameter: leave something to train")
+
+
+def attention_case(run: RunConfig, backend: str) -> AttentionCase:
     """Inputs of attention in the layers of a run on devices of a type."""
     core = layer_operations(run.model).core
     is_cut = run.has_documents or any(0 < window < run.train.sequence for window in layer_windows(run.model))
     return AttentionCase(backend, run.plan.compute, core.head_dim, core.is_grouped, is_cut, core.cap > 0)
 
 
-def check_positions(run: "RunConfig") -> None:
+def check_positions(run: RunConfig) -> None:
     """Raise `ConfigError` for rows whose RoPE depends on the longest row of the batch, where no rank knows that."""
     limit, sequence = rope_limit(run.model), run.train.sequence
     if not 0 < limit < sequence:
@@ -39,7 +97,7 @@ def check_positions(run: "RunConfig") -> None:
         )
 
 
-def check_attention(run: "RunConfig") -> None:
+def check_attention(run: RunConfig) -> None:
     """Raise `ConfigError` for a kernel of attention that the run's devices, dtype or plan do not allow."""
     choice = run.train.attention
     if choice == "auto":
@@ -53,7 +111,7 @@ def check_attention(run: "RunConfig") -> None:
         raise ConfigError(f"train.attention = {choice!r} cannot serve: {reason}; leave train.attention out")
 
 
-def parts_case(run: "RunConfig", backend: str) -> PartsCase:
+def parts_case(run: RunConfig, backend: str) -> PartsCase:
     """Facts of a run that decide which kernels can run the parts of its blocks between products."""
     mesh = Mesh.of(run.cluster, run.plan)
     return PartsCase(
@@ -61,7 +119,7 @@ def parts_case(run: "RunConfig", backend: str) -> PartsCase:
     )
 
 
-def check_kernels(run: "RunConfig") -> None:
+def check_kernels(run: RunConfig) -> None:
     """Raise `ConfigError` for `train.kernels` that the run's devices, dtype or model do not allow."""
     if run.train.kernels == "torch":
         return
@@ -69,7 +127,7 @@ def check_kernels(run: "RunConfig") -> None:
         raise ConfigError(f"train.kernels = {run.train.kernels!r} cannot serve: {reason}; leave train.kernels out")
 
 
-def parts_of(run: "RunConfig") -> list[Part]:
+def parts_of(run: RunConfig) -> list[Part]:
     """The parts of a run's blocks that run in kernels of liger-kernel."""
     if run.train.kernels == "torch":
         return []
@@ -77,7 +135,7 @@ def parts_of(run: "RunConfig") -> list[Part]:
     return [part for part in PARTS if part not in left]
 
 
-def parts_words(run: "RunConfig") -> str:
+def parts_words(run: RunConfig) -> str:
     """A line with the parts that run in kernels of liger-kernel, and the others with the reason; "" without them."""
     if run.train.kernels == "torch":
         return ""
@@ -87,7 +145,7 @@ def parts_words(run: "RunConfig") -> str:
     return f"kernels of liger-kernel: {served}{others}"
 
 
-def check_moved(run: "RunConfig", blocks: Sequence[BlockSpec]) -> None:
+def check_moved(run: RunConfig, blocks: Sequence[BlockSpec]) -> None:
     """Raise `ConfigError` where a moved bias of a router belongs to parameters that the run does not train."""
     if run.lora is not None:
         raise ConfigError(
@@ -100,3 +158,84 @@ def check_moved(run: "RunConfig", blocks: Sequence[BlockSpec]) -> None:
                 f"balance.bias moves {found[0]}, and train.freeze pattern {pattern!r} names it: leave balance.bias "
                 "out, or freeze other parameters"
             )
+
+
+def check_evaluation(run: RunConfig) -> None:
+    """Raise `ConfigError` for keys of evaluations that cannot have an effect, or `ModelError` for a model."""
+    train, names = run.train, [*([HOLDOUT] if run.data.holdout else []), *run.data.eval]
+    if not train.eval_every:
+        if run.data.eval:
+            raise ConfigError("data.eval has no effect: train.eval_every = 0; set it to a number of steps")
+        for key in ("keep_best", "eval_batches"):
+            if getattr(train, key) != getattr(TrainConfig, key):
+                raise ConfigError(f"train.{key} has no effect: train.eval_every = 0; set it to a number of steps")
+        return
+    if run.on_pairs:
+        raise ConfigError(
+            f"train.eval_every = {train.eval_every} evaluates the prediction of tokens, and train.objective = "
+            f"{train.objective!r} trains on pairs: leave it out"
+        )
+    if not names:
+        raise ConfigError(
+            f"train.eval_every = {train.eval_every}, but there is nothing to evaluate: hold out a part of the data "
+            "(data.holdout = 0.01), or name other data (data.eval.NAME = PATH)"
+        )
+    if train.keep_best and train.keep_best not in names:
+        known = did_you_mean(train.keep_best, names)
+        raise ConfigError(f"train.keep_best = {train.keep_best!r} names nothing that is evaluated{known}")
+    refuse_looking_ahead(run.model)
+
+
+def check_objective(run: RunConfig) -> None:
+    """Raises a `TerraceError` for an objective that does not fit the data, the model or a valid plan."""
+    objective, beta = run.train.objective, run.train.beta
+    if not 0 < beta < math.inf:
+        raise ConfigError(f"train.beta = {beta} must be positive and finite")
+    if objective != "dpo" and beta != type(run.train).beta:
+        raise ConfigError(f'train.beta = {beta} has no effect: train.objective = "{objective}", not "dpo"')
+    has_pairs = any(source.format == "pairs" for source in run.data.sources())
+    if has_scalar_head(run.model) and objective != "reward":
+        raise ModelError(
+            f'the model has one output a token, and train.objective = "{objective}" needs logits: name a model with an '
+            'output matrix, or set train.objective = "reward"'
+        )
+    if run.on_pairs and not has_pairs:
+        raise ConfigError(
+            f'train.objective = "{objective}" needs pairs: give --data a file of them, with data.format = "pairs"'
+        )
+    if not run.on_pairs:
+        if has_pairs:
+            raise ConfigError(
+                'data.format = "pairs" needs train.objective = "reward" or "dpo": set one for the preferences of '
+                f"{run.data.sources()[0].path}, or give text or conversations"
+            )
+        return
+    degree = Layout.of(run.cluster, run.plan).data_degree
+    if run.train.batch % degree:
+        raise PlanError(
+            f"{counted(run.train.batch, 'pair')} in a step do not divide among {degree} data ranks: make train.batch a "
+            f"multiple of {degree}"
+        )
+    if is_context_parallel(Mesh.of(run.cluster, run.plan), run.plan):
+        raise PlanError("pairs need whole rows: leave out the context axis and balance")
+    if run.plan.outer.has_islands:
+        raise PlanError(f'train.objective = "{objective}" is not implemented for islands: leave plan.outer out')
+    if run.balance is not None:
+        raise ConfigError(f'[balance] is not implemented for train.objective = "{objective}": leave it out')
+    if run.lora is not None and objective == "reward":
+        raise ConfigError('[lora] would leave the score of train.objective = "reward" as it began: leave it out')
+
+
+def _with_whole_pairs(run: RunConfig, free: Collection[str]) -> RunConfig:
+    """The run with a pair in its micro-batch, where it trains on pairs and the plan leaves the number `free`.
+
+    Raises `PlanError` where the plan gives an odd one.
+    """
+    if not run.on_pairs or run.plan.micro_batch % 2 == 0:
+        return run
+    if "micro_batch" not in free:
+        raise PlanError(
+            f"plan.micro_batch = {run.plan.micro_batch} is odd, and both sequences of a pair are in one micro-batch: "
+            "make it even, or leave it out"
+        )
+    return replace(run, plan=replace(run.plan, micro_batch=2))

@@ -14,8 +14,9 @@ from terrace.base.errors import CheckpointError, ConfigError
 from terrace.base.schema import load, read_table
 from terrace.model.hf.folder import TOKENIZER
 from terrace.runtime.settings import OptimizerConfig
-from terrace.train.config import RunConfig, parse_run
+from terrace.train.config import RunConfig
 from terrace.train.folder import SOURCE, no_run_words
+from terrace.train.rules import checked_run
 from terrace.train.schedule import learning_rate, warmed_up
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def read_run(folder: Path) -> RunFolder:
     table = _table(folder)
     if command_of(table) == "rl":
         return _of_feedback(folder, table)
-    run = parse_run(table)
+    run = checked_run(table)
     return RunFolder(
         folder=folder,
         command="train",

@@ -38,7 +38,7 @@ from terrace.launch import start
 from terrace.launch.start import LocalPool
 from terrace.launch.world import World
 from terrace.train import sample
-from terrace.train.config import resolve_table
+from terrace.train.layers import resolve_table
 from terrace.train.loop import train
 from terrace.train.metrics import Observer, Silent, StepRecord
 from terrace.train.trained import load_trained

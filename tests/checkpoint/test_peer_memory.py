@@ -21,10 +21,12 @@ from terrace.cli import from_memory, prepare
 from terrace.cli.from_memory import check_partners
 from terrace.launch.seal import Seal
 from terrace.launch.start import World
+from terrace.plan.partners import find_partners
 from terrace.program.lowering import build_stages
-from terrace.simulate.peer_copies import find_partners, part_bytes
-from terrace.train.config import parse_run, resolve_table
+from terrace.simulate.peer_copies import part_bytes
 from terrace.train.keys import TrainConfig
+from terrace.train.layers import resolve_table
+from terrace.train.resolve import parse_run
 from tests.support.checkpoints import make, train
 from tests.support.tiny_runs import write_run
 

@@ -7,7 +7,7 @@ import pytest
 from terrace.cli.aliases import _KEYS, _PLANS, translated
 from terrace.cli.main import main
 from terrace.plan.presets import PRESETS
-from terrace.train.config import resolve
+from terrace.train.resolve import resolve
 
 
 def test_every_alias_is_a_plan_or_a_key_of_a_run() -> None:

@@ -18,7 +18,8 @@ from terrace.probe.auto import auto_cluster
 from terrace.probe.environment import Ranks
 from terrace.probe.gpus import Gpus, Link, look_for_gpus
 from terrace.probe.machine import Gpu
-from terrace.train.config import RunConfig, parse_run, run_toml
+from terrace.train.config import RunConfig, run_toml
+from terrace.train.resolve import parse_run
 
 GIB = 2**30
 H100 = "NVIDIA H100 80GB HBM3"

@@ -14,7 +14,7 @@ from terrace.planner.stages import SERIAL
 from terrace.planner.task import Candidate, Placement
 from terrace.planner.ties import slowest_tier
 from terrace.simulate.bands import band_of
-from terrace.train.config import resolve
+from terrace.train.resolve import resolve
 from terrace.train.utilisation import step_flops
 from tests.support.mixtures import mixture
 from tests.support.planner_cases import CLUSTERS, evaluator_of, mesh_of, small_task

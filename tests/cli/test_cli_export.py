@@ -23,7 +23,8 @@ from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig, parse_model
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.hf.pretrained import Pretrained
-from terrace.train.config import RunConfig, parse_run, resolve
+from terrace.train.config import RunConfig
+from terrace.train.resolve import parse_run, resolve
 from tests.support.hf_folder import TABLE, TEXT, write_folder, write_tokenizer
 from tests.support.nightly import nightly
 from tests.support.tiny_runs import losses, one_line, terrace, write_run

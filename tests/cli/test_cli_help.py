@@ -13,7 +13,7 @@ import terrace.cli.main
 import terrace.launch.watchdog
 from terrace.base.errors import ConfigError
 from terrace.cli.main import _parser, main
-from terrace.train.config import resolve
+from terrace.train.resolve import resolve
 
 
 def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:

@@ -25,7 +25,7 @@ from terrace.report.tables import plan_rows, quantity, seconds
 from terrace.simulate.cost import step_costs
 from terrace.simulate.events import simulate
 from terrace.simulate.footprint import work_of
-from terrace.train.config import resolve
+from terrace.train.resolve import resolve
 from tests.support.command_line import without_torch
 from tests.support.planning import GPT, Planning, here
 

@@ -31,8 +31,9 @@ from terrace.probe.machine import NEEDED, PACKAGES, Gpu, look
 from terrace.probe.network import MeasuredTier, measure_links
 from terrace.report.tables import seconds
 from terrace.simulate.links import latency_and_rate
-from terrace.train.config import RunConfig, resolve
+from terrace.train.config import RunConfig
 from terrace.train.prediction import predict
+from terrace.train.resolve import resolve
 from tests.support.command_line import without_torch
 from tests.support.effort import lines_run
 from tests.support.machines import SOUND

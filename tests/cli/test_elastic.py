@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from terrace.base.errors import PlanError
 from terrace.cli.elastic import fitted_cluster, fitted_run
-from terrace.train.config import resolve_table
+from terrace.train.layers import resolve_table
 from tests.support.tiny_runs import write_run
 from tests.support.toys import cluster_of
 

@@ -3,8 +3,8 @@
 import json
 import re
 
-from terrace.train.config import resolve
 from terrace.train.prediction import resolved_run
+from terrace.train.resolve import resolve
 from tests.support.planning import Planning, here
 
 __all__ = ["here"]

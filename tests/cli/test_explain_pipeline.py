@@ -44,8 +44,9 @@ from terrace.simulate.stages import StagesStep, simulate_stages
 from terrace.simulate.step import bubble, idle_s
 from terrace.simulate.timeline import play
 from terrace.simulate.timeline_picture import passes_picture, task_spans
-from terrace.train.config import RunConfig, resolve
+from terrace.train.config import RunConfig
 from terrace.train.prediction import resolved_run
+from terrace.train.resolve import resolve
 from tests.support.command_line import CommandLine
 from tests.support.schedules import even_seconds, peak_activation_bytes
 

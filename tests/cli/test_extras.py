@@ -11,7 +11,7 @@ from terrace import __version__
 from terrace.base import extras
 from terrace.base.extras import install
 from terrace.cli.main import main
-from terrace.train.config import resolve_table
+from terrace.train.layers import resolve_table
 from tests.support.command_line import without_torch
 from tests.support.tiny_runs import one_line
 

@@ -12,13 +12,12 @@ import pytest
 
 from terrace.base.progress import Passing
 from terrace.cli.first_screen import show_plan
-from terrace.cli.next_commands import next_commands
 from terrace.cli.prepare import prepare
-from terrace.cli.progress_lines import passing_lines
-from terrace.cli.screen import Screen
-from terrace.train.config import resolve
+from terrace.cli.screen import Screen, next_commands
+from terrace.cli.step_progress import passing_lines
 from terrace.train.job import RunJob
 from terrace.train.prediction import predict
+from terrace.train.resolve import resolve
 from tests.support.tiny_runs import MODEL
 
 OF_RANKS = 1  # "8 local processes, backend gloo: ...": the only line of the ranks themselves

@@ -9,10 +9,10 @@ import pytest
 from terrace.cli.keys import SECTIONS, dotted, keys_of
 from terrace.cli.main import main
 from terrace.plan.outer import ONE_ISLAND
-from terrace.rl.config import resolve as resolve_rl
-from terrace.train.config import resolve
+from terrace.rl.resolve import resolve as resolve_rl
 from terrace.train.keys import TrainConfig
 from terrace.train.rates import usual_rate
+from terrace.train.resolve import resolve
 from tests.support.command_line import without_torch
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -14,7 +14,8 @@ from terrace.planner.ranking import Cost
 from terrace.report.tables import seconds
 from terrace.report.training_cost import duration, energy_words, parse_tokens, throughput_words, training_words
 from terrace.simulate.step import predict_step
-from terrace.train.config import resolve
+from terrace.train.prediction import step_of as run_step
+from terrace.train.resolve import resolve
 from tests.support.planner_cases import CLUSTERS, small_task
 from tests.support.planning import Planning, here
 
@@ -111,7 +112,7 @@ def test_the_users_plan_is_compared_with_the_best(here: Planning) -> None:
     flags = {"model": str(here.model), "cluster": "frontier", "plan": "zero3"}
     sizes = {"cluster": {"tiers": {"system": {"size": 1}}}, "train": {"batch": 16, "sequence": 256}}
     run = resolve(None, flags, sizes | {"plan": {"prefetch": 2, "compute": "bf16"}})
-    step_s = predict_step(run.step()).step_s
+    step_s = predict_step(run_step(run)).step_s
     line = re.search(
         r"your plan zero3, micro-batch (\d+) x \d+: step ([\d.]+ \w+) \+-\d+ %, ([\d.]+) % longer than", joined(out)
     )

@@ -18,7 +18,7 @@ from terrace.report.tables import seconds
 from terrace.simulate.cost import step_costs
 from terrace.simulate.events import simulate
 from terrace.simulate.footprint import work_of
-from terrace.train.config import resolve
+from terrace.train.resolve import resolve
 from tests.support.planning import Planning, here
 
 __all__ = ["here"]

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from terrace.cli.main import main
-from terrace.train.config import resolve
+from terrace.train.resolve import resolve
 from tests.support.planning import Planning, here
 
 __all__ = ["here"]

@@ -11,8 +11,9 @@ from terrace.cli.checks import check_memory_here, check_run
 from terrace.cli.prepare import changes, prepare
 from terrace.model.experts.balance import BalanceConfig
 from terrace.simulate.advice import Job, fullest_stage
-from terrace.train.config import RunConfig, parse_run, resolve, run_toml
+from terrace.train.config import RunConfig, run_toml
 from terrace.train.prediction import resolved_run
+from terrace.train.resolve import parse_run, resolve
 from tests.support.machines import SOUND
 from tests.support.tiny_runs import MODEL, write_run
 

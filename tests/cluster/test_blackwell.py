@@ -14,7 +14,7 @@ from terrace.plan.presets import preset
 from terrace.simulate.bands import band_of, generation_of
 from terrace.simulate.kernels import attention_s, gemm_s, memory_s
 from terrace.simulate.links import hop_s
-from terrace.train.config import resolve
+from terrace.train.resolve import resolve
 from tests.support.command_line import CommandLine
 
 MIB = 2**20

@@ -12,7 +12,7 @@ from terrace.cli import eval as evaluation
 from terrace.data.found_format import first_record, found_format, with_formats
 from terrace.data.prepared import prepare_sources
 from terrace.data.tokenizer import ByteTokenizer
-from terrace.train.config import resolve
+from terrace.train.resolve import resolve
 from tests.support.chats import CHATML, write_lines
 
 TALK = [{"role": "user", "content": "sky"}, {"role": "assistant", "content": "blue"}]

@@ -26,7 +26,7 @@ from terrace.model.dcp.metadata import read_metadata
 from terrace.model.hf.folder import METADATA
 from terrace.model.hf.names import sources
 from terrace.model.hf.pretrained import Pretrained
-from terrace.train.config import resolve
+from terrace.train.resolve import resolve
 from terrace.train.trained import load_blocks, load_trained
 from tests.support.dcp_folders import Runs, a_folder, read_as
 from tests.support.dcp_ranks import loads, saves

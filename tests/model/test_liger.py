@@ -22,7 +22,8 @@ from terrace.model.part_kernel import PARTS, PartsCase, left_to_torch, refusal
 from terrace.runtime import compiled
 from terrace.simulate.held_activations import activations_by_block
 from terrace.simulate.work import Work
-from terrace.train.config import resolve
+from terrace.train.prediction import given_step
+from terrace.train.resolve import resolve
 from terrace.train.rules import parts_words
 from tests.support.command_line import interpreted
 from tests.support.liger_cases import LLAMA
@@ -161,7 +162,7 @@ def test_parts_that_are_served_keep_less() -> None:
     made = {"cluster": "dgx-h100"}, {"plan": {"preset": "ddp", "compute": "bf16"}, "train": {"sequence": 512}}
     run = resolve(None, *made)
     served = replace(run, train=replace(run.train, kernels="liger"))
-    works = [each.step().work for each in (run, served)]
+    works = [given_step(each).work for each in (run, served)]
     held = []
     for work, parts in zip(works, ((), PARTS), strict=True):
         assert isinstance(work, Work)

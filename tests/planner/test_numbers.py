@@ -11,8 +11,9 @@ from terrace.planner.ranking import TIE
 from terrace.planner.space import divisors
 from terrace.simulate.advice import Job, fullest_stage
 from terrace.simulate.step import predict_step
-from terrace.train.config import RunConfig, resolve
+from terrace.train.config import RunConfig
 from terrace.train.prediction import step_of
+from terrace.train.resolve import resolve
 from tests.support.tiny_runs import MODEL
 
 RUNS: list[dict[str, Any]] = [

@@ -39,14 +39,14 @@ MIXED = replace(TASK, model=mixture(GROUPED))
 )
 def test_operations_that_no_search_takes(text: str, axes: str, is_mixture: bool, said: str) -> None:
     with pytest.raises(PlanError, match=re.escape(said)):
-        parse_operations(text, MIXED if is_mixture else TASK, parse_axes(axes))
+        parse_operations(text, (MIXED if is_mixture else TASK).blocks, parse_axes(axes))
 
 
 def test_operations_of_a_search() -> None:
-    assert parse_operations("norms, attention", TASK, ("data", "pipeline")) == ("attention", "norms")
-    assert parse_operations(None, TASK, AXES) is None
-    assert parse_operations("layers", TASK, AXES) == ()
-    assert parse_operations("attention", MIXED, ("data", "tensor")) == ("attention",)
+    assert parse_operations("norms, attention", TASK.blocks, ("data", "pipeline")) == ("attention", "norms")
+    assert parse_operations(None, TASK.blocks, AXES) is None
+    assert parse_operations("layers", TASK.blocks, AXES) == ()
+    assert parse_operations("attention", MIXED.blocks, ("data", "tensor")) == ("attention",)
 
 
 OPERATIONS_OF_SEARCHES = [

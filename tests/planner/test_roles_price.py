@@ -7,12 +7,12 @@ import pytest
 
 from terrace.base.boxes import numel
 from terrace.base.errors import PlanError, TerraceError
+from terrace.cluster.pools import first_ranks, pool_cluster, pool_sizes
 from terrace.model.block_operations import layer_operations
 from terrace.plan.hand_over import cells_of, moves_of
 from terrace.planner.roles.costs import Costs
 from terrace.planner.roles.dataflow import Dataflow, Role, ppo
 from terrace.planner.roles.placement import PlacedRole, Pool, RolePlacement, price
-from terrace.planner.roles.pools import first_ranks, pool_cluster, pool_sizes
 from terrace.planner.roles.reshard import between_pools
 from terrace.planner.scaling import evaluate_plan
 from terrace.simulate.footprint import work_of

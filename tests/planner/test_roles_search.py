@@ -10,6 +10,7 @@ import pytest
 
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
+from terrace.cluster.pools import first_ranks, partitions, pool_cluster, pool_sizes
 from terrace.model.config import ModelConfig
 from terrace.planner.roles import search
 from terrace.planner.roles.choices import Choices
@@ -17,7 +18,6 @@ from terrace.planner.roles.costs import Costs
 from terrace.planner.roles.dataflow import Dataflow, Role, ppo
 from terrace.planner.roles.generation import rows_of
 from terrace.planner.roles.placement import PlacedRole, Pool, RolePlacement, price
-from terrace.planner.roles.pools import first_ranks, partitions, pool_cluster, pool_sizes
 from terrace.planner.roles.search import Places, find, find_among
 from tests.support.dataflows import llama, nodes, ppo_flow, small
 from tests.support.nightly import nightly

@@ -13,8 +13,8 @@ from terrace.launch.start import LocalPool
 from terrace.launch.world import World
 from terrace.probe.fit import bus_share
 from terrace.probe.links import TierLinks
+from terrace.probe.measure import measure_pair
 from terrace.probe.samples import PairSample
-from terrace.probe.shared_bus import measure_pair
 from terrace.probe.timing import Stopwatch
 from tests.support.toys import cluster_of
 

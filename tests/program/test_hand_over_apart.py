@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 
 from terrace.cluster.cluster import Cluster
+from terrace.cluster.pools import pool_cluster, side_by_side
 from terrace.plan.flats import block_flats
 from terrace.plan.hand_over import crossing
 from terrace.plan.mesh import Mesh
@@ -12,7 +13,6 @@ from terrace.plan.plan import Plan
 from terrace.plan.slices import slice_blocks
 from terrace.plan.transition import Apart, Transition
 from terrace.plan.wire import FORMATS, MessageClass
-from terrace.planner.roles.pools import pool_cluster, side_by_side
 from terrace.program.hand_over import hand_over_programs
 from terrace.program.verify_hand_over import verify_hand_over
 from tests.support.hand_overs import Counted, mlp

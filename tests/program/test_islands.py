@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from terrace.plan.memory import model_state_bytes
 
 from terrace.base.errors import ConfigError, PlanError, ProgramError
 from terrace.base.schema import dump, merge

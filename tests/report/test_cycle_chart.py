@@ -14,8 +14,9 @@ from terrace.report.run_page import run_page
 from terrace.simulate.cycle_timeline import CycleTimeline, cycle_timeline
 from terrace.simulate.noting import WAIT_OUTER
 from terrace.simulate.step import predict_step
-from terrace.train.config import RunConfig, resolve, run_toml
+from terrace.train.config import RunConfig, run_toml
 from terrace.train.metrics import StepRecord
+from terrace.train.resolve import resolve
 from tests.support.cycles import islands, step_of
 from tests.support.records import step_record, write_metrics
 from tests.support.tiny_runs import write_run

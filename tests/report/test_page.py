@@ -11,6 +11,7 @@ import pytest
 from terrace.plan.presets import PRESETS, preset
 from terrace.program.lowering import build
 from terrace.program.program import Program
+from terrace.program.recording import Recording
 from terrace.report.advice import advice_words, timeline_text
 from terrace.report.bars import MAX_BARS, bars_by_lane, middle_unit
 from terrace.report.page import lanes_timeline, page_html
@@ -21,7 +22,7 @@ from terrace.simulate.bands import Band
 from terrace.simulate.change import Change
 from terrace.simulate.critical import critical_path
 from terrace.simulate.curve import memory_curve
-from terrace.simulate.recording import Recording, record
+from terrace.simulate.recording import record
 from terrace.simulate.small_changes import changes
 from terrace.simulate.step import Step
 from tests.support.pages import BLOCKS, checked, cluster_of, price, recorded

@@ -15,7 +15,8 @@ from terrace.report.rl_folder import is_rl_folder, rl_view
 from terrace.report.rl_page import RlView, rl_page
 from terrace.report.rl_samples import samples_of
 from terrace.report.rl_timeline import recorded_step, steady_iteration
-from terrace.rl.config import resolve, to_toml_table
+from terrace.rl.config import to_toml_table
+from terrace.rl.resolve import resolve
 from tests.support import chromium
 from tests.support.folders import cut
 from tests.support.pages import checked

@@ -13,14 +13,15 @@ from terrace.cli.screen import slowest_words
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.program.report import StepReport, plain
-from terrace.report import predicted_step
+from terrace.report import run_cycle
 from terrace.report.run_folder import run_view
 from terrace.report.run_page import run_page
-from terrace.train.compared import compare_ranks
-from terrace.train.config import resolve, run_toml
+from terrace.train.config import run_toml
 from terrace.train.job import RunJob
+from terrace.train.loop import compare_ranks
 from terrace.train.metrics import Outcome, Silent, SlowestRank
 from terrace.train.recorder import recorded
+from terrace.train.resolve import resolve
 from tests.support.records import step_record, write_metrics
 from tests.support.toys import cluster_of
 
@@ -124,7 +125,7 @@ def test_a_comparison_of_runs_plays_no_step(finished: Path, monkeypatch: pytest.
     def play(*_: object) -> None:
         raise AssertionError("a step was played")
 
-    monkeypatch.setattr(predicted_step, "play_whole", play)
+    monkeypatch.setattr(run_cycle, "play_whole", play)
     with pytest.raises(AssertionError, match="a step was played"):
         run_view(finished)
     view = run_view(finished, draws=False)

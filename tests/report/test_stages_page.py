@@ -13,8 +13,7 @@ from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
 from terrace.plan.validate import num_micro_batches
 from terrace.program.instruction import PASSES
-from terrace.report.stages import path_sentence, stages_page
-from terrace.report.stages_svg import MAX_BARS, close_up, memories_svg, stages_timeline
+from terrace.report.stages import MAX_BARS, close_up, memories_svg, path_sentence, stages_page, stages_timeline
 from terrace.report.svg import PLOT
 from terrace.simulate.change import Change
 from terrace.simulate.footprint import work_of

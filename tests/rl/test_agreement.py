@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from terrace.rl.agreement import DIFFERENCE, Agreement, causes
+from terrace.rl.agreement import DIFFERENCE, Agreement, causes, rollout_is_exact
 from terrace.rl.calls.local import LocalRuntime
 from tests.support.rl_runs import FOUR, ONE_STAGE, config_of, ran
 
@@ -17,7 +17,7 @@ def test_gathers_in_bf16_leave_the_rollout_at_the_difference_of_fp32(tmp_path: P
     plans = {"actor": SHARDED, "reference": SHARDED}
     config = config_of(FOUR, {"algorithm": {"name": "grpo", "kl_coefficient": 0.0}, "plans": plans})
     assert (config.plan.compute, config.plan.messages) == ("fp32", "bf16")
-    assert config.rollout_is_exact, "no pass of the actor computes old log-probabilities again"
+    assert rollout_is_exact(config), "no pass of the actor computes old log-probabilities again"
     agreement = Agreement(config)
     for found in ran(LocalRuntime(timeout_s=120.0), config, tmp_path):
         assert 0 < found[DIFFERENCE] < 1e-5
@@ -44,7 +44,7 @@ def test_a_large_difference_is_said_once_with_its_cause(plan: dict[str, Any], us
     scores = {**whole, "wire": {key: value for key, value in plan.get("wire", {}).items() if key != "reduce"}}
     plans = {"actor": whole, "critic": whole, "reference": scores}
     config = config_of(FOUR, {"plans": plans, "run": {"mini_batch": 16}})
-    assert config.rollout_is_exact == (usual == 1e-3) == (not causes(config))
+    assert rollout_is_exact(config) == (usual == 1e-3) == (not causes(config))
     agreement = Agreement(config)
     assert not agreement.words({DIFFERENCE: usual})
     assert not agreement.words({DIFFERENCE: 9.0, "sync/version_lag_max": 1.0}), "older weights drew"

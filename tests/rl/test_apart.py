@@ -17,10 +17,11 @@ from terrace.program.hand_over import hand_over_programs
 from terrace.rl.calls.inline import InlineRuntime
 from terrace.rl.calls.local import LocalRuntime
 from terrace.rl.calls.spans import Span, idle_share, seconds_by_phase
-from terrace.rl.config import RlConfig, parse, to_toml_table
+from terrace.rl.config import RlConfig, to_toml_table
 from terrace.rl.making import apart_of, check_roles, engine_settings, started
 from terrace.rl.placing import ACTOR, PoolKeys
-from terrace.rl.predicted import found_placements, placement_of, predicted
+from terrace.rl.predicted import found_placements, placed_run, placement_of, predicted
+from terrace.rl.resolve import parse
 from terrace.rl.workers.handing import transition_of
 from tests.support.rl_runs import ALONE, EXACT, FOUR, config_of, inputs_of, numbers, ran, resumed
 
@@ -136,7 +137,7 @@ def test_a_placement_that_is_found_can_run() -> None:
     for more in ({}, {"run": {"max_lag": 1}}):
         config = config_of(FOUR, {"plan": {"compute": "fp32"}}, more)
         for placed in found_placements(config).best:
-            run = config.placed(placed.placement)
+            run = placed_run(config, placed.placement)
             check_roles(run)
             assert parse(to_toml_table(run)) == run
             assert predicted(run).seconds == pytest.approx(placed.seconds)

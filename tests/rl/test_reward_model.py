@@ -10,9 +10,9 @@ from terrace.base.errors import ConfigError, ModelError
 from terrace.model.config import load_model
 from terrace.model.decoder import build_blocks
 from terrace.model.hf.pretrained import Pretrained
-from terrace.rl.config import resolve
 from terrace.rl.keys import RewardKeys
 from terrace.rl.making import reward_settings
+from terrace.rl.resolve import resolve
 from terrace.rl.values.ragged import Ragged
 from terrace.rl.values.rows import Rows
 from terrace.rl.workers.reward_model import RewardModel

@@ -24,9 +24,9 @@ from terrace.rl.algorithms.lagrange import Multiplier
 from terrace.rl.algorithms.losses import value_loss
 from terrace.rl.algorithms.metrics import Metrics
 from terrace.rl.algorithms.policy_loss import Sums, aggregation_of, policy_loss
-from terrace.rl.config import resolve
 from terrace.rl.controllers.controllers import CONTROLLERS
 from terrace.rl.controllers.setup import Progress, Roles, Setup, Sizes
+from terrace.rl.resolve import resolve
 from terrace.rl.stream.stream import Drawing, stream_of
 from terrace.rl.values.prompts import Prompt
 from terrace.rl.values.ragged import Ragged

@@ -10,9 +10,10 @@ from terrace.base.errors import PlanError, TerraceError
 from terrace.cli.rl_explain import explain
 from terrace.planner.roles.placement import price
 from terrace.report.tables import quantity
-from terrace.rl.config import RlConfig, resolve
+from terrace.rl.config import RlConfig
 from terrace.rl.keys import RewardKeys
 from terrace.rl.predicted import dataflow_of, found_placements, placement_of, predicted, stages_of
+from terrace.rl.resolve import resolve
 from tests.support.command_line import CommandLine
 from tests.support.hf_folder import TABLE, write_model
 from tests.support.rl_runs import totals_of

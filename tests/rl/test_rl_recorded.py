@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from terrace.cluster.pools import pool_cluster
 from terrace.cluster.presets import load_cluster
-from terrace.planner.roles.pools import pool_cluster
 from terrace.rl.call_lines import CallLines
 from terrace.rl.calls.spans import Span
 from terrace.rl.placing import Place

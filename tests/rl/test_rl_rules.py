@@ -15,12 +15,13 @@ from terrace.model.config import parse_model
 from terrace.rl import making
 from terrace.rl.algorithms.algorithm import TRAITS, algorithm_of
 from terrace.rl.calls.ray_address import check_address
-from terrace.rl.config import RlConfig, resolve
+from terrace.rl.config import RlConfig
 from terrace.rl.effects import RULES
 from terrace.rl.keys import RunKeys
 from terrace.rl.making import check_roles, engine_settings
 from terrace.rl.placing import ACTOR, REFERENCE
 from terrace.rl.rates import rate_lines
+from terrace.rl.resolve import resolve
 from tests.support.rl_runs import ALONE, write_own
 
 POOLS = [{"ranks": 4, "roles": ["actor", "critic"]}, {"ranks": 4, "roles": ["rollout", "reference"]}]

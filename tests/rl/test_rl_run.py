@@ -12,10 +12,11 @@ from terrace.base.errors import CheckpointError, ConfigError, PlanError
 from terrace.base.schema import merge
 from terrace.rl.algorithms.metrics import Metrics
 from terrace.rl.calls.inline import InlineRuntime
-from terrace.rl.config import parse, resolve, to_toml_table
+from terrace.rl.config import to_toml_table
 from terrace.rl.keys import RewardKeys, RunKeys
 from terrace.rl.making import started
 from terrace.rl.placing import ACTOR
+from terrace.rl.resolve import parse, resolve
 from terrace.rl.run import RunInputs, checkpoint_of
 from terrace.rl.sort_task import END, SortPrompts, SortTokenizer
 from terrace.rl.workers import policy

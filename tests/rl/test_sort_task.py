@@ -3,7 +3,7 @@
 import torch
 
 from terrace.rl.algorithms.metrics import joined, of_rows, of_tokens
-from terrace.rl.config import resolve
+from terrace.rl.resolve import resolve
 from terrace.rl.sort_task import END, NUM_HELD_OUT, SortPrompts, SortTokenizer, answer, length_cost, reward
 from terrace.rl.values.prompts import Sample, rows_of
 from terrace.rl.values.ragged import Ragged

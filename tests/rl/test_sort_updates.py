@@ -19,9 +19,9 @@ from torch import Tensor
 from terrace.base.schema import merge
 from terrace.checkpoint.reading import Checkpoint
 from terrace.rl.calls.inline import InlineRuntime
-from terrace.rl.config import resolve
 from terrace.rl.controllers.controllers import CONTROLLERS
 from terrace.rl.making import started
+from terrace.rl.resolve import resolve
 from terrace.rl.run import RunInputs
 from terrace.rl.sort_task import END, LONGEST_RESPONSE, SortPrompts, SortTokenizer
 from terrace.rl.values.prompts import Sample

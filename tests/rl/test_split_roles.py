@@ -12,9 +12,9 @@ from terrace.rl.algorithms.metrics import Metrics
 from terrace.rl.calls.inline import InlineRuntime
 from terrace.rl.calls.local import LocalRuntime
 from terrace.rl.calls.runtime import Runtime
-from terrace.rl.config import resolve
 from terrace.rl.controllers.controllers import CONTROLLERS
 from terrace.rl.controllers.setup import Progress, Roles, Setup, Sizes
+from terrace.rl.resolve import resolve
 from terrace.rl.sort_task import END, SortPrompts, SortTokenizer
 from terrace.rl.stream.stream import Drawing, stream_of
 from terrace.rl.workers.critic import Critic

@@ -21,7 +21,7 @@ from terrace.rl.algorithms.policy_loss import Sums, policy_loss
 from terrace.rl.calls.call import calls_of
 from terrace.rl.calls.host import tokens_of
 from terrace.rl.calls.layout import RoleLayout
-from terrace.rl.config import resolve
+from terrace.rl.resolve import resolve
 from terrace.rl.sort_task import END, SortPrompts
 from terrace.rl.values.prompts import rows_of
 from terrace.rl.values.rows import Rows, cat

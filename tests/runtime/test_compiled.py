@@ -21,7 +21,7 @@ from terrace.launch.world import World
 from terrace.model import attention
 from terrace.program.lowering import build_stages
 from terrace.runtime import compiled
-from terrace.train.config import resolve
+from terrace.train.resolve import resolve
 from tests.support.parity import Case, Outcome, check, exact, run, train
 from tests.support.tiny_runs import environment, one_line, write_run
 from tests.support.toys import MODELS, cluster_of

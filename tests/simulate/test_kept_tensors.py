@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from terrace.model.block_operations import layer_operations
 from terrace.model.operations import (
     INPUT,
     OUTPUT,
@@ -50,7 +51,7 @@ def latent_attention() -> Operations:
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_latent_vector_is_whole_on_every_tensor_row(rows: int) -> None:
-    work = Work(model=MODELS["llama"], sequence=SEQUENCE, tensor=rows)
+    work = Work(layer=layer_operations(MODELS["llama"]), sequence=SEQUENCE, tensor=rows)
     found = block_activation_bytes(work, latent_attention(), "cuda")
     heads = HEADS // rows
     assert found.saved == {
@@ -72,4 +73,4 @@ def test_an_operation_without_a_rule_is_refused() -> None:
     tensor = Tensor(INPUT, Dim("hidden", HIDDEN))
     operations = Operations((Join("join", (tensor, tensor), (tensor._replace(name=OUTPUT),)),))
     with pytest.raises(KeyError, match="Join"):
-        block_activation_bytes(Work(model=MODELS["llama"], sequence=SEQUENCE), operations, "cuda")
+        block_activation_bytes(Work(layer=layer_operations(MODELS["llama"]), sequence=SEQUENCE), operations, "cuda")

@@ -21,6 +21,7 @@ from terrace.plan.validate import validate
 from terrace.program.instruction import COLLECTIVES, Instruction, Op
 from terrace.program.lowering import build
 from terrace.program.program import Program
+from terrace.program.recording import COMPUTE
 from terrace.report import bars
 from terrace.simulate.change import best_change
 from terrace.simulate.cost import Costs, step_costs
@@ -28,7 +29,7 @@ from terrace.simulate.critical import by_place, critical_path, critical_words, e
 from terrace.simulate.curve import memory_curve
 from terrace.simulate.events import simulate
 from terrace.simulate.held_activations import Held
-from terrace.simulate.recording import COMPUTE, record
+from terrace.simulate.recording import record
 from terrace.simulate.small_changes import changes
 from terrace.simulate.step import Step
 from tests.support.byte_formula import step_bytes

@@ -14,8 +14,9 @@ from terrace.model.spec import BlockSpec
 from terrace.plan.presets import preset
 from terrace.program.lowering import build
 from terrace.program.program import Program
+from terrace.program.recording import Recording
 from terrace.simulate.cost import Costs, step_costs
-from terrace.simulate.recording import Recording, record
+from terrace.simulate.recording import record
 
 LOCAL = load_cluster("local")
 BLOCKS = tuple(BlockSpec(name=f"b{i}", params=(ParamSpec(name="w", shape=(64, 64 + i)),)) for i in range(5))

@@ -9,8 +9,9 @@ import tomli_w
 from terrace.base.schema import merge
 from terrace.rl.algorithms.metrics import Metrics
 from terrace.rl.calls.runtime import Runtime
-from terrace.rl.config import RlConfig, resolve
+from terrace.rl.config import RlConfig
 from terrace.rl.making import check_roles, started
+from terrace.rl.resolve import resolve
 from terrace.rl.run import Run, RunInputs, checkpoint_of
 from terrace.rl.sort_task import END, SortPrompts, SortTokenizer
 from terrace.rl.totals import Totals

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from terrace.base.alike import first_equal
 from terrace.base.errors import ProgramError
 from terrace.base.repeated import Repeated
-from terrace.plan.outer import Exchange
 from terrace.plan.wire import MessageClass
 from terrace.program import verify as rules
 from terrace.program import verify_ranks as between_ranks
@@ -74,7 +73,7 @@ def _check_bytes(program: Program, rank: int) -> None:
 
 def _declared(program: Program) -> Bytes:
     cluster, plan, blocks = program.cluster, program.plan, program.blocks
-    exchange, held = program.exchange or Exchange(), program.stage.held
+    exchange, held = program.exchange, program.stage.held
     if program.trains:
         # Without a pipeline the closed formula makes its own stage: an independent count.
         stage = program.stage if program.stage.num_stages > 1 else None

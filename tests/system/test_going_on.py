@@ -22,10 +22,11 @@ from terrace.cli.prepare import prepare
 from terrace.launch.start import LocalPool, World
 from terrace.launch.stop import Stop
 from terrace.train import sample
-from terrace.train.config import parse_run, resolve_table
 from terrace.train.job import RunJob
+from terrace.train.layers import resolve_table
 from terrace.train.loop import train
 from terrace.train.metrics import Silent, StepRecord
+from terrace.train.resolve import parse_run
 from tests.support.nightly import nightly
 from tests.support.tiny_runs import metrics, write_run
 

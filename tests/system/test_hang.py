@@ -19,9 +19,9 @@ from terrace.launch.start import World, launch_local
 from terrace.runtime.experts.axis import ExpertAxis
 from terrace.runtime.step_runner import StepRunner
 from terrace.train import calibrate, loop
-from terrace.train.config import resolve
 from terrace.train.job import RunJob
 from terrace.train.metrics import Silent, read_metrics
+from terrace.train.resolve import resolve
 from tests.support.tiny_runs import (
     all_gone,
     descendants,

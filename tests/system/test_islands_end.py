@@ -24,9 +24,9 @@ from terrace.runtime.gap_messages import Carry
 from terrace.runtime.islands import Island
 from terrace.runtime.step_runner import StepRunner
 from terrace.train import loop
-from terrace.train.config import resolve
 from terrace.train.job import RunJob
 from terrace.train.metrics import Silent
+from terrace.train.resolve import resolve
 from tests.support.nightly import nightly
 from tests.support.tiny_runs import write_run
 from tests.support.toys import cluster_of

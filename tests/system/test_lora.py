@@ -34,7 +34,8 @@ from terrace.plan.presets import preset
 from terrace.plan.slices import slice_blocks
 from terrace.runtime.describe import describe
 from terrace.train.adapted import merged_values
-from terrace.train.config import parse_run, resolve, run_toml
+from terrace.train.config import run_toml
+from terrace.train.resolve import parse_run, resolve
 from terrace.train.trained import load_blocks
 from tests.support.parity import Case, Outcome, check, exact, train
 from tests.support.state_formula import model_state_bytes

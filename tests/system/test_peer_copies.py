@@ -24,7 +24,7 @@ from terrace.cli.worker import joined_job
 from terrace.launch.start import LocalPool, World
 from terrace.program.report import StepReport
 from terrace.train import loop, sample
-from terrace.train.config import resolve_table
+from terrace.train.layers import resolve_table
 from terrace.train.metrics import Outcome, Silent, StepRecord
 from tests.support.tiny_runs import metrics, write_run
 

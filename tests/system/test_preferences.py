@@ -29,11 +29,11 @@ from terrace.model.decoder import build_blocks
 from terrace.model.hf.pretrained import Pretrained
 from terrace.model.init import initialise
 from terrace.runtime.comm import Comm
-from terrace.train.config import resolve
 from terrace.train.job import RunJob
 from terrace.train.loop import train
 from terrace.train.metrics import Silent
 from terrace.train.pairs import REFERENCE
+from terrace.train.resolve import resolve
 from tests.support.chats import CHATML
 from tests.support.nightly import nightly
 from tests.support.parity import ADAMW, make_adamw, trainable

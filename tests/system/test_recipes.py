@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from terrace.train.config import resolve
+from terrace.train.resolve import resolve
 from tests.support.tiny_runs import MODEL, environment, write_run
 
 pytestmark = pytest.mark.timeout(300)

@@ -15,10 +15,10 @@ from terrace.report.run_folder import run_view
 from terrace.report.run_page import run_page
 from terrace.runtime.step_runner import StepRunner
 from terrace.train import loop
-from terrace.train.config import resolve
 from terrace.train.job import RunJob
 from terrace.train.metrics import Silent, read_metrics
 from terrace.train.recorder import read_events
+from terrace.train.resolve import resolve
 from tests.support.nightly import nightly
 from tests.support.tiny_runs import write_run
 

@@ -25,10 +25,10 @@ from terrace.launch.stop import Stop, StopSignal, Vote, ask, begin_steps
 from terrace.launch.watchdog import Watchdog
 from terrace.launch.world import World
 from terrace.train import calibrate
-from terrace.train.config import resolve
 from terrace.train.job import RunJob
 from terrace.train.loop import train
 from terrace.train.metrics import Silent
+from terrace.train.resolve import resolve
 from tests.support.tiny_runs import (
     all_gone,
     descendants,

@@ -13,9 +13,10 @@ from terrace.launch.start import LocalPool, World
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
 from terrace.program.instruction import COLLECTIVES, PASSES, Op
+from terrace.program.recording import COMPUTE, Recording
 from terrace.runtime.tracing import Tracer
 from terrace.simulate.cost import step_costs
-from terrace.simulate.recording import COMPUTE, Recording, record
+from terrace.simulate.recording import record
 from terrace.simulate.stages import simulate_stages
 from terrace.simulate.trace import compared_trace_json
 from tests.support.pages import events_of

@@ -15,11 +15,12 @@ from terrace.cli.prepare import prepare
 from terrace.launch.start import LocalPool, World
 from terrace.model.pair_kernels import describe
 from terrace.train import calibrate, sample
-from terrace.train.config import parse_run, resolve_table
 from terrace.train.job import RunJob
+from terrace.train.layers import resolve_table
 from terrace.train.loop import train
 from terrace.train.metrics import Outcome, Silent
 from terrace.train.recorder import EVENTS
+from terrace.train.resolve import parse_run
 from tests.support.nightly import nightly
 from tests.support.tiny_runs import MODEL, metrics, write_run
 

@@ -29,11 +29,12 @@ from terrace.launch.start import LocalPool, World
 from terrace.report.plot import loss_svg
 from terrace.report.run_folder import run_view
 from terrace.train import sample
-from terrace.train.config import parse_run, resolve_table
 from terrace.train.evaluate import evaluate
 from terrace.train.job import RunJob
+from terrace.train.layers import resolve_table
 from terrace.train.loop import train
 from terrace.train.metrics import Outcome, Silent, eval_lines, read_metrics
+from terrace.train.resolve import parse_run
 from terrace.train.trackers import values_of as values_of_trackers
 from terrace.train.trained import load_trained
 from tests.support.chats import CHATML, TALK, write_lines

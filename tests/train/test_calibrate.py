@@ -22,8 +22,9 @@ from terrace.program.report import StepReport
 from terrace.runtime.engine import Engine
 from terrace.train import calibrate as calibrate_module
 from terrace.train.calibrate import calibrate, predict_once
-from terrace.train.config import RunConfig, resolve
+from terrace.train.config import RunConfig
 from terrace.train.prediction import predict
+from terrace.train.resolve import resolve
 from tests.support.generation import MODELS
 from tests.support.tiny_runs import write_run
 

@@ -9,8 +9,9 @@ import tomli_w
 from terrace.base.errors import ClusterError, ConfigError, TerraceError
 from terrace.cli.overrides import parse_overrides
 from terrace.rl.config import RlConfig
-from terrace.train.config import OF_FEEDBACK, RunConfig, resolve, run_toml
+from terrace.train.config import OF_FEEDBACK, RunConfig, run_toml
 from terrace.train.effects import ASKED, RULES, check_effects, file_layers
+from terrace.train.resolve import resolve
 
 QWEN2 = ("--model.model_type", "qwen2", "--model.use_sliding_window", "false")
 REWARD = ("--train.objective", "reward", "--data.format", "pairs", "--data.path", "pairs.jsonl")

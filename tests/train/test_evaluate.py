@@ -19,9 +19,9 @@ from terrace.model.blocks import block_specs
 from terrace.model.hf.pretrained import write_pretrained
 from terrace.train import evaluate as module
 from terrace.train import sample as sample_module
-from terrace.train.config import resolve
 from terrace.train.evaluate import Evaluation, evaluate
 from terrace.train.generate import chat_prompt
+from terrace.train.resolve import resolve
 from terrace.train.trained import Trained, load_trained, with_values
 from tests.support.chats import write_lines, write_tokenizer
 from tests.support.generation import MODELS, make, named

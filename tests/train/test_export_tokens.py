@@ -17,7 +17,7 @@ from terrace.model.decoder import build_blocks
 from terrace.model.hf.pretrained import write_pretrained
 from terrace.model.init import initialise
 from terrace.train import sample
-from terrace.train.export_tokens import token_facts
+from terrace.train.export import token_facts
 from terrace.train.trained import load_trained
 from tests.support.chats import CHATML, FORGETFUL, STRICT, TAGGED, write_tokenizer
 from tests.support.tiny_runs import MODEL

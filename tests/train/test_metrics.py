@@ -24,13 +24,13 @@ from terrace.model.spec import freeze
 from terrace.plan.plan import Plan
 from terrace.program.report import StepReport
 from terrace.simulate.masks import causal_pairs
-from terrace.train.config import RunConfig, resolve
+from terrace.train.config import RunConfig
 from terrace.train.job import RunJob
-from terrace.train.keys import TrainConfig
+from terrace.train.keys import TrainConfig, parse_steps
 from terrace.train.metrics import MetricsFile, Outcome, Silent, StepRecord, read_metrics, read_sound_metrics
 from terrace.train.prediction import predict
 from terrace.train.recorder import read_events, recorded
-from terrace.train.steps import parse_steps
+from terrace.train.resolve import resolve
 from terrace.train.trackers import check_installed, check_names, open_trackers, values_of
 from terrace.train.utilisation import StepFlops, Utilisation, step_flops, utilisation
 from tests.support.mixtures import SHARED, mixture

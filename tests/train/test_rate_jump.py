@@ -7,7 +7,8 @@ import pytest
 
 from terrace.base.schema import dump
 from terrace.cli.prepare import _changes
-from terrace.train.config import RunConfig, resolve
+from terrace.train.config import RunConfig
+from terrace.train.resolve import resolve
 from terrace.train.schedule import learning_rate, rate_jump
 
 RUN = resolve(None, {}, {"train": {"steps": 6, "warmup_steps": 2, "schedule": "cosine", "final_lr_fraction": 0.1}})

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from terrace.base.errors import ConfigError
-from terrace.train.config import RunConfig, resolve
+from terrace.train.config import RunConfig
 from terrace.train.rates import check_rate, rate_words
+from terrace.train.resolve import resolve
 
 
 def resolved(config: str | None = None, **sections: Any) -> RunConfig:

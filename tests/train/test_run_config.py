@@ -14,8 +14,9 @@ from terrace.base.errors import ClusterError, ConfigError, ModelError, PlanError
 from terrace.cli.overrides import parse_overrides
 from terrace.plan.presets import PRESETS
 from terrace.runtime.settings import OptimizerConfig
-from terrace.train.config import RunConfig, parse_run, resolve, run_toml
+from terrace.train.config import RunConfig, run_toml
 from terrace.train.keys import TrainConfig
+from terrace.train.resolve import parse_run, resolve
 from terrace.train.schedule import learning_rate
 from tests.support.tiny_runs import MODEL, write_run
 

@@ -15,11 +15,11 @@ from functools import cached_property
 
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
+from terrace.cluster.pools import pool_cluster, side_by_side
 from terrace.plan.plan import Plan
 from terrace.planner.roles.costs import Costs, lost_bytes, tensors_bytes
 from terrace.planner.roles.dataflow import GENERATE, PREPARE, RESHARD, TRAIN, Dataflow, Role
 from terrace.planner.roles.generation import Generation
-from terrace.planner.roles.pools import pool_cluster, side_by_side
 from terrace.planner.roles.reshard import between_pools
 
 

@@ -23,6 +23,7 @@ from itertools import product
 
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
+from terrace.cluster.pools import first_ranks, partitions, pool_cluster, pool_sizes
 from terrace.planner.roles.choices import Choices, undominated
 from terrace.planner.roles.costs import Cost, Costs, tensors_bytes
 from terrace.planner.roles.dataflow import Dataflow, Role, names_of
@@ -34,7 +35,6 @@ from terrace.planner.roles.placement import (
     RolePlacement,
     price,
 )
-from terrace.planner.roles.pools import first_ranks, partitions, pool_cluster, pool_sizes
 from terrace.planner.roles.reshard import between_pools
 
 Seconds = tuple[float, float, float]  # of generation, scores and training

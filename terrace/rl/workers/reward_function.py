@@ -9,17 +9,22 @@ the prompt named that it stood at.
 
 import math
 import os
+import reprlib
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import islice
+from numbers import Number
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from terrace.base.errors import ConfigError, TrainingError, did_you_mean
 from terrace.base.words import counted
@@ -29,7 +34,6 @@ from terrace.rl.calls.call import call
 from terrace.rl.values.prompts import Sample
 from terrace.rl.values.rows import Rows
 from terrace.rl.workers.reward_forms import call_of, shown
-from terrace.rl.workers.reward_numbers import given_numbers, in_fp32, shown_error, shown_value
 
 Function = Callable[..., Iterable[float]]
 _OBJECTS = ("prompt_texts", "finish", "data")  # columns
@@ -170,3 +174,54 @@ class RewardFunction:
             f"the reward {self._name} {shown_error(error)}, in line {last.lineno} of {last.filename}, at the response "
             f"to {shown(sample)}"
         ) from None
+
+
+def given_numbers(found: Any) -> Iterator[Any]:
+    """The numbers of a reward's result, one by one; raises `TypeError` for a result that is no series of numbers."""
+    if isinstance(found, (str, bytes, Mapping, AbstractSet)) or not isinstance(found, Iterable) or _is_one(found):
+        raise TypeError(f"it gave {shown_value(found)}, which is no list: give a number for each response, in order")
+    yield from found
+
+
+def in_fp32(given: Any) -> float:
+    """The number as it will be kept; NaN where it is none, infinite beyond fp32."""
+    try:
+        if isinstance(given, (Tensor, np.ndarray)):
+            # The value below a mask is none.
+            if not _is_one(given) or given is np.ma.masked:
+                return math.nan
+            given = given.item()
+        # A bool of numpy is no number to Python.
+        if isinstance(given, complex) or not isinstance(given, (Number, np.bool_)):
+            return math.nan
+        return float(torch.tensor(float(given), dtype=torch.float32))  # type: ignore[arg-type]
+    except OverflowError:  # an int beyond fp64
+        return math.inf
+    except Exception:  # its own __float__ raises, or it is a tensor without values, as on the device "meta"
+        return math.nan
+
+
+def _is_one(value: Any) -> bool:
+    """Whether it is an array without dims."""
+    return isinstance(value, (Tensor, np.ndarray)) and value.ndim == 0
+
+
+def shown_value(value: Any) -> str:
+    """A value in an error, on one line and short, whatever its own words do."""
+    if isinstance(value, (Tensor, np.ndarray)) and value.ndim:
+        return f"an array of shape {tuple(value.shape)}"
+    try:
+        return " ".join(reprlib.repr(value).split())
+    except (Exception, SystemExit):  # its own __repr__ raises
+        return f"a {type(value).__name__}"
+
+
+def shown_error(error: BaseException) -> str:
+    """The type of an error and the first line of its message, whatever its own words do."""
+    try:
+        lines = str(error).strip().splitlines()
+    except (Exception, SystemExit):  # its own __str__ raises
+        lines = []
+    if isinstance(error, SystemExit):
+        return f"called sys.exit({lines[0] if lines else ''})"
+    return f"raised {type(error).__name__}{f': {lines[0][:200]}' if lines else ''}"

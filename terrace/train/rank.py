@@ -1,0 +1,145 @@
+"""One rank of a run before its steps: the engine, the data, and the state that it goes on with."""
+
+import time
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from terrace.base.errors import ConfigError
+from terrace.base.schema import dump, load
+from terrace.checkpoint.peer_copies import gather_files
+from terrace.checkpoint.reading import Checkpoint, resume
+from terrace.cluster.cluster import Cluster
+from terrace.comm.groups import Timeouts
+from terrace.comm.pace import pace_of
+from terrace.data.batches import Batches
+from terrace.data.eval_batches import EvalBatches
+from terrace.launch.start import pace
+from terrace.launch.watchdog import Watchdog
+from terrace.launch.world import World
+from terrace.model.facts import vocabulary_size
+from terrace.model.hf.pretrained import Pretrained
+from terrace.model.init import initial_value
+from terrace.model.lora.config import is_adapter
+from terrace.plan.context import is_context_parallel
+from terrace.runtime.engine import Engine
+from terrace.runtime.objective import Objective
+from terrace.runtime.progress import Progress
+from terrace.sequence.cost import WorkCost
+from terrace.train.adapted import run_blocks_of
+from terrace.train.attention_cost import kept_cost, work_cost
+from terrace.train.context_batches import ContextBatches
+from terrace.train.job import RunJob, device_of
+from terrace.train.metrics import Observer
+from terrace.train.micro_batches import MicroBatches
+from terrace.train.pairs import Learning
+from terrace.train.patience import APART, Patience
+
+
+class Reporter:
+    """Tells the watchdog where its rank is: the instruction of step `step`, or of an evaluation behind it."""
+
+    def __init__(self, dog: Watchdog, *, compiles: bool) -> None:
+        self._dog, self.patience = dog, Patience()
+        self.step = 0
+        self.num_before = 0  # instructions of the step and of evaluations behind it, before those that run
+        self.is_compiling = compiles  # which may take minutes, so that a watchdog would take it for a hang
+
+    def at(self, counter: int, instruction: object, waiting_on: tuple[int, ...]) -> None:
+        if not self.is_compiling:
+            extra_s = self.patience.seconds(self.step, instruction, waiting_on)
+            self._dog.at(self.step, self.num_before + counter, instruction, waiting_on, extra_s)
+
+
+class RankOfRun:
+    """A rank of a run: its engine and its data. Every rank calls the methods at the same points."""
+
+    def __init__(self, world: World, job: RunJob, observer: Observer, dog: Watchdog) -> None:
+        self.world, self.job, self.observer, self.dog = world, job, observer, dog
+        self.run = run = job.run
+        self.batches = Batches(
+            job.sources, run.train.sequence, run.rows, run.train.seed, run.data.holdout, vocabulary_size(run.model)
+        )
+        self.learning, self.reporter = Learning(run, self.batches), Reporter(dog, compiles=bool(run.train.compile))
+        self.engine = _engine(job, world.rank, self.learning.objective, self.reporter.at)
+        if self.run.plan.outer.has_islands:
+            dog.name_island(self.engine.island.numbers.island)
+            self.reporter.patience.follow(self.engine.island, waits_anywhere=self.engine.device.type == "cuda")
+
+    def resume(self) -> int:
+        """The number of steps that are done: those of the checkpoint that the run goes on with, if any, which is read
+        from disk or from memory. Raises `CheckpointError`.
+        """
+        if self.job.resume is None:
+            return 0
+        # Reading takes as long as the disk needs, so no timeout runs.
+        self.dog.idle("loading the checkpoint")
+        checkpoint, begin_s = Checkpoint(self.job.resume), time.perf_counter()
+        if self.job.memory:
+            num_bytes = gather_files(self.engine.state, checkpoint, self.world, self.engine.comm.exchange)
+            self.observer.note(
+                f"step {checkpoint.step} comes from memory: {num_bytes / 1e6:.3g} MB went to machines without them, in "
+                f"{time.perf_counter() - begin_s:.2g} s"
+            )
+        if said := resume(self.engine, checkpoint):
+            self.observer.note(said)
+        return checkpoint.step
+
+    def cost(self, cluster: Cluster) -> WorkCost | None:
+        """Cost of attention on `cluster`, by which context ranks share documents; None without a context axis."""
+        if not is_context_parallel(self.engine.program.mesh, self.run.plan):
+            return None
+        kept = None if self.job.resume is None else kept_cost(self.run, Checkpoint(self.job.resume).facts)
+        # Rank 0's figures for all: ranks that measured different ones would assign documents differently.
+        own = dump(kept or work_cost(self.run, cluster))
+        return load(WorkCost, self.engine.comm.exchange(own)[0], "the cost of rank 0")
+
+    def micro_batches(self, batches: Batches | EvalBatches, cost: WorkCost | None) -> MicroBatches:
+        run, program, rank = self.run, self.engine.program, self.world.rank
+        context = None
+        if cost is not None:
+            context = ContextBatches(batches, run.cluster, run.plan, program.num_micros, rank, cost)
+        return MicroBatches(batches, program, rank, self.engine.device.type == "cuda", context)
+
+
+def _engine(job: RunJob, rank: int, objective: Objective, progress: Progress) -> Engine:
+    run, rate, device = job.run, pace(), device_of()
+    if rate is not None and device.type == "cuda":
+        raise ConfigError("TERRACE_PACE paces messages of CPU ranks only: unset it, or set CUDA_VISIBLE_DEVICES=''")
+    # A resumed run has its values in the checkpoint, so the starting weights are not read again. The engine copies the
+    # values, so the files are closed at the end.
+    begins_with = run.train.weights if job.resume is None else ""
+    pretrained = Pretrained(begins_with, run.model, adds_rows=True) if begins_with else None
+
+    def initial(block: str, name: str, shape: tuple[int, ...]) -> Tensor:
+        if job.resume is not None:
+            return torch.zeros(1).expand(shape)  # the checkpoint has the values
+        # A score that the folder of a causal model lacks begins as in a new model.
+        if pretrained is not None and not is_adapter(name) and (block, name) in pretrained:
+            return pretrained.value(block, name)
+        return initial_value(run.model, block, name, shape, run.train.seed)
+
+    return Engine(
+        run_blocks_of(run, device),
+        names=[spec.name for spec in run.blocks()],
+        cluster=run.cluster,
+        plan=run.plan,
+        num_micros=run.num_micros(),
+        objective=objective,
+        rank=rank,
+        device=device,
+        optimizer=run.optimizer,
+        initial=initial,
+        freeze=run.train.freeze,
+        declared=run.blocks(),
+        sequence=run.train.sequence,
+        # Longer than the watchdog's, which names the culprit.
+        timeout=Timeouts(timedelta(seconds=2 * run.train.timeout_s), APART),
+        pacer=pace_of(run.cluster, rate),
+        progress=progress,
+        compiled=bool(run.train.compile),
+        balance=run.balance,
+        seed=run.train.seed,
+        verified=True,  # by the process that prepared the job
+    )
