@@ -64,7 +64,7 @@ class Estimator:
     def __init__(self, task: Task) -> None:
         self.task, self.specs, self.split = task, task.kinds.specs, Split(task)
         self.item = FORMATS[task.compute].element_bytes
-        self.inner, self.experts, self.numels = Inner(task), Experts(task), Numels(task)
+        self.inner, self.experts, self.numels = Inner(task), Experts(task), Numels(task.kinds)
         self._flash = has_flash_attention(task.layer.core, task.sequence, task.compute, task.backend)
         # Whether a rank's computing follows from its tokens, in whatever context form: not so the tiles of products of
         # scores, which depend on the shape of each.

@@ -1,12 +1,12 @@
-"""Parameters of a block of each kind on a rank, for one task; each is found once."""
+"""Parameters of a block of each kind on a rank, for one model; each is found once."""
 
 import math
 from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from terrace.plan.kinds import Kinds
 from terrace.plan.mesh import TENSOR, Mesh
-from terrace.planner.task import Task
 
 _Numels = tuple[int, ...]  # by kind
 
@@ -28,13 +28,11 @@ class _Found(NamedTuple):
 
 
 class Numels:
-    """Parameters of the blocks of one task."""
+    """Parameters of the blocks of one model."""
 
-    def __init__(self, task: Task) -> None:
-        self.task, self._found = task, dict[tuple[object, ...], _Found]()
-        each = (
-            [param.numel for param in spec.params if param.is_stack and param.trainable] for spec in task.kinds.specs
-        )
+    def __init__(self, kinds: Kinds) -> None:
+        self.kinds, self._found = kinds, dict[tuple[object, ...], _Found]()
+        each = ([param.numel for param in spec.params if param.is_stack and param.trainable] for spec in kinds.specs)
         self._all_stacks: _Numels = tuple(map(sum, each))
 
     def all(self, mesh: Mesh) -> _Numels:
@@ -90,7 +88,7 @@ class Numels:
 
     def _grouped(self, mesh: Mesh) -> tuple[_Flat, ...]:
         degrees, num_tensor = {axis: mesh.total(axis) for axis in TENSOR}, mesh.total("tensor")
-        specs = self.task.kinds.sliced(degrees, mesh.expert_degrees)
+        specs = self.kinds.sliced(degrees, mesh.expert_degrees)
         groups: dict[tuple[bool, bool, bool, tuple[str, ...]], list[int]] = {}
         for kind, spec in enumerate(specs):
             for param in spec.params:
