@@ -36,7 +36,7 @@ from terrace.checkpoint.parts import CHOICES, COUNTS, BoxValues, choices_of, hel
 from terrace.checkpoint.reshard import MissingElements, reshard
 from terrace.checkpoint.residuals import restore_residuals
 from terrace.model.spec import BlockSpec
-from terrace.plan.expert_counts import experts_of
+from terrace.plan.counts import experts_of
 from terrace.plan.holdings import Slices
 from terrace.runtime.flat_param import FlatParam
 from terrace.runtime.loss_scale import LossScale

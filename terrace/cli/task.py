@@ -14,6 +14,7 @@ from terrace.cli.overrides import add_headroom, parse_overrides
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import lay_over, parse_cluster
 from terrace.model.config import load_model, num_active_params, parse_model
+from terrace.model.traits import is_dense
 from terrace.plan.plan import precision_of
 from terrace.planner.task import Task
 from terrace.report.tables import quantity
@@ -102,7 +103,7 @@ def _resized(cluster: Cluster, nodes: int | None) -> Cluster:
 def task_words(task: Task) -> str:
     """Two-line summary of a task."""
     size = quantity(sum(block.num_trainable for block in task.blocks), "").strip()
-    active = "" if task.model.experts is None else f" ({quantity(num_active_params(task.model), '').strip()} active)"
+    active = "" if is_dense(task.model) else f" ({quantity(num_active_params(task.model), '').strip()} active)"
     tiers = " x ".join(f"{tier.size} {tier.name}" for tier in reversed(task.cluster.tiers))
     narrow = "" if task.messages is None else f", parameters and gradients sent in {task.messages}"
     return (

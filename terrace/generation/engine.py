@@ -24,7 +24,7 @@ from terrace.generation.running_text import Decode
 from terrace.generation.scheduler import Part, Scheduler, Turn
 from terrace.model.attention_plans import plans_of
 from terrace.model.config import ModelConfig
-from terrace.model.experts.config import refuse_looking_ahead
+from terrace.model.traits import refuse_non_causal
 
 
 class GenerationEngine:
@@ -50,7 +50,7 @@ class GenerationEngine:
         decode: Decode | None = None,
         build_pool: BuildPool = GatheredPages,
     ) -> None:
-        refuse_looking_ahead(config.experts)
+        refuse_non_causal(config)
         # Learned positions end, and some forms of RoPE change with the length of a text.
         context = min(context, config.most_positions) if config.most_positions else context
         is_rolling = 0 < config.sliding_window <= context and not config.most_positions

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec, ParamSpec
 
+STACK_DIMS = ("experts", "expert_intermediate")  # the parts of a stack, and the inner dim of a part
 CUT_BY: Mapping[str, tuple[str, ...]] = {
     "heads": ("rows",),
     "kv_heads": ("rows",),
@@ -20,6 +21,15 @@ def cut_sizes(blocks: Sequence[BlockSpec], axis: str) -> list[int]:
     """Sizes of the dims that `axis` alone cuts, which its degree must divide to cut every rank's part alike."""
     dims = {dim for block in blocks for param in block.params if not param.is_stack for dim in param.dims}
     return sorted({size for name, size in dims if CUT_BY.get(name) == (axis,)})
+
+
+def stack_sizes(blocks: Sequence[BlockSpec]) -> tuple[int, int]:
+    """(Parts, inner size of a part) of the stacks of matrices of `blocks`; (1, 1) without stacks, or where they
+    differ.
+    """
+    stacks = (dict(param.dims) for block in blocks for param in block.params if param.is_stack and param.is_matrix)
+    sizes = {(dims[STACK_DIMS[0]], dims[STACK_DIMS[1]]) for dims in stacks if dims.keys() >= {*STACK_DIMS}}
+    return sizes.pop() if len(sizes) == 1 else (1, 1)
 
 
 def is_inner(param: ParamSpec) -> bool:

@@ -124,7 +124,7 @@ def block_flats(
         for param in params:
             # Without slicing, `replicated_over` is unset and the data ranks hold everything.
             held_over = HOLDERS if param.replicated_over is None else param.replicated_over
-            stacked = param.is_stack and mesh.experts is not None
+            stacked = param.is_stack and mesh.divides_stacks
             own = mesh.of_stacks(stacked)
             axes = tuple(axis for axis in STAGE if axis in held_over and own.total(axis) > 1)
             # An empty parameter cannot train, and would force a buffer of its own.

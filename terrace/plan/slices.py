@@ -35,7 +35,7 @@ def slice_blocks(blocks: Sequence[BlockSpec], mesh: Mesh) -> tuple[BlockSpec, ..
     parameter that declares no dims.
     """
     # Nothing is cut: the specs stay the same objects, which are compared fastest.
-    if mesh.experts is None and all(mesh.total(axis) == 1 for axes in CUT_BY.values() for axis in axes):
+    if not mesh.divides_stacks and all(mesh.total(axis) == 1 for axes in CUT_BY.values() for axis in axes):
         return tuple(blocks)
     # Blocks that share their parameters' specs still do.
     firsts = first_equal([block.params for block in blocks])
@@ -63,7 +63,7 @@ def rank_slices(param: ParamSpec, mesh: Mesh, rank: int) -> tuple[slice, ...]:
 
 def _slice(block: str, param: ParamSpec, mesh: Mesh) -> ParamSpec:
     # Without a table of experts, tensor ranks share the tokens of experts, not their matrices.
-    cut_by = {} if param.is_stack and mesh.experts is None else CUT_BY
+    cut_by = {} if param.is_stack and not mesh.divides_stacks else CUT_BY
     mesh = mesh.of_stacks(param.is_stack)
     axes = tuple(axis for axis in STAGE if mesh.total(axis) > 1)
     if not param.shape:

@@ -31,8 +31,8 @@ from dataclasses import dataclass
 
 from terrace.model.spec import BlockSpec, Computes
 from terrace.plan.context import batch_shape
+from terrace.plan.counts import experts_of
 from terrace.plan.dims import hidden_size, is_inner, is_norm, is_norm_of_heads
-from terrace.plan.expert_counts import experts_of
 from terrace.plan.hops import Hop, number_bytes
 from terrace.plan.in_block_messages import Leg, TensorMessage
 from terrace.plan.layout import DEVICE, Layout

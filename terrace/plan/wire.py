@@ -59,8 +59,8 @@ class MessageClass(StrEnum):
     CONTROL = "control"  # squared norm, loss, token count and rounding errors: a few fp64 numbers a step
 
 
-TO_EXPERTS = (MessageClass.DISPATCH, MessageClass.COMBINE)  # rows of tokens, each in a format by itself
-OF_EXPERTS = (*TO_EXPERTS, MessageClass.ROUTE)  # declared batch by batch
+ROUTED_ROWS = (MessageClass.DISPATCH, MessageClass.COMBINE)  # rows of tokens, each in a format by itself
+ROUTED = (*ROUTED_ROWS, MessageClass.ROUTE)  # declared batch by batch
 # What travels in the dtype in which it is held.
 _AS_THEY_ARE = ("route", "choices", "counts", "tie", "peer_copy", "reshard", "control")
 PLACEABLE = tuple(message for message in MessageClass if message not in _AS_THEY_ARE)

@@ -16,8 +16,8 @@ from terrace.plan.wire import (
     FORMATS,
     OF_PARAMETERS,
     PLACEABLE,
+    ROUTED_ROWS,
     ROUTES,
-    TO_EXPERTS,
     MessageClass,
     parse_format,
 )
@@ -132,7 +132,7 @@ def _check_crosses(plan: Plan, layout: Layout, message: MessageClass, tier: str)
     if index in crossed_tiers(layout, message):
         return
     if message not in ROUTES:
-        axis = "the table experts" if message in TO_EXPERTS else _AXIS.get(message, "the tensor axis")
+        axis = "the table experts" if message in ROUTED_ROWS else _AXIS.get(message, "the tensor axis")
         raise PlanError(f"wire.{message.value}.{tier} has no effect: {axis} has no ranks on {tier!r}; leave it out")
     if message is MessageClass.OUTER and plan.outer is None:
         raise PlanError(

@@ -283,7 +283,12 @@ class Bounds:
         """Excesses of a core with the waits of its experts on their lanes (terrace.planner.delays), ascending."""
         shape, schedule = core.shape, core.schedule
         mesh, delays = shape.mesh, self.chains.delays
-        if shape.divides or mesh.experts is None or schedule in ("", SERIAL) or not (delays.tells or not shape.is_open):
+        if (
+            shape.divides
+            or not mesh.divides_stacks
+            or schedule in ("", SERIAL)
+            or not (delays.tells or not shape.is_open)
+        ):
             return excesses
         counts = () if shape.is_open else self._counts(core)
         trait, of_stages = traits()[schedule], not core.recompute

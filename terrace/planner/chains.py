@@ -131,10 +131,10 @@ class Chains:
         # Of placements that are no shorter in any respect than another, nothing is gained.
         mesh = shape.mesh
         numels = mesh.total("tensor"), self._numels(shape)
-        key = (mesh.state, mesh.stack_state, numels, mesh.experts, shape.divides, most, choices)
+        key = (mesh.state, mesh.stack_state, numels, mesh.apart, shape.divides, most, choices)
         found = self._offers.get(key)
         if found is None:
-            waits = mesh.experts is not None and not shape.divides and self.delays.tells
+            waits = mesh.divides_stacks and not shape.divides and self.delays.tells
             every = {
                 (self._ends_of(shape, most, place), self.delays.prices(mesh, place) if waits else ())
                 for place, _ in choices
@@ -171,7 +171,7 @@ class Chains:
         """
         mesh, alike = shape.mesh, self.split.alike
         assert alike is not None, "only equal layers are told by their number"
-        key = (mesh.state, mesh.stack_state, self._numels(shape), mesh.expert_degrees, shape.divides, most, placement)
+        key = (mesh.state, mesh.stack_state, self._numels(shape), mesh.stack_degrees, shape.divides, most, placement)
         found = self._ends.get(key)
         if found is None:
             messages = self._messages(shape, placement)
@@ -217,7 +217,7 @@ class Chains:
     def _terms_of(self, shape: OpenMesh, runs: Runs, placement: Placement, num_units: int) -> "_Terms":
         # The chain is longest at the first or the last block of some run of equal blocks, so only these are tried.
         mesh, numels = shape.mesh, self._numels(shape)
-        key = (mesh.state, mesh.stack_state, numels, mesh.expert_degrees, shape.divides, runs, placement, num_units)
+        key = (mesh.state, mesh.stack_state, numels, mesh.stack_degrees, shape.divides, runs, placement, num_units)
         found = self._terms.get(key)
         if found is None:
             messages = self._messages(shape, placement)
@@ -251,7 +251,7 @@ class Chains:
         turn around and the chunk between two units are not gathered again.
         """
         shape, estimator, chunks, alike = core.shape, self.estimator, core.chunks, self.split.alike
-        if alike is None or shape.mesh.experts is not None:
+        if alike is None or shape.mesh.divides_stacks:
             return 0.0
         works = self.works.of(shape, core.micro_batch, core.recompute, core.num_micros > 1).each
         num_stages = shape.mesh.total("pipeline")

@@ -47,16 +47,16 @@ class Numels:
     def held(self, mesh: Mesh, blocks: Sequence[int]) -> StageBlocks:
         """Of some blocks together."""
         tensor, columns = mesh.total("tensor"), mesh.total("columns")
-        return stage_blocks(self.task.kinds, blocks, tensor, columns, 1, mesh.expert_degrees)
+        return stage_blocks(self.task.kinds, blocks, tensor, columns, 1, mesh.stack_degrees)
 
     def _of(self, mesh: Mesh) -> tuple[_Numels, _Numels]:
-        key = (*mesh.inside_degrees[:2], mesh.expert_degrees)
+        key = (*mesh.inside_degrees[:2], mesh.stack_degrees)
         found = self._flats.get(key)
         if found is None:
             flats = self._together(mesh).flats
             none = (0,) * len(self._all_stacks)
             stacks = self._all_stacks if mesh.total("tensor") > 1 else none
-            if mesh.experts is not None:
+            if mesh.divides_stacks:
                 trained = [each.sizes for each in flats if each.stacked and each.trainable]
                 stacks = tuple(map(sum, zip(none, *trained, strict=True)))
             found = self._flats[key] = flats[0].sizes, stacks

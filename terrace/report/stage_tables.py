@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from terrace.model.spec import BlockSpec
-from terrace.plan.wire import OF_EXPERTS, MessageClass
+from terrace.plan.wire import ROUTED, MessageClass
 from terrace.program.program import Program
 from terrace.program.report import StepReport
 from terrace.program.schedules.csv_form import to_csv
@@ -19,7 +19,7 @@ from terrace.simulate.step import WAITS_ON_STAGES, bubble, idle_s
 _INSIDE = {
     "tensor": (MessageClass.TENSOR,),
     "context": (MessageClass.CONTEXT,),
-    "experts": (*OF_EXPERTS, MessageClass.CHOICES),
+    "experts": (*ROUTED, MessageClass.CHOICES),
 }
 
 

@@ -12,11 +12,12 @@ from rich.text import Text
 from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
 from terrace.model.config import ModelConfig, num_active_params, num_params
+from terrace.model.traits import is_dense
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
 from terrace.plan.outer import Outer
 from terrace.plan.plan import AXES, CONTEXT_AXES, Plan
-from terrace.plan.wire import OF_EXPERTS, MessageClass
+from terrace.plan.wire import ROUTED, MessageClass
 from terrace.program.report import StepReport
 from terrace.program.verdict import judged
 
@@ -29,9 +30,9 @@ _STATE_TITLE = "model state of one rank, each category at its own peak"
 
 
 def model_size(model: ModelConfig) -> str:
-    """Number of parameters; of a model with experts also of those that a token meets."""
+    """Number of parameters; also of those that a token meets, if not all."""
     size = quantity(num_params(model), " parameters")
-    return size if model.experts is None else f"{size} ({quantity(num_active_params(model), '').strip()} active)"
+    return size if is_dense(model) else f"{size} ({quantity(num_active_params(model), '').strip()} active)"
 
 
 def quantity(value: float, unit: str) -> str:
@@ -261,7 +262,7 @@ def equal_bytes(predicted: StepReport, measured: StepReport) -> bool:
 def _by_batch(predicted: StepReport) -> set[MessageClass]:
     # With balance = "cost" the bytes of CONTEXT depend on the batch, and always those of experts; the run itself checks
     # them against each batch.
-    return {MessageClass.CONTEXT, *OF_EXPERTS} - {message for message, _ in predicted.sent_bytes}
+    return {MessageClass.CONTEXT, *ROUTED} - {message for message, _ in predicted.sent_bytes}
 
 
 def _as_told(predicted: StepReport, measured: StepReport) -> StepReport:

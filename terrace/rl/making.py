@@ -11,8 +11,8 @@ from terrace.base.words import counted
 from terrace.checkpoint.layout import folder_of
 from terrace.generation.sliced import sliced_config
 from terrace.model.config import block_specs, load_model
-from terrace.model.experts.config import refuse_looking_ahead
 from terrace.model.spec import freeze
+from terrace.model.traits import refuse_non_causal
 from terrace.plan.context import is_context_parallel
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
@@ -65,7 +65,7 @@ def _check_model(config: RlConfig) -> None:
         )
     if config.model.scalar_head:
         raise ModelError("the model is a reward model, which writes nothing: name a causal language model")
-    refuse_looking_ahead(config.model.experts)
+    refuse_non_causal(config.model)
     sliced_config(config.model, config.run.rows)
 
 

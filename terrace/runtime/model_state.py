@@ -10,7 +10,7 @@ from terrace.comm.collectives import Collectives
 from terrace.comm.ledger import Meter
 from terrace.comm.rounding import Origin
 from terrace.model.spec import BlockSpec, ParamSpec
-from terrace.plan.expert_counts import experts_of
+from terrace.plan.counts import experts_of
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.slices import rank_slices

@@ -18,7 +18,7 @@ from terrace.runtime.objective import Objective, ignored_label, num_counted
 
 if TYPE_CHECKING:
     from terrace.plan.wire import MessageClass
-    from terrace.runtime.experts.passages import Passages
+    from terrace.runtime.routing.passages import Passages
 
 
 @dataclass(frozen=True)

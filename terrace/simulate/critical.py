@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from terrace.plan.wire import OF_EXPERTS, MessageClass
+from terrace.plan.wire import ROUTED, MessageClass
 from terrace.program.instruction import PASSES, Instruction
 from terrace.program.program import Program
 from terrace.simulate.inside import WAIT_CHOICES, WAIT_CONTEXT, WAIT_TENSOR, inside_seconds
@@ -123,7 +123,7 @@ def exposed_by_axis(recordings: Sequence[Recording], stage: int = 0) -> dict[tup
             # Walk back through queued messages until the wait's start; each pays for its own part.
             start_s = max(wait.start_s, min(span.start_s, end_s))
             axis = "data" if program.instructions[span.position].peer < 0 else "pipeline"
-            if span.category in OF_EXPERTS:
+            if span.category in ROUTED:
                 axis = span.category
             for tier, share in span_shares(program, span).items():
                 seconds[axis, program.layout.tiers[tier]] += share * (end_s - start_s)

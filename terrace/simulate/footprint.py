@@ -106,7 +106,7 @@ def footprint(
     num_stages = mesh.total("pipeline")
     work = _loaded(work_of(cluster, plan, model or model_of(kinds.specs), sequence, backend, documents), plan, load)
     held = range(len(kinds.blocks)) if held is None else tuple(held)
-    stage = stage_blocks(kinds, held, work.tensor, work.columns, layout.degree, mesh.expert_degrees, plan.shares_scales)
+    stage = stage_blocks(kinds, held, work.tensor, work.columns, layout.degree, mesh.stack_degrees, plan.shares_scales)
     if in_flight is None:
         # The first stage of 1F1B has run num_stages forwards before its first backward.
         in_flight = min(num_micros, plan.unit if num_stages == 1 else num_stages)
@@ -231,7 +231,7 @@ def work_of(
     has kernels of the parts `served`.
     """
     mesh = Mesh.of(cluster, plan)
-    expert, rows = mesh.expert_degrees
+    expert, rows = mesh.stack_degrees
     # Nothing is recomputed here: the plan's patterns are applied per block.
     work = Work(
         model=model,

@@ -31,6 +31,7 @@ from terrace.model.config import block_specs, forward_flops
 from terrace.model.decoder import build_blocks
 from terrace.model.init import initialise
 from terrace.model.liger_parts import serve
+from terrace.model.traits import one_layer
 from terrace.plan.context import is_context_parallel, local_tokens
 from terrace.plan.mesh import Mesh
 from terrace.plan.routes import lossy_messages
@@ -165,9 +166,8 @@ def _measured(tier: Tier, latency_s: float, bandwidth_bytes_per_s: float, pacer:
 
 def _layer(engine: Engine, run: RunConfig) -> tuple[Work, int]:
     # One layer forward on a rank's local tokens. It attends locally: exchanges of the context axis are priced apart.
-    experts = None if run.model.experts is None else replace(run.model.experts, dense_layers=())
     # Where layers differ in their windows, a layer with the widest stands for all.
-    config = replace(run.model, num_layers=1, vocab_size=1, kinds=(), experts=experts)
+    config = one_layer(run.model)
     dtype = DTYPES[run.plan.compute]
     blocks = build_blocks(config)
     choose_kernel(blocks, run.train.attention)

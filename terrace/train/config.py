@@ -22,8 +22,8 @@ from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import UNNAMED, cluster_table, lay_over, parse_cluster, preset_names
 from terrace.data.config import PATHS, DataConfig
 from terrace.data.sources import beside, eval_beside
+from terrace.model.balance import BalanceConfig
 from terrace.model.config import ModelConfig, block_specs, parse_model, to_table
-from terrace.model.experts.balance import BalanceConfig
 from terrace.model.lora.config import LoraConfig, with_adapters
 from terrace.model.spec import BlockSpec, freeze
 from terrace.plan.balance_rules import check_balance, telling_choices

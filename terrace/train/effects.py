@@ -16,6 +16,7 @@ from terrace.base.schema import read_table
 from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
 from terrace.model.config import num_params
+from terrace.model.traits import LOOKS_AHEAD, is_causal
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.train.config import RunConfig, section
@@ -51,8 +52,8 @@ def _warmup_steps(run: RunConfig) -> str:
 
 def why_no_sample(run: RunConfig) -> str:
     """Why a run writes no sample at its end, and the remedy; "" if it does."""
-    if run.model.experts is not None and run.model.experts.looks_ahead:
-        return "the experts of a token depend on later tokens, so nothing can be sampled: leave it out"
+    if not is_causal(run.model):
+        return f"{LOOKS_AHEAD}, so nothing can be sampled: leave it out"
     if run.model.scalar_head:
         return "a model with one output a token writes nothing: leave it out"
     if num_params(run.model) <= SAMPLE_MAX_PARAMS:

@@ -97,14 +97,10 @@ def check_weights(run: "RunConfig") -> str:
     Raises `ModelError` unless the weights exist and fit the run's model.
     """
     if run.train.weights:
+        from terrace.model.hf.mixtures import refuse_unpublished_gate
         from terrace.model.hf.pretrained import Pretrained
 
-        experts = run.model.experts
-        if experts is not None and experts.gate in ("noisy", "cosine"):
-            raise ModelError(
-                f"train.weights = {run.train.weights!r} has no router for gate = {experts.gate!r}: leave the gate out, "
-                'or begin from scratch with --train.weights ""'
-            )
+        refuse_unpublished_gate(run.model, run.train.weights)
         weights = Pretrained(run.train.weights, run.model, adds_rows=True)
         weights.check()
         said = []

@@ -19,10 +19,10 @@ from terrace.comm.groups import Timeouts
 from terrace.launch.machines import boot_id, check_tiers
 from terrace.launch.start import detect, join
 from terrace.launch.watchdog import Watchdog, watch
+from terrace.model.balance import BalanceConfig
 from terrace.model.config import model_of
-from terrace.model.experts.balance import BalanceConfig
 from terrace.model.spec import BlockSpec
-from terrace.plan.expert_counts import experts_of
+from terrace.plan.counts import experts_of
 from terrace.plan.plan import EXPERT_CHUNKS, Plan
 from terrace.plan.presets import parse_plan
 from terrace.plan.validate import validate

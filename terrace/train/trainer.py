@@ -20,8 +20,8 @@ from terrace.checkpoint.layout import latest
 from terrace.checkpoint.reading import Checkpoint, resume
 from terrace.checkpoint.writing import save
 from terrace.cluster.cluster import Cluster
+from terrace.model.balance import BalanceConfig
 from terrace.model.decoder import IGNORE_INDEX, token_loss
-from terrace.model.experts.balance import BalanceConfig
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import is_context_parallel
 from terrace.plan.mesh import Mesh

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from terrace.model.balance import BalanceConfig
 from terrace.model.config import block_specs
-from terrace.model.experts.balance import BalanceConfig
 from terrace.plan.balance_rules import telling_choices
 from terrace.plan.presets import preset
 from terrace.plan.traffic import step_bytes

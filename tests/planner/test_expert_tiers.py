@@ -7,7 +7,7 @@ import pytest
 from terrace.model.config import block_specs
 from terrace.plan.presets import preset
 from terrace.planner.expert_tiers import alternatives
-from terrace.report.experts import experts_words
+from terrace.report.routing import division_words
 from terrace.simulate.footprint import work_of
 from terrace.simulate.step import Step
 from tests.support.mixtures import PLAIN, mixture
@@ -51,4 +51,4 @@ def test_the_other_order_of_chunks_is_priced(ahead: int, other: str) -> None:
     predicted = found[other]
     assert predicted is not None
     assert predicted.step.plan.expert_chunks == {"forward": 4, "backward": 2, "ahead": 4 - ahead}
-    assert ("3 of them ahead" in experts_words(plan)) == (ahead == 3)
+    assert ("3 of them ahead" in division_words(plan)) == (ahead == 3)

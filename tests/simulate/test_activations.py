@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from terrace.base.errors import PlanError
 from terrace.model import pair_kernels
 from terrace.model.attention import SHORT_SEQUENCE
+from terrace.model.balance import BalanceConfig
 from terrace.model.config import ModelConfig, block_specs, parse_model
 from terrace.model.decoder import DecoderLayer, build_blocks, token_loss
-from terrace.model.experts.balance import BalanceConfig
 from terrace.model.experts.gating import Gating, Kept, Passage
 from terrace.model.experts.mixture import Router
 from terrace.model.init import initialise

@@ -44,7 +44,7 @@ SIZES = [(1,), (2,), (3, 2), (2, 2, 2), (1, 4, 1, 2)]
 
 def closed_form(plan: Plan, sizes: tuple[int, ...], blocks: Sequence[BlockSpec], num_micros: int) -> dict[str, int]:
     cluster = cluster_of(*sizes)
-    layout, experts = state_layout(cluster, plan), Mesh.of(cluster, plan).expert_degrees
+    layout, experts = state_layout(cluster, plan), Mesh.of(cluster, plan).stack_degrees
     codes = plan.shares_scales
     stage = stage_blocks(Kinds.of(blocks), range(len(blocks)), 1, 1, layout.degree, experts, codes)
     states = model_states(layout, plan, stage, num_micros, partial(state_layout, cluster, plan))

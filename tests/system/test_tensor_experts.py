@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from terrace.launch.start import LocalPool
-from terrace.model.experts.balance import BalanceConfig
+from terrace.model.balance import BalanceConfig
 from terrace.model.spec import Computes
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset

@@ -26,6 +26,7 @@ from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.model.config import DecoderBlock, ModelConfig, active_numel, block_specs
 from terrace.model.spec import BlockSpec, Computes
+from terrace.model.traits import read_share
 from terrace.plan.mesh import Mesh
 from terrace.plan.slices import slice_blocks
 from terrace.plan.wire import FORMATS
@@ -192,15 +193,10 @@ class Replica:
 
     def _products_s(self, block: BlockSpec, running: int) -> float:
         device, read, met = self.cluster.device, 0.0, 0
-        experts = self.model.experts
         for param in block.params:
             if not param.is_matrix:
                 continue
-            # Of experts only those are read that a token chose; even routing leaves out the fewest.
-            share = 1.0
-            if param.is_stack and experts is not None:
-                share = 1 - (1 - experts.per_token / experts.num_experts) ** running
-            read += share * param.numel
+            read += read_share(self.model, param, running) * param.numel
             met += active_numel(self.model, param)
         flops_s = 2 * running * met / (peak_flops_per_s(device, self.compute) * device.kernels.gemm)
         # Few rows leave tiles empty, which costs nothing while weights are read.

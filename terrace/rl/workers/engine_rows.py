@@ -20,6 +20,7 @@ from terrace.model.config import block_specs, to_table
 from terrace.model.decoder import build_blocks
 from terrace.model.hf.pretrained import Pretrained
 from terrace.model.init import initial_value
+from terrace.model.traits import is_dense
 from terrace.plan.mesh import CONTEXT, PIPELINE, TENSOR, Mesh
 from terrace.rl.algorithms.aggregation import Aggregation
 from terrace.rl.algorithms.batches import at_valid_tokens, batch_of
@@ -78,7 +79,7 @@ def joins(settings: EngineSettings, device: torch.device) -> bool:
     """
     mesh = Mesh.of(settings.cluster, settings.plan)
     parts_rows = any(mesh.total(axis) > 1 for axis in (*PIPELINE, *TENSOR, *CONTEXT))
-    return device.type == "cpu" and settings.model.experts is None and not parts_rows
+    return device.type == "cpu" and is_dense(settings.model) and not parts_rows
 
 
 def _initial(settings: EngineSettings) -> InitialValue:
