@@ -49,10 +49,11 @@ from terrace.report.routing import alternatives_words, division_words
 from terrace.report.tables import plan_table, seconds, sent_table
 from terrace.report.training_cost import energy_words, parse_tokens, throughput_words, training_words
 from terrace.report.uncertainty import filled, plan_bands_words, search_words, ties_words, widest_band
-from terrace.simulate.advice import Job, worst_words
+from terrace.simulate.advice import Job
 from terrace.simulate.bands import Band, band_of
 from terrace.simulate.hidden import hidden_between_nodes
 from terrace.simulate.step import predict_step
+from terrace.simulate.worst_load import worst_words
 from terrace.train.planned import TASK, planned_table
 
 if TYPE_CHECKING:

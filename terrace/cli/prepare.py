@@ -30,6 +30,7 @@ from terrace.launch.called import called
 from terrace.launch.socket_folder import clear_all_abandoned
 from terrace.launch.start import is_restarted
 from terrace.model.liger import why_missing
+from terrace.plan.gaps import gaps_words
 from terrace.plan.layout import Layout
 from terrace.report.tables import quantity
 from terrace.runtime.compiled import check_compiler
@@ -40,7 +41,7 @@ from terrace.train.facts import OBJECTIVE, check_facts, model_facts
 from terrace.train.folder import SOURCE, check_tokenizer, check_weights, source_files
 from terrace.train.job import RunJob
 from terrace.train.lock import folder_lock
-from terrace.train.prediction import gaps_words, resolved_run
+from terrace.train.prediction import resolved_run
 from terrace.train.runs import Command, table_to_resume
 from terrace.train.sample import sample_prompt
 from terrace.train.schedule import rate_jump

@@ -47,7 +47,7 @@ from terrace.report.tables import (
     wire_words,
 )
 from terrace.report.uncertainty import filled, predicted_words
-from terrace.simulate.advice import Job, fullest_stage, worst_words
+from terrace.simulate.advice import Job, fullest_stage
 from terrace.simulate.bands import Band, band_of
 from terrace.simulate.change import Change
 from terrace.simulate.critical import critical_words
@@ -59,6 +59,7 @@ from terrace.simulate.small_changes import best_changes, changes
 from terrace.simulate.step import Prediction, predict_step
 from terrace.simulate.timeline_picture import memory_picture, passes_picture
 from terrace.simulate.trace import stages_trace_json, trace_json
+from terrace.simulate.worst_load import worst_words
 from terrace.train.config import RunConfig
 from terrace.train.prediction import step_of
 

@@ -33,7 +33,7 @@ class GenerationEngine:
     A text attends to at most `context` tokens (terrace.generation.scheduler says how it goes on). Keys and values have
     `num_pages` pages of `page_tokens` tokens, or as many as `memory_bytes` hold. `token_budget` is the most tokens that
     pass at once, `version` that of the weights, `decode` turns tokens into text for stop texts. Raises `ConfigError`
-    for sizes that cannot be, `ModelError` for a model whose experts look ahead.
+    for sizes that cannot be, `ModelError` for a model that is not causal.
     """
 
     def __init__(

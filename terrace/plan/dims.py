@@ -49,12 +49,12 @@ def is_product_matrix(param: ParamSpec) -> bool:
 
 
 def is_router(param: ParamSpec) -> bool:
-    """Whether it scores experts for a token: a router's matrix, or the bias that it chooses by."""
+    """Whether it scores choices for a token: a router's matrix, or the bias that it chooses by."""
     return bool(param.dims) and param.dims[0][0] == "choices"
 
 
 def has_routers(blocks: Sequence[BlockSpec]) -> bool:
-    """Whether any block chooses experts for its tokens."""
+    """Whether any block has a router."""
     return any(is_router(param) for block in blocks for param in block.params)
 
 

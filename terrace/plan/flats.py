@@ -3,7 +3,7 @@
 Parameters of one block that are replicated over the same axes and train, or do not, stand in one buffer. Without a
 tensor axis that is one buffer of trainable and one of frozen parameters. With it, parameters that the axis does not cut
 (norms, say) have buffers of their own, which tensor ranks hold as data ranks do. Where a plan factors the ranks once
-more for experts, stacks have buffers of their own, with other holders. So has a gate's bias, which is moved by counts
+more for stacks, these have buffers of their own, with other holders. So has a gate's bias, which is moved by counts
 of tokens: it is whole on every rank. So have matrices that are held as the codes of their products.
 """
 
@@ -151,13 +151,13 @@ def block_flats(
     )
 
 
-# Whether it trains, is of the factoring for experts, is moved by counts, is held as codes; axes of its holders.
+# Whether it trains, is of the factoring for stacks, is moved by counts, is held as codes; axes of its holders.
 _Group = tuple[bool, bool, bool, bool, tuple[str, ...]]
 
 
 def _order(group: _Group) -> tuple[bool, bool, bool, bool, tuple[str, ...], tuple[str, ...]]:
     trainable, stacked, moved, coded, axes = group
-    # Trainable buffers first, of them codes; then the buffers that no tensor axis replicates; experts and what counts
+    # Trainable buffers first, of them codes; then the buffers that no tensor axis replicates; stacks and what counts
     # move last.
     return not trainable, moved, stacked, not coded, tuple(axis for axis in axes if axis not in HOLDERS), axes
 

@@ -50,9 +50,9 @@ class Kinds:
         """The first block of each kind."""
         return tuple(self.blocks[index] for index in self.first)
 
-    def sliced(self, degrees: Mapping[str, int], experts: tuple[int, int] = (1, 1)) -> tuple[BlockSpec, ...]:
-        """`specs` as a tensor rank holds them; `experts` are the degrees of expert and of rows that cut stacks."""
-        return _sliced(self, tuple(sorted(degrees.items())), experts)
+    def sliced(self, degrees: Mapping[str, int], stacks: tuple[int, int] = (1, 1)) -> tuple[BlockSpec, ...]:
+        """`specs` as a tensor rank holds them; `stacks` are the ranks that hold different parts of stacks, and that cut every part."""
+        return _sliced(self, tuple(sorted(degrees.items())), stacks)
 
 
 def runs_of(order: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -61,8 +61,6 @@ def runs_of(order: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 @lru_cache(maxsize=1024)
-def _sliced(kinds: Kinds, degrees: tuple[tuple[str, int], ...], experts: tuple[int, int]) -> tuple[BlockSpec, ...]:
+def _sliced(kinds: Kinds, degrees: tuple[tuple[str, int], ...], stacks: tuple[int, int]) -> tuple[BlockSpec, ...]:
     mesh = Mesh.build(1, **{axis: (degree,) for axis, degree in degrees})
-    if experts != (1, 1):
-        mesh = Mesh(mesh.degrees, Mesh.build(1, expert=experts[:1], rows=experts[1:]))
-    return slice_blocks(kinds.specs, mesh)
+    return slice_blocks(kinds.specs, mesh.with_stacks(stacks[:1], stacks[1:]))

@@ -207,7 +207,7 @@ def state_layout(cluster: Cluster, plan: "Plan", shared: Collection[str] = (), s
     """The layout of states: data and context ranks hold the same slice of a block, so they share its states.
 
     So do the ranks of the tensor axes that `shared` names, of parameters that these do not cut. Of `stacked`
-    parameters, the ranks that hold the same experts.
+    parameters, the ranks that hold the same parts of stacks.
     """
     mesh = Mesh.of(cluster, plan).of_stacks(stacked)
     layout = Layout.of(cluster, plan, (*HOLDERS, *shared), mesh)

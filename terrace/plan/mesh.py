@@ -26,8 +26,8 @@ PIPELINE = ("pipeline",)
 HOLDERS = (*CONTEXT, "data")  # their ranks hold the same slice of a block that only the tensor axis cuts
 STACK_AXES = ("rows", "expert")  # of `Plan.experts`
 SHARING = ("rows", *CONTEXT)  # their ranks have tokens of the same sequences, unless documents are dealt out by cost
-EXPERT = ("expert",)  # only where experts are factored: its ranks hold different experts
-STAGE = (*TENSOR, *CONTEXT, *EXPERT, "data")  # their ranks work on the same blocks
+PARTS = ("expert",)  # only where stacks have a factoring: its ranks hold different parts of them
+STAGE = (*TENSOR, *CONTEXT, *PARTS, "data")  # their ranks work on the same blocks
 _FACTORED = {"tensor": TENSOR, "context": CONTEXT}
 _UNFACTORED = {"tensor": "rows", "context": "ring"}  # a number alone in a mapping
 _Table = Mapping[str, int | Mapping[str, int]]  # a tier's row of `Plan.mapping`
@@ -250,6 +250,10 @@ class Mesh:
     def part(self, rank: int, axis: str) -> int:
         """Index of `rank`'s part of a dim cut by `axis`, where tiers divide the dim in turn, innermost first."""
         return position(self.group(axis), self.coordinates(rank, (axis,)))
+
+    def along(self, axis: str) -> tuple[int, ...]:
+        """The degrees of an axis by tier, in the factoring that it belongs to."""
+        return self.of_stacks(axis in PARTS).group(axis)
 
     def members(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
         """Ranks that differ from `rank` only on `axes`, itself included, in the order of their places."""

@@ -31,8 +31,7 @@ def _check_islands(cluster: Cluster, plan: Plan, outer: Outer) -> None:
     outside = range(layout.island + 1, len(layout.tiers))
     here = f"outer.tier = {outer.tier!r}"
     for axis in ORDER:
-        own = mesh.of_stacks(axis == "expert")
-        crossed = [layout.tiers[tier] for tier in outside if axis != "data" and own.group(axis)[tier] > 1]
+        crossed = [layout.tiers[tier] for tier in outside if axis != "data" and mesh.along(axis)[tier] > 1]
         if crossed:
             raise PlanError(
                 f"the {axis} axis crosses tier {crossed[0]!r}, and {here}: its ranks talk every step, islands do not; "

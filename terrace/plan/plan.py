@@ -10,6 +10,7 @@ from terrace.plan.wire import CODES, OF_PARAMETERS, OF_STATES, MessageClass, Wir
 
 AXES = ("data", "tensor", "context", "pipeline")
 EXPERT_CHUNKS = ("forward", "backward", "ahead")  # of `Plan.expert_chunks`
+OF_STACKS = ("experts", "expert_gaps")  # keys on which buffers of stacks and parts of messages depend
 FUSED: Literal["fused"] = "fused"  # of `Plan.tensor_chunks`
 TENSOR_AXES = ("rows", "columns", "depth")  # how a tensor degree is factored; a number alone is its rows
 CONTEXT_AXES = ("ulysses", "ring")  # how a context degree is factored; a number alone is its ring

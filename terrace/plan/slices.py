@@ -7,7 +7,7 @@ Each dim of a parameter declares the quantity it counts, and a table names the a
     hidden                          columns: the residual stream
     vocab                           columns and rows together: embedding and head
     experts                         expert: ranks hold different experts
-    expert_intermediate             rows of the factoring for experts: every expert is cut; whole where there is none
+    expert_intermediate             rows of the factoring for stacks: every part is cut; whole where there is none
 
 A single head is never cut. With more rows than key-value heads every rank holds all of them and uses the one that its
 queries need. A vocabulary or an inner MLP size that does not divide is padded with zeros at the end, which add nothing
@@ -23,7 +23,7 @@ from terrace.base.alike import first_equal
 from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.dims import CUT_BY
-from terrace.plan.mesh import EXPERT, STAGE, TENSOR, Mesh
+from terrace.plan.mesh import PARTS, STAGE, TENSOR, Mesh
 
 _PADDED = ("vocab", "intermediate")
 
@@ -55,7 +55,7 @@ def rank_slices(param: ParamSpec, mesh: Mesh, rank: int) -> tuple[slice, ...]:
         place = 0
         for axis in reversed(cut):  # the first axis counts fastest
             # A unit of a tier holds experts that are neighbours, which a gate may take as a group.
-            here = mesh.place(rank, EXPERT) if axis in EXPERT else mesh.part(rank, axis)
+            here = mesh.place(rank, PARTS) if axis in PARTS else mesh.part(rank, axis)
             place = place * mesh.total(axis) + here
         parts.append(slice(min(size * place, whole), min(size * place + size, whole)))
     return tuple(parts)

@@ -10,7 +10,6 @@ from terrace.plan.chunk_rules import check_tensor_chunks
 from terrace.plan.context import attention_heads, is_context_parallel, num_ring_ranks
 from terrace.plan.context_rules import why_whole
 from terrace.plan.dims import is_layer
-from terrace.plan.expert_rules import check_chunks, check_gaps, check_stack_table, check_stacks
 from terrace.plan.fp16_rules import check_fp16
 from terrace.plan.layout import DEVICE, Layout
 from terrace.plan.mapping_rules import check_table
@@ -19,6 +18,7 @@ from terrace.plan.outer_rules import check_outer, check_outer_tier
 from terrace.plan.plan import AXES, Plan
 from terrace.plan.products import check_products
 from terrace.plan.recompute_rules import check_recompute
+from terrace.plan.stack_rules import check_chunks, check_gaps, check_stack_table, check_stacks
 from terrace.plan.state_bytes import moments
 from terrace.plan.wire import (
     FORMATS,

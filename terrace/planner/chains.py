@@ -34,8 +34,8 @@ _Ends = tuple[float, float, float, float]
 
 
 class _Offers(NamedTuple):
-    """Of the placements worth a try: ends (`Chains._ends_of`) and, where experts wait behind states, prices and least
-    delays by schedule.
+    """Of the placements worth a try: ends (`Chains._ends_of`) and, where routed messages wait behind states, prices
+    and least delays by schedule.
     """
 
     ends: list[_Ends]
@@ -67,7 +67,7 @@ class Chains:
         """Lower bound on the seconds by which a step exceeds its computing; reads only `heavy` of the core."""
         if core.unit:
             return 0.0 if core.shape.is_open else self._chunks_excess_s(core, placement)
-        # Until ranks divide the experts, it is open who holds their states.
+        # Until ranks divide the stacks, it is open who holds their states.
         if core.heavy is None or core.shape.divides:
             return 0.0
         # An excess must not be overestimated for any form, so the form with the most computing counts: all of it hides
@@ -90,7 +90,7 @@ class Chains:
     ) -> list[float]:
         """Lower bound in seconds with the schedule of each span, and the best of `choices`, whatever the split.
 
-        `works` may be the least of several shapes and forms. Of one that may divide its experts, these send nothing.
+        `works` may be the least of several shapes and forms. Of one that may divide its stacks, these send nothing.
         """
         stages, alike = shape.mesh.total("pipeline"), self.split.alike
         if not choices or (stages > 1 and alike is None):
@@ -113,7 +113,7 @@ class Chains:
         if not offers.prices:
             least_s = min(excesses_s)
             return [_scheduled_s(span, 0.0, least_s) for span in spans]
-        # One placement may have the shorter messages, another the shorter waits of experts for them.
+        # One placement may have the shorter messages, another the shorter waits of routed messages for them.
         found, known = list[float](), dict[tuple[bool, bool, int], list[tuple[float, float]]]()
         for span in spans:
             trait = traits()[span.schedule]

@@ -29,17 +29,17 @@ class Numels:
         return tuple(map(sum, zip(*each, strict=True)))
 
     def own(self, mesh: Mesh) -> _Numels:
-        """As `trained`, without parameters that tensor ranks share, experts among them, since their states are sharded
-        over these ranks, and without experts that ranks divide; for bounds.
+        """As `trained`, without parameters that tensor ranks share, stacks among them, since their states are sharded
+        over these ranks, and without stacks that ranks divide; for bounds.
         """
         return self._of(mesh)[0]
 
     def stacks(self, mesh: Mesh) -> _Numels:
-        """Elements of the experts of a rank that train; 0 where they are among `own`."""
+        """Elements of the stacks of a rank that train; 0 where they are among `own`."""
         return self._of(mesh)[1]
 
     def least(self, mesh: Mesh) -> _Numels:
-        """`own` without any experts, however ranks divide them."""
+        """`own` without any stacks, however ranks divide them."""
         if mesh.total("tensor") > 1:
             return self.own(mesh)
         return tuple(numel - stack for numel, stack in zip(self.own(mesh), self._all_stacks, strict=True))

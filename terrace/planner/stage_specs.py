@@ -7,20 +7,20 @@ from functools import lru_cache
 
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.plan.dims import STACK_DIMS
 from terrace.planner.task import Task
 from terrace.simulate.links import wired
 from terrace.simulate.states import StageBlocks
 
 
-def flat_blocks(
-    task: Task, held: StageBlocks, blocks: Sequence[int], experts: tuple[int, int]
-) -> tuple[BlockSpec, ...]:
-    """Blocks as one rank holds them: of those that train and of frozen ones, one parameter, and one of experts.
+def flat_blocks(task: Task, held: StageBlocks, blocks: Sequence[int], stacks: tuple[int, int]) -> tuple[BlockSpec, ...]:
+    """Blocks as one rank holds them: of those that train and of frozen ones, one parameter, and one of stacks.
 
-    `experts` are the degrees of expert and of rows. What counts move is left out: it is whole on every rank.
+    `stacks` are the ranks that hold different parts, and that cut every part. What counts move is left out: it is whole
+    on every rank.
     """
     places = {block: index for index, block in enumerate(blocks)}
-    params = {kind: _flat_params(held, kind, experts) for kind in set(held.order)}
+    params = {kind: _flat_params(held, kind, stacks) for kind in set(held.order)}
     found = []
     for kind in held.order:
         spec = task.kinds.specs[kind]
@@ -29,25 +29,25 @@ def flat_blocks(
     return tuple(found)
 
 
-def _flat_params(held: StageBlocks, kind: int, experts: tuple[int, int]) -> tuple[ParamSpec, ...]:
+def _flat_params(held: StageBlocks, kind: int, stacks: tuple[int, int]) -> tuple[ParamSpec, ...]:
     sizes: dict[tuple[bool, bool], int] = defaultdict(int)
     for flats in held.flats:
         if not flats.is_moved:
             sizes[flats.stacked, flats.trainable] += flats.sizes[kind]
-    found = [_flat_param(size, *which, experts) for which, size in sizes.items() if size]
+    found = [_flat_param(size, *which, stacks) for which, size in sizes.items() if size]
     return tuple(found) or (ParamSpec(name="all", shape=(0,)),)
 
 
-def _flat_param(size: int, stacked: bool, trainable: bool, experts: tuple[int, int]) -> ParamSpec:
-    name = ("experts" if stacked else "all") if trainable else ("frozen experts" if stacked else "frozen")
+def _flat_param(size: int, stacked: bool, trainable: bool, stacks: tuple[int, int]) -> ParamSpec:
+    name = ("stacks" if stacked else "all") if trainable else ("frozen stacks" if stacked else "frozen")
     if not stacked:
         return ParamSpec(name=name, shape=(size,), trainable=trainable)
-    dims = (("experts", experts[0]), ("expert_intermediate", experts[1]), ("hidden", size))
-    return ParamSpec(name=name, shape=(*experts, size), trainable=trainable, dims=dims)
+    dims = (*zip(STACK_DIMS, stacks, strict=True), ("hidden", size))
+    return ParamSpec(name=name, shape=(*stacks, size), trainable=trainable, dims=dims)
 
 
 def joined_params(blocks: Sequence[BlockSpec]) -> tuple[ParamSpec, ...]:
-    """The parameters of blocks of `flat_blocks` together, none of them of experts."""
+    """The parameters of blocks of `flat_blocks` together, none of them of stacks."""
     params = [param for block in blocks for param in block.params]
     sizes = {each: sum(param.numel for param in params if param.trainable is each) for each in (True, False)}
     return tuple(_flat_param(size, False, each, (1, 1)) for each, size in sizes.items() if size or each)

@@ -13,7 +13,7 @@ class StepReport:
 
     `time_s` holds the compute categories (forward, backward, update), the time spent waiting for messages by class
     (`wait gather`, ...) and `other`; it sums to the step. `sent_bytes` counts bytes sent per (message class, tier).
-    `memory_bytes` is the peak of each category of model state, `load` the figures of the stage's experts
+    `memory_bytes` is the peak of each category of model state, `load` the figures of the stage's routers
     (terrace.program.loads), the mean over measured steps.
     """
 

@@ -1,6 +1,6 @@
 """The messages that carry tokens where the router of a block sends them; none where a rank has every expert.
 
-Sizes are in terrace.plan.expert_traffic, the order of messages in terrace.program.block_program.experts.
+Sizes are in terrace.plan.expert_traffic, the order of messages in terrace.program.block_program.routed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.hops import Hop
 from terrace.plan.in_block_messages import RoutedMessage
 from terrace.plan.layout import Layout
-from terrace.plan.mesh import EXPERT, Mesh
+from terrace.plan.mesh import PARTS, Mesh
 from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.plan.wire import FORMATS, ROUTED_ROWS, MessageClass
 from terrace.program.message import Message, Transfer
@@ -33,7 +33,7 @@ class Routed:
     def lines(self) -> tuple[Layout, Layout]:
         """The ranks that hold different experts, and the ranks that cut every expert: alone where there are none."""
         stacks = self.mesh.stacks if self.mesh.divides_stacks else self.mesh.only("pipeline")
-        expert, rows = (Layout.of(self.cluster, self.tensor.plan, axes, stacks) for axes in (EXPERT, ("rows",)))
+        expert, rows = (Layout.of(self.cluster, self.tensor.plan, axes, stacks) for axes in (PARTS, ("rows",)))
         return expert, rows
 
     @cached_property

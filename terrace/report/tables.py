@@ -13,6 +13,7 @@ from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
 from terrace.model.config import ModelConfig, num_active_params, num_params
 from terrace.model.traits import is_dense
+from terrace.plan.gaps import shares_words
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
 from terrace.plan.outer import Outer
@@ -130,11 +131,9 @@ def wire_words(plan: Plan) -> str:
     named = [f"{message} {name} on {tier}" for message, row in plan.wire.items() for tier, name in row.items()]
     states = "" if plan.messages is None else f", parameters and gradients in {plan.messages}"
     but = f", but {', '.join(named)}" if named else ""
-    shares = ", ".join(f"{share:.3g}" for share in plan.gap_shares)
-    in_gaps = f"; gradients in the gaps of experts' messages, in parts of {shares}" if shares else ""
     products = "" if plan.products is None else f"; products of layers in {plan.products}"
     codes = ", whose matrices travel as the codes that these take" if plan.shares_scales else ""
-    return f"messages travel in {plan.compute}{states}{but}{in_gaps}{products}{codes}"
+    return f"messages travel in {plan.compute}{states}{but}{shares_words(plan)}{products}{codes}"
 
 
 def bytes_table(predicted: Mapping[tuple[MessageClass, str], int], tiers: Sequence[str]) -> Table:
@@ -260,8 +259,8 @@ def equal_bytes(predicted: StepReport, measured: StepReport) -> bool:
 
 
 def _by_batch(predicted: StepReport) -> set[MessageClass]:
-    # With balance = "cost" the bytes of CONTEXT depend on the batch, and always those of experts; the run itself checks
-    # them against each batch.
+    # With balance = "cost" the bytes of CONTEXT depend on the batch, and always those of routed messages; the run
+    # itself checks them against each batch.
     return {MessageClass.CONTEXT, *ROUTED} - {message for message, _ in predicted.sent_bytes}
 
 

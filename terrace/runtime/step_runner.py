@@ -10,7 +10,7 @@ lane of the outermost tier it crosses; an instruction waits only for its operand
     GATHER              on its lane: the refresh of its block
     SYNC                on its lane: the last reduction of its block
     TIE                 every reduction, and the other stage
-    COUNT               every FORWARD of a mixture of experts
+    COUNT               every FORWARD of a block with a router
     CLIP                every SYNC, and COUNT
     UPDATE              the ORTHOGONALISE of its block, under Muon
     OUTER_START         on its lane: the OUTER_COUNT before it

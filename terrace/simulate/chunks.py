@@ -21,12 +21,12 @@ from functools import partial
 from typing import NamedTuple
 
 from terrace.cluster.cluster import Cluster
-from terrace.plan.expert_rules import MOST_CHUNKS
 from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.in_block_messages import RoutedMessage
 from terrace.plan.plan import EXPERT_CHUNKS, Plan
+from terrace.plan.stack_rules import MOST_CHUNKS
 from terrace.plan.wire import MessageClass
-from terrace.program.block_program.experts import expert_steps, most_ahead
+from terrace.program.block_program.routed import expert_steps, most_ahead
 from terrace.program.block_program.steps import Compute, ComputeKind, Gap, Steps, input_half
 from terrace.program.program import Program
 from terrace.simulate.inside import InBlockPrices

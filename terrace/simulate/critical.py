@@ -4,7 +4,7 @@ The walk starts at the end of the compute stream. Compute follows the stream's e
 message follows the last of three: its issue, its lane being free, and its input being ready. The pieces are contiguous
 and cover the step. The seconds of a message over several tiers are split among them in proportion to latency plus bytes
 over bandwidth. Waits inside a block (terrace.simulate.inside) are on the path as messages of class `tensor` or
-`context`; messages of experts are on lanes, like messages between blocks.
+`context`; routed messages are on lanes, like messages between blocks.
 """
 
 from collections import defaultdict
@@ -149,7 +149,7 @@ def span_shares(program: Program, span: Span) -> dict[int, float]:
     instruction = program.instructions[span.position]
     if instruction.op not in PASSES:
         return tier_shares(program, instruction)
-    # Rows of experts cross the tier of their lane, tables all tiers up to it.
+    # Routed rows cross the tier of their lane, tables all tiers up to it.
     if span.category == MessageClass.ROUTE:
         return _shares(inside_seconds(program, instruction, MessageClass.ROUTE))
     return {span.lane: 1.0}

@@ -2,7 +2,7 @@
 
 Messages of experts share the lanes of tiers with REDUCE, SYNC and GATHER, so their waits depend on the whole step. Such
 a pass is played step by step (`Rank.run_steps`), along the steps of the block's own program
-(terrace.program.block_program.experts).
+(terrace.program.block_program.routed).
 
 Between dispatch and combine a rank sorts rows, multiplies, weighs and sums them: the experts' computing. Under even
 routing a rank multiplies T k w rows, for T tokens of k experts and every expert cut over w rows, with E/e experts of

@@ -61,13 +61,13 @@ class Trainer:
     - `local_batches`: `step` receives this rank's part of the batch, the same on all ranks with one data rank;
       otherwise it receives the whole batch, the same on every rank.
     - `activation=(sequence, hidden)`: the shape of the tensor between blocks, for one sample. A pipeline and a context
-      axis need it; with experts on several ranks, the numbers of chunks are chosen from it.
+      axis need it; with stacks on several ranks, the numbers of chunks are chosen from it.
     - `declared`: the meaning of parameters' dims, which a tensor and a context axis need, as they need blocks of
       `terrace.model.decoder`; blocks of `terrace.blocks_of` with a declaration serve, too, and bring their own.
     - `broadcast`: rank 0's values of parameters and buffers go to all ranks first, so that no seed is needed.
     - `predict`: time the blocks and the links during the first step, about a second, to predict the following steps.
     - `timeout_s`: under a launcher, how long a rank may stand still before the culprit is named.
-    - `balance`: keys of the section `[balance]` of a run, for blocks with routers of experts; `seed` draws their noise.
+    - `balance`: keys of the section `[balance]` of a run, for blocks with routers; `seed` draws their noise.
 
     Under torchrun, srun or mpirun the trainer joins the world; a world that the user has joined is used as it is. Every
     rank makes the trainer and calls its methods at the same points. Raises a `TerraceError` for a setup that cannot

@@ -13,7 +13,7 @@ from terrace.model.decoder import build_blocks
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.experts.gates import best, sigmoid
 from terrace.model.experts.mixture import Mixture
-from terrace.model.experts.products import Order, collect, spread
+from terrace.model.grouped import Order, collect, spread
 from terrace.model.lora.config import LoraConfig, targets
 
 HIDDEN, INNER, EXPERTS, CHOSEN = 24, 20, 8, 3

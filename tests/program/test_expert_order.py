@@ -6,7 +6,7 @@ import pytest
 
 from terrace.plan.in_block_messages import RoutedMessage
 from terrace.plan.wire import MessageClass
-from terrace.program.block_program.experts import expert_steps
+from terrace.program.block_program.routed import expert_steps
 from terrace.program.block_program.steps import Send
 from tests.support.expert_traffic import traffic_of
 

@@ -17,7 +17,7 @@ from terrace.model.experts.mixture import Mixture
 from terrace.plan.expert_traffic import spans_of
 from terrace.plan.in_block_messages import RoutedMessage
 from terrace.plan.wire import FORMATS, MessageClass, WireFormat
-from terrace.program.block_program.experts import expert_steps
+from terrace.program.block_program.routed import expert_steps
 from terrace.program.block_program.steps import Await, Compute, Send
 from terrace.runtime.in_block_comm import InBlockComm
 from terrace.runtime.routing.crossing import Crossing

@@ -14,7 +14,7 @@ from terrace.model.config import ModelConfig, block_specs
 from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
-from terrace.program.block_program.experts import expert_steps
+from terrace.program.block_program.routed import expert_steps
 from terrace.program.instruction import Op
 from terrace.simulate.chunks import Layer, Numbers, best_chunks
 from terrace.simulate.footprint import work_of

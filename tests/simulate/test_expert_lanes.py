@@ -16,7 +16,7 @@ from terrace.model.config import block_specs
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
 from terrace.plan.wire import ROUTED, MessageClass
-from terrace.program.block_program.experts import expert_steps
+from terrace.program.block_program.routed import expert_steps
 from terrace.program.block_program.steps import InBlockMessage
 from terrace.program.instruction import PASSES, Op
 from terrace.program.program import Program

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from terrace.model.config import ModelConfig
 from terrace.model.experts.gates import Choice, cosine, even, expert_choice, noisy, sigmoid, softmax
 from terrace.model.experts.gating import Gating, Passage
-from terrace.model.experts.products import Order, collect, grouped_linear, spread
 from terrace.model.experts.tally import Tally
+from terrace.model.grouped import Order, collect, grouped_linear, spread
 from terrace.model.layers import ACTIVATIONS, MLP
 
 # Gates by which a token chooses; noisy and cosine differ from softmax in their logits alone.

@@ -6,8 +6,8 @@ from terrace.model.spec import BlockSpec
 from terrace.plan.context_traffic import ContextTraffic
 from terrace.plan.tensor_traffic import TensorTraffic, choice_messages
 from terrace.program.block_program.attention import attention_steps
-from terrace.program.block_program.experts import routed_steps
 from terrace.program.block_program.regions import tensor_steps
+from terrace.program.block_program.routed import routed_steps
 from terrace.program.block_program.steps import Await, BlockProgram, Send, Steps
 
 

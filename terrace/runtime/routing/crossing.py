@@ -1,6 +1,6 @@
 """Tokens through a layer's experts on several ranks: one function, whose halves play the block's own program.
 
-Each half takes the steps of the program (terrace.program.block_program.experts) in their order. A `Send` puts a hop of
+Each half takes the steps of the program (terrace.program.block_program.routed) in their order. A `Send` puts a hop of
 a chunk on the lane of its tier, where rows are packed, exchanged and summed; hops of a chunk follow one another.
 Meanwhile the rank computes: experts on the rows of a chunk that has arrived, the shared expert, weight gradients.
 
