@@ -51,7 +51,7 @@ class Kinds:
         return tuple(self.blocks[index] for index in self.first)
 
     def sliced(self, degrees: Mapping[str, int], stacks: tuple[int, int] = (1, 1)) -> tuple[BlockSpec, ...]:
-        """`specs` as a tensor rank holds them; `stacks` are the ranks that hold different parts of stacks, and that cut every part."""
+        """`specs` as a tensor rank holds them, with `stacks` ranks for different parts of stacks, and to cut a part."""
         return _sliced(self, tuple(sorted(degrees.items())), stacks)
 
 

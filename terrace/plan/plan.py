@@ -11,6 +11,9 @@ from terrace.plan.wire import CODES, OF_PARAMETERS, OF_STATES, MessageClass, Wir
 AXES = ("data", "tensor", "context", "pipeline")
 EXPERT_CHUNKS = ("forward", "backward", "ahead")  # of `Plan.expert_chunks`
 OF_STACKS = ("experts", "expert_gaps")  # keys on which buffers of stacks and parts of messages depend
+OF_TRAINING = ("optimizer_states", "recompute", "expert_gaps")  # keys without effect on forwards alone
+# Keys that a search chooses, but for the axes, and for numbers that every plan has.
+SEARCHED = ("params", "grads", "optimizer", "params_backward", "experts", "recompute", "unit", "schedule")
 FUSED: Literal["fused"] = "fused"  # of `Plan.tensor_chunks`
 TENSOR_AXES = ("rows", "columns", "depth")  # how a tensor degree is factored; a number alone is its rows
 CONTEXT_AXES = ("ulysses", "ring")  # how a context degree is factored; a number alone is its ring

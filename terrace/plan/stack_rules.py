@@ -6,13 +6,15 @@ from collections.abc import Mapping, Sequence
 from terrace.base.errors import PlanError, did_you_mean
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
+from terrace.plan.dims import has_routers
 from terrace.plan.gaps import num_gaps
 from terrace.plan.layout import Layout, message_lane, message_tiers
 from terrace.plan.mapping_rules import check_table
 from terrace.plan.mesh import STACK_AXES, STAGE, Mesh, tier_degrees
 from terrace.plan.plan import EXPERT_CHUNKS, Plan
-from terrace.plan.wire import GRADIENTS
+from terrace.plan.wire import GRADIENTS, ROUTED_ROWS
 
+CROSSES = dict.fromkeys(ROUTED_ROWS, "the table experts")  # what has ranks on the tiers that these messages cross
 MOST_CHUNKS = 64  # of the tokens of a micro-batch: each is a message over every tier
 SHARES_ROUNDED = 1e-6  # by which the sum of shares may be off: files have decimals
 
@@ -44,6 +46,14 @@ def check_stacks(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> N
                 f"the mapping has {columns} tensor columns, and {name} holds {param.num_parts} experts, for which a "
                 "token must be whole: use tensor rows, or give the ranks to another axis"
             )
+
+
+def refuse_unscaled_losses(asked: str, blocks: Sequence[BlockSpec]) -> None:
+    """Raise `PlanError` for routers under a loss scale, which is what `asked` asks for."""
+    if has_routers(blocks):
+        raise PlanError(
+            f"{asked} with a mixture of experts: losses of its routers are not scaled; use 'bf16' or 'fp32'"
+        )
 
 
 def check_chunks(plan: Plan) -> None:

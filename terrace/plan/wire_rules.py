@@ -8,6 +8,7 @@ from terrace.cluster.cluster import Cluster
 from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
 from terrace.plan.routes import all_reduced_tiers, crossed_tiers
+from terrace.plan.stack_rules import CROSSES
 from terrace.plan.wire import (
     BETWEEN_STAGES,
     CHANGES,
@@ -16,13 +17,12 @@ from terrace.plan.wire import (
     FORMATS,
     OF_PARAMETERS,
     PLACEABLE,
-    ROUTED_ROWS,
     ROUTES,
     MessageClass,
     parse_format,
 )
 
-_AXIS = dict.fromkeys(BETWEEN_STAGES, "the pipeline axis") | {MessageClass.CONTEXT: "the context axis"}
+_AXIS = dict.fromkeys(BETWEEN_STAGES, "the pipeline axis") | {MessageClass.CONTEXT: "the context axis"} | CROSSES
 
 
 def check_wire(plan: Plan, layout: Layout) -> None:
@@ -132,7 +132,7 @@ def _check_crosses(plan: Plan, layout: Layout, message: MessageClass, tier: str)
     if index in crossed_tiers(layout, message):
         return
     if message not in ROUTES:
-        axis = "the table experts" if message in ROUTED_ROWS else _AXIS.get(message, "the tensor axis")
+        axis = _AXIS.get(message, "the tensor axis")
         raise PlanError(f"wire.{message.value}.{tier} has no effect: {axis} has no ranks on {tier!r}; leave it out")
     if message is MessageClass.OUTER and plan.outer is None:
         raise PlanError(

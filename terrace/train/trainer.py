@@ -36,7 +36,8 @@ from terrace.runtime.step_sums import StepResult
 from terrace.train.cut import check_same, eval_passes, micro_batches
 from terrace.train.evaluated import Evaluated, evaluated
 from terrace.train.first_step import CheckedLoss, FirstStep, Loss, predict
-from terrace.train.joining import find_world, read_balance, read_cluster, read_optimizer, read_plan, resolved_plan
+from terrace.train.joining import find_world, read_balance, read_cluster, read_optimizer, read_plan
+from terrace.train.token_chunks import resolved_plan
 from terrace.train.trainer_report import TrainerReport
 from terrace.train.user_blocks import declared_of, hidden_dims, move_buffers, named, places, spread
 from terrace.train.whole_parameters import whole_values
