@@ -12,9 +12,8 @@ from terrace.plan.layout import Layout, message_lane, message_tiers
 from terrace.plan.mapping_rules import check_table
 from terrace.plan.mesh import STACK_AXES, STAGE, Mesh, tier_degrees
 from terrace.plan.plan import EXPERT_CHUNKS, Plan
-from terrace.plan.wire import GRADIENTS, ROUTED_ROWS
+from terrace.plan.wire import GRADIENTS
 
-CROSSES = dict.fromkeys(ROUTED_ROWS, "the table experts")  # what has ranks on the tiers that these messages cross
 MOST_CHUNKS = 64  # of the tokens of a micro-batch: each is a message over every tier
 SHARES_ROUNDED = 1e-6  # by which the sum of shares may be off: files have decimals
 

@@ -8,7 +8,6 @@ from terrace.cluster.cluster import Cluster
 from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
 from terrace.plan.routes import all_reduced_tiers, crossed_tiers
-from terrace.plan.stack_rules import CROSSES
 from terrace.plan.wire import (
     BETWEEN_STAGES,
     CHANGES,
@@ -17,12 +16,17 @@ from terrace.plan.wire import (
     FORMATS,
     OF_PARAMETERS,
     PLACEABLE,
+    ROUTED_ROWS,
     ROUTES,
     MessageClass,
     parse_format,
 )
 
-_AXIS = dict.fromkeys(BETWEEN_STAGES, "the pipeline axis") | {MessageClass.CONTEXT: "the context axis"} | CROSSES
+_AXIS = (
+    dict.fromkeys(BETWEEN_STAGES, "the pipeline axis")
+    | {MessageClass.CONTEXT: "the context axis"}
+    | dict.fromkeys(ROUTED_ROWS, "the table experts")
+)
 
 
 def check_wire(plan: Plan, layout: Layout) -> None:

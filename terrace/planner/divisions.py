@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from terrace.plan.mesh import STAGE, Mesh
 from terrace.planner.pins import MOST, STACK_PINS
-from terrace.planner.task import Task
 
 if TYPE_CHECKING:
     from terrace.planner.space import Space
+    from terrace.planner.task import Task
 
 StackForm = tuple[tuple[int, ...], tuple[int, ...]]  # ranks per tier that hold different experts, and that cut them
 
@@ -106,7 +106,7 @@ def division_notes(mesh: Mesh, tiers: list[str]) -> list[str]:
     return [f"experts {table_words(mesh.stack_table(tiers))}"] if mesh.divides_stacks else []
 
 
-def broken_rule(task: Task, name: str, value: int) -> str:
+def broken_rule(task: "Task", name: str, value: int) -> str:
     """The rule of experts that a pin breaks whatever the cluster; "" for none."""
     if name in STACK_PINS and not task.divides_stacks:
         return f"{name} = {value}: no layer of this model has experts"
@@ -122,7 +122,7 @@ def broken_placement(name: str, value: int) -> str:
     )
 
 
-def multiples(task: Task, name: str) -> Iterator[tuple[int, str]]:
+def multiples(task: "Task", name: str) -> Iterator[tuple[int, str]]:
     """What a pin of experts must divide, with its words; nothing for other pins."""
     num_experts, inner = task.stack_sizes
     if task.divides_stacks and name in STACK_PINS:

@@ -1,18 +1,14 @@
 """The load of experts: a sentence, and a heat map of layers and experts over the steps of a run."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from operator import attrgetter
 
 from terrace.base.printable import escape
 from terrace.plan.wire import ROUTED, MessageClass
-from terrace.report.markup import section
-from terrace.report.run_curves import Curve
 from terrace.train.loads import LoadsOfSteps
-from terrace.train.metrics import StepRecord
 
+LOAD_TITLE = "Load of experts"
 ROUTED_COLUMN = {"experts": (*ROUTED, MessageClass.CHOICES)}  # heading and waits of a column of its own
-Line = Callable[[Callable[[StepRecord], float | None]], list[tuple[int, float]]]
 
 # A cell's opacity up to each load, in loads of the layer's mean; an idle expert is a cross.
 _LEVELS = ((0.5, 0.12), (0.8, 0.3), (1.25, 0.5), (2.0, 0.75), (float("inf"), 1.0))
@@ -28,25 +24,6 @@ def load_words(load: Mapping[str, float]) -> str:
         f"load of experts: the busiest has {load['busiest_expert']:.2f} times the mean of its layer{rank}; MaxVio "
         f"{load['max_vio']:.3g}, entropy {load['entropy']:.3f} (1 is even), {load['idle']:.3g} without a token"
     )
-
-
-def load_curves(records: Sequence[StepRecord], line: Line) -> list[Curve]:
-    """Curves of the load of experts and of the choices that were dropped, from the `line` of a value of each record."""
-    curves = list[Curve]()
-    if any(record.load for record in records):
-        named = {"busiest expert": "busiest_expert", "busiest rank": "busiest_rank", "MaxVio": "max_vio"}
-        lines = {words: line(lambda record, name=name: record.load.get(name)) for words, name in named.items()}  # type: ignore[misc]
-        lines = {words: points for words, points in lines.items() if points}
-        curves.append(Curve(title="Load of experts", unit="over the mean", lines=lines, smooth=True, from_zero=True))
-    dropped = line(attrgetter("dropped"))
-    if dropped:
-        curves.append(Curve(title="Choices of experts dropped", unit="in a step", lines={"dropped": dropped}))
-    return curves
-
-
-def load_section(parts: Sequence[LoadsOfSteps]) -> str:
-    """The section of a page with the maps of `parts`; "" without any load."""
-    return section("Load of experts", heat_maps(parts))
 
 
 def heat_maps(parts: Sequence[LoadsOfSteps]) -> str:

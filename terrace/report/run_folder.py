@@ -24,7 +24,7 @@ from terrace.cluster.presets import parse_cluster
 from terrace.program.verdict import why_no_verdict
 from terrace.report.compared import ComparedAmounts
 from terrace.report.folder_parts import checkpoint_rows, steady, text_of
-from terrace.report.loads import load_curves
+from terrace.report.load_curves import load_curves
 from terrace.report.markup import ChartedSection
 from terrace.report.predicted_step import check_length, predicted_events, totals
 from terrace.report.run_curves import Curve

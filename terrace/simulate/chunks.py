@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from terrace.cluster.cluster import Cluster
 from terrace.plan.expert_traffic import ExpertTraffic
@@ -28,12 +28,14 @@ from terrace.plan.stack_rules import MOST_CHUNKS
 from terrace.plan.wire import MessageClass
 from terrace.program.block_program.routed import expert_steps, most_ahead
 from terrace.program.block_program.steps import Compute, ComputeKind, Gap, Steps, input_half
-from terrace.program.program import Program
 from terrace.simulate.inside import InBlockPrices
 from terrace.simulate.links import tier_penalty
 from terrace.simulate.priced_instruction import Doing
 from terrace.simulate.routed import RoutedSeconds, ordered, played_s, routed_seconds
 from terrace.simulate.work import Work
+
+if TYPE_CHECKING:
+    from terrace.program.program import Program
 
 _SLOWER = 2  # numbers of pieces in a row after which no larger one is tried
 _GAIN = 1e-3  # part of a layer's seconds that more pieces must save: a prediction is not exact to less
@@ -205,7 +207,7 @@ def _order_of(steps: Steps) -> _Order:
     return tuple(numbers), tuple(order)
 
 
-def plan_with_chunks(frame: Program, work: Work) -> Plan:
+def plan_with_chunks(frame: "Program", work: Work) -> Plan:
     """The plan of `frame` with the numbers of chunks that it leaves out, by a rank's `work`."""
     plan, layers = frame.plan, list[tuple[int, Layer]]()
     for kind, times in Counter(frame.kinds).items():
@@ -221,7 +223,7 @@ def plan_with_chunks(frame: Program, work: Work) -> Plan:
     return replace(plan, expert_chunks=numbers.table)
 
 
-def _computing(frame: Program, block: int, work: Work, traffic: ExpertTraffic) -> RoutedSeconds:
+def _computing(frame: "Program", block: int, work: Work, traffic: ExpertTraffic) -> RoutedSeconds:
     return routed_seconds(frame, block, work, traffic)[0]
 
 
