@@ -39,7 +39,7 @@ def is_inner(param: ParamSpec) -> bool:
 
 
 def is_product_matrix(param: ParamSpec) -> bool:
-    """Whether a layer multiplies with it in the format of `Plan.products`: a matrix of attention or of the MLP.
+    """Whether a layer may multiply with it in narrower floats: a matrix of attention or of the MLP.
 
     Of a parameter that declares no dims, its shape decides.
     """

@@ -4,7 +4,7 @@ Parameters of one block that are replicated over the same axes and train, or do 
 tensor axis that is one buffer of trainable and one of frozen parameters. With it, parameters that the axis does not cut
 (norms, say) have buffers of their own, which tensor ranks hold as data ranks do. Where a plan factors the ranks once
 more for stacks, these have buffers of their own, with other holders. So has a gate's bias, which is moved by counts
-of tokens: it is whole on every rank. So have matrices that are held as the codes of their products.
+of tokens: it is whole on every rank. So have matrices that are held as codes.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class FlatParamSpec:
     """One flat buffer: its parameters in order, weight-decayed matrices first, and the layout of its slices.
 
     The first `num_orthogonal` elements are matrices that the optimizer updates whole: under Muon, the matrices of
-    layers. The working copies of an `is_coded` buffer are the codes of its matrices' products (terrace.plan.products).
+    layers. The working copies of an `is_coded` buffer are the codes of its matrices (terrace.runtime.matrix_codes).
     """
 
     layout: Layout

@@ -63,6 +63,28 @@ def is_scaled(blocks: Sequence[BlockSpec], index: int, param: ParamSpec) -> bool
     return is_layer(blocks, index) and (is_product_matrix(param) or (param.is_stack and param.is_matrix))
 
 
+def products_words(plan: Plan) -> str:
+    """The format of a plan's products and of their codes, as the end of a sentence; "" for the compute dtype."""
+    codes = ", whose matrices travel as the codes that these take" if plan.shares_scales else ""
+    return f"{'' if plan.products is None else f'; products of layers in {plan.products}'}{codes}"
+
+
+def why_apart(plan: Plan) -> str:
+    """Why products of layers are compiled apart from the rest of a block; "" where they are not."""
+    if plan.products is None:
+        return ""
+    return f"products = {plan.products!r} are the runtime's own, with its own backward"
+
+
+def refuse_codes(plan: Plan) -> None:
+    """Raise `PlanError` for matrices that are held as codes where whole parameters are handed over."""
+    if plan.shares_scales:
+        raise PlanError(
+            f"products = {plan.products!r} with wire.gather or wire.refresh in 'fp8': matrices are held as codes, "
+            "and generation takes parameters in the compute dtype; leave the format out, or write 'fp8:128'"
+        )
+
+
 def check_products(device: Device, mesh: Mesh, plan: Plan, blocks: Sequence[BlockSpec]) -> None:
     """Raise `PlanError` for products that the plan, the device or the model cannot have; `blocks` are whole."""
     if plan.products is None:

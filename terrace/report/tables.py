@@ -18,6 +18,7 @@ from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
 from terrace.plan.outer import Outer
 from terrace.plan.plan import AXES, CONTEXT_AXES, Plan
+from terrace.plan.products import products_words
 from terrace.plan.wire import ROUTED, MessageClass
 from terrace.program.report import StepReport
 from terrace.program.verdict import judged
@@ -131,9 +132,7 @@ def wire_words(plan: Plan) -> str:
     named = [f"{message} {name} on {tier}" for message, row in plan.wire.items() for tier, name in row.items()]
     states = "" if plan.messages is None else f", parameters and gradients in {plan.messages}"
     but = f", but {', '.join(named)}" if named else ""
-    products = "" if plan.products is None else f"; products of layers in {plan.products}"
-    codes = ", whose matrices travel as the codes that these take" if plan.shares_scales else ""
-    return f"messages travel in {plan.compute}{states}{but}{shares_words(plan)}{products}{codes}"
+    return f"messages travel in {plan.compute}{states}{but}{shares_words(plan)}{products_words(plan)}"
 
 
 def bytes_table(predicted: Mapping[tuple[MessageClass, str], int], tiers: Sequence[str]) -> Table:

@@ -32,6 +32,7 @@ from terrace.model.liger_parts import is_served
 from terrace.model.rotary import Rotary
 from terrace.plan.context import is_context_parallel
 from terrace.plan.dims import is_router
+from terrace.plan.products import why_apart
 from terrace.plan.recompute import operations_in
 from terrace.program.instruction import Op
 from terrace.program.program import Program
@@ -54,8 +55,8 @@ def why_parts(programs: Sequence[Program], has_kernels: bool = False) -> str:
         return "with a tensor axis blocks talk to other ranks in the middle of a layer"
     if is_context_parallel(program.mesh, program.plan):
         return "ranks attend together, so that layers talk to other ranks in their middle"
-    if program.plan.products is not None:
-        return f"products = {program.plan.products!r} are the runtime's own, with its own backward"
+    if why := why_apart(program.plan):
+        return why
     mixture = next((block.name for block in program.blocks if any(map(is_router, block.params))), None)
     if mixture is not None:
         return f"the rows of an expert of {mixture} are another number in every micro-batch"

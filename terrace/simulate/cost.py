@@ -43,6 +43,7 @@ from terrace.simulate.masks import work_in
 from terrace.simulate.outer_cost import apply_passes, passes_s, take_passes
 from terrace.simulate.priced_instruction import Doing, Event, PassStep
 from terrace.simulate.routed import FORWARD, RoutedSeconds, pass_steps, routed_seconds, shared_out
+from terrace.simulate.scaled import check_same
 from terrace.simulate.trained import trained_part
 from terrace.simulate.work import Work
 
@@ -227,11 +228,7 @@ def _from_work(program: "Program", work: Work) -> Costs:
             f"the work is of {work.micro_batch} sequences in {work.compute}, the plan's micro-batch of "
             f"{plan.micro_batch} in {plan.compute}: make them the same"
         )
-    if (work.products, work.codes_of_weights) != (plan.products, plan.shares_scales):
-        own, wanted = (each * ", with weights held as codes" for each in (work.codes_of_weights, plan.shares_scales))
-        raise PlanError(
-            f"the work has products = {work.products!r}{own}, the plan {plan.products!r}{wanted}: make them the same"
-        )
+    check_same(work, plan)
     if work.recompute != "none" or work.operations:
         named = f"recompute = {work.recompute!r}" if work.recompute != "none" else f"operations = {work.operations}"
         raise PlanError(f"work.{named}: the plan says what is recomputed, so leave it out")

@@ -50,7 +50,7 @@ _Dtypes = tuple[
 class Flats(NamedTuple):
     """The flat buffers of a stage's blocks that the tensor ranks of `axes` share, and that train or do not.
 
-    `stacked`: of stacks of experts whose ranks are factored on their own (`Mesh.experts`).
+    `stacked`: of stacks of experts whose ranks are factored on their own (`Mesh.stacks`).
     """
 
     axes: tuple[str, ...]

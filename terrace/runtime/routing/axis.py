@@ -14,7 +14,7 @@ from terrace.comm.collectives import Collectives
 from terrace.comm.rounding import Origin
 from terrace.model.experts.gates import Choice
 from terrace.model.experts.gating import Kept
-from terrace.model.experts.mixture import Mixture
+from terrace.model.experts.mixture import Mixture, here
 from terrace.plan.expert_traffic import spans_of, uncoded_bytes
 from terrace.plan.hops import Hop, number_bytes
 from terrace.plan.in_block_messages import RoutedMessage
@@ -80,7 +80,7 @@ class ExpertAxis(InBlockAxis):
     def remove(self) -> None:
         """Leave each mixture the experts that it holds."""
         for mixture in self._programs:
-            mixture.spread, mixture.shares_waits = None, False
+            mixture.spread, mixture.shares_waits = here, False
 
     def _spread(
         self, mixture: Mixture, tokens: Tensor, choice: Choice, all_tokens: Tensor
@@ -96,9 +96,8 @@ class ExpertAxis(InBlockAxis):
         spans, units = spans_of(len(tokens), pieces), self._units(num_experts)
         ways = [Way(stop - start, hops, units) for (start, stop), hops in zip(spans, routes, strict=True)]
         first = _index(self._places[0], self._degrees[0]) * size
-        if mixture.tally is not None:
-            hops = [hop for way in ways for hop in way.hops]
-            mixture.tally.move(sum(hop.sent for hop in hops), sum(hop.returned for hop in hops))
+        hops = [hop for way in ways for hop in way.hops]
+        mixture.tally.move(sum(hop.sent for hop in hops), sum(hop.returned for hop in hops))
         crossing = Crossing(self, mixture, steps, ways, (first, first + size))
         passed, shared = crossing.through(tokens, choice, all_tokens)
         return passed, shared if mixture.shares_waits else None

@@ -65,28 +65,23 @@ class Load:
     @contextmanager
     def counting(self, block: int) -> Iterator[None]:
         """Around the first forward of a block on a micro-batch."""
-        tally = self._tallies.get(block)
-        if tally is None:
+        with self._while(block, is_open=True):
             yield
-            return
-        tally.is_open = True
-        try:
-            yield
-        finally:
-            tally.is_open = False
 
     @contextmanager
     def paused(self, block: int) -> Iterator[None]:
         """Around a further forward of a block inside the first."""
-        tally = self._tallies.get(block)
-        was_open = tally is not None and tally.is_open
-        if tally is not None:
-            tally.is_open = False
+        with self._while(block, is_open=False):
+            yield
+
+    @contextmanager
+    def _while(self, block: int, *, is_open: bool) -> Iterator[None]:
+        tally = self._tallies.get(block, Tally())
+        before, tally.is_open = tally.is_open, is_open
         try:
             yield
         finally:
-            if tally is not None:
-                tally.is_open = was_open
+            tally.is_open = before
 
     def add_up(self, collectives: Collectives, transfer: Transfer) -> None:
         """Sum up over the ranks of the stage; on its lane."""
