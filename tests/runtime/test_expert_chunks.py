@@ -48,7 +48,7 @@ class ThreadRank:
             work()
             return SimpleNamespace(ticket=ended)
 
-        nothing = SimpleNamespace(submit=submit, wait=lambda *_: None, computes=lambda *_: None, fill=lambda _: None)
+        nothing = SimpleNamespace(submit=submit, wait=lambda *_: None, computes=lambda *_: None, fill=lambda *_: None)
         self.in_block = cast(InBlockComm, nothing)
 
     def wire(self, message: RoutedMessage) -> WireFormat:
