@@ -115,7 +115,7 @@ def prepare(
         print(said, flush=True)
     # Kept, so that on other figures, too, a resumed run multiplies the same parts and rounds the same parts of
     # gradients. It may have other stages, so its file names none that nobody gave.
-    kept = replace(config.plan, expert_chunks=plan.expert_chunks, expert_gaps=plan.expert_gaps)
+    kept = config.plan.with_routing_of(plan)
     config = replace(config, plan=kept)
     is_compiled = compiles(config)
     _check_kernels(config)

@@ -140,6 +140,10 @@ class Plan:
         """Whether it spreads experts and leaves some numbers of chunks to be found."""
         return bool(self.experts) and any(name not in self.expert_chunks for name in EXPERT_CHUNKS)
 
+    def with_routing_of(self, other: "Plan") -> "Plan":
+        """The plan with the chunks of tokens and the shares of gradients of another."""
+        return replace(self, expert_chunks=other.expert_chunks, expert_gaps=other.expert_gaps)
+
     def with_whole_stacks(self) -> "Plan":
         """The plan with all experts on every rank."""
         return replace(self, experts={}, expert_chunks={})

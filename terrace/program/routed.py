@@ -9,7 +9,7 @@ from functools import cached_property
 
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
-from terrace.plan.dims import hidden_size
+from terrace.plan.dims import has_routers, hidden_size
 from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.hops import Hop
 from terrace.plan.in_block_messages import RoutedMessage
@@ -69,3 +69,9 @@ class Routed:
                 wire = self.tensor.plan.wire_format(message_class, line.tiers[tier])
                 hop = Hop(tier, degree, wire, hidden_size(self.blocks))
                 yield Transfer(message_class=message_class, lane=tier, ranks=line, gathering=(hop,))
+
+
+def uneven_rows(blocks: Sequence[BlockSpec]) -> str:
+    """Why products have another number of rows in every micro-batch; "" where they have not."""
+    mixture = next((block.name for block in blocks if has_routers([block])), "")
+    return f"the rows of an expert of {mixture} are another number in every micro-batch" if mixture else ""
