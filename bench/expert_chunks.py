@@ -39,8 +39,8 @@ from terrace.program.program import Program
 from terrace.runtime.batch import Batch
 from terrace.simulate.cost import Costs
 from terrace.simulate.events import simulate
-from terrace.simulate.experts import ExpertSeconds
 from terrace.simulate.gap_shares import Shares, any_shares, shares_to_try
+from terrace.simulate.routed import RoutedSeconds
 
 DEGREES = (1, 2, 4)
 SECONDS_AND_RATE = ("forward_s", "backward_s", "attention_s", "rate")  # of a job, as options
@@ -135,15 +135,15 @@ def _sleeping(
 
 def costs_of(program: Program, job: Job, chunks: int) -> Costs:
     """Seconds where nothing but attention and experts takes time to compute."""
-    layers = [program.experts(block) is not None for block in range(len(program.blocks))]
-    own = ExpertSeconds((job.forward_s, job.backward_s, 0.0), pieces=chunks, chunks=chunks)
+    layers = [bool(program.routed.traffic(block).way) for block in range(len(program.blocks))]
+    own = RoutedSeconds((job.forward_s, job.backward_s, 0.0), pieces=chunks, chunks=chunks)
     return Costs(
         forward_s=tuple((job.forward_s + job.attention_s) * layer for layer in layers),
         backward_s=tuple((job.backward_s + 2 * job.attention_s) * layer for layer in layers),
         update_s=(0.0,) * len(layers),
         program=program,
         weight_s=(0.0,) * len(layers),
-        experts=tuple(own if layer else ExpertSeconds() for layer in layers),
+        routed=tuple(own if layer else RoutedSeconds() for layer in layers),
     )
 
 

@@ -31,10 +31,10 @@ from bench.common import decoder, engine_of, local_cluster
 from bench.learning import Held, Result, first_of, parser_of, tokens, train
 from bench.learning import Job as LearningJob
 from terrace.launch.start import LocalPool, World
+from terrace.model.balance import BalanceConfig
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig
 from terrace.model.decoder import build_blocks
-from terrace.model.experts.balance import BalanceConfig
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.init import initialise
 from terrace.plan.plan import Plan

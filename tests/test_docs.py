@@ -13,7 +13,7 @@ import pytest
 
 from terrace.cluster.cluster import Cluster, Device, Kernels, Tier
 from terrace.data.config import DataConfig
-from terrace.model.experts.balance import BalanceConfig
+from terrace.model.balance import BalanceConfig
 from terrace.model.lora.config import LoraConfig
 from terrace.plan.outer import Outer
 from terrace.plan.plan import Plan

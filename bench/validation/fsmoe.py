@@ -11,7 +11,7 @@ from bench.validation.rows import Row, Table, read_rows
 from bench.validation.software import gather_s
 from terrace.cluster.cluster import Cluster, Device, Kernels, Tier
 from terrace.plan.expert_traffic import ExpertTraffic
-from terrace.plan.in_block_messages import ExpertMessage
+from terrace.plan.in_block_messages import RoutedMessage
 from terrace.plan.wire import FORMATS, MessageClass
 from terrace.simulate.kernels import attention_s, gemm_s
 from terrace.simulate.links import hop_s
@@ -99,7 +99,7 @@ class Layer:
     def message_s(self, message: MessageClass, tier: int, chunks: int = 1) -> float:
         """Seconds of a chunk's hop to experts or back."""
         traffic = self.traffic
-        ((_, num_bytes),) = traffic.sends(ExpertMessage(message, tier, copies=tier == INSIDE))
+        ((_, num_bytes),) = traffic.sends(RoutedMessage(message, tier, copies=tier == INSIDE))
         return hop_s(BED_B, tier, (traffic.rows if tier == INSIDE else traffic.expert)[tier], num_bytes / chunks)
 
     def products_s(self, chunks: int = 1) -> float:

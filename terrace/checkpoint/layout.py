@@ -33,8 +33,8 @@ from terrace.base.foreign import open_file
 from terrace.base.parsing import parse_json
 from terrace.checkpoint.islands import ONE, Islands
 from terrace.model.spec import BlockSpec
+from terrace.plan.counts import choices_bytes
 from terrace.plan.dims import is_layer
-from terrace.plan.expert_counts import choices_bytes
 from terrace.plan.plan import Plan
 from terrace.plan.state_formats import stored_bytes
 from terrace.plan.wire import FORMATS

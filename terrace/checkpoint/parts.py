@@ -21,7 +21,7 @@ from terrace.runtime.outer_state import OuterState
 from terrace.runtime.state_part import StatePart
 from terrace.runtime.states import FROZEN, KINDS
 
-CHOICES, COUNTS = "mlp.router.choices", "counts"  # the tokens of each expert in the last step, beside the parameters
+CHOICES, COUNTS = "mlp.router.choices", "counts"  # of routers in the last step, beside the parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,7 @@ def numbers_of(numbers: OuterNumbers) -> Iterator[tuple[str, BoxValues]]:
 
 
 def choices_of(program: Program, choices: Mapping[int, Tensor]) -> Iterator[tuple[str, BoxValues]]:
-    """(block, part) of `choices`: by block the tokens of each expert (E) in the last step, on all ranks of a stage."""
+    """(block, part) of `choices`: by block the tokens of each choice (E) in the last step, on all ranks of a stage."""
     for block, counts in choices.items():
         part = BoxValues(parameter=CHOICES, box=whole([len(counts)]), values={COUNTS: counts})
         yield program.blocks[block].name, part

@@ -36,7 +36,7 @@ from terrace.checkpoint.parts import CHOICES, COUNTS, BoxValues, choices_of, hel
 from terrace.checkpoint.reshard import MissingElements, reshard
 from terrace.checkpoint.residuals import restore_residuals
 from terrace.model.spec import BlockSpec
-from terrace.plan.expert_counts import experts_of
+from terrace.plan.counts import num_choices
 from terrace.plan.holdings import Slices
 from terrace.runtime.flat_param import FlatParam
 from terrace.runtime.loss_scale import LossScale
@@ -298,8 +298,8 @@ def resume(engine: "Engine", checkpoint: Checkpoint) -> str:
 
 
 def lacks_choices(checkpoint: Checkpoint, blocks: Iterable[BlockSpec]) -> bool:
-    """Whether the checkpoint is without the tokens of each expert of a mixture among `blocks`."""
-    return any(experts_of(block) is not None and not checkpoint.has(block.name, CHOICES) for block in blocks)
+    """Whether the checkpoint is without the choices of a router among `blocks`."""
+    return any(num_choices(block) and not checkpoint.has(block.name, CHOICES) for block in blocks)
 
 
 def restore(state: ModelState, checkpoint: Checkpoint) -> str:

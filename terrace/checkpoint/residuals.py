@@ -19,6 +19,7 @@ from terrace.base.errors import CheckpointError
 from terrace.base.foreign import check_file
 from terrace.comm.rounding import Hop, Origin
 from terrace.plan.hops import RESIDUAL_BYTES
+from terrace.plan.plan import OF_STACKS
 from terrace.plan.routes import between_two, residual_numels
 from terrace.plan.wire import CHANGES, FED_BACK, GRADIENTS, MessageClass
 from terrace.program.program import Program
@@ -72,8 +73,8 @@ def digest(program: Program) -> str:
     )
     values = asdict(plan)
     table = {name: values[name] for name in fields}
-    # Stacks of experts have buffers of their own, and each part of a gradient has residuals of its own.
-    table |= {name: values[name] for name in ("experts", "expert_gaps") if values[name]}
+    # Stacks have buffers of their own, and each part of a gradient has residuals of its own.
+    table |= {name: values[name] for name in OF_STACKS if values[name]}
     if MessageClass.PIPELINE_BACKWARD in wires:  # of which the sequences say how large they are
         table |= {"edge": program.edge.numel}
     if (cycle := plan.outer).has_islands:

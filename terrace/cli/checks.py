@@ -18,8 +18,9 @@ from terrace.probe.findings import Finding
 from terrace.probe.machine import Machine
 from terrace.report.plans import plan_words
 from terrace.report.tables import quantity, seconds
-from terrace.simulate.advice import Job, fullest_stage, worst_words
+from terrace.simulate.advice import Job, fullest_stage
 from terrace.simulate.bands import band_of
+from terrace.simulate.worst_load import worst_words
 from terrace.train.config import RunConfig
 from terrace.train.prediction import resolved_run
 

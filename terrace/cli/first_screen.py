@@ -17,7 +17,8 @@ from terrace.plan.few_exchanges import few_exchanges
 from terrace.probe.products import bf16_slowdown
 from terrace.report.tables import plan_summary, quantity
 from terrace.runtime.compiled import compiles_words
-from terrace.simulate.advice import Job, worst_words
+from terrace.simulate.advice import Job
+from terrace.simulate.worst_load import worst_words
 from terrace.train.config import RunConfig
 from terrace.train.folder import start_words
 from terrace.train.job import RunJob

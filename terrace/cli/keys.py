@@ -23,7 +23,7 @@ from typing import Any
 from terrace.base.errors import ConfigError, did_you_mean
 from terrace.data.config import DataConfig
 from terrace.data.sources import SourceConfig
-from terrace.model.experts.balance import BalanceConfig
+from terrace.model.balance import BalanceConfig
 from terrace.model.lora.config import LoraConfig
 from terrace.plan.outer import Outer
 from terrace.plan.plan import Plan

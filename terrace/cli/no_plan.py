@@ -6,8 +6,9 @@ from terrace.base.words import counted
 from terrace.cli.remedy import freer_words
 from terrace.model.facts import layers_of
 from terrace.plan.plan import AXES
+from terrace.planner.divisions import divisors
 from terrace.planner.search import Found
-from terrace.planner.space import Space, divisors
+from terrace.planner.space import Space
 from terrace.planner.task import MOST_SEQUENCES, Task
 from terrace.planner.unsatisfied import unsatisfied
 from terrace.planner.verdicts import lack

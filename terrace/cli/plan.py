@@ -25,7 +25,6 @@ from terrace.cluster.cluster import Cluster
 from terrace.plan.plan import Plan
 from terrace.planner.bottleneck import waits_outside
 from terrace.planner.evaluate import step_of
-from terrace.planner.expert_tiers import alternatives
 from terrace.planner.explain import preset_verdicts, reasons
 from terrace.planner.formats import Allowed, Searched, of_every_class, parse_allowed
 from terrace.planner.headroom import headrooms
@@ -44,16 +43,17 @@ from terrace.planner.ties import FINALISTS, Ties, settle
 from terrace.planner.verdicts import refusal
 from terrace.program.schedules.registry import schedule_names
 from terrace.report.cycles import cycle_table, cycle_words
-from terrace.report.experts import alternatives_words, experts_words
 from terrace.report.loops import chunks_words, formats_words, loop_words, products_words, stored_words
 from terrace.report.plans import figures_words, headrooms_table, hidden_words, plans_table, split_table, verdicts_table
+from terrace.report.routing import alternatives_words, division_words
 from terrace.report.tables import plan_table, seconds, sent_table
 from terrace.report.training_cost import energy_words, parse_tokens, throughput_words, training_words
 from terrace.report.uncertainty import filled, plan_bands_words, search_words, ties_words, widest_band
-from terrace.simulate.advice import Job, worst_words
+from terrace.simulate.advice import Job
 from terrace.simulate.bands import Band, band_of
 from terrace.simulate.hidden import hidden_between_nodes
 from terrace.simulate.step import predict_step
+from terrace.simulate.worst_load import worst_words
 from terrace.train.planned import TASK, planned_table
 
 if TYPE_CHECKING:
@@ -246,9 +246,8 @@ def _show(
     why = "why this plan: what one change would cost" + (" an island" if loop is not None else "")
     near = reasons(space, searched.evaluator, best.candidate)
     console.print(verdicts_table(near, best, why + widest_band(task, [each.estimate for each in near])))
-    if plan.experts:
-        step = step_of(task, _chosen(task, best))
-        lines = experts_words(plan), alternatives_words(predict_step(step), alternatives(step))
+    if division := division_words(plan):
+        lines = division, alternatives_words(predict_step(step_of(task, _chosen(task, best))))
         print(filled("\n".join(filter(None, lines))) + "\n")
     presets = preset_verdicts(task, space.pins)
     title = "why no preset, each with its best numbers" + widest_band(task, [each.estimate for each in presets])
@@ -297,8 +296,8 @@ def _write(task: Task, plan: Plan, shown: Estimate, options: argparse.Namespace)
 
 
 def _chosen(task: Task, best: Estimate) -> Plan:
-    # With the stages and the chunks of experts that were priced, so that they run.
-    return replace(plan_of(task, best.candidate), stages=best.stages, expert_chunks=best.expert_chunks)
+    # With the stages and the chunks that were priced, so that they run.
+    return replace(plan_of(task, best.candidate), **best.chosen)
 
 
 def _to_train(cluster: Cluster, path: Path) -> str:

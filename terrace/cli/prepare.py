@@ -31,6 +31,7 @@ from terrace.launch.socket_folder import clear_all_abandoned
 from terrace.launch.start import is_restarted
 from terrace.model.facts import vocabulary_size
 from terrace.model.liger import why_missing
+from terrace.plan.gaps import gaps_words
 from terrace.plan.layout import Layout
 from terrace.report.tables import quantity
 from terrace.runtime.compiled import check_compiler
@@ -41,7 +42,7 @@ from terrace.train.facts import OBJECTIVE, check_facts, model_facts
 from terrace.train.folder import SOURCE, check_tokenizer, check_weights, source_files
 from terrace.train.job import RunJob
 from terrace.train.lock import folder_lock
-from terrace.train.prediction import gaps_words, resolved_run
+from terrace.train.prediction import resolved_run
 from terrace.train.runs import Command, table_to_resume
 from terrace.train.sample import sample_prompt
 from terrace.train.schedule import rate_jump
@@ -115,7 +116,7 @@ def prepare(
         print(said, flush=True)
     # Kept, so that on other figures, too, a resumed run multiplies the same parts and rounds the same parts of
     # gradients. It may have other stages, so its file names none that nobody gave.
-    kept = replace(config.plan, expert_chunks=plan.expert_chunks, expert_gaps=plan.expert_gaps)
+    kept = config.plan.with_routing_of(plan)
     config = replace(config, plan=kept)
     is_compiled = compiles(config)
     _check_kernels(config)

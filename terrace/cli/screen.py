@@ -18,7 +18,7 @@ from terrace.cli.step_progress import ProgressLine, utilisation_words
 from terrace.cli.terminal import Terminal
 from terrace.cluster.cluster import Cluster
 from terrace.data.chat_tokens import holds_conversations
-from terrace.model.facts import family_of, has_scalar_head, looks_ahead
+from terrace.model.facts import family_of, has_scalar_head, is_causal
 from terrace.program.report import StepReport, plain
 from terrace.program.verdict import why_no_verdict
 from terrace.report.inside import ASSIGNED
@@ -224,7 +224,7 @@ def next_commands(job: RunJob) -> tuple[str, str]:
     run, folder = job.run, quote(str(job.folder))
     report = f"{job.command} report {folder}"
     # A model with a score in place of logits generates no text, nor does one whose experts depend on later tokens.
-    if has_scalar_head(run.model) or looks_ahead(run.model):
+    if has_scalar_head(run.model) or not is_causal(run.model):
         return report, f"{job.command} export {folder} {quote(f'{job.folder}-model')}"
     spec, prompt = run.data.sources()[0], run.train.prompt or ""
     is_chat = spec.format == "chat" and holds_conversations(spec.path, spec.split)

@@ -16,9 +16,10 @@ from terrace.cli.options import OVERRIDES_HELP, add_run_options, check_task, res
 from terrace.cli.overrides import take_word
 from terrace.cli.programs import check_passes
 from terrace.cli.views import VIEWS, StepView
+from terrace.plan.gaps import gaps_words
 from terrace.report.tables import quantity
 from terrace.report.uncertainty import filled
-from terrace.train.prediction import gaps_words, resolved_run
+from terrace.train.prediction import resolved_run
 
 _SECTIONS = ("model", "cluster", "plan")  # options that may name a file
 _FILES = ("page", "trace", "csv")  # options that name a file to write

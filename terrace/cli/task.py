@@ -15,7 +15,7 @@ from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import lay_over, parse_cluster
 from terrace.model.blocks import num_active_params
 from terrace.model.config import load_model, parse_model
-from terrace.model.facts import family_of, has_experts
+from terrace.model.facts import family_of, is_dense
 from terrace.plan.plan import precision_of
 from terrace.planner.task import Task
 from terrace.report.tables import quantity
@@ -104,7 +104,7 @@ def _resized(cluster: Cluster, nodes: int | None) -> Cluster:
 def task_words(task: Task) -> str:
     """Two-line summary of a task."""
     size = quantity(sum(block.num_trainable for block in task.blocks), "").strip()
-    active = "" if not has_experts(task.model) else f" ({quantity(num_active_params(task.model), '').strip()} active)"
+    active = "" if is_dense(task.model) else f" ({quantity(num_active_params(task.model), '').strip()} active)"
     tiers = " x ".join(f"{tier.size} {tier.name}" for tier in reversed(task.cluster.tiers))
     narrow = "" if task.messages is None else f", parameters and gradients sent in {task.messages}"
     return (

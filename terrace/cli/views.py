@@ -14,7 +14,6 @@ from terrace.cli.terminal import Terminal
 from terrace.model.facts import family_of
 from terrace.plan.context import is_context_parallel
 from terrace.plan.few_exchanges import few_exchanges
-from terrace.planner.expert_tiers import alternatives
 from terrace.planner.verdicts import lack_words
 from terrace.program.program import Program
 from terrace.program.schedules.csv_form import to_csv
@@ -24,11 +23,11 @@ from terrace.program.text import program_text
 from terrace.report.advice import advice_words, timeline_text
 from terrace.report.cycle_chart import cycle_picture, cycle_section
 from terrace.report.cycles import cycle_table, cycle_words
-from terrace.report.experts import alternatives_words, experts_words
-from terrace.report.inside import ASSIGNED, attention_table, experts_table, inside_table
+from terrace.report.inside import ASSIGNED, attention_table, inside_table
 from terrace.report.markup import ChartedSection
 from terrace.report.page import page_html
 from terrace.report.plans import hidden_words
+from terrace.report.routing import alternatives_words, division_words, mean_words, routed_table
 from terrace.report.stage_tables import (
     order_text,
     parts_words,
@@ -49,7 +48,7 @@ from terrace.report.tables import (
     wire_words,
 )
 from terrace.report.uncertainty import filled, predicted_words
-from terrace.simulate.advice import Job, fullest_stage, worst_words
+from terrace.simulate.advice import Job, fullest_stage
 from terrace.simulate.bands import Band, band_of
 from terrace.simulate.change import Change
 from terrace.simulate.critical import critical_words
@@ -61,14 +60,14 @@ from terrace.simulate.small_changes import best_changes, changes
 from terrace.simulate.step import Prediction, predict_step
 from terrace.simulate.timeline_picture import memory_picture, passes_picture
 from terrace.simulate.trace import stages_trace_json, trace_json
+from terrace.simulate.worst_load import worst_words
 from terrace.train.config import RunConfig
 from terrace.train.prediction import step_of
 
 
 @dataclass(frozen=True)
 class StepView:
-    """A step of a run with a plan that names stages, chunks of experts and shares of gradients, ready to print and
-    write.
+    """A step of a run with a plan that leaves nothing out, ready to print and write.
 
     Computes only the parts needed by a view: `program` predicts, `step` also records and tries changes.
     """
@@ -198,18 +197,21 @@ def step_words(run: RunConfig) -> str:
     )
 
 
+def _paragraph(text: str) -> None:
+    """Print a text and an empty line; nothing for no text."""
+    if text:
+        print(f"{filled(text)}\n")
+
+
 def show_plan(view: StepView) -> None:
-    """Axes, placements, and the division of experts."""
+    """Axes and placements."""
     view.console.print(plan_table(view.run.cluster, view.run.plan))
-    if view.run.plan.experts:
-        print(f"{filled(experts_words(view.run.plan))}\n")
+    _paragraph(division_words(view.run.plan))
 
 
 def show_alternatives(view: StepView) -> None:
-    """The predicted steps of other divisions of experts."""
-    found = alternatives(view.predicted.step)
-    if found:
-        print(f"{filled(alternatives_words(view.predicted, found))}\n")
+    """The predicted steps of other divisions of stacks."""
+    _paragraph(alternatives_words(view.predicted))
 
 
 def show_blocks(view: StepView) -> None:
@@ -229,8 +231,7 @@ def show_memory(view: StepView) -> None:
         view.console.print(memory_table(held[0], room))
     run = view.run
     job = Job(cluster=run.cluster, plan=run.plan, num_micros=run.num_micros())
-    worst = worst_words(job, run.blocks(), run.train.sequence)
-    print(f"{filled(worst)}\n" if worst else "", end="")
+    _paragraph(worst_words(job, run.blocks(), run.train.sequence))
 
 
 def show_bytes(view: StepView) -> None:
@@ -238,11 +239,10 @@ def show_bytes(view: StepView) -> None:
     tiers, sent = view.programs[0].layout.tiers, view.predicted.expected_bytes
     for table in stage_bytes_tables(sent, tiers) if view.is_pipelined else [bytes_table(sent[0], tiers)]:
         view.console.print(table)
-    if view.programs[0].expert_transfers:
-        print("route, dispatch and combine: the mean under even routing; each batch declares its own\n")
-    print(f"{filled(wire_words(view.programs[0].plan))}\n")
-    few = few_exchanges(view.run.cluster, view.run.plan, view.run.train.steps)
-    print(f"{filled(few)}\n" if few else "", end="")
+    if mean := mean_words(view.programs[0]):
+        print(f"{mean}\n")
+    _paragraph(wire_words(view.programs[0].plan))
+    _paragraph(few_exchanges(view.run.cluster, view.run.plan, view.run.train.steps))
 
 
 def show_inside(view: StepView) -> None:
@@ -256,8 +256,9 @@ def show_inside(view: StepView) -> None:
             print(f"{filled(ASSIGNED)}\n")
         else:
             view.console.print(attention_table(program))
-    if program.expert_transfers:
-        view.console.print(experts_table(program))
+    routed = routed_table(program)
+    if routed.row_count:
+        view.console.print(routed)
 
 
 def show_time(view: StepView) -> None:

@@ -26,7 +26,7 @@ from terrace.generation.scheduler import Part, Scheduler, Turn
 from terrace.model.attention_plans import AttentionPlans
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig
-from terrace.model.experts.config import refuse_looking_ahead
+from terrace.model.facts import refuse_non_causal
 
 
 class GenerationEngine:
@@ -35,7 +35,7 @@ class GenerationEngine:
     A text attends to at most `context` tokens (terrace.generation.scheduler says how it goes on). Keys and values have
     `num_pages` pages of `page_tokens` tokens, or as many as `memory_bytes` hold. `token_budget` is the most tokens that
     pass at once, `version` that of the weights, `decode` turns tokens into text for stop texts. Raises `ConfigError`
-    for sizes that cannot be, `ModelError` for a model whose experts look ahead.
+    for sizes that cannot be, `ModelError` for a model that is not causal.
     """
 
     def __init__(
@@ -53,10 +53,9 @@ class GenerationEngine:
         decode: Decode | None = None,
         build_pool: BuildPool = GatheredPages,
     ) -> None:
+        refuse_non_causal(config)
         specs = block_specs(config)
         layers, shape = layers_of(specs), cache_shape(specs, rows)
-        for layer in layers:
-            refuse_looking_ahead(layer.mixture.experts)
         # Learned positions end, and some forms of RoPE change with the length of a text.
         limit = most_positions(specs)
         context = min(context, limit) if limit else context

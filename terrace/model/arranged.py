@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from terrace.model.decoder import Head
 from terrace.model.experts.gates import Choice
 from terrace.model.experts.mixture import Mixture
-from terrace.model.experts.products import Order, collect, products, spread
+from terrace.model.grouped import Order, collect, products, spread
 from terrace.model.layers import MLP, Attention
 
 # Products of the same input, which are faster as one.

@@ -6,9 +6,9 @@ Nobody outside terrace.model names a field of `ModelConfig`: what a block comput
 
 from dataclasses import replace
 
-from terrace.model.block_operations import layer_operations
+from terrace.base.errors import ModelError
 from terrace.model.config import ModelConfig
-from terrace.model.experts import config as experts_config
+from terrace.model.params import ParamSpec
 
 
 def family_of(config: ModelConfig) -> str:
@@ -34,11 +34,6 @@ def has_scalar_head(config: ModelConfig) -> bool:
 def with_scalar_head(config: ModelConfig) -> ModelConfig:
     """The model with one number a token in place of logits."""
     return replace(config, scalar_head=True)
-
-
-def has_experts(config: ModelConfig) -> bool:
-    """Whether any of its layers has a mixture of experts."""
-    return config.experts is not None
 
 
 def initial_std(config: ModelConfig) -> float:
@@ -77,17 +72,43 @@ def rolling_window(config: ModelConfig, context: int) -> int:
     return window if 0 < window <= context and not config.most_positions else 0
 
 
-def widest_layer(config: ModelConfig) -> ModelConfig:
-    """A model of one layer and one token: with experts if any layer has them, and the widest window of all layers."""
+LOOKS_AHEAD = "the experts of a token depend on later tokens"  # why a model is not causal
+
+
+def is_dense(config: ModelConfig) -> bool:
+    """Whether a token meets every parameter: no layer has a mixture of experts."""
+    return config.experts is None
+
+
+def is_causal(config: ModelConfig) -> bool:
+    """Whether no token depends on later ones, as it does where experts choose their tokens."""
+    return config.experts is None or not config.experts.looks_ahead
+
+
+def refuse_non_causal(config: ModelConfig) -> None:
+    """Raise `ModelError` for a model that cannot be sampled from, nor predict a token by those before it."""
+    if config.experts is not None and config.experts.looks_ahead:
+        raise ModelError(
+            f"gate = {config.experts.gate!r}: {LOOKS_AHEAD}, so the model can neither "
+            "be sampled from nor be evaluated: use another gate; the run's metrics.jsonl has its loss"
+        )
+
+
+def turned_by_rounding(config: ModelConfig) -> list[str]:
+    """Choices of the model that rounding may turn, in words."""
+    return [] if config.experts is None else ["routers that choose other experts"]
+
+
+def read_share(config: ModelConfig, param: ParamSpec, num_tokens: int) -> float:
+    """Share of a parameter that `num_tokens` tokens read: all of it, but for a stack the experts that some token chose,
+    under even routing, which leaves out the fewest.
+    """
+    if not param.is_stack or config.experts is None:
+        return 1.0
+    return 1 - (1 - config.experts.per_token / config.experts.num_experts) ** num_tokens
+
+
+def one_layer(config: ModelConfig) -> ModelConfig:
+    """The model with one layer of the widest window, a mixture if any layer is one, and a vocabulary of 1."""
     experts = None if config.experts is None else replace(config.experts, dense_layers=())
     return replace(config, num_layers=1, vocab_size=1, kinds=(), experts=experts)
-
-
-def looks_ahead(config: ModelConfig) -> bool:
-    """Whether the experts of a token depend on later tokens."""
-    return layer_operations(config).mixture.experts.looks_ahead
-
-
-def refuse_looking_ahead(config: ModelConfig) -> None:
-    """Raise `ModelError` for a model that cannot be sampled from, nor predict a token by those before it."""
-    experts_config.refuse_looking_ahead(layer_operations(config).mixture.experts)

@@ -21,7 +21,7 @@ from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig
 from terrace.model.lora.config import DOWN, UP
 
-_TEMPERATURE = 0.3  # of a cosine gate: cosines within [-1, 1] can then tell experts apart; a guess
+_TEMPERATURE = 0.3  # of a cosine gate: cosines within [-1, 1] can then tell choices apart; a guess
 _RESIDUAL_OUTPUTS = ("attention.output.weight", "mlp.down.weight", "mlp.shared.down.weight")
 
 

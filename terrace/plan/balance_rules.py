@@ -6,13 +6,13 @@ from dataclasses import replace
 from functools import lru_cache
 
 from terrace.base.errors import ModelError, PlanError
-from terrace.model.experts.balance import BalanceConfig
+from terrace.model.balance import BalanceConfig
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.operations import Mixture, Operations
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import is_context_parallel
+from terrace.plan.counts import experts_of
 from terrace.plan.dims import has_routers
-from terrace.plan.expert_counts import experts_of
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 

@@ -9,6 +9,7 @@ from terrace.model.params import ParamSpec
 if TYPE_CHECKING:
     from terrace.model.spec import BlockSpec
 
+STACK_DIMS = ("experts", "expert_intermediate")  # the parts of a stack, and the inner dim of a part
 CUT_BY: Mapping[str, tuple[str, ...]] = {
     "heads": ("rows",),
     "kv_heads": ("rows",),
@@ -26,6 +27,15 @@ def cut_sizes(blocks: Sequence["BlockSpec"], axis: str) -> list[int]:
     return sorted({size for name, size in dims if CUT_BY.get(name) == (axis,)})
 
 
+def stack_sizes(blocks: Sequence["BlockSpec"]) -> tuple[int, int]:
+    """(Parts, inner size of a part) of the stacks of matrices of `blocks`; (1, 1) without stacks, or where they
+    differ.
+    """
+    stacks = (dict(param.dims) for block in blocks for param in block.params if param.is_stack and param.is_matrix)
+    sizes = {(dims[STACK_DIMS[0]], dims[STACK_DIMS[1]]) for dims in stacks if dims.keys() >= {*STACK_DIMS}}
+    return sizes.pop() if len(sizes) == 1 else (1, 1)
+
+
 def is_inner(param: ParamSpec) -> bool:
     """Whether it is a matrix of attention or of the MLP: from the residual stream to an inner dim, or back."""
     names = [name for name, _ in param.dims]
@@ -33,7 +43,7 @@ def is_inner(param: ParamSpec) -> bool:
 
 
 def is_product_matrix(param: ParamSpec) -> bool:
-    """Whether a layer multiplies with it in the format of `Plan.products`: a matrix of attention or of the MLP.
+    """Whether a layer may multiply with it in narrower floats: a matrix of attention or of the MLP.
 
     Of a parameter that declares no dims, its shape decides.
     """
@@ -43,12 +53,12 @@ def is_product_matrix(param: ParamSpec) -> bool:
 
 
 def is_router(param: ParamSpec) -> bool:
-    """Whether it scores experts for a token: a router's matrix, or the bias that it chooses by."""
+    """Whether it scores choices for a token: a router's matrix, or the bias that it chooses by."""
     return bool(param.dims) and param.dims[0][0] == "choices"
 
 
 def has_routers(blocks: Sequence["BlockSpec"]) -> bool:
-    """Whether any block chooses experts for its tokens."""
+    """Whether any block has a router."""
     return any(is_router(param) for block in blocks for param in block.params)
 
 

@@ -1,6 +1,6 @@
 """Mean bytes of the messages of a layer's experts under even routing, for predictions.
 
-A run declares its bytes batch by batch (terrace.runtime.experts.route). A token chooses k of E experts; of q equal
+A run declares its bytes batch by batch (terrace.runtime.routing.route). A token chooses k of E experts; of q equal
 units
 
     D(q) = q (1 - C(E - E/q, k) / C(E, k))
@@ -26,14 +26,14 @@ the format ends. On the way back rows are coded anew on every tier, and arriving
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 from terrace.base.errors import PlanError
 from terrace.model.experts.even import rows_to_units
 from terrace.model.spec import BlockSpec
 from terrace.plan.hops import number_bytes
-from terrace.plan.in_block_messages import ExpertMessage
+from terrace.plan.in_block_messages import RoutedMessage
 from terrace.plan.wire import FORMATS, MessageClass, WireFormat
 
 if TYPE_CHECKING:
@@ -64,13 +64,13 @@ class ExpertTraffic:
     has_gaps: bool = False  # whether gradients travel between the messages of a backward
 
     @staticmethod
-    def of(tensor: "TensorTraffic", block: BlockSpec) -> "ExpertTraffic | None":
-        """The experts of a block; None where it has none, or every rank of a stage has all of them."""
+    def of(tensor: "TensorTraffic", block: BlockSpec) -> "ExpertTraffic":
+        """The experts of a block; `NO_TRAFFIC` where it has none, or every rank of a stage has all of them."""
         mixture = block.declared.mixture
         experts = mixture.experts
-        of_experts = None if tensor.rows.mesh is None else tensor.rows.mesh.experts
+        of_experts = None if tensor.rows.mesh is None else tensor.rows.mesh.apart
         if not mixture.each or of_experts is None or not block.has_stacks:
-            return None
+            return NO_TRAFFIC
         plan, tiers = tensor.plan, tensor.rows.tiers
         tokens = tensor.padded_tokens // tensor.rows.degree  # each tensor row routes a part
         at_once = experts.num_experts * max(plan.num_chunks)
@@ -123,7 +123,7 @@ class ExpertTraffic:
             return num_units * (1 - nowhere)
         return mean_units(self.num_experts, self.per_token, num_units)
 
-    def sends(self, message: ExpertMessage) -> tuple[tuple[int, int], ...]:
+    def sends(self, message: RoutedMessage) -> tuple[tuple[int, int], ...]:
         """(Tier index, bytes that a rank sends over it) of a message."""
         if message.message_class is MessageClass.ROUTE:
             return tuple(self._table(message.copies))
@@ -131,11 +131,11 @@ class ExpertTraffic:
         row_bytes += uncoded_bytes(message, self.num_choices, self.weight_bytes)
         return ((message.tier, round(self._sent(message) * row_bytes)),)
 
-    def wire(self, message: ExpertMessage) -> WireFormat:
+    def wire(self, message: RoutedMessage) -> WireFormat:
         """The format of a row."""
         return (self.dispatch if message.message_class is MessageClass.DISPATCH else self.combine)[message.tier]
 
-    def coding_bytes(self, message: ExpertMessage) -> float:
+    def coding_bytes(self, message: RoutedMessage) -> float:
         """Bytes of memory that coding and decoding in a block format reads and writes for a message; 0 for a dtype."""
         if message.message_class is MessageClass.ROUTE or not self.wire(message).block:
             return 0.0
@@ -151,21 +151,21 @@ class ExpertTraffic:
         decoded = 0.0 if after and after[0] == wire else self._held(self.way[: at + 1], tokens)
         return (encoded + decoded) * (held + coded)
 
-    def degree(self, message: ExpertMessage) -> int:
+    def degree(self, message: RoutedMessage) -> int:
         """Ranks among which a message goes on its tier."""
         return (self.rows if message.copies else self.expert)[message.tier]
 
-    @property
+    @cached_property
     def way(self) -> tuple[tuple[int, bool], ...]:
         """(Tier, whether every row goes to every peer) of the hops to the experts, in order."""
         lines = ((self.expert, False), (self.rows, True))
         return tuple((tier, copies) for line, copies in lines for tier in reversed(range(len(line))) if line[tier] > 1)
 
-    def _tokens(self, message: ExpertMessage) -> tuple[int, int]:
+    def _tokens(self, message: RoutedMessage) -> tuple[int, int]:
         """First and last token, exclusive, of a message's chunk."""
         return spans_of(self.tokens, self.chunks[message.backward])[message.chunk]
 
-    def _sent(self, message: ExpertMessage) -> float:
+    def _sent(self, message: RoutedMessage) -> float:
         tier, tokens = message.tier, self._tokens(message)
         at = self.way.index((tier, message.copies))
         if message.copies:
@@ -192,6 +192,13 @@ class ExpertTraffic:
             num_bytes *= degree
 
 
+# Of a block whose tokens stay on their rank: its way has no hops.
+NO_TRAFFIC = ExpertTraffic(
+    tokens=0, num_experts=1, per_token=1, num_choices=1, hidden=0, item_bytes=0, weight_bytes=0,
+    dispatch=(), combine=(), expert=(), rows=(),
+)  # fmt: skip
+
+
 @lru_cache(maxsize=1024)
 def mean_units(num_experts: int, per_token: int, num_units: int) -> float:
     """How many of `num_units` equal units of experts an even choice of `per_token` falls on, on average: D(q)."""
@@ -199,7 +206,7 @@ def mean_units(num_experts: int, per_token: int, num_units: int) -> float:
     return num_units * (1 - elsewhere / math.comb(num_experts, per_token))
 
 
-def uncoded_bytes(message: ExpertMessage, num_choices: int, weight_bytes: int) -> int:
+def uncoded_bytes(message: RoutedMessage, num_choices: int, weight_bytes: int) -> int:
     """Bytes of a row besides its elements: weights and numbers of experts, and in a backward gradients of weights."""
     if message.message_class is MessageClass.DISPATCH and not message.backward:
         return num_choices * (weight_bytes + NUMBER_BYTES)

@@ -3,8 +3,8 @@
 Parameters of one block that are replicated over the same axes and train, or do not, stand in one buffer. Without a
 tensor axis that is one buffer of trainable and one of frozen parameters. With it, parameters that the axis does not cut
 (norms, say) have buffers of their own, which tensor ranks hold as data ranks do. Where a plan factors the ranks once
-more for experts, stacks have buffers of their own, with other holders. So has a gate's bias, which is moved by counts
-of tokens: it is whole on every rank. So have matrices that are held as the codes of their products.
+more for stacks, these have buffers of their own, with other holders. So has a gate's bias, which is moved by counts
+of tokens: it is whole on every rank. So have matrices that are held as codes.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class FlatParamSpec:
     """One flat buffer: its parameters in order, weight-decayed matrices first, and the layout of its slices.
 
     The first `num_orthogonal` elements are matrices that the optimizer updates whole: under Muon, the matrices of
-    layers. The working copies of an `is_coded` buffer are the codes of its matrices' products (terrace.plan.products).
+    layers. The working copies of an `is_coded` buffer are the codes of its matrices (terrace.runtime.matrix_codes).
     """
 
     layout: Layout
@@ -130,7 +130,7 @@ def block_flats(
         for param in params:
             # Without slicing, `replicated_over` is unset and the data ranks hold everything.
             held_over = HOLDERS if param.replicated_over is None else param.replicated_over
-            stacked = param.is_stack and mesh.experts is not None
+            stacked = param.is_stack and mesh.divides_stacks
             own = mesh.of_stacks(stacked)
             axes = tuple(axis for axis in STAGE if axis in held_over and own.total(axis) > 1)
             # An empty parameter cannot train, and would force a buffer of its own.
@@ -159,13 +159,13 @@ def block_flats(
     )
 
 
-# Whether it trains, is of the factoring for experts, is moved by counts, is held as codes; axes of its holders.
+# Whether it trains, is of the factoring for stacks, is moved by counts, is held as codes; axes of its holders.
 _Group = tuple[bool, bool, bool, bool, tuple[str, ...]]
 
 
 def _order(group: _Group) -> tuple[bool, bool, bool, bool, tuple[str, ...], tuple[str, ...]]:
     trainable, stacked, moved, coded, axes = group
-    # Trainable buffers first, of them codes; then the buffers that no tensor axis replicates; experts and what counts
+    # Trainable buffers first, of them codes; then the buffers that no tensor axis replicates; stacks and what counts
     # move last.
     return not trainable, moved, stacked, not coded, tuple(axis for axis in axes if axis not in HOLDERS), axes
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec
-from terrace.plan.dims import has_routers
 from terrace.plan.plan import Plan
+from terrace.plan.stack_rules import refuse_unscaled_losses
 
 
 def check_fp16(plan: Plan, blocks: Sequence[BlockSpec]) -> None:
@@ -32,7 +32,4 @@ def check_fp16(plan: Plan, blocks: Sequence[BlockSpec]) -> None:
             f"{asked} with islands: a step that is skipped is skipped by all ranks, and islands meet only now and "
             "then; leave outer out, or use 'bf16'"
         )
-    if has_routers(blocks):
-        raise PlanError(
-            f"{asked} with a mixture of experts: losses of its routers are not scaled; use 'bf16' or 'fp32'"
-        )
+    refuse_unscaled_losses(asked, blocks)

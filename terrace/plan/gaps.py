@@ -1,7 +1,7 @@
 """Gradients in parts, which travel in the gaps between a layer's messages to its experts and back.
 
 `Plan.expert_gaps` has the share of a block's gradient in each part. Part 0 leaves where the message is issued, part g
-in gap g of the backward that follows (terrace.program.block_program.experts): with b chunks, gap 1 .. b is beside the
+in gap g of the backward that follows (terrace.program.block_program.routed): with b chunks, gap 1 .. b is beside the
 products of a chunk, gap b + 1 behind the last combine, beside attention.
 
 A part is some columns of a flat buffer. With P padded elements and n ranks in an island the buffer is seen as
@@ -25,6 +25,22 @@ from terrace.plan.wire import FORMATS, GRADIENTS, ROUTES, MessageClass
 _BLOCKS = 8  # of 16 elements and 4 bits at least, with a scale of 2 bytes each: a multiple of 16 bytes
 
 Columns = tuple[int, int]  # the first, and the last exclusive
+
+
+def shares_words(plan: Plan) -> str:
+    """The shares of gradients in gaps, as the end of a sentence; "" for none."""
+    shares = ", ".join(f"{share:.3g}" for share in plan.gap_shares)
+    return f"; gradients in the gaps of experts' messages, in parts of {shares}" if shares else ""
+
+
+def gaps_words(asked: Plan, found: Plan) -> str:
+    """A line where shares of gradients were to be found and none are worth taking; "" otherwise."""
+    if not asked.finds_gaps or found.expert_gaps:
+        return ""
+    return (
+        'expert_gaps = "auto" takes none: no share of the gradients in the gaps of the experts makes a step noticeably '
+        "shorter"
+    )
 
 
 def num_gaps(chunks: int) -> int:

@@ -3,6 +3,7 @@
 from enum import StrEnum
 from typing import NamedTuple
 
+from terrace.plan.layout import INSIDE
 from terrace.plan.mesh import SHARING
 from terrace.plan.wire import MessageClass
 
@@ -20,7 +21,7 @@ class Leg(StrEnum):
 class TensorMessage(NamedTuple):
     """One message inside a block: `numel` padded elements between the ranks of `axes`.
 
-    Ranks that share sequences tell one another choices of experts in the same way.
+    Ranks that share sequences tell one another the choices of routers in the same way.
     """
 
     leg: Leg
@@ -32,9 +33,14 @@ class TensorMessage(NamedTuple):
         """The class of messages of the tensor axis, and of choices."""
         return MessageClass.CHOICES if self.axes == SHARING else MessageClass.TENSOR
 
+    @property
+    def lane(self) -> int:
+        """The lane of messages inside blocks."""
+        return INSIDE
 
-class ExpertMessage(NamedTuple):
-    """A message on the way to experts or back, whose size a batch gives.
+
+class RoutedMessage(NamedTuple):
+    """A message on the way of tokens to where a router sends them, or back, whose size a batch gives.
 
     Rows go over one tier, to every peer if `copies`. The table of counts is gathered over all tiers up to `tier`, among
     the ranks of the rows if `copies`. Rows are of one chunk of the tokens.
@@ -45,6 +51,11 @@ class ExpertMessage(NamedTuple):
     copies: bool = False
     backward: bool = False
     chunk: int = 0
+
+    @property
+    def lane(self) -> int:
+        """The lane of its tier, which it shares with messages between blocks."""
+        return self.tier
 
 
 class ContextLeg(StrEnum):
@@ -70,3 +81,8 @@ class ContextMessage(NamedTuple):
     def message_class(self) -> MessageClass:
         """The class of all messages of the context axis."""
         return MessageClass.CONTEXT
+
+    @property
+    def lane(self) -> int:
+        """The lane of messages inside blocks."""
+        return INSIDE

@@ -50,9 +50,9 @@ class Kinds:
         """The first block of each kind."""
         return tuple(self.blocks[index] for index in self.first)
 
-    def sliced(self, degrees: Mapping[str, int], experts: tuple[int, int] = (1, 1)) -> tuple[BlockSpec, ...]:
-        """`specs` as a tensor rank holds them; `experts` are the degrees of expert and of rows that cut stacks."""
-        return _sliced(self, tuple(sorted(degrees.items())), experts)
+    def sliced(self, degrees: Mapping[str, int], stacks: tuple[int, int] = (1, 1)) -> tuple[BlockSpec, ...]:
+        """`specs` as a tensor rank holds them, with `stacks` ranks for different parts of stacks, and to cut a part."""
+        return _sliced(self, tuple(sorted(degrees.items())), stacks)
 
 
 def runs_of(order: Sequence[int]) -> tuple[tuple[int, int], ...]:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from terrace.base.errors import PlanError
 
@@ -24,10 +24,10 @@ TENSOR = ("columns", "rows")
 CONTEXT = ("ulysses", "ring")
 PIPELINE = ("pipeline",)
 HOLDERS = (*CONTEXT, "data")  # their ranks hold the same slice of a block that only the tensor axis cuts
-EXPERT_AXES = ("rows", "expert")  # of `Plan.experts`
+STACK_AXES = ("rows", "expert")  # of `Plan.experts`
 SHARING = ("rows", *CONTEXT)  # their ranks have tokens of the same sequences, unless documents are dealt out by cost
-EXPERT = ("expert",)  # only where experts are factored: its ranks hold different experts
-STAGE = (*TENSOR, *CONTEXT, *EXPERT, "data")  # their ranks work on the same blocks
+PARTS = ("expert",)  # only where stacks have a factoring: its ranks hold different parts of them
+STAGE = (*TENSOR, *CONTEXT, *PARTS, "data")  # their ranks work on the same blocks
 _FACTORED = {"tensor": TENSOR, "context": CONTEXT}
 _UNFACTORED = {"tensor": "rows", "context": "ring"}  # a number alone in a mapping
 _Table = Mapping[str, int | Mapping[str, int]]  # a tier's row of `Plan.mapping`
@@ -39,11 +39,11 @@ class Mesh:
 
     Wherever axes are asked for, "tensor" is columns and rows together, "context" Ulysses and ring. Meshes sort by the
     degrees of data, tensor, context and pipeline of the innermost tier, then by its columns and Ulysses ranks.
-    `experts` factors the same ranks once more, for stacks of experts; None: they are as all other parameters.
+    `apart` factors the same ranks once more, for stacks of experts; None: `stacks` are as all other parameters.
     """
 
     degrees: tuple[tuple[int, ...], ...]
-    experts: "Mesh | None" = None
+    apart: "Mesh | None" = None
 
     @staticmethod
     def of(cluster: "Cluster", plan: "Plan") -> "Mesh":
@@ -71,7 +71,7 @@ class Mesh:
 
     @cached_property
     def _hash(self) -> int:
-        return hash(self.degrees) if self.experts is None else hash((self.degrees, self.experts.degrees))
+        return hash(self.degrees) if self.apart is None else hash((self.degrees, self.apart.degrees))
 
     def __hash__(self) -> int:
         return self._hash
@@ -81,7 +81,7 @@ class Mesh:
         # Rows and ring follow from these, since tensor = rows x columns and context = ulysses x ring.
         axes = ("data", "tensor", "context", "pipeline", "columns", "ulysses")
         found = tuple(zip(*map(self.group, axes), strict=True))
-        return found if self.experts is None else (*found, *zip(*map(self.experts.group, EXPERT_AXES), strict=True))
+        return found if self.apart is None else (*found, *zip(*map(self.apart.group, STACK_AXES), strict=True))
 
     def __lt__(self, other: "Mesh") -> bool:
         return self._sorts_as < other._sorts_as
@@ -94,9 +94,19 @@ class Mesh:
     def _parts(self) -> dict[tuple[str, ...], "Mesh"]:
         return {}
 
+    @property
+    def stacks(self) -> "Mesh":
+        """The factoring of stacks, which is that of all other parameters where they have none of their own."""
+        return self if self.apart is None else self.apart
+
+    @property
+    def divides_stacks(self) -> bool:
+        """Whether stacks have a factoring of their own."""
+        return self.apart is not None
+
     def of_stacks(self, stacked: bool) -> "Mesh":
         """The factoring of stacks of experts, or of all other parameters."""
-        return self.experts if stacked and self.experts is not None else self
+        return self.stacks if stacked else self
 
     def group(self, *axes: str) -> tuple[int, ...]:
         """The product of the degrees of `axes`, per tier: the shape of a group of ranks that differ only on them."""
@@ -135,38 +145,49 @@ class Mesh:
     @cached_property
     def stack_state(self) -> tuple[int, ...]:
         """Ranks per tier that hold the same experts and shard their states; tensor rows do not cut them."""
-        return self.group(*STAGE) if self.experts is None else self.experts.state
+        return self.group(*STAGE) if self.apart is None else self.apart.state
 
     @cached_property
     def inside(self) -> "Mesh":
         """Only the axes whose ranks send messages inside a block: tensor, context, and those of experts."""
         found = self.only("tensor", "context")
-        return found if self.experts is None else _interned(found.degrees, self.experts.only(*EXPERT_AXES))
+        return found if self.apart is None else _interned(found.degrees, self.apart.only(*STACK_AXES))
 
     @cached_property
-    def expert_degrees(self) -> tuple[int, int]:
-        """Ranks that hold different experts, and ranks that every expert is cut over."""
-        return (1, 1) if self.experts is None else (self.experts.total("expert"), self.experts.total("rows"))
+    def stack_tiers(self) -> tuple[int, ...]:
+        """The tiers whose ranks divide stacks."""
+        lines = () if self.apart is None else self.apart.group(*STACK_AXES)
+        return tuple(tier for tier, degree in enumerate(lines) if degree > 1)
 
-    def with_experts(self, expert: Sequence[int], rows: Sequence[int]) -> "Mesh":
-        """The mesh with these degrees per tier for stacks of experts; without any, experts are as all else."""
+    @cached_property
+    def stack_degrees(self) -> tuple[int, int]:
+        """Ranks that hold different parts of a stack, and ranks that every part is cut over."""
+        return (1, 1) if self.apart is None else (self.apart.total("expert"), self.apart.total("rows"))
+
+    def with_stacks(self, expert: Sequence[int], rows: Sequence[int]) -> "Mesh":
+        """The mesh with these degrees per tier for stacks of experts; without any, stacks are as all else."""
         of_experts = _of_experts(self.group(*STAGE), self.group("pipeline"), tuple(expert), tuple(rows))
         return self if of_experts is None else _interned(self.degrees, of_experts)
 
-    def with_experts_of(self, other: "Mesh") -> "Mesh":
-        """The mesh with the experts of another, whatever its ranks of a stage: to price the inside of a block."""
-        return self if self.experts is other.experts else _interned(self.degrees, other.experts)
+    def with_stacks_of(self, other: "Mesh") -> "Mesh":
+        """The mesh with the stacks of another, whatever its ranks of a stage: to price the inside of a block."""
+        return self if self.apart is other.apart else _interned(self.degrees, other.apart)
 
-    def expert_table(self, tiers: Sequence[str]) -> dict[str, dict[str, int]]:
+    def stack_table(self, tiers: Sequence[str]) -> dict[str, dict[str, int]]:
         """The degrees for experts as `Plan.experts` on the named tiers."""
-        if self.experts is None:
+        if self.apart is None:
             return {}
         found = {}
-        for name, *degrees in zip(tiers, *map(self.experts.group, EXPERT_AXES), strict=True):
-            row = {axis: degree for axis, degree in zip(EXPERT_AXES, degrees, strict=True) if degree > 1}
+        for name, *degrees in zip(tiers, *map(self.apart.group, STACK_AXES), strict=True):
+            row = {axis: degree for axis, degree in zip(STACK_AXES, degrees, strict=True) if degree > 1}
             if row:
                 found[name] = row
         return found
+
+    def stack_keys(self, tiers: Sequence[str]) -> dict[str, Any]:
+        """The keys of a plan that say how stacks are factored on the named tiers; none where they are as all else."""
+        table = self.stack_table(tiers)
+        return {"experts": table} if table else {}
 
     def only(self, *axes: str) -> "Mesh":
         """The mesh with every axis but `axes` at degree 1."""
@@ -182,7 +203,7 @@ class Mesh:
         found = []
         for (columns, rows, own, ring, *others), ulysses in zip(self.degrees, degrees, strict=True):
             found.append((columns, rows, ulysses, own * ring // ulysses, *others))
-        return _interned(tuple(found), self.experts)
+        return _interned(tuple(found), self.apart)
 
     def mapping(self, tiers: Sequence[str]) -> dict[str, dict[str, int | dict[str, int]]]:
         """The mesh as `Plan.mapping` on the named tiers, a row for each: the way back from `Mesh.of`."""
@@ -229,6 +250,10 @@ class Mesh:
     def part(self, rank: int, axis: str) -> int:
         """Index of `rank`'s part of a dim cut by `axis`, where tiers divide the dim in turn, innermost first."""
         return position(self.group(axis), self.coordinates(rank, (axis,)))
+
+    def along(self, axis: str) -> tuple[int, ...]:
+        """The degrees of an axis by tier, in the factoring that it belongs to."""
+        return self.of_stacks(axis in PARTS).group(axis)
 
     def members(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
         """Ranks that differ from `rank` only on `axes`, itself included, in the order of their places."""
@@ -282,9 +307,9 @@ def _at_stage(mesh: Mesh, rank: int, stage: int) -> int:
 
 
 @lru_cache(maxsize=65536)
-def _interned(degrees: tuple[tuple[int, ...], ...], experts: Mesh | None = None) -> Mesh:
+def _interned(degrees: tuple[tuple[int, ...], ...], apart: Mesh | None = None) -> Mesh:
     # The planner asks for the same few meshes many times, and a mesh remembers what was asked of it.
-    return Mesh(degrees, experts)
+    return Mesh(degrees, apart)
 
 
 @lru_cache(maxsize=4096)

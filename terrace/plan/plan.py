@@ -1,7 +1,7 @@
 """The Plan: a small frozen value that says everything about how a step is spread over the cluster."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from terrace.plan.outer import ONE_ISLAND, Outer
@@ -10,6 +10,10 @@ from terrace.plan.wire import CODES, OF_PARAMETERS, OF_STATES, MessageClass, Wir
 
 AXES = ("data", "tensor", "context", "pipeline")
 EXPERT_CHUNKS = ("forward", "backward", "ahead")  # of `Plan.expert_chunks`
+OF_STACKS = ("experts", "expert_gaps")  # keys on which buffers of stacks and parts of messages depend
+OF_TRAINING = ("optimizer_states", "recompute", "expert_gaps")  # keys without effect on forwards alone
+# Keys that a search chooses, but for the axes, and for numbers that every plan has.
+SEARCHED = ("params", "grads", "optimizer", "params_backward", "experts", "recompute", "unit", "schedule")
 FUSED: Literal["fused"] = "fused"  # of `Plan.tensor_chunks`
 TENSOR_AXES = ("rows", "columns", "depth")  # how a tensor degree is factored; a number alone is its rows
 CONTEXT_AXES = ("ulysses", "ring")  # how a context degree is factored; a number alone is its ring
@@ -132,9 +136,36 @@ class Plan:
         return self.expert_chunks.get("forward", 1), self.expert_chunks.get("backward", 1)
 
     @property
+    def leaves_out_chunks(self) -> bool:
+        """Whether it spreads experts and leaves some numbers of chunks to be found."""
+        return bool(self.experts) and any(name not in self.expert_chunks for name in EXPERT_CHUNKS)
+
+    def with_routing_of(self, other: "Plan") -> "Plan":
+        """The plan with the chunks of tokens and the shares of gradients of another."""
+        return replace(self, expert_chunks=other.expert_chunks, expert_gaps=other.expert_gaps)
+
+    def with_whole_stacks(self) -> "Plan":
+        """The plan with all experts on every rank."""
+        return replace(self, experts={}, expert_chunks={})
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """The keys that a step chooses where a plan leaves them out."""
+        return {"stages": self.stages, "expert_chunks": self.expert_chunks}
+
+    @property
     def expert_hops(self) -> int:
         """Messages of a chunk on its way to the experts: one for each tier and axis of the table."""
         return sum(degree > 1 for axes in self.experts.values() for degree in axes.values())
+
+    @property
+    def finds_gaps(self) -> bool:
+        """Whether the shares of gradients in gaps are to be found by playing the step."""
+        return self.expert_gaps == "auto"
+
+    def with_gaps(self, shares: tuple[float, ...]) -> "Plan":
+        """The plan with these shares of gradients in gaps."""
+        return replace(self, expert_gaps=shares)
 
     @property
     def gap_shares(self) -> tuple[float, ...]:

@@ -5,7 +5,7 @@
     fp8+e4m3        gradients in e4m3 (also fp8:row+e4m3)
 
 The three products of a linear layer, y = x W^T, dx = dy W and dW = dy^T x, take operands rounded to 8 bits
-(terrace.runtime.scaled_products). They are those of attention, of the MLP and of each expert of a mixture: embedding,
+(terrace.runtime.scaled_products). They are those of attention, of the MLP and of each part of a stack: embedding,
 head, routers and norms keep the compute dtype.
 
 **Gathers that share the scales.** With scales of whole operands and `wire.gather.<tier> = "fp8"`, or `wire.refresh`
@@ -18,7 +18,7 @@ copies are the codes that their products take. A REFRESH makes them:
 so a code is the one that a gather in the compute dtype, quantised afterwards, would have, and so is every product.
 Refreshes, gathers and secondary copies carry the codes over all tiers, a byte an element. The numbers a_m go over the
 tiers from the device to the optimizer's, gathered on each, before the codes. All other parameters of the block travel
-in the compute dtype, stacks of experts among them. With scales of rows a forward and an input gradient need different
+in the compute dtype, stacks among them. With scales of rows a forward and an input gradient need different
 codes of one matrix, so `fp8` there is the format of blocks, as `fp8:128` is with any products.
 """
 
@@ -60,8 +60,30 @@ def parse_products(text: str) -> ProductFormat:
 
 
 def is_scaled(blocks: Sequence[BlockSpec], index: int, param: ParamSpec) -> bool:
-    """Whether products with a parameter of block `index` take 8 bits: with matrices of layers, experts among them."""
+    """Whether products with a parameter of block `index` take 8 bits: with matrices of layers, stacks among them."""
     return is_layer(blocks, index) and (is_product_matrix(param) or (param.is_stack and param.is_matrix))
+
+
+def products_words(plan: Plan) -> str:
+    """The format of a plan's products and of their codes, as the end of a sentence; "" for the compute dtype."""
+    codes = ", whose matrices travel as the codes that these take" if plan.shares_scales else ""
+    return f"{'' if plan.products is None else f'; products of layers in {plan.products}'}{codes}"
+
+
+def why_apart(plan: Plan) -> str:
+    """Why products of layers are compiled apart from the rest of a block; "" where they are not."""
+    if plan.products is None:
+        return ""
+    return f"products = {plan.products!r} are the runtime's own, with its own backward"
+
+
+def refuse_codes(plan: Plan) -> None:
+    """Raise `PlanError` for matrices that are held as codes where whole parameters are handed over."""
+    if plan.shares_scales:
+        raise PlanError(
+            f"products = {plan.products!r} with wire.gather or wire.refresh in 'fp8': matrices are held as codes, "
+            "and generation takes parameters in the compute dtype; leave the format out, or write 'fp8:128'"
+        )
 
 
 def check_products(device: Device, mesh: Mesh, plan: Plan, blocks: Sequence[BlockSpec]) -> None:

@@ -15,14 +15,14 @@ tier of an all-reduce all block formats travel so between two members: as many b
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from terrace.model.experts.balance import FIGURES
+from terrace.model.balance import FIGURES
 from terrace.model.spec import BlockSpec
 from terrace.plan.dims import has_routers
 from terrace.plan.hops import Hop
-from terrace.plan.mesh import CONTEXT, EXPERT, PIPELINE, TENSOR
+from terrace.plan.mesh import CONTEXT, PIPELINE, TENSOR
 from terrace.plan.outer import Exchange
 from terrace.plan.plan import Plan
-from terrace.plan.wire import BETWEEN_STAGES, CHANGES, FORMATS, PLACEABLE, ROUTES, TO_EXPERTS, MessageClass, WireFormat
+from terrace.plan.wire import BETWEEN_STAGES, CHANGES, FORMATS, PLACEABLE, ROUTED_ROWS, ROUTES, MessageClass, WireFormat
 
 if TYPE_CHECKING:
     from terrace.plan.layout import Layout
@@ -148,8 +148,9 @@ def crossed_tiers(layout: "Layout", message: MessageClass) -> tuple[int, ...]:
     """
     if message in ROUTES or layout.mesh is None:
         return tuple(layout.route(message))
-    mesh, axes = (layout.mesh.experts, (*EXPERT, "rows")) if message in TO_EXPERTS else (layout.mesh, axes_of(message))
-    return () if mesh is None else tuple(tier for tier, degree in enumerate(mesh.group(*axes)) if degree > 1)
+    if message in ROUTED_ROWS:
+        return layout.mesh.stack_tiers
+    return tuple(tier for tier, degree in enumerate(layout.mesh.group(*axes_of(message))) if degree > 1)
 
 
 def axes_of(message: MessageClass) -> tuple[str, ...]:

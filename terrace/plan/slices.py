@@ -7,7 +7,7 @@ Each dim of a parameter declares the quantity it counts, and a table names the a
     hidden                          columns: the residual stream
     vocab                           columns and rows together: embedding and head
     experts                         expert: ranks hold different experts
-    expert_intermediate             rows of the factoring for experts: every expert is cut; whole where there is none
+    expert_intermediate             rows of the factoring for stacks: every part is cut; whole where there is none
 
 A single head is never cut. With more rows than key-value heads every rank holds all of them and uses the one that its
 queries need. A vocabulary or an inner MLP size that does not divide is padded with zeros at the end, which add nothing
@@ -25,7 +25,7 @@ from terrace.model.operations import Dim
 from terrace.model.params import ParamSpec
 from terrace.model.spec import BlockSpec
 from terrace.plan.dims import CUT_BY
-from terrace.plan.mesh import EXPERT, STAGE, TENSOR, Mesh
+from terrace.plan.mesh import PARTS, STAGE, TENSOR, Mesh
 
 _PADDED = ("vocab", "intermediate")
 
@@ -37,7 +37,7 @@ def slice_blocks(blocks: Sequence[BlockSpec], mesh: Mesh) -> tuple[BlockSpec, ..
     parameter that declares no dims.
     """
     # Nothing is cut: the specs stay the same objects, which are compared fastest.
-    if mesh.experts is None and all(mesh.total(axis) == 1 for axes in CUT_BY.values() for axis in axes):
+    if not mesh.divides_stacks and all(mesh.total(axis) == 1 for axes in CUT_BY.values() for axis in axes):
         return tuple(blocks)
     # Blocks that share their parameters' specs still do.
     firsts = first_equal([block.params for block in blocks])
@@ -87,7 +87,7 @@ def rank_slices(param: ParamSpec, mesh: Mesh, rank: int) -> tuple[slice, ...]:
         place = 0
         for axis in reversed(cut):  # the first axis counts fastest
             # A unit of a tier holds experts that are neighbours, which a gate may take as a group.
-            here = mesh.place(rank, EXPERT) if axis in EXPERT else mesh.part(rank, axis)
+            here = mesh.place(rank, PARTS) if axis in PARTS else mesh.part(rank, axis)
             place = place * mesh.total(axis) + here
         parts.append(slice(min(size * place, whole), min(size * place + size, whole)))
     return tuple(parts)
@@ -95,7 +95,7 @@ def rank_slices(param: ParamSpec, mesh: Mesh, rank: int) -> tuple[slice, ...]:
 
 def _slice(block: str, param: ParamSpec, mesh: Mesh) -> ParamSpec:
     # Without a table of experts, tensor ranks share the tokens of experts, not their matrices.
-    cut_by = {} if param.is_stack and mesh.experts is None else CUT_BY
+    cut_by = {} if param.is_stack and not mesh.divides_stacks else CUT_BY
     mesh = mesh.of_stacks(param.is_stack)
     axes = tuple(axis for axis in STAGE if mesh.total(axis) > 1)
     if not param.shape:

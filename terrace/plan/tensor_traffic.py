@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import batch_shape
+from terrace.plan.counts import experts_of
 from terrace.plan.dims import hidden_size
-from terrace.plan.expert_counts import experts_of
 from terrace.plan.hops import Hop, number_bytes
 from terrace.plan.in_block_messages import Leg, TensorMessage
 from terrace.plan.layout import DEVICE, Layout

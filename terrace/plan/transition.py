@@ -12,7 +12,6 @@ from typing import Literal
 
 from terrace.base.alike import first_equal
 from terrace.base.boxes import numel
-from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.dealing import Replica, deal, kept_elements, needs_of
@@ -21,6 +20,7 @@ from terrace.plan.hand_over import Cell, Move, Parts, cells_of, moves_of
 from terrace.plan.holdings import generation_slices, training_parts
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
+from terrace.plan.products import refuse_codes
 from terrace.plan.wire import FORMATS
 
 
@@ -71,11 +71,7 @@ class Transition:
         that are sent (terrace.plan.holdings). `cluster` and `plan` are those of training. Raises `PlanError` for rows
         that cannot cut the blocks, or do not divide the ranks, and for matrices that are held as codes.
         """
-        if plan.shares_scales:
-            raise PlanError(
-                f"products = {plan.products!r} with wire.gather or wire.refresh in 'fp8': matrices are held as codes, "
-                "and generation takes parameters in the compute dtype; leave the format out, or write 'fp8:128'"
-            )
+        refuse_codes(plan)
         mesh = Mesh.of(cluster, plan)
         around, target = (cluster, cluster) if apart is None else (apart.cluster, apart.target)
         before = 0 if apart is None else apart.source

@@ -1,10 +1,9 @@
 """Checks of a plan against its cluster, model and batch. Every message carries the value, the rule and the fix."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-from terrace.base.errors import ClusterError, PlanError, did_you_mean
+from terrace.base.errors import ClusterError, PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.chunk_rules import check_tensor_chunks
@@ -12,24 +11,22 @@ from terrace.plan.context import attention_heads, is_context_parallel, num_ring_
 from terrace.plan.context_rules import why_whole
 from terrace.plan.dims import is_layer
 from terrace.plan.fp16_rules import check_fp16
-from terrace.plan.gaps import num_gaps
-from terrace.plan.layout import DEVICE, Layout, message_lane, message_tiers
-from terrace.plan.mesh import EXPERT_AXES, STAGE, Mesh, tier_degrees
+from terrace.plan.layout import DEVICE, Layout
+from terrace.plan.mapping_rules import check_table
+from terrace.plan.mesh import Mesh, tier_degrees
 from terrace.plan.outer_rules import check_outer, check_outer_tier
-from terrace.plan.plan import AXES, EXPERT_CHUNKS, FACTORS, Plan
+from terrace.plan.plan import AXES, Plan
 from terrace.plan.products import check_products
 from terrace.plan.recompute_rules import check_recompute
+from terrace.plan.stack_rules import check_chunks, check_gaps, check_stack_table, check_stacks
 from terrace.plan.state_bytes import moments
 from terrace.plan.wire import (
     FORMATS,
-    GRADIENTS,
 )
 from terrace.plan.wire_rules import check_wire
 
 # Each sum in bf16 may lose 1/256 of itself: eight micro-batches stay within what two wire messages lose in int8.
 LONGEST_ROUNDED_UNIT = 8
-MOST_CHUNKS = 64  # of the tokens of a micro-batch: each is a message over every tier
-SHARES_ROUNDED = 1e-6  # by which the sum of shares may be off: files have decimals
 
 
 def validate(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> Layout:
@@ -47,7 +44,7 @@ def validate(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> Layou
     check_wire(plan, layout)
     _check_numbers(cluster, plan, blocks)
     check_context(cluster, plan, blocks)
-    _check_experts(cluster, plan, blocks)
+    check_stacks(cluster, plan, blocks)
     if plan.update == "muon":
         _check_muon(cluster, plan, blocks)
     return layout.settled()
@@ -79,7 +76,7 @@ def check_micro_batch(plan: Plan) -> None:
 
 def _check_mapping(cluster: Cluster, plan: Plan) -> None:
     sizes = {tier.name: tier.size for tier in cluster.tiers}
-    _check_table("mapping", plan.mapping, sizes, AXES)
+    check_table("mapping", plan.mapping, sizes, AXES)
     for name, row in plan.mapping.items():
         product = math.prod(tier_degrees(row).values())
         if product != sizes[name]:
@@ -87,53 +84,7 @@ def _check_mapping(cluster: Cluster, plan: Plan) -> None:
                 f"the degrees of mapping.{name} multiply to {product}, but tier {name!r} joins {sizes[name]}: "
                 f"make them multiply to {sizes[name]}, or leave the row out to give the tier to the data axis"
             )
-    _check_table("experts", plan.experts, sizes, EXPERT_AXES)
-    for name, degrees in plan.experts.items():
-        # Stages do not share experts.
-        members = sizes[name] // tier_degrees(plan.mapping.get(name, {})).get("pipeline", 1)
-        product = math.prod(degrees.values())
-        if members % product:
-            raise PlanError(
-                f"the degrees of experts.{name} multiply to {product}, which does not divide the {members} ranks of a "
-                f"stage on tier {name!r}: use degrees that do"
-            )
-
-
-def _check_table(
-    table: str, rows: Mapping[str, Mapping[str, Any]], sizes: Mapping[str, int], axes: Collection[str]
-) -> None:
-    for name, row in rows.items():
-        if name not in sizes:
-            raise PlanError(f"{table} names tier {name!r}, which is not in the cluster{did_you_mean(name, sizes)}")
-        for axis, degree in row.items():
-            if axis not in axes:
-                hint = axis_hint(name, axis) if axes is AXES else did_you_mean(axis, axes)
-                raise PlanError(f"{table}.{name} names axis {axis!r}{hint}")
-            check_degree(f"{table}.{name}.{axis}", axis, degree)
-
-
-def axis_hint(tier: str, word: str) -> str:
-    """Suggestion for `word`, found where a tier's mapping expects an axis."""
-    for axis, factors in FACTORS.items():
-        if word in factors:
-            return f", which is a part of {axis}: write mapping.{tier}.{axis}.{word}"
-    return did_you_mean(word, AXES)
-
-
-def check_degree(where: str, axis: str, degree: int | Mapping[str, int]) -> None:
-    """Raise `PlanError` unless `degree`, which stands at `where`, can be one of `axis`."""
-    # Factored axes nest: each factor is checked like an axis of its own.
-    if isinstance(degree, Mapping):
-        if axis not in FACTORS:
-            raise PlanError(
-                f"{where} = {dict(degree)}: only the {' and the '.join(FACTORS)} axis are factored; give one number"
-            )
-        for factor, number in degree.items():
-            if factor not in FACTORS[axis]:
-                raise PlanError(f"{where} names {factor!r}{did_you_mean(factor, FACTORS[axis])}")
-            check_degree(f"{where}.{factor}", factor, number)
-    elif degree < 1:
-        raise PlanError(f"{where} = {degree}: a degree is at least 1")
+    check_stack_table(plan, sizes)
 
 
 def _check_depth(cluster: Cluster, plan: Plan, layout: Layout) -> None:
@@ -203,81 +154,6 @@ def check_context(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> 
             )
 
 
-def _check_experts(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> None:
-    columns = Mesh.of(cluster, plan).total("columns")
-    if plan.experts and not any(block.has_stacks for block in blocks):
-        raise PlanError("the table experts has no effect: no layer of this model has experts; leave it out")
-    of_experts = Mesh.of(cluster, plan).experts
-    if plan.update == "muon" and of_experts is not None and of_experts.total("rows") > 1:
-        raise PlanError("optimizer 'muon' takes whole matrices, and rows of the table experts cut them: use expert")
-    for name, param in ((f"{block.name}.{param.name}", param) for block in blocks for param in block.params):
-        if param.is_stack and columns > 1:
-            raise PlanError(
-                f"the mapping has {columns} tensor columns, and {name} holds {param.num_parts} experts, for which a "
-                "token must be whole: use tensor rows, or give the ranks to another axis"
-            )
-
-
-def _check_chunks(plan: Plan) -> None:
-    for name, number in plan.expert_chunks.items():
-        if name not in EXPERT_CHUNKS:
-            known = ", ".join(EXPERT_CHUNKS)
-            raise PlanError(f"expert_chunks.{name} is none of {known}{did_you_mean(name, EXPERT_CHUNKS)}")
-        if not 1 <= number <= MOST_CHUNKS:
-            raise PlanError(f"expert_chunks.{name} = {number}: tokens travel in 1 to {MOST_CHUNKS} chunks")
-    if not plan.expert_chunks:
-        return
-    if not plan.experts:
-        raise PlanError(
-            "expert_chunks has no effect: every rank has all experts; leave it out, or spread them with the table "
-            "experts"
-        )
-    forward, backward, ahead = (plan.expert_chunks.get(name, 1) for name in EXPERT_CHUNKS)
-    if ahead > 1 and ahead >= max(forward, backward):
-        raise PlanError(
-            f"expert_chunks.ahead = {ahead}: of {max(forward, backward)} chunks at most "
-            f"{max(1, max(forward, backward) - 1)} can be ahead of the one that is multiplied; lower it, or name more "
-            "chunks in forward or backward"
-        )
-    if ahead > 1 and plan.expert_hops < 2:
-        raise PlanError(
-            f"expert_chunks.ahead = {ahead} has no effect: on a way over one tier all chunks go out first; leave it out"
-        )
-    if max(forward, backward) % min(forward, backward):
-        raise PlanError(
-            f"expert_chunks has {forward} chunks in the forward and {backward} in the backward: a chunk of one is a "
-            "number of chunks of the other, so one number must divide the other"
-        )
-
-
-def _check_gaps(cluster: Cluster, plan: Plan) -> None:
-    shares, chunks = plan.expert_gaps, plan.expert_chunks.get("backward", 1)
-    if not shares:
-        return
-    if not plan.experts:
-        raise PlanError(
-            "expert_gaps has no effect: every rank has all experts; leave it out, or spread them with the table experts"
-        )
-    if not isinstance(shares, str):
-        text = f"expert_gaps = {list(shares)}"
-        if not all(0 <= share < math.inf for share in shares) or abs(sum(shares) - 1) > SHARES_ROUNDED:
-            raise PlanError(f"{text}: shares of a gradient are numbers of at least 0 that add up to 1")
-        if len(shares) > num_gaps(chunks):
-            raise PlanError(
-                f"{text} has {len(shares)} shares, and a backward of {chunks} chunks has {num_gaps(chunks)} places for "
-                "them, the one before its messages included: leave the rest out"
-            )
-        if not any(shares[1:]):
-            raise PlanError(f"{text} has no effect: without it all of a gradient leaves first, too; leave it out")
-    layout, mesh = Layout.of(cluster, plan, STAGE), Mesh.of(cluster, plan).experts
-    rows = {tier for tier, degree in enumerate(mesh.group(*EXPERT_AXES) if mesh else ()) if degree > 1}
-    if not any(message_tiers(layout, each) and message_lane(layout, each) in rows for each in GRADIENTS):
-        raise PlanError(
-            f"expert_gaps has no effect: under grads = {plan.grads!r}, optimizer = {plan.optimizer!r} no message of "
-            "gradients has a tier in common with the table experts as its outermost; leave it out"
-        )
-
-
 def _check_muon(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> None:
     if Mesh.of(cluster, plan).total("tensor") > 1:
         raise PlanError(
@@ -307,8 +183,8 @@ def _check_numbers(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) ->
             "no more than a rank has micro-batches"
         )
     check_tensor_chunks(cluster, plan, blocks)
-    _check_chunks(plan)
-    _check_gaps(cluster, plan)
+    check_chunks(plan)
+    check_gaps(cluster, plan)
     if plan.prefetch < 0:
         raise PlanError(f"prefetch = {plan.prefetch}: use 0 for no prefetch, or a positive distance")
     if Mesh.of(cluster, plan).total("pipeline") == 1:

@@ -44,11 +44,11 @@ class MessageClass(StrEnum):
     ORTHOGONALISE = "orthogonalise"  # momentum of whole matrices for Muon, from the optimizer tier inward, once a step
     TENSOR = "tensor"  # activations and their gradients, inside a block, between ranks of the tensor axis
     CONTEXT = "context"  # queries, keys, values and their gradients, inside a block, between ranks of the context axis
-    DISPATCH = "dispatch"  # tokens to the ranks of their experts, and gradients of the experts' results
-    COMBINE = "combine"  # results of experts back to the ranks of the tokens, and gradients of tokens
-    ROUTE = "route"  # numbers of tokens for every expert rank, before each dispatch
-    CHOICES = "choices"  # of experts by sequence, inside a block, between ranks that share sequences
-    COUNTS = "counts"  # tokens of every expert by layer, and rows sent, received and multiplied, once a step
+    DISPATCH = "dispatch"  # tokens to the ranks to which a router sends them, and gradients of the results
+    COMBINE = "combine"  # results back to the ranks of the tokens, and gradients of tokens
+    ROUTE = "route"  # numbers of tokens for every such rank, before each dispatch
+    CHOICES = "choices"  # of routers by sequence, inside a block, between ranks that share sequences
+    COUNTS = "counts"  # choices of routers by layer, and rows sent, received and multiplied, once a step
     PIPELINE = "pipeline"  # activations, to the next stage
     PIPELINE_BACKWARD = "pipeline_backward"  # gradients of activations, to the stage before
     TIE = "tie"  # accumulated gradients of a block that two stages hold, once a step
@@ -58,8 +58,8 @@ class MessageClass(StrEnum):
     CONTROL = "control"  # squared norm, loss, token count and rounding errors: a few fp64 numbers a step
 
 
-TO_EXPERTS = (MessageClass.DISPATCH, MessageClass.COMBINE)  # rows of tokens, each in a format by itself
-OF_EXPERTS = (*TO_EXPERTS, MessageClass.ROUTE)  # declared batch by batch
+ROUTED_ROWS = (MessageClass.DISPATCH, MessageClass.COMBINE)  # rows of tokens, each in a format by itself
+ROUTED = (*ROUTED_ROWS, MessageClass.ROUTE)  # declared batch by batch
 # What travels in the dtype in which it is held.
 _AS_THEY_ARE = ("route", "choices", "counts", "tie", "peer_copy", "reshard", "control")
 PLACEABLE = tuple(message for message in MessageClass if message not in _AS_THEY_ARE)

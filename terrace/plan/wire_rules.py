@@ -16,13 +16,17 @@ from terrace.plan.wire import (
     FORMATS,
     OF_PARAMETERS,
     PLACEABLE,
+    ROUTED_ROWS,
     ROUTES,
-    TO_EXPERTS,
     MessageClass,
     parse_format,
 )
 
-_AXIS = dict.fromkeys(BETWEEN_STAGES, "the pipeline axis") | {MessageClass.CONTEXT: "the context axis"}
+_AXIS = (
+    dict.fromkeys(BETWEEN_STAGES, "the pipeline axis")
+    | {MessageClass.CONTEXT: "the context axis"}
+    | dict.fromkeys(ROUTED_ROWS, "the table experts")
+)
 
 
 def check_wire(plan: Plan, layout: Layout) -> None:
@@ -132,7 +136,7 @@ def _check_crosses(plan: Plan, layout: Layout, message: MessageClass, tier: str)
     if index in crossed_tiers(layout, message):
         return
     if message not in ROUTES:
-        axis = "the table experts" if message in TO_EXPERTS else _AXIS.get(message, "the tensor axis")
+        axis = _AXIS.get(message, "the tensor axis")
         raise PlanError(f"wire.{message.value}.{tier} has no effect: {axis} has no ranks on {tier!r}; leave it out")
     if message is MessageClass.OUTER and not plan.outer.has_islands:
         raise PlanError(

@@ -134,7 +134,7 @@ class Bounds:
         if not shape.is_open:
             return self.works.of(shape, *numbers, halves=halves), None
         # Messages of context ranks make layers dearer, and so the logits fewer of them: any fewer. How ranks divide
-        # experts makes layers dearer or cheaper in ways that are not told here.
+        # stacks makes layers dearer or cheaper in ways that are not told here.
         dearest = 0.0
         if exact and self.split.alike is not None and not shape.divides:
             dearest = self.split.logits_in_layers(self.works.most(shape, *numbers, halves=halves))
@@ -280,10 +280,15 @@ class Bounds:
         return self.least_s(core, found[0][0])
 
     def delayed(self, core: PartialCandidate, excesses: list[Excess]) -> list[Excess]:
-        """Excesses of a core with the waits of its experts on their lanes (terrace.planner.delays), ascending."""
+        """Excesses of a core with the waits of routed messages on their lanes (terrace.planner.delays), ascending."""
         shape, schedule = core.shape, core.schedule
         mesh, delays = shape.mesh, self.chains.delays
-        if shape.divides or mesh.experts is None or schedule in ("", SERIAL) or not (delays.tells or not shape.is_open):
+        if (
+            shape.divides
+            or not mesh.divides_stacks
+            or schedule in ("", SERIAL)
+            or not (delays.tells or not shape.is_open)
+        ):
             return excesses
         counts = () if shape.is_open else self._counts(core)
         trait, of_stages = traits()[schedule], not core.recompute

@@ -13,7 +13,7 @@ SLACK = 1 - 1e-9  # sums in another order may differ in their last bits
 class Sizes(NamedTuple):
     """Numbers that roots of a shape share: degrees, elements of each kind of block on a rank and of the model.
 
-    `stacks` and `all_stacks`: the same of experts that ranks divide.
+    `stacks` and `all_stacks`: the same of stacks that ranks divide.
     `gathered_bytes` are those of the block that is at least gathered where parameters are sharded. `kept` and
     `all_kept`: bytes that a block of each kind, and the model, keeps per sequence.
     """
@@ -33,7 +33,7 @@ class PartialCandidate(NamedTuple):
     """A candidate without placement and unit, with the lower bounds of its computing.
 
     `span_s`: seconds of computing; `heavy`: blocks of the stage with most of them, if known. `stages`: (parameters per
-    tensor rank, bytes of one micro-batch in flight at the peak, parameters of experts that ranks divide) of the stages
+    tensor rank, bytes of one micro-batch in flight at the peak, parameters of stacks that ranks divide) of the stages
     that may need the most memory.
     """
 

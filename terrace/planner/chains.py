@@ -34,8 +34,8 @@ _Ends = tuple[float, float, float, float]
 
 
 class _Offers(NamedTuple):
-    """Of the placements worth a try: ends (`Chains._ends_of`) and, where experts wait behind states, prices and least
-    delays by schedule.
+    """Of the placements worth a try: ends (`Chains._ends_of`) and, where routed messages wait behind states, prices
+    and least delays by schedule.
     """
 
     ends: list[_Ends]
@@ -67,7 +67,7 @@ class Chains:
         """Lower bound on the seconds by which a step exceeds its computing; reads only `heavy` of the core."""
         if core.unit:
             return 0.0 if core.shape.is_open else self._chunks_excess_s(core, placement)
-        # Until ranks divide the experts, it is open who holds their states.
+        # Until ranks divide the stacks, it is open who holds their states.
         if core.heavy is None or core.shape.divides:
             return 0.0
         # An excess must not be overestimated for any form, so the form with the most computing counts: all of it hides
@@ -90,7 +90,7 @@ class Chains:
     ) -> list[float]:
         """Lower bound in seconds with the schedule of each span, and the best of `choices`, whatever the split.
 
-        `works` may be the least of several shapes and forms. Of one that may divide its experts, these send nothing.
+        `works` may be the least of several shapes and forms. Of one that may divide its stacks, these send nothing.
         """
         stages = shape.mesh.total("pipeline")
         if not choices or (stages > 1 and self.split.alike is None):
@@ -113,7 +113,7 @@ class Chains:
         if not offers.prices:
             least_s = min(excesses_s)
             return [_scheduled_s(span, 0.0, least_s) for span in spans]
-        # One placement may have the shorter messages, another the shorter waits of experts for them.
+        # One placement may have the shorter messages, another the shorter waits of routed messages for them.
         found, known = list[float](), dict[tuple[bool, bool, int], list[tuple[float, float]]]()
         for span in spans:
             trait = traits()[span.schedule]
@@ -131,10 +131,10 @@ class Chains:
         # Of placements that are no shorter in any respect than another, nothing is gained.
         mesh = shape.mesh
         numels = mesh.total("tensor"), self._numels(shape)
-        key = (mesh.state, mesh.stack_state, numels, mesh.experts, shape.divides, most, choices)
+        key = (mesh.state, mesh.stack_state, numels, mesh.apart, shape.divides, most, choices)
         found = self._offers.get(key)
         if found is None:
-            waits = mesh.experts is not None and not shape.divides and self.delays.tells
+            waits = mesh.divides_stacks and not shape.divides and self.delays.tells
             every = {
                 (self._ends_of(shape, most, place), self.delays.prices(mesh, place) if waits else ())
                 for place, _ in choices
@@ -170,7 +170,7 @@ class Chains:
         them.
         """
         mesh, alike = shape.mesh, self.split.layer
-        key = (mesh.state, mesh.stack_state, self._numels(shape), mesh.expert_degrees, shape.divides, most, placement)
+        key = (mesh.state, mesh.stack_state, self._numels(shape), mesh.stack_degrees, shape.divides, most, placement)
         found = self._ends.get(key)
         if found is None:
             messages = self._messages(shape, placement)
@@ -216,7 +216,7 @@ class Chains:
     def _terms_of(self, shape: OpenMesh, runs: Runs, placement: Placement, num_units: int) -> "_Terms":
         # The chain is longest at the first or the last block of some run of equal blocks, so only these are tried.
         mesh, numels = shape.mesh, self._numels(shape)
-        key = (mesh.state, mesh.stack_state, numels, mesh.expert_degrees, shape.divides, runs, placement, num_units)
+        key = (mesh.state, mesh.stack_state, numels, mesh.stack_degrees, shape.divides, runs, placement, num_units)
         found = self._terms.get(key)
         if found is None:
             messages = self._messages(shape, placement)
@@ -250,7 +250,7 @@ class Chains:
         turn around and the chunk between two units are not gathered again.
         """
         shape, estimator, chunks, alike = core.shape, self.estimator, core.chunks, self.split.alike
-        if alike is None or shape.mesh.experts is not None:
+        if alike is None or shape.mesh.divides_stacks:
             return 0.0
         works = self.works.of(shape, core.micro_batch, core.recompute, core.num_micros > 1).each
         num_stages = shape.mesh.total("pipeline")

@@ -1,6 +1,6 @@
-"""Seconds for which messages of experts in a pipeline wait behind messages of states on their lanes.
+"""Seconds for which routed messages in a pipeline wait behind messages of states on their lanes.
 
-A stage that is priced alone (terrace.planner.evaluate) waits for its experts as if their lanes were free. In a step
+A stage that is priced alone (terrace.planner.evaluate) waits for routed messages as if their lanes were free. In a step
 they are not, at two moments that no other stage's computing hides:
 
 - the backwards of the last micro-batch. Gradients of a block leave after its last backward, and the next dispatch on
@@ -13,7 +13,7 @@ they are not, at two moments that no other stage's computing hides:
   next to no time. The table of its first mixture waits for the REFRESH of all blocks of the stage, which are issued
   before, and not for its own block's alone. Later stages get their first input later.
 
-Under tensor rows a stage is priced with its messages of experts on their lanes: the delays of one stage are in it.
+Under tensor rows a stage is priced with its routed messages on their lanes: the delays of one stage are in it.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from terrace.plan.mesh import EXPERT_AXES, Mesh
+from terrace.plan.mesh import Mesh
 from terrace.planner.parts import Part, Runs, kinds_of, parts_of
 from terrace.planner.stages import possible_last, share_before, traits
 from terrace.planner.task import Placement
@@ -45,7 +45,7 @@ class Neighbours(NamedTuple):
 
 
 class LanePrices(NamedTuple):
-    """Seconds by kind of block on lanes of experts, else 0: of REFRESH, of the last gradients, of other REDUCEs."""
+    """Seconds by kind of block on a routed message's lane, else 0: of REFRESH, the last gradients, other REDUCEs."""
 
     refresh_s: tuple[float, ...]
     last_s: tuple[float, ...]
@@ -74,7 +74,7 @@ class Delays:
     def __init__(self, estimator: "Estimator", prices: "MessagePrices") -> None:
         self._optimizer_s = estimator.task.cluster.device.kernels.optimizer_s
         self._prices, self._split = prices, estimator.split
-        self._has_experts = [spec.has_stacks for spec in estimator.specs]
+        self._has_stacks = [spec.has_stacks for spec in estimator.specs]
         self._neighbours: dict[tuple[Part, ...], Neighbours] = {}
         self._least: dict[tuple[int, int, bool], list[Neighbours]] = {}
         self._priced: dict[tuple[Mesh, Placement], LanePrices] = {}
@@ -84,7 +84,7 @@ class Delays:
     ) -> Delay:
         """The delay of a step whose stages hold `parts`; `of_stages`: with that of one stage, where its price has it.
 
-        A mesh divides experts, and `prices` are its own.
+        A mesh divides stacks, and `prices` are its own.
         """
         return self._of(mesh, schedule, prices, self._found(parts), of_stages)
 
@@ -100,15 +100,15 @@ class Delays:
     @property
     def tells(self) -> bool:
         """Whether something is known before the split: not where the blocks between look-ups and logits differ."""
-        return self._split.alike is not None and self._has_experts[self._split.alike]
+        return self._split.alike is not None and self._has_stacks[self._split.alike]
 
     def prices(self, mesh: Mesh, placement: Placement) -> LanePrices:
-        """Prices of the messages that experts may wait for, on a mesh that divides experts."""
+        """Prices of the messages that routed messages may wait for, on a mesh that divides stacks."""
         found = self._priced.get((mesh, placement))
         if found is None:
-            messages, lanes = self._prices.of_shape(mesh, placement), _lanes(mesh)
+            messages, lanes = self._prices.of_shape(mesh, placement), mesh.stack_tiers
             refresh, reduce, sync = (
-                [each[kind] for kind in range(len(self._has_experts))]
+                [each[kind] for kind in range(len(self._has_stacks))]
                 for each in (messages.refresh, messages.reduce, messages.sync)
             )
             waits = [messages.refresh.lane in lanes, messages.reduce.lane in lanes, messages.sync.lane in lanes]
@@ -160,7 +160,7 @@ class Delays:
         return self._split.num_inner(runs) > 0
 
     def _behind(self, runs: Runs) -> list[int]:
-        return [behind for kind, behind in pairwise(kinds_of(runs)) if self._has_experts[kind]]
+        return [behind for kind, behind in pairwise(kinds_of(runs)) if self._has_stacks[kind]]
 
 
 def _sum(kinds: Kinds, each_s: Sequence[float]) -> float:
@@ -168,9 +168,3 @@ def _sum(kinds: Kinds, each_s: Sequence[float]) -> float:
     for kind, times in kinds:
         total_s += times * each_s[kind]
     return total_s
-
-
-def _lanes(mesh: Mesh) -> frozenset[int]:
-    assert mesh.experts is not None, "checked by the caller"
-    degrees = [mesh.experts.group(axis) for axis in EXPERT_AXES]
-    return frozenset(tier for line in degrees for tier, degree in enumerate(line) if degree > 1)

@@ -82,7 +82,7 @@ class Estimator:
 
     def work(self, mesh: Mesh, micro_batch: int, recompute: int = 0) -> Work:
         """Work of one rank on a micro-batch."""
-        key = (mesh.inside_degrees, mesh.expert_degrees, micro_batch, recompute)
+        key = (mesh.inside_degrees, mesh.stack_degrees, micro_batch, recompute)
         found = self._works.get(key)
         if found is None:
             tensor, columns, ulysses, ring = mesh.inside_degrees
@@ -100,9 +100,9 @@ class Estimator:
                 flash=self._flash,
                 compute=self.task.compute,
                 products=self.task.products,
-                expert=mesh.expert_degrees[0],
-                expert_rows=mesh.expert_degrees[1],
-                load=1.0 if mesh.experts is None else LOAD_FACTOR,
+                expert=mesh.stack_degrees[0],
+                expert_rows=mesh.stack_degrees[1],
+                load=1.0 if not mesh.divides_stacks else LOAD_FACTOR,
             )
         return found
 
@@ -153,7 +153,7 @@ class Estimator:
         exact: bool = True,
         halves: bool = False,
     ) -> Seconds:
-        halves = halves and mesh.experts is not None and self.specs[kind].has_stacks
+        halves = halves and mesh.divides_stacks and self.specs[kind].has_stacks
         key: tuple[object, ...] = (kind, mesh, micro_batch, accumulate, context, exact, halves)
         if not self.specs[kind].attends:  # it sees tokens only, whatever the context ranks
             key = (kind, mesh.only("tensor"), self.work(mesh, micro_batch).tokens, accumulate)
@@ -165,7 +165,7 @@ class Estimator:
     def _summed(
         self, kind: int, mesh: Mesh, micro_batch: int, accumulate: bool, context: bool, exact: bool, halves: bool
     ) -> Seconds:
-        work, mixes = self.work(mesh, micro_batch), mesh.experts is not None and self.specs[kind].has_stacks
+        work, mixes = self.work(mesh, micro_batch), mesh.divides_stacks and self.specs[kind].has_stacks
         put_off_s = 0.0
         if mixes and not exact:
             waits = self.experts.least_waits(kind, mesh, work, accumulate)
@@ -209,16 +209,16 @@ class Estimator:
         tensor, columns, ulysses, ring = mesh.inside_degrees
         spec = self.specs[kind]
         key: tuple[int, ...] = (kind, tensor, columns, accumulate, ulysses, ring, micro_batch)
-        if mesh.experts is not None:
+        if mesh.divides_stacks:
             pieces = pieces or self.experts.chunks(mesh, self.work(mesh, micro_batch), accumulate).pieces
-            key = (*key, *mesh.expert_degrees, pieces)
+            key = (*key, *mesh.stack_degrees, pieces)
         if not spec.attends:
             key = (kind, tensor, columns, accumulate, self.work(mesh, micro_batch).tokens)
         found = self._kernels.get(key)
         if found is None:
             device, work = self.task.cluster.device, self.work(mesh, micro_batch)
             divided = None
-            if mesh.experts is not None:
+            if mesh.divides_stacks:
                 divided = self.experts.divided(kind, mesh, work, accumulate, pieces or 1)
             found = seconds_of(device, work, spec, accumulate=accumulate, divided=divided)
             # Frozen matrices get no gradient, as in a program's costs.
@@ -234,7 +234,7 @@ class Estimator:
     def plan(self, candidate: Candidate) -> Plan:
         """The plan of a candidate, with the chunks of its experts."""
         plan = plan_of(self.task, candidate)
-        if candidate.mesh.experts is None:
+        if not candidate.mesh.divides_stacks:
             return plan
         return replace(plan, expert_chunks=self.chunks(candidate.mesh, candidate.micro_batch).table)
 
@@ -326,13 +326,13 @@ class Estimator:
         spec = self.specs[kind]
         # Activations depend on the number of ranks, not on their tiers.
         again = 0 if spec.at_an_end else recompute
-        key = (kind, mesh.inside_degrees, mesh.expert_degrees, again)
+        key = (kind, mesh.inside_degrees, mesh.stack_degrees, again)
         found = self._kept.get(key)
         if found is None:
             work = self.work(mesh, 1, again)
             held = activations_of(work, spec, self.task.backend)
             found = held.kept_bytes - held.fixed_bytes
-            if mesh.experts is not None or (mesh.total("tensor") > 1 and spec.has_stacks):
+            if mesh.divides_stacks or (mesh.total("tensor") > 1 and spec.has_stacks):
                 # Rows of several sequences are rounded up together.
                 found -= 2 * found // work.tokens
             self._kept[key] = found
@@ -349,7 +349,7 @@ class Estimator:
 
     def chunk_params(self, part: Part, mesh: Mesh) -> list[tuple[ParamSpec, ...]]:
         """A tensor rank's slice of each chunk of a stage: one flat parameter, and one of frozen ones."""
-        if mesh.experts is not None or any(self.numels.stacks(mesh)):
+        if mesh.divides_stacks or any(self.numels.stacks(mesh)):
             raise PlanError("chunks that pass as a whole have experts on all ranks: choose another schedule")
         blocks = iter(self.stage_blocks(part.kinds, mesh))
         return [joined_params(list(islice(blocks, len(kinds_of(runs))))) for runs in part.chunks]

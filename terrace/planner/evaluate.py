@@ -97,7 +97,7 @@ class Evaluator:
         self._played: dict[tuple[object, ...], _Played] = {}
 
     def plan(self, candidate: Candidate) -> Plan:
-        """The plan of a candidate, with the chunks of its experts."""
+        """The plan of a candidate, with the chunks of its routed messages."""
         return self.estimator.plan(candidate)
 
     def evaluate(self, candidate: Candidate) -> Estimate:
@@ -138,7 +138,7 @@ class Evaluator:
             step_s=predicted.step_s,
             sent_bytes={(message.value, tier): size for (message, tier), size in sent.items()},
             stages=predicted.step.plan.stages,
-            expert_chunks=predicted.step.plan.expert_chunks,
+            chosen=predicted.step.plan.chosen,
         )
 
     def _memory(self, candidate: Candidate, predicted: Prediction) -> Mapping[str, int]:
@@ -207,7 +207,7 @@ class Evaluator:
 
     def _delay_s(self, candidate: Candidate, pipeline: Pipeline) -> float:
         mesh, micros = candidate.mesh, num_micros(self.task, candidate)
-        if mesh.experts is None:
+        if not mesh.divides_stacks:
             return 0.0
         delays = self.bounds.chains.delays
         prices = delays.prices(mesh, candidate.placement)
@@ -277,7 +277,7 @@ class Evaluator:
         # Its blocks have no matrices, whose products are in the seconds of blocks.
         plan = replace(plan, mapping={}, tensor_chunks=1, wire=_data_wire(plan), schedule=None, products=None)
         if not mixes:
-            plan = replace(plan, experts={}, expert_chunks={})
+            plan = plan.with_whole_stacks()
         if takes_unit(candidate.schedule):
             return self._chunks_program(part, candidate, replace(plan, recompute=()), micros)
         blocks = estimator.stage_blocks(part.kinds, mesh)
@@ -331,7 +331,7 @@ class Evaluator:
     def _whole_program(self, part: Part, candidate: Candidate, micros: int) -> tuple[Program, Costs]:
         task = self.task
         program = build(task.cluster, self.plan(candidate), task.blocks, micros, task.sequence)
-        if candidate.mesh.experts is not None:
+        if candidate.mesh.divides_stacks:
             return program, step_costs(program, self.estimator.work(candidate.mesh, candidate.micro_batch))
         known = [self.estimator.compute(kind, candidate) for kind in range(len(self.estimator.specs))]
         seconds = [known[kind] for kind in part.kinds]

@@ -2,16 +2,15 @@
 chunks in another order.
 """
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 from terrace.base.errors import PlanError
 from terrace.base.words import counted
-from terrace.plan.mesh import STAGE, Mesh
+from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.wire_rules import crossing
-from terrace.planner.task import expert_words
+from terrace.planner.divisions import one_tier_out, table_words
 from terrace.simulate.chunks import Numbers
 from terrace.simulate.step import Prediction, Step, predict_step
 from terrace.simulate.work import Work
@@ -24,25 +23,6 @@ class Alternative:
     what: str
     prediction: Prediction | None = None
     reason: str = ""
-
-
-def one_tier_out(mesh: Mesh) -> Mesh | None:
-    """The mesh with experts of the innermost tier that divides them on the ranks of the next tier, as many as can be.
-
-    None where no rank of the next tier is free, or no tier divides experts.
-    """
-    if mesh.experts is None:
-        return None
-    expert, rows = (list(mesh.experts.group(axis)) for axis in ("expert", "rows"))
-    inner = next((tier for tier, degree in enumerate(expert[:-1]) if degree > 1), None)
-    if inner is None:
-        return None
-    free = mesh.group(*STAGE)[inner + 1] // (expert[inner + 1] * rows[inner + 1])
-    moved = math.gcd(expert[inner], free)
-    if moved == 1:
-        return None
-    expert[inner], expert[inner + 1] = expert[inner] // moved, expert[inner + 1] * moved
-    return Mesh(mesh.degrees).with_experts(expert, rows)
 
 
 def alternatives(step: Step) -> list[Alternative]:
@@ -60,9 +40,9 @@ def alternatives(step: Step) -> list[Alternative]:
         found.append(_alternative(f"with {counted(ahead, 'chunk')} ahead", step, changed))
     further = one_tier_out(Mesh.of(step.cluster, plan))
     if further is not None:
-        table = further.expert_table(tiers)
+        table = further.stack_table(tiers)
         moved = crossing(step.cluster, _changed(plan, experts=table, expert_chunks={}))
-        found.append(_alternative(f"with experts one tier out ({expert_words(table)})", step, moved))
+        found.append(_alternative(f"with experts one tier out ({table_words(table)})", step, moved))
     return found
 
 
@@ -72,7 +52,7 @@ def _changed(plan: Plan, **changes: Any) -> Plan:
 
 
 def _alternative(what: str, step: Step, plan: Plan) -> Alternative:
-    work, (expert, rows) = step.work, Mesh.of(step.cluster, plan).expert_degrees
+    work, (expert, rows) = step.work, Mesh.of(step.cluster, plan).stack_degrees
     if isinstance(work, Work):
         work = replace(work, expert=expert, expert_rows=rows)
     try:

@@ -12,20 +12,20 @@ from functools import partial
 
 from terrace.base.errors import PlanError
 from terrace.plan.expert_traffic import ExpertTraffic
-from terrace.plan.mesh import EXPERT_AXES, Mesh
+from terrace.plan.mesh import STACK_AXES, Mesh
 from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.planner.task import Candidate, Placement, Task, plan_of
 from terrace.simulate.chunks import Layer, Numbers, Orders, best_chunks
-from terrace.simulate.experts import ExpertSeconds, priced_experts
 from terrace.simulate.layers import seconds_of
 from terrace.simulate.masks import work_in
 from terrace.simulate.mixture import Divided, Seconds, launches
+from terrace.simulate.routed import RoutedSeconds, priced_experts
 from terrace.simulate.trained import trained_part
 from terrace.simulate.work import Work
 
 _NOTHING: Seconds = (0.0, 0.0, 0.0)
 _WHOLE = Numbers()
-_Priced = tuple[ExpertSeconds, Divided]
+_Priced = tuple[RoutedSeconds, Divided]
 
 
 class Experts:
@@ -44,7 +44,7 @@ class Experts:
 
     def chunks(self, mesh: Mesh, work: Work, accumulate: bool) -> Numbers:
         """The numbers of chunks."""
-        if mesh.experts is None:
+        if not mesh.divides_stacks:
             return _WHOLE
         key = (_division(mesh), *_load(work), accumulate)
         found = self._numbers.get(key)
@@ -59,7 +59,7 @@ class Experts:
         layer = self._layer(kind, mesh, work, accumulate)
         if layer is None:
             return None
-        return self._of(kind, mesh.expert_degrees, work, accumulate, layer.traffic, pieces)[1]
+        return self._of(kind, mesh.stack_degrees, work, accumulate, layer.traffic, pieces)[1]
 
     def waits(self, kind: int, mesh: Mesh, work: Work, accumulate: bool, halves: bool) -> Seconds:
         """Seconds that a forward, a backward and a recomputation wait for messages that meet no others.
@@ -81,7 +81,7 @@ class Experts:
         layer = self._layer(kind, mesh, work, accumulate)
         if layer is None:
             return _NOTHING
-        passed, shared, _, _ = self._of(kind, mesh.expert_degrees, work, accumulate, layer.traffic, 1)[0]
+        passed, shared, _, _ = self._of(kind, mesh.stack_degrees, work, accumulate, layer.traffic, 1)[0]
         tables_s, forward_s, backward_s = layer.least_s()
         again_s = max(0.0, forward_s - passed[0] - shared[0])
         backward_s = max(0.0, backward_s - sum(passed[1:]) - sum(shared[1:]))
@@ -119,10 +119,8 @@ class Experts:
         return found
 
     def _degrees(self) -> list[tuple[int, int]]:
-        experts, ranks = self.task.experts, self.task.cluster.world_size
-        if experts is None:
-            return []
-        most = math.gcd(experts.num_experts, ranks), math.gcd(experts.intermediate_size, ranks)
+        ranks = self.task.cluster.world_size
+        most = [math.gcd(size, ranks) for size in self.task.stack_sizes]
         degrees = [[each for each in range(1, number + 1) if number % each == 0] for number in most]
         return [(own, cut) for own in degrees[0] for cut in degrees[1] if own * cut > 1 and ranks % (own * cut) == 0]
 
@@ -132,13 +130,13 @@ class Experts:
             traffic = self._traffic(kind, mesh, work)
             self._layers[key] = None
             if traffic is not None:
-                seconds_of = partial(self._seconds, kind, mesh.expert_degrees, work, accumulate)
+                seconds_of = partial(self._seconds, kind, mesh.stack_degrees, work, accumulate)
                 self._layers[key] = Layer(self.task.cluster, traffic, seconds_of, self._orders)
         return self._layers[key]
 
     def _seconds(
         self, kind: int, degrees: tuple[int, int], work: Work, accumulate: bool, traffic: ExpertTraffic
-    ) -> ExpertSeconds:
+    ) -> RoutedSeconds:
         return self._of(kind, degrees, work, accumulate, traffic, traffic.pieces)[0]
 
     def _of(
@@ -156,7 +154,7 @@ class Experts:
 
     def _traffic(self, kind: int, mesh: Mesh, work: Work) -> ExpertTraffic | None:
         spec = self.task.kinds.specs[kind]
-        if mesh.experts is None or not spec.has_stacks:
+        if not mesh.divides_stacks or not spec.has_stacks:
             return None
         # Of one division and another number of tokens only the number differs, unless it must divide evenly.
         key = (kind, _division(mesh), work.tensor == 1)
@@ -177,7 +175,7 @@ class Experts:
 
 
 def _division(mesh: Mesh) -> Sequence[tuple[int, ...]]:
-    return () if mesh.experts is None else tuple(map(mesh.experts.group, EXPERT_AXES))
+    return () if not mesh.divides_stacks else tuple(map(mesh.stacks.group, STACK_AXES))
 
 
 def _load(work: Work) -> tuple[int, bool]:

@@ -7,17 +7,16 @@ from dataclasses import replace
 
 from terrace.base.errors import ClusterError, PlanError
 from terrace.plan.layout import Layout
-from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.presets import PRESETS, preset
 from terrace.plan.validate import num_micro_batches, validate
+from terrace.planner.divisions import divisors, neighbours
 from terrace.planner.evaluate import Evaluator
-from terrace.planner.expert_tiers import one_tier_out
 from terrace.planner.pins import Pins
 from terrace.planner.search import find
-from terrace.planner.space import Space, divisors, expert_forms, micro_batches, passing_units, placements, units
+from terrace.planner.space import Space, micro_batches, passing_units, placements, units
 from terrace.planner.stages import SERIAL
-from terrace.planner.task import Candidate, Placement, Task, expert_words, num_micros, plan_of, with_dtypes
+from terrace.planner.task import Candidate, Placement, Task, num_micros, plan_of, with_dtypes
 from terrace.planner.verdicts import Verdict, lack
 from terrace.program.schedules.registry import takes_unit
 
@@ -98,7 +97,7 @@ def _neighbours(space: Space, candidate: Candidate) -> list[tuple[str, Candidate
         # Another micro-batch has another number of them; the unit must still divide it.
         unit = max(unit for unit in divisors(micros) if unit <= candidate.unit)
         found.append((f"micro_batch = {size}", candidate._replace(micro_batch=size, unit=unit)))
-    found += [(f"experts = {words}", candidate._replace(mesh=other)) for words, other in _expert_neighbours(free, mesh)]
+    found += [(words, candidate._replace(mesh=other)) for words, other in neighbours(free, mesh)]
     found += _recompute_neighbours(task, candidate)
     micros = num_micros(task, candidate)
     if takes_unit(candidate.schedule):
@@ -121,24 +120,3 @@ def _recompute_neighbours(task: Task, candidate: Candidate) -> list[tuple[str, C
     )
     words = {value: "; ".join(task.recomputed(value)) or "none" for value in others}
     return [(f"recompute = {words[value]}", candidate._replace(recompute=value, first=0)) for value in others]
-
-
-def _expert_neighbours(space: Space, mesh: Mesh) -> list[tuple[str, Mesh]]:
-    """Meshes whose ranks divide the experts in a neighbouring way: among fewer or more ranks, in more or fewer parts,
-    among the ranks of the next tier, or not at all.
-    """
-    task, whole = space.task, Mesh(mesh.degrees)
-    if task.experts is None:
-        return []
-    names = [tier.name for tier in task.cluster.tiers]
-    expert, rows = mesh.expert_degrees
-    found = {whole} if mesh.experts is not None else set[Mesh]()
-    divided = [whole.with_experts(*degrees) for degrees in expert_forms(space, whole)]
-    for same, axis in ((rows, 0), (expert, 1)):
-        alike = [each for each in divided if each.expert_degrees[1 - axis] == same]
-        alike.sort(key=lambda each: each.expert_degrees[axis])
-        at = alike.index(mesh) if mesh in alike else 0
-        found.update(alike[max(0, at - 1) : at + 2])
-    further = one_tier_out(mesh)
-    found.update(() if further is None else [further])
-    return [(expert_words(each.expert_table(names)), each) for each in sorted(found - {mesh})]

@@ -99,7 +99,7 @@ class MessagePrices:
         return found
 
     def of_shape(self, mesh: Mesh, placement: Placement) -> Messages:
-        """Messages of the blocks of a mesh (`Numels.own`), with their experts if others hold these."""
+        """Messages of the blocks of a mesh (`Numels.own`), with their stacks if others hold these."""
         numels, stacks = self.estimator.numels.own(mesh), self.estimator.numels.stacks(mesh)
         if not any(stacks):
             return self.messages(mesh.state, numels, placement)

@@ -44,8 +44,8 @@ class Numels:
         return self._sum(flat for flat in self._of(mesh).flats if flat.trainable)
 
     def own(self, mesh: Mesh) -> _Numels:
-        """As `trained`, without parameters that tensor ranks share, experts among them, since their states are sharded
-        over these ranks, and without experts that ranks divide; for bounds.
+        """As `trained`, without parameters that tensor ranks share, stacks among them, since their states are sharded
+        over these ranks, and without stacks that ranks divide; for bounds.
         """
         return self._of(mesh).own
 
@@ -54,7 +54,7 @@ class Numels:
         return self._of(mesh).stacks
 
     def least(self, mesh: Mesh) -> _Numels:
-        """`own` without any experts, however ranks divide them."""
+        """`own` without any stacks, however ranks divide them."""
         if mesh.total("tensor") > 1:
             return self.own(mesh)
         return tuple(numel - stack for numel, stack in zip(self.own(mesh), self._all_stacks, strict=True))
@@ -75,24 +75,24 @@ class Numels:
         return tuple(map(sum, zip(none, *(flat.numels for flat in flats), strict=True)))
 
     def _of(self, mesh: Mesh) -> _Found:
-        key = (*mesh.inside_degrees[:2], mesh.expert_degrees)
+        key = (*mesh.inside_degrees[:2], mesh.stack_degrees)
         found = self._found.get(key)
         if found is None:
             flats = self._grouped(mesh)
             own = self._sum(flat for flat in flats if flat.trainable and not (flat.stacked or flat.shared))
             stacks = self._sum(flat for flat in flats if flat.trainable and flat.stacked)
-            if mesh.experts is None and mesh.total("tensor") > 1:  # then every tensor rank has all of them
+            if not mesh.divides_stacks and mesh.total("tensor") > 1:  # then every tensor rank has all of them
                 stacks = self._all_stacks
             found = self._found[key] = _Found(flats, own, stacks)
         return found
 
     def _grouped(self, mesh: Mesh) -> tuple[_Flat, ...]:
         degrees, num_tensor = {axis: mesh.total(axis) for axis in TENSOR}, mesh.total("tensor")
-        specs = self.kinds.sliced(degrees, mesh.expert_degrees)
+        specs = self.kinds.sliced(degrees, mesh.stack_degrees)
         groups: dict[tuple[bool, bool, bool, tuple[str, ...]], list[int]] = {}
         for kind, spec in enumerate(specs):
             for param in spec.params:
-                stacked = mesh.experts is not None and param.is_stack
+                stacked = mesh.divides_stacks and param.is_stack
                 axes = () if stacked else tuple(filter(param.is_replicated_over, TENSOR))
                 group = groups.setdefault((param.trainable, stacked, param.is_moved, axes), [0] * len(specs))
                 group[kind] += param.numel
@@ -100,7 +100,7 @@ class Numels:
         for (trainable, stacked, is_moved, axes), numels in groups.items():
             parts = math.prod(degrees[axis] for axis in axes)
             if stacked:
-                parts = max(1, num_tensor // math.prod(mesh.expert_degrees))
+                parts = max(1, num_tensor // math.prod(mesh.stack_degrees))
             padded = tuple(-(-numel // parts) * parts for numel in numels)
             found.append(_Flat(padded, trainable, stacked, is_moved, bool(axes)))
         return tuple(found)

@@ -8,8 +8,8 @@ from terrace.base.errors import PlanError, did_you_mean
 from terrace.cluster.cluster import Cluster
 from terrace.plan.plan import AXES, CONTEXT_AXES
 
-EXPERT_PINS = ("expert", "expert_rows")  # ranks that hold different experts, and that cut every one of them
-NUMBERS = (*AXES, *CONTEXT_AXES, "columns", *EXPERT_PINS, "micro_batch", "unit", "chunks")
+STACK_PINS = ("expert", "expert_rows")  # ranks that hold different experts, and that cut every one of them
+NUMBERS = (*AXES, *CONTEXT_AXES, "columns", *STACK_PINS, "micro_batch", "unit", "chunks")
 STATES = ("params", "grads", "optimizer")
 WORDS = {"recompute": ("none", "layers")}
 _NAMES = (*NUMBERS, *STATES, "params_backward", *WORDS, "schedule")

@@ -9,7 +9,7 @@ three plans, each may be within a thousandth of the next, but the first not of t
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from terrace.plan.plan import AXES
 from terrace.planner.task import Candidate
@@ -36,12 +36,12 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate(Cost):
-    """Cost of a candidate. Only `Evaluator.played` fills in bytes, the split of blocks and the chunks of experts."""
+    """Cost of a candidate. Only `Evaluator.played` fills in bytes, the split of blocks and what else it chose."""
 
     candidate: Candidate
     sent_bytes: Mapping[tuple[str, str], int] = field(default_factory=dict)  # by (message, tier)
     stages: tuple[int, ...] = ()  # blocks of every virtual stage
-    expert_chunks: Mapping[str, int] = field(default_factory=dict)  # as in a plan
+    chosen: Mapping[str, Any] = field(default_factory=dict)  # keys that its plan leaves out and its step has
 
     @property
     def simplicity(self) -> tuple[int, int, int, Candidate]:

@@ -3,9 +3,9 @@
 1. Shapes (mapping tables) with the same tensor ranks and stages, each with the micro-batch that gives a rank as many
    tokens, are a group: whatever their data and context ranks, they compute as long, or longer with messages of context
    ranks. A group has one bound: on its computing, then with the schedule that may be fastest, then with the messages
-   of data ranks. If its shapes may divide experts, the group is then opened into groups of one division each, which
-   are bounded once more in this way, with the messages of experts on the busiest lane, and at last with the chunks in
-   which tokens go to them, each time along the critical paths of orders (terrace.planner.paths).
+   of data ranks. If its shapes may divide stacks, the group is then opened into groups of one division each, which
+   are bounded once more in this way, with the routed messages on the busiest lane, and at last with the chunks in which
+   tokens travel, each time along the critical paths of orders (terrace.planner.paths).
 2. The members of the group of lowest bound are opened: those that do not fit with all states sharded as far as possible
    are dropped, the messages of context ranks are counted, each schedule gets a bound, then the bound with its cheapest
    placement, then each of the shape's context forms likewise.
@@ -84,7 +84,7 @@ class Level(IntEnum):
     GROUP = 0  # computing and stages alone, over all schedules
     SCHEDULED = 1  # a group, with the schedule that may be fastest
     CHAINED = 2  # and the messages of data ranks
-    CHUNKED = 3  # and the chunks in which tokens go to experts
+    CHUNKED = 3  # and the chunks in which routed tokens travel
     ROOT = 4  # a shape and micro-batch, with the messages of context ranks
     CORE = 5  # with a schedule: the bound in closed form
     CHEAPEST = 6  # with the messages of its cheapest placement
@@ -207,7 +207,7 @@ class Search:
             yield from self._all_placed(bound_s, core)
 
     def _opened_group(self, bound_s: float, level: Level, group: Group, following: Iterator[Entry]) -> Iterator[Entry]:
-        if level is Level.CHUNKED or (level is Level.CHAINED and self.space.task.experts is None):
+        if level is Level.CHUNKED or (level is Level.CHAINED and not self.space.task.divides_stacks):
             for root in self._members(group):
                 yield max(bound_s, root.bound_s), Level.ROOT, root.key, root, _NOWHERE, 0, _NONE
         elif level is Level.CHAINED and group.shape.divides:

@@ -8,8 +8,8 @@ Degrees are chosen tier by tier, so every choice is a mapping table. Rules that 
   own: it equals data ranks with parameters sharded over their tier;
 - context follows tensor in the same way, as Ulysses, as a ring, or as both on any tier, with Ulysses inside the ring;
   degrees that would pad sequences are excluded. Pipeline and data share the rest in any order;
-- ranks that cut every expert are on the innermost tier where a stage has ranks; ranks that hold different experts
-  follow them, and together they fill a tier before experts extend to the next;
+- ranks that cut every part of a stack are on the innermost tier where a stage has ranks; ranks that hold different
+  parts follow them, and together they fill a tier before stacks extend to the next (terrace.planner.divisions);
 - of placements that shard over the same ranks, because a tier between them has no data ranks, one is kept.
 
 `unit` is a choice only if a gather or a reduction is made per unit, or if a pipeline's schedule passes its chunks in
@@ -27,16 +27,17 @@ from terrace.plan.context import CHUNKS_PER_RING_RANK, Heads
 from terrace.plan.context_rules import why_whole
 from terrace.plan.dims import cut_sizes
 from terrace.plan.layout import DEVICE
-from terrace.plan.mesh import STAGE, Mesh
+from terrace.plan.mesh import Mesh
 from terrace.plan.plan import AXES, CONTEXT_AXES
 from terrace.plan.validate import LONGEST_ROUNDED_UNIT
-from terrace.planner.pins import EXPERT_PINS, MOST, Pins
+from terrace.planner.divisions import divisors, stack_forms
+from terrace.planner.pins import MOST, Pins
 from terrace.planner.task import Placement, Task
 
 
 class OpenMesh(NamedTuple):
     """A mesh of the space. If open, its context forms are still to be chosen; `mesh` then has all context ranks in a
-    ring. If it `divides`, so are the ranks among which it divides the experts; `mesh` then divides none.
+    ring. If it `divides`, so are the ranks among which it divides the stacks; `mesh` then divides none.
     """
 
     mesh: Mesh
@@ -49,14 +50,14 @@ class Group(NamedTuple):
 
     They differ in how the other ranks are shared between the context and the data axis; their steps have equally many
     micro-batches. `shape` and `micro_batch` have the least computing of all (`least_of`), and their division of
-    experts.
+    stacks.
     """
 
     shape: OpenMesh
     micro_batch: int
     recompute: int
     num_micros: int
-    alike: tuple[tuple[OpenMesh, int], ...]  # with their micro-batches, before experts are divided
+    alike: tuple[tuple[OpenMesh, int], ...]  # with their micro-batches, before stacks are divided
 
     @property
     def members(self) -> list[tuple[OpenMesh, int]]:
@@ -69,7 +70,7 @@ class Group(NamedTuple):
         return self._divided(self.alike[0][0])
 
     def _divided(self, shape: OpenMesh) -> OpenMesh:
-        return OpenMesh(shape.mesh.with_experts_of(self.shape.mesh), shape.is_open, self.shape.divides)
+        return OpenMesh(shape.mesh.with_stacks_of(self.shape.mesh), shape.is_open, self.shape.divides)
 
     @property
     def key(self) -> tuple[int, str, int, int, OpenMesh, int]:
@@ -101,52 +102,15 @@ def context_forms(space: Space, shape: OpenMesh) -> list[Mesh]:
 
 
 def divided_shapes(space: Space, shape: OpenMesh) -> list[OpenMesh]:
-    """A shape with every division of experts, fewest ranks first."""
-    return [OpenMesh(shape.mesh.with_experts(*degrees), shape.is_open) for degrees in expert_forms(space, shape.mesh)]
+    """A shape with every division of stacks, fewest ranks first."""
+    return [OpenMesh(shape.mesh.with_stacks(*degrees), shape.is_open) for degrees in stack_forms(space, shape.mesh)]
 
 
 def divided_groups(space: Space, group: Group) -> list[Group]:
-    """A group with every division of experts, fewest ranks first: its shapes have the same ranks on a stage."""
+    """A group with every division of stacks, fewest ranks first: its shapes have the same ranks on a stage."""
     shape, mesh = group.shape, group.member.mesh
-    divided = [mesh.with_experts(*degrees) for degrees in expert_forms(space, mesh)]
-    return [group._replace(shape=OpenMesh(shape.mesh.with_experts_of(each), shape.is_open)) for each in divided]
-
-
-ExpertForm = tuple[tuple[int, ...], tuple[int, ...]]  # ranks per tier that hold different experts, and that cut them
-
-
-def expert_forms(space: Space, mesh: Mesh) -> tuple[ExpertForm, ...]:
-    """Divisions of experts among the ranks of a stage, fewest ranks first."""
-    experts, ranges = space.task.experts, space.pins.ranges
-    if experts is None:
-        return (((1,) * len(mesh.degrees),) * 2,)
-    members = mesh.group(*STAGE)
-    allowed_degrees = tuple(ranges.get(name, (1, MOST)) for name in EXPERT_PINS)
-    return _expert_forms(members, experts.num_experts, experts.intermediate_size, allowed_degrees)
-
-
-@lru_cache(maxsize=4096)
-def _expert_forms(
-    members: tuple[int, ...], num_experts: int, inner: int, ranges: tuple[tuple[int, int], ...]
-) -> tuple[ExpertForm, ...]:
-    found: list[ExpertForm] = []
-
-    def extend(expert: tuple[int, ...], rows: tuple[int, ...]) -> None:
-        tier = len(expert)
-        if tier == len(members):
-            totals = math.prod(expert), math.prod(rows)
-            if all(low <= total <= high for total, (low, high) in zip(totals, ranges, strict=True)):
-                found.append((expert, rows))
-            return
-        is_innermost = math.prod(members[:tier]) == 1
-        fills = all(own * cut == size for own, cut, size in zip(expert, rows, members, strict=False))
-        for cut in divisors(members[tier]) if is_innermost else (1,):
-            for own in divisors(members[tier] // cut) if fills else (1,):
-                if num_experts % (math.prod(expert) * own) == 0 and inner % (math.prod(rows) * cut) == 0:
-                    extend((*expert, own), (*rows, cut))
-
-    extend((), ())
-    return tuple(sorted(found, key=lambda form: (math.prod(form[0]) * math.prod(form[1]), form)))
+    divided = [mesh.with_stacks(*degrees) for degrees in stack_forms(space, mesh)]
+    return [group._replace(shape=OpenMesh(shape.mesh.with_stacks_of(each), shape.is_open)) for each in divided]
 
 
 def forms_of(space: Space, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
@@ -208,7 +172,7 @@ def least_of(space: Space, shape: OpenMesh, micro_batch: int) -> tuple[OpenMesh,
     mesh, context = shape.mesh.only("tensor", "pipeline"), shape.mesh.total("context")
     common = math.gcd(micro_batch, context)
     queries = tuple(heads.queries for heads in space.task.heads(mesh.total("rows")))
-    least = _least_mesh(mesh, context // common, queries).with_experts_of(shape.mesh)
+    least = _least_mesh(mesh, context // common, queries).with_stacks_of(shape.mesh)
     return OpenMesh(least, divides=shape.divides), micro_batch // common
 
 
@@ -226,7 +190,7 @@ def open_meshes(space: Space) -> Iterator[OpenMesh]:
     """Every mesh, with the context forms left open."""
     task, pins = space.task, space.pins
     sizes = [tier.size for tier in task.cluster.tiers]
-    # Only parameters with declared dims can be cut, and a token must be whole where its experts are chosen; only blocks
+    # Only parameters with declared dims can be cut, and a token must be whole where a router reads it; only blocks
     # with heads bring tokens of several ranks together.
     params = [param for block in task.kinds.specs for param in block.params if param.shape]
     can_cut, mixes = all(param.dims for param in params), any(param.is_stack for param in params)
@@ -234,9 +198,6 @@ def open_meshes(space: Space) -> Iterator[OpenMesh]:
     most = task.most_stages
     cut_by_rows, cut_by_columns = cut_sizes(task.kinds.specs, "rows"), cut_sizes(task.kinds.specs, "columns")
     most_columns = pins.ranges.get("columns", (1, 1))[1]
-    divides = task.experts is not None
-    if not divides and not all(pins.allows(name, 1) for name in EXPERT_PINS):
-        return
 
     def possible(columns: int, rows: int, context: int, data: int, pipeline: int) -> bool:
         # Degrees only grow from tier to tier, and divisors of a valid degree are valid, so a failure ends the branch.
@@ -258,14 +219,14 @@ def open_meshes(space: Space) -> Iterator[OpenMesh]:
             named = {"data": data, "tensor": columns * rows, "context": context, "pipeline": pipeline}
             if all(pins.allows(axis, degree) for axis, degree in (*named.items(), ("columns", columns))):
                 mesh = _mesh(tiers)
-                if divides and not expert_forms(space, mesh):
+                if not stack_forms(space, mesh):
                     return
                 if context == 1:
                     if all(pins.allows(form, 1) for form in CONTEXT_AXES):
-                        yield OpenMesh(mesh, divides=divides)
+                        yield OpenMesh(mesh, divides=task.divides_stacks)
                 # Without any form the context ranks cannot divide heads and sequence.
                 elif forms_of(space, mesh):
-                    yield OpenMesh(mesh, is_open=True, divides=divides)
+                    yield OpenMesh(mesh, is_open=True, divides=task.divides_stacks)
             return
         for outer in _tier_degrees(sizes[len(tiers)], space.axes, most_columns):
             # Tensor and context extend to an outer tier only if they fill the inner one.
@@ -322,13 +283,6 @@ def _tier_degrees(size: int, axes: tuple[str, ...], most_columns: int = 1) -> tu
         if tensor % columns == 0
     ]
     return (*plain, *factored)
-
-
-@lru_cache(maxsize=4096)
-def divisors(number: int) -> tuple[int, ...]:
-    """Divisors in ascending order."""
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return tuple(sorted({*small, *(number // d for d in small)}))
 
 
 def placements(space: Space, mesh: Mesh) -> tuple[Placement, ...]:

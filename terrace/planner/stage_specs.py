@@ -7,6 +7,7 @@ from functools import lru_cache
 from terrace.cluster.cluster import Cluster
 from terrace.model.params import ParamSpec
 from terrace.model.spec import BlockSpec
+from terrace.plan.dims import STACK_DIMS
 from terrace.plan.mesh import Mesh
 from terrace.planner.numels import Numels
 from terrace.planner.task import Task
@@ -27,23 +28,23 @@ def flat_blocks(task: Task, numels: Numels, mesh: Mesh, blocks: Sequence[int]) -
         if kind not in params:
             copied = (order[lender] for lender in spec.borrows if lender not in places)
             sizes = numels.by_holders(mesh, (kind, *copied))
-            each = [_flat_param(size, *which, mesh.expert_degrees) for which, size in sizes.items() if size]
+            each = [_flat_param(size, *which, mesh.stack_degrees) for which, size in sizes.items() if size]
             params[kind] = tuple(each) or (ParamSpec(name="all", shape=(0,)),)
         here = tuple(places[lender] for lender in spec.borrows if lender in places)
         found.append(BlockSpec(name=spec.name, params=params[kind], borrows=here))
     return tuple(found)
 
 
-def _flat_param(size: int, stacked: bool, trainable: bool, experts: tuple[int, int]) -> ParamSpec:
-    name = ("experts" if stacked else "all") if trainable else ("frozen experts" if stacked else "frozen")
+def _flat_param(size: int, stacked: bool, trainable: bool, stacks: tuple[int, int]) -> ParamSpec:
+    name = ("stacks" if stacked else "all") if trainable else ("frozen stacks" if stacked else "frozen")
     if not stacked:
         return ParamSpec(name=name, shape=(size,), trainable=trainable)
-    dims = (("experts", experts[0]), ("expert_intermediate", experts[1]), ("hidden", size))
-    return ParamSpec(name=name, shape=(*experts, size), trainable=trainable, dims=dims)
+    dims = (*zip(STACK_DIMS, stacks, strict=True), ("hidden", size))
+    return ParamSpec(name=name, shape=(*stacks, size), trainable=trainable, dims=dims)
 
 
 def joined_params(blocks: Sequence[BlockSpec]) -> tuple[ParamSpec, ...]:
-    """The parameters of blocks of `flat_blocks` together, none of them of experts."""
+    """The parameters of blocks of `flat_blocks` together, none of them of stacks."""
     params = [param for block in blocks for param in block.params]
     sizes = {each: sum(param.numel for param in params if param.trainable is each) for each in (True, False)}
     return tuple(_flat_param(size, False, each, (1, 1)) for each, size in sizes.items() if size or each)

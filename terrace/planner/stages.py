@@ -140,7 +140,7 @@ def traits() -> dict[str, Trait]:
 def has_halves(schedule: str, mesh: Mesh) -> bool:
     """Whether the backward of a stage that is priced alone is two passes under a schedule.
 
-    Under tensor rows it is a program with its messages of experts, of whole backwards.
+    Under tensor rows it is a program with its routed messages, of whole backwards.
     """
     return schedule not in ("", SERIAL) and traits()[schedule].split and mesh.total("tensor") == 1
 

@@ -11,13 +11,12 @@ from terrace.cluster.cluster import Cluster
 from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig
-from terrace.model.experts.config import ExpertsConfig
 from terrace.model.facts import longest_row
 from terrace.model.operations import Operations
 from terrace.model.spec import BlockSpec
 from terrace.plan.chunk_rules import why_not_fused
 from terrace.plan.context import Heads, attention_heads
-from terrace.plan.dims import declared_hidden_size
+from terrace.plan.dims import declared_hidden_size, stack_sizes
 from terrace.plan.kinds import Kinds
 from terrace.plan.mesh import Mesh
 from terrace.plan.outer import ONE_ISLAND, Outer
@@ -208,10 +207,16 @@ class Task:
         return {}
 
     @cached_property
-    def experts(self) -> ExpertsConfig | None:
-        """The experts of the model's mixtures; None for a model without, or with mixtures that differ."""
-        known = {block.declared.mixture.experts for block in self.blocks if block.declared.mixture.each}
-        return next(iter(known)) if len(known) == 1 else None
+    def stack_sizes(self) -> tuple[int, int]:
+        """Parts of a stack and inner size of a part, which ranks may divide; 1 and 1 without stacks, or where they
+        differ.
+        """
+        return stack_sizes(self.kinds.specs)
+
+    @property
+    def divides_stacks(self) -> bool:
+        """Whether ranks may divide stacks."""
+        return self.stack_sizes != (1, 1)
 
     @property
     def whole_batch(self) -> int:
@@ -284,7 +289,7 @@ def plan_of(task: Task, candidate: Candidate, name: str = "planned") -> Plan:
         optimizer=optimizer,
         params_backward=None if candidate.placement.backward < 0 else backward,
         mapping=mapping,
-        experts=candidate.mesh.expert_table(tiers),
+        **candidate.mesh.stack_keys(tiers),
         wire=task.wire,
         **precision_of(task),
         micro_batch=candidate.micro_batch,
@@ -315,9 +320,3 @@ def with_dtypes(task: Task, plan: Plan) -> Plan:
 def schedule_text(schedule: str, chunks: int) -> str:
     """A schedule as named in a plan: with the chunks per stage if there are several."""
     return f"{schedule}:{chunks}" if chunks > 1 else schedule
-
-
-def expert_words(table: Mapping[str, Mapping[str, int]]) -> str:
-    """The table `experts` of a plan in a line."""
-    tiers = (f"{tier} {' x '.join(f'{axis} {degree}' for axis, degree in row.items())}" for tier, row in table.items())
-    return ", ".join(tiers) or "none"

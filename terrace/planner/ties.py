@@ -16,7 +16,7 @@ same. Further plans keep their order. A plan that is slower by more than `tie_sh
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from terrace.plan.plan import AXES
+from terrace.plan.plan import AXES, SEARCHED
 from terrace.plan.presets import PRESETS
 from terrace.planner.ranking import Estimate
 from terrace.planner.task import Task, plan_of
@@ -25,8 +25,6 @@ from terrace.simulate.links import rate_bytes_per_s
 
 AS_FEW = 0.05
 FINALISTS = 5  # best plans of a search among which ties are settled; a search that chooses a plan has at least as many
-# What a plan chooses, but for its axes, and for numbers that every plan has.
-_KEYS = ("params", "grads", "optimizer", "params_backward", "experts", "recompute", "unit", "schedule")
 
 
 class Ties(NamedTuple):
@@ -81,5 +79,5 @@ def crossing_bytes(estimate: Estimate, tier: str | None) -> int:
 def _complexity(task: Task, estimate: Estimate) -> tuple[int, int]:
     plan = plan_of(task, estimate.candidate)
     presets = [build(task.cluster) for build in PRESETS.values()]
-    own = min(sum(getattr(plan, key) != getattr(preset, key) for key in _KEYS) for preset in presets)
+    own = min(sum(getattr(plan, key) != getattr(preset, key) for key in SEARCHED) for preset in presets)
     return sum(estimate.candidate.mesh.total(axis) > 1 for axis in AXES), own

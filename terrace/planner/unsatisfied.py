@@ -6,11 +6,12 @@ from dataclasses import replace
 
 from terrace.plan.dims import cut_sizes
 from terrace.plan.plan import AXES, CONTEXT_AXES
-from terrace.planner.pins import EXPERT_PINS, Pins
-from terrace.planner.space import OpenMesh, Space, context_forms, expert_forms, micro_batches, open_meshes
+from terrace.planner.divisions import broken_placement, broken_rule, multiples, stack_forms
+from terrace.planner.pins import STACK_PINS, Pins
+from terrace.planner.space import OpenMesh, Space, context_forms, micro_batches, open_meshes
 from terrace.planner.task import Task
 
-_COUNTED = (*EXPERT_PINS, *AXES, *CONTEXT_AXES, "columns", "micro_batch")  # numbers that follow from a mapping table
+_COUNTED = (*STACK_PINS, *AXES, *CONTEXT_AXES, "columns", "micro_batch")  # numbers that follow from a mapping table
 _MOST_TOLD = 8
 _MOST_COLUMNS = 64  # that are looked at where a pin on columns is the question
 
@@ -41,9 +42,9 @@ def _values(space: Space, name: str) -> list[int]:
 
 
 def _of_shape(space: Space, shape: OpenMesh, name: str) -> Iterator[int]:
-    if name in EXPERT_PINS:
-        at = EXPERT_PINS.index(name)
-        yield from (math.prod(form[at]) for form in expert_forms(space, shape.mesh))
+    if name in STACK_PINS:
+        at = STACK_PINS.index(name)
+        yield from (math.prod(form[at]) for form in stack_forms(space, shape.mesh))
     elif name in CONTEXT_AXES:
         yield from (mesh.total(name) for mesh in context_forms(space, shape))
     elif name == "micro_batch":
@@ -71,29 +72,24 @@ def _broken(task: Task, name: str, value: int) -> str:
     for number, of_what in _multiples(task, name):
         if number % value:
             return f"{name} = {value} does not divide {of_what}"
-    if name in EXPERT_PINS and task.experts is None:
-        return f"{name} = {value}: no layer of this model has experts"
-    if name == "columns" and task.layer.mixture.each:
-        return f"columns = {value}: a token must be whole where its experts are chosen"
+    if broken := broken_rule(task, name, value):
+        return broken
     if value > ranks:
         return f"{name} = {value} is more than the {ranks} ranks of {where}"
     most = task.most_stages
     if name == "pipeline" and value > most:
         ends = ", embedding and head" if most > len(task.inner) else ""
         return f"pipeline = {value} stages are more than the {len(task.inner)} layers{ends}"
-    if name == "expert_rows":
-        return f"expert_rows = {value}: ranks that cut an expert are on the innermost tier alone"
-    filled = ("expert", "tensor", "context", *CONTEXT_AXES, "columns")
+    if broken := broken_placement(name, value):
+        return broken
+    filled = (*STACK_PINS, "tensor", "context", *CONTEXT_AXES, "columns")
     rule = "fills a tier before it extends to the next" if name in filled else "is what other axes leave of the ranks"
     return f"{name} = {value}: {name} divides the ranks of a tier, and {rule}"
 
 
 def _multiples(task: Task, name: str) -> Iterator[tuple[int, str]]:
     # What a number must divide, whatever the others are.
-    if name == "expert" and task.experts is not None:
-        yield task.experts.num_experts, f"the {task.experts.num_experts} experts of a layer"
-    if name == "expert_rows" and task.experts is not None:
-        yield task.experts.intermediate_size, f"the inner size of an expert, {task.experts.intermediate_size}"
+    yield from multiples(task, name)
     if name in ("data", "micro_batch"):
         step = "a step" if task.islands.num == 1 else "an island's step"
         yield task.batch, f"the {task.batch} sequences of {step}"

@@ -55,7 +55,7 @@ class Works:
                     for kind in kinds
                 ]
                 if shape.divides:
-                    each = self._with_least_experts(each, forms[0], *numbers)
+                    each = self._with_least_stacks(each, forms[0], *numbers)
             layers = 0.0 if self.split.alike is None else self.split.logits_in_layers(each)
             found = self._block_works[key] = BlockWorks(each, sum(work_of_runs(each, self.whole)[:2]), layers)
         return found
@@ -73,7 +73,7 @@ class Works:
                 found[kind] = own[0] + forward_s, own[1] + backward_s, own[2]
         return found
 
-    def _with_least_experts(
+    def _with_least_stacks(
         self, each: Sequence[Work], form: Mesh, micro_batch: int, recompute: int, accumulate: bool
     ) -> list[Work]:
         # The least computing of any division, and none of its messages.
@@ -84,7 +84,7 @@ class Works:
                 forward_s, input_s, weight_s = self.estimator.experts.least_longer(kind, work, accumulate)
                 backward_s = input_s + weight_s
                 backward_s += forward_s if self.again.values[recompute].parts == WHOLE else 0.0
-                # A backward that waits for experts hides messages of tensor ranks meanwhile.
+                # A backward that waits for routed messages hides messages of tensor ranks meanwhile.
                 hidden_s = self.estimator.tensor_waits(kind, form, micro_batch, accumulate)[1]
                 found[kind] = own[0] + forward_s, own[1] + backward_s, own[2] + weight_s + hidden_s
         return found
@@ -96,7 +96,7 @@ class Works:
         if found is None:
             mesh, alike = shape.mesh, self.split.alike
             numels = self.estimator.numels.least(mesh) if shape.divides else self.estimator.numels.own(mesh)
-            # How divided experts are held is open: then nothing is known of their states.
+            # How divided stacks are held is open: then nothing is known of their states.
             stacks = (0,) * len(numels) if shape.divides else self.estimator.numels.stacks(mesh)
             kept = self._kept(shape, recompute)
             found = self._sizes[shape, recompute] = Sizes(

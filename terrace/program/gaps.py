@@ -2,7 +2,7 @@
 
 A REDUCE, and a SYNC, is in gaps where
 
-- it takes a lane that rows of experts take, or, of a SYNC, where the REDUCE before it is in gaps; and
+- it takes a lane that routed rows take, or, of a SYNC, where the REDUCE before it is in gaps; and
 - the next pass is a backward of the block before it, with gaps: nothing else waits for a lane until its end.
 
 Between the two come only instructions of `BETWEEN`: a GATHER overtakes the parts that are held. All of it is in the
@@ -13,7 +13,9 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from terrace.base.errors import PlanError
 from terrace.plan.layout import INSIDE, Layout
+from terrace.plan.plan import Plan
 from terrace.plan.stage import Group, Pass
 from terrace.program.block_program.steps import Gap, Send
 from terrace.program.gap_queue import Held
@@ -27,9 +29,9 @@ BETWEEN = frozenset((Op.GATHER, Op.FREE, Op.REDUCE, Op.SYNC, Op.SEND, Op.RECV))
 
 def may_be_in_gaps(program: "Program", op: Op, block: int) -> bool:
     """Whether a REDUCE or SYNC of `block` travels in parts where a backward with gaps follows."""
-    if not program.plan.expert_gaps:
+    if not program.plan.gap_shares:
         return False
-    message, lanes = program.message(Instruction(op, block)), {each.lane for each in program.expert_transfers}
+    message, lanes = program.message(Instruction(op, block)), program.routed.lanes
     if message.sends and message.lane in lanes:
         return True
     return bool(message.sends) and op is Op.SYNC and may_be_in_gaps(program, Op.REDUCE, block)
@@ -37,15 +39,15 @@ def may_be_in_gaps(program: "Program", op: Op, block: int) -> bool:
 
 def has_gaps(program: "Program", instruction: Instruction) -> bool:
     """Whether a pass has gaps."""
-    if not program.plan.expert_gaps or instruction.op not in PASSES:
+    if not program.plan.gap_shares or instruction.op not in PASSES:
         return False
-    steps = program.block_program(instruction.block).expert_steps(instruction.op)
+    steps = program.block_program(instruction.block).routed_steps(instruction.op)
     return any(isinstance(step, Gap) for step in steps)
 
 
 def before_gaps(program: "Program") -> frozenset[int]:
     """Numbers of the passes that are followed by a backward with gaps for their gradients."""
-    if not program.plan.expert_gaps:
+    if not program.plan.gap_shares:
         return frozenset()
     stage, found = program.stage, set[int]()
     gaps = {block: has_gaps(program, Instruction(Op.BACKWARD, block)) for block in stage.own}
@@ -59,6 +61,20 @@ def before_gaps(program: "Program") -> frozenset[int]:
                 found.add(number - 1)
         before = group, block
     return frozenset(found)
+
+
+def refuse_open_shares(plan: Plan) -> None:
+    """Raise `PlanError` for a plan whose shares are still to be found."""
+    if plan.expert_gaps == "auto":
+        raise PlanError('expert_gaps = "auto": a program needs shares in numbers, such as [0, 0.3, 0.7]; give them')
+
+
+def no_gaps() -> PlanError:
+    """The error for a plan with shares of gradients, of which no program has a message in gaps."""
+    return PlanError(
+        "expert_gaps has no effect: behind no REDUCE or SYNC the next pass is a whole backward of a layer with "
+        "experts; leave it out"
+    )
 
 
 class Issued:
@@ -76,7 +92,7 @@ class Issued:
                 yield from self._due(0)
             else:
                 yield from ((instruction, *each) for each in program.message(instruction).collectives)
-        elif instruction.op in PASSES and program.expert_transfers:
+        elif instruction.op in PASSES and program.routed.transfers:
             messages = iter(program.messages_inside(instruction))
             for step in program.block_program(instruction.block).steps(instruction.op):
                 if isinstance(step, Gap):

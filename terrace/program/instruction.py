@@ -11,7 +11,7 @@
 | REDUCE          | reduce the block's gradient so far, up to `micro`, into the grads tier's shard    |
 | TIE             | add the gradient shard that another stage has of the same block, once a step      |
 | SYNC            | finish the accumulated gradient over the tiers outside, once a step               |
-| COUNT           | tokens of every expert of the stage, added up over its ranks, once a step         |
+| COUNT           | choices of the routers of the stage, added up over its ranks, once a step         |
 | CLIP            | global gradient norm, loss and token count: one message, one scale                |
 | ORTHOGONALISE   | Muon: the momentum of a layer's matrices, gathered whole from the optimizer tier  |
 | UPDATE          | the optimizer, on the shard of the optimizer tier                                 |

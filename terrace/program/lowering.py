@@ -7,7 +7,7 @@ Groups of micro-batches pass the chunks of a stage (terrace.plan.stage) in the o
     FORWARD, BACKWARD, or one half of a backward, of each block
     FREE        after the last visit that reads it
     REDUCE      once per unit of micro-batches, when its gradient is complete
-    COUNT       after the last forward of a stage with mixtures of experts
+    COUNT       after the last forward of a stage with routers
     SYNC        right after the last REDUCE of a block, so that the outer tiers work while other blocks still compute
     SEND        the result, if another stage reads it
 
@@ -29,7 +29,7 @@ from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import is_context_parallel
-from terrace.plan.expert_counts import experts_of
+from terrace.plan.counts import num_choices
 from terrace.plan.flats import FlatParamSpec, orthogonalised
 from terrace.plan.mesh import Mesh, no_sequence
 from terrace.plan.outer import NO_EXCHANGE
@@ -39,7 +39,7 @@ from terrace.plan.stage import Stage, forward_stage, idle_stage, whole_stage
 from terrace.plan.state_bytes import blocks_bytes
 from terrace.plan.validate import validate
 from terrace.program.exchange import exchange_instructions, exchanged
-from terrace.program.gaps import has_gaps, may_be_in_gaps
+from terrace.program.gaps import has_gaps, may_be_in_gaps, no_gaps, refuse_open_shares
 from terrace.program.instruction import Instruction, Op
 from terrace.program.phase import Phase
 from terrace.program.program import Program
@@ -91,8 +91,7 @@ def frame_of(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec], num_micr
     Arguments and errors as in `build`.
     """
     layout = validate(cluster, plan, blocks)
-    if plan.expert_gaps == "auto":
-        raise PlanError('expert_gaps = "auto": a program needs shares in numbers, such as [0, 0.3, 0.7]; give them')
+    refuse_open_shares(plan)
     if num_micros < 1:
         raise PlanError(f"num_micros = {num_micros}: a step has at least one micro-batch")
     mesh = Mesh.of(cluster, plan)
@@ -121,13 +120,10 @@ def lowered(
     """The programs of all stages, or of one, for a step of `num_micros` micro-batches of the whole model `blocks`."""
     found = _lowered(frame, blocks, num_micros, orders, only)
     # A stage alone may have no gaps where another has some; the ranks of all stages must find the same.
-    if frame.plan.expert_gaps and not (
+    if frame.plan.gap_shares and not (
         _any_in_gaps(found) or (only is not None and _any_in_gaps(_lowered(frame, blocks, num_micros, orders, None)))
     ):
-        raise PlanError(
-            "expert_gaps has no effect: behind no REDUCE or SYNC the next pass is a whole backward of a layer with "
-            "experts; leave it out"
-        )
+        raise no_gaps()
     return found
 
 
@@ -194,14 +190,14 @@ def _facts(frame: Program) -> tuple[_Fact, ...]:
     facts = zip(frame.of_flats(of_flats), frame.blocks, _gap_facts(frame), strict=True)
     return tuple(
         [
-            (*of_block, block.num_trainable > 0, block.borrows, experts_of(block) is not None, of_gaps)
+            (*of_block, block.num_trainable > 0, block.borrows, num_choices(block) > 0, of_gaps)
             for of_block, block, of_gaps in facts
         ]
     )
 
 
 def _gap_facts(frame: Program) -> list[_Fact]:
-    if not frame.plan.expert_gaps:
+    if not frame.plan.gap_shares:
         return [()] * len(frame.blocks)
     ops = (Op.REDUCE, Op.SYNC)
     return [

@@ -12,13 +12,12 @@ from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.context_traffic import ContextTraffic
 from terrace.plan.edges import Edge, edge_of
-from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.flats import FlatParamSpec, block_flats, stage_layout, world_layout
 from terrace.plan.hops import Hop
-from terrace.plan.in_block_messages import ExpertMessage, TensorMessage
+from terrace.plan.in_block_messages import RoutedMessage, TensorMessage
 from terrace.plan.kinds import Kinds
 from terrace.plan.layout import Layout
-from terrace.plan.mesh import EXPERT, Mesh
+from terrace.plan.mesh import Mesh
 from terrace.plan.outer import NO_EXCHANGE, Exchange
 from terrace.plan.plan import Plan
 from terrace.plan.recompute import WHOLE, recomputed_parts
@@ -30,7 +29,7 @@ from terrace.program.block_program.build import block_program
 from terrace.program.block_program.steps import BlockProgram, InBlockMessage, messages_of
 from terrace.program.buffers import Buffer, peak_bytes, state_buffers
 from terrace.program.instruction import PASSES, Instruction, Op
-from terrace.program.message import Message, Transfer
+from terrace.program.message import Message
 from terrace.program.phase import Phase
 from terrace.program.report import StepReport, declared_ahead
 from terrace.program.resolve import (
@@ -39,13 +38,12 @@ from terrace.program.resolve import (
     control_message,
     counts_message,
     edge_message,
-    expert_message,
-    expert_transfers,
     message_in_gaps,
     outer_numbers_message,
     stage_message,
     tensor_message,
 )
+from terrace.program.routed import Routed
 from terrace.program.segments import Folded, Segments, Unnumbered, without_micro
 
 T = TypeVar("T")
@@ -120,18 +118,9 @@ class Program:
         return TensorTraffic.of(self.mesh, self.layout.tiers, self.plan, self.sequence)
 
     @cached_property
-    def expert_lines(self) -> tuple[Layout, Layout]:
-        """The ranks that hold different experts, and the ranks that cut every expert: alone where there are none."""
-        of_experts = self.mesh.of_stacks(stacked=True) if self.mesh.experts else self.mesh.only("pipeline")
-        expert, rows = (Layout.of(self.cluster, self.plan, axes, of_experts) for axes in (EXPERT, ("rows",)))
-        return expert, rows
-
-    @cached_property
-    def expert_transfers(self) -> tuple[Transfer, ...]:
-        """A transfer of every message that tokens on their way to experts and back take; none on one rank."""
-        return tuple(
-            transfer for line in self.expert_lines for transfer in expert_transfers(line, self.plan, self.blocks)
-        )
+    def routed(self) -> Routed:
+        """The messages that carry tokens where a block's router sends them."""
+        return Routed(self.cluster, self.mesh, self.tensor, self.blocks)
 
     @cached_property
     def has_secondary(self) -> bool:
@@ -229,7 +218,7 @@ class Program:
 
     @cached_property
     def expected_bytes(self) -> dict[tuple[MessageClass, str], int]:
-        """As `sent_bytes`, with the mean of messages of experts under even routing."""
+        """As `sent_bytes`, with the mean of routed messages where routing is even."""
         total: dict[tuple[MessageClass, str], int] = defaultdict(int)
         for instruction, times in self.counts.items():
             # A pass sends the messages inside its block; a RECV those that complete its activation.
@@ -351,17 +340,11 @@ class Program:
             if found is None:
                 found = self._of_lines[message] = tensor_message(self.tensor, message)
             return found
-        if isinstance(message, ExpertMessage):
-            experts = self.experts(block)
-            assert experts is not None, f"block {block} sends {message}"
-            return expert_message(message, self.expert_lines[message.copies], experts.sends(message))
+        if isinstance(message, RoutedMessage):
+            return self.routed.message(message, block)
         attention = self.context.attention(self.blocks[block])
         assert attention is not None, f"block {block} sends {message}"
         return context_message(attention.sends(message))
-
-    def experts(self, block: int) -> ExpertTraffic | None:
-        """The messages of a block's experts, if they are on several ranks."""
-        return ExpertTraffic.of(self.tensor, self.blocks[block])
 
     @cached_property
     def context(self) -> ContextTraffic:
@@ -392,6 +375,6 @@ class Program:
 
 # Derived from plan, cluster and blocks alone, so that the programs of all stages share them.
 _OF_THE_PLAN = (
-    *("stage_layout", "world_layout", "mesh", "flats", "alike", "tensor", "context", "expert_lines"),
-    *("expert_transfers", "_of_blocks", "_of_lines", "_inside", "_block_programs", "kinds", "recomputed"),
+    *("stage_layout", "world_layout", "mesh", "flats", "alike", "tensor", "context", "routed"),
+    *("_of_blocks", "_of_lines", "_inside", "_block_programs", "kinds", "recomputed"),
 )

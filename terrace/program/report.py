@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from terrace.plan.wire import OF_EXPERTS, MessageClass
+from terrace.plan.wire import ROUTED, MessageClass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +13,7 @@ class StepReport:
 
     `time_s` holds the compute categories (forward, backward, update), the time spent waiting for messages by class
     (`wait gather`, ...) and `other`; it sums to the step. `sent_bytes` counts bytes sent per (message class, tier).
-    `memory_bytes` is the peak of each category of model state, `load` the figures of the stage's experts
+    `memory_bytes` is the peak of each category of model state, `load` the figures of the stage's routers
     (terrace.program.loads), the mean over measured steps.
     """
 
@@ -47,4 +47,4 @@ def read_plain(table: Mapping[str, Any]) -> StepReport:
 
 def declared_ahead(sent: Mapping[tuple[MessageClass, str], int]) -> dict[tuple[MessageClass, str], int]:
     """Bytes by message class and tier, without those that each batch declares for itself."""
-    return {key: size for key, size in sent.items() if key[0] not in OF_EXPERTS}
+    return {key: size for key, size in sent.items() if key[0] not in ROUTED}

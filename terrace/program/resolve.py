@@ -3,23 +3,22 @@
 A program calls these once for each distinct instruction (terrace.program.program).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from terrace.model.spec import BlockSpec
-from terrace.plan.dims import hidden_size
+from terrace.plan.counts import count_hops, num_counts
 from terrace.plan.edges import edge_coding_bytes
-from terrace.plan.expert_counts import count_hops, num_counts
 from terrace.plan.flats import FlatParamSpec
 from terrace.plan.gaps import part_buffers, part_columns, slices_of
 from terrace.plan.hops import Hop, gather_buffers, hops_coding_bytes, number_bytes, reduce_buffers
-from terrace.plan.in_block_messages import ExpertMessage, Leg, TensorMessage
+from terrace.plan.in_block_messages import Leg, TensorMessage
 from terrace.plan.layout import INSIDE, Layout, message_tiers
 from terrace.plan.outer import Exchange
 from terrace.plan.plan import Plan
 from terrace.plan.routes import block_hops, control_numbers, outer_hops
 from terrace.plan.tensor_traffic import TensorTraffic, line_hops
-from terrace.plan.wire import FORMATS, ROUTES, TO_EXPERTS, MessageClass
+from terrace.plan.wire import FORMATS, ROUTES, MessageClass
 from terrace.program.message import Message, Transfer
 
 
@@ -130,7 +129,7 @@ def outer_numbers_message(world_layout: Layout, plan: Plan, blocks: Sequence[Blo
 
 
 def counts_message(stage_layout: Layout, plan: Plan, blocks: Sequence[BlockSpec]) -> Message:
-    """Message of COUNT for the mixtures of `blocks`: summed tier by tier outward over a stage, then gathered back."""
+    """Message of COUNT for `blocks`: summed tier by tier outward over a stage, then gathered back."""
     hops, message_class = count_hops(stage_layout, num_counts(blocks)), MessageClass.COUNTS
     lane, tiers = max((hop.tier for hop in hops), default=0), tuple(hop.tier for hop in hops)
     transfer = Transfer(
@@ -182,28 +181,6 @@ def line_transfer(line: Layout, plan: Plan, leg: Leg, numel: int) -> Transfer:
     if leg is Leg.GATHER:
         return replace(transfer, gathering=hops, gather_buffers=tuple(gather_buffers(plan, message_class, hops)))
     return replace(transfer, reduction=hops, reduce_buffers=tuple(reduce_buffers(plan, message_class, hops)))
-
-
-def expert_transfers(line: Layout, plan: Plan, blocks: Sequence[BlockSpec]) -> Iterator[Transfer]:
-    """Tables of counts over all tiers of a line, rows over each: on the lane of the outermost tier they cross.
-
-    A batch says how large they are; a hop of rows has the format of one row.
-    """
-    tiers = [(tier, degree) for tier, degree in enumerate(line.degrees) if degree > 1]
-    if not tiers:
-        return
-    tables = tuple(Hop(tier, degree, FORMATS["fp32"], 1) for tier, degree in tiers)
-    yield Transfer(message_class=MessageClass.ROUTE, lane=tiers[-1][0], ranks=line, gathering=tables)
-    for message_class in TO_EXPERTS:
-        for tier, degree in tiers:
-            hop = Hop(tier, degree, plan.wire_format(message_class, line.tiers[tier]), hidden_size(blocks))
-            yield Transfer(message_class=message_class, lane=tier, ranks=line, gathering=(hop,))
-
-
-def expert_message(message: ExpertMessage, line: Layout, sends: tuple[tuple[int, int], ...]) -> Message:
-    """A message to experts or back among the ranks of a line, from (tier index, bytes sent on average)."""
-    tiers = tuple(tier for tier, _ in sends)
-    return Message(message_class=message.message_class, lane=message.tier, tiers=tiers, ranks=line, sends=sends)
 
 
 def context_message(sends: tuple[tuple[int, int], ...]) -> Message:

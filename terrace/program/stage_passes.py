@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
-from terrace.plan.expert_counts import mixtures
+from terrace.plan.counts import counted
 from terrace.plan.residency import Residency, gathers
 from terrace.plan.stage import Pass, Stage, reduction_points
 from terrace.program.gaps import before_gaps, may_be_in_gaps
@@ -41,7 +41,7 @@ def write_passes(frame: "Program", stages: Sequence[Stage]) -> Writer:
     bodies, order = dict[tuple[object, ...], int](), found.order
     # Three counters: visits of blocks (gathers), passes (reductions) and tasks (receives).
     visit = number = task = 0
-    counts = frame.trains and bool(mixtures(frame.blocks, stage.own))
+    counts = frame.trains and bool(counted(frame.blocks, stage.own))
     forwards_left = sum(group.pass_ is Pass.FORWARD for group in stage.groups)
     for group in stage.groups:
         pass_, chunk, micros = group

@@ -26,4 +26,4 @@ def transfers_of(program: Program) -> Iterator[Transfer]:
         yield from outer_numbers_message(world, plan, blocks, every).transfers
     for line in program.tensor.lines_of(blocks):
         yield line_transfer(line, plan, Leg.GATHER, line.degree)
-    yield from program.expert_transfers
+    yield from program.routed.transfers

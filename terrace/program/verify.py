@@ -11,7 +11,7 @@ rule; terrace.program.verify_ranks compares ranks. The rules:
  4. every gradient is reduced once per unit of micro-batches, each time after another unit of complete backwards and
     before the next unit is complete, the last time after every backward that adds to it; then added to the gradient of
     the other stage which holds the block, if one does; synchronised once; COUNT once, after every forward, where the
-    stage has mixtures of experts; CLIP once, after COUNT and every SYNC; ORTHOGONALISE, where the optimizer needs whole
+    stage has routers; CLIP once, after COUNT and every SYNC; ORTHOGONALISE, where the optimizer needs whole
     matrices, UPDATE, REFRESH once for each block; a restoring program has a REFRESH of each block; an exchange of
     islands has an OUTER_COUNT, then an OUTER_START of each block that starts, after its UPDATE and after the
     OUTER_APPLY of its last exchange; an OUTER_APPLY of each block that arrives or is waited for, then its REFRESH;
@@ -161,7 +161,7 @@ class _Walker(ExchangeWalk):
         wanted = [Instruction(Op.FORWARD, *each) for each in passes]
         if program.trains:
             wanted += [Instruction(self._backward_of(*each), *each) for each in passes]
-            wanted += [Instruction(Op.COUNT)] if self._mixtures else []
+            wanted += [Instruction(Op.COUNT)] if self._counted else []
         for block in program.stage.held:
             if block in self._trainable:
                 wanted += [Instruction(op, block) for op in FOR_EACH_BLOCK[program.phase]]
@@ -326,15 +326,15 @@ class _Walker(ExchangeWalk):
 
     def _count(self, now: Instruction) -> None:
         self._once()
-        if not self._mixtures:
-            self._fail("no block of the stage has experts")
-        for block in self._mixtures:
+        if not self._counted:
+            self._fail("no block of the stage has a router")
+        for block in self._counted:
             for micro in range(self.program.num_micros):
                 self._after(Op.FORWARD, block, micro)
 
     def _clip(self, now: Instruction) -> None:
         self._once()
-        if self.program.trains and self._mixtures and Instruction(Op.COUNT) not in self.done:
+        if self.program.trains and self._counted and Instruction(Op.COUNT) not in self.done:
             self._fail("it needs `COUNT` before it")
         for block in self.program.stage.held:
             if block in self._trainable:

@@ -1,6 +1,6 @@
 """Checks between ranks.
 
- 1. The members of every group issue the same collectives in the same order, messages of experts inside passes too.
+ 1. The members of every group issue the same collectives in the same order, routed messages inside passes too.
  2. Every message that one rank sends, the other receives, in the same order.
  3. Ranks do not wait in a circle. A rank sends its collectives in order, tier after tier, and a pass waits for its
     input from another stage, so orders that agree inside every group can still block each other: across tiers, and

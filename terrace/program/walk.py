@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from terrace.base.errors import ProgramError
-from terrace.plan.expert_counts import mixtures
+from terrace.plan.counts import counted
 from terrace.plan.flats import orthogonalised
 from terrace.plan.stage import count_units
 from terrace.program.gaps import BETWEEN, has_gaps, may_be_in_gaps
@@ -39,7 +39,7 @@ class Walk:
             self._fail(f"parts of `{self.held[0]}` are held for the gaps of the next pass, and this one has none")
         if now.in_gaps:
             if not may_be_in_gaps(self.program, now.op, now.block):
-                self._fail("its lane has no gaps: messages of experts take others")
+                self._fail("its lane has no gaps: routed messages take others")
             if now.op is Op.REDUCE and any(each.op is Op.REDUCE for each in self.held):
                 self._fail(f"`{self.held[0]}` is held, too, and the next gradient has no buffer")
             self.held.append(now)
@@ -66,8 +66,8 @@ class Walk:
         return frozenset(index for index, block in blocks if block.num_trainable)
 
     @cached_property
-    def _mixtures(self) -> tuple[int, ...]:
-        return mixtures(self.program.blocks, self.program.stage.own)
+    def _counted(self) -> tuple[int, ...]:
+        return counted(self.program.blocks, self.program.stage.own)
 
     @cached_property
     def _orthogonalised(self) -> frozenset[int]:

@@ -1,4 +1,4 @@
-"""Messages of tensor and context ranks, and of experts, inside the blocks: tables for the terminal."""
+"""Messages of tensor and context ranks inside the blocks: tables for the terminal."""
 
 from collections.abc import Iterable, Iterator
 from itertools import groupby
@@ -6,15 +6,13 @@ from itertools import groupby
 from rich.table import Table
 
 from terrace.plan.context_traffic import AttentionBytes
-from terrace.plan.expert_traffic import ExpertTraffic
-from terrace.plan.in_block_messages import ContextLeg, ContextMessage, ExpertMessage, TensorMessage
-from terrace.plan.wire import MessageClass
+from terrace.plan.in_block_messages import ContextLeg, ContextMessage, TensorMessage
 from terrace.program.block_program.attention import attention_steps
-from terrace.program.block_program.steps import Await, Compute, ComputeKind, Gap, Send, Steps, moments_of
+from terrace.program.block_program.steps import Compute, Send, Steps, moments_of
 from terrace.program.instruction import Op
 from terrace.program.program import Program
 from terrace.report.tables import new_table, quantity, seconds
-from terrace.simulate.inside import InBlockPrices, block_prices
+from terrace.simulate.inside import InBlockPrices
 
 _Alike = tuple[tuple[TensorMessage, str, int], ...]  # message, the computing that hides it, how many
 _WORDS = {
@@ -50,64 +48,12 @@ def inside_table(program: Program) -> Table:
                 *words,
                 f"{count} {message.leg.value}",
                 " and ".join(message.axes),
-                _tiers_words(program, program.tensor.sends(message)),
+                tiers_words(program, program.tensor.sends(message)),
                 seconds(takes_s),
                 meanwhile,
             )
     return table
 
-
-def experts_table(program: Program) -> Table:
-    """The steps of a layer's experts on one micro-batch: computing, and messages with mean bytes and seconds."""
-    headings = ("block", "", "step", "a rank sends", "takes")
-    table = new_table("experts on several ranks, for every micro-batch", headings, left=headings[:-1])
-    # Blocks with equal steps share rows.
-    alike: dict[tuple[ExpertTraffic, bool], list[int]] = {}
-    for index in range(len(program.blocks)):
-        traffic = program.experts(index)
-        if traffic is not None:
-            alike.setdefault((traffic, program.recomputes(index)), []).append(index)
-    for first, *others in alike.values():
-        name = program.blocks[first].name + (f" (x {len(others) + 1})" if others else "")
-        prices = block_prices(program, first)
-        for op in (Op.FORWARD, Op.BACKWARD):
-            table.add_section()
-            for words in _expert_rows(program, prices, first, program.block_program(first).expert_steps(op)):
-                table.add_row(name, op.value.lower(), *words)
-                name = ""
-    return table
-
-
-def _expert_rows(program: Program, prices: InBlockPrices, block: int, steps: Steps) -> Iterator[tuple[str, str, str]]:
-    last = ""
-    for step in steps:
-        if isinstance(step, Gap):
-            shares = program.plan.gap_shares[step.number : step.number + 1]
-            yield from ((f"gap: {share:.0%} of the gradients before", "", "") for share in shares if share)
-            continue
-        if isinstance(step, Compute):
-            last = step.kind.value if step.kind in _WHOLE else f"{step.kind.value}, {step.number + 1}"
-            yield last, "", ""
-            continue
-        (message,) = step.send.messages if isinstance(step, Await) else step.messages
-        assert isinstance(message, ExpertMessage), "the steps are of experts"
-        words = message.message_class.value
-        words += "" if message.message_class is MessageClass.ROUTE else f" {message.chunk + 1}"
-        if isinstance(step, Await):
-            # The hops of a chunk are waited for together.
-            if last != f"wait for {words}":
-                last = f"wait for {words}"
-                yield last, "", ""
-            continue
-        last = words
-        yield (
-            words,
-            _tiers_words(program, program.message_inside(message, block).sends),
-            seconds(prices.seconds(message)),
-        )
-
-
-_WHOLE = (ComputeKind.SHARED, ComputeKind.SHARED_GRADIENTS)  # of all tokens at once
 
 ASSIGNED = (
     'balance = "cost": what a rank sends, computes and keeps in attention depends on the documents of a batch.\n'
@@ -157,7 +103,7 @@ def _add_moments(
     for send in (step for step in steps if isinstance(step, Send)):
         for message in send.messages:
             assert isinstance(message, ContextMessage), f"{message} in attention"
-            said = _WORDS[message.leg, op], _tiers_words(program, attention.sends(message))
+            said = _WORDS[message.leg, op], tiers_words(program, attention.sends(message))
             moments.setdefault(send.behind or message.leg, []).append(said)
     first = named
     # Inner rounds of a ring are equal; one row stands for all of them.
@@ -199,5 +145,6 @@ def _counted(steps: Steps) -> Iterator[tuple[TensorMessage, str, int]]:
                 yield message, f"fused with {meanwhile}", fused[message]
 
 
-def _tiers_words(program: Program, sends: Iterable[tuple[int, int]]) -> str:
+def tiers_words(program: Program, sends: Iterable[tuple[int, int]]) -> str:
+    """Bytes by tier index, in words."""
     return ", ".join(f"{quantity(sent, 'B')} on {program.layout.tiers[tier]}" for tier, sent in sends)

@@ -4,7 +4,11 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from terrace.base.printable import escape
+from terrace.plan.wire import ROUTED, MessageClass
 from terrace.train.loads import LoadsOfSteps
+
+LOAD_TITLE = "Load of experts"
+ROUTED_COLUMN = {"experts": (*ROUTED, MessageClass.CHOICES)}  # heading and waits of a column of its own
 
 # A cell's opacity up to each load, in loads of the layer's mean; an idle expert is a cross.
 _LEVELS = ((0.5, 0.12), (0.8, 0.3), (1.25, 0.5), (2.0, 0.75), (float("inf"), 1.0))

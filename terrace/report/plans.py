@@ -11,10 +11,11 @@ from terrace.base.printable import escape
 from terrace.base.words import counted
 from terrace.plan.plan import AXES, Plan
 from terrace.plan.recompute import WHOLE
+from terrace.planner.divisions import division_notes
 from terrace.planner.figures import hfu, mfu, tokens_per_s
 from terrace.planner.ranking import Cost, Estimate
 from terrace.planner.stages import SERIAL
-from terrace.planner.task import Candidate, Task, expert_words, plan_of
+from terrace.planner.task import Candidate, Task, plan_of
 from terrace.planner.verdicts import Headroom, Point, Verdict
 from terrace.report.plot import BOTTOM, HEIGHT, LEFT, RIGHT, WIDTH, frame, round_ticks
 from terrace.report.tables import new_table, quantity, seconds
@@ -238,8 +239,7 @@ def _notes(task: Task, candidate: Candidate) -> str:
         notes.append(f"second copy on {task.cluster.tiers[candidate.placement.backward].name}")
     if candidate.schedule != SERIAL:
         notes.append(candidate.schedule + (f", {candidate.chunks} chunks" if candidate.chunks > 1 else ""))
-    if candidate.mesh.experts is not None:
-        notes.append(f"experts {expert_words(plan_of(task, candidate).experts)}")
+    notes += division_notes(candidate.mesh, [tier.name for tier in task.cluster.tiers])
     return ", ".join(notes)
 
 

@@ -25,6 +25,7 @@ from terrace.model.facts import family_of
 from terrace.program.verdict import why_no_verdict
 from terrace.report.compared import ComparedAmounts
 from terrace.report.folder_parts import checkpoint_rows, steady, text_of
+from terrace.report.load_curves import load_curves
 from terrace.report.markup import ChartedSection
 from terrace.report.run_curves import Curve
 from terrace.report.run_cycle import check_length, predicted_events, run_cycle, totals
@@ -277,14 +278,7 @@ def _curves(left: _Left) -> list[Curve]:
         if names:
             lines = {name: line(lambda record, key=key, name=name: getattr(record, key).get(name)) for name in names}  # type: ignore[misc]
             curves.append(Curve(title=title, unit=unit, lines=lines, from_zero=True))
-    if any(record.load for record in left.records):
-        named = {"busiest expert": "busiest_expert", "busiest rank": "busiest_rank", "MaxVio": "max_vio"}
-        lines = {words: line(lambda record, name=name: record.load.get(name)) for words, name in named.items()}  # type: ignore[misc]
-        lines = {words: points for words, points in lines.items() if points}
-        curves.append(Curve(title="Load of experts", unit="over the mean", lines=lines, smooth=True, from_zero=True))
-    dropped = line(attrgetter("dropped"))
-    if dropped:
-        curves.append(Curve(title="Choices of experts dropped", unit="in a step", lines={"dropped": dropped}))
+    curves += load_curves(left.records, line)
     return curves
 
 

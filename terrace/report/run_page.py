@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from terrace.base.printable import escape
 from terrace.report.compared import Amounts, ComparedAmounts, bytes_table, time_table
-from terrace.report.loads import heat_maps
+from terrace.report.loads import LOAD_TITLE, heat_maps
 from terrace.report.markup import (
     MERGED,
     ChartedSection,
@@ -85,7 +85,7 @@ def run_page(view: RunView, numbers: str = "") -> str:
         missing_list(view.missing),
         section("Over the steps", curve_tiles(drawn, view.resumed)),
         numbers,
-        section("Load of experts", heat_maps(view.loads)),
+        section(LOAD_TITLE, heat_maps(view.loads)),
         timeline,
         "" if view.cycle is None else view.cycle.markup,
         section("Where the time of a step goes, on rank 0", time_table(view.time_s)),

@@ -7,11 +7,12 @@ from rich.table import Table
 from rich.text import Text
 
 from terrace.model.spec import BlockSpec
-from terrace.plan.wire import OF_EXPERTS, MessageClass
+from terrace.plan.wire import MessageClass
 from terrace.program.program import Program
 from terrace.program.report import StepReport
 from terrace.program.schedules.csv_form import to_csv
 from terrace.program.schedules.orders import Orders
+from terrace.report.loads import ROUTED_COLUMN
 from terrace.report.tables import bytes_words, equal_bytes, new_table, quantity, seconds
 from terrace.simulate.step import WAITS_ON_STAGES, bubble, idle_s
 
@@ -19,7 +20,7 @@ from terrace.simulate.step import WAITS_ON_STAGES, bubble, idle_s
 _INSIDE = {
     "tensor": (MessageClass.TENSOR,),
     "context": (MessageClass.CONTEXT,),
-    "experts": (*OF_EXPERTS, MessageClass.CHOICES),
+    **ROUTED_COLUMN,
 }
 
 

@@ -13,12 +13,14 @@ from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
 from terrace.model.blocks import num_active_params, num_params
 from terrace.model.config import ModelConfig
-from terrace.model.facts import has_experts
+from terrace.model.facts import is_dense
+from terrace.plan.gaps import shares_words
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
 from terrace.plan.outer import Outer
 from terrace.plan.plan import AXES, CONTEXT_AXES, Plan
-from terrace.plan.wire import OF_EXPERTS, MessageClass
+from terrace.plan.products import products_words
+from terrace.plan.wire import ROUTED, MessageClass
 from terrace.program.report import StepReport
 from terrace.program.verdict import judged
 
@@ -31,9 +33,9 @@ _STATE_TITLE = "model state of one rank, each category at its own peak"
 
 
 def model_size(model: ModelConfig) -> str:
-    """Number of parameters; of a model with experts also of those that a token meets."""
+    """Number of parameters; also of those that a token meets, if not all."""
     size = quantity(num_params(model), " parameters")
-    return size if not has_experts(model) else f"{size} ({quantity(num_active_params(model), '').strip()} active)"
+    return size if is_dense(model) else f"{size} ({quantity(num_active_params(model), '').strip()} active)"
 
 
 def quantity(value: float, unit: str) -> str:
@@ -131,11 +133,7 @@ def wire_words(plan: Plan) -> str:
     named = [f"{message} {name} on {tier}" for message, row in plan.wire.items() for tier, name in row.items()]
     states = "" if plan.messages is None else f", parameters and gradients in {plan.messages}"
     but = f", but {', '.join(named)}" if named else ""
-    shares = ", ".join(f"{share:.3g}" for share in plan.gap_shares)
-    in_gaps = f"; gradients in the gaps of experts' messages, in parts of {shares}" if shares else ""
-    products = "" if plan.products is None else f"; products of layers in {plan.products}"
-    codes = ", whose matrices travel as the codes that these take" if plan.shares_scales else ""
-    return f"messages travel in {plan.compute}{states}{but}{in_gaps}{products}{codes}"
+    return f"messages travel in {plan.compute}{states}{but}{shares_words(plan)}{products_words(plan)}"
 
 
 def bytes_table(predicted: Mapping[tuple[MessageClass, str], int], tiers: Sequence[str]) -> Table:
@@ -261,9 +259,9 @@ def equal_bytes(predicted: StepReport, measured: StepReport) -> bool:
 
 
 def _by_batch(predicted: StepReport) -> set[MessageClass]:
-    # With balance = "cost" the bytes of CONTEXT depend on the batch, and always those of experts; the run itself checks
-    # them against each batch.
-    return {MessageClass.CONTEXT, *OF_EXPERTS} - {message for message, _ in predicted.sent_bytes}
+    # With balance = "cost" the bytes of CONTEXT depend on the batch, and always those of routed messages; the run
+    # itself checks them against each batch.
+    return {MessageClass.CONTEXT, *ROUTED} - {message for message, _ in predicted.sent_bytes}
 
 
 def _as_told(predicted: StepReport, measured: StepReport) -> StepReport:

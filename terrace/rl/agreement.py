@@ -2,14 +2,14 @@
 
 Generation has the parameters that forwards compute with: the hand-over sends them as the gathers and refreshes of
 training round them (terrace.runtime.forward_values). So only the order of arithmetic differs. In fp32 that is rounding;
-a narrower compute dtype, products in 8 bits and coded activations round more, and a router may choose another expert
+a narrower compute dtype, products in 8 bits and coded activations round more, and a router may choose otherwise
 for a token. Where gathers for backwards have another format than those for forwards, the micro-batches of a step
 compute with either.
 """
 
-from terrace.model.facts import has_experts
+from terrace.model.facts import turned_by_rounding
 from terrace.plan.layout import Layout, message_tiers
-from terrace.plan.wire import OF_PARAMETERS, TO_EXPERTS, MessageClass
+from terrace.plan.wire import OF_PARAMETERS, ROUTED_ROWS, MessageClass
 from terrace.rl.algorithms.metrics import Metrics
 from terrace.rl.config import RlConfig
 from terrace.rl.placing import ACTOR
@@ -18,7 +18,7 @@ DIFFERENCE = "rollout/logprob_diff_max"
 # The largest differences of log-probabilities that are usual; guesses, ten times what runs of a few thousand tokens
 # showed: 1e-5 to 1e-4 in fp32, 1e-2 in bf16.
 _IN_FP32, _ROUNDED = 1e-3, 0.2
-_OF_FORWARDS = (MessageClass.TENSOR, MessageClass.CONTEXT, MessageClass.PIPELINE, *TO_EXPERTS)
+_OF_FORWARDS = (MessageClass.TENSOR, MessageClass.CONTEXT, MessageClass.PIPELINE, *ROUTED_ROWS)
 
 
 def causes(config: RlConfig) -> list[str]:
@@ -56,7 +56,7 @@ class Agreement:
     def __init__(self, config: RlConfig) -> None:
         self._causes, self._bound = causes(config), config.algorithm.importance_bound
         # Rounding is enough to turn a router.
-        self._causes += ["routers that choose other experts"] if has_experts(config.model) else []
+        self._causes += turned_by_rounding(config.model)
         self._usual, self._has_said = _ROUNDED if self._causes else _IN_FP32, False
 
     def words(self, found: Metrics) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from terrace.base.errors import ConfigError
 from terrace.cluster.cluster import Cluster
-from terrace.plan.plan import Plan
+from terrace.plan.plan import OF_TRAINING, Plan
 from terrace.plan.wire import MessageClass
 from terrace.rl.algorithms.algorithm import Algorithm
 from terrace.rl.config import RlConfig
@@ -84,7 +84,7 @@ def _of_gradients(cluster: Cluster, plan: Plan, num_micros: int) -> str:
 
 
 _OF_TRAINING = (  # keys of a plan
-    *("optimizer_states", "recompute", "expert_gaps"),
+    *OF_TRAINING,
     *(f"wire.{each.value}" for each in (MessageClass.REDUCE, MessageClass.SYNC, MessageClass.ORTHOGONALISE)),
 )
 _OF_RATIOS = ("clip_low", "clip_high", "dual_clip", "value_clip")

@@ -12,7 +12,7 @@ from terrace.checkpoint.layout import folder_of
 from terrace.generation.cache_shape import cache_shape
 from terrace.model.blocks import block_specs
 from terrace.model.config import load_model
-from terrace.model.facts import has_scalar_head, longest_text, refuse_looking_ahead, vocabulary_size, with_scalar_head
+from terrace.model.facts import has_scalar_head, longest_text, refuse_non_causal, vocabulary_size, with_scalar_head
 from terrace.model.spec import freeze
 from terrace.plan.context import is_context_parallel
 from terrace.plan.layout import Layout
@@ -66,7 +66,7 @@ def _check_model(config: RlConfig) -> None:
         )
     if has_scalar_head(config.model):
         raise ModelError("the model is a reward model, which writes nothing: name a causal language model")
-    refuse_looking_ahead(config.model)
+    refuse_non_causal(config.model)
     cache_shape(block_specs(config.model), config.run.rows)
 
 

@@ -4,23 +4,20 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from terrace.comm.rounding import Origin
 from terrace.plan.layout import INSIDE
-from terrace.plan.tensor_traffic import choice_messages
 from terrace.runtime.clock import Clock
 from terrace.runtime.comm import Comm
 from terrace.runtime.context.axis import ContextAxis
 from terrace.runtime.context.peer_exchange import PeerComm
 from terrace.runtime.context.row_coder import RowCoder
-from terrace.runtime.experts.axis import ExpertAxis
-from terrace.runtime.experts.sharing import SharedChoices
 from terrace.runtime.in_block import InBlockAxis
 from terrace.runtime.in_block_comm import InBlockComm
 from terrace.runtime.linear import WeightGradients
 from terrace.runtime.objective import Objective
 from terrace.runtime.replay import install
+from terrace.runtime.routing.axis import routed_axes
+from terrace.runtime.routing.sharing import choices_axes
 from terrace.runtime.tensor.apply import make_axis, parallelise
-from terrace.runtime.tensor.axis_comm import AxisComm
 from terrace.runtime.tensor.sharing import fused_operators
 
 Blocks = Sequence[nn.Module]
@@ -38,12 +35,13 @@ def apply_axes(
     # Modules that an axis puts inside a layer leave the places of operations as they are.
     install({index: blocks[index] for index in comm.program.stage.held}, comm.program)
     # No axis has more than one rank.
-    if INSIDE not in comm.lanes and not comm.program.expert_transfers:
+    if INSIDE not in comm.lanes and not comm.program.routed.transfers:
         return axes, blocks, objective
     in_block = InBlockComm(comm.lanes, clock, weights)
     for apply in _AXES:
         axis, blocks, objective = apply(blocks, objective, comm, in_block)
         axes += [] if axis is None else [axis]
+    axes += [*routed_axes(blocks, comm, in_block), *choices_axes(blocks, comm, in_block)]
     return axes, blocks, objective
 
 
@@ -65,21 +63,5 @@ def _context(blocks: Blocks, objective: Objective, comm: Comm, in_block: InBlock
     return ContextAxis(peers, comm.program, held, comm.device), blocks, objective
 
 
-def _experts(blocks: Blocks, objective: Objective, comm: Comm, in_block: InBlockComm) -> Applied:
-    if not comm.program.expert_transfers:
-        return None, blocks, objective
-    held = {index: blocks[index] for index in comm.program.stage.held}
-    origin = Origin("experts", comm.device, comm.meter)
-    return ExpertAxis(in_block, comm.program, comm.rank, comm.collectives, held, origin), blocks, objective
-
-
-def _choices(blocks: Blocks, objective: Objective, comm: Comm, in_block: InBlockComm) -> Applied:
-    tensor, held = comm.program.tensor, comm.program.stage.held
-    if not any(choice_messages(tensor, comm.program.blocks[index]) for index in held):
-        return None, blocks, objective
-    ranks = AxisComm(tensor.sharing, comm.rank, comm.collectives, in_block, comm.device, comm.meter)
-    return SharedChoices(ranks, comm.program.plan, [blocks[index] for index in held]), blocks, objective
-
-
 # The tensor axis replaces modules, the context axis then replaces the attention of what runs.
-_AXES: tuple[Callable[[Blocks, Objective, Comm, InBlockComm], Applied], ...] = (_tensor, _context, _experts, _choices)
+_AXES: tuple[Callable[[Blocks, Objective, Comm, InBlockComm], Applied], ...] = (_tensor, _context)

@@ -18,11 +18,11 @@ class Batch:
 
     With `reads`, inputs are one row (1, T) and labels another (1, N): label n belongs to the output at token
     `reads[0, n]`, int64, so that a token may have several labels, or none. Losses of token numbers and of values know
-    them, and models without experts.
+    them, and models without routers.
 
     `positions`, int64 of the inputs' shape, count the tokens of each document from 0, where a row holds several.
     `places`, alike, are the places of the tokens in the run (`places_of`), the same under every plan, and -1 for tokens
-    that take no part in choices of experts; models without experts need none. `shares`, alike, fp64, weigh tokens in
+    that take no part in choices of routers; models without any need none. `shares`, alike, fp64, weigh tokens in
     losses of routers (`shares_of`); only a part of rows needs them. `columns`, of the labels' shape, are read by a loss
     of token numbers; `weights`, fp64, alike, are the counted labels' shares of the loss' divisor, 1 each if left out
     (terrace.runtime.objective); losses of routers have the same divisor, and `shares` know them.

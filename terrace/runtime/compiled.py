@@ -31,10 +31,11 @@ from terrace.model.layers import MLP, Attention, RMSNorm
 from terrace.model.liger_parts import is_served
 from terrace.model.rotary import Rotary
 from terrace.plan.context import is_context_parallel
-from terrace.plan.dims import is_router
+from terrace.plan.products import why_apart
 from terrace.plan.recompute import operations_in
 from terrace.program.instruction import Op
 from terrace.program.program import Program
+from terrace.program.routed import uneven_rows
 
 _COMPILER = ("torch._inductor", "torch._dynamo")
 # As torch shows the call of a compiler of C++ that has failed.
@@ -54,11 +55,8 @@ def why_parts(programs: Sequence[Program], has_kernels: bool = False) -> str:
         return "with a tensor axis blocks talk to other ranks in the middle of a layer"
     if is_context_parallel(program.mesh, program.plan):
         return "ranks attend together, so that layers talk to other ranks in their middle"
-    if program.plan.products is not None:
-        return f"products = {program.plan.products!r} are the runtime's own, with its own backward"
-    mixture = next((block.name for block in program.blocks if any(map(is_router, block.params))), None)
-    if mixture is not None:
-        return f"the rows of an expert of {mixture} are another number in every micro-batch"
+    if why := why_apart(program.plan) or uneven_rows(program.blocks):
+        return why
     if any(map(operations_in, program.recomputed)):
         return f"recompute = {list(program.plan.recompute)} names operations of layers"
     if any(instruction.op is Op.BACKWARD_INPUT for each in programs for instruction in each.instructions):

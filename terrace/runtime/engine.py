@@ -12,7 +12,7 @@ from terrace.base.errors import ModelError, ProgramError
 from terrace.cluster.cluster import Cluster
 from terrace.comm.groups import Timeouts
 from terrace.comm.pace import UNPACED, Pace
-from terrace.model.experts.balance import BalanceConfig
+from terrace.model.balance import BalanceConfig
 from terrace.model.liger_parts import any_served
 from terrace.model.spec import BlockSpec
 from terrace.plan.balance_rules import check_balance, telling_choices
@@ -36,8 +36,6 @@ from terrace.runtime.comm import Comm
 from terrace.runtime.compiled import compile_blocks, compile_parts, why_parts
 from terrace.runtime.context.axis import check_declared
 from terrace.runtime.describe import describe, with_dims
-from terrace.runtime.experts.load import Load
-from terrace.runtime.experts.passages import Passages
 from terrace.runtime.finite import Examination, NotFinite, agree, examine
 from terrace.runtime.linear import WeightGradients
 from terrace.runtime.malloc import keep_freed_memory
@@ -46,6 +44,8 @@ from terrace.runtime.objective import Objective, check_objective, ignored_label,
 from terrace.runtime.own_program import own_program
 from terrace.runtime.progress import Progress, no_progress
 from terrace.runtime.random_state import random_state, restored
+from terrace.runtime.routing.load import Load
+from terrace.runtime.routing.passages import Passages
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.step_runner import StepRunner
 from terrace.runtime.step_sums import GivenUp, StepResult, StepSums, step_result

@@ -1,6 +1,6 @@
 """Messages inside a block, whichever axis they are of, in the order in which computing issues them.
 
-Messages of tensor and context ranks have a lane of their own. Messages of experts cross tiers that messages between
+Messages of tensor and context ranks have a lane of their own. Routed messages cross tiers that messages between
 blocks cross too, so they take the lanes of those: all ranks of a stage issue all of them in one order.
 
 They are part of computing: while one is awaited, the clock counts its seconds apart from the pass around it. The order
@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from terrace.comm.lane import Lane, Ticket
-from terrace.plan.in_block_messages import ExpertMessage
-from terrace.plan.layout import INSIDE
 from terrace.program.block_program.steps import Await, BlockStep, Compute, ComputeKind, Gap, InBlockMessage, Send
 from terrace.runtime.clock import Clock
 from terrace.runtime.linear import WeightGradients
@@ -46,8 +44,7 @@ class InBlockComm:
 
     def submit(self, work: Callable[[], None], *messages: InBlockMessage, after: InFlight | None = None) -> InFlight:
         """Put `work`, which carries `messages` of one axis, on their lane; it starts when `after` has arrived."""
-        send, first = Send(messages), messages[0]
-        lane = self.lanes[first.tier if isinstance(first, ExpertMessage) else INSIDE]
+        send, lane = Send(messages), self.lanes[messages[0].lane]
         if self.recording is not None:
             self.recording.append(send)
 
@@ -85,10 +82,10 @@ class InBlockComm:
             self.recording.append(Gap(number))
         self.at_gap(number)
 
-    def fill(self, number: int) -> None:
-        """Compute the weight gradients of experts held back so far, unless the other half of a backward does."""
+    def fill(self, kind: ComputeKind, number: int) -> None:
+        """Compute the weight gradients held back so far, which are `kind`, unless the other half of a backward does."""
         if self.weights.current is not None and self.weights.current.fills:
-            self.computes(ComputeKind.EXPERT_WEIGHTS, number)
+            self.computes(kind, number)
             self.weights.current.run()
 
     def compute_weight_gradients(self) -> None:

@@ -13,11 +13,12 @@ added by the product (`addmm_`). No other tensor of the weight's size is made. W
 products are rounded to their own, part by part, and added in the buffer's.
 
 Model code is unchanged. Matrices, and stacks of them, that a `WeightGradients` owns become `Matrix` parameters, which
-take `F.linear`, and so `nn.Linear`, `grouped_linear` of experts, and on a CPU `F.embedding`, to the functions below.
+take `F.linear`, and so `nn.Linear`, `grouped_linear` of stacks, and on a CPU `F.embedding`, to the functions below.
 Every other use of a weight, and every other parameter, goes through autograd and the hook of `GradientViews`, into the
 same buffer and in any mix with this.
 
-Shape legend: N rows (all leading dims), I inputs and O outputs of the layer, E experts, V vocabulary, H hidden.
+Shape legend: N rows (all leading dims), I inputs and O outputs of the layer, E parts of a stack, V vocabulary, H
+hidden.
 """
 
 from collections import deque
@@ -29,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from terrace.model.experts.products import grouped_linear, products, stack_gradient
+from terrace.model.grouped import grouped_linear, products, stack_gradient
 from terrace.runtime.weight_records import Product, Record, Sink, StackProduct, Sum, TableRows
 
 
@@ -38,7 +39,7 @@ class WeightQueue:
 
     Without `hold` a record is run when it is added: nothing is kept, and dy is still in the cache. With it,
     records wait for `run` and hold their dy and x, which must not change until then. Any thread may add, as
-    autograd does on CUDA, but not while another runs the queue. With `fills` they may run while messages of experts
+    autograd does on CUDA, but not while another runs the queue. With `fills` they may run while routed messages
     travel; without, they are of the other half of a backward.
     """
 
@@ -258,7 +259,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """x (N, I) sorted by expert, weight (E, O, I) to (N, O)."""
+    """x (N, I) sorted by part, weight (E, O, I) to (N, O)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Matrix, counts: tuple[int, ...], gradients: WeightGradients) -> Any:

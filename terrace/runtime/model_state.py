@@ -11,7 +11,7 @@ from terrace.comm.ledger import Meter
 from terrace.comm.rounding import Origin
 from terrace.model.params import ParamSpec
 from terrace.model.spec import BlockSpec
-from terrace.plan.expert_counts import experts_of
+from terrace.plan.counts import num_choices
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.slices import rank_slices
@@ -37,7 +37,7 @@ class ModelState:
     held blocks are replaced by views of flat buffers, in the compute dtype. Initial values come from `initial`, or else
     from `values`, the parameters of each whole block, which then must be the same on every rank. `meter` counts the
     memory of the state by category, `seed` draws the bits of stochastic rounding. `edges` are the origins of the
-    messages to other stages; `choices` has the tokens of each expert (E) in the last step, int64, by block.
+    messages to other stages; `choices` has the tokens of each choice (E) in the last step, int64, by block.
     """
 
     def __init__(
@@ -108,9 +108,9 @@ class ModelState:
         self.edges = {block: Origin(program.blocks[block].name, torch.device(device), meter) for block in sends}
         self.outer_numbers = OuterNumbers(program.plan.outer, program.world_layout, rank, torch.device(device))
         self.choices = {
-            block: torch.zeros(experts.num_experts, dtype=torch.int64, device=device)
+            block: torch.zeros(num, dtype=torch.int64, device=device)
             for block in program.stage.own
-            if (experts := experts_of(program.blocks[block])) is not None
+            if (num := num_choices(program.blocks[block]))
         }
 
     def _noise(self, flat: FlatParam, seed: int) -> Noise | None:

@@ -114,7 +114,7 @@ class Replays:
                 case "norms":
                     layer.run = self.run
                 case _:
-                    assert isinstance(layer.mlp, MLP), "validation refuses products of experts"
+                    assert isinstance(layer.mlp, MLP), "validation refuses other layers"
                     layer.mlp.run = self.run
 
     def run(

@@ -1,11 +1,11 @@
 """Linear layers whose three products take 8-bit floats (terrace.runtime.scaled_products).
 
-A matrix that is a `ScaledMatrix` takes `F.linear` to the functions below, and a stack of experts `grouped_linear`, with
+A matrix that is a `ScaledMatrix` takes `F.linear` to the functions below, and a stack `grouped_linear`, with
 and without gradients: an evaluation and a recomputed forward then have the bits of the first. As with any `Matrix`
 (terrace.runtime.linear), the input gradient is computed at once and the weight gradient is a record, which holds codes
 of dy and of x alone. Each operand is quantised once (terrace.runtime.scaled_operands).
 
-Shape legend: N rows (all leading dims), I inputs and O outputs, E experts of a stack.
+Shape legend: N rows (all leading dims), I inputs and O outputs, E parts of a stack.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terrace.base.errors import PlanError
-from terrace.model.experts.products import grouped_linear
+from terrace.model.grouped import grouped_linear
 from terrace.model.params import ParamSpec
 from terrace.model.spec import BlockSpec
 from terrace.plan.products import is_scaled
@@ -138,7 +138,7 @@ def _grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Any:
 
 
 class _Scaled(torch.autograd.Function):
-    """x (..., I), weight (O, I), bias (O) to (..., O); or x (N, I) sorted by expert, weight (E, O, I) to (N, O)."""
+    """x (..., I), weight (O, I), bias (O) to (..., O); or x (N, I) sorted by part, weight (E, O, I) to (N, O)."""
 
     @staticmethod
     def forward(

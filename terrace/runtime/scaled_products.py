@@ -8,7 +8,7 @@ where `largest` is 448 in e4m3 and 57344 in e5m2. No scale is taken from an earl
 
     A B^T ~ (codes_A codes_B^T) scale_A scale_B^T                   added up in fp32, then rounded to the result's dtype
 
-so a scale of rows is never inside a sum. Each expert of a mixture has products of its own, with its rows alone. inf or
+so a scale of rows is never inside a sum. Each part of a stack has products of its own, with its rows alone. inf or
 nan in an operand makes nan of every element that shares its scale. A product takes both operands with K last, since the
 matrix units of Hopper read 8-bit operands in no other order. So a weight gradient takes both operands transposed
 (terrace.runtime.scaled_operands), and an input gradient the weight.
@@ -115,7 +115,7 @@ def _compiled(*form: object) -> Callable[[Tensor, torch.dtype, bool], tuple[Tens
     """`quantise`, compiled for operands of a form.
 
     All that torch.compile makes of a code object counts against one limit (`torch._dynamo.config.recompile_limit`, 8),
-    and what comes then runs uncompiled after a warning. Two formats, two orders of dims, square operands, experts with
+    and what comes then runs uncompiled after a warning. Two formats, two orders of dims, square operands, stacks with
     one row and parts of a stack are more together, so each form has a copy of the code.
     """
     code = quantise.__code__.replace(co_name=quantise.__name__)

@@ -10,7 +10,7 @@ lane of the outermost tier it crosses; an instruction waits only for its operand
     GATHER              on its lane: the refresh of its block
     SYNC                on its lane: the last reduction of its block
     TIE                 every reduction, and the other stage
-    COUNT               every FORWARD of a mixture of experts
+    COUNT               every FORWARD of a block with a router
     CLIP                every SYNC, and COUNT
     UPDATE              the ORTHOGONALISE of its block, under Muon
     OUTER_START         on its lane: the OUTER_COUNT before it
@@ -35,8 +35,6 @@ from terrace.runtime.batch import Batch
 from terrace.runtime.clock import Clock
 from terrace.runtime.comm import Comm
 from terrace.runtime.exchanges import Exchanges
-from terrace.runtime.experts.load import Load
-from terrace.runtime.experts.passages import Passages
 from terrace.runtime.flat_param import FlatParam
 from terrace.runtime.gap_messages import Carry, GapMessages, behind, carried
 from terrace.runtime.head import chunked_head, head_loss
@@ -48,6 +46,8 @@ from terrace.runtime.objective import Objective, TokenObjective, ValueObjective
 from terrace.runtime.pending import Pending
 from terrace.runtime.progress import Progress, no_progress
 from terrace.runtime.random_state import random_state, restored
+from terrace.runtime.routing.load import Load
+from terrace.runtime.routing.passages import Passages
 from terrace.runtime.step_sums import StepSums, end_gradients, own_sums
 
 _NO_STATE = torch.empty(0)

@@ -18,7 +18,7 @@ from terrace.runtime.objective import Objective, ignored_label, num_counted
 
 if TYPE_CHECKING:
     from terrace.plan.wire import MessageClass
-    from terrace.runtime.experts.passages import Passages
+    from terrace.runtime.routing.passages import Passages
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,10 @@ class StepResult:
     Under a plan with islands, loss, norm and tokens are of this rank's island and its part of the batch. Where batches
     have `weights`, their sum, rounded, stands for the tokens.
     `router_losses` are added to the loss for their gradient alone, and divided by the same number of tokens; `dropped`
-    counts choices of experts beyond their capacity, where they have one.
+    counts choices of routers beyond a capacity, where they have one.
     `quantisation_error` is the relative error of each message class that travelled in a block format between
     the CLIP of the previous step and the CLIP of this one: the figure of REFRESH is the previous step's. `loads` are of
-    the experts of this rank's stage; None without a mixture, and for an evaluation or a step that was given up.
+    the routers of this rank's stage; None without any, and for an evaluation or a step that was given up.
     `outer` has the exchanges of islands that were applied. `loss_scale` is that of a step in fp16, which was `skipped`,
     with nothing updated, where its gradients were not finite.
     """

@@ -10,7 +10,7 @@ stage; afterwards they are deleted. On a CPU times are the host's; on CUDA they 
 is done, so that tracing never makes the host wait. A message between stages is recorded when it is sent; on NCCL, where
 torch sends it on a stream of its own, only the wait for it is recorded.
 
-Compute is the work of the stream between two marks: a wait, or a pass up to its end. Messages of experts are on the
+Compute is the work of the stream between two marks: a wait, or a pass up to its end. Routed messages are on the
 lanes that they take, at the position of the pass they are part of. Messages of tensor and context ranks inside a block
 appear as the waits for them.
 """
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from terrace.plan.in_block_messages import ExpertMessage
+from terrace.plan.layout import INSIDE
 from terrace.program.block_program.steps import InBlockMessage
 from terrace.program.instruction import COLLECTIVES
 from terrace.program.recording import COMPUTE, Recording, Span
@@ -41,8 +41,8 @@ Work = Callable[[], None]
 
 @dataclass
 class _Step:
-    # marks: (end, category, position, awaited position, number of the awaited message of experts)
-    # messages: (lane, start, end, position, category, number), whose number is -1 unless it is of experts
+    # marks: (end, category, position, awaited position, number of the awaited routed message)
+    # messages: (lane, start, end, position, category, number), whose number is -1 unless it is routed
 
     origin: Stamp = None
     marks: list[tuple[Stamp, str, int, int, int]] = field(default_factory=list)
@@ -126,16 +126,16 @@ class Tracer:
     def _hide_inside(
         self, step: _Step, inside: InBlockComm, expected: list[int]
     ) -> list[tuple[object, str, Callable[..., Any]]]:
-        # Messages of experts as they are submitted, and which of them a wait is for.
+        # Routed messages as they are submitted, and which of them a wait is for.
         submit, wait, runner = inside.submit, inside.wait, self._engine.runner
         numbers, sent = count(), dict[int, tuple[InFlight, int]]()  # held, so that no id comes twice
 
         def submitted(work: Work, *messages: InBlockMessage, after: InFlight | None = None) -> InFlight:
             message = messages[0]
-            if not isinstance(message, ExpertMessage):
+            if message.lane == INSIDE:
                 return submit(work, *messages, after=after)
             number = next(numbers)
-            timed = self._timed(step, work, message.tier, runner._counter, message.message_class.value, number)
+            timed = self._timed(step, work, message.lane, runner._counter, message.message_class.value, number)
             flight = submit(timed, *messages, after=after)
             sent[id(flight)] = flight, number
             return flight
@@ -172,7 +172,7 @@ class Tracer:
         spans: list[Span] = []
         first = 0
         known: dict[int, list[int]] = {}  # position of a message in the program -> the numbers of its spans
-        inside: dict[int, int] = {}  # number of a message of experts -> of its span
+        inside: dict[int, int] = {}  # number of a routed message -> of its span
         # The step before comes first, so that its spans precede `first`.
         for each in (before, step):
             first = len(spans)

@@ -1,6 +1,5 @@
-"""The stage of a plan that needs the most memory, and the memory of experts beyond that account."""
+"""The stage of a plan that needs the most memory."""
 
-import math
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -75,17 +74,3 @@ def stage_footprints(
         )
         for row, waits, due in zip(orders.placement, most_waiting(orders), most_due(orders), strict=True)
     ]
-
-
-def worst_words(job: Job, blocks: tuple[BlockSpec, ...], sequence: int) -> str:
-    """Memory of experts beyond the account if all choices fall on those of one rank, in words; "" for none."""
-    if not job.plan.experts:
-        return ""
-    expected, worst = (fullest_stage(job, blocks, sequence, load=load)[1] for load in (LOAD_FACTOR, math.inf))
-    more = sum(worst.values()) - sum(expected.values())
-    if more <= 0:
-        return ""
-    return (
-        f"rows of a rank's experts are counted at {LOAD_FACTOR:g} times their mean; "
-        f"{more / 1e9:.3g} GB more if all choices of all ranks fall on them"
-    )

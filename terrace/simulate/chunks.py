@@ -2,7 +2,7 @@
 
 More chunks hide more of the messages behind products, but smaller messages and smaller products take longer. All else
 of a step takes as long in any number of chunks. So a forward and a backward of the experts are played alone
-(terrace.simulate.experts) with both numbers, of which one divides the other. The larger one, of the pieces that are
+(terrace.simulate.routed) with both numbers, of which one divides the other. The larger one, of the pieces that are
 multiplied, is doubled until a layer is no faster twice in a row. FSMoE (2501.10714, section 4) minimises closed forms
 of such seconds.
 
@@ -14,22 +14,28 @@ B - W; on several lanes at once by the largest of these, on a CPU by their sum.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 from terrace.cluster.cluster import Cluster
 from terrace.plan.expert_traffic import ExpertTraffic
-from terrace.plan.in_block_messages import ExpertMessage
-from terrace.plan.plan import EXPERT_CHUNKS
-from terrace.plan.validate import MOST_CHUNKS
+from terrace.plan.in_block_messages import RoutedMessage
+from terrace.plan.plan import EXPERT_CHUNKS, Plan
+from terrace.plan.stack_rules import MOST_CHUNKS
 from terrace.plan.wire import MessageClass
-from terrace.program.block_program.experts import expert_steps, most_ahead
+from terrace.program.block_program.routed import expert_steps, most_ahead
 from terrace.program.block_program.steps import Compute, ComputeKind, Gap, Steps, input_half
-from terrace.simulate.experts import ExpertSeconds, ordered, played_s
 from terrace.simulate.inside import InBlockPrices
 from terrace.simulate.links import tier_penalty
 from terrace.simulate.priced_instruction import Doing
+from terrace.simulate.routed import RoutedSeconds, ordered, played_s, routed_seconds
+from terrace.simulate.work import Work
+
+if TYPE_CHECKING:
+    from terrace.program.program import Program
 
 _SLOWER = 2  # numbers of pieces in a row after which no larger one is tried
 _GAIN = 1e-3  # part of a layer's seconds that more pieces must save: a prediction is not exact to less
@@ -52,7 +58,7 @@ class Numbers(NamedTuple):
         return dict(zip(EXPERT_CHUNKS, self, strict=True))
 
 
-_Item = Compute | ExpertMessage
+_Item = Compute | RoutedMessage
 _Order = tuple[tuple[_Item, ...], tuple[tuple[Doing, int, int, int], ...]]
 Orders = dict[tuple[object, ...], _Order]
 
@@ -71,15 +77,15 @@ class Layer:
         self,
         cluster: Cluster,
         traffic: ExpertTraffic,
-        seconds_of: Callable[[ExpertTraffic], ExpertSeconds],
+        seconds_of: Callable[[ExpertTraffic], RoutedSeconds],
         orders: Orders | None = None,
     ) -> None:
         self._cluster, self.traffic, self._seconds_of = cluster, traffic, seconds_of
         self._orders: Orders = {} if orders is None else orders
-        self._own: dict[int, ExpertSeconds] = {}
+        self._own: dict[int, RoutedSeconds] = {}
         self._passes: dict[tuple[bool, bool, int, int, int], tuple[float, float]] = {}
         self._prices: dict[int, InBlockPrices] = {}
-        self._sent: dict[tuple[ExpertMessage, int], float] = {}
+        self._sent: dict[tuple[RoutedMessage, int], float] = {}
         self._penalties = [tier_penalty(cluster, tier) for tier in range(len(cluster.tiers))]
 
     @property
@@ -108,7 +114,7 @@ class Layer:
         """Seconds of the tables of a forward, which come first and are waited for; a recomputed forward has none."""
         forward, pieces = numbers.forward, numbers.pieces
         items, _ = self._order(False, forward, pieces, numbers.ahead)
-        messages = (item for item in items if isinstance(item, ExpertMessage))
+        messages = (item for item in items if isinstance(item, RoutedMessage))
         return sum(
             self._message_s(item, forward, pieces) for item in messages if item.message_class is MessageClass.ROUTE
         )
@@ -125,7 +131,7 @@ class Layer:
             lanes_s = [0.0] * len(self._penalties)
             for does, number, lane, _ in order:
                 item = items[number]
-                if does is not Doing.SEND or not isinstance(item, ExpertMessage):
+                if does is not Doing.SEND or not isinstance(item, RoutedMessage):
                     continue
                 if item.message_class is not MessageClass.ROUTE:
                     lanes_s[lane] += self._message_s(item, *whole[:2])
@@ -166,13 +172,13 @@ class Layer:
             found = self._orders[key] = _order_of(input_half(steps) if halves else steps)
         return found
 
-    def _seconds(self, pieces: int) -> ExpertSeconds:
+    def _seconds(self, pieces: int) -> RoutedSeconds:
         found = self._own.get(pieces)
         if found is None:
             found = self._own[pieces] = self._seconds_of(replace(self.traffic, chunks=(pieces, pieces)))
         return found
 
-    def _message_s(self, message: ExpertMessage, number: int, pieces: int) -> float:
+    def _message_s(self, message: RoutedMessage, number: int, pieces: int) -> float:
         # A table has a part for each piece, rows are of one chunk.
         number = pieces if message.message_class is MessageClass.ROUTE else number
         found = self._sent.get((message, number))
@@ -185,7 +191,7 @@ class Layer:
 
 
 def _order_of(steps: Steps) -> _Order:
-    # Parts of a kind take as long as the first, but for weight gradients (`ExpertSeconds.of`).
+    # Parts of a kind take as long as the first, but for weight gradients (`RoutedSeconds.of`).
     numbers: dict[_Item, int] = {}
     order = []
     for does, item, other in ordered(steps):
@@ -199,6 +205,26 @@ def _order_of(steps: Steps) -> _Order:
             alike, lane = item._replace(chunk=0), item.tier
         order.append((does, numbers.setdefault(alike, len(numbers)), lane, other))
     return tuple(numbers), tuple(order)
+
+
+def plan_with_chunks(frame: "Program", work: Work) -> Plan:
+    """The plan of `frame` with the numbers of chunks that it leaves out, by a rank's `work`."""
+    plan, layers = frame.plan, list[tuple[int, Layer]]()
+    for kind, times in Counter(frame.kinds).items():
+        first = frame.kinds.index(kind)
+        traffic = frame.routed.traffic(first)
+        if traffic.way:
+            layers.append((times, Layer(frame.cluster, traffic, partial(_computing, frame, first, work))))
+    if not layers:
+        return plan
+    # Shares of gradients are of a number of chunks in a backward.
+    given = {"backward": 1, **plan.expert_chunks} if plan.expert_gaps else plan.expert_chunks
+    numbers = best_chunks(layers, Numbers(*(given.get(name, 0) for name in EXPERT_CHUNKS)))
+    return replace(plan, expert_chunks=numbers.table)
+
+
+def _computing(frame: "Program", block: int, work: Work, traffic: ExpertTraffic) -> RoutedSeconds:
+    return routed_seconds(frame, block, work, traffic)[0]
 
 
 def best_chunks(layers: Sequence[tuple[int, Layer]], given: Numbers = _LEFT_OUT) -> Numbers:

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING
 from terrace.base.errors import PlanError
 from terrace.model.spec import Computes
 from terrace.plan.context import attention_heads
-from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.flats import FlatParamSpec
 from terrace.plan.mesh import CONTEXT
 from terrace.plan.newton_schulz import NUM_STEPS, iteration_flops, iteration_products, matrices_of_a_rank
@@ -36,15 +35,15 @@ from terrace.program.block_program.steps import Compute
 from terrace.program.exchange import exchanged
 from terrace.program.instruction import Instruction, Op
 from terrace.program.message import Message
-from terrace.simulate.experts import FORWARD, ExpertSeconds, pass_steps, priced_experts, shared_out
 from terrace.simulate.inside import NO_ROUNDS, InBlockPrices, Rooms, Rounds, block_prices, exposed, rooms_of
 from terrace.simulate.kernels import gemm_s, memory_s
 from terrace.simulate.layers import core_rounds, operation_seconds, optimizer_s, rounding_bytes, seconds_of
 from terrace.simulate.links import coding_s, hop_s, send_s, tier_penalty
 from terrace.simulate.masks import work_in
-from terrace.simulate.mixture import Divided
 from terrace.simulate.outer_cost import apply_passes, passes_s, take_passes
 from terrace.simulate.priced_instruction import Doing, Event, PassStep
+from terrace.simulate.routed import FORWARD, RoutedSeconds, pass_steps, routed_seconds, shared_out
+from terrace.simulate.scaled import check_same
 from terrace.simulate.trained import trained_part
 from terrace.simulate.work import Work
 
@@ -68,7 +67,7 @@ class Costs:
     program: "Program"
     weight_s: tuple[float, ...] = ()  # the part of backward_s that is weight gradients; empty: none
     rounds: tuple[Rounds, ...] = ()  # of each block's attention, which hide messages of context ranks; empty: none
-    experts: tuple[ExpertSeconds, ...] = ()  # of each block; empty: none are on several ranks
+    routed: tuple[RoutedSeconds, ...] = ()  # of each block between its routed messages; empty: none are sent
     operations_s: tuple[float, ...] = ()  # of each block, what is recomputed where not all of it is; empty: nothing
 
     def again_s(self, block: int) -> float:
@@ -167,12 +166,12 @@ class Costs:
         return found
 
     def steps(self, instruction: Instruction, seconds: float, category: str) -> tuple[PassStep, ...]:
-        """The steps of a pass that computes for `seconds`, if it has messages to experts: computing comes first."""
+        """The steps of a pass that computes for `seconds`, if it sends routed messages: computing comes first."""
         op, block = instruction.op, instruction.block
-        steps = self.program.block_program(block).expert_steps(op)
+        steps = self.program.block_program(block).routed_steps(op)
         if not steps:
             return ()
-        own = self.experts[block] if self.experts else ExpertSeconds()
+        own = self.routed[block] if self.routed else RoutedSeconds()
         found = list(pass_steps(steps, op, category, block, own, self._priced(block)))
         # What comes before the messages in a forward comes after them in a backward.
         within_s = [own.of(step) for step in steps if isinstance(step, Compute) and step.kind in FORWARD]
@@ -227,11 +226,7 @@ def _from_work(program: "Program", work: Work) -> Costs:
             f"the work is of {work.micro_batch} sequences in {work.compute}, the plan's micro-batch of "
             f"{plan.micro_batch} in {plan.compute}: make them the same"
         )
-    if (work.products, work.codes_of_weights) != (plan.products, plan.shares_scales):
-        own, wanted = (each * ", with weights held as codes" for each in (work.codes_of_weights, plan.shares_scales))
-        raise PlanError(
-            f"the work has products = {work.products!r}{own}, the plan {plan.products!r}{wanted}: make them the same"
-        )
+    check_same(work, plan)
     if work.recompute != "none" or work.operations:
         named = f"recompute = {work.recompute!r}" if work.recompute != "none" else f"operations = {work.operations}"
         raise PlanError(f"work.{named}: the plan says what is recomputed, so leave it out")
@@ -240,22 +235,20 @@ def _from_work(program: "Program", work: Work) -> Costs:
             f"the work is of {work.rows} x {work.columns} tensor ranks (rows x columns), the plan's are "
             f"{program.tensor.rows.degree} x {program.tensor.columns.degree}: make them the same"
         )
-    known: dict[int, tuple[tuple[float, float, float], Rounds, ExpertSeconds]] = {}
+    known: dict[int, tuple[tuple[float, float, float], Rounds, RoutedSeconds]] = {}
     accumulate = program.num_micros > 1
     for index, (kind, block) in enumerate(zip(program.kinds, program.blocks, strict=True)):
         if kind not in known:
-            traffic, experts, divided = program.experts(index), ExpertSeconds(), None
-            if traffic is not None:
-                experts, divided = expert_seconds(program, index, work, traffic)
+            routed, divided = routed_seconds(program, index, work)
             seconds = seconds_of(device, work, block, accumulate=accumulate, divided=divided)
             # Frozen matrices get no gradient, but the gradient of the input still passes through them.
             weight_s = seconds.weight_s * trained_part(block, program.blocks)
             rounds = core_rounds(device, work_in(work, block, device.backend))
-            known[kind] = (seconds.forward_s, seconds.input_s + weight_s, weight_s), rounds, experts
+            known[kind] = (seconds.forward_s, seconds.input_s + weight_s, weight_s), rounds, routed
     forward, backward, weight = ([known[kind][0][part] for kind in program.kinds] for part in range(3))
     in_chunks = program.blocks[-1].computes is Computes.LOGITS
-    each_rounds, each_experts = ([known[kind][1] for kind in program.kinds], [known[kind][2] for kind in program.kinds])
-    costs = _costs(program, forward, backward, update_seconds(program), weight, each_rounds, each_experts, in_chunks)
+    each_rounds, each_routed = ([known[kind][1] for kind in program.kinds], [known[kind][2] for kind in program.kinds])
+    costs = _costs(program, forward, backward, update_seconds(program), weight, each_rounds, each_routed, in_chunks)
     return replace(costs, operations_s=_operations_s(program, work))
 
 
@@ -271,13 +264,6 @@ def _operations_s(program: "Program", work: Work) -> tuple[float, ...]:
     return tuple(found)
 
 
-def expert_seconds(program: "Program", block: int, work: Work, traffic: ExpertTraffic) -> tuple[ExpertSeconds, Divided]:
-    """Seconds of a block's experts with `traffic`, and the changes by their division."""
-    device, spec = program.cluster.device, program.blocks[block]
-    own = work_in(work, spec, device.backend)
-    return priced_experts(device, own, traffic, program.num_micros > 1, trained_part(spec, program.blocks))
-
-
 def _costs(
     program: "Program",
     forward: Sequence[float],
@@ -285,7 +271,7 @@ def _costs(
     update: Sequence[float],
     weight: Sequence[float],
     rounds: Sequence[Rounds],
-    experts: Sequence[ExpertSeconds],
+    routed: Sequence[RoutedSeconds],
     in_chunks: bool,
 ) -> Costs:
     # A loss in chunks runs forward and backward together, in the backward (terrace.runtime.head).
@@ -299,7 +285,7 @@ def _costs(
         program=program,
         weight_s=tuple(weight),
         rounds=tuple(rounds),
-        experts=tuple(experts),
+        routed=tuple(routed),
     )
 
 
@@ -350,7 +336,7 @@ def _from_flops(program: "Program", forward_flops: Sequence[float]) -> Costs:
     more = rounding_bytes(device, plan.master, plan.optimizer_states)
     bandwidth = device.memory_bandwidth_bytes_per_s
     shared = program.tensor.degree * math.prod(program.mesh.group(*CONTEXT))
-    forward, backward, weight, update, experts = [], [], [], [], []
+    forward, backward, weight, update, routed = [], [], [], [], []
     for index, (block, parts, whole_flops) in enumerate(zip(program.blocks, program.flats, forward_flops, strict=True)):
         flops = whole_flops / shared
         weights = (block.num_trainable + block.num_frozen) * item
@@ -358,10 +344,7 @@ def _from_flops(program: "Program", forward_flops: Sequence[float]) -> Costs:
         forward.append(max(flops / peak, weights / bandwidth))
         weight.append(forward[-1] * trained_part(block, program.blocks))
         backward.append(forward[-1] + weight[-1])
-        traffic = program.experts(index)
-        experts.append(
-            ExpertSeconds() if traffic is None else shared_out(block, traffic, flops, forward[-1], weight[-1])
-        )
+        routed.append(shared_out(block, program.routed.traffic(index), flops, forward[-1], weight[-1]))
         copied = item if any(keeps_master(plan, flat.layout, coded=flat.is_coded) for flat in parts) else 0
         whole = [shape for flat in parts if flat.num_orthogonal for shape in matrices_of_a_rank(flat)]
         products_s = NUM_STEPS * sum(map(iteration_flops, whole)) / peak
@@ -370,7 +353,7 @@ def _from_flops(program: "Program", forward_flops: Sequence[float]) -> Costs:
     # Of what is recomputed attention alone has FLOPs, in one round: operations are not recomputed on context ranks.
     again = ["attention" in parts for parts in program.recomputed]
     # Any last block's loss is taken to be computed in chunks: FLOPs alone do not tell.
-    costs = _costs(program, forward, backward, update, weight, rounds, experts, True)
+    costs = _costs(program, forward, backward, update, weight, rounds, routed, True)
     return replace(costs, operations_s=tuple(each[0][0] * runs for each, runs in zip(rounds, again, strict=True)))
 
 

@@ -4,14 +4,14 @@ The walk starts at the end of the compute stream. Compute follows the stream's e
 message follows the last of three: its issue, its lane being free, and its input being ready. The pieces are contiguous
 and cover the step. The seconds of a message over several tiers are split among them in proportion to latency plus bytes
 over bandwidth. Waits inside a block (terrace.simulate.inside) are on the path as messages of class `tensor` or
-`context`; messages of experts are on lanes, like messages between blocks.
+`context`; routed messages are on lanes, like messages between blocks.
 """
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from terrace.plan.wire import OF_EXPERTS, MessageClass
+from terrace.plan.wire import ROUTED, MessageClass
 from terrace.program.instruction import PASSES, Instruction
 from terrace.program.program import Program
 from terrace.program.recording import COMPUTE, Recording, Span
@@ -123,7 +123,7 @@ def exposed_by_axis(recordings: Sequence[Recording], stage: int = 0) -> dict[tup
             # Walk back through queued messages until the wait's start; each pays for its own part.
             start_s = max(wait.start_s, min(span.start_s, end_s))
             axis = "data" if program.instructions[span.position].peer < 0 else "pipeline"
-            if span.category in OF_EXPERTS:
+            if span.category in ROUTED:
                 axis = span.category
             for tier, share in span_shares(program, span).items():
                 seconds[axis, program.layout.tiers[tier]] += share * (end_s - start_s)
@@ -149,7 +149,7 @@ def span_shares(program: Program, span: Span) -> dict[int, float]:
     instruction = program.instructions[span.position]
     if instruction.op not in PASSES:
         return tier_shares(program, instruction)
-    # Rows of experts cross the tier of their lane, tables all tiers up to it.
+    # Routed rows cross the tier of their lane, tables all tiers up to it.
     if span.category == MessageClass.ROUTE:
         return _shares(inside_seconds(program, instruction, MessageClass.ROUTE))
     return {span.lane: 1.0}

@@ -109,7 +109,7 @@ class _Pricing:
     def __init__(self, program: "Program", costs: "Costs") -> None:
         self.program, self.costs = program, costs
         self._sends_inside = program.tensor.degree * math.prod(program.mesh.group(*CONTEXT)) > 1
-        self._spreads_experts = bool(program.expert_transfers)
+        self._routes = bool(program.routed.transfers)
         self._buffered = gradient_buffers(program)
 
     def play(self, instruction: Instruction) -> Play:
@@ -179,7 +179,7 @@ class _Pricing:
         return self._stepwise(instruction, act, Event(op, index, seconds, -1, "backward", needs, opens, inside=inside))
 
     def _stepwise(self, instruction: Instruction, act: Act, event: Event) -> Play:
-        steps = self.costs.steps(instruction, event.seconds, event.category) if self._spreads_experts else ()
+        steps = self.costs.steps(instruction, event.seconds, event.category) if self._routes else ()
         if not steps:
             return act, event
         return Rank.run_steps, replace(event, seconds=steps[0].event.seconds, steps=steps[1:])

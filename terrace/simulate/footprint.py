@@ -236,7 +236,7 @@ def work_of(
     has kernels of the parts `served`.
     """
     mesh = Mesh.of(cluster, plan)
-    expert, rows = mesh.expert_degrees
+    expert, rows = mesh.stack_degrees
     # Nothing is recomputed here: the plan's patterns are applied per block.
     work = Work(
         layer=layer,

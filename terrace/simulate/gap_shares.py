@@ -17,8 +17,8 @@ from terrace.plan.gaps import num_gaps
 from terrace.program.gaps import has_gaps, may_be_in_gaps
 from terrace.program.instruction import Instruction, Op
 from terrace.simulate.cost import Costs
-from terrace.simulate.experts import Timed, played_s
 from terrace.simulate.priced_instruction import Doing, PassStep
+from terrace.simulate.routed import Timed, played_s
 
 Shares = tuple[float, ...]
 _LEAST = 0.02  # a smaller part costs more latency than it hides: a guess

@@ -22,7 +22,7 @@ from terrace.cluster.cluster import Cluster
 from terrace.plan.context_traffic import AttentionBytes, sizes_by_tier
 from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.hops import hops_coding_bytes
-from terrace.plan.in_block_messages import ExpertMessage, Leg, TensorMessage
+from terrace.plan.in_block_messages import Leg, RoutedMessage, TensorMessage
 from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.plan.wire import FORMATS, MessageClass, WireFormat
 from terrace.program.block_program.steps import Compute, ComputeKind, InBlockMessage, Moment, Send
@@ -81,7 +81,7 @@ class InBlockPrices:
         if isinstance(message, TensorMessage):
             assert self._tensor is not None, f"{message} without a tensor axis"
             return tensor_message_seconds(self._cluster, self._tensor, message)
-        if isinstance(message, ExpertMessage):
+        if isinstance(message, RoutedMessage):
             assert self._experts is not None, f"{message} without experts on several ranks"
             return _expert_message_seconds(self._cluster, self._experts, message)
         assert self._attention is not None, f"{message} without a context axis"
@@ -111,7 +111,7 @@ class InBlockPrices:
     def seconds(self, message: InBlockMessage) -> float:
         """Seconds of a message over all tiers."""
         attention = self._attention
-        if isinstance(message, TensorMessage | ExpertMessage) or attention is None:
+        if isinstance(message, TensorMessage | RoutedMessage) or attention is None:
             return sum(self.by_tier(message).values())
         # Forward and backward, keys and their gradients often have the same bytes.
         key = (message.tier if message.tier >= 0 else attention.ulysses, attention.sends(message), attention.formats)
@@ -187,13 +187,13 @@ def rooms_of(forward_s: float, input_s: float, weight_s: float, rounds: Rounds =
 def block_prices(program: "Program", block: int) -> InBlockPrices:
     """Prices of the messages inside a block of a program."""
     attention = program.context.attention(program.blocks[block])
-    return InBlockPrices(program.cluster, program.tensor, attention, experts=program.experts(block))
+    return InBlockPrices(program.cluster, program.tensor, attention, experts=program.routed.traffic(block))
 
 
 def inside_seconds(program: "Program", instruction: Instruction, message_class: MessageClass) -> dict[int, float]:
     """Seconds of all messages of a class inside a pass, hidden or not, by tier index."""
     prices, total = block_prices(program, instruction.block), defaultdict[int, float](float)
-    for step in program.block_program(instruction.block).expert_steps(instruction.op):
+    for step in program.block_program(instruction.block).routed_steps(instruction.op):
         for sent in step.messages if isinstance(step, Send) else ():
             for tier, seconds in prices.by_tier(sent).items() if sent.message_class is message_class else ():
                 total[tier] += seconds
@@ -250,7 +250,7 @@ def _coding_s(cluster: Cluster, tensor: TensorTraffic, message: TensorMessage) -
     return coding_s(cluster, hops_coding_bytes(tensor.plan, MessageClass.TENSOR, reduction, gathering))
 
 
-def _expert_message_seconds(cluster: Cluster, experts: ExpertTraffic, message: ExpertMessage) -> dict[int, float]:
+def _expert_message_seconds(cluster: Cluster, experts: ExpertTraffic, message: RoutedMessage) -> dict[int, float]:
     degrees = experts.rows if message.copies else experts.expert
     alone = cluster.device.kernels.launch_s + coding_s(cluster, experts.coding_bytes(message))
     return {tier: hop_s(cluster, tier, degrees[tier], num_bytes) + alone for tier, num_bytes in experts.sends(message)}

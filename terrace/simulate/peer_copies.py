@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from terrace.cluster.cluster import Cluster
-from terrace.plan.expert_counts import choices_bytes
+from terrace.plan.counts import choices_bytes
 from terrace.plan.flats import FlatParamSpec
 from terrace.plan.hops import RESIDUAL_BYTES
 from terrace.plan.partners import MEMORY, SLOTS, TAIL_BYTES, TIME

@@ -2,7 +2,7 @@
 
 The rules are the executor's: communication is issued in program order onto the lane of the outermost tier it crosses
 and starts when the lane is free and its input is ready; an instruction on the compute stream waits only for its inputs.
-Messages of experts take lanes too, in the middle of their pass. Other messages inside a block take no lane: compute
+Routed messages take lanes too, in the middle of their pass. Other messages inside a block take no lane: compute
 waits for them in place. Compute that overlaps a busy lane is slowed by
 the overlap penalty of the lane's newest message, for the time they share:
 
@@ -219,7 +219,7 @@ class Rank:
         self.wait(self.issue(event, _START), event.category)
 
     def settle(self) -> None:
-        """Wait for every gradient, and for the counts of experts."""
+        """Wait for every gradient, and for the counts of routers."""
         for moment in self.reductions:
             self.wait(moment, "wait reduce")
         for moment in self.syncs:

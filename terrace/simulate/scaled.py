@@ -24,10 +24,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Device
-from terrace.plan.plan import scales_rows
+from terrace.plan.plan import Plan, scales_rows
 from terrace.plan.wire import FORMATS
 from terrace.simulate.kernels import fp8_share, gemm_s, memory_s, peak_flops_per_s, stream_s
+from terrace.simulate.work import Work
 
 _CODES, _TRANSPOSED, _TURNED = 2, 3, 1  # kernels
 
@@ -44,6 +46,15 @@ class Matrices(NamedTuple):
     number: int
     is_entered: bool = False
     returns: bool = False
+
+
+def check_same(work: Work, plan: Plan) -> None:
+    """Raise `PlanError` unless a rank's work and its plan have the same products."""
+    if (work.products, work.codes_of_weights) != (plan.products, plan.shares_scales):
+        own, wanted = (each * ", with weights held as codes" for each in (work.codes_of_weights, plan.shares_scales))
+        raise PlanError(
+            f"the work has products = {work.products!r}{own}, the plan {plan.products!r}{wanted}: make them the same"
+        )
 
 
 @dataclass(frozen=True)

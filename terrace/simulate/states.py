@@ -143,7 +143,7 @@ def model_states(cluster: Cluster, plan: Plan, kinds: Kinds, stage: StageBlocks,
     Raises `PlanError` where the tensor axis or the ranks of experts do not divide the model.
     """
     mesh, item = Mesh.of(cluster, plan), FORMATS[plan.compute].element_bytes
-    specs = kinds.sliced({"columns": mesh.total("columns"), "rows": mesh.total("rows")}, mesh.expert_degrees)
+    specs = kinds.sliced({"columns": mesh.total("columns"), "rows": mesh.total("rows")}, mesh.stack_degrees)
     layers = [is_layer(kinds.blocks, first) for first in kinds.first]
     flats = block_flats(cluster, plan, specs, layers=layers)
     # A block with the copies that it reads.

@@ -12,17 +12,15 @@ under every schedule (tests/simulate/test_step.py).
 """
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
-from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.mesh import Mesh
-from terrace.plan.plan import EXPERT_CHUNKS, Plan
+from terrace.plan.plan import Plan
 from terrace.plan.state_bytes import blocks_bytes
 from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Instruction, Op
@@ -32,12 +30,12 @@ from terrace.program.report import StepReport, declared_ahead
 from terrace.program.shares import share
 from terrace.program.stages import check_blocks, check_virtual, num_virtual, period
 from terrace.simulate.carried import stage_costs
-from terrace.simulate.chunks import Layer, Numbers, best_chunks
-from terrace.simulate.cost import Costs, expert_seconds, step_costs
+from terrace.simulate.chunks import plan_with_chunks
+from terrace.simulate.cost import Costs, step_costs
 from terrace.simulate.cycle import Cycle, play_cycle
 from terrace.simulate.events import step_seconds
-from terrace.simulate.experts import ExpertSeconds, alone_s
 from terrace.simulate.gap_shares import Shares, any_shares, shares_to_try
+from terrace.simulate.routed import alone_s
 from terrace.simulate.stages import Passed, simulate_stages, stages_seconds
 from terrace.simulate.work import Work
 
@@ -62,7 +60,7 @@ class Step:
 
     `blocks` is the whole model. `work` prices its blocks kernel by kernel; a tuple holds the forward FLOPs of each on
     one micro-batch instead. A plan that names no `stages` gets the best split, and one that leaves out numbers of
-    `expert_chunks` the best ones (`resolved`).
+    numbers of chunks the best ones (`resolved`).
     """
 
     cluster: Cluster
@@ -91,9 +89,9 @@ class Step:
 class Prediction:
     """A steady step, by stage. `programs`, `costs` and `passes` are those of the longest step that was played."""
 
-    step: Step  # its plan names stages, chunks of experts and shares of gradients
+    step: Step  # its plan leaves nothing out (`resolved`)
     times_s: tuple[Times, ...]
-    expected_bytes: tuple[Mapping[tuple[MessageClass, str], int], ...]  # of experts under even routing
+    expected_bytes: tuple[Mapping[tuple[MessageClass, str], int], ...]  # of routed messages under even routing
     programs: tuple[Program, ...]
     costs: tuple[Costs, ...]
     cycle: Cycle | None = None  # of islands: times and bytes are of its mean step, programs of one without exchanges
@@ -202,11 +200,11 @@ def play_whole(step: Step) -> Prediction:
 
 
 def resolved(step: Step) -> Step:
-    """The step with a plan that says all: blocks of every virtual stage, chunks of experts, shares of gradients.
+    """The step with a plan that says all: blocks of every virtual stage, chunks, shares of gradients.
 
     Raises `PlanError` for a plan that cannot run.
     """
-    if step.plan.expert_gaps == "auto":
+    if step.plan.finds_gaps:
         return _with_gaps(step)
     step = with_chunks(step)
     if step.num_stages == 1:
@@ -231,12 +229,12 @@ def check_stages(step: Step) -> None:
 
 
 def _with_gaps(step: Step) -> Step:
-    """The step with the shares of `expert_gaps` under which it is fastest, or without any."""
+    """The step with the shares of gradients in gaps under which it is fastest, or without any."""
 
     def sharing(shares: Shares) -> Step:
-        return replace(known, plan=replace(known.plan, expert_gaps=shares))
+        return replace(known, plan=known.plan.with_gaps(shares))
 
-    known = resolved(replace(step, plan=replace(step.plan, expert_gaps=())))
+    known = resolved(replace(step, plan=step.plan.with_gaps(())))
     best, plan = known, known.plan
     tried = sharing(any_shares(plan.num_chunks[1]))
     # A few micro-batches have every message.
@@ -258,25 +256,9 @@ def with_chunks(step: Step) -> Step:
     FLOPs alone do not give the seconds of small products: a step priced so is returned as it is. Raises `PlanError` for
     a plan that cannot run.
     """
-    plan, work = step.plan, step.work
-    if not plan.experts or len(plan.expert_chunks) == len(EXPERT_CHUNKS) or not isinstance(work, Work):
+    if not step.plan.leaves_out_chunks or not isinstance(step.work, Work):
         return step
-    frame, layers = step.frame, list[tuple[int, Layer]]()
-    for kind, times in Counter(frame.kinds).items():
-        first = frame.kinds.index(kind)
-        traffic = frame.experts(first)
-        if traffic is not None:
-            layers.append((times, Layer(step.cluster, traffic, partial(_experts_of, frame, first, work))))
-    if not layers:
-        return step
-    # Shares of gradients are of a number of chunks in a backward.
-    given = {"backward": 1, **plan.expert_chunks} if plan.expert_gaps else plan.expert_chunks
-    numbers = best_chunks(layers, Numbers(*(given.get(name, 0) for name in EXPERT_CHUNKS)))
-    return replace(step, plan=replace(plan, expert_chunks=numbers.table))
-
-
-def _experts_of(frame: Program, block: int, work: Work, traffic: ExpertTraffic) -> ExpertSeconds:
-    return expert_seconds(frame, block, work, traffic)[0]
+    return replace(step, plan=plan_with_chunks(step.frame, step.work))
 
 
 def best_stages(step: Step) -> tuple[int, ...]:
@@ -313,7 +295,7 @@ def _block_s(costs: Costs, block: int) -> float:
     again_s = costs.again_s(block)
     passes = (Instruction(Op.FORWARD, block, 0), Instruction(Op.BACKWARD, block, 0))
     waits_s = math.fsum(seconds for each in passes for seconds in costs.waits_inside(each).values())
-    if costs.program.experts(block) is not None:
+    if any(costs.program.block_program(block).routed):
         computed = zip(passes, (costs.forward_s[block], costs.backward_s[block] + again_s), ("", ""), strict=True)
         return waits_s + math.fsum(alone_s(costs.steps(*each)) for each in computed)
     return costs.forward_s[block] + costs.backward_s[block] + again_s + waits_s

@@ -40,7 +40,7 @@ class Work:
 
     `expert` ranks hold different experts, and every expert is cut over `expert_rows` ranks. For memory, tokens go to
     them in `expert_chunks` in a forward and in a backward, and `load` is the rows of a rank's experts over their mean.
-    Their products are priced apart (terrace.simulate.experts).
+    Their products are priced apart (terrace.simulate.routed).
     """
 
     layer: Operations

@@ -29,7 +29,7 @@ from terrace.comm.stage_p2p import StageP2P
 from terrace.model.attention_plans import choose_kernel
 from terrace.model.blocks import block_specs, forward_flops
 from terrace.model.decoder import build_blocks
-from terrace.model.facts import widest_layer
+from terrace.model.facts import one_layer
 from terrace.model.init import initialise
 from terrace.model.liger_parts import serve
 from terrace.plan.context import is_context_parallel, local_tokens
@@ -167,7 +167,7 @@ def _measured(tier: Tier, latency_s: float, bandwidth_bytes_per_s: float, pacer:
 def _layer(engine: Engine, run: RunConfig) -> tuple[Work, int]:
     # One layer forward on a rank's local tokens. It attends locally: exchanges of the context axis are priced apart.
     # Where layers differ in their windows, a layer with the widest stands for all.
-    config = widest_layer(run.model)
+    config = one_layer(run.model)
     dtype = DTYPES[run.plan.compute]
     blocks = build_blocks(config)
     choose_kernel(blocks, run.train.attention)

@@ -16,9 +16,9 @@ from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import parse_cluster
 from terrace.data.config import DataConfig
+from terrace.model.balance import BalanceConfig
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig, parse_model, to_table
-from terrace.model.experts.balance import BalanceConfig
 from terrace.model.facts import with_scalar_head
 from terrace.model.lora.config import LoraConfig, with_adapters
 from terrace.model.spec import BlockSpec, freeze

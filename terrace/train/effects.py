@@ -16,7 +16,7 @@ from terrace.base.schema import read_table
 from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
 from terrace.model.blocks import num_params
-from terrace.model.facts import has_scalar_head, layer_windows, looks_ahead
+from terrace.model.facts import has_scalar_head, is_causal, layer_windows
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.train.config import RunConfig
@@ -53,7 +53,7 @@ def _warmup_steps(run: RunConfig) -> str:
 
 def why_no_sample(run: RunConfig) -> str:
     """Why a run writes no sample at its end, and the remedy; "" if it does."""
-    if looks_ahead(run.model):
+    if not is_causal(run.model):
         return "the experts of a token depend on later tokens, so nothing can be sampled: leave it out"
     if has_scalar_head(run.model):
         return "a model with one output a token writes nothing: leave it out"

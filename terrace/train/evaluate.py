@@ -25,7 +25,7 @@ from terrace.data.chat import Mask
 from terrace.data.chat_encoder import Ids
 from terrace.data.tokens import encode_whole
 from terrace.model.decoder import IGNORE_INDEX, token_loss
-from terrace.model.facts import longest_row, refuse_looking_ahead, rope_limit, vocabulary_size
+from terrace.model.facts import longest_row, refuse_non_causal, rope_limit, vocabulary_size
 from terrace.train.trained import Trained
 
 _ROW_TOKENS = 2048  # most tokens of windows that run together
@@ -89,7 +89,7 @@ def evaluate_chats(
 
 
 def _checked_context(model: Trained, context: int | None) -> int:
-    refuse_looking_ahead(model.config)
+    refuse_non_causal(model.config)
     context = model.context if context is None else context
     if context < 1:
         raise ConfigError(f"context = {context} must be at least 1")

@@ -18,7 +18,7 @@ from terrace.data.batches import Batches
 from terrace.data.eval_batches import EvalBatches, eval_batches
 from terrace.data.prepared import compare_facts, prepare_eval_sources, prepare_sources
 from terrace.model.decoder import IGNORE_INDEX
-from terrace.model.facts import refuse_looking_ahead, vocabulary_size
+from terrace.model.facts import refuse_non_causal, vocabulary_size
 from terrace.train.config import RunConfig
 from terrace.train.evaluate import Evaluation, nats_of
 from terrace.train.runs import read_trained
@@ -75,7 +75,7 @@ def evaluate_own(
     model: Trained, sources: list[EvalBatches], progress: Callable[[Evaluation], None] | None = None
 ) -> Iterator[OwnEvaluation]:
     """Yields the result of each source as soon as it is computed. `progress` receives the running result."""
-    refuse_looking_ahead(model.config)
+    refuse_non_causal(model.config)
     device = next(model.blocks[0].parameters()).device
     for source in sources:
         nats, num_tokens, together = 0.0, 0, max(1, _ROW_TOKENS // source.sequence)

@@ -23,9 +23,9 @@ from terrace.program.report import StepReport
 from terrace.program.stages import blocks_by_stage
 from terrace.runtime.clock import wait_for
 from terrace.runtime.engine import Engine
-from terrace.runtime.experts.load import Load
 from terrace.runtime.objective import ignored_label
 from terrace.runtime.random_state import random_state, restored
+from terrace.runtime.routing.load import Load
 from terrace.simulate.step import Prediction, Step, predict_step
 from terrace.train.calibrate import measure, played_once
 

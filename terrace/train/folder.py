@@ -14,7 +14,6 @@ from terrace.base.fitting import parse_table
 from terrace.base.foreign import read_file, read_text
 from terrace.base.sealed import checksum, sealed_json
 from terrace.base.words import counted
-from terrace.model.block_operations import layer_operations
 from terrace.model.facts import vocabulary_size
 from terrace.model.hf.folder import (
     CHAT_TEMPLATE,
@@ -99,20 +98,17 @@ def check_weights(run: RunConfig) -> str:
     Raises `ModelError` unless the weights exist and fit the run's model.
     """
     if run.train.weights:
+        from terrace.model.hf.mixtures import refuse_unpublished_gate
         from terrace.model.hf.pretrained import Pretrained
 
-        gate, known = layer_operations(run.model).mixture.experts.gate, vocabulary_size(run.model)
-        if gate in ("noisy", "cosine"):
-            raise ModelError(
-                f"train.weights = {run.train.weights!r} has no router for gate = {gate!r}: leave the gate out, "
-                'or begin from scratch with --train.weights ""'
-            )
+        refuse_unpublished_gate(run.model, run.train.weights)
         weights = Pretrained(run.train.weights, run.model, adds_rows=True)
         weights.check()
         said = []
         if weights.lacks_score:
             said.append(f"{run.train.weights} has no score: its one output a token begins with small random values")
         if new := weights.num_new_rows:
+            known = vocabulary_size(run.model)
             if run.lora is not None:
                 raise ModelError(
                     f"model.vocab_size = {known}: {run.train.weights} has {known - new} "

@@ -22,7 +22,7 @@ _DISAGREE = 2.0  # times the predicted step, or a part of it, after which the pe
 
 
 class Gauges:
-    """Reads the engine's counters and writes the loads of its experts.
+    """Reads the engine's counters and writes the loads of its routers.
 
     If the second step and `predicted_s` disagree by more than twice, rank 0 measures the peak behind MFU again by
     `measure`, where it was measured at the start, and keeps the higher one; `note` receives the two.

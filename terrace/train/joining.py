@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from terrace.base.errors import ConfigError, PlanError
+from terrace.base.errors import ConfigError
 from terrace.base.schema import load
 from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
@@ -19,18 +19,12 @@ from terrace.comm.groups import Timeouts
 from terrace.launch.machines import boot_id, check_tiers
 from terrace.launch.start import detect, join
 from terrace.launch.watchdog import Watchdog, watch
-from terrace.model.blocks import operations_of
-from terrace.model.experts.balance import BalanceConfig
-from terrace.model.spec import BlockSpec
-from terrace.plan.expert_counts import experts_of
-from terrace.plan.plan import EXPERT_CHUNKS, Plan
+from terrace.model.balance import BalanceConfig
+from terrace.plan.plan import Plan
 from terrace.plan.presets import parse_plan
-from terrace.plan.validate import validate
 from terrace.runtime.gathered import gather_plain
 from terrace.runtime.islands import Island
 from terrace.runtime.settings import OptimizerConfig
-from terrace.simulate.footprint import work_of
-from terrace.simulate.step import Step, with_chunks
 from terrace.train.job import device_of
 from terrace.train.layers import section
 from terrace.train.patience import APART, Patience
@@ -143,40 +137,6 @@ def read_plan(
     # A master copy in fp32 would round fp64 parameters at every step.
     master = "fp64" if compute == "fp64" and "master" not in table else found.master
     return replace(found, compute=compute, master=master)  # type: ignore[arg-type]
-
-
-def resolved_plan(
-    cluster: Cluster,
-    plan: Plan,
-    blocks: Sequence[BlockSpec],
-    num_micros: int,
-    activation: tuple[int, int] | None,
-) -> tuple[Plan, str]:
-    """The plan with the chunks of experts that it leaves out, by the figures of the cluster and `plan.micro_batch`.
-
-    Without the length of a sequence, of `activation`, they stay left out: one chunk, as the note says. Raises
-    `PlanError` for a plan that does not suit the cluster or the blocks, and `ClusterError` for a dtype that the device
-    has no rate for.
-    """
-    if plan.expert_gaps == "auto":
-        raise PlanError('expert_gaps = "auto" is for commands: give a Trainer the shares that terrace simulate prints')
-    validate(cluster, plan, blocks)
-    missing = [name for name in EXPERT_CHUNKS if name not in plan.expert_chunks]
-    if not plan.experts or not missing or not any(map(experts_of, blocks)):
-        return plan, ""
-    if activation is None:
-        key = "expert_chunks" if len(missing) == len(EXPERT_CHUNKS) else f"expert_chunks.{missing[0]}"
-        return plan, f"{key} is left out and counts as 1; give activation=(sequence, hidden) to have it chosen"
-    sequence = activation[0]
-    step = Step(
-        cluster=cluster,
-        plan=plan,
-        blocks=tuple(blocks),
-        num_micros=num_micros,
-        sequence=sequence,
-        work=work_of(cluster, plan, operations_of(blocks), sequence),
-    )
-    return with_chunks(step).plan, ""
 
 
 def read_optimizer(optimizer: OptimizerConfig | Mapping[str, Any] | None, lr: float) -> OptimizerConfig:

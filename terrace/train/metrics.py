@@ -52,7 +52,7 @@ class StepRecord:
     quantisation_error: dict[str, MaybeNaN] = field(default_factory=dict)  # message class -> relative error
     router_losses: dict[str, MaybeNaN] = field(default_factory=dict)  # name in [balance] -> its mean over tokens
     pairs: dict[str, MaybeNaN] = field(default_factory=dict)  # accuracy and margin of pairs since the last such line
-    dropped: int | None = None  # choices of experts beyond their capacity
+    dropped: int | None = None  # choices of routers beyond a capacity
     tokens_per_s_per_device: float = 0.0
     mfu: float | None = None
     hfu: float | None = None
@@ -60,7 +60,7 @@ class StepRecord:
     memory_bytes: dict[str, int] = field(default_factory=dict)
     peak_memory_bytes: dict[str, int] = field(default_factory=dict)
     balance: float | None = None
-    load: dict[str, float] = field(default_factory=dict)  # of the experts of rank 0's stage: terrace.program.loads
+    load: dict[str, float] = field(default_factory=dict)  # of the routers of rank 0's stage: terrace.program.loads
     outer: dict[str, dict[str, MaybeNaN]] = field(default_factory=dict)
     loss_scale: float | None = None  # in fp16
     skipped: bool = False  # nothing was updated, since gradients were not finite in fp16

@@ -5,7 +5,6 @@ from dataclasses import replace
 from terrace.cluster.cluster import Cluster
 from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
-from terrace.plan.plan import Plan
 from terrace.simulate.footprint import work_of
 from terrace.simulate.step import Prediction, Step, predict_step, resolved
 from terrace.train.config import RunConfig
@@ -50,9 +49,7 @@ def step_of(run: RunConfig, cluster: Cluster | None = None) -> Step:
 
 
 def resolved_run(run: RunConfig) -> RunConfig:
-    """The run with a plan that names stages, chunks of experts and shares of gradients; raises `PlanError` for a plan
-    that cannot run.
-    """
+    """The run with a plan that leaves nothing out; raises `PlanError` for a plan that cannot run."""
     return replace(run, plan=step_of(run).plan)
 
 
@@ -70,14 +67,4 @@ def utilisation_of(run: RunConfig, cluster: Cluster, backend: str) -> Utilisatio
         cluster=run.cluster,
         measured=cluster,
         backend=backend,
-    )
-
-
-def gaps_words(asked: Plan, found: Plan) -> str:
-    """A line where shares of gradients were to be found and none are worth taking; "" otherwise."""
-    if asked.expert_gaps != "auto" or found.expert_gaps:
-        return ""
-    return (
-        'expert_gaps = "auto" takes none: no share of the gradients in the gaps of the experts makes a step noticeably '
-        "shorter"
     )

@@ -10,9 +10,9 @@ from terrace.base.errors import ConfigError, ModelError, PlanError, did_you_mean
 from terrace.base.words import counted
 from terrace.data.config import HOLDOUT
 from terrace.model.attention_kernel import AttentionCase, refusal
+from terrace.model.balance import BalanceConfig
 from terrace.model.block_operations import layer_operations
-from terrace.model.experts.balance import BalanceConfig
-from terrace.model.facts import has_scalar_head, layer_windows, longest_row, refuse_looking_ahead, rope_limit
+from terrace.model.facts import has_scalar_head, layer_windows, longest_row, refuse_non_causal, rope_limit
 from terrace.model.part_kernel import PARTS, Part, PartsCase, left_to_torch
 from terrace.model.part_kernel import refusal as parts_refusal
 from terrace.model.spec import BlockSpec
@@ -183,7 +183,7 @@ def check_evaluation(run: RunConfig) -> None:
     if train.keep_best and train.keep_best not in names:
         known = did_you_mean(train.keep_best, names)
         raise ConfigError(f"train.keep_best = {train.keep_best!r} names nothing that is evaluated{known}")
-    refuse_looking_ahead(run.model)
+    refuse_non_causal(run.model)
 
 
 def check_objective(run: RunConfig) -> None:

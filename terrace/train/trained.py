@@ -16,7 +16,6 @@ from terrace.data.tokenizer import BYTES, Tokenizer, load_tokenizer, trained_oth
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig, load_model, parse_model
 from terrace.model.decoder import build_blocks
-from terrace.model.experts.config import GATE_BIAS
 from terrace.model.facts import has_scalar_head, positions_of
 from terrace.model.hf.folder import CONFIG, TOKENIZER, adapter_words, holds_weights
 from terrace.model.hf.pretrained import Pretrained
@@ -98,10 +97,13 @@ def with_values(
     Raises `CheckpointError` naming a parameter with inf or nan.
     """
     blocks = build_blocks(config)
-    wanted = dict(zip(names or [spec.name for spec in block_specs(config)], blocks, strict=True))
+    specs = block_specs(config)
+    wanted = dict(zip(names or [spec.name for spec in specs], blocks, strict=True))
+    # Rounding would take the steps away by which counts move a parameter.
+    moved = {param.name for spec in specs for param in spec.params if param.is_moved}
     replacements: dict[int, nn.Parameter] = {}
     for block, name, value in values:
-        given = value.to(device, torch.promote_types(dtype, torch.float32) if name == GATE_BIAS else dtype)
+        given = value.to(device, torch.promote_types(dtype, torch.float32) if name in moved else dtype)
         if not is_finite(given):
             raise not_finite(where, f"{block}.{name}")
         # Keyed by identity, so that a tied parameter is replaced in every place.

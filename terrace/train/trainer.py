@@ -22,8 +22,8 @@ from terrace.checkpoint.parts import parts_of, slices_of
 from terrace.checkpoint.reading import Checkpoint, resume
 from terrace.checkpoint.writing import save
 from terrace.cluster.cluster import Cluster
+from terrace.model.balance import BalanceConfig
 from terrace.model.decoder import IGNORE_INDEX, token_loss
-from terrace.model.experts.balance import BalanceConfig
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import is_context_parallel
 from terrace.plan.mesh import Mesh
@@ -38,7 +38,8 @@ from terrace.runtime.step_sums import StepResult
 from terrace.train.cut import check_same, eval_passes, micro_batches
 from terrace.train.evaluated import Evaluated, evaluated
 from terrace.train.first_step import CheckedLoss, FirstStep, Loss, predict
-from terrace.train.joining import find_world, read_balance, read_cluster, read_optimizer, read_plan, resolved_plan
+from terrace.train.joining import find_world, read_balance, read_cluster, read_optimizer, read_plan
+from terrace.train.token_chunks import resolved_plan
 from terrace.train.trainer_report import TrainerReport
 from terrace.train.user_blocks import declared_of, hidden_dims, move_buffers, named, places, spread
 
@@ -62,13 +63,13 @@ class Trainer:
     - `local_batches`: `step` receives this rank's part of the batch, the same on all ranks with one data rank;
       otherwise it receives the whole batch, the same on every rank.
     - `activation=(sequence, hidden)`: the shape of the tensor between blocks, for one sample. A pipeline and a context
-      axis need it; with experts on several ranks, the numbers of chunks are chosen from it.
+      axis need it; with stacks on several ranks, the numbers of chunks are chosen from it.
     - `declared`: the meaning of parameters' dims, which a tensor and a context axis need, as they need blocks of
       `terrace.model.decoder`; blocks of `terrace.blocks_of` with a declaration serve, too, and bring their own.
     - `broadcast`: rank 0's values of parameters and buffers go to all ranks first, so that no seed is needed.
     - `predict`: time the blocks and the links during the first step, about a second, to predict the following steps.
     - `timeout_s`: under a launcher, how long a rank may stand still before the culprit is named.
-    - `balance`: keys of the section `[balance]` of a run, for blocks with routers of experts; `seed` draws their noise.
+    - `balance`: keys of the section `[balance]` of a run, for blocks with routers; `seed` draws their noise.
 
     Under torchrun, srun or mpirun the trainer joins the world; a world that the user has joined is used as it is. Every
     rank makes the trainer and calls its methods at the same points. Raises a `TerraceError` for a setup that cannot

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from terrace.cli.main import main
+from terrace.plan.gaps import gaps_words
 from terrace.report.run_folder import run_view
 from terrace.report.sides import side_of_run
 from terrace.report.tables import utilisation
-from terrace.train.prediction import gaps_words, resolved_run
+from terrace.train.prediction import resolved_run
 from terrace.train.resolve import resolve
 from tests.support.records import step_record, write_metrics
 from tests.support.tiny_runs import MODEL, write_run

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from terrace.base.errors import ConfigError
-from terrace.model.experts.balance import BalanceConfig
+from terrace.model.balance import BalanceConfig
 from terrace.model.experts.capacity import bounded, capacities
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.experts.even import drawn, rows_to_units

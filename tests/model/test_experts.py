@@ -14,7 +14,7 @@ from terrace.model.decoder import build_blocks
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.experts.gates import best, sigmoid
 from terrace.model.experts.mixture import Mixture
-from terrace.model.experts.products import Order, collect, spread
+from terrace.model.grouped import Order, collect, spread
 from terrace.model.lora.config import LoraConfig, targets
 
 HIDDEN, INNER, EXPERTS, CHOSEN = 24, 20, 8, 3
@@ -34,13 +34,13 @@ GROUPED = replace(PLAIN, gate="sigmoid", scale=1.5, num_groups=4, kept_groups=2,
 SHARED = replace(PLAIN, normalized=False, shared_size=28, shared_gate=True)
 
 
-def with_experts(experts: ExpertsConfig) -> ModelConfig:
+def with_stacks(experts: ExpertsConfig) -> ModelConfig:
     return replace(DENSE, experts=experts)
 
 
 def filled(experts: ExpertsConfig, dtype: torch.dtype = torch.float32) -> Mixture:
     torch.manual_seed(1)
-    mixture = Mixture(with_experts(experts), dtype=dtype)
+    mixture = Mixture(with_stacks(experts), dtype=dtype)
     for param in mixture.parameters():
         nn.init.normal_(param, 0.0, 0.3)
     if mixture.router.bias is not None:
@@ -53,7 +53,7 @@ def filled(experts: ExpertsConfig, dtype: torch.dtype = torch.float32) -> Mixtur
     [PLAIN, GROUPED, SHARED, replace(GROUPED, dense_layers=(0, 2)), replace(PLAIN, num_experts=1, per_token=1)],
 )
 def test_modules_have_the_parameters_that_specs_declare(experts: ExpertsConfig) -> None:
-    config = with_experts(experts)
+    config = with_stacks(experts)
     for spec, block in zip(block_specs(config), build_blocks(config), strict=True):
         found = [(name, tuple(param.shape)) for name, param in block.named_parameters()]
         assert found == [(param.name, param.shape) for param in spec.params]
@@ -205,10 +205,10 @@ def test_rows_there_and_back() -> None:
 
 
 def test_cost_counts_the_experts_of_a_token() -> None:
-    config = with_experts(replace(SHARED, dense_layers=(1,)))
+    config = with_stacks(replace(SHARED, dense_layers=(1,)))
     expert = 3 * HIDDEN * INNER
     assert num_params(config) - num_active_params(config) == 2 * (EXPERTS - CHOSEN) * expert
-    whole = with_experts(replace(SHARED, per_token=EXPERTS, dense_layers=(1,)))
+    whole = with_stacks(replace(SHARED, per_token=EXPERTS, dense_layers=(1,)))
     assert [forward_flops(whole, block, 2, 5) - forward_flops(config, block, 2, 5) for block in range(5)] == [
         0,
         *(2 * 10 * (EXPERTS - CHOSEN) * expert * mixture for mixture in (1, 0, 1)),
@@ -234,11 +234,11 @@ def test_cost_counts_the_experts_of_a_token() -> None:
 )
 def test_what_is_no_mixture(changed: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelError, match=said):
-        with_experts(replace(PLAIN, **changed))
+        with_stacks(replace(PLAIN, **changed))
 
 
 def test_adapters_on_experts_are_refused() -> None:
-    specs = block_specs(with_experts(SHARED))
+    specs = block_specs(with_stacks(SHARED))
     for pattern in ("layers.*", "layers.1.mlp.router.weight", "*.mlp.down.weight"):
         with pytest.raises(ModelError, match="adapters on experts or their router are not implemented: name other"):
             targets(specs, LoraConfig(rank=2, targets=(pattern,)))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from terrace.model.experts.balance import BalanceConfig
+from terrace.model.balance import BalanceConfig
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.experts.gating import Gating, Kept, Passage
 from terrace.model.experts.mixture import Router

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from terrace.base.errors import ConfigError
-from terrace.model.experts.balance import FIGURES, BalanceConfig
+from terrace.model.balance import FIGURES, BalanceConfig
 from terrace.model.experts.gating import Gating, Passage
 from terrace.model.experts.losses import add_losses, choices_by_sequence, loads_of, share_loss, z_loss
 from terrace.model.experts.mixture import Mixture

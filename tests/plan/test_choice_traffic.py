@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from terrace.model.balance import BalanceConfig
 from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
-from terrace.model.experts.balance import BalanceConfig
 from terrace.plan.balance_rules import telling_choices
 from terrace.plan.presets import preset
 from terrace.plan.wire import MessageClass

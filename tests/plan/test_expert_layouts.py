@@ -68,9 +68,9 @@ def test_experts_have_fewer_holders(name: str) -> None:
     plan = PLANS[name]
     block, mesh = sliced(plan)
     router, experts = block.params
-    assert mesh.experts is not None
+    assert mesh.divides_stacks
     stage = CLUSTER.world_size // mesh.total("pipeline")
-    degree, rows = mesh.experts.total("expert"), mesh.experts.total("rows")
+    degree, rows = mesh.stacks.total("expert"), mesh.stacks.total("rows")
     assert router.shape == (EXPERTS, HIDDEN)
     assert experts.shape == (EXPERTS // degree, INNER // rows, HIDDEN)
     held = Counter(
@@ -84,10 +84,10 @@ def test_experts_have_fewer_holders(name: str) -> None:
     assert flats["router"].layout.degree == stage
     assert flats["experts"].layout.degree == stage // (degree * rows)
     for rank in range(CLUSTER.world_size):
-        assert mesh.stage(rank) == mesh.experts.stage(rank)
+        assert mesh.stage(rank) == mesh.stacks.stage(rank)
         peers = {peer for tier in range(3) for peer in flats["experts"].layout.peers(rank, tier)}
         assert all(rank_slices(experts, mesh, peer) == rank_slices(experts, mesh, rank) for peer in peers)
-        assert set(mesh.experts.members(rank, STAGE)) == set(mesh.members(rank, STAGE))
+        assert set(mesh.stacks.members(rank, STAGE)) == set(mesh.members(rank, STAGE))
 
 
 def test_without_a_table_tensor_rows_hold_all_experts() -> None:

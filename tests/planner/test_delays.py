@@ -10,9 +10,9 @@ from tests.support.planner_cases import evaluator_of, mesh_of
 
 QWEN = Task(model=QWEN3_30B, cluster=load_cluster("dgx-h100").resized(2048), batch=4096, sequence=4096)
 # Degrees of (data, tensor, context, pipeline) on the nodes and between them.
-IN_RINGS = mesh_of((2, 1, 4, 1), (256, 1, 1, 8)).with_experts((8, 4), (1, 1))
-ON_ROWS = mesh_of((2, 4, 1, 1), (256, 1, 1, 8)).with_experts((8, 4), (1, 1))
-IN_NODES = mesh_of((4, 1, 2, 1), (128, 1, 1, 16)).with_experts((8, 1), (1, 1))
+IN_RINGS = mesh_of((2, 1, 4, 1), (256, 1, 1, 8)).with_stacks((8, 4), (1, 1))
+ON_ROWS = mesh_of((2, 4, 1, 1), (256, 1, 1, 8)).with_stacks((8, 4), (1, 1))
+IN_NODES = mesh_of((4, 1, 2, 1), (128, 1, 1, 16)).with_stacks((8, 1), (1, 1))
 GRADS_INSIDE, ALL_GRADS = Placement(-1, 0, 1), Placement(-1, -1, 1)
 
 

@@ -30,12 +30,12 @@ LARGE_HEAD = gpt(4, 1024, 8, vocab=200_000, positions=512)
 SMALL_EXPERTS = replace(PLAIN, intermediate_size=64)
 
 
-def with_experts(dense_layers: tuple[int, ...] = ()) -> ModelConfig:
+def with_stacks(dense_layers: tuple[int, ...] = ()) -> ModelConfig:
     sizes = {"vocab_size": 200_000, "hidden_size": 1024, "intermediate_size": 2048}
     return mixture(SMALL_EXPERTS, layers=4, dense_layers=dense_layers, **sizes)
 
 
-EXPERTS, DENSE_FIRST = with_experts(), with_experts((0,))
+EXPERTS, DENSE_FIRST = with_stacks(), with_stacks((0,))
 MODELS = {
     "dense": small_task(CLUSTERS["dgx 2x3"], batch=6, model=LARGE_HEAD),
     "experts": small_task(CLUSTERS["dgx 2x3"], batch=6, model=EXPERTS),
@@ -102,7 +102,7 @@ def test_an_end_without_a_layer_waits_while_it_would_be_idle(
 ) -> None:
     """The table's gradients, reduced after every micro-batch, take longer than its look-ups, and nothing waits."""
     task = small_task(sized("dgx-a100", 4, 3), batch=24, model=EXPERTS)
-    mesh = mesh_of((2, 1, 1, 2), (1, 1, 1, 3)).with_experts(*experts)
+    mesh = mesh_of((2, 1, 1, 2), (1, 1, 1, 3)).with_stacks(*experts)
     candidate, evaluator = Candidate(0, 1, schedule, 1, 2, Placement(-1, 0, 0), mesh), evaluator_of(task)
     ranked, played = evaluator.evaluate(candidate), evaluator.played(candidate)
     assert played.stages == (1,) * 6
@@ -183,7 +183,7 @@ def test_no_split_has_shorter_delays_of_experts_than_the_least(
     """Of layers that cost from as much as the logits to a hundredth of it."""
     delays, split = EVALUATOR.bounds.chains.delays, EVALUATOR.bounds.split
     chunks = 2 if schedule in ("interleaved", "zbv") else 1
-    mesh = mesh_of((6 // num_stages, num_rows, 1, num_stages)).with_experts((2,), (1,))
+    mesh = mesh_of((6 // num_stages, num_rows, 1, num_stages)).with_stacks((2,), (1,))
     contents = split.contents(
         split.counts([(0.0, 0.0, 0.0), (layer_s, 0.0, 0.0), (1.0, 0.0, 0.0)], num_stages * chunks)
     )

@@ -8,10 +8,11 @@ from terrace.base.errors import PlanError
 from terrace.cluster.presets import load_cluster
 from terrace.model.config import ModelConfig
 from terrace.plan.mesh import Mesh
+from terrace.planner.divisions import stack_forms
 from terrace.planner.explain import reasons
 from terrace.planner.pins import parse_pins
 from terrace.planner.search import find
-from terrace.planner.space import Space, expert_forms
+from terrace.planner.space import Space
 from terrace.planner.task import Task, plan_of
 from terrace.planner.unsatisfied import unsatisfied
 from terrace.report.plans import plan_words
@@ -36,7 +37,7 @@ from tests.support.planner_cases import CLUSTERS, MIXED, SMALL, small_task
 def test_the_search_equals_trying_everything(name: str, axes: tuple[str, ...], batch: int) -> None:
     everything = check_search(small_task(CLUSTERS[name], batch=batch, model=MIXED), axes)
     # Both searches would agree on nothing, too.
-    divided = [each.candidate.mesh for each in everything if each.candidate.mesh.experts is not None]
+    divided = [each.candidate.mesh for each in everything if each.candidate.mesh.divides_stacks]
     for axis in axes:
         assert any(mesh.total(axis) > 1 for mesh in divided), axis
 
@@ -51,12 +52,12 @@ def test_divisions_of_experts() -> None:
     """8 experts of inner size 40: rows on the innermost tier, experts around them, tier by tier."""
     space = Space(task=small_task(CLUSTERS["dgx 4x2"], model=MIXED))
     whole = Mesh.build(2, data=(4, 2))
-    found = {whole.with_experts(*form).expert_degrees for form in expert_forms(space, whole)}
+    found = {whole.with_stacks(*form).stack_degrees for form in stack_forms(space, whole)}
     assert found == {(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2), (4, 2), (1, 4), (2, 4)}
-    tables = [whole.with_experts(*form).expert_table(["node", "system"]) for form in expert_forms(space, whole)]
+    tables = [whole.with_stacks(*form).stack_table(["node", "system"]) for form in stack_forms(space, whole)]
     assert {"node": {"rows": 2, "expert": 2}, "system": {"expert": 2}} in tables
     assert {"system": {"expert": 2}} not in tables
-    assert {mesh.experts for mesh in meshes(Space(task=small_task(CLUSTERS["dgx 4x2"], model=SMALL)))} == {None}
+    assert {mesh.apart for mesh in meshes(Space(task=small_task(CLUSTERS["dgx 4x2"], model=SMALL)))} == {None}
 
 
 def test_pins_of_experts() -> None:

@@ -8,7 +8,7 @@ from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
 from terrace.plan.presets import preset
 from terrace.planner.expert_tiers import alternatives
-from terrace.report.experts import experts_words
+from terrace.report.routing import division_words
 from terrace.simulate.footprint import work_of
 from terrace.simulate.step import Step
 from tests.support.mixtures import PLAIN, mixture
@@ -52,4 +52,4 @@ def test_the_other_order_of_chunks_is_priced(ahead: int, other: str) -> None:
     predicted = found[other]
     assert predicted is not None
     assert predicted.step.plan.expert_chunks == {"forward": 4, "backward": 2, "ahead": 4 - ahead}
-    assert ("3 of them ahead" in experts_words(plan)) == (ahead == 3)
+    assert ("3 of them ahead" in division_words(plan)) == (ahead == 3)

@@ -109,7 +109,7 @@ def test_a_group_computes_no_longer_than_any_form_of_its_members(name: str) -> N
 def _divided_as(space: Space, group: Group, mesh: Mesh) -> Group:
     if not group.shape.divides:
         return group
-    return next(each for each in divided_groups(space, group) if each.shape.mesh.experts == mesh.experts)
+    return next(each for each in divided_groups(space, group) if each.shape.mesh.apart == mesh.apart)
 
 
 @pytest.mark.parametrize("name", [name for name in TASKS if name.startswith("mixed")])
@@ -122,7 +122,7 @@ def test_a_group_is_bounded_by_the_least_of_its_divisions(name: str) -> None:
     for group in groups_of(space, evaluator):
         shapes = {OpenMesh(mesh) for shape, _ in group.members for mesh in closed(space, shape)}
         divided = divided_groups(space, group)
-        assert {each.shape.mesh.experts for each in divided} == {shape.mesh.experts for shape in shapes}
+        assert {each.shape.mesh.apart for each in divided} == {shape.mesh.apart for shape in shapes}
         numbers = group.micro_batch, group.recompute, group.num_micros > 1
         least = works.of(group.shape, *numbers, context=False, exact=False)
         schedule = schedules(space, group.shape.mesh.total("pipeline"))

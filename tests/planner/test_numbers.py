@@ -7,8 +7,8 @@ import pytest
 
 from terrace.base.errors import PlanError
 from terrace.plan.plan import Plan
+from terrace.planner.divisions import divisors
 from terrace.planner.ranking import TIE
-from terrace.planner.space import divisors
 from terrace.simulate.advice import Job, fullest_stage
 from terrace.simulate.step import predict_step
 from terrace.train.config import RunConfig

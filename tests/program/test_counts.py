@@ -96,7 +96,7 @@ def test_damage_is_named() -> None:
             verify(replace(program, instructions=tuple(instructions)))
     cluster = cluster_of(2)
     dense = build(cluster, preset("ddp", cluster), block_specs(replace(mixture(), experts=None)), 1, 16)
-    with pytest.raises(ProgramError, match="no block of the stage has experts"):
+    with pytest.raises(ProgramError, match="no block of the stage has a router"):
         verify(edited(dense, COUNT, before=Instruction(Op.CLIP)))
 
 

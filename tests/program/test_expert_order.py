@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from terrace.plan.in_block_messages import ExpertMessage
+from terrace.plan.in_block_messages import RoutedMessage
 from terrace.plan.wire import MessageClass
-from terrace.program.block_program.experts import expert_steps
+from terrace.program.block_program.routed import expert_steps
 from terrace.program.block_program.steps import Send
 from tests.support.expert_traffic import traffic_of
 
@@ -19,7 +19,7 @@ def on_lanes(backward: bool = False, **sizes: Any) -> list[str]:
     lanes: list[list[str]] = [[], []]
     for step in expert_steps(traffic_of(8, (2, 8), 4, **sizes))[backward]:
         for message in step.messages if isinstance(step, Send) else ():
-            assert isinstance(message, ExpertMessage)
+            assert isinstance(message, RoutedMessage)
             if message.message_class is not MessageClass.ROUTE:
                 lanes[message.tier].append(f"{message.message_class.value[0]}{message.chunk + 1}")
     return [" ".join(lane) for lane in lanes]

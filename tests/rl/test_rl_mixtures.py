@@ -15,7 +15,7 @@ from terrace.data.batches import Batches, Source
 from terrace.data.pair_tokens import prepare_pairs
 from terrace.data.tokenizer import ByteTokenizer
 from terrace.launch.start import LocalPool, World
-from terrace.model.experts.balance import BalanceConfig
+from terrace.model.balance import BalanceConfig
 from terrace.model.experts.mixture import Router
 from terrace.program.lowering import build
 from terrace.rl.algorithms.aggregation import Aggregation

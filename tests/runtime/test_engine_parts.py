@@ -12,7 +12,7 @@ from terrace.checkpoint.parts import parts_of, slices_of
 from terrace.checkpoint.reading import Checkpoint, restore
 from terrace.checkpoint.reshard import hand_over
 from terrace.checkpoint.writing import save
-from terrace.model.experts.balance import BalanceConfig
+from terrace.model.balance import BalanceConfig
 from terrace.plan.presets import PRESETS, preset
 from terrace.program import lowering
 from terrace.program.lowering import build, forward_programs, restoring_program
@@ -21,10 +21,10 @@ from terrace.runtime.clock import make_clock
 from terrace.runtime.comm import Comm
 from terrace.runtime.describe import describe, with_dims
 from terrace.runtime.engine import Engine
-from terrace.runtime.experts.load import Load
-from terrace.runtime.experts.passages import Passages
 from terrace.runtime.linear import WeightGradients
 from terrace.runtime.model_state import ModelState
+from terrace.runtime.routing.load import Load
+from terrace.runtime.routing.passages import Passages
 from terrace.runtime.step_runner import StepRunner
 from tests.support.parity import ADAMW, exact, flatten
 from tests.support.totals import verify

@@ -15,14 +15,14 @@ from torch import Tensor
 from terrace.model.experts.gates import Choice
 from terrace.model.experts.mixture import Mixture
 from terrace.plan.expert_traffic import spans_of
-from terrace.plan.in_block_messages import ExpertMessage
+from terrace.plan.in_block_messages import RoutedMessage
 from terrace.plan.wire import FORMATS, MessageClass, WireFormat
-from terrace.program.block_program.experts import expert_steps
+from terrace.program.block_program.routed import expert_steps
 from terrace.program.block_program.steps import Await, Compute, Send
-from terrace.runtime.experts.crossing import Crossing
-from terrace.runtime.experts.route import count_prefixes, route_of
-from terrace.runtime.experts.way import Way
 from terrace.runtime.in_block_comm import InBlockComm
+from terrace.runtime.routing.crossing import Crossing
+from terrace.runtime.routing.route import count_prefixes, route_of
+from terrace.runtime.routing.way import Way
 from terrace.simulate.chunks import Numbers
 from tests.support.expert_traffic import traffic_of
 from tests.support.mixtures import GROUPED, PLAIN, mixture
@@ -38,37 +38,37 @@ class ThreadRank:
     place: Place
     num_wide: int
     mail: "dict[tuple[Place, Place], Queue[Tensor]]"
-    declared: list[tuple[ExpertMessage, int]] = field(default_factory=list)
-    sent: list[tuple[ExpertMessage, int]] = field(default_factory=list)
+    declared: list[tuple[RoutedMessage, int]] = field(default_factory=list)
+    sent: list[tuple[RoutedMessage, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         ended = SimpleNamespace(wait=lambda: None)
 
-        def submit(work: Any, _: ExpertMessage, after: Any = None) -> Any:
+        def submit(work: Any, _: RoutedMessage, after: Any = None) -> Any:
             work()
             return SimpleNamespace(ticket=ended)
 
-        nothing = SimpleNamespace(submit=submit, wait=lambda *_: None, computes=lambda *_: None, fill=lambda _: None)
+        nothing = SimpleNamespace(submit=submit, wait=lambda *_: None, computes=lambda *_: None, fill=lambda *_: None)
         self.in_block = cast(InBlockComm, nothing)
 
-    def wire(self, message: ExpertMessage) -> WireFormat:
+    def wire(self, message: RoutedMessage) -> WireFormat:
         return FP64
 
-    def code(self, message: ExpertMessage, rows: Tensor) -> Tensor:
+    def code(self, message: RoutedMessage, rows: Tensor) -> Tensor:
         return rows.contiguous().view(torch.uint8)
 
-    def read(self, message: ExpertMessage, coded: Tensor, dtype: torch.dtype) -> Tensor:
+    def read(self, message: RoutedMessage, coded: Tensor, dtype: torch.dtype) -> Tensor:
         return coded.view(dtype)
 
-    def peers(self, message: ExpertMessage) -> tuple[int, ...]:
+    def peers(self, message: RoutedMessage) -> tuple[int, ...]:
         return ()
 
-    def declare(self, message: ExpertMessage, ways: Sequence[Way]) -> None:
+    def declare(self, message: RoutedMessage, ways: Sequence[Way]) -> None:
         hops = [next(h for h in way.hops if (h.tier, h.copies) == (message.tier, message.copies)) for way in ways]
         there = message.message_class is MessageClass.DISPATCH
         self.declared.append((message, sum(hop.sent if there else hop.returned for hop in hops)))
 
-    def exchange(self, message: ExpertMessage, sent: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+    def exchange(self, message: RoutedMessage, sent: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
         level = _level(self, message)
         peers = [(*self.place[:level], unit, *self.place[level + 1 :]) for unit in range(len(sends))]
         self.sent.append((message, len(sent)))
@@ -81,7 +81,7 @@ class ThreadRank:
         return received
 
 
-def _level(rank: ThreadRank, message: ExpertMessage) -> int:
+def _level(rank: ThreadRank, message: RoutedMessage) -> int:
     # Places count from the outside, tiers from the inside; rows come behind the ranks of different experts.
     return (len(rank.place) if message.copies else rank.num_wide) - 1 - message.tier
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from terrace.plan.in_block_messages import ExpertMessage
+from terrace.plan.in_block_messages import RoutedMessage
 from terrace.plan.wire import MessageClass
-from terrace.runtime.experts.route import HopRows, count_prefixes, route_of
+from terrace.runtime.routing.route import HopRows, count_prefixes, route_of
 from tests.support.expert_traffic import traffic_of
 
 Place = tuple[int, ...]
@@ -112,6 +112,6 @@ def test_the_formula_is_the_average(wide: Place, rows: Place) -> None:
     traffic = traffic_of(tokens, (per_token, num_experts), hidden, expert=wide[::-1], rows=rows[::-1])
     for number, (tier, copies) in enumerate(traffic.way):
         mean = sum(hops[number].sent for hops in found) / len(found)
-        ((at, num_bytes),) = traffic.sends(ExpertMessage(MessageClass.DISPATCH, tier, copies, backward=True))
+        ((at, num_bytes),) = traffic.sends(RoutedMessage(MessageClass.DISPATCH, tier, copies, backward=True))
         assert at == tier
         assert num_bytes == pytest.approx(mean * hidden * 4, rel=0.02)

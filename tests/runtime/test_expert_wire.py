@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from terrace.comm import codecs
-from terrace.plan.in_block_messages import ExpertMessage
+from terrace.plan.in_block_messages import RoutedMessage
 from terrace.plan.wire import FORMATS, MessageClass, WireFormat, parse_format
-from terrace.runtime.experts.route import count_prefixes, route_of
-from terrace.runtime.experts.way import Chunk, Way
+from terrace.runtime.routing.route import count_prefixes, route_of
+from terrace.runtime.routing.way import Chunk, Way
 from tests.support.expert_traffic import traffic_of
 
 Place = tuple[int, ...]
@@ -44,10 +44,10 @@ class ThreadCarrier:
     num_coded: int = 0
     sent: dict[int, int] = field(default_factory=dict)  # bytes by tier
 
-    def wire(self, message: ExpertMessage) -> WireFormat:
+    def wire(self, message: RoutedMessage) -> WireFormat:
         return self.wires[message.tier]
 
-    def code(self, message: ExpertMessage, rows: Tensor) -> Tensor:
+    def code(self, message: RoutedMessage, rows: Tensor) -> Tensor:
         self.num_coded += 1
         wire = self.wire(message)
         if not wire.block:
@@ -56,7 +56,7 @@ class ThreadCarrier:
         codecs.encode(rows, wire, coded)
         return coded
 
-    def read(self, message: ExpertMessage, coded: Tensor, dtype: torch.dtype) -> Tensor:
+    def read(self, message: RoutedMessage, coded: Tensor, dtype: torch.dtype) -> Tensor:
         wire = self.wire(message)
         if not wire.block:
             return coded.view(DTYPES[wire.codec]).to(dtype)
@@ -64,7 +64,7 @@ class ThreadCarrier:
         codecs.decode(coded, wire, rows)
         return rows
 
-    def exchange(self, message: ExpertMessage, sent: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+    def exchange(self, message: RoutedMessage, sent: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
         level = len(self.place) - 1 - message.tier
         peers = [(*self.place[:level], unit, *self.place[level + 1 :]) for unit in range(len(sends))]
         self.sent[message.tier] = self.sent.get(message.tier, 0) + sent.nbytes
@@ -103,7 +103,7 @@ def factor(place: Place) -> float:
 def gone(chunk: Chunk, tiers: Sequence[int], message_class: MessageClass, *, backward: bool) -> tuple[Tensor, ...]:
     """The parts of a chunk after a message over each of `tiers`."""
     for tier in tiers:
-        chunk.go(ExpertMessage(message_class, tier, backward=backward))
+        chunk.go(RoutedMessage(message_class, tier, backward=backward))
     return chunk.parts
 
 
@@ -208,7 +208,7 @@ def test_bytes_are_rows_times_the_bytes_of_a_row(wires: tuple[str, str]) -> None
     # A scale of two bytes for each block, then the codes, in whole 16 bytes.
     row = {"fp32": 160, "bf16": 80, "fp8": 48, "int8:16": 48}
     for tier, message_class, backward in product((0, 1), (MessageClass.DISPATCH, MessageClass.COMBINE), (False, True)):
-        message = ExpertMessage(message_class, tier, backward=backward)
+        message = RoutedMessage(message_class, tier, backward=backward)
         dispatch = message_class is MessageClass.DISPATCH
         beside = PER_TOKEN * (8 if not backward else 0) if dispatch else PER_TOKEN * (4 if backward else 0)
         name = wires[tier if dispatch else 1 - tier]
@@ -216,7 +216,7 @@ def test_bytes_are_rows_times_the_bytes_of_a_row(wires: tuple[str, str]) -> None
         assert found == pytest.approx(plain / (160 + beside) * (row[name] + beside), rel=1e-3)
         assert (traffic.coding_bytes(message) > 0) == (name in ("fp8", "int8:16"))
     # Two tiers of one format code once and decode once: as much as the outer one codes and the inner one decodes.
-    both = [traffic.coding_bytes(ExpertMessage(MessageClass.DISPATCH, tier)) for tier in (0, 1)]
+    both = [traffic.coding_bytes(RoutedMessage(MessageClass.DISPATCH, tier)) for tier in (0, 1)]
     if wires == ("fp8", "fp8"):
         tokens, arrived = 1000, 1000 * traffic.units_of(4)
         assert sum(both) == pytest.approx((tokens + arrived) * (160 + 48))

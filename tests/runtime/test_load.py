@@ -12,9 +12,9 @@ from terrace.base.errors import ProgramError
 from terrace.checkpoint.layout import Files, encode, manifest_of
 from terrace.checkpoint.parts import CHOICES
 from terrace.checkpoint.reading import Checkpoint, lacks_choices
+from terrace.model.balance import BalanceConfig
 from terrace.model.blocks import block_specs
 from terrace.model.decoder import build_blocks
-from terrace.model.experts.balance import BalanceConfig
 from terrace.model.experts.config import Gate
 from terrace.model.experts.mixture import Mixture, Router
 from terrace.model.experts.tally import Tally
@@ -22,8 +22,8 @@ from terrace.plan.presets import preset
 from terrace.program.loads import Loads
 from terrace.program.lowering import build
 from terrace.runtime.batch import Batch
-from terrace.runtime.experts.load import Load
-from terrace.runtime.experts.passages import Passages
+from terrace.runtime.routing.load import Load
+from terrace.runtime.routing.passages import Passages
 from terrace.runtime.settings import OptimizerConfig
 from tests.support.mixtures import PLAIN, mixture
 from tests.support.toys import cluster_of

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from terrace.model.experts.products import grouped_linear
+from terrace.model.grouped import grouped_linear
 from terrace.runtime.linear import WeightGradients
 from terrace.runtime.scaled_linear import ScaledMatrix
 from terrace.runtime.scaling import Scaling

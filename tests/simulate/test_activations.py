@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from terrace.base.errors import PlanError
 from terrace.model import pair_kernels
 from terrace.model.attention import SHORT_SEQUENCE
+from terrace.model.balance import BalanceConfig
 from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig, parse_model
 from terrace.model.decoder import DecoderLayer, build_blocks, token_loss
-from terrace.model.experts.balance import BalanceConfig
 from terrace.model.experts.gating import Gating, Kept, Passage
 from terrace.model.experts.mixture import Router
 from terrace.model.init import initialise

@@ -16,12 +16,12 @@ from terrace.model.config import ModelConfig
 from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
-from terrace.program.block_program.experts import expert_steps
+from terrace.program.block_program.routed import expert_steps
 from terrace.program.instruction import Op
 from terrace.simulate.chunks import Layer, Numbers, best_chunks
-from terrace.simulate.experts import ExpertSeconds, alone_s, pass_steps
 from terrace.simulate.footprint import work_of
 from terrace.simulate.inside import InBlockPrices
+from terrace.simulate.routed import RoutedSeconds, alone_s, pass_steps
 from terrace.simulate.step import Step, predict_step, resolved
 from tests.support.expert_traffic import traffic_of
 from tests.support.mixtures import MIXTRAL, PLAIN, mixture
@@ -70,9 +70,9 @@ def test_a_layer_alone_is_its_program_played(degrees: dict[str, tuple[int, ...]]
     traffic = traffic_of(64, (2, 8), 32, expert=lines["expert"], rows=lines["rows"], shares=shares)
     cluster = cluster_of(1e9)
 
-    def seconds_of(traffic: ExpertTraffic) -> ExpertSeconds:
+    def seconds_of(traffic: ExpertTraffic) -> RoutedSeconds:
         pieces = traffic.pieces
-        return ExpertSeconds((3e-5, 4e-5 + pieces * 1e-6, 5e-5), (1e-5, 2e-5, 3e-5), pieces, traffic.chunks[True])
+        return RoutedSeconds((3e-5, 4e-5 + pieces * 1e-6, 5e-5), (1e-5, 2e-5, 3e-5), pieces, traffic.chunks[True])
 
     layer = Layer(cluster, traffic, seconds_of)
     for numbers in IN_ORDERS:
@@ -163,7 +163,7 @@ def test_the_choice_for_fsmoes_layers_is_the_best_that_is_played_and_of_its_clos
     assert max(gains) > 1.05
 
 
-def _products(layer: fsmoe.Layer, traffic: ExpertTraffic) -> ExpertSeconds:
+def _products(layer: fsmoe.Layer, traffic: ExpertTraffic) -> RoutedSeconds:
     # A backward that costs nothing leaves the choice to the forward.
     pieces = traffic.pieces
-    return ExpertSeconds((pieces * layer.products_s(pieces), 0.0, 0.0), pieces=pieces, chunks=traffic.chunks[True])
+    return RoutedSeconds((pieces * layer.products_s(pieces), 0.0, 0.0), pieces=pieces, chunks=traffic.chunks[True])

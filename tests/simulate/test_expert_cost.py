@@ -13,9 +13,9 @@ from terrace.model.blocks import block_specs, forward_flops
 from terrace.model.experts.config import ExpertsConfig
 from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.simulate.activations import activations_of
-from terrace.simulate.experts import priced_experts
 from terrace.simulate.layers import block_seconds, seconds_of
 from terrace.simulate.mixture import even_loads
+from terrace.simulate.routed import priced_experts
 from terrace.simulate.work import Work
 from tests.support.mixtures import EXPERTS, GROUPED, PLAIN, SHARED, mixture
 

@@ -16,22 +16,22 @@ from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
-from terrace.plan.wire import OF_EXPERTS, MessageClass
-from terrace.program.block_program.experts import expert_steps
+from terrace.plan.wire import ROUTED, MessageClass
+from terrace.program.block_program.routed import expert_steps
 from terrace.program.block_program.steps import InBlockMessage
 from terrace.program.instruction import PASSES, Op
 from terrace.program.program import Program
-from terrace.report.inside import experts_table
+from terrace.report.routing import routed_table
 from terrace.simulate.block_tape import Backend
 from terrace.simulate.cost import Costs
 from terrace.simulate.critical import critical_path, exposed_by_axis
 from terrace.simulate.events import simulate
-from terrace.simulate.experts import ExpertSeconds, alone_s, pass_steps
 from terrace.simulate.footprint import work_of
 from terrace.simulate.gap_shares import idle_s
 from terrace.simulate.inside import InBlockPrices, block_prices
 from terrace.simulate.priced_instruction import Doing, Event, PassStep
 from terrace.simulate.recording import record
+from terrace.simulate.routed import RoutedSeconds, alone_s, pass_steps
 from terrace.simulate.step import Step, predict_step, resolved
 from tests.support.expert_traffic import traffic_of
 from tests.support.mixtures import PLAIN, mixture
@@ -98,7 +98,7 @@ def test_a_link_carries_one_message_at_a_time(plan: dict[str, Any], backend: Bac
     tiers = program.layout.tiers
     wanted = {tiers.index(name) for name, degrees in program.plan.experts.items() if max(degrees.values()) > 1}
     assert {lane for lane, _ in of_experts} == wanted
-    assert {category for _, category in of_experts} == set(OF_EXPERTS)
+    assert {category for _, category in of_experts} == set(ROUTED)
     assert max(busy_s.values()) <= recording.report.step_s * (1 + 1e-12)
 
 
@@ -125,13 +125,13 @@ def test_a_dispatch_waits_behind_gradients_and_they_behind_it() -> None:
     assert 2 in lanes, "gradients cross the tier of the experts"
     recording = record(program, costs)
     spans = [span for span in recording.spans[recording.first :] if span.lane == 2]
-    kinds = [span.category in OF_EXPERTS for span in spans]
+    kinds = [span.category in ROUTED for span in spans]
     assert True in kinds, "experts are on it"
     assert False in kinds, "gradients are on it"
     queued = [
         after
         for before, after in pairwise(spans)
-        if after.category in OF_EXPERTS and before.category not in OF_EXPERTS and after.start_s == before.end_s
+        if after.category in ROUTED and before.category not in ROUTED and after.start_s == before.end_s
     ]
     assert queued, "some message of experts waits behind gradients"
     assert predict_step(step_of(apart, "ddp", num_micros=1)).step_s < recording.report.step_s
@@ -140,18 +140,18 @@ def test_a_dispatch_waits_behind_gradients_and_they_behind_it() -> None:
 def test_a_pass_alone_takes_its_computing_and_its_messages() -> None:
     """Without anything else on the lanes every message is waited for, and seconds of both add up."""
     program, costs = played(step_of(cluster_of(), "ddp"))
-    layer = next(each for each in program.instructions if program.block_program(each.block).expert_steps(each.op))
+    layer = next(each for each in program.instructions if program.block_program(each.block).routed_steps(each.op))
     steps = costs.steps(layer, costs.forward_s[layer.block], "forward")
     prices = block_prices(program, layer.block)
     sent_s = [
         prices.seconds(message)
-        for step in program.block_program(layer.block).expert_steps(layer.op)
+        for step in program.block_program(layer.block).routed_steps(layer.op)
         for message in getattr(step, "messages", ())
     ]
     assert [step.event.seconds for step in steps if step.does is Doing.SEND] == sent_s
     computed_s = sum(step.event.seconds for step in steps if step.does is Doing.COMPUTE)
     assert computed_s == pytest.approx(costs.forward_s[layer.block])
-    assert 0 < costs.experts[layer.block].passed[0] < costs.forward_s[layer.block]
+    assert 0 < costs.routed[layer.block].passed[0] < costs.forward_s[layer.block]
 
 
 CHUNKS = [{}, {"forward": 2, "backward": 2}, {"forward": 1, "backward": 4}, {"forward": 4, "backward": 2}]
@@ -196,7 +196,7 @@ def hand_made(halves: Sequence[float]) -> tuple[PassStep, ...]:
         def price(self, message: InBlockMessage) -> tuple[float, float]:
             return seconds[message.message_class], 0.0
 
-    own = ExpertSeconds(passed=(2 * products, 0.0, 0.0), pieces=2)
+    own = RoutedSeconds(passed=(2 * products, 0.0, 0.0), pieces=2)
     steps = expert_steps(traffic)[0]
     return tuple(pass_steps(steps, Op.FORWARD, "forward", 0, own, Prices(cluster_of(), None, None, experts=traffic)))
 
@@ -219,7 +219,7 @@ def test_chunks_hide_messages_behind_products(backend: Backend) -> None:
 def test_chunks_are_listed_in_their_order(chunks: dict[str, int]) -> None:
     program, _ = played(step_of(cluster_of(), "ddp", expert_chunks=chunks))
     console = Console(width=120, record=True, file=StringIO())
-    console.print(experts_table(program))
+    console.print(routed_table(program))
     text = console.export_text()
     forward = chunks.get("forward", 1)
     rows = [line for line in text.splitlines() if "dispatch" in line or "experts," in line]
@@ -287,6 +287,6 @@ def test_idle_seconds_of_a_backward_by_hand() -> None:
 def test_parts_are_listed_in_their_gaps() -> None:
     program, _ = played(step_of(cluster_of(), "ddp", expert_gaps=(0, 0.25, 0.75)))
     console = Console(width=120, record=True, file=StringIO())
-    console.print(experts_table(program))
+    console.print(routed_table(program))
     text = console.export_text()
     assert text.index("25% of the gradients before") < text.index("75% of the gradients before")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from terrace.comm.collectives import DTYPES
 from terrace.comm.ledger import Meter
-from terrace.model.experts.products import grouped_linear
+from terrace.model.grouped import grouped_linear
 from terrace.plan.flats import FlatParamSpec
 from terrace.plan.layout import Layout
 from terrace.plan.presets import preset

@@ -15,7 +15,7 @@ a reduce-scatter followed by a gather. Per block, with P trainable padded elemen
     orthogonalise             tiers optimizer .. 0         once a step, of layers under Muon
     pipeline, p._backward     between stages               once a micro-batch (`stage_sends`)
     tie                       between stages               once a step
-    counts                    all tiers, of a stage        once a step, of mixtures (terrace.plan.expert_counts)
+    counts                    all tiers, of a stage        once a step, of mixtures (terrace.plan.counts)
 
 Frozen parameters are only gathered. Parameters that tensor ranks share are counted with the ranks that share them.
 Messages inside a block are in tests.support.tensor_formula and terrace.plan.context_traffic. Summed over all ranks, the
@@ -31,8 +31,8 @@ from terrace.base.repeated import Repeated
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.context_traffic import AttentionBytes, ContextTraffic
+from terrace.plan.counts import num_counts
 from terrace.plan.edges import Edge, edge_of
-from terrace.plan.expert_counts import num_counts
 from terrace.plan.flats import FlatParamSpec, block_flats, stage_layout, world_layout
 from terrace.plan.mesh import Mesh
 from terrace.plan.outer import Exchange

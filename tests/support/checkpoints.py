@@ -12,7 +12,7 @@ from torch import Tensor
 from terrace.checkpoint.parts import COUNTS
 from terrace.checkpoint.reading import Checkpoint
 from terrace.launch.start import World
-from terrace.model.experts.balance import BalanceConfig
+from terrace.model.balance import BalanceConfig
 from terrace.plan.presets import preset
 from terrace.runtime.batch import Batch, places_of
 from terrace.runtime.engine import Engine

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from terrace.model.experts.balance import BalanceConfig
+from terrace.model.balance import BalanceConfig
 from terrace.plan.presets import PRESETS
 from tests.support.parity import NO_BALANCE, Case, data_rows, exact
 from tests.support.token_layouts import dealt_out

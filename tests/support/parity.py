@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from terrace.base.errors import ProgramError
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool, World
-from terrace.model.experts.balance import BalanceConfig
+from terrace.model.balance import BalanceConfig
 from terrace.model.experts.mixture import Router
 from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
@@ -188,7 +188,7 @@ def gathered(engine: Engine, blocks: Sequence[nn.Module]) -> Tensor:
     """All parameters of an engine over these blocks as one fp64 row."""
     engine.state.gather(engine.comm.collectives)
     program = engine.program
-    whole = program.tensor.degree == program.stage.num_stages == 1 and program.mesh.experts is None
+    whole = program.tensor.degree == program.stage.num_stages == 1 and not program.mesh.divides_stacks
     return flatten(blocks) if whole else assemble(engine)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from terrace.model.experts.balance import BalanceConfig
+from terrace.model.balance import BalanceConfig
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.experts.gates import Choice
 from terrace.model.experts.gating import Gating, Passage

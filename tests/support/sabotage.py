@@ -13,7 +13,7 @@ from terrace.comm import codecs
 from terrace.comm.collectives import Collectives
 from terrace.comm.rounding import Origin
 from terrace.plan.hops import Hop
-from terrace.plan.in_block_messages import ExpertMessage
+from terrace.plan.in_block_messages import RoutedMessage
 from terrace.plan.wire import MessageClass, parse_format
 from terrace.program.instruction import Instruction, Op
 from terrace.program.message import Transfer
@@ -21,8 +21,8 @@ from terrace.runtime.activations import Key
 from terrace.runtime.batch import Batch
 from terrace.runtime.context.axis import ContextAxis
 from terrace.runtime.engine import Engine
-from terrace.runtime.experts.axis import ExpertAxis
 from terrace.runtime.flat_param import FlatParam
+from terrace.runtime.routing.axis import ExpertAxis
 
 VICTIM = 2  # the block that a fault befalls
 
@@ -171,7 +171,7 @@ def lost_row(engine: Engine) -> None:
     (axis,) = (axis for axis in engine.axes if isinstance(axis, ExpertAxis))
     inner = axis.exchange
 
-    def lossy(message: ExpertMessage, *rest: Any) -> Tensor:
+    def lossy(message: RoutedMessage, *rest: Any) -> Tensor:
         received: Tensor = inner(message, *rest)
         if message.message_class is MessageClass.COMBINE:
             received[:1].zero_()

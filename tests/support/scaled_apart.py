@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from terrace.model.experts.products import grouped_linear
+from terrace.model.grouped import grouped_linear
 from terrace.runtime import scaled_linear, scaled_operands
 from terrace.runtime.linear import WeightQueue
 from terrace.runtime.scaled_linear import ScaledMatrix

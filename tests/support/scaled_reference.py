@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from terrace.model.experts.mixture import Stack
-from terrace.model.experts.products import Order
+from terrace.model.grouped import Order
 from terrace.runtime.settings import OptimizerConfig
 from tests.support.parity import flatten, trainable
 from tests.support.toys import MODELS, Rows, count_tokens, run_blocks

@@ -15,7 +15,7 @@ from terrace.checkpoint.snapshot import Snapshot
 from terrace.comm.ledger import Meter
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.spec import BlockSpec
-from terrace.plan.expert_counts import experts_of
+from terrace.plan.counts import experts_of
 from terrace.plan.mesh import STAGE
 from terrace.plan.plan import Plan
 from terrace.plan.slices import rank_slices

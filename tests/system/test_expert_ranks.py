@@ -9,7 +9,7 @@ import torch
 
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool, World
-from terrace.model.experts.balance import BalanceConfig
+from terrace.model.balance import BalanceConfig
 from terrace.model.spec import freeze
 from terrace.plan.plan import Plan
 from terrace.program.instruction import Instruction, Op

@@ -16,7 +16,7 @@ from terrace.checkpoint.saving import Saver
 from terrace.cli.overrides import parse_overrides
 from terrace.cli.prepare import prepare
 from terrace.launch.start import World, launch_local
-from terrace.runtime.experts.axis import ExpertAxis
+from terrace.runtime.routing.axis import ExpertAxis
 from terrace.runtime.step_runner import StepRunner
 from terrace.train import calibrate, loop
 from terrace.train.job import RunJob

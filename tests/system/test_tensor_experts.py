@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from terrace.launch.start import LocalPool
+from terrace.model.balance import BalanceConfig
 from terrace.model.block_operations import layer_operations
-from terrace.model.experts.balance import BalanceConfig
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
 from terrace.simulate.work import Work

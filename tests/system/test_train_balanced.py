@@ -11,10 +11,10 @@ import torch
 
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool, World
+from terrace.model.balance import BalanceConfig
 from terrace.model.decoder import token_loss
-from terrace.model.experts.balance import BalanceConfig
-from terrace.plan.wire import OF_EXPERTS
-from terrace.runtime.experts.axis import ExpertAxis
+from terrace.plan.wire import ROUTED
+from terrace.runtime.routing.axis import ExpertAxis
 from terrace.train.trainer import Trainer
 from tests.support.nightly import nightly
 from tests.support.parity import ADAMW, NO_BALANCE, NUM_STEPS, Case, check, engine_of, exact, serial
@@ -113,13 +113,13 @@ def sent_of_experts(world: World, cluster: Cluster, cases: Sequence[Case]) -> li
         for step in range(2):
             engine.step(case.batches(engine, case, step), 1e-3)
             for message in chain(*map(engine.program.messages_inside, engine.program.instructions)):
-                if message.message_class in OF_EXPERTS:
+                if message.message_class in ROUTED:
                     predicted.update(
                         {(message.message_class, engine.program.layout.tiers[t]): n for t, n in message.sends}
                     )
         engine.check_bytes()
         (axis,) = (axis for axis in engine.axes if isinstance(axis, ExpertAxis))
-        sent = {key: num for key, num in engine.comm.ledger.total().items() if key[0] in OF_EXPERTS}
+        sent = {key: num for key, num in engine.comm.ledger.total().items() if key[0] in ROUTED}
         found.append([dict(+predicted), dict(+Counter(axis.declared)), sent])
         engine.close()
     return found
@@ -143,7 +143,7 @@ def test_even_routing_sends_what_is_predicted(pool: LocalPool) -> None:
     for of_rank in pool.run(cluster.world_size, sent_of_experts, cluster, cases):
         for predicted, declared, sent in of_rank:
             assert predicted == declared == sent
-            assert {message for message, _ in sent} == set(OF_EXPERTS)
+            assert {message for message, _ in sent} == set(ROUTED)
 
 
 def trained_alone(model: str, balance: BalanceConfig | None, seed: int, *, predict: bool) -> list[float]:

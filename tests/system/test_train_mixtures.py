@@ -13,7 +13,7 @@ import pytest
 from terrace.checkpoint.reading import Checkpoint, restore, resume
 from terrace.checkpoint.writing import save
 from terrace.launch.start import LocalPool, World
-from terrace.model.experts.balance import BalanceConfig
+from terrace.model.balance import BalanceConfig
 from terrace.plan.plan import Plan
 from terrace.plan.presets import PRESETS, preset
 from tests.support.checkpoints import contents, differing, make, train

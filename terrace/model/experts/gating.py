@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from terrace.model.experts.balance import FIGURES, BalanceConfig
+from terrace.model.balance import FIGURES, BalanceConfig
 from terrace.model.experts.capacity import bounded, without
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.experts.gates import Choice

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from terrace.model.config import ModelConfig
 from terrace.model.experts.gates import Choice, cosine, even, expert_choice, noisy, sigmoid, softmax
 from terrace.model.experts.gating import Gating, Passage
-from terrace.model.experts.products import Order, collect, grouped_linear, spread
 from terrace.model.experts.tally import Tally
+from terrace.model.grouped import Order, collect, grouped_linear, spread
 from terrace.model.layers import ACTIVATIONS, MLP
 
 # Gates by which a token chooses; noisy and cosine differ from softmax in their logits alone.
@@ -98,10 +98,16 @@ class Stack(nn.Module):
 Spread = Callable[["Mixture", Tensor, Choice, Tensor], tuple[Tensor, Tensor | None]]
 
 
+def here(mixture: "Mixture", tokens: Tensor, choice: Choice, all_tokens: Tensor) -> tuple[Tensor, None]:
+    """The `Spread` of a mixture whose experts are all on this rank: tokens stay."""
+    passed: Tensor = (mixture.pass_through if mixture.joined is None else mixture.joined)(tokens, choice)
+    return passed, None
+
+
 class Mixture(nn.Module):
     """A router, its experts, and a shared expert where the model has one; (B, S, H) to (B, S, H).
 
-    With `spread`, experts are on several ranks: it brings tokens to them and back, and calls `pass_through` there; with
+    `spread` brings tokens to their experts and back, on several ranks or `here`, and calls `pass_through` there; with
     `shares_waits` it also calls `pass_shared`, while messages travel. A `tally` gets choices and rows.
     """
 
@@ -109,8 +115,8 @@ class Mixture(nn.Module):
         super().__init__()
         experts, hidden = config.experts, config.hidden_size
         assert experts is not None, "a layer without experts is no mixture"
-        self.spread: Spread | None = None
-        self.tally: Tally | None = None
+        self.spread: Spread = here
+        self.tally = Tally()
         self.shares_waits = False
         self.activation = ACTIVATIONS[config.activation]
         self.router = Router(config, **where)
@@ -153,13 +159,9 @@ class Mixture(nn.Module):
             passage = Passage.of_rows(row, tokens.device) if asks else Passage(None, None)
         kept = passage.kept
         taking = tokens if kept is None else tokens.index_select(0, kept)
-        choice, shared = self.router(taking, passage), None
-        if self.tally is not None:
-            self.tally.choose(choice.experts)
-        if self.spread is not None:
-            passed, shared = self.spread(self, taking, choice, tokens)
-        else:
-            passed = (self.pass_through if self.joined is None else self.joined)(taking, choice)
+        choice = self.router(taking, passage)
+        self.tally.choose(choice.experts)
+        passed, shared = self.spread(self, taking, choice, tokens)
         if kept is not None:
             passed = torch.zeros_like(tokens).index_copy(0, kept, passed)
         return passed if shared is None else passed + shared
@@ -167,8 +169,7 @@ class Mixture(nn.Module):
     def pass_through(self, tokens: Tensor, choice: Choice) -> Tensor:
         """The weighted sum (T, H) of the results of this module's experts for tokens (T, H)."""
         order = Order.of(choice.experts, len(self.down.weight), is_whole=choice.is_whole)
-        if self.tally is not None:
-            self.tally.multiply(order.counts)
+        self.tally.multiply(order.counts)
         rows = spread(tokens, order)  # (N, H)
         inner = self.activation(self.gate(rows, order)) * self.up(rows, order)  # (N, I)
         weights = choice.weights.flatten().index_select(0, order.choices).to(inner.dtype)

@@ -13,10 +13,10 @@ _SENT, _RECEIVED, _MULTIPLIED = -3, -2, -1  # places behind the experts
 
 
 class Tally:
-    """Adds to `numbers` (E + 3) int64."""
+    """Adds to `numbers` (E + 3) int64; a tally without any is never opened."""
 
-    def __init__(self, numbers: Tensor) -> None:
-        self._numbers, self.is_open = numbers, False
+    def __init__(self, numbers: Tensor | None = None) -> None:
+        self._numbers, self.is_open = torch.empty(0) if numbers is None else numbers, False
 
     def choose(self, experts: Tensor) -> None:
         """Choices (T, k) of tokens; -1 is none."""

@@ -81,8 +81,8 @@ class Pretrained:
         """Whether the folder has the value of (block, parameter) of its model; `check` names others that it lacks."""
         return not (self.lacks_score and parameter == ("head", SCORE))
 
-    def value(self, block_name: str, param_name: str, experts: Sequence[int] | None = None) -> Tensor:
-        """A whole parameter in Terrace's layout, in its stored dtype, on the CPU; of a stack, `experts` alone if given.
+    def value(self, block_name: str, param_name: str, parts: Sequence[int] | None = None) -> Tensor:
+        """A whole parameter in Terrace's layout, in its stored dtype, on the CPU; of a stack, `parts` alone if given.
 
         Raises `ModelError` when it is missing or cannot be read.
         """
@@ -90,7 +90,7 @@ class Pretrained:
         if not source.num_stacked:
             return self._part(source, source.name)
         names = source.tensors
-        chosen = names if experts is None else [names[index] for index in experts]
+        chosen = names if parts is None else [names[index] for index in parts]
         return torch.stack([self._part(source, name) for name in chosen])
 
     def _part(self, source: StoredTensor, wanted: str) -> Tensor:

@@ -97,7 +97,7 @@ class Choices:
             best = search.run(1, _LIMIT).best
             if best:
                 plan = plan_of(search.space.task, best[0].candidate, role.name)
-                # With its stages and chunks of experts, so that it says all.
+                # With its stages and chunks, so that it says all.
                 found.append(resolved(step_of(search.space.task, plan)).plan)
                 needed, shares = best[0].needed_bytes, list(_LEANER)
             # Where nothing is so lean, something may be a little leaner.

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 
 from terrace.model.spec import BlockSpec
 from terrace.plan.context_traffic import ContextTraffic
-from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.tensor_traffic import TensorTraffic, choice_messages
 from terrace.program.block_program.attention import attention_steps
-from terrace.program.block_program.experts import expert_steps
 from terrace.program.block_program.regions import tensor_steps
+from terrace.program.block_program.routed import routed_steps
 from terrace.program.block_program.steps import Await, BlockProgram, Send, Steps
 
 
@@ -22,8 +21,7 @@ def block_program(
     """
     block = blocks[index]
     forward, backward = attention = attention_of(context, block)
-    experts = ExpertTraffic.of(tensor, block)
-    there, back = ((), ()) if experts is None else expert_steps(experts)
+    there, back = routed_steps(tensor, block)
     # No gradient leaves the first block: one in which nothing is trained has no backward.
     back = back if index or block.num_trainable else ()
     shared: tuple[Steps, Steps] = (), ()

@@ -20,11 +20,11 @@ from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
-from terrace.plan.in_block_messages import ContextMessage, ExpertMessage, TensorMessage
+from terrace.plan.in_block_messages import ContextMessage, RoutedMessage, TensorMessage
 from terrace.plan.wire import MessageClass
 from terrace.program.instruction import PASSES, Op
 
-InBlockMessage = TensorMessage | ContextMessage | ExpertMessage
+InBlockMessage = TensorMessage | ContextMessage | RoutedMessage
 
 
 _TOLD = (MessageClass.CHOICES, MessageClass.ROUTE)
@@ -88,7 +88,7 @@ Steps = tuple[BlockStep, ...]
 class BlockProgram:
     """The steps of a block on one micro-batch; backwards are without recomputation.
 
-    `experts` is the forward and the backward of the experts: after the other steps in a forward, before them in a
+    `routed` is the forward and the backward of the experts: after the other steps in a forward, before them in a
     backward. `shared` are the messages of tensor rows for a shared expert: after the experts in a forward, before them
     in a backward.
     """
@@ -96,21 +96,21 @@ class BlockProgram:
     forward: Steps
     backward: Steps
     recomputed: bool = False
-    experts: tuple[Steps, Steps] = ((), ())
+    routed: tuple[Steps, Steps] = ((), ())
     shared: tuple[Steps, Steps] = ((), ())
 
     def steps(self, op: Op) -> Steps:
         """Steps of a pass; half a backward has all of them in its first half."""
         # Weight gradients inside a block are computed while its messages travel, so the first half has all steps.
-        (there, back), (after, before) = self.experts, self.shared
+        (there, back), (after, before) = self.routed, self.shared
         return self._of(op, self.forward + there + after, before + back + self.backward)
 
-    def expert_steps(self, op: Op) -> Steps:
+    def routed_steps(self, op: Op) -> Steps:
         """The steps of a pass that are of the block's experts."""
-        return self._of(op, *self.experts)
+        return self._of(op, *self.routed)
 
     def moments(self, op: Op) -> "tuple[Moment, ...]":
-        """Moments of a pass, counted once, without messages of experts: these take lanes (terrace.simulate.experts)."""
+        """Moments of a pass, counted once, without messages of experts: these take lanes (terrace.simulate.routed)."""
         if op not in self._moments:
             self._moments[op] = moments_of(self._of(op, self.forward + self.shared[0], self.shared[1] + self.backward))
         return self._moments[op]
@@ -122,7 +122,7 @@ class BlockProgram:
             return forward
         # Half a backward leaves the gradients of experts' weights to the other half. Other weight gradients inside a
         # block are computed while its messages travel, so the first half has all their steps.
-        if op is Op.BACKWARD_INPUT and self.experts[0]:
+        if op is Op.BACKWARD_INPUT and self.routed[0]:
             backward = input_half(backward)
         if not self.recomputed:
             return backward

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from terrace.base.errors import ModelError
+from terrace.model.balance import FIGURES, BalanceConfig
 from terrace.model.decoder import IGNORE_INDEX
-from terrace.model.experts.balance import FIGURES, BalanceConfig
 from terrace.model.experts.gating import Gating, Kept, Passage
 from terrace.model.experts.mixture import Router
 from terrace.plan.dims import has_routers

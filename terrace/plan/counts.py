@@ -21,26 +21,31 @@ from terrace.plan.wire import COUNT_BYTES, COUNT_FORMAT
 OF_ROWS = ("sent", "received", "multiplied")
 
 
+def num_choices(block: BlockSpec) -> int:
+    """Experts of a block among which its router chooses; 0 for a block without a router."""
+    experts = experts_of(block)
+    return 0 if experts is None else experts.num_experts
+
+
 def experts_of(block: BlockSpec) -> ExpertsConfig | None:
     """The mixture of a block; None where it has none."""
     mixture = block.declared.mixture
     return mixture.experts if mixture.each and block.has_stacks else None
 
 
-def mixtures(blocks: Sequence[BlockSpec], indexes: Iterable[int]) -> tuple[int, ...]:
-    """The blocks among `indexes` that have a mixture."""
-    return tuple(index for index in indexes if experts_of(blocks[index]) is not None)
+def counted(blocks: Sequence[BlockSpec], indexes: Iterable[int]) -> tuple[int, ...]:
+    """The blocks among `indexes` whose routers' choices are counted."""
+    return tuple(index for index in indexes if num_choices(blocks[index]))
 
 
 def num_counts(blocks: Iterable[BlockSpec]) -> int:
     """Numbers of the mixtures of `blocks`."""
-    return sum(experts.num_experts + len(OF_ROWS) for experts in map(experts_of, blocks) if experts is not None)
+    return sum(num + len(OF_ROWS) for num in map(num_choices, blocks) if num)
 
 
 def choices_bytes(block: BlockSpec) -> int:
     """Bytes of the tokens of each expert of a block, as a checkpoint has them; 0 without a mixture."""
-    experts = experts_of(block)
-    return 0 if experts is None else COUNT_BYTES * experts.num_experts
+    return COUNT_BYTES * num_choices(block)
 
 
 def count_hops(layout: Layout, num: int) -> tuple[Hop, ...]:

@@ -1,6 +1,6 @@
 """Tokens through a layer's experts on several ranks: one function, whose halves play the block's own program.
 
-Each half takes the steps of the program (terrace.program.block_program.experts) in their order. A `Send` puts a hop of
+Each half takes the steps of the program (terrace.program.block_program.routed) in their order. A `Send` puts a hop of
 a chunk on the lane of its tier, where rows are packed, exchanged and summed; hops of a chunk follow one another.
 Meanwhile the rank computes: experts on the rows of a chunk that has arrived, the shared expert, weight gradients.
 
@@ -22,11 +22,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from terrace.model.experts.gates import Choice
 from terrace.model.experts.mixture import Mixture
 from terrace.plan.expert_traffic import spans_of
-from terrace.plan.in_block_messages import ExpertMessage
+from terrace.plan.in_block_messages import RoutedMessage
 from terrace.plan.wire import MessageClass
 from terrace.program.block_program.steps import Await, ComputeKind, Gap, Send, Steps
-from terrace.runtime.experts.way import Carrier, Chunk, Way
 from terrace.runtime.in_block_comm import InBlockComm, InFlight
+from terrace.runtime.routing.way import Carrier, Chunk, Way
 
 _SHARED = -1  # among the numbers of pieces
 
@@ -64,10 +64,10 @@ class Rank(Carrier, Protocol):
 
     in_block: InBlockComm
 
-    def declare(self, message: ExpertMessage, ways: Sequence[Way]) -> None:
+    def declare(self, message: RoutedMessage, ways: Sequence[Way]) -> None:
         """Count the bytes of a message as declared."""
 
-    def peers(self, message: ExpertMessage) -> tuple[int, ...]:
+    def peers(self, message: RoutedMessage) -> tuple[int, ...]:
         """The ranks of a message, this one included."""
 
 
@@ -159,7 +159,7 @@ class Crossing:
         for step in steps:
             if isinstance(step, Send):
                 (message,) = step.messages
-                assert isinstance(message, ExpertMessage), "the steps are of experts"
+                assert isinstance(message, RoutedMessage), "the steps are of experts"
                 chunk, is_back = chunks[message.chunk], message.message_class is MessageClass.COMBINE
                 if is_back and message.chunk in done:
                     chunk.turn([torch.cat(part) for part in zip(*done.pop(message.chunk), strict=True)])
@@ -169,12 +169,12 @@ class Crossing:
                 newest[key] = flights[step] = flight
             elif isinstance(step, Await):
                 (message,) = step.send.messages
-                assert isinstance(message, ExpertMessage), "the steps are of experts"
+                assert isinstance(message, RoutedMessage), "the steps are of experts"
                 rank.in_block.wait(flights.pop(step.send), rank.peers(message))
             elif isinstance(step, Gap):
                 rank.in_block.gap(step.number)
             elif step.kind is ComputeKind.EXPERT_WEIGHTS:
-                rank.in_block.fill(step.number)
+                rank.in_block.fill(step.kind, step.number)
             else:
                 rank.in_block.computes(step.kind, step.number)
                 if step.kind in (ComputeKind.SHARED, ComputeKind.SHARED_GRADIENTS):
@@ -188,7 +188,7 @@ class Crossing:
 
     def _chunks(self, steps: Steps, parts: Sequence[Tensor]) -> list[Chunk]:
         sent = (message for step in steps if isinstance(step, Send) for message in step.messages)
-        number = 1 + max(message.chunk for message in sent if isinstance(message, ExpertMessage))
+        number = 1 + max(message.chunk for message in sent if isinstance(message, RoutedMessage))
         each = len(self._ways) // number
         return [
             Chunk(

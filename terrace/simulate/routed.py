@@ -2,7 +2,7 @@
 
 Messages of experts share the lanes of tiers with REDUCE, SYNC and GATHER, so their waits depend on the whole step. Such
 a pass is played step by step (`Rank.run_steps`), along the steps of the block's own program
-(terrace.program.block_program.experts).
+(terrace.program.block_program.routed).
 
 Between dispatch and combine a rank sorts rows, multiplies, weighs and sums them: the experts' computing. Under even
 routing a rank multiplies T k w rows, for T tokens of k experts and every expert cut over w rows, with E/e experts of
@@ -17,22 +17,25 @@ from terrace.cluster.cluster import Device
 from terrace.model.operations import Product
 from terrace.model.spec import BlockSpec
 from terrace.plan.expert_traffic import ExpertTraffic, spans_of
-from terrace.plan.in_block_messages import ExpertMessage
+from terrace.plan.in_block_messages import RoutedMessage
 from terrace.plan.wire import MessageClass
 from terrace.program.block_program.steps import BlockStep, Compute, ComputeKind, Gap, Send, Steps
 from terrace.program.instruction import Op
+from terrace.simulate.masks import work_in
 from terrace.simulate.mixture import Divided, Held, Seconds, launches, passed_seconds
 from terrace.simulate.priced_instruction import Doing, Event, PassStep
+from terrace.simulate.trained import trained_part
 from terrace.simulate.work import Work
 
 if TYPE_CHECKING:
+    from terrace.program.program import Program
     from terrace.simulate.inside import InBlockPrices
 
 FORWARD = (ComputeKind.EXPERTS, ComputeKind.SHARED)  # the computing of a forward, in a recomputed backward too
 _COMPUTE, _SEND, _WAIT = Doing.COMPUTE, Doing.SEND, Doing.WAIT
 
 
-class ExpertSeconds(NamedTuple):
+class RoutedSeconds(NamedTuple):
     """Seconds of a block's experts on one micro-batch: of a forward, of input gradients and of weight gradients.
 
     `passed` is the computing between dispatch and combine, cut into `pieces` in a forward and a backward; its weight
@@ -59,9 +62,23 @@ class ExpertSeconds(NamedTuple):
         }[step.kind]
 
 
+def routed_seconds(
+    program: "Program", block: int, work: Work, traffic: ExpertTraffic | None = None
+) -> tuple[RoutedSeconds, Divided | None]:
+    """Seconds between the routed messages of a block, and the changes by the division of its experts: none where it
+    sends no messages. `traffic` stands in for the plan's own.
+    """
+    traffic, spec = traffic or program.routed.traffic(block), program.blocks[block]
+    if not traffic.way:
+        return RoutedSeconds(), None
+    own = work_in(work, spec, program.cluster.device.backend)
+    trained = trained_part(spec, program.blocks)
+    return priced_experts(program.cluster.device, own, traffic, program.num_micros > 1, trained)
+
+
 def priced_experts(
     device: Device, work: Work, traffic: ExpertTraffic, accumulate: bool, trained: float = 1.0
-) -> tuple[ExpertSeconds, Divided]:
+) -> tuple[RoutedSeconds, Divided]:
     """Seconds of a layer's experts from a rank's `work`, and the changes by their division.
 
     `accumulate` as in terrace.simulate.layers; `trained` is the part of weight gradients that are computed.
@@ -78,7 +95,7 @@ def priced_experts(
     alone = passed_seconds(device, work, mixture, work.routed, accumulate)
     shared = shared_seconds(device, work, accumulate) if traffic.shares else (0.0, 0.0, 0.0)
     forward_s, input_s, weight_s = (one - all_ for one, all_ in zip(here, alone, strict=True))
-    own = ExpertSeconds(
+    own = RoutedSeconds(
         (here[0], here[1], here[2] * trained),
         (shared[0], shared[1], shared[2] * trained),
         traffic.pieces,
@@ -89,15 +106,17 @@ def priced_experts(
 
 def shared_out(
     block: BlockSpec, traffic: ExpertTraffic, flops: float, forward_s: float, weight_s: float
-) -> ExpertSeconds:
+) -> RoutedSeconds:
     """The experts' part of the seconds of a block that has `flops` in a forward, by their share in it."""
+    if not traffic.way:
+        return RoutedSeconds()
     products = [operation for operation in block.operations.mixture.shared if isinstance(operation, Product)]
     shared_size = sum(product.inputs.numel * product.outputs.numel for product in products)
     active = sum(param.numel for param in block.params if param.is_stack) * traffic.per_token / traffic.num_experts
     passed, shared = (min(0.5, 2 * traffic.tokens * size / flops) for size in (active, shared_size))
     if not shared_size:
         passed = min(1.0, 2 * traffic.tokens * active / flops)
-    return ExpertSeconds(
+    return RoutedSeconds(
         (passed * forward_s, passed * forward_s, passed * weight_s),
         (shared * forward_s, shared * forward_s, shared * weight_s),
         traffic.pieces,
@@ -105,7 +124,7 @@ def shared_out(
     )
 
 
-def ordered(steps: Steps) -> Iterator[tuple[Doing, Compute | Gap | ExpertMessage, int]]:
+def ordered(steps: Steps) -> Iterator[tuple[Doing, Compute | Gap | RoutedMessage, int]]:
     """The steps of a pass: action, event (computing or message) and number, as in `PassStep`."""
     sent: list[Send] = []
     newest: dict[tuple[MessageClass, bool, int], int] = {}  # of each chunk, its last hop so far
@@ -117,7 +136,7 @@ def ordered(steps: Steps) -> Iterator[tuple[Doing, Compute | Gap | ExpertMessage
             yield Doing.GAP, step, step.number
             continue
         (message,) = step.messages if isinstance(step, Send) else step.send.messages
-        assert isinstance(message, ExpertMessage), "the steps are of experts"
+        assert isinstance(message, RoutedMessage), "the steps are of experts"
         if isinstance(step, Send):
             # Rows of a chunk arrive over one tier before they go over the next.
             chunk = message.message_class, message.backward, message.chunk
@@ -129,7 +148,7 @@ def ordered(steps: Steps) -> Iterator[tuple[Doing, Compute | Gap | ExpertMessage
 
 
 def pass_steps(
-    steps: Steps, op: Op, category: str, block: int, own: ExpertSeconds, prices: "InBlockPrices"
+    steps: Steps, op: Op, category: str, block: int, own: RoutedSeconds, prices: "InBlockPrices"
 ) -> Iterator[PassStep]:
     """The steps of a pass as they are played."""
     for does, item, number in ordered(steps):

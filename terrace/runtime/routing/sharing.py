@@ -1,6 +1,6 @@
 """Choices of whole sequences where several ranks have their tokens: each rank counts its own, and all add them up."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -9,8 +9,21 @@ from terrace.model.experts.gating import Gating
 from terrace.model.experts.mixture import Router
 from terrace.plan.hops import number_bytes
 from terrace.plan.plan import Plan
+from terrace.plan.tensor_traffic import choice_messages
+from terrace.runtime.comm import Comm
 from terrace.runtime.in_block import InBlockAxis
+from terrace.runtime.in_block_comm import InBlockComm
 from terrace.runtime.tensor.axis_comm import AxisComm
+
+
+def choices_axes(blocks: Sequence[nn.Module], comm: Comm, in_block: InBlockComm) -> list[InBlockAxis]:
+    """The axis whose ranks add up choices of whole sequences; none where no ranks share sequences that matter."""
+    program = comm.program
+    held = program.stage.held
+    if not any(choice_messages(program.tensor, program.blocks[index]) for index in held):
+        return []
+    ranks = AxisComm(program.tensor.sharing, comm.rank, comm.collectives, in_block, comm.device, comm.meter)
+    return [SharedChoices(ranks, program.plan, [blocks[index] for index in held])]
 
 
 class SharedChoices(InBlockAxis):

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from terrace.base.errors import ProgramError
 from terrace.comm.collectives import Collectives
-from terrace.model.experts.balance import BalanceConfig
+from terrace.model.balance import BalanceConfig
 from terrace.model.experts.mixture import Mixture
 from terrace.model.experts.tally import Tally
-from terrace.plan.expert_counts import OF_ROWS, mixtures, num_counts
+from terrace.plan.counts import OF_ROWS, counted, num_counts
 from terrace.program.loads import Loads
 from terrace.program.message import Transfer
 from terrace.program.program import Program
@@ -38,14 +38,13 @@ class Load:
         device: torch.device,
     ) -> None:
         self._balance, self._choices = balance, choices
-        blocks = self._blocks = mixtures(program.blocks, program.stage.own)
+        blocks = self._blocks = counted(program.blocks, program.stage.own)
         self.layers = tuple(program.blocks[block].name for block in blocks)
         self._mixtures = [_mixture(modules[block]) for block in blocks]
         self.num_experts = self._mixtures[0].router.config.num_experts if blocks else 0
         self.loads: Loads | None = None  # of the newest step that was not given up
         self._totals, self._num_counted = Counter[str](), 0  # of the figures, and of steps that have them
-        experts = program.mesh.experts
-        self._num_ranks, self._num_rows = (experts.total(axis) if experts else 1 for axis in ("expert", "rows"))
+        self._num_ranks, self._num_rows = program.mesh.stack_degrees
         num = program.stage_layout.padded(num_counts(program.blocks[block] for block in blocks))
         self._numbers = torch.zeros(num, dtype=torch.int64, device=device)
         self._sums = self._numbers
@@ -66,28 +65,23 @@ class Load:
     @contextmanager
     def counting(self, block: int) -> Iterator[None]:
         """Around the first forward of a block on a micro-batch."""
-        tally = self._tallies.get(block)
-        if tally is None:
+        with self._while(block, is_open=True):
             yield
-            return
-        tally.is_open = True
-        try:
-            yield
-        finally:
-            tally.is_open = False
 
     @contextmanager
     def paused(self, block: int) -> Iterator[None]:
         """Around a further forward of a block inside the first."""
-        tally = self._tallies.get(block)
-        was_open = tally is not None and tally.is_open
-        if tally is not None:
-            tally.is_open = False
+        with self._while(block, is_open=False):
+            yield
+
+    @contextmanager
+    def _while(self, block: int, *, is_open: bool) -> Iterator[None]:
+        tally = self._tallies.get(block, Tally())
+        before, tally.is_open = tally.is_open, is_open
         try:
             yield
         finally:
-            if tally is not None:
-                tally.is_open = was_open
+            tally.is_open = before
 
     def add_up(self, collectives: Collectives, transfer: Transfer) -> None:
         """Sum up over the ranks of the stage; on its lane."""

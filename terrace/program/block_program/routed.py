@@ -29,19 +29,28 @@ comes before the steps of a forward, and after the steps of a backward. Each mes
 
 from collections.abc import Iterator
 
+from terrace.model.spec import BlockSpec
 from terrace.plan.expert_traffic import ExpertTraffic
-from terrace.plan.in_block_messages import ExpertMessage
+from terrace.plan.in_block_messages import RoutedMessage
+from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.plan.wire import MessageClass
 from terrace.program.block_program.steps import Await, BlockStep, Compute, ComputeKind, Gap, Send, Steps
 
 
+def routed_steps(tensor: TensorTraffic, block: BlockSpec) -> tuple[Steps, Steps]:
+    """`expert_steps` of a block as a tensor rank holds it."""
+    return expert_steps(ExpertTraffic.of(tensor, block))
+
+
 def expert_steps(traffic: ExpertTraffic) -> tuple[Steps, Steps]:
-    """Steps of a forward and of a backward of a layer's experts."""
+    """Steps of a forward and of a backward of a layer's experts; none where no tokens leave a rank."""
+    if not traffic.way:
+        return (), ()
     tables: list[BlockStep] = []
     for line, copies in ((traffic.rows, True), (traffic.expert, False)):
         tiers = [tier for tier, degree in enumerate(line) if degree > 1]
         if tiers:
-            table = Send((ExpertMessage(MessageClass.ROUTE, max(tiers), copies),))
+            table = Send((RoutedMessage(MessageClass.ROUTE, max(tiers), copies),))
             tables += [table, Await(table)]
     return (*tables, *_chunks(traffic, backward=False)), tuple(_chunks(traffic, backward=True))
 
@@ -57,8 +66,8 @@ def _chunks(traffic: ExpertTraffic, *, backward: bool) -> Iterator[BlockStep]:
     kind = ComputeKind.EXPERT_GRADIENTS if backward else ComputeKind.EXPERTS
     there, back = [], []
     for chunk in range(number):
-        there.append([Send((ExpertMessage(MessageClass.DISPATCH, *hop, backward, chunk),)) for hop in traffic.way])
-        combine = (ExpertMessage(MessageClass.COMBINE, *hop, backward, chunk) for hop in reversed(traffic.way))
+        there.append([Send((RoutedMessage(MessageClass.DISPATCH, *hop, backward, chunk),)) for hop in traffic.way])
+        combine = (RoutedMessage(MessageClass.COMBINE, *hop, backward, chunk) for hop in reversed(traffic.way))
         back.append([Send((message,)) for message in combine])
 
     def due(round_: int) -> Iterator[BlockStep]:

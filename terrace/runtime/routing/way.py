@@ -27,24 +27,24 @@ import torch
 from torch import Tensor
 
 from terrace.comm.byte_views import as_bytes
-from terrace.plan.in_block_messages import ExpertMessage
+from terrace.plan.in_block_messages import RoutedMessage
 from terrace.plan.wire import MessageClass, WireFormat
-from terrace.runtime.experts.route import HopRows
+from terrace.runtime.routing.route import HopRows
 
 
 class Carrier(Protocol):
     """Sends rows to the peers of a hop."""
 
-    def wire(self, message: ExpertMessage) -> WireFormat:
+    def wire(self, message: RoutedMessage) -> WireFormat:
         """The format of the rows of a message."""
 
-    def code(self, message: ExpertMessage, rows: Tensor) -> Tensor:
+    def code(self, message: RoutedMessage, rows: Tensor) -> Tensor:
         """Rows (n, H) in that format, (n, bytes)."""
 
-    def read(self, message: ExpertMessage, coded: Tensor, dtype: torch.dtype) -> Tensor:
+    def read(self, message: RoutedMessage, coded: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows (n, H) of their codes (n, bytes)."""
 
-    def exchange(self, message: ExpertMessage, sent: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+    def exchange(self, message: RoutedMessage, sent: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
         """Bytes received for `sent` (n, bytes), both in the order of the peers, with numbers of rows for each."""
 
 
@@ -76,14 +76,14 @@ class Chunk:
     def __init__(self, carrier: Carrier, ways: Sequence[Way], parts: Sequence[Tensor]) -> None:
         self.parts, self._carrier, self._ways = tuple(parts), carrier, ways
         self._dtypes = [part.dtype for part in parts]
-        self._last: ExpertMessage | None = None  # of the codes that the elements are in
+        self._last: RoutedMessage | None = None  # of the codes that the elements are in
         self._passed: list[tuple[Tensor, ...]] = []
 
     def turn(self, parts: Sequence[Tensor]) -> None:
         """Take the results of the rows that arrived, to be brought back."""
         self.parts, self._dtypes = tuple(parts), [part.dtype for part in parts]
 
-    def go(self, message: ExpertMessage) -> None:
+    def go(self, message: RoutedMessage) -> None:
         """The hop of a message; on CUDA the tensors that its work has read stay until `arrived`."""
         self._passed.append(self.parts)
         number = next(
@@ -102,7 +102,7 @@ class Chunk:
         sizes = [way.held(len(way.hops)) for way in self._ways]
         return [list(each) for each in zip(*(torch.split(part, sizes) for part in self.parts), strict=True)]
 
-    def _there(self, number: int, message: ExpertMessage) -> None:
+    def _there(self, number: int, message: RoutedMessage) -> None:
         rows, *others = self.parts
         last, hops = self._last, self._hops(number)
         if last is None or self._carrier.wire(last) != self._carrier.wire(message):
@@ -125,7 +125,7 @@ class Chunk:
             rows, self._last = self._carrier.read(message, rows, self._dtypes[0]), None
         self.parts = (rows, *others)
 
-    def _back(self, number: int, message: ExpertMessage) -> None:
+    def _back(self, number: int, message: RoutedMessage) -> None:
         hops, index = self._hops(number), self._index(number)
         own = hops[0].position
         # Piece after piece, the rows of each peer.

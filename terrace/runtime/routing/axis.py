@@ -14,20 +14,31 @@ from terrace.comm.collectives import Collectives
 from terrace.comm.rounding import Origin
 from terrace.model.experts.gates import Choice
 from terrace.model.experts.gating import Kept
-from terrace.model.experts.mixture import Mixture
+from terrace.model.experts.mixture import Mixture, here
 from terrace.plan.expert_traffic import spans_of, uncoded_bytes
 from terrace.plan.hops import Hop, number_bytes
-from terrace.plan.in_block_messages import ExpertMessage
+from terrace.plan.in_block_messages import RoutedMessage
 from terrace.plan.layout import Layout
 from terrace.plan.wire import MessageClass, WireFormat
 from terrace.program.block_program.steps import Steps, moves_rows
 from terrace.program.message import Transfer
 from terrace.program.program import Program
-from terrace.runtime.experts.crossing import Crossing
-from terrace.runtime.experts.route import HopRows, Route, count_prefixes, route_of
-from terrace.runtime.experts.way import Way
+from terrace.runtime.comm import Comm
 from terrace.runtime.in_block import InBlockAxis
 from terrace.runtime.in_block_comm import InBlockComm
+from terrace.runtime.routing.crossing import Crossing
+from terrace.runtime.routing.route import HopRows, Route, count_prefixes, route_of
+from terrace.runtime.routing.way import Way
+
+
+def routed_axes(blocks: Sequence[nn.Module], comm: Comm, in_block: InBlockComm) -> list[InBlockAxis]:
+    """The axis of experts of a rank; none where every rank has all of them."""
+    program = comm.program
+    if not program.routed.transfers:
+        return []
+    held = {index: blocks[index] for index in program.stage.held}
+    origin = Origin("experts", comm.device, comm.meter)
+    return [ExpertAxis(in_block, program, comm.rank, comm.collectives, held, origin)]
 
 
 class ExpertAxis(InBlockAxis):
@@ -43,8 +54,8 @@ class ExpertAxis(InBlockAxis):
         origin: Origin,
     ) -> None:
         self.in_block, self._rank, self._collectives, self._origin = in_block, rank, collectives, origin
-        self._lines = self._experts, self._rows = program.expert_lines
-        self._transfers = {(each.message_class, each.ranks.axes, each.lane): each for each in program.expert_transfers}
+        self._lines = self._experts, self._rows = program.routed.lines
+        self._transfers = {(each.message_class, each.ranks.axes, each.lane): each for each in program.routed.transfers}
         self._tiers = [[t for t in reversed(range(len(line.tiers))) if line.degrees[t] > 1] for line in self._lines]
         self._degrees = [_taken(line.degrees, tiers) for line, tiers in zip(self._lines, self._tiers, strict=True)]
         places = [line.coordinates(rank) for line in self._lines]
@@ -54,9 +65,8 @@ class ExpertAxis(InBlockAxis):
         self._routes = WeakKeyDictionary[Kept, list[Route]]()
         self._programs: dict[Mixture, tuple[tuple[Steps, Steps], int]] = {}  # steps behind the table, pieces of tokens
         for index, block in blocks.items():
-            traffic, (forward, backward) = program.experts(index), program.block_program(index).experts
+            traffic, (forward, backward) = program.routed.traffic(index), program.block_program(index).routed
             for mixture in (module for module in block.modules() if isinstance(module, Mixture)):
-                assert traffic is not None, "a block with a mixture sends to its experts"
                 steps = tuple(filter(moves_rows, forward)), backward
                 self._programs[mixture] = steps, traffic.pieces
                 mixture.spread, mixture.shares_waits = self._spread, traffic.shares
@@ -70,7 +80,7 @@ class ExpertAxis(InBlockAxis):
     def remove(self) -> None:
         """Leave each mixture the experts that it holds."""
         for mixture in self._programs:
-            mixture.spread, mixture.shares_waits = None, False
+            mixture.spread, mixture.shares_waits = here, False
 
     def _spread(
         self, mixture: Mixture, tokens: Tensor, choice: Choice, all_tokens: Tensor
@@ -86,9 +96,8 @@ class ExpertAxis(InBlockAxis):
         spans, units = spans_of(len(tokens), pieces), self._units(num_experts)
         ways = [Way(stop - start, hops, units) for (start, stop), hops in zip(spans, routes, strict=True)]
         first = _index(self._places[0], self._degrees[0]) * size
-        if mixture.tally is not None:
-            hops = [hop for way in ways for hop in way.hops]
-            mixture.tally.move(sum(hop.sent for hop in hops), sum(hop.returned for hop in hops))
+        hops = [hop for way in ways for hop in way.hops]
+        mixture.tally.move(sum(hop.sent for hop in hops), sum(hop.returned for hop in hops))
         crossing = Crossing(self, mixture, steps, ways, (first, first + size))
         passed, shared = crossing.through(tokens, choice, all_tokens)
         return passed, shared if mixture.shares_waits else None
@@ -126,7 +135,7 @@ class ExpertAxis(InBlockAxis):
     def _gathered(self, transfer: Transfer, table: Tensor) -> Tensor:
         found = list[Tensor]()
         line, flat = transfer.ranks, table.flatten()
-        message = ExpertMessage(transfer.message_class, transfer.lane, copies=line is self._rows)
+        message = RoutedMessage(transfer.message_class, transfer.lane, copies=line is self._rows)
         flight = self.in_block.submit(lambda: found.append(self._collectives.gather_numbers(transfer, flat)), message)
         ranks = [self._rank]
         for hop in transfer.gathering:
@@ -134,7 +143,7 @@ class ExpertAxis(InBlockAxis):
         self.in_block.wait(flight, tuple(sorted(ranks)))
         return found[0]
 
-    def declare(self, message: ExpertMessage, ways: Sequence[Way]) -> None:
+    def declare(self, message: RoutedMessage, ways: Sequence[Way]) -> None:
         """Count the bytes of a message of some pieces as declared, from their routes alone."""
         line, over = self._line(message), self._over(message)[1]
         hops = (_hop_of(way, message) for way in ways)
@@ -142,38 +151,38 @@ class ExpertAxis(InBlockAxis):
         row_bytes = over.part_bytes + uncoded_bytes(message, self._num_choices, number_bytes(self._collectives.plan))
         self._declared[message.message_class, line.tiers[message.tier]] += rows * row_bytes
 
-    def peers(self, message: ExpertMessage) -> tuple[int, ...]:
+    def peers(self, message: RoutedMessage) -> tuple[int, ...]:
         """The ranks of a message over one tier."""
         return self._line(message).peers(self._rank, message.tier)
 
-    def wire(self, message: ExpertMessage) -> WireFormat:
+    def wire(self, message: RoutedMessage) -> WireFormat:
         """The format in which the rows of a message cross its tier."""
         return self._over(message)[1].wire
 
-    def code(self, message: ExpertMessage, rows: Tensor) -> Tensor:
+    def code(self, message: RoutedMessage, rows: Tensor) -> Tensor:
         """Rows (n, H) in the format of their message, each by itself: (n, bytes)."""
         return self._collectives.code_rows(message.message_class, self._over(message)[1], rows, self._origin)
 
-    def read(self, message: ExpertMessage, coded: Tensor, dtype: torch.dtype) -> Tensor:
+    def read(self, message: RoutedMessage, coded: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows (n, H) of their codes (n, bytes)."""
         return self._collectives.read_rows(self._over(message)[1], coded, dtype)
 
-    def exchange(self, message: ExpertMessage, sent: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+    def exchange(self, message: RoutedMessage, sent: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
         """Bytes received from the peers of a hop for `sent` (n, bytes), on the lane that calls this."""
         received = sent.new_empty(sum(receives), sent.shape[1])
         self._collectives.exchange_rows(*self._over(message), sent, sends, received, receives)
         return received
 
-    def _line(self, message: ExpertMessage) -> Layout:
+    def _line(self, message: RoutedMessage) -> Layout:
         return self._rows if message.copies else self._experts
 
-    def _over(self, message: ExpertMessage) -> tuple[Transfer, Hop]:
+    def _over(self, message: RoutedMessage) -> tuple[Transfer, Hop]:
         transfer = self._transfers[message.message_class, self._line(message).axes, message.tier]
         (hop,) = transfer.gathering
         return transfer, hop
 
 
-def _hop_of(way: Way, message: ExpertMessage) -> HopRows:
+def _hop_of(way: Way, message: RoutedMessage) -> HopRows:
     return next(hop for hop in way.hops if (hop.tier, hop.copies) == (message.tier, message.copies))
 
 

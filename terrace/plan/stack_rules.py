@@ -1,0 +1,116 @@
+"""Rules of the keys `experts`, `expert_chunks` and `expert_gaps` of a plan."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from terrace.base.errors import PlanError, did_you_mean
+from terrace.cluster.cluster import Cluster
+from terrace.model.spec import BlockSpec
+from terrace.plan.dims import has_routers
+from terrace.plan.gaps import num_gaps
+from terrace.plan.layout import Layout, message_lane, message_tiers
+from terrace.plan.mapping_rules import check_table
+from terrace.plan.mesh import STACK_AXES, STAGE, Mesh, tier_degrees
+from terrace.plan.plan import EXPERT_CHUNKS, Plan
+from terrace.plan.wire import GRADIENTS
+
+MOST_CHUNKS = 64  # of the tokens of a micro-batch: each is a message over every tier
+SHARES_ROUNDED = 1e-6  # by which the sum of shares may be off: files have decimals
+
+
+def check_stack_table(plan: Plan, sizes: Mapping[str, int]) -> None:
+    """Raise `PlanError` for a table `experts` that does not fit the tiers, whose sizes are given by name."""
+    check_table("experts", plan.experts, sizes, STACK_AXES)
+    for name, degrees in plan.experts.items():
+        # Stages do not share experts.
+        members = sizes[name] // tier_degrees(plan.mapping.get(name, {})).get("pipeline", 1)
+        product = math.prod(degrees.values())
+        if members % product:
+            raise PlanError(
+                f"the degrees of experts.{name} multiply to {product}, which does not divide the {members} ranks of a "
+                f"stage on tier {name!r}: use degrees that do"
+            )
+
+
+def check_stacks(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> None:
+    """Raise `PlanError` for a division of experts that the model or the optimizer cannot have."""
+    columns = Mesh.of(cluster, plan).total("columns")
+    if plan.experts and not any(block.has_stacks for block in blocks):
+        raise PlanError("the table experts has no effect: no layer of this model has experts; leave it out")
+    if plan.update == "muon" and Mesh.of(cluster, plan).stack_degrees[1] > 1:
+        raise PlanError("optimizer 'muon' takes whole matrices, and rows of the table experts cut them: use expert")
+    for name, param in ((f"{block.name}.{param.name}", param) for block in blocks for param in block.params):
+        if param.is_stack and columns > 1:
+            raise PlanError(
+                f"the mapping has {columns} tensor columns, and {name} holds {param.num_parts} experts, for which a "
+                "token must be whole: use tensor rows, or give the ranks to another axis"
+            )
+
+
+def refuse_unscaled_losses(asked: str, blocks: Sequence[BlockSpec]) -> None:
+    """Raise `PlanError` for routers under a loss scale, which is what `asked` asks for."""
+    if has_routers(blocks):
+        raise PlanError(
+            f"{asked} with a mixture of experts: losses of its routers are not scaled; use 'bf16' or 'fp32'"
+        )
+
+
+def check_chunks(plan: Plan) -> None:
+    """Raise `PlanError` for numbers of chunks that cannot be, or have no effect."""
+    for name, number in plan.expert_chunks.items():
+        if name not in EXPERT_CHUNKS:
+            known = ", ".join(EXPERT_CHUNKS)
+            raise PlanError(f"expert_chunks.{name} is none of {known}{did_you_mean(name, EXPERT_CHUNKS)}")
+        if not 1 <= number <= MOST_CHUNKS:
+            raise PlanError(f"expert_chunks.{name} = {number}: tokens travel in 1 to {MOST_CHUNKS} chunks")
+    if not plan.expert_chunks:
+        return
+    if not plan.experts:
+        raise PlanError(
+            "expert_chunks has no effect: every rank has all experts; leave it out, or spread them with the table "
+            "experts"
+        )
+    forward, backward, ahead = (plan.expert_chunks.get(name, 1) for name in EXPERT_CHUNKS)
+    if ahead > 1 and ahead >= max(forward, backward):
+        raise PlanError(
+            f"expert_chunks.ahead = {ahead}: of {max(forward, backward)} chunks at most "
+            f"{max(1, max(forward, backward) - 1)} can be ahead of the one that is multiplied; lower it, or name more "
+            "chunks in forward or backward"
+        )
+    if ahead > 1 and plan.expert_hops < 2:
+        raise PlanError(
+            f"expert_chunks.ahead = {ahead} has no effect: on a way over one tier all chunks go out first; leave it out"
+        )
+    if max(forward, backward) % min(forward, backward):
+        raise PlanError(
+            f"expert_chunks has {forward} chunks in the forward and {backward} in the backward: a chunk of one is a "
+            "number of chunks of the other, so one number must divide the other"
+        )
+
+
+def check_gaps(cluster: Cluster, plan: Plan) -> None:
+    """Raise `PlanError` for shares of gradients that cannot be, or have no effect."""
+    shares, chunks = plan.expert_gaps, plan.expert_chunks.get("backward", 1)
+    if not shares:
+        return
+    if not plan.experts:
+        raise PlanError(
+            "expert_gaps has no effect: every rank has all experts; leave it out, or spread them with the table experts"
+        )
+    if not isinstance(shares, str):
+        text = f"expert_gaps = {list(shares)}"
+        if not all(0 <= share < math.inf for share in shares) or abs(sum(shares) - 1) > SHARES_ROUNDED:
+            raise PlanError(f"{text}: shares of a gradient are numbers of at least 0 that add up to 1")
+        if len(shares) > num_gaps(chunks):
+            raise PlanError(
+                f"{text} has {len(shares)} shares, and a backward of {chunks} chunks has {num_gaps(chunks)} places for "
+                "them, the one before its messages included: leave the rest out"
+            )
+        if not any(shares[1:]):
+            raise PlanError(f"{text} has no effect: without it all of a gradient leaves first, too; leave it out")
+    layout, lanes = Layout.of(cluster, plan, STAGE), Mesh.of(cluster, plan).stack_tiers
+    if not any(message_tiers(layout, each) and message_lane(layout, each) in lanes for each in GRADIENTS):
+        raise PlanError(
+            f"expert_gaps has no effect: under grads = {plan.grads!r}, optimizer = {plan.optimizer!r} no message of "
+            "gradients has a tier in common with the table experts as its outermost; leave it out"
+        )

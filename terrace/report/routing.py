@@ -1,0 +1,114 @@
+"""Lines about the division of experts: the plan's, and the predicted steps of others."""
+
+from collections.abc import Iterator, Mapping
+
+from rich.table import Table
+
+from terrace.base.words import counted
+from terrace.plan.expert_traffic import ExpertTraffic
+from terrace.plan.in_block_messages import RoutedMessage
+from terrace.plan.plan import EXPERT_CHUNKS, Plan
+from terrace.plan.wire import MessageClass
+from terrace.planner.divisions import table_words
+from terrace.planner.expert_tiers import alternatives
+from terrace.program.block_program.steps import Await, Compute, ComputeKind, Gap, Steps
+from terrace.program.instruction import Op
+from terrace.program.program import Program
+from terrace.report.inside import tiers_words
+from terrace.report.tables import new_table, seconds
+from terrace.simulate.inside import InBlockPrices, block_prices
+from terrace.simulate.step import Prediction
+
+_WHOLE = (ComputeKind.SHARED, ComputeKind.SHARED_GRADIENTS)  # of all tokens at once
+
+
+def division_words(plan: Plan) -> str:
+    """The ranks that divide experts and the chunks in which tokens go to them, in a line; "" if none do."""
+    if not plan.experts:
+        return ""
+    forward, backward, ahead = (plan.expert_chunks.get(name, 1) for name in EXPERT_CHUNKS)
+    chunks = f"{counted(forward, 'chunk')} in a forward and {backward} in a backward"
+    chunks += f", {ahead} of them ahead" if ahead > 1 else ""
+    return f"experts on {table_words(plan.experts)}; tokens go to them in {chunks}"
+
+
+def routed_table(program: Program) -> Table:
+    """The steps of a layer's experts on one micro-batch: computing, and messages with mean bytes and seconds.
+
+    Empty where no block has experts on several ranks.
+    """
+    headings = ("block", "", "step", "a rank sends", "takes")
+    table = new_table("experts on several ranks, for every micro-batch", headings, left=headings[:-1])
+    # Blocks with equal steps share rows.
+    alike: dict[tuple[ExpertTraffic, bool], list[int]] = {}
+    for index in range(len(program.blocks)):
+        traffic = program.routed.traffic(index)
+        if traffic.way:
+            alike.setdefault((traffic, program.recomputes(index)), []).append(index)
+    for first, *others in alike.values():
+        name = program.blocks[first].name + (f" (x {len(others) + 1})" if others else "")
+        prices = block_prices(program, first)
+        for op in (Op.FORWARD, Op.BACKWARD):
+            table.add_section()
+            for words in _expert_rows(program, prices, first, program.block_program(first).routed_steps(op)):
+                table.add_row(name, op.value.lower(), *words)
+                name = ""
+    return table
+
+
+def _expert_rows(program: Program, prices: InBlockPrices, block: int, steps: Steps) -> Iterator[tuple[str, str, str]]:
+    last = ""
+    for step in steps:
+        if isinstance(step, Gap):
+            shares = program.plan.gap_shares[step.number : step.number + 1]
+            yield from ((f"gap: {share:.0%} of the gradients before", "", "") for share in shares if share)
+            continue
+        if isinstance(step, Compute):
+            last = step.kind.value if step.kind in _WHOLE else f"{step.kind.value}, {step.number + 1}"
+            yield last, "", ""
+            continue
+        (message,) = step.send.messages if isinstance(step, Await) else step.messages
+        assert isinstance(message, RoutedMessage), "the steps are of experts"
+        words = message.message_class.value
+        words += "" if message.message_class is MessageClass.ROUTE else f" {message.chunk + 1}"
+        if isinstance(step, Await):
+            # The hops of a chunk are waited for together.
+            if last != f"wait for {words}":
+                last = f"wait for {words}"
+                yield last, "", ""
+            continue
+        last = words
+        yield (
+            words,
+            tiers_words(program, program.message_inside(message, block).sends),
+            seconds(prices.seconds(message)),
+        )
+
+
+def mean_words(program: Program) -> str:
+    """What the bytes of routed messages are the mean of; "" where there are none."""
+    return "route, dispatch and combine: the mean under even routing; each batch declares its own" * bool(
+        program.routed.transfers
+    )
+
+
+def alternatives_words(base: Prediction) -> str:
+    """The step under each other division of experts, a line each; "" if there is none."""
+    lines = []
+    for each in alternatives(base.step):
+        if each.prediction is None:
+            lines.append(f"{each.what}: {each.reason}")
+            continue
+        longer = each.prediction.step_s / base.step_s - 1
+        why = _grown(base.times_s[base.busiest], each.prediction.times_s[each.prediction.busiest])
+        of_it = f", by {why}" if longer > 0 and why else ""
+        lines.append(f"{each.what} the step would take {seconds(each.prediction.step_s)}, {100 * longer:+.1f} %{of_it}")
+    return "\n".join(lines)
+
+
+def _grown(before: Mapping[str, float], after: Mapping[str, float]) -> str:
+    # The two categories that grow most; smaller ones than a tenth of the first say little.
+    grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    largest = sorted(grown.items(), key=lambda item: -item[1])[:2]
+    told = [f"{seconds(value)} of {name}" for name, value in largest if value > 0.1 * largest[0][1] > 0]
+    return " and ".join(told)

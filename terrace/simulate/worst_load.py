@@ -1,0 +1,21 @@
+"""Memory of experts beyond the account of a plan."""
+
+import math
+
+from terrace.model.spec import BlockSpec
+from terrace.simulate.advice import Job, fullest_stage
+from terrace.simulate.footprint import LOAD_FACTOR
+
+
+def worst_words(job: Job, blocks: tuple[BlockSpec, ...], sequence: int) -> str:
+    """Memory of experts beyond the account if all choices fall on those of one rank, in words; "" for none."""
+    if not job.plan.experts:
+        return ""
+    expected, worst = (fullest_stage(job, blocks, sequence, load=load)[1] for load in (LOAD_FACTOR, math.inf))
+    more = sum(worst.values()) - sum(expected.values())
+    if more <= 0:
+        return ""
+    return (
+        f"rows of a rank's experts are counted at {LOAD_FACTOR:g} times their mean; "
+        f"{more / 1e9:.3g} GB more if all choices of all ranks fall on them"
+    )
