@@ -24,7 +24,7 @@ from terrace.train.keys import TrainConfig
 from tests.support.tiny_runs import environment, terrace
 
 ROOT = Path(__file__).parents[1]
-DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "design").glob("*.md"))]
 
 
 def _commands() -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ from tests.support.command_line import without_torch
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(path for folder in ("terrace", "tests", "bench", "examples") for path in (ROOT / folder).rglob("*.py"))
-DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # They start or join ranks, switch torch's recorder on, or show (`terrace doctor`) the variables that decide how ranks
 # talk.

@@ -112,3 +112,13 @@ def one_layer(config: ModelConfig) -> ModelConfig:
     """The model with one layer of the widest window, a mixture if any layer is one, and a vocabulary of 1."""
     experts = None if config.experts is None else replace(config.experts, dense_layers=())
     return replace(config, num_layers=1, vocab_size=1, kinds=(), experts=experts)
+
+
+def refuse_unpublished_gate(config: ModelConfig, weights: str) -> None:
+    """Raise `ModelError` for a gate that initial weights in the folder `weights` cannot have."""
+    experts = config.experts
+    if experts is not None and experts.gate in ("noisy", "cosine"):
+        raise ModelError(
+            f"train.weights = {weights!r} has no router for gate = {experts.gate!r}: leave the gate out, "
+            'or begin from scratch with --train.weights ""'
+        )

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from functools import lru_cache
 
-from terrace.model.experts.params import router_params
+from terrace.model.experts.config import ExpertsConfig
 from terrace.model.operations import (
     Core,
     Dim,
@@ -63,11 +63,33 @@ def _params(operation: Operation, *, is_stacked: bool = False) -> list[ParamSpec
 
 
 def _mixture_params(mixture: Mixture) -> Iterator[ParamSpec]:
-    yield from router_params(mixture.experts, (mixture.hidden.counts, mixture.hidden.units))
+    yield from _router_params(mixture.experts, (mixture.hidden.counts, mixture.hidden.units))
     for operation in mixture.each:
         yield from _params(operation, is_stacked=True)  # of one expert, too
     for operation in (*mixture.shared, *mixture.shared_gate):
         yield from _params(operation)
+
+
+def _router_params(experts: ExpertsConfig, hidden: tuple[str, int]) -> list[ParamSpec]:
+    """The parameters of the router of a mixture for tokens of size `hidden`, in order; the bias is no optimizer's."""
+    choices, size = ("choices", experts.num_experts), ("router", experts.router_size)
+    dims: dict[str, tuple[tuple[str, int], ...]] = {"weight": (choices, size if experts.router_size else hidden)}
+    if experts.gate == "noisy":
+        dims["noise"] = (choices, hidden)
+    if experts.gate == "cosine":
+        dims |= {"projection": (size, hidden), "temperature": (("temperature", 1),)}
+    if experts.biased:
+        dims["bias"] = (choices,)
+    return [
+        ParamSpec(
+            name=f"mlp.router.{name}",
+            shape=tuple(each for _, each in of),
+            dims=of,
+            trainable=name != "bias",
+            is_moved=name == "bias",
+        )
+        for name, of in dims.items()
+    ]
 
 
 def _table(name: str, vocabulary: int, hidden: Dim) -> ParamSpec:

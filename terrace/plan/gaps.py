@@ -43,11 +43,6 @@ def gaps_words(asked: Plan, found: Plan) -> str:
     )
 
 
-def num_gaps(chunks: int) -> int:
-    """Gaps of a backward of `chunks`, the place where the message is issued included."""
-    return chunks + 2
-
-
 def part_columns(plan: Plan, layout: Layout, padded: int) -> tuple[Columns, ...]:
     """The columns of each part of a flat buffer of `padded` elements; parts without any are empty."""
     shares, size = plan.gap_shares, padded // slices_of(layout)

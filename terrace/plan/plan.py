@@ -172,3 +172,8 @@ class Plan:
         """`expert_gaps` in numbers, as programs have them."""
         assert not isinstance(self.expert_gaps, str), "shares are found before a program is built"
         return self.expert_gaps
+
+
+def num_gaps(chunks: int) -> int:
+    """Gaps of a backward of `chunks`, the place where the message is issued included."""
+    return chunks + 2

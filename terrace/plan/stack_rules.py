@@ -7,11 +7,10 @@ from terrace.base.errors import PlanError, did_you_mean
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.dims import has_routers
-from terrace.plan.gaps import num_gaps
 from terrace.plan.layout import Layout, message_lane, message_tiers
 from terrace.plan.mapping_rules import check_table
 from terrace.plan.mesh import STACK_AXES, STAGE, Mesh, tier_degrees
-from terrace.plan.plan import EXPERT_CHUNKS, Plan
+from terrace.plan.plan import EXPERT_CHUNKS, Plan, num_gaps
 from terrace.plan.wire import GRADIENTS
 
 MOST_CHUNKS = 64  # of the tokens of a micro-batch: each is a message over every tier

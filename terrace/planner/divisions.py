@@ -10,10 +10,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from terrace.plan.mesh import STAGE, Mesh
-from terrace.planner.pins import MOST, STACK_PINS
+from terrace.planner.pins import MOST, STACK_PINS, Pins
 
 if TYPE_CHECKING:
-    from terrace.planner.space import Space
     from terrace.planner.task import Task
 
 StackForm = tuple[tuple[int, ...], tuple[int, ...]]  # ranks per tier that hold different experts, and that cut them
@@ -26,10 +25,10 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(sorted({*small, *(number // d for d in small)}))
 
 
-def stack_forms(space: "Space", mesh: Mesh) -> tuple[StackForm, ...]:
+def stack_forms(task: "Task", pins: Pins, mesh: Mesh) -> tuple[StackForm, ...]:
     """Divisions of experts among the ranks of a stage, fewest ranks first."""
-    allowed_degrees = tuple(space.pins.ranges.get(name, (1, MOST)) for name in STACK_PINS)
-    return _forms(mesh.group(*STAGE), *space.task.stack_sizes, allowed_degrees)
+    allowed_degrees = tuple(pins.ranges.get(name, (1, MOST)) for name in STACK_PINS)
+    return _forms(mesh.group(*STAGE), *task.stack_sizes, allowed_degrees)
 
 
 @lru_cache(maxsize=4096)
@@ -56,16 +55,16 @@ def _forms(
     return tuple(sorted(found, key=lambda form: (math.prod(form[0]) * math.prod(form[1]), form)))
 
 
-def neighbours(space: "Space", mesh: Mesh) -> list[tuple[str, Mesh]]:
+def neighbours(task: "Task", pins: Pins, mesh: Mesh) -> list[tuple[str, Mesh]]:
     """Meshes whose ranks divide the experts in a neighbouring way, with their words: among fewer or more ranks, in more
     or fewer parts, among the ranks of the next tier, or not at all.
     """
-    if not space.task.divides_stacks:
+    if not task.divides_stacks:
         return []
-    whole, names = Mesh(mesh.degrees), [tier.name for tier in space.task.cluster.tiers]
+    whole, names = Mesh(mesh.degrees), [tier.name for tier in task.cluster.tiers]
     expert, rows = mesh.stack_degrees
     found = {whole} if mesh.divides_stacks else set[Mesh]()
-    divided = [whole.with_stacks(*degrees) for degrees in stack_forms(space, whole)]
+    divided = [whole.with_stacks(*degrees) for degrees in stack_forms(task, pins, whole)]
     for same, axis in ((rows, 0), (expert, 1)):
         alike = [each for each in divided if each.stack_degrees[1 - axis] == same]
         alike.sort(key=lambda each: each.stack_degrees[axis])

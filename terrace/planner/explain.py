@@ -97,7 +97,7 @@ def _neighbours(space: Space, candidate: Candidate) -> list[tuple[str, Candidate
         # Another micro-batch has another number of them; the unit must still divide it.
         unit = max(unit for unit in divisors(micros) if unit <= candidate.unit)
         found.append((f"micro_batch = {size}", candidate._replace(micro_batch=size, unit=unit)))
-    found += [(words, candidate._replace(mesh=other)) for words, other in neighbours(free, mesh)]
+    found += [(words, candidate._replace(mesh=other)) for words, other in neighbours(free.task, free.pins, mesh)]
     found += _recompute_neighbours(task, candidate)
     micros = num_micros(task, candidate)
     if takes_unit(candidate.schedule):

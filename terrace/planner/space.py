@@ -103,13 +103,16 @@ def context_forms(space: Space, shape: OpenMesh) -> list[Mesh]:
 
 def divided_shapes(space: Space, shape: OpenMesh) -> list[OpenMesh]:
     """A shape with every division of stacks, fewest ranks first."""
-    return [OpenMesh(shape.mesh.with_stacks(*degrees), shape.is_open) for degrees in stack_forms(space, shape.mesh)]
+    return [
+        OpenMesh(shape.mesh.with_stacks(*degrees), shape.is_open)
+        for degrees in stack_forms(space.task, space.pins, shape.mesh)
+    ]
 
 
 def divided_groups(space: Space, group: Group) -> list[Group]:
     """A group with every division of stacks, fewest ranks first: its shapes have the same ranks on a stage."""
     shape, mesh = group.shape, group.member.mesh
-    divided = [mesh.with_stacks(*degrees) for degrees in stack_forms(space, mesh)]
+    divided = [mesh.with_stacks(*degrees) for degrees in stack_forms(space.task, space.pins, mesh)]
     return [group._replace(shape=OpenMesh(shape.mesh.with_stacks_of(each), shape.is_open)) for each in divided]
 
 
@@ -219,7 +222,7 @@ def open_meshes(space: Space) -> Iterator[OpenMesh]:
             named = {"data": data, "tensor": columns * rows, "context": context, "pipeline": pipeline}
             if all(pins.allows(axis, degree) for axis, degree in (*named.items(), ("columns", columns))):
                 mesh = _mesh(tiers)
-                if not stack_forms(space, mesh):
+                if not stack_forms(space.task, space.pins, mesh):
                     return
                 if context == 1:
                     if all(pins.allows(form, 1) for form in CONTEXT_AXES):

@@ -44,7 +44,7 @@ def _values(space: Space, name: str) -> list[int]:
 def _of_shape(space: Space, shape: OpenMesh, name: str) -> Iterator[int]:
     if name in STACK_PINS:
         at = STACK_PINS.index(name)
-        yield from (math.prod(form[at]) for form in stack_forms(space, shape.mesh))
+        yield from (math.prod(form[at]) for form in stack_forms(space.task, space.pins, shape.mesh))
     elif name in CONTEXT_AXES:
         yield from (mesh.total(name) for mesh in context_forms(space, shape))
     elif name == "micro_batch":

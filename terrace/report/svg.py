@@ -7,13 +7,15 @@ zooms by narrowing its view box, so names and ticks stay outside it. Colours are
 import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from terrace.base.printable import escape
 from terrace.report.bars import Window
 from terrace.report.plot import round_ticks
 from terrace.report.tables import quantity
-from terrace.simulate.curve import MemoryCurve
+
+if TYPE_CHECKING:
+    from terrace.simulate.curve import MemoryCurve
 
 WIDTH, GUTTER, PLOT, _AXIS = 1080, 130, 930, 26
 _MEMORY_HEIGHT, _MEMORY_TOP = 200, 12
@@ -53,7 +55,7 @@ def rows_svg(
     return "".join(parts)
 
 
-def memory_svg(curve: MemoryCurve, step_s: float, capacity_bytes: float) -> str:
+def memory_svg(curve: "MemoryCurve", step_s: float, capacity_bytes: float) -> str:
     """Memory over the step, constant states at the bottom, with the most that a plan may take if the peak is near."""
     step_s = step_s or 1.0
     highest = curve.peak[0] or 1.0
@@ -143,7 +145,7 @@ def time_ticks(first_s: float, last_s: float) -> list[tuple[float, str]]:
     return [(tick / factor, f"{tick:.{decimals}f} {unit}") for tick in ticks]
 
 
-def memory_columns(curve: MemoryCurve, step_s: float) -> tuple[list[float], dict[str, list[float]]]:
+def memory_columns(curve: "MemoryCurve", step_s: float) -> tuple[list[float], dict[str, list[float]]]:
     """Memory curve in `_COLUMNS` columns, each with the parts at its peak."""
     totals = curve.total_bytes
     times_s: list[float] = []
@@ -160,7 +162,7 @@ def memory_columns(curve: MemoryCurve, step_s: float) -> tuple[list[float], dict
     return times_s, values
 
 
-def memory_totals(curve: MemoryCurve, step_s: float) -> list[int]:
+def memory_totals(curve: "MemoryCurve", step_s: float) -> list[int]:
     """Bytes in each column of the curve, for the page's script."""
     _, columns = memory_columns(curve, step_s or 1.0)
     held = sum(curve.constant_bytes.values())

@@ -9,14 +9,27 @@ only when the program waits for it.
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from terrace.program.buffers import Lifetime
 from terrace.program.instruction import PASSES, Op
 from terrace.program.program import Program
 from terrace.program.recording import Recording
-from terrace.simulate.held_activations import Held
 
 _VARYING = ("gathered", "grads_full", "activations")
+
+
+class Held(NamedTuple):
+    """Bytes of a block for one micro-batch.
+
+    `kept` is held from its forward to its backward, or to the first half of it, `due` from there to the second half;
+    `on_top` and `halved_on_top` live while its backward runs, or the first half.
+    """
+
+    kept: int
+    due: int
+    on_top: int
+    halved_on_top: int
 
 
 @dataclass(frozen=True, kw_only=True)

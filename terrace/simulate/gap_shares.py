@@ -13,7 +13,7 @@ step to say, in which other messages take the link, too (terrace.simulate.step).
 
 from collections.abc import Iterator, Sequence
 
-from terrace.plan.gaps import num_gaps
+from terrace.plan.plan import num_gaps
 from terrace.program.gaps import has_gaps, may_be_in_gaps
 from terrace.program.instruction import Instruction, Op
 from terrace.simulate.cost import Costs

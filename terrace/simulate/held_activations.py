@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from terrace.model.spec import BlockSpec
 from terrace.plan.plan import Plan
@@ -10,23 +10,11 @@ from terrace.plan.recompute import recomputed_parts
 from terrace.program.instruction import PASSES, Op
 from terrace.simulate.activations import activations_of, recomputing
 from terrace.simulate.block_tape import Backend
+from terrace.simulate.curve import Held
 from terrace.simulate.work import Work
 
 if TYPE_CHECKING:
     from terrace.program.program import Program
-
-
-class Held(NamedTuple):
-    """Bytes of a block for one micro-batch.
-
-    `kept` is held from its forward to its backward, or to the first half of it, `due` from there to the second half;
-    `on_top` and `halved_on_top` live while its backward runs, or the first half.
-    """
-
-    kept: int
-    due: int
-    on_top: int
-    halved_on_top: int
 
 
 def activations_by_block(work: Work, plan: Plan, blocks: Sequence[BlockSpec], backend: Backend) -> list[Held]:

@@ -14,7 +14,7 @@ from terrace.base.fitting import parse_table
 from terrace.base.foreign import read_file, read_text
 from terrace.base.sealed import checksum, sealed_json
 from terrace.base.words import counted
-from terrace.model.facts import vocabulary_size
+from terrace.model.facts import refuse_unpublished_gate, vocabulary_size
 from terrace.model.hf.folder import (
     CHAT_TEMPLATE,
     CONFIG,
@@ -98,7 +98,6 @@ def check_weights(run: RunConfig) -> str:
     Raises `ModelError` unless the weights exist and fit the run's model.
     """
     if run.train.weights:
-        from terrace.model.hf.mixtures import refuse_unpublished_gate
         from terrace.model.hf.pretrained import Pretrained
 
         refuse_unpublished_gate(run.model, run.train.weights)

@@ -52,9 +52,11 @@ def test_divisions_of_experts() -> None:
     """8 experts of inner size 40: rows on the innermost tier, experts around them, tier by tier."""
     space = Space(task=small_task(CLUSTERS["dgx 4x2"], model=MIXED))
     whole = Mesh.build(2, data=(4, 2))
-    found = {whole.with_stacks(*form).stack_degrees for form in stack_forms(space, whole)}
+    found = {whole.with_stacks(*form).stack_degrees for form in stack_forms(space.task, space.pins, whole)}
     assert found == {(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2), (4, 2), (1, 4), (2, 4)}
-    tables = [whole.with_stacks(*form).stack_table(["node", "system"]) for form in stack_forms(space, whole)]
+    tables = [
+        whole.with_stacks(*form).stack_table(["node", "system"]) for form in stack_forms(space.task, space.pins, whole)
+    ]
     assert {"node": {"rows": 2, "expert": 2}, "system": {"expert": 2}} in tables
     assert {"system": {"expert": 2}} not in tables
     assert {mesh.apart for mesh in meshes(Space(task=small_task(CLUSTERS["dgx 4x2"], model=SMALL)))} == {None}

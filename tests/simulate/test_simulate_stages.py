@@ -28,7 +28,8 @@ from terrace.program.schedules.orders import Orders
 from terrace.program.schedules.registry import orders_for
 from terrace.program.schedules.seconds import TaskSeconds
 from terrace.simulate.cost import Costs
-from terrace.simulate.held_activations import Held, activation_bytes
+from terrace.simulate.curve import Held
+from terrace.simulate.held_activations import activation_bytes
 from terrace.simulate.stages import StagesStep, simulate_stages
 from terrace.simulate.timeline import play
 from tests.support.bubbles import Row, rows, weight_share

@@ -5,12 +5,9 @@ first `first_k_dense_replace`. Written are the first of them or the last.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from terrace.base.errors import ModelError
-
-if TYPE_CHECKING:
-    from terrace.model.config import ModelConfig
 
 OWN_KEYS: Mapping[str, object] = {
     "gate": "softmax",
@@ -81,13 +78,3 @@ def _dense_layers(loaded: Any) -> tuple[int, ...]:
             "layer has experts with 1, every second with 2"
         )
     return tuple(sorted(named | {layer for layer in layers if (layer + 1) % step}))
-
-
-def refuse_unpublished_gate(config: "ModelConfig", weights: str) -> None:
-    """Raise `ModelError` for a gate that initial weights in the folder `weights` cannot have."""
-    experts = config.experts
-    if experts is not None and experts.gate in ("noisy", "cosine"):
-        raise ModelError(
-            f"train.weights = {weights!r} has no router for gate = {experts.gate!r}: leave the gate out, "
-            'or begin from scratch with --train.weights ""'
-        )
