@@ -26,7 +26,7 @@ from terrace.model.attention_plans import plans_of
 from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig
-from terrace.model.facts import cache_shape, longest_text, refuse_looking_ahead, rolling_window
+from terrace.model.facts import layers_of, longest_text, refuse_looking_ahead, rolling_window
 
 
 class GenerationEngine:
@@ -58,7 +58,7 @@ class GenerationEngine:
         core = layer_operations(config).core
         self._window = core.window  # the widest of the layers, for which pages are kept
         weight = next(blocks[0].parameters())
-        num_layers, *sizes = cache_shape(config)
+        num_layers, sizes = layers_of(config), (core.kv_heads, core.head_dim)
         num_pages = _num_pages(
             num_pages, memory_bytes, page_bytes(num_layers, max(page_tokens, 1), *sizes, weight.dtype)
         )

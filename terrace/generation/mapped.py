@@ -73,8 +73,8 @@ def mapped_tokens(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torc
 def pages_words(config: ModelConfig, page_tokens: int, device: torch.device, dtype: torch.dtype) -> tuple[str, bool]:
     """The pages that `platform_pages` makes for a model, in words, and whether a CPU falls back to gathered ones."""
     try:
-        num_layers, *sizes = cache_shape(config)
-        _mapped((num_layers, 1, page_tokens, *sizes), device, dtype)
+        num_layers, heads, head_dim = cache_shape(config)
+        _mapped((num_layers, 1, page_tokens, heads, head_dim), device, dtype)
     except ConfigError as error:
         words = f"keys and values in gathered pages of {counted(page_tokens, 'token')}: {error}"
         return words, device.type == "cpu"

@@ -19,9 +19,9 @@ from terrace.program.lowering import build
 from terrace.simulate.cost import step_costs
 from terrace.simulate.footprint import footprint, work_of
 from terrace.simulate.kernels import gemm_s, stream_s
-from terrace.simulate.layers import block_seconds
+from terrace.simulate.layers import block_seconds, matrices_of
 from terrace.simulate.mixture import passed_seconds
-from terrace.simulate.scaled import Matrices, launches, matrices_of, scaled_seconds
+from terrace.simulate.scaled import Matrices, launches, scaled_seconds
 from terrace.simulate.step import Step, predict_step
 from terrace.simulate.work import Work
 

@@ -34,9 +34,10 @@ from terrace.plan.slices import slice_blocks
 from terrace.plan.wire import FORMATS
 from terrace.planner.roles.dataflow import Dataflow
 from terrace.simulate.kernels import memory_s, peak_flops_per_s, stream_s
-from terrace.simulate.layers import pass_seconds, seconds_of
+from terrace.simulate.layers import seconds_of
 from terrace.simulate.links import hop_s
 from terrace.simulate.masks import has_flash_attention
+from terrace.simulate.passes import pass_seconds
 from terrace.simulate.work import Work
 
 PREFILL_TOKENS = 8192  # of prompts that pass at once: a guess, beyond which products hardly get faster
