@@ -6,7 +6,7 @@ are short folds over the list:
 
     parameters, FLOPs        terrace.model.operation_folds
     seconds                  terrace.simulate.layers
-    tensors that are kept    terrace.simulate.activations
+    tensors that are kept    terrace.simulate.kept_tensors
     regions, messages        terrace.program.block_program.regions
     stand-ins on a rank      terrace.runtime.tensor
 

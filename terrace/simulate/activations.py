@@ -12,15 +12,17 @@ from functools import cached_property, lru_cache
 from typing import get_args
 
 from terrace.base.errors import PlanError, did_you_mean
-from terrace.model.operations import INPUT, OUTPUT, Mixture, Operations
+from terrace.model.operations import INPUT, OUTPUT, Mixture, Operation, Operations
 from terrace.model.spec import BlockSpec
 from terrace.plan.recompute import WHOLE
-from terrace.simulate.block_tape import Backend, BlockTape
-from terrace.simulate.kept_by_mixture import keep_mixture
+from terrace.simulate.block_tape import Backend, BlockTape, Rule
+from terrace.simulate.kept_by_mixture import mixture_nodes
 from terrace.simulate.kept_tensors import RULES
 from terrace.simulate.masks import work_in
 from terrace.simulate.tape import backward_peak, forward_peak, kept_by_operation, split_backward
 from terrace.simulate.work import Work
+
+_RULES: dict[type[Operation], Rule] = {**RULES, Mixture: mixture_nodes}
 
 # What torch's generators remember, so that a recomputed block drops the same elements.
 _RANDOM_STATE_BYTES: dict[Backend, int] = {"cpu": 5056, "cuda": 16}
@@ -49,10 +51,7 @@ class BlockActivations:
     @cached_property
     def saved(self) -> dict[str, int]:
         """Bytes kept by each operation."""
-        if self._again:
-            kept = {"random state": self._random, "choices": self._choices}
-            return {name: num_bytes for name, num_bytes in kept.items() if num_bytes}
-        return kept_by_operation(self.tape.nodes, self.tape.sizes)
+        return self._remembered if self._again else kept_by_operation(self.tape.nodes, self.tape.sizes)
 
     @property
     def logits_bytes(self) -> int:
@@ -66,7 +65,7 @@ class BlockActivations:
     @property
     def fixed_bytes(self) -> int:
         """The part of `kept_bytes` that does not grow with the sequences."""
-        return self._random if self._again else self.tape.fixed_bytes
+        return self._remembered.get("random state", 0) if self._again else self.tape.fixed_bytes
 
     # The peaks are found only where they are asked for: a search asks for the kept bytes of most blocks alone.
     @cached_property
@@ -75,7 +74,7 @@ class BlockActivations:
         if self.tape.runs_at_once:
             return self.input_bytes
         peak = forward_peak(self.tape.nodes, self.tape.sizes, keeping=not self._again)
-        return peak + self._random + self._choices
+        return peak + sum(self._remembered.values())
 
     @cached_property
     def backward_peak_bytes(self) -> int:
@@ -84,7 +83,7 @@ class BlockActivations:
         if self._again:
             # The gradient of the output is there already while the forward runs for the second time.
             peak = max(peak, forward_peak(nodes, sizes, keeping=True) + sizes[OUTPUT])
-        return peak + self._random + self._choices
+        return peak + sum(self._remembered.values())
 
     @property
     def due_bytes(self) -> int:
@@ -94,7 +93,7 @@ class BlockActivations:
     @property
     def halved_peak_bytes(self) -> int:
         """`backward_peak_bytes` of the first half of a backward."""
-        return max(self.backward_peak_bytes, self._halves[0] + self._random + self._choices)
+        return max(self.backward_peak_bytes, self._halves[0] + sum(self._remembered.values()))
 
     @cached_property
     def _halves(self) -> tuple[int, int]:
@@ -102,17 +101,16 @@ class BlockActivations:
 
     @property
     def _again(self) -> bool:
-        # A head that runs in its backward keeps only its input, like a recomputed block, but stores no random state.
+        # A head that runs in its backward keeps only its input, like a recomputed block.
         return self.is_recomputed or self.tape.runs_at_once
 
-    @property
-    def _random(self) -> int:
-        recomputes = self.is_recomputed and not self.tape.runs_at_once
-        return _RANDOM_STATE_BYTES[self.tape.backend] if recomputes else 0
-
-    @property
-    def _choices(self) -> int:
-        return self.tape.choices_bytes if self.is_recomputed else 0
+    @cached_property
+    def _remembered(self) -> dict[str, int]:
+        """Bytes by which a second forward draws and chooses as the first; a head in its backward has no second one."""
+        if not self.is_recomputed or self.tape.runs_at_once:
+            return {}
+        choices = self.tape.choices_bytes
+        return {"random state": _RANDOM_STATE_BYTES[self.tape.backend]} | ({"choices": choices} if choices else {})
 
 
 def activations_of(work: Work, block: BlockSpec, backend: Backend) -> BlockActivations:
@@ -133,5 +131,5 @@ def block_activation_bytes(work: Work, operations: Operations, backend: Backend 
     """
     if backend not in get_args(Backend):
         raise PlanError(f"backend = {backend!r} is not known{did_you_mean(backend, get_args(Backend))}")
-    tape = BlockTape(work, backend, operations, RULES | {Mixture: keep_mixture})
+    tape = BlockTape(work, backend, operations, _RULES)
     return BlockActivations(tape=tape, is_recomputed=work.recompute == "full")

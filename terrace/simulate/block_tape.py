@@ -5,6 +5,7 @@ a dim counts, sizes are those of the rank with most units. Under sequence parall
 the residual stream, and gather them for the products of attention and of the MLP.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,7 +31,7 @@ from terrace.simulate.tape import Node
 from terrace.simulate.work import Work
 
 Backend = Literal["cpu", "cuda"]
-Rules = Mapping[type[Operation], Callable[["BlockTape", Any], Iterator[Node]]]
+Rule = Callable[["BlockTape", Any], Iterator[Node]]  # (tape, operation of its type)
 
 _WIDE_BYTES = 4  # statistics, log-sums and scores are in fp32 at least
 
@@ -45,12 +46,11 @@ class BlockTape:
     work: Work
     backend: Backend
     operations: Operations
-    rules: Rules
+    rules: Mapping[type[Operation], Rule]
     nodes: list[Node] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)
-    same: dict[str, str] = field(default_factory=dict)  # tensors that are other tensors of the tape
-    # Bytes of inputs that are dropped after the forward, and gathered once more for the backward.
-    gathered_again: dict[str, int] = field(default_factory=dict)
+    # Of what an `Enter` writes: its name here, and bytes that are gathered for each product and again for its backward.
+    entered: dict[str, tuple[str, int]] = field(default_factory=dict)
     rows: int = 0  # that pass experts at a time
     logits_bytes: int = 0
     fixed_bytes: int = 0  # kept, whatever the number of sequences
@@ -58,14 +58,15 @@ class BlockTape:
     runs_at_once: bool = False  # whether the backward runs the whole block, and the forward nothing
 
     def __post_init__(self) -> None:
-        self.item = FORMATS[self.work.compute].element_bytes
+        work = self.work
+        self.item = FORMATS[work.compute].element_bytes
         self.wide = max(self.item, _WIDE_BYTES)
         # Tensor rows that share the tokens of the residual stream.
-        self.stream_rows = self.work.rows if self.work.sequence_parallel else 1
-        stream = self.bytes_of(Tensor(INPUT, self.work.layer.hidden))
+        self.stream_rows = work.rows if work.sequence_parallel else 1
+        stream = self.bytes_of(Tensor(INPUT, work.layer.hidden))
         self.sizes |= {INPUT: stream, OUTPUT: stream}
         for operation in self.operations:
-            for node in self.nodes_of(operation):
+            for node in self.nodes_of(operation):  # one by one: rules look at the nodes before
                 self.nodes.append(node)
         if not self.nodes:
             self.nodes.append(Node((INPUT,), OUTPUT, name="pass on"))
@@ -76,13 +77,8 @@ class BlockTape:
             self.sizes[tensor.name] = self.bytes_of(tensor)
         replay = operation.name if self._part(operation) in self.work.operations else ""
         for node in self.rules[type(operation)](self, operation):
-            if node.name:  # of an operation inside this one
-                yield node
-                continue
-            reads, keeps, variables = (
-                tuple(self.same.get(name, name) for name in names) for names in (node.reads, node.keeps, node.variables)
-            )
-            yield node._replace(reads=reads, keeps=keeps, variables=variables, name=operation.name, replay=replay)
+            # Nodes of an operation inside this one have its name.
+            yield node if node.name else node._replace(name=operation.name, replay=replay)
 
     def size(self, name: str, num_bytes: int) -> str:
         """The name of a tensor of these bytes."""
@@ -91,16 +87,10 @@ class BlockTape:
 
     def units(self, dim: Dim) -> int:
         """Units of a dim on the rank that has most."""
-        work, parts = self.work, 1
-        of_experts = dim.counts in ("experts", "expert_intermediate")
-        degrees = {
-            "rows": work.expert_rows if of_experts else work.rows,
-            "columns": work.columns,
-            "expert": work.expert,
-        }
-        for axis in CUT_BY.get(dim.counts, ()):
-            parts *= degrees[axis]
-        return -(-dim.units // parts)
+        work, of_experts = self.work, dim.counts in ("experts", "expert_intermediate")
+        rows = work.expert_rows if of_experts else work.rows  # experts have rows of their own
+        degrees = {"rows": rows, "columns": work.columns, "expert": work.expert}
+        return -(-dim.units // math.prod(degrees[axis] for axis in CUT_BY.get(dim.counts, ())))
 
     def width(self, dim: Dim) -> int:
         """Elements of a dim on that rank."""

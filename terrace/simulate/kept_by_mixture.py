@@ -1,37 +1,18 @@
-"""The tensors that a mixture of experts keeps for its backward: its gate, its rows, and the messages between ranks.
+"""The tensors that a mixture of experts keeps for its backward: of its gate, its rows, and messages between ranks.
 
-With T tokens, hidden size H, k of E experts a token, N = T k rows and inner size I, a mixture keeps
+Shape legend: T tokens that a rank routes, H hidden, k of E experts a token, N rows, I inner size of an expert, A tokens
+that a rank gets for its experts, D dims that a cosine gate projects to. Scores are in fp32 at least.
 
-    rows (N, H); gate, up, act(gate), the product of the last two and that times the weight, each (N, I); weights (N)
-    in int64: the order of the choices (N) and the place of each (T, k), or (T, E) where experts choose
-    with products in 8 bits codes of the rows, and of the product that `down` takes, in their place
-    and the tensors of its gate, listed below
+Where every rank holds all experts, A = T and N = T k whatever the choices: a skewed load takes longer, but no more
+memory. With e ranks that hold different experts, each cut over w ranks, a rank multiplies
 
-Where every rank holds all experts, N does not depend on the choices: a skewed load takes longer, but no more memory.
-With e ranks that hold different experts, each cut over w ranks, a rank multiplies
-
-    N = w T k load rows of inner size I/w, and gets A = w T D(e) load tokens for them (terrace.plan.expert_traffic)
+    N = w T k load rows of inner size I/w, of A = w T D(e) load tokens (D(e): terrace.plan.expert_traffic)
 
     at worst w e T min(k, E/e) rows of w e T tokens: all choices of all ranks fall on its experts
 
-and keeps the place of every choice of the tokens that it got, and on the way their rows. Tokens in chunks keep as much.
-Products are then of one piece of the tokens at a time, and messages of one chunk; all rows and results are counted as
-there, since chunks arrive before the products of another. Peaks are up to 16 % above the measured ones.
-Under tensor rows T is the part of the tokens that a rank routes.
-
-Of T tokens that a rank routes, with E experts, hidden size H, D dims of a cosine gate's projection and w bytes of fp32
-at least, a gate keeps for its backward, where the compute dtype is narrower also the router's input and matrices in
-fp32:
-
-    all             the router's input (T, H), scores (T, E)
-    softmax, sigmoid, noisy, cosine
-                    indexes of the chosen (T, k) in int64; where weights are divided, their scores (T, k) and sums (T)
-    noisy           the numbers drawn and the logits of their size, (T, E) each
-    cosine          projected tokens and their directions, (T, D) each, two norms (T), cosines (T, E); rows of experts
-                    (E, D) with a length of 1, two norms (E)
-    expert_choice   which choices are not taken, (T, E) in bool
-
-A recomputed block keeps the choices (T, k) alone, in 4 bytes each (terrace.model.experts.gating).
+Tokens in chunks keep as much. Products are then of one piece of the tokens at a time, and messages of one chunk; all
+rows and results are counted as there, since chunks arrive before the products of another. Peaks are up to 16 % above
+the measured ones. A recomputed block keeps the choices (T, k) alone, in 4 bytes each (terrace.model.experts.gating).
 """
 
 import math
@@ -40,7 +21,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from terrace.model.experts.config import ExpertsConfig
-from terrace.model.operations import Mixture, Product
+from terrace.model.operations import Mixture, Product, Tokens
 from terrace.plan.expert_traffic import NUMBER_BYTES, mean_units
 from terrace.simulate.block_tape import BlockTape
 from terrace.simulate.kept_tensors import gathered, product_node
@@ -73,8 +54,8 @@ def worst_load(work: Work, experts: ExpertsConfig) -> float:
     return work.expert * min(experts.per_token, experts.num_experts // work.expert) / experts.per_token
 
 
-def keep_mixture(tape: BlockTape, mixture: Mixture) -> Iterator[Node]:
-    """The nodes of a mixture."""
+def mixture_nodes(tape: BlockTape, mixture: Mixture) -> Iterator[Node]:
+    """The rule for a mixture."""
     # The router is counted with all tokens, as the shared expert, where a recomputed block gathers them.
     source = yield from gathered(tape, mixture.source)
     weights = yield from _weights(tape, mixture, source)
@@ -84,11 +65,16 @@ def keep_mixture(tape: BlockTape, mixture: Mixture) -> Iterator[Node]:
 def _weights(tape: BlockTape, mixture: Mixture, source: str) -> Generator[Node, None, str]:
     """Router and gate; the name of the weights of the choices."""
     experts, tokens, wide = mixture.experts, tape.work.routed, tape.wide
-    num_scores, num_chosen = (tokens * each for each in (experts.num_experts, experts.num_choices))
+    num_scores, num_chosen = tokens * experts.num_experts, tokens * experts.num_choices
     scores, chosen, indexes = num_scores * wide, num_chosen * wide, num_scores * _INDEX_BYTES
     tape.choices_bytes = num_chosen * NUMBER_BYTES
-    tape.sizes |= {"logits": scores, "scores": scores, "sums": tokens * wide, "not taken": num_scores}
-    tape.sizes |= dict.fromkeys(("chosen", "weights", "scaled"), chosen) | {"experts": num_chosen * _INDEX_BYTES}
+    tape.sizes |= {
+        **dict.fromkeys(("logits", "scores"), scores),  # (T, E)
+        **dict.fromkeys(("chosen", "weights", "scaled"), chosen),  # (T, k)
+        "experts": num_chosen * _INDEX_BYTES,  # (T, k) in int64
+        "not taken": num_scores,  # (T, E) in bool
+        "sums": tokens * wide,  # (T)
+    }
     yield from _logits(tape, mixture, source)
     yield Node(("logits",), "scores", ("scores",))
     if experts.gate == "expert_choice":
@@ -111,7 +97,7 @@ def _logits(tape: BlockTape, mixture: Mixture, source: str) -> Iterator[Node]:
     experts, hidden, scores = mixture.experts, mixture.hidden.numel, tape.sizes["logits"]
     numel = experts.num_experts * hidden
     if tape.wide > tape.item:
-        wide = tape.size("wide input", tape.work.routed * hidden * tape.wide)
+        wide = tape.size("wide input", tape.work.routed * hidden * tape.wide)  # (T, H)
         yield Node((source,), wide)
         source = wide
     match experts.gate:
@@ -119,7 +105,7 @@ def _logits(tape: BlockTape, mixture: Mixture, source: str) -> Iterator[Node]:
             yield from _cosines(tape, mixture, source)
         case "noisy":
             names = ("clean logits", "size of noise before softplus", "size of noise", "numbers drawn", "noise")
-            tape.sizes |= dict.fromkeys(names, scores)
+            tape.sizes |= dict.fromkeys(names, scores)  # (T, E)
             clean, before, size, drawn, noise = names
             yield _router_product(tape, "router", source, clean, numel)
             yield _router_product(tape, "router of noise", source, before, numel)
@@ -131,130 +117,140 @@ def _logits(tape: BlockTape, mixture: Mixture, source: str) -> Iterator[Node]:
 
 
 def _cosines(tape: BlockTape, mixture: Mixture, source: str) -> Iterator[Node]:
-    experts, wide, tokens = mixture.experts, tape.wide, tape.work.routed
-    matrix, projected = experts.num_experts * experts.router_size, tokens * experts.router_size * wide
-    # Rows of experts with a length of 1, two norms, and the temperature.
-    rows = (matrix * (2 if wide > tape.item else 1) + 2 * experts.num_experts + 1) * wide
-    tape.fixed_bytes += rows
-    tape.sizes |= {"projected": projected, "directions": projected, "norms": 2 * tokens * wide}
-    tape.sizes |= {"rows of experts": rows, "cosines": tape.sizes["logits"]}
-    yield _router_product(tape, "projection", source, "projected", experts.router_size * mixture.hidden.numel)
-    yield Node(("projected",), "directions", ("projected", "norms"), backward_adds=projected)
+    number, size, wide, tokens = mixture.experts.num_experts, mixture.experts.router_size, tape.wide, tape.work.routed
+    copies = 2 if wide > tape.item else 1
+    tape.sizes |= {
+        **dict.fromkeys(("projected", "directions"), tokens * size * wide),  # (T, D)
+        "norms": 2 * tokens * wide,
+        "cosines": tape.sizes["logits"],  # (T, E)
+        # (E, D) with a length of 1, where they are narrower also in fp32; two norms (E), and the temperature.
+        "rows of experts": (copies * number * size + 2 * number + 1) * wide,
+    }
+    tape.fixed_bytes += tape.sizes["rows of experts"]
+    yield _router_product(tape, "projection", source, "projected", size * mixture.hidden.numel)
+    yield Node(("projected",), "directions", ("projected", "norms"), backward_adds=tape.sizes["projected"])
     yield Node(("directions",), "cosines", ("directions", "rows of experts"))
     yield Node(("cosines",), "logits", ("cosines",))
 
 
 def _router_product(tape: BlockTape, name: str, source: str, target: str, numel: int) -> Node:
     """A product with a matrix of the router, which is kept in fp32 if it is narrower."""
-    keeps, num_bytes = (source,), numel * tape.wide
+    keeps, num_bytes = [source], numel * tape.wide
     if tape.wide > tape.item:
-        keeps = (source, tape.size(f"wide {name}", num_bytes))
+        keeps.append(tape.size(f"wide {name}", num_bytes))
         tape.fixed_bytes += num_bytes
-    return Node((source,), target, keeps, backward_adds=num_bytes)
+    return Node((source,), target, tuple(keeps), backward_adds=num_bytes)
 
 
 class _Pieces(NamedTuple):
-    """Tokens that a rank gets for its experts, and how it takes them: products are of one piece at a time."""
+    """Pieces of the tokens, one after the other, in which a rank multiplies its rows."""
 
-    tokens: int
-    tokens_of_piece: int
-    rows_of_piece: int
     number: int
-    in_forward: int  # messages of a forward
+    in_forward: int  # messages each way
     in_backward: int
     is_spread: bool  # over several ranks
+    tokens: int  # bytes of the tokens of a piece
+    summing: int  # bytes that the sum of a token's rows takes where it may have fewer rows than choices
 
     @classmethod
-    def of(cls, work: Work, experts: ExpertsConfig) -> "_Pieces":
-        tokens, rows = rows_of(work, experts)
+    def of(cls, tape: BlockTape, mixture: Mixture) -> "_Pieces":
+        """The pieces, whose tensors get their sizes."""
+        work, num_choices, item, wide = tape.work, mixture.experts.num_choices, tape.item, tape.wide
         is_spread = work.expert * work.expert_rows > 1
         chunks = work.expert_chunks if is_spread else (1, 1)
-        number = max(chunks)
-        return cls(tokens, -(-tokens // number), -(-rows // number), number, *chunks, is_spread)
+        number, width = max(chunks), tape.width(mixture.hidden)
+        arrived, rows = rows_of(work, mixture.experts)
+        tokens, tape.rows = -(-arrived // number), -(-rows // number)
+        tape.sizes |= {
+            "order": tape.rows * _INDEX_BYTES,  # of choices, (N) in int64
+            "places": tokens * num_choices * _INDEX_BYTES,  # of choices among the rows, (A, k) in int64
+            "weight of rows": tape.rows * wide,
+            "rounded weight of rows": tape.rows * item,
+            # Of all pieces:
+            "tokens": arrived * width * item,  # (A, H)
+            "their choices": arrived * num_choices * (wide + _INDEX_BYTES),  # experts and weights, (A, k)
+            "way": arrived * _INDEX_BYTES,  # the order of tokens in messages
+        }
+        # In fp32 at least, a choice of all tokens after the other.
+        wider = wide if wide > item else 0
+        summing = tokens * width * wider + tape.rows * width // num_choices * (item + wider)
+        return cls(number, *chunks, is_spread, tokens * width * item, summing)
 
 
 def _passed(tape: BlockTape, mixture: Mixture, source: str, weights: str) -> Iterator[Node]:
     """Tokens through their experts, and through the shared expert."""
-    work, target, experts = tape.work, mixture.target.name, mixture.experts
-    pieces, token = _Pieces.of(work, experts), tape.width(mixture.hidden) * tape.item
-    tape.rows = pieces.rows_of_piece
-    output, arrived, shared = "experts output" if mixture.shared else target, source, ""
-    tape.size(output, tape.sizes[target])
+    target, pieces, shared = mixture.target.name, _Pieces.of(tape, mixture), ""
+    output = tape.size("experts output", tape.sizes[target]) if mixture.shared else target
     # Tensors that variables hold to the end of the mixture.
-    holds = [weights, "experts", "order", "places", "rows", "product"]
-    if mixture.shared and pieces.is_spread and work.rows == 1:  # while the first rows travel
+    rows, product = mixture.each[0].source.name, mixture.each[-1].source.name
+    holds: tuple[str, ...] = (weights, "experts", "order", "places", rows, product)
+    if mixture.shared and pieces.is_spread and tape.work.rows == 1:  # while the first rows travel
         shared = yield from _shared(tape, mixture, source, output)
+    arrived = source
     if pieces.is_spread:
         arrived = "tokens"
-        holds += ["tokens", "their choices"]
-        yield _sent(tape, pieces, token, experts, source)
-    summing = _summing(tape, pieces, mixture)
-    holds.append((yield from _multiplied(tape, mixture, pieces, arrived, weights, holds, summing)))
-    variables = (*holds, source)
-    # Of whole tokens each tensor row has routed a part.
-    part = "part of the tokens" if tape.stream_rows < work.rows else output
-    tape.size(part, work.routed * token if pieces.is_spread else pieces.tokens * token)
-    rows, places = "expert outputs", tape.sizes["places"]
-    if pieces.is_spread:
-        adds = summing if tape.wide > tape.item else summing + pieces.tokens_of_piece * token
-        yield Node((rows,), tape.size("collected", pieces.tokens * token), (), adds, places, variables=variables)
-        adds = -(-(2 * pieces.tokens * token + work.routed * token // tape.item * tape.wide) // pieces.in_forward)
-        back = -(-3 * pieces.tokens * token // pieces.in_backward)
-        yield Node(("collected",), part, (), adds, back, variables=variables)
-    else:
-        # A variable holds the choices of experts that choose.
-        adds = summing + tape.sizes["experts"] if experts.looks_ahead else tape.sizes[rows]
-        yield Node((rows,), part, (), adds, places, variables=variables)
-    if part != output:
-        yield Node((part,), output, variables=variables)
+        yield _sent(tape, pieces, source)
+        holds = (*holds, "tokens", "their choices")
+    weight = yield from _multiplied(tape, mixture, pieces, arrived, weights, holds)
+    holds = (*holds, weight, source)
+    for node in _collected(tape, mixture, pieces, output):
+        yield node._replace(variables=holds)
     if mixture.shared:
         shared = shared or (yield from _shared(tape, mixture, source, output))
-        yield Node((output, shared), target, is_sum=True, variables=variables)
+        yield Node((output, shared), target, is_sum=True, variables=holds)
 
 
-def _sent(tape: BlockTape, pieces: _Pieces, token: int, experts: ExpertsConfig, source: str) -> Node:
+def _sent(tape: BlockTape, pieces: _Pieces, source: str) -> Node:
     """Tokens to the ranks that hold their experts."""
-    tokens, choices = pieces.tokens * token, pieces.tokens * experts.num_choices * (tape.wide + _INDEX_BYTES)
-    tape.sizes |= {"tokens": tokens, "their choices": choices, "way": pieces.tokens * _INDEX_BYTES}
+    tokens, choices = tape.sizes["tokens"], tape.sizes["their choices"]
     # Rows leave and arrive as bytes, and are put in order: what is sent, what arrives, and both together.
     adds, back = -(-(3 * tokens + choices) // pieces.in_forward), -(-3 * tokens // pieces.in_backward)
     return Node((source,), "tokens", ("their choices", "way"), adds, back)
 
 
 def _multiplied(
-    tape: BlockTape, mixture: Mixture, pieces: _Pieces, source: str, weights: str, holds: list[str], summing: int
+    tape: BlockTape, mixture: Mixture, pieces: _Pieces, source: str, weights: str, holds: tuple[str, ...]
 ) -> Generator[Node, None, str]:
     """The rows of a piece through their experts; the name of the weights of rows."""
     *inner, down = mixture.each
     assert isinstance(down, Product), "the weight of a row multiplies the operand of a product"
-    first, rows, product = len(tape.nodes), inner[0].source, down.source
-    places = tape.size("places", pieces.tokens_of_piece * mixture.experts.num_choices * _INDEX_BYTES)
-    back = summing if mixture.experts.looks_ahead else tape.bytes_of(rows) + tape.sizes[places]
-    tape.sizes |= {rows.name: tape.bytes_of(rows), "order": tape.rows * _INDEX_BYTES}
-    yield Node((source,), rows.name, (places, _OTHERS), tape.sizes[places], back)
+    first, sizes, rows, product = len(tape.nodes), tape.sizes, inner[0].source, down.source
+    sizes[rows.name] = tape.bytes_of(rows)
+    back = pieces.summing if mixture.experts.looks_ahead else sizes[rows.name] + sizes["places"]
+    yield Node((source,), rows.name, ("places", _OTHERS), sizes["places"], back)
     for operation in inner:
         yield from tape.nodes_of(operation)
-    weight = tape.size("weight of rows", tape.rows * tape.wide)
+    weight = "weight of rows"
     yield Node((weights,), weight, ("order",))
     if tape.wide > tape.item:
-        rounded = tape.size("rounded weight of rows", tape.rows * tape.item)
-        yield Node((weight,), rounded)
-        weight = rounded
-    weighed = product._replace(name=f"weighed {product.name}")
-    operands = (product.name, weight)
-    yield Node(operands, tape.size(weighed.name, tape.bytes_of(weighed)), operands, 0, tape.bytes_of(weighed))
+        weight = "rounded weight of rows"
+        yield Node(("weight of rows",), weight)
+    weighed, operands = product._replace(name=f"weighed {product.name}"), (product.name, weight)
+    yield Node(operands, tape.size(weighed.name, sizes[product.name]), operands, backward_adds=sizes[product.name])
     yield from tape.nodes_of(replace(down, reads=(weighed,), holds=(*holds, weight)))
+    # The other pieces keep as much.
     kept = {name for node in tape.nodes[first:] for name in node.keeps} - {_OTHERS}
-    tape.size(_OTHERS, (pieces.number - 1) * sum(tape.sizes[name] for name in kept))
+    sizes[_OTHERS] = (pieces.number - 1) * sum(sizes[name] for name in kept)
     return weight
 
 
-def _summing(tape: BlockTape, pieces: _Pieces, mixture: Mixture) -> int:
-    """Bytes that summing takes where a token may have fewer rows than choices."""
-    # In fp32 at least, a choice of all tokens after the other.
-    width, wider = tape.width(mixture.hidden), tape.wide if tape.wide > tape.item else 0
-    column = tape.rows * width // mixture.experts.num_choices
-    return pieces.tokens_of_piece * width * wider + column * (tape.item + wider)
+def _collected(tape: BlockTape, mixture: Mixture, pieces: _Pieces, output: str) -> Iterator[Node]:
+    """The sum of the rows of each token, on the rank that routed it, in the place of `output`."""
+    rows, places, tokens = mixture.each[-1].target.name, tape.sizes["places"], tape.sizes["tokens"]
+    routed = tape.elements(mixture.source._replace(tokens=Tokens.ROUTED))
+    # Of whole tokens each tensor row has routed a part.
+    part = "part of the tokens" if tape.stream_rows < tape.work.rows else output
+    if pieces.is_spread:
+        adds = pieces.summing if tape.wide > tape.item else pieces.summing + pieces.tokens
+        yield Node((rows,), tape.size("collected", tokens), (), adds, places)
+        adds, back = -(-(2 * tokens + routed * tape.wide) // pieces.in_forward), -(-3 * tokens // pieces.in_backward)
+        yield Node(("collected",), tape.size(part, routed * tape.item), (), adds, back)
+    else:
+        # A variable holds the choices of experts that choose.
+        adds = pieces.summing + tape.sizes["experts"] if mixture.experts.looks_ahead else tape.sizes[rows]
+        yield Node((rows,), tape.size(part, tokens), (), adds, places)
+    if part != output:
+        yield Node((part,), output)
 
 
 def _shared(tape: BlockTape, mixture: Mixture, source: str, output: str) -> Generator[Node, None, str]:

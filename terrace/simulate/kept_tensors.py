@@ -31,6 +31,7 @@ from terrace.model.operations import (
     LookUp,
     Loss,
     Norm,
+    Operation,
     PlainProduct,
     Product,
     Rotary,
@@ -42,7 +43,7 @@ from terrace.model.operations import (
 )
 from terrace.model.product_parts import converted_bytes
 from terrace.plan.plan import scales_rows
-from terrace.simulate.block_tape import BlockTape, Rules
+from terrace.simulate.block_tape import BlockTape, Rule
 from terrace.simulate.masks import CPU_PLAIN_SEQUENCE, copied_bytes, piece_tokens
 from terrace.simulate.tape import Node
 
@@ -65,26 +66,24 @@ def gathered(tape: BlockTape, source: Tensor) -> Generator[Node, None, str]:
 
 
 def _enter(tape: BlockTape, enter: Enter) -> Iterator[Node]:
-    tape.same[enter.target.name] = yield from gathered(tape, enter.source)
-    if tape.work.recompute != "full":
-        tape.gathered_again[enter.target.name] = tape.whole_bytes(enter.source)
+    name = yield from gathered(tape, enter.source)
+    # Otherwise a region drops its gathered input after its forward.
+    tape.entered[enter.target.name] = name, 0 if tape.work.recompute == "full" else tape.whole_bytes(enter.source)
 
 
 def _norm(tape: BlockTape, norm: Norm) -> Iterator[Node]:
     source, numel, width = norm.source.name, tape.elements(norm.target), tape.width(norm.over)
     num_rows, wide, backward_adds = numel // width, tape.wide, 0
-    keeps, statistics = [source], f"statistics of {norm.name}"
-    if norm.kind == "layer":
-        # Mean and root; on a CPU torch keeps them in the dtype of the input.
-        keeps.append(tape.size(statistics, 2 * num_rows * (tape.item if tape.backend == "cpu" else wide)))
-    else:
-        keeps.append(tape.size(statistics, num_rows * wide))
-        if tape.backend == "cpu":
-            # A chain of operations, each of which keeps its own operand.
-            if wide > tape.item:
-                keeps[0] = tape.size(f"widened by {norm.name}", numel * wide)
-            keeps.append(tape.size(f"normalised by {norm.name}", numel * wide))
-            backward_adds = 3 * numel * wide
+    is_layer, on_cpu = norm.kind == "layer", tape.backend == "cpu"
+    # A root, and of a layer norm a mean; on a CPU torch keeps those of a layer norm in the dtype of the input.
+    numbers = 2 * (tape.item if on_cpu else wide) if is_layer else wide
+    keeps = [source, tape.size(f"statistics of {norm.name}", num_rows * numbers)]
+    if on_cpu and not is_layer:
+        # A chain of operations, each of which keeps its own operand.
+        if wide > tape.item:
+            keeps[0] = tape.size(f"widened by {norm.name}", numel * wide)
+        keeps.append(tape.size(f"normalised by {norm.name}", numel * wide))
+        backward_adds = 3 * numel * wide
     if norm.has_offset:  # the sum of weight and offset
         keeps.append(tape.size(f"weight of {norm.name}", width * tape.item))
     yield Node((source,), norm.target.name, tuple(keeps), backward_adds=backward_adds)
@@ -100,36 +99,35 @@ def product_node(tape: BlockTape, source: str, target: str, weight_numel: int, w
 
 def _product(tape: BlockTape, product: Product) -> Iterator[Node]:
     source, target, products = product.source, product.target, tape.work.products
-    inputs, outputs = tape.width(product.inputs), tape.width(product.outputs)
-    whole = tape.gathered_again.get(source.name, 0)
+    inputs, outputs = tape.width(source.features), tape.width(target.features)
+    read, whole = tape.entered.get(source.name, (source.name, 0))
+    # An input that is gathered or computed again for the backward is not kept in 8 bits.
+    comes_again = whole > 0 or any(each.replay for each in tape.nodes if each.writes == read)
     if source.tokens is Tokens.ALL and target.tokens is Tokens.STREAM:
         whole = tape.whole_bytes(target)
-    node = product_node(tape, source.name, target.name, inputs * outputs, whole)._replace(variables=product.holds)
+    node = product_node(tape, read, target.name, inputs * outputs, whole)
+    node = node._replace(variables=tuple(tape.entered.get(name, (name, 0))[0] for name in product.holds))
     if products is not None:
         matrices = tape.units(Dim("experts", product.stack))
         scales = [_SCALE_BYTES * matrices * (each if scales_rows(products) else 1) for each in (inputs, outputs)]
         result = target._replace(tokens=source.tokens)  # before its sum over ranks
         node = node._replace(codes=tape.elements(result) + scales[1])
-        if not _comes_again(tape, source.name):
-            codes = tape.size(f"codes of {source.name}", tape.elements(source) + scales[0])
+        if not comes_again:
+            codes = tape.size(f"codes of {read}", tape.elements(source) + scales[0])
             node = node._replace(keeps=(codes,))
     yield node
 
 
-def _comes_again(tape: BlockTape, name: str) -> bool:
-    """Whether a tensor is gathered or computed again for the backward."""
-    return tape.gathered_again.get(name, 0) > 0 or any(
-        each.replay for each in tape.nodes if each.writes == tape.same.get(name, name)
-    )
-
-
 def _plain_product(tape: BlockTape, product: PlainProduct) -> Iterator[Node]:
-    inputs, outputs = (each.features.numel for each in (product.source, product.target))
-    target, tensor = product.target.name, tape.work.tensor
-    # The block's output is as large as its input, whatever the last product writes.
-    width = -(-outputs // tensor)
-    tape.size(target, tape.sizes[INPUT] if target == OUTPUT else tape.work.tokens * width * tape.item)
-    numel = inputs * outputs // tensor if target == OUTPUT else inputs * width
+    (inputs, outputs), target = (each.features.numel for each in (product.source, product.target)), product.target.name
+    if target == OUTPUT:
+        # As large as the block's input, whatever the product writes.
+        tape.size(OUTPUT, tape.sizes[INPUT])
+        numel = inputs * outputs // tape.work.tensor
+    else:
+        width = -(-outputs // tape.work.tensor)
+        tape.size(target, tape.work.tokens * width * tape.item)
+        numel = inputs * width
     yield product_node(tape, product.source.name, target, numel)
 
 
@@ -148,17 +146,18 @@ def _sum(tape: BlockTape, sum_: Sum) -> Iterator[Node]:
 
 
 def _activation(tape: BlockTape, activation: Activation) -> Iterator[Node]:
-    operands, target = tuple(each.name for each in activation.reads), activation.target.name
-    # A kernel for act(gate) * up writes its gradients over gate and up; they count as new here, so a peak is never too
-    # low. It does not serve experts.
-    is_fused = "gated activations" in tape.work.served and activation.target.tokens is not Tokens.ROWS
-    if not activation.is_gated or not is_fused:
-        active = tape.size(f"activated {operands[0]}", tape.sizes[target]) if activation.is_gated else target
+    source, *up = (each.name for each in activation.reads)
+    target, is_relu = activation.target.name, activation.function == "relu"
+    active = tape.size(f"activated {source}", tape.sizes[target]) if up else target
+    if up and "gated activations" in tape.work.served and activation.target.tokens is not Tokens.ROWS:
+        # One kernel, which serves no experts. Its gradients are written over gate and up; they count as new here, so a
+        # peak is never too low.
+        active = source
+    else:
         # relu's gradient needs its result alone, which the next operation keeps anyway.
-        yield Node(operands[:1], active, (active if activation.function == "relu" else operands[0],))
-        operands = (active, *operands[1:])
-    if activation.is_gated:
-        yield Node(operands, target, operands)
+        yield Node((source,), active, (active if is_relu else source,))
+    if up:
+        yield Node((active, *up), target, (active, *up))
 
 
 def _core(tape: BlockTape, core: Core) -> Iterator[Node]:
@@ -295,7 +294,8 @@ def _loss(tape: BlockTape, loss: Loss) -> Iterator[Node]:
         return
     read = yield from _with_all_features(tape, source)
     # The label's place, whether it is here, whether it counts; the log-sum.
-    keeps = (read, tape.size("statistics of tokens", work.tokens * (_TOKEN_BYTES + 2 + tape.wide)))
+    statistics = tape.size("statistics of tokens", work.tokens * (_TOKEN_BYTES + 2 + tape.wide))
+    keeps: tuple[str, ...] = (read, statistics)
     # If one chunk holds all tokens, its logits are kept for the backward; otherwise they are computed again.
     if work.tokens <= chunk_rows(vocab, tape.backend):
         tape.logits_bytes = work.tokens * vocab * tape.item
@@ -318,7 +318,7 @@ def _with_all_features(tape: BlockTape, source: Tensor) -> Generator[Node, None,
     return whole
 
 
-RULES: Rules = {
+RULES: dict[type[Operation], Rule] = {
     Enter: _enter,
     Norm: _norm,
     Product: _product,
