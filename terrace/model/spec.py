@@ -11,8 +11,6 @@ from enum import StrEnum
 from functools import cached_property
 
 from terrace.base.errors import ModelError, did_you_mean
-from terrace.model.dim_operations import operations_of_dims
-from terrace.model.operation_folds import active_numel, forward_flops
 from terrace.model.operations import NO_OPERATIONS, LookUp, Loss, Operations, Score, Sum, chain
 from terrace.model.params import ParamSpec
 
@@ -55,6 +53,8 @@ class BlockSpec:
     @cached_property
     def cut_operations(self) -> Operations:
         """The operations that a tensor axis cuts: its own, or those that the dims of its parameters tell."""
+        from terrace.model.dim_operations import operations_of_dims  # here, as below: much imports this file
+
         return self.declared if self.declared.each else operations_of_dims(self.params)
 
     @cached_property
@@ -87,10 +87,14 @@ class BlockSpec:
 
     def active(self, param: ParamSpec) -> int:
         """Elements of one of its parameters that a token meets: of a stack, the parts that it passes."""
+        from terrace.model.operation_folds import active_numel
+
         return active_numel(self.operations, param)
 
     def forward_flops(self, batch_size: int, sequence: int) -> int:
         """FLOPs of the matrix products in one forward pass on (B, S) tokens; see the function of this name."""
+        from terrace.model.operation_folds import forward_flops
+
         return forward_flops(self.operations, batch_size, sequence)
 
     @cached_property

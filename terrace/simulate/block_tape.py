@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from terrace.model.operations import (
     INPUT,
@@ -28,7 +28,9 @@ from terrace.model.operations import (
 from terrace.plan.dims import CUT_BY
 from terrace.plan.wire import FORMATS
 from terrace.simulate.tape import Node
-from terrace.simulate.work import Work
+
+if TYPE_CHECKING:
+    from terrace.simulate.work import Work
 
 Backend = Literal["cpu", "cuda"]
 Rule = Callable[["BlockTape", Any], Iterator[Node]]  # (tape, operation of its type)
@@ -43,7 +45,7 @@ class BlockTape:
     `rules` yield the nodes of an operation of each type; they may size further tensors with `size`.
     """
 
-    work: Work
+    work: "Work"
     backend: Backend
     operations: Operations
     rules: Mapping[type[Operation], Rule]

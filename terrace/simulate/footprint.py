@@ -96,12 +96,10 @@ def footprint(
 
     Raises `PlanError` for an invalid backend or number in flight, and `ClusterError` for an unknown tier.
     """
-    backend = backend or cluster.device.backend
+    backend, layer = backend or cluster.device.backend, layer or operations_of(kinds.specs)
     mesh = Mesh.of(cluster, plan)
     num_stages = mesh.total("pipeline")
-    work = _loaded(
-        work_of(cluster, plan, layer or operations_of(kinds.specs), sequence, backend, documents), plan, load
-    )
+    work = _loaded(work_of(cluster, plan, layer, sequence, backend, documents), plan, load)
     held = range(len(kinds.blocks)) if held is None else tuple(held)
     stage = stage_blocks(kinds, held)
     if in_flight is None:

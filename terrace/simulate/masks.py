@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from terrace.model.attention_kernel import AttentionCase, AttentionChoice, AttentionKernel, expected
 from terrace.model.operations import Core, Operations
 from terrace.plan.wire import FORMATS
-from terrace.simulate.work import Work
 
 if TYPE_CHECKING:
     from terrace.model.spec import BlockSpec
+    from terrace.simulate.work import Work
 
 # `terrace.model.attention` attends with plain products in bf16 on a CPU up to this length; a test compares the two.
 CPU_PLAIN_SEQUENCE = 128
@@ -40,7 +40,7 @@ def causal_pairs(sequence: int, window: int = 0) -> int:
     return seen * (seen + 1) // 2 + (sequence - seen) * seen
 
 
-def core_keys(work: Work, backend: str) -> tuple[int, bool]:
+def core_keys(work: "Work", backend: str) -> tuple[int, bool]:
     """Keys that the core of attention multiplies with each query, on average, and whether its kernel is causal.
 
     Rows are assumed to hold one document each, so a price from these keys is an upper bound. Varlen and FlexAttention
@@ -61,7 +61,7 @@ def core_keys(work: Work, backend: str) -> tuple[int, bool]:
     return (length + 2 * (sequence - length)) * length // sequence, False
 
 
-def spread_kernel(work: Work) -> AttentionKernel:
+def spread_kernel(work: "Work") -> AttentionKernel:
     """The kernel of ranks that attend together, by terrace.model.pair_kernels: torch's own, or flash attention 2.
 
     Both give the logarithms of the sums. A ring rank has two parts of every row.
@@ -101,13 +101,13 @@ def has_flash_attention(
     return compute != "fp64" and not (grouped and (compute == "fp32" or core.head_dim > _LONGEST_FLASH_HEAD))
 
 
-def work_in(work: Work, block: "BlockSpec", backend: str) -> Work:
+def work_in(work: "Work", block: "BlockSpec", backend: str) -> "Work":
     """The work of a micro-batch in a block; one that declares no operations counts as a layer that all share."""
     return _work_in(work, block.declared, backend) if block.declared.each else work
 
 
 @lru_cache(maxsize=65536)
-def _work_in(work: Work, layer: Operations, backend: str) -> Work:
+def _work_in(work: "Work", layer: Operations, backend: str) -> "Work":
     if layer == work.layer:
         return work
     core, flash = layer.core, work.flash
@@ -116,7 +116,7 @@ def _work_in(work: Work, layer: Operations, backend: str) -> Work:
     return replace(work, layer=layer, flash=flash)
 
 
-def copied_bytes(work: Work, backend: str, key_bytes: int, query_bytes: int) -> int:
+def copied_bytes(work: "Work", backend: str, key_bytes: int, query_bytes: int) -> int:
     """Bytes of keys (or of values) that attention copies to make them contiguous, out of `key_bytes`.
 
     In pieces with a window, every piece but the first copies its own keys and the keys of the piece before.
@@ -133,7 +133,7 @@ def copied_bytes(work: Work, backend: str, key_bytes: int, query_bytes: int) -> 
     return key_bytes * ((-(-sequence // length) - 1) * length + sequence - length) // sequence
 
 
-def mask_bytes(work: Work, backend: str) -> int:
+def mask_bytes(work: "Work", backend: str) -> int:
     """Bytes of the masks of a micro-batch, which all layers share; an upper bound where they depend on documents.
 
     Without documents the masks of one row serve all micro-batches.

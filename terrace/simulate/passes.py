@@ -149,10 +149,9 @@ def _is_gated(operation: Operation) -> bool:
 
 def _counted_twice(layer: Operations) -> list[Passes]:
     """Norms of queries and keys, once more where a layer normalises the results of attention and MLP too."""
-    of_stream, of_heads = list[Norm](), list[Norm]()
-    for norm in layer.of(Norm):
-        (of_stream if norm.source.tokens is Tokens.STREAM else of_heads).append(norm)
-    return [_norm(norm)._replace(kernels=(0, 0)) for norm in of_heads] if len(of_stream) > 2 else []
+    of_heads = [norm for norm in layer.of(Norm) if norm.source.tokens is not Tokens.STREAM]
+    normalises_results = len(layer.of(Norm)) - len(of_heads) > 2
+    return [_norm(norm)._replace(kernels=(0, 0)) for norm in of_heads] if normalises_results else []
 
 
 @lru_cache(maxsize=1024)

@@ -22,14 +22,16 @@ product itself is one in fp32.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Device
 from terrace.plan.plan import Plan, scales_rows
 from terrace.plan.wire import FORMATS
 from terrace.simulate.kernels import fp8_share, gemm_s, memory_s, peak_flops_per_s, stream_s
-from terrace.simulate.work import Work
+
+if TYPE_CHECKING:
+    from terrace.simulate.work import Work
 
 _CODES, _TRANSPOSED, _TURNED = 2, 3, 1  # kernels
 
@@ -48,7 +50,7 @@ class Matrices(NamedTuple):
     returns: bool = False
 
 
-def check_same(work: Work, plan: Plan) -> None:
+def check_same(work: "Work", plan: Plan) -> None:
     """Raise `PlanError` unless a rank's work and its plan have the same products."""
     if (work.products, work.codes_of_weights) != (plan.products, plan.shares_scales):
         own, wanted = (each * ", with weights held as codes" for each in (work.codes_of_weights, plan.shares_scales))
