@@ -25,9 +25,9 @@ from terrace.launch.fork_server import start_fork_server
 from terrace.launch.signals import SIGNALS
 from terrace.train import calibrate
 
-# What a command would import when it runs.
-for _name in (*_COMMANDS, "worker"):
-    import_module(f"terrace.cli.{_name}")
+# What a command would import when it runs, and ranks with the test modules whose functions they are called for.
+for _name in (*(f"terrace.cli.{each}" for each in (*_COMMANDS, "worker")), "hypothesis", "numpy.ma", "pytest"):
+    import_module(_name)
 
 # A world of one rank would have all cores, and on tensors this small their threads wait for one another.
 vars(process_pool)["num_cores"] = lambda: 1
