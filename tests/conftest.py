@@ -13,7 +13,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
@@ -41,18 +41,19 @@ for _number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
 os.environ.pop("COLUMNS", None)  # a worker of pytest-xdist gets one of 80, and tables follow it
 
 
-# Modules and tests stay to the end: looking through them for cycles as they come would be a third of collecting them.
-gc.disable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep what is collected, which stays to the end, out of the garbage collector's sight.
 
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Take what was collected out of the garbage collector's sight.
-
-    Tests that measure memory collect garbage first, hundreds of times: among all tests that took them a second each.
+    Looking through it as it comes would be a third of the collection. Tests that measure memory collect garbage first,
+    hundreds of times, and took a second each to look through all tests and modules.
     """
-    keep_all()
-    gc.enable()
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        keep_all()
+        gc.enable()
 
 
 def pytest_unconfigure() -> None:
@@ -84,6 +85,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if worker is None:
         return
     start_fork_server("tests.support.warm")
+    gc.disable()  # see `pytest_collection`
     paths = sorted(Path(__file__).parent.rglob("test_*.py"))
     first = len(paths) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
     for path in paths[first:] + paths[:first]:
