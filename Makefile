@@ -4,9 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # A line for each large download: the first installation takes minutes.
-INSTALL := $(BIN)/python .ci/install.py -c constraints.txt
+INSTALL := $(BIN)/python .ci/install.py $(PIP_OPTIONS) -c constraints.txt
 
-.PHONY: train test test-all test-oldest check setup chaos soak bench bench-lab bench-slow docs clean
+.PHONY: train test test-all test-oldest check lint types setup chaos soak bench bench-lab bench-slow docs clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -21,20 +21,28 @@ setup: $(STAMP)
 train: setup
 	$(BIN)/terrace train --train.prompt 'def ' --train.target_loss 2.1
 
-check: setup
+check: lint types
+
+lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 # Bytecode is kept even where the caller's environment says not to: hundreds of processes would compile the same files.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile
 
-test: check
-	$(PYTEST) -m "not nightly"
+# Types are checked beside the tests, on one core for half a minute; what that says is printed after them.
+TYPES_BESIDE := $(MAKE) --no-print-directory types > $(VENV)/types.log 2>&1 & types=$$!; trap "kill $$types" INT TERM;
+TYPES_JOINED := ; tests=$$?; wait $$types; types=$$?; cat $(VENV)/types.log; exit $$((tests | types))
 
-test-all: check
-	$(PYTEST)
+test: lint
+	@$(TYPES_BESIDE) $(PYTEST) -m "not nightly" $(TYPES_JOINED)
+
+test-all: lint
+	@$(TYPES_BESIDE) $(PYTEST) $(TYPES_JOINED)
 
 # Tests that use torch, with the lowest versions that pyproject.toml accepts; not in CI.
 OLDEST := .venv-oldest

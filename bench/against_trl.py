@@ -113,7 +113,7 @@ def _trainer(
     samples = run.prompts * run.responses
     updates = samples // run.mini_batch
 
-    class Turns(transformers.TrainerCallback):
+    class Turns(transformers.TrainerCallback):  # type: ignore[misc]  # its types are not read
         def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
             if state.global_step % updates == 0:
                 go.acquire()

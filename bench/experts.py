@@ -130,7 +130,7 @@ def theirs(implementation: str, sizes: Sizes, num_tokens: int) -> Work:
         num_experts_per_tok=sizes.per_token,
     )
     config._experts_implementation = implementation
-    layer: Any = MixtralSparseMoeBlock(config)  # type: ignore[no-untyped-call]
+    layer: Any = MixtralSparseMoeBlock(config)
     found = values(sizes)
     with torch.no_grad():
         layer.gate.weight.copy_(found["router.weight"])

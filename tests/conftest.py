@@ -9,10 +9,11 @@ small messages wait more than they compute, so two files that use the pool of ei
 others, as long as there are any. The rest of each grid of cases is marked `nightly`; `make test-all` runs everything.
 """
 
+import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
@@ -21,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
+
+from terrace.base.collection import keep_all
 
 if TYPE_CHECKING:
     from terrace.launch.start import LocalPool
@@ -35,7 +38,28 @@ for _number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # as `make test`; on small tensors threads wait for one another
 os.environ.pop("COLUMNS", None)  # a worker of pytest-xdist gets one of 80, and tables follow it
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep what is collected, which stays to the end, out of the garbage collector's sight.
+
+    Looking through it as it comes would be a third of the collection. Tests that measure memory collect garbage first,
+    hundreds of times, and took a second each to look through all tests and modules.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        keep_all()
+        gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Let the interpreter take down what was kept, or libraries in C++ complain of leaks."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
@@ -62,6 +86,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if worker is None:
         return
     start_fork_server("tests.support.warm")
+    gc.disable()  # see `pytest_collection`
     paths = sorted(Path(__file__).parent.rglob("test_*.py"))
     first = len(paths) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
     for path in paths[first:] + paths[:first]:

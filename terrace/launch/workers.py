@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from terrace.base.collection import keep_all
 from terrace.base.errors import HangError, TerraceError
 from terrace.base.own_path import free_children
 from terrace.launch.device import take_device
@@ -89,7 +90,7 @@ def serve(link: "Connection[Any, Any]", port: int) -> None:
         with lock:
             link.send(report)
 
-    gc.freeze()  # imported objects stay alive; the collection after every job skips them
+    keep_all()  # the collection after every job skips what was imported
     while isinstance(job := inbox.get(), PoolJob):
         try:
             send(_run(job, port, send))

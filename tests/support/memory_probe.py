@@ -126,7 +126,6 @@ def measure(
         return Held(peak[0], metered, engine.program.blocks)
     finally:
         patched.Meter = original
-        gc.unfreeze()
 
 
 class WideBlock(nn.Module):

@@ -20,14 +20,17 @@ from pathlib import Path
 from typing import IO, Any
 
 from terrace.cli.main import _COMMANDS, main
-from terrace.launch import start
+from terrace.launch import process_pool, start
 from terrace.launch.fork_server import start_fork_server
 from terrace.launch.signals import SIGNALS
 from terrace.train import calibrate
 
-# What a command would import when it runs.
-for _name in (*_COMMANDS, "worker"):
-    import_module(f"terrace.cli.{_name}")
+# What a command would import when it runs, and ranks with the test modules whose functions they are called for.
+for _name in (*(f"terrace.cli.{each}" for each in (*_COMMANDS, "worker")), "hypothesis", "numpy.ma", "pytest"):
+    import_module(_name)
+
+# A world of one rank would have all cores, and on tensors this small their threads wait for one another.
+vars(process_pool)["num_cores"] = lambda: 1
 
 # The ranks measure the machine for a moment only: what a full measurement says has its own tests.
 _MOMENT_S, _FEW = 0.03, 4
