@@ -128,6 +128,11 @@ class Rotary(Operation):
 
 
 @dataclass(frozen=True)
+class Join(Operation):
+    """Copies parts of its operands into one tensor, side by side, or beside zeros."""
+
+
+@dataclass(frozen=True)
 class Scale(Operation):
     """A multiplication by a constant. `in_sum`: the next sum multiplies; only the gradient is a tensor of its own."""
 
