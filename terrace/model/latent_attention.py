@@ -8,16 +8,17 @@
 Values are filled up with zeros to D elements, so that every kernel of attention takes them, and the context axis too;
 the zeros of the result are cut off again.
 
-Shape legend: B batch, S sequence, H hidden, N heads, D head_dim, R rotary_dim, V value_dim.
+Shape legend: B batch, S sequence, H hidden, N heads, D head_dim, R rotary_dim, V value_dim, L rank of keys and values.
 """
 
+import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from terrace.model.attention import Plans, attend
+from terrace.model.attention import MaskPlan, Plans, attend
 from terrace.model.attention_plans import plans_of
 from terrace.model.cache import LayerCache
 from terrace.model.config import ModelConfig
@@ -66,16 +67,19 @@ class LatentAttention(nn.Module):
         adds the tokens before these.
         """
         query = self._queries(x)
-        plan = None if cache is not None and cache.continues else self.plans.plan(positions, query)
         tables = self.rotary.tables_of(query, positions)
         query = self.rotary.turn_last(query, *tables, self.interleaved)
+        if cache is not None:
+            plan = None if cache.continues else self.plans.plan(positions, query)
+            output: Tensor = self.output(self._absorbed(query, x, tables, cache, plan))
+            return output
+        plan = self.plans.plan(positions, query)
         key, value = self._keys_and_values(x, *tables)
         if self._factor != 1.0:
             query = query * self._factor
-        attends = attend if cache is None else cache.attend
 
         def core(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            mixed = attends(query, key, value, plan)  # (B, N, S, D)
+            mixed = attend(query, key, value, plan)  # (B, N, S, D)
             return mixed[..., : self.value_dim].transpose(1, 2).flatten(2)  # (B, S, N*V)
 
         return self.run(core, (query, key, value), self.output)
@@ -89,12 +93,37 @@ class LatentAttention(nn.Module):
     def _keys_and_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values (B, N, S, D) of x (B, S, H); values end in zeros."""
         unturned_dim = self.head_dim - self.rotary.dim
-        latent, shared = self.key_value_down(x).split([self.rank, self.rotary.dim], -1)
-        expanded = _heads(self.key_value_up(self.key_value_norm(latent)), unturned_dim + self.value_dim)
+        latent, turned = self._compressed(x, cos, sin)
+        expanded = _heads(self.key_value_up(latent), unturned_dim + self.value_dim)
         unturned, value = expanded.split([unturned_dim, self.value_dim], -1)
-        turned = self.rotary.turn_last(shared.unsqueeze(1), cos, sin, self.interleaved)  # (B, 1, S, R)
         key = torch.cat([unturned, turned.expand(-1, unturned.shape[1], -1, -1)], -1)
         return key, F.pad(value, (0, self.head_dim - self.value_dim))
+
+    def _compressed(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """The latent (B, S, L) of x (B, S, H), and the part of a key that all heads share, turned, (B, 1, S, R)."""
+        latent, shared = self.key_value_down(x).split([self.rank, self.rotary.dim], -1)
+        turned = self.rotary.turn_last(shared.unsqueeze(1), cos, sin, self.interleaved)
+        return self.key_value_norm(latent), turned
+
+    def _absorbed(
+        self, query: Tensor, x: Tensor, tables: tuple[Tensor, Tensor], cache: LayerCache, plan: MaskPlan
+    ) -> Tensor:
+        """Results (B, S, N*V) of attention to a cache of latents, for turned queries (B, N, S, D) of x (B, S, H).
+
+        The cache keeps (l, r) of each token, which is key and value of one head for all queries: W_UK is multiplied
+        with the queries, and W_UV with what they read (section 2.1.2).
+        """
+        unturned_dim = self.head_dim - self.rotary.dim
+        up = self.key_value_up.weight.view(-1, unturned_dim + self.value_dim, self.rank)  # (N, D - R + V, L)
+        to_key, to_value = up.split([unturned_dim, self.value_dim], 1)
+        unturned, turned = query.split([unturned_dim, self.rotary.dim], -1)
+        latent, shared = self._compressed(x, *tables)
+        key = torch.cat([latent.unsqueeze(1), shared], -1)  # (B, 1, S, L + R)
+        # Kernels divide by the root of the elements that they see.
+        factor = self._factor * math.sqrt(key.shape[-1] / self.head_dim)
+        query = torch.cat([unturned @ to_key, turned], -1) * factor  # (B, N, S, L + R)
+        read = cache.attend(query, key, key, plan)[..., : self.rank]  # (B, N, S, L)
+        return (read @ to_value.transpose(1, 2)).transpose(1, 2).flatten(2)
 
 
 def _heads(x: Tensor, size: int) -> Tensor:

@@ -82,7 +82,7 @@ def write_table(fields: Mapping[str, Any]) -> dict[str, Any]:
     table |= family.written
     if family.is_mixture:
         table |= write_experts(fields["experts"], family.names)
-    table |= write_kinds(fields, family) | write_latent(fields)
+    table |= write_kinds(fields, family) | write_latent(fields, family.table)
     if family.theta_key:
         theta, scaling = fields["rope_theta"], fields["rope_scaling"]
         table["rope_parameters"] = write_turns(kinds_of(fields), scaling, theta, family) | written_mscale(fields)

@@ -28,6 +28,8 @@ def read_latent(loaded: Any, table: Mapping[str, Any]) -> dict[str, Any]:
             f"num_key_value_heads = {keys} is not implemented with latent attention, whose {heads} heads have keys of "
             f"their own: set it to {heads}"
         )
+    if loaded.kv_lora_rank < 1:
+        raise ModelError(f"kv_lora_rank = {loaded.kv_lora_rank} must be at least 1 in this family")
     fields = {own: getattr(loaded, key) or 0 for own, key in KEYS.items() if own != "interleaved"}
     scaling = table.get("rope_parameters") or table.get("rope_scaling") or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
@@ -37,13 +39,13 @@ def read_latent(loaded: Any, table: Mapping[str, Any]) -> dict[str, Any]:
     return {"latent": fields, "head_dim": turned + getattr(loaded, _UNTURNED), "rotary_dim": turned}
 
 
-def write_latent(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that `read_latent` reads as the latent attention of these fields of a `ModelConfig`; none without.
+def write_latent(fields: Mapping[str, Any], table: type[Any]) -> dict[str, Any]:
+    """The keys of a family's `table` that `read_latent` reads as the latent attention of these `ModelConfig` fields.
 
     A key of rotary positions is in the table `rope_parameters`, which is not written here (`written_mscale`).
     """
     latent = fields["latent"]
-    if not latent["key_value_rank"]:
+    if KEYS["key_value_rank"] not in table.__dataclass_fields__:
         return {}
     found = {key: latent[own] for own, key in KEYS.items()}
     turned = fields["rotary_dim"]
