@@ -116,5 +116,5 @@ def test_refusals_name_key_value_and_fix(change: dict[str, Any], message: str) -
 
 def test_another_family_cannot_say_it() -> None:
     config = parse_model(TABLES["deepseek_v3"])
-    with pytest.raises(ModelError, match="a glm4_moe config.json cannot say"):
+    with pytest.raises(ModelError, match="cannot say"):
         to_table(replace(config, family="glm4_moe"))
