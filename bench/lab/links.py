@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from bench.lab.job import BF16_BYTES, Job
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
+from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs, num_params
 from terrace.model.config import ModelConfig, parse_model
 from terrace.plan.presets import preset
@@ -56,7 +57,7 @@ def on_frontier() -> Proportion:
     cluster = replace(cluster, device=replace(cluster.device, spread=0.0))
     plan = replace(preset("zero3", cluster), compute="bf16", micro_batch=1)
     (program,) = build_stages(cluster, plan, block_specs(model), 1, SEQUENCE)
-    costs = step_costs(program, Work(model=model, sequence=SEQUENCE, micro_batch=1))
+    costs = step_costs(program, Work(layer=layer_operations(model), sequence=SEQUENCE, micro_batch=1))
     seconds = dict.fromkeys((tier.name for tier in cluster.tiers), 0.0)
     sent = dict.fromkeys(seconds, 0)
     for instruction in program.instructions:

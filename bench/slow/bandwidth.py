@@ -21,6 +21,7 @@ from bench.validation.rows import gpt
 from terrace.base.files import write_atomic
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
+from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig
 from terrace.plan.presets import parse_plan
@@ -100,7 +101,7 @@ def step_of(size: Size, form: Mapping[str, Any]) -> Step:
         blocks=block_specs(size.model),
         num_micros=_MICROS,
         sequence=_SEQUENCE,
-        work=work_of(cluster, plan, size.model, _SEQUENCE),
+        work=work_of(cluster, plan, layer_operations(size.model), _SEQUENCE),
     )
 
 

@@ -8,6 +8,7 @@ from bench.validation.rows import Row, Table, markdown_table
 from bench.validation.software import ring_s
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
+from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs, num_params
 from terrace.model.config import ModelConfig
 from terrace.sequence.capacity import ring_rank_capacity
@@ -81,7 +82,7 @@ def gains(model: str, num_gpus: int) -> list[float]:
     dense_s, once_s = same_seconds(clusters["cost"], config)
     costs = {}
     for policy, cluster in clusters.items():
-        cost = replace(attention_cost(cluster, config), token_s=dense_s / _TOKENS)
+        cost = replace(attention_cost(cluster, block_specs(config)), token_s=dense_s / _TOKENS)
         known = {each.name: getattr(cost, each.name) for each in fields(cost)}
         half_keys = cluster.device.kernels.attention_half_keys
         costs[policy] = ShortDocuments(**known, half_keys=half_keys, rounds=rounds[policy])
@@ -99,7 +100,7 @@ def gains(model: str, num_gpus: int) -> list[float]:
 
 def same_seconds(cluster: Cluster, model: ModelConfig) -> tuple[float, float]:
     """Seconds of a step under both: of a layer without attention, and of all else once."""
-    work, specs, device = Work(model=model, sequence=_TOKENS), block_specs(model), cluster.device
+    work, specs, device = Work(layer=layer_operations(model), sequence=_TOKENS), block_specs(model), cluster.device
     seconds = {block: seconds_of(device, work, specs[block]) for block in (0, 1, model.num_blocks - 1)}
     passes_s = {block: each.forward_s + each.backward_s for block, each in seconds.items()}
     attention_s = sum(core_rounds(device, work)[0])

@@ -9,11 +9,12 @@ What is not priced has no published cost: the data loader, callbacks, the walk o
 evaluation for the metrics, an allocator that is short of memory.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from bench.validation.software import ring_s
 from terrace.cluster.cluster import Cluster, Device
-from terrace.model.blocks import block_specs
+from terrace.model.operations import Loss, Product
 from terrace.model.spec import BlockSpec
 from terrace.plan.wire import FORMATS
 from terrace.simulate.kernels import gemm_s, memory_s
@@ -48,7 +49,9 @@ SOFTWARE = {
 }
 
 
-def micro_batch_s(cluster: Cluster, work: Work, software: Software, num_micros: float) -> tuple[float, float, float]:
+def micro_batch_s(
+    cluster: Cluster, specs: Sequence[BlockSpec], work: Work, software: Software, num_micros: float
+) -> tuple[float, float, float]:
     """(computing, messages beside it, messages that nothing hides) seconds of a micro-batch, one of `num_micros`.
 
     A layer is a unit of FSDP; embedding, positions and the last norm are the outermost one, which stays whole from the
@@ -57,8 +60,7 @@ def micro_batch_s(cluster: Cluster, work: Work, software: Software, num_micros: 
     the computation waits (`_post_backward_final_callback`); the first layer's reduction runs beside the gradient of the
     look-up. Everything else has products beside it.
     """
-    device, specs = cluster.device, block_specs(work.model)
-    layers, group = work.model.num_layers, tuple(tier.size for tier in cluster.tiers)
+    device, layers, group = cluster.device, len(specs) - 2, tuple(tier.size for tier in cluster.tiers)
     look_up, layer = seconds_of(device, work, specs[0]), layer_seconds(device, work, specs[1], software)
     outer_params, layer_params = specs[0].num_trainable + specs[-1].num_trainable, specs[1].num_trainable
     gather_s = ring_s(cluster, group, PARAM_BYTES * layer_params)
@@ -68,7 +70,7 @@ def micro_batch_s(cluster: Cluster, work: Work, software: Software, num_micros: 
     passes += shard_bytes(software, num_micros) * params / cluster.world_size
     passes += _CAST_BYTES * (outer_params + 2 * layers * layer_params) / cluster.world_size
     compute_s = look_up.forward_s + look_up.backward_s + layers * (layer.forward_s + layer.backward_s)
-    compute_s += head_s(device, work) + memory_s(device, passes)
+    compute_s += head_s(device, work, specs[-1]) + memory_s(device, passes)
     alone_s = ring_s(cluster, group, PARAM_BYTES * outer_params)
     alone_s += ring_s(cluster, group, software.reduced_bytes * outer_params)
     alone_s += max(0.0, gather_s - look_up.forward_s) + max(0.0, reduce_s - look_up.backward_s)
@@ -84,20 +86,22 @@ def layer_seconds(device: Device, work: Work, layer: BlockSpec, software: Softwa
     reads: that product and the sum after it are left out.
     """
     seconds = seconds_of(device, work, layer)
-    stream = FORMATS[work.compute].element_bytes * work.tokens * work.model.hidden_size
+    stream = FORMATS[work.compute].element_bytes * work.tokens * work.layer.hidden.numel
     again_s = seconds.again_s
     if again_s and software.stops_early:
-        again_s -= gemm_s(device, work.tokens, work.model.mlp_size, work.model.hidden_size, 1, work.compute)
+        down = layer.operations.of(Product)[-1]
+        again_s -= gemm_s(device, work.tokens, down.inputs.numel, down.outputs.numel, 1, work.compute)
         again_s -= memory_s(device, 3 * stream)
     return replace(seconds, input_s=seconds.input_s + memory_s(device, 2 * 3 * stream), again_s=again_s)
 
 
-def head_s(device: Device, work: Work) -> float:
+def head_s(device: Device, work: Work, head: BlockSpec) -> float:
     """Seconds of the last norm, the logits, their loss and their metrics, forward and backward.
 
     The matrix is that of the embedding, so the gradients of both uses are added.
     """
-    tokens, hidden, vocab = work.tokens, work.model.hidden_size, work.model.vocab_size
+    (loss,) = head.operations.of(Loss)
+    tokens, hidden, vocab = work.tokens, loss.source.features.numel, loss.vocabulary
     item = FORMATS[work.compute].element_bytes
     shapes = (tokens, hidden, vocab), (tokens, vocab, hidden), (hidden, tokens, vocab)
     products_s = sum(gemm_s(device, *shape, 1, work.compute) for shape in shapes)

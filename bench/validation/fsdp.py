@@ -11,7 +11,9 @@ from bench.validation.composer import OPTIMIZER_BYTES, SOFTWARE, Software, micro
 from bench.validation.rows import Row, Table, gpt, read_rows
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
+from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs, num_params
+from terrace.model.config import ModelConfig
 from terrace.simulate.kernels import memory_s
 from terrace.simulate.layers import model_flops
 from terrace.simulate.work import Work
@@ -119,14 +121,14 @@ def _table(title: str, text: str, device: str, mean_limit: float, max_limit: flo
         if not line["device"].startswith(device):
             continue
         num_devices, batch = int(line["num_gpus"]), int(line["global_batch"])
-        work, cluster = work_of(line), _cluster(line["device"], num_devices)
+        model, work, cluster = model_of(line), work_of(line), _cluster(line["device"], num_devices)
         flops_per_s = float(line["mfu_percent"]) / 100 * cluster.device.peak_flops_per_s["bf16"] * num_devices
         cells = [line[name] for name in ("device", "model", "sequence", "num_gpus", "micro_batch")]
         rows.append(
             Row(
                 cells=(*cells, "yes" if work.recompute == "full" else "no"),
-                published=counted_flops(work, batch) / flops_per_s,
-                modelled=step_s(cluster, work, batch, SOFTWARE[line["mixed_precision"]]),
+                published=counted_flops(model, work.sequence, batch) / flops_per_s,
+                modelled=step_s(cluster, model, work, batch, SOFTWARE[line["mixed_precision"]]),
             )
         )
     return Table(
@@ -140,39 +142,41 @@ def _table(title: str, text: str, device: str, mean_limit: float, max_limit: flo
     )
 
 
-def counted_flops(work: Work, batch: int) -> int:
+def counted_flops(model: ModelConfig, sequence: int, batch: int) -> int:
     """Return the FLOPs by which the rows are counted: as `model_flops`, with every parameter in a product.
 
     That adds the norms, the biases and the positions, 6 FLOPs a token for each.
     """
     in_products = sum(
         param.numel
-        for block in block_specs(work.model)
+        for block in block_specs(model)
         for param in block.params
         if len(param.shape) == 2 and param.name != "positions"
     )
-    return model_flops(work.model, work.sequence, batch) + 6 * batch * work.sequence * (
-        num_params(work.model) - in_products
-    )
+    return model_flops(model, sequence, batch) + 6 * batch * sequence * (num_params(model) - in_products)
 
 
-def step_s(cluster: Cluster, work: Work, global_batch: int, software: Software) -> float:
+def step_s(cluster: Cluster, model: ModelConfig, work: Work, global_batch: int, software: Software) -> float:
     """Return the modelled seconds of a step of `global_batch` sequences."""
     num_devices = cluster.world_size
     num_micros = global_batch / num_devices / work.micro_batch  # a fraction: the last one may be smaller
-    compute_s, beside_s, alone_s = micro_batch_s(cluster, work, software, num_micros)
+    compute_s, beside_s, alone_s = micro_batch_s(cluster, block_specs(model), work, software, num_micros)
     blocks = _NODE_BLOCKS if num_devices <= _NODE_SIZE else _NIC_BLOCKS
     micro_s = overlapped_s(compute_s, beside_s, blocks / cluster.device.kernels.num_cores, alone_s)
-    shard = num_params(work.model) / num_devices
+    shard = num_params(model) / num_devices
     return num_micros * micro_s + memory_s(cluster.device, OPTIMIZER_BYTES * shard) + cluster.device.kernels.optimizer_s
+
+
+def model_of(line: dict[str, str]) -> ModelConfig:
+    """Return the model of a published row."""
+    return gpt(*SHAPES[line["model"]], int(line["sequence"]), VOCAB)
 
 
 def work_of(line: dict[str, str]) -> Work:
     """Return the work of a published row."""
-    sequence = int(line["sequence"])
     return Work(
-        model=gpt(*SHAPES[line["model"]], sequence, VOCAB),
-        sequence=sequence,
+        layer=layer_operations(model_of(line)),
+        sequence=int(line["sequence"]),
         micro_batch=int(line["micro_batch"]),
         recompute="full" if line["checkpointing"] == "true" else "none",
     )

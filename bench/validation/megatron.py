@@ -14,7 +14,6 @@ from terrace.plan.mesh import Mesh
 from terrace.planner.stages import SERIAL
 from terrace.planner.task import Candidate, Placement, Task
 from terrace.simulate.layers import hardware_flops
-from terrace.simulate.work import Work
 
 _SEQUENCE, _VOCAB = 2048, 51200
 _NODE_SIZE = 8
@@ -34,8 +33,7 @@ def table() -> Table:
     rows = []
     for line in read_rows("megatron_table1.csv"):
         task, candidate = setting(line)
-        work = Work(model=task.model, sequence=_SEQUENCE, recompute="full", flash=False)
-        published_s = hardware_flops(work, task.batch) / (float(line["petaflops"]) * 1e15)
+        published_s = hardware_flops(task.model, _SEQUENCE, task.batch) / (float(line["petaflops"]) * 1e15)
         estimate = megatron(task).evaluate(candidate)
         cells = (line["model"], str(task.cluster.world_size), line["tensor"], line["pipeline"], line["data"])
         rows.append(Row(cells=cells, published=published_s, modelled=estimate.step_s))

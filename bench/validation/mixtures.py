@@ -7,6 +7,7 @@ from bench.validation.rows import Row, Table
 from bench.validation.software import cudnn_of_2024
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
+from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig, parse_model
 from terrace.plan.plan import Plan
@@ -52,7 +53,7 @@ class _Published:
             blocks=block_specs(self.model),
             num_micros=self.batch * stages // ranks,
             sequence=_SEQUENCE,
-            work=work_of(self.cluster, plan, self.model, _SEQUENCE),
+            work=work_of(self.cluster, plan, layer_operations(self.model), _SEQUENCE),
         )
         flops = model_flops(self.model, _SEQUENCE, self.batch) / ranks
         found = flops / predict_step(step).step_s / 1e12

@@ -17,6 +17,7 @@ from bench.validation.rows import Row, Table, gpt, read_rows
 from bench.validation.software import cudnn_of_2024
 from terrace.cluster.cluster import Cluster, Device
 from terrace.cluster.presets import load_cluster
+from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig
 from terrace.plan.presets import preset
@@ -134,7 +135,7 @@ def run_of(line: dict[str, str]) -> Step:
         blocks=block_specs(model),
         num_micros=batch // (data * micro_batch),
         sequence=sequence,
-        work=work_of(cluster, plan, model, sequence),
+        work=work_of(cluster, plan, layer_operations(model), sequence),
         precision=line["precision"],
     )
 

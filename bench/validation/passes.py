@@ -36,15 +36,16 @@ def table() -> Table:
     rows = []
     for line in read_rows("zero_bubble.csv"):
         layers, sequence = int(line["layers"]), int(line["sequence"])
+        specs = block_specs(gpt(layers, int(line["hidden"]), int(line["heads"]), sequence, _VOCAB))
         work = Work(
-            model=gpt(layers, int(line["hidden"]), int(line["heads"]), sequence, _VOCAB),
+            layer=specs[1].operations,
             sequence=sequence,
             micro_batch=int(line["micro_batch"]),
             flash=False,
         )
-        blocks = [seconds_of(device, work, block) for block in block_specs(work.model)]
+        blocks = [seconds_of(device, work, block) for block in specs]
         blocks[1:-1] = [megatron_layer(layer, device, work) for layer in blocks[1:-1]]
-        blocks[-1] = megatron_loss(blocks[-1], device, work)
+        blocks[-1] = megatron_loss(blocks[-1], device, work, specs[-1])
         passes = {
             "forward": sum(block.forward_s for block in blocks),
             "input": sum(block.input_s for block in blocks),

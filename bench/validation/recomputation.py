@@ -5,6 +5,7 @@ from dataclasses import replace
 from bench.validation.rows import Row, Table, gpt, read_rows
 from bench.validation.software import dropout_s, layout_s
 from terrace.cluster.presets import load_cluster
+from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
 from terrace.plan.presets import preset
 from terrace.program.instruction import Instruction, Op
@@ -56,7 +57,7 @@ def modelled(line: dict[str, str]) -> tuple[dict[str, float], int]:
         recompute=(line["recompute"],) if line["recompute"] else (),
     )
     blocks = block_specs(model)
-    work = replace(work_of(cluster, plan, model, _SEQUENCE), flash=False)
+    work = replace(work_of(cluster, plan, layer_operations(model), _SEQUENCE), flash=False)
     program = build(cluster, plan, blocks, 1, _SEQUENCE)
     costs = step_costs(program, work)
     scores_s, sums_s = dropout_s(cluster.device, work)

@@ -11,7 +11,8 @@ from dataclasses import fields, replace
 
 from terrace.base.errors import ClusterError
 from terrace.cluster.cluster import Cluster, Device
-from terrace.model.spec import Computes
+from terrace.model.operations import Loss
+from terrace.model.spec import BlockSpec, Computes
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.wire import FORMATS, MessageClass
@@ -94,7 +95,8 @@ class MegatronEstimator(Estimator):
         device, work = self.task.cluster.device, self.work(mesh, micro_batch)
         if self.specs[kind].attends:
             return megatron_layer(own, device, work)
-        return megatron_loss(own, device, work) if self.specs[kind].computes is Computes.LOGITS else own
+        spec = self.specs[kind]
+        return megatron_loss(own, device, work, spec) if spec.computes is Computes.LOGITS else own
 
     def boundary_s(self, mesh: Mesh, micro_batch: int) -> float:
         return 0.0  # in `sending_s`: the message is part of the tasks of both stages
@@ -145,7 +147,7 @@ def layout_s(device: Device, work: Work) -> float:
     they lie, and the output of attention alone is laid out. This project adds the bias inside the product and lays the
     operands out, as many bytes as that kernel moves. The layout of the output is left to add.
     """
-    output = work.tokens * work.attended_heads * work.model.head_dim * FORMATS[work.compute].element_bytes
+    output = work.tokens * work.attended_heads * work.layer.core.head_dim * FORMATS[work.compute].element_bytes
     return memory_s(device, 2 * output)
 
 
@@ -154,9 +156,10 @@ def layout_s(device: Device, work: Work) -> float:
 _LOSS_BYTES, _LOSS_KERNELS = (6 + 4 + 8 + 8 + 4 + 8, 8 + 6), (6, 2)
 
 
-def megatron_loss(own: BlockSeconds, device: Device, work: Work) -> BlockSeconds:
+def megatron_loss(own: BlockSeconds, device: Device, work: Work, head: BlockSpec) -> BlockSeconds:
     """Seconds of logits under Megatron-LM's loss, whose operations are kernels of their own."""
-    logits = work.tokens * math.ceil(work.model.vocab_size / work.tensor)
+    (loss,) = head.operations.of(Loss)
+    logits = work.tokens * math.ceil(loss.vocabulary / work.tensor)
     more_s = [
         memory_s(device, (num_bytes - LOGIT_BYTES / 2) * logits, num_kernels - 2)
         for num_bytes, num_kernels in zip(_LOSS_BYTES, _LOSS_KERNELS, strict=True)
@@ -178,7 +181,7 @@ def dropout_s(device: Device, work: Work) -> tuple[float, float]:
     keys, _ = core_keys(work, device.backend)
     queries = math.ceil(work.attended / work.micro_batch)
     scores = work.micro_batch * work.attended_heads * queries * keys
-    sums = work.tokens * 2 * work.model.hidden_size / work.stream_cut
+    sums = work.tokens * 2 * work.layer.hidden.numel / work.stream_cut
     return memory_s(device, (2 * FORMATS[work.compute].element_bytes + 1) * scores), memory_s(device, sums, 0)
 
 

@@ -18,6 +18,7 @@ from terrace.cli.task import faster_dtype
 from terrace.cli.terminal import Terminal
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import parse_cluster
+from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig, parse_model
 from terrace.report.lengths import bins_of, histogram_table, lengths_svg, policies_table
 from terrace.sequence.capacity import ring_rank_capacity
@@ -99,7 +100,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     share, compute = math.ceil(num_sequences * options.sequence / cluster.world_size), faster_dtype(cluster)
     capacity, cost = (
         ring_rank_capacity(batch, cluster.world_size, share),
-        attention_cost(cluster, model, compute=compute),
+        attention_cost(cluster, block_specs(model), compute=compute),
     )
     costs = policy_costs(batch, [tier.size for tier in cluster.tiers], cost, capacity)
     bins = bins_of(lengths)

@@ -6,6 +6,7 @@ from typing import Any
 
 from terrace.base.words import counted
 from terrace.cli.options import add_run_options, resolve_run
+from terrace.model.facts import vocabulary_size
 
 
 def add_action(actions: Any) -> None:
@@ -37,7 +38,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         *prepare_eval_sources(data, tokenizer, config.train.sequence, lambda text: print(text, flush=True)),
     ]
     for source in sources:
-        source.tokens.check_vocab(config.model.vocab_size)
+        source.tokens.check_vocab(vocabulary_size(config.model))
         documents = counted(source.tokens.num_documents, "document", ",")
         print(
             f"{source.name}: {counted(source.tokens.num_tokens, 'token', ',')} in {documents}\n  {source.tokens.path}"

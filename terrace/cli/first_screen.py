@@ -12,6 +12,7 @@ from terrace.cli import views
 from terrace.cli.data_words import data_words
 from terrace.cli.programs import checked_programs, forget_programs
 from terrace.launch.start import pace
+from terrace.model.facts import family_of
 from terrace.plan.few_exchanges import few_exchanges
 from terrace.probe.products import bf16_slowdown
 from terrace.report.tables import plan_summary, quantity
@@ -31,7 +32,7 @@ def show_plan(job: RunJob, verbose: bool = False) -> None:
     run, blocks = job.run, job.run.blocks()
     count = sum(block.num_trainable + block.num_frozen for block in blocks)
     lines = [
-        f"{run.model.family} decoder, {count / 1e6:.2f} M parameters in {counted(len(blocks), 'block')}; "
+        f"{family_of(run.model)} decoder, {count / 1e6:.2f} M parameters in {counted(len(blocks), 'block')}; "
         f"{data_words(job, verbose)}",
         f"{counted(run.train.steps, 'step')} of {views.step_words(run)}",
     ]

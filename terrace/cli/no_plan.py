@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from terrace.base.words import counted
 from terrace.cli.remedy import freer_words
 from terrace.cluster.cluster import Cluster
+from terrace.model.facts import layers_of
 from terrace.plan.plan import AXES
 from terrace.planner.search import Found
 from terrace.planner.space import Space, divisors
@@ -50,7 +51,7 @@ def _no_shape(space: Space, pinned: Sequence[str]) -> str:
         ranks = counted(task.cluster.world_size, "rank")
         return (
             f"{batch} of {counted(task.sequence, 'token')} and "
-            f"{counted(task.model.num_layers, 'layer')} do not divide over "
+            f"{counted(layers_of(task.model), 'layer')} do not divide over "
             f"{f'{islands} of ' if islands else ''}{ranks} by the {axes_words(axes)}: use another --batch or another "
             "--nodes"
         )

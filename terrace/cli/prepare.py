@@ -29,6 +29,7 @@ from terrace.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer, tra
 from terrace.launch.called import called
 from terrace.launch.socket_folder import clear_all_abandoned
 from terrace.launch.start import is_restarted
+from terrace.model.facts import vocabulary_size
 from terrace.model.liger import why_missing
 from terrace.plan.layout import Layout
 from terrace.report.tables import quantity
@@ -199,7 +200,7 @@ def _sources(config: RunConfig, tokenizer: Tokenizer) -> tuple[tuple[Source, ...
         sources = prepare_sources(config.data, tokenizer, config.train.sequence, progress)
         evaluated = prepare_eval_sources(config.data, tokenizer, config.train.sequence, progress)
     for source in (*sources, *evaluated):
-        source.tokens.check_vocab(config.model.vocab_size)
+        source.tokens.check_vocab(vocabulary_size(config.model))
     # Raises where the data is too short for a batch, or has nothing to evaluate.
     batches = Batches(sources, config.train.sequence, config.rows, config.train.seed, config.data.holdout)
     eval_batches_of(config, batches, evaluated)

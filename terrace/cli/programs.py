@@ -1,6 +1,7 @@
 """Validated programs of a run: the first step of every command that trains or simulates."""
 
 from terrace.base.errors import ConfigError, PlanError
+from terrace.model.block_operations import layer_operations
 from terrace.program.lowering import build_stages
 from terrace.program.program import Program
 from terrace.program.verify_ranks import verify_stages
@@ -52,7 +53,13 @@ def forget_programs() -> None:
 
 def kept_activations(config: RunConfig, program: Program) -> int:
     """Peak bytes of activations on a rank of a stage."""
-    work = work_of(config.cluster, config.plan, config.model, config.train.sequence, documents=config.has_documents)
+    work = work_of(
+        config.cluster,
+        config.plan,
+        layer_operations(config.model),
+        config.train.sequence,
+        documents=config.has_documents,
+    )
     return activation_bytes(
         program, activations_by_block(work, config.plan, program.blocks, config.cluster.device.backend)
     )

@@ -44,6 +44,7 @@ from terrace.launch.fork_server import fork_server_ahead
 from terrace.launch.start import local_devices
 from terrace.launch.stop import StoppedEarly, StopRequest, passed_on
 from terrace.model.blocks import block_specs
+from terrace.model.facts import vocabulary_size
 from terrace.model.hf.folder import TOKENIZER
 from terrace.model.hf.pretrained import Pretrained
 from terrace.planner.roles.placement import IterationReport
@@ -256,10 +257,10 @@ def _check_reward_model(folder: str, tokenizer: Tokenizer) -> None:
 
 
 def _check_vocabulary(tokenizer: Tokenizer, config: RlConfig) -> None:
-    if tokenizer.vocab_size > config.model.vocab_size:
+    if tokenizer.vocab_size > (known := vocabulary_size(config.model)):
         raise ModelError(
             f"the largest id of the tokenizer is {tokenizer.vocab_size - 1}, but the model's vocabulary has "
-            f"{config.model.vocab_size}: name the folder that the tokenizer belongs to"
+            f"{known}: name the folder that the tokenizer belongs to"
         )
 
 

@@ -17,6 +17,7 @@ from terrace.cli.output import outlive_output
 from terrace.cli.step_progress import ProgressLine, utilisation_words
 from terrace.cli.terminal import Terminal
 from terrace.cluster.cluster import Cluster
+from terrace.model.facts import family_of
 from terrace.program.report import StepReport, plain
 from terrace.program.verdict import why_no_verdict
 from terrace.report.inside import ASSIGNED
@@ -152,7 +153,7 @@ class Screen:
         write_atomic(folder / "report.json", json.dumps(_report(outcome), indent=1) + "\n")
         # Lines of an earlier start may be damaged, so there may be no finite loss.
         records = [each for each in read_metrics(folder / "metrics.jsonl") if math.isfinite(each.loss)]
-        title = f"{run.model.family} under {run.plan.name}"
+        title = f"{family_of(run.model)} under {run.plan.name}"
         steps, losses = [record.step for record in records], [record.loss for record in records]
         if records:
             lines = {name: finite(line) for name, line in eval_lines(records).items()}

@@ -15,6 +15,7 @@ from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import lay_over, parse_cluster
 from terrace.model.blocks import num_active_params
 from terrace.model.config import load_model, parse_model
+from terrace.model.facts import family_of, has_experts
 from terrace.plan.plan import precision_of
 from terrace.planner.task import Task
 from terrace.report.tables import quantity
@@ -103,11 +104,11 @@ def _resized(cluster: Cluster, nodes: int | None) -> Cluster:
 def task_words(task: Task) -> str:
     """Two-line summary of a task."""
     size = quantity(sum(block.num_trainable for block in task.blocks), "").strip()
-    active = "" if task.model.experts is None else f" ({quantity(num_active_params(task.model), '').strip()} active)"
+    active = "" if not has_experts(task.model) else f" ({quantity(num_active_params(task.model), '').strip()} active)"
     tiers = " x ".join(f"{tier.size} {tier.name}" for tier in reversed(task.cluster.tiers))
     narrow = "" if task.messages is None else f", parameters and gradients sent in {task.messages}"
     return (
-        f"{task.model.family} decoder of {size} parameters{active}, {counted(task.batch, 'sequence')} x "
+        f"{family_of(task.model)} decoder of {size} parameters{active}, {counted(task.batch, 'sequence')} x "
         f"{counted(task.sequence, 'token')} a step, in {task.compute}{narrow}\n"
         f"cluster {task.cluster.name}: {tiers} = {task.cluster.world_size} x "
         f"{task.cluster.device.name}"

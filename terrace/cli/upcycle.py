@@ -9,8 +9,10 @@ from terrace.base.errors import ConfigError
 from terrace.base.words import counted
 from terrace.cli.export import DTYPES, SHARD_BYTES
 from terrace.cli.files import check_count
+from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import num_active_params, num_params
 from terrace.model.config import load_model
+from terrace.model.facts import family_of, initial_std
 
 
 def add_parser(commands: Any) -> None:
@@ -61,7 +63,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         num_copies=options.experts,
         per_token=options.per_token,
         num_parts=options.parts,
-        noise=dense.init_std if options.noise is None else options.noise,
+        noise=initial_std(dense) if options.noise is None else options.noise,
         seed=options.seed,
     )
     made = upcycling.config_of(dense)
@@ -76,10 +78,10 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         shard_bytes=options.shard_bytes or SHARD_BYTES,
         source=options.folder,
     )
-    assert made.experts is not None
-    experts = counted(made.experts.num_experts, "expert")
+    config = layer_operations(made).mixture.experts
+    experts = counted(config.num_experts, "expert")
     print(
-        f"wrote {options.path}, a {made.family} model in {dtype}: {experts} a layer, {made.experts.per_token} for a "
+        f"wrote {options.path}, a {family_of(made)} model in {dtype}: {experts} a layer, {config.per_token} for a "
         f"token; {num_params(made):,} parameters, {num_active_params(made):,} for a token, where the dense model has "
         f"{num_params(dense):,}: {', '.join(written)}"
     )

@@ -11,6 +11,7 @@ from terrace.base.words import counted
 from terrace.cli.files import write_file
 from terrace.cli.programs import checked_programs, kept_activations
 from terrace.cli.terminal import Terminal
+from terrace.model.facts import family_of
 from terrace.plan.context import is_context_parallel
 from terrace.plan.few_exchanges import few_exchanges
 from terrace.planner.expert_tiers import alternatives
@@ -127,7 +128,7 @@ class StepView:
     def subtitle(self) -> str:
         """Model and batch in one line."""
         size = model_size(self.run.model)
-        return f"{self.run.model.family} decoder, {size}; a step of {step_words(self.run)}"
+        return f"{family_of(self.run.model)} decoder, {size}; a step of {step_words(self.run)}"
 
     @cached_property
     def misfit(self) -> str:

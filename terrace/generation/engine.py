@@ -23,8 +23,10 @@ from terrace.generation.request import Completion, Request
 from terrace.generation.running_text import Decode
 from terrace.generation.scheduler import Part, Scheduler, Turn
 from terrace.model.attention_plans import plans_of
+from terrace.model.block_operations import layer_operations
+from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig
-from terrace.model.experts.config import refuse_looking_ahead
+from terrace.model.facts import cache_shape, longest_text, refuse_looking_ahead, rolling_window
 
 
 class GenerationEngine:
@@ -50,37 +52,37 @@ class GenerationEngine:
         decode: Decode | None = None,
         build_pool: BuildPool = GatheredPages,
     ) -> None:
-        refuse_looking_ahead(config.experts)
+        refuse_looking_ahead(config)
         # Learned positions end, and some forms of RoPE change with the length of a text.
-        context = min(context, config.most_positions) if config.most_positions else context
-        is_rolling = 0 < config.sliding_window <= context and not config.most_positions
-        self._window = config.sliding_window  # the widest of the layers, for which pages are kept
+        context = min(context, longest_text(config) or context)
+        core = layer_operations(config).core
+        self._window = core.window  # the widest of the layers, for which pages are kept
         weight = next(blocks[0].parameters())
-        sizes = config.num_kv_heads, config.head_dim
+        num_layers, *sizes = cache_shape(config)
         num_pages = _num_pages(
-            num_pages, memory_bytes, page_bytes(config.num_layers, max(page_tokens, 1), *sizes, weight.dtype)
+            num_pages, memory_bytes, page_bytes(num_layers, max(page_tokens, 1), *sizes, weight.dtype)
         )
         self._scheduler = Scheduler(
             num_pages=num_pages,
             page_tokens=page_tokens,
             token_budget=token_budget,
             context=context,
-            window=config.sliding_window if is_rolling else 0,
+            window=rolling_window(config, context),
         )
         self._blocks, self._decode = blocks, decode
         self._device = weight.device
         self._attending: dict[str, Any] = {
-            "cap": config.scales.attention_cap,
+            "cap": core.cap,
             "page_tokens": page_tokens,
-            "key_size": config.num_kv_heads * config.head_dim,
-            "kernel": plans_of(config).kernel(weight.device, weight.dtype, config.head_dim, is_cut=True),
+            "key_size": core.kv_heads * core.head_dim,
+            "kernel": plans_of(config).kernel(weight.device, weight.dtype, core.head_dim, is_cut=True),
             "device": weight.device,
             "dtype": weight.dtype,
         }
         self.version = version
-        self.pool = build_pool(config.num_layers, num_pages, page_tokens, *sizes, weight.device, weight.dtype)
-        layers = [config.of_layer(layer) for layer in range(config.num_layers)]
-        self._caches = [PagedLayer(self.pool, layer, of.sliding_window) for layer, of in enumerate(layers)]
+        self.pool = build_pool(num_layers, num_pages, page_tokens, *sizes, weight.device, weight.dtype)
+        windows = [block.operations.core.window for block in block_specs(config) if block.attends]
+        self._caches = [PagedLayer(self.pool, layer, window) for layer, window in enumerate(windows)]
 
     def is_idle(self) -> bool:
         """Whether every request has ended."""

@@ -31,6 +31,7 @@ from terrace.base.words import counted
 from terrace.generation.host_memory import HostMemory, OutOfMappingsError, VirtualMemory
 from terrace.generation.pages import GatheredPages, PagePool, Span, page_bytes, targets_of
 from terrace.model.config import ModelConfig
+from terrace.model.facts import cache_shape
 
 # Tokens. With a larger page the samples of a prompt share little, and copy much of a page that is not full; a guess.
 _LARGEST_STEP = 256
@@ -72,7 +73,8 @@ def mapped_tokens(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torc
 def pages_words(config: ModelConfig, page_tokens: int, device: torch.device, dtype: torch.dtype) -> tuple[str, bool]:
     """The pages that `platform_pages` makes for a model, in words, and whether a CPU falls back to gathered ones."""
     try:
-        _mapped((config.num_layers, 1, page_tokens, config.num_kv_heads, config.head_dim), device, dtype)
+        num_layers, *sizes = cache_shape(config)
+        _mapped((num_layers, 1, page_tokens, *sizes), device, dtype)
     except ConfigError as error:
         words = f"keys and values in gathered pages of {counted(page_tokens, 'token')}: {error}"
         return words, device.type == "cpu"

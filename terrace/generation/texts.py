@@ -10,6 +10,7 @@ from terrace.generation.request import Completion, Request, Sampling
 from terrace.generation.running_text import Decode
 from terrace.model.arranged import arrange
 from terrace.model.config import ModelConfig
+from terrace.model.facts import cache_shape, longest_text, rolling_window
 
 _PASS_TOKENS = 2048  # at once: no faster with more, and masks of parts of longer prompts grow with it
 _WINDOW_PAGE = 64  # a text under a window gives back as it goes; a guess
@@ -51,13 +52,13 @@ def continue_texts(
     longest = max(len(request.prompt) for request in requests) + num_tokens
     budget = max(_PASS_TOKENS, len(requests))
     weight = next(blocks[0].parameters())
-    sizes = config.num_layers, config.num_kv_heads, config.head_dim, weight.dtype
-    if 0 < config.sliding_window <= context and not config.most_positions:
+    sizes, window = (*cache_shape(config), weight.dtype), rolling_window(config, context)
+    if window:
         page_tokens = mapped_tokens(*sizes, min(_WINDOW_PAGE, longest))
-        pages = -(-min(longest, config.sliding_window + budget + page_tokens) // page_tokens)
+        pages = -(-min(longest, window + budget + page_tokens) // page_tokens)
     else:
         # A page holds a whole text, which is then never gathered.
-        page_tokens, pages = mapped_tokens(*sizes, min(longest, context, config.most_positions or context)), 1
+        page_tokens, pages = mapped_tokens(*sizes, min(longest, context, longest_text(config) or context)), 1
     say(*pages_words(config, page_tokens, weight.device, weight.dtype))
     engine = GenerationEngine(
         blocks,

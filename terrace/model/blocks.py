@@ -6,24 +6,16 @@ what they compute, and their parameters, which follow from these, are named and 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from terrace.base.errors import ModelError
 from terrace.model.block_operations import embedding_operations, head_operations, layer_operations
 from terrace.model.config import ModelConfig
 from terrace.model.operation_folds import params_of
 from terrace.model.operations import Operations
-from terrace.model.spec import BlockSpec, Computes
+from terrace.model.spec import BlockSpec
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecoderBlock(BlockSpec):
-    """A block with the configuration that its operations are made from; layers of one model may differ in it."""
-
-    config: ModelConfig
-
-
-def block_specs(config: ModelConfig) -> tuple[DecoderBlock, ...]:
+def block_specs(config: ModelConfig) -> tuple[BlockSpec, ...]:
     """The blocks in order, their parameters in the order of `named_parameters`.
 
     With tied embeddings the head borrows block 0 and does not list the output matrix; a scalar head has its own.
@@ -32,27 +24,14 @@ def block_specs(config: ModelConfig) -> tuple[DecoderBlock, ...]:
     borrows = (0,) if config.tied_embeddings and not config.scalar_head else ()
     # Blocks of a kind share one value of operations and one tuple of parameters: caches recognise them by identity.
     return (
-        _spec("embedding", embedding_operations(config), config),
-        *(_spec(f"layers.{index}", layer_operations(layer), layer) for index, layer in enumerate(layers)),
-        _spec("head", head_operations(config), config, borrows),
+        _spec("embedding", embedding_operations(config)),
+        *(_spec(f"layers.{index}", layer_operations(layer)) for index, layer in enumerate(layers)),
+        _spec("head", head_operations(config), borrows),
     )
 
 
-def _spec(name: str, operations: Operations, config: ModelConfig, borrows: tuple[int, ...] = ()) -> DecoderBlock:
-    params = params_of(operations)
-    return DecoderBlock(name=name, params=params, borrows=borrows, declared=operations, config=config)
-
-
-def model_of(blocks: Sequence[BlockSpec]) -> ModelConfig:
-    """The sizes of a model that its blocks share: of the first layer with experts, else of the first layer, else any.
-
-    Raises `ModelError` where no block has any.
-    """
-    known = [block for block in blocks if isinstance(block, DecoderBlock)]
-    if not known:
-        raise ModelError("no block declares what it computes: give specs of block_specs, or the seconds of each block")
-    layers = [block.config for block in known if block.computes is Computes.RESIDUAL]
-    return next((config for config in layers if config.experts is not None), (layers or [known[0].config])[0])
+def _spec(name: str, operations: Operations, borrows: tuple[int, ...] = ()) -> BlockSpec:
+    return BlockSpec(name=name, params=params_of(operations), borrows=borrows, declared=operations)
 
 
 def operations_of(blocks: Sequence[BlockSpec]) -> Operations:

@@ -154,6 +154,11 @@ class Core(Operation):
     window: int = 0  # a token sees itself and the window - 1 before it; 0: all before it
     cap: float = 0.0  # of scores; 0: none
 
+    @property
+    def is_grouped(self) -> bool:
+        """Whether several heads share keys and values."""
+        return self.kv_heads != self.heads
+
 
 @dataclass(frozen=True)
 class Activation(Operation):
@@ -172,6 +177,7 @@ class Sum(Operation):
     """The residual stream, and what attention or the MLP adds to it."""
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Mixture(Operation):
     """A mixture of experts in place of an MLP: routes a token to experts, and sums their weighted results.
@@ -242,6 +248,11 @@ class Operations:
         return [operation for operation in self.each if isinstance(operation, kind)]
 
     @cached_property
+    def passed(self) -> tuple[Operation, ...]:
+        """Its operations, and after a mixture those of the shared expert, which every token passes too."""
+        return tuple(chained for each in self.each for chained in (each, *_shared(each)))
+
+    @cached_property
     def core(self) -> Core:
         """Its attention; `NO_CORE` where it has none."""
         return next(iter(self.of(Core)), NO_CORE)
@@ -256,6 +267,10 @@ class Operations:
         """Features of the residual stream; none where the block does not say."""
         streams = (tensor for each in self.each for tensor in (*each.reads, *each.writes))
         return next((each.features for each in streams if each.features.counts in ("hidden", "features")), NO_FEATURES)
+
+
+def _shared(operation: Operation) -> tuple[Operation, ...]:
+    return operation.shared if isinstance(operation, Mixture) else ()
 
 
 NO_FEATURES = Dim("", 0)

@@ -3,11 +3,12 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from terrace.base.errors import ModelError, PlanError
-from terrace.model.blocks import DecoderBlock
 from terrace.model.experts.balance import BalanceConfig
 from terrace.model.experts.config import ExpertsConfig
+from terrace.model.operations import Mixture, Operations
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import is_context_parallel
 from terrace.plan.dims import has_routers
@@ -57,7 +58,7 @@ def check_balance(balance: BalanceConfig, mesh: Mesh, plan: Plan, blocks: Sequen
                 f"balance.{name} = {getattr(balance, name)} counts the tokens of all ranks, and islands (outer.tier = "
                 f"{plan.outer.tier!r}) count their own: leave one of them out"
             )
-    mixtures = {block.config.experts for block in blocks if isinstance(block, DecoderBlock) and block.config.experts}
+    mixtures = {block.declared.mixture.experts for block in blocks if block.declared.mixture.each}
     _check_effects(balance, mixtures)
     wanted = [f"balance.capacity = {balance.capacity}"] if balance.capacity else []
     wanted += ["gate = 'expert_choice'"] if any(config.looks_ahead for config in mixtures) else []
@@ -80,10 +81,19 @@ def telling_choices(balance: BalanceConfig | None, blocks: Iterable[BlockSpec]) 
 
 
 def _telling(block: BlockSpec) -> BlockSpec:
-    assert isinstance(block, DecoderBlock), "only these have experts"
-    assert block.config.experts is not None, "and this one has"
-    experts = replace(block.config.experts, shares_choices=True)
-    return replace(block, config=replace(block.config, experts=experts))
+    return replace(block, declared=_sharing_choices(block.declared))
+
+
+@lru_cache(maxsize=256)
+def _sharing_choices(operations: Operations) -> Operations:
+    # Layers that were alike stay one value.
+    each = (
+        replace(operation, experts=replace(operation.experts, shares_choices=True))
+        if isinstance(operation, Mixture)
+        else operation
+        for operation in operations
+    )
+    return Operations(tuple(each))
 
 
 def _check_effects(balance: BalanceConfig, mixtures: set[ExpertsConfig]) -> None:

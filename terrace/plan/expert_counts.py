@@ -12,7 +12,6 @@ numbers a step. Only mixtures send any.
 
 from collections.abc import Iterable, Sequence
 
-from terrace.model.blocks import DecoderBlock
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.spec import BlockSpec
 from terrace.plan.hops import Hop
@@ -24,7 +23,8 @@ OF_ROWS = ("sent", "received", "multiplied")
 
 def experts_of(block: BlockSpec) -> ExpertsConfig | None:
     """The mixture of a block; None where it has none."""
-    return block.config.experts if isinstance(block, DecoderBlock) and block.has_stacks else None
+    mixture = block.declared.mixture
+    return mixture.experts if mixture.each and block.has_stacks else None
 
 
 def mixtures(blocks: Sequence[BlockSpec], indexes: Iterable[int]) -> tuple[int, ...]:

@@ -30,7 +30,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from terrace.base.errors import PlanError
-from terrace.model.blocks import DecoderBlock
 from terrace.model.experts.even import rows_to_units
 from terrace.model.spec import BlockSpec
 from terrace.plan.hops import number_bytes
@@ -67,11 +66,11 @@ class ExpertTraffic:
     @staticmethod
     def of(tensor: "TensorTraffic", block: BlockSpec) -> "ExpertTraffic | None":
         """The experts of a block; None where it has none, or every rank of a stage has all of them."""
-        experts = block.config.experts if isinstance(block, DecoderBlock) else None
+        mixture = block.declared.mixture
+        experts = mixture.experts
         of_experts = None if tensor.rows.mesh is None else tensor.rows.mesh.experts
-        if experts is None or of_experts is None or not block.has_stacks:
+        if not mixture.each or of_experts is None or not block.has_stacks:
             return None
-        assert isinstance(block, DecoderBlock), "checked above"
         plan, tiers = tensor.plan, tensor.rows.tiers
         tokens = tensor.padded_tokens // tensor.rows.degree  # each tensor row routes a part
         at_once = experts.num_experts * max(plan.num_chunks)
@@ -85,7 +84,7 @@ class ExpertTraffic:
             num_experts=experts.num_experts,
             per_token=experts.per_token,
             num_choices=experts.num_choices,
-            hidden=block.config.hidden_size,
+            hidden=mixture.hidden.numel,
             item_bytes=FORMATS[plan.compute].element_bytes,
             weight_bytes=number_bytes(plan),
             dispatch=tuple(plan.wire_format(MessageClass.DISPATCH, tier) for tier in tiers),
@@ -96,7 +95,7 @@ class ExpertTraffic:
             chunks=plan.num_chunks,
             ahead=plan.expert_chunks.get("ahead", 1),
             # A shared expert cut by tensor rows has messages of its own, which come after those of the others.
-            shares=experts.shared_size > 0 and tensor.degree == 1,
+            shares=bool(mixture.shared) and tensor.degree == 1,
             has_gaps=bool(plan.expert_gaps),
         )
 

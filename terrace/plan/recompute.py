@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from terrace.base.errors import PlanError
+from terrace.model.operations import Activation, Core, Enter, Mixture, Norm, Operation, Operations
 from terrace.model.spec import BlockSpec
 
 OPERATIONS = ("attention", "mlp", "norms")
@@ -83,6 +84,17 @@ def recomputed_parts(recompute: Sequence[str], blocks: Sequence[BlockSpec]) -> t
 def operations_in(parts: tuple[str, ...]) -> tuple[str, ...]:
     """The operations of a block that is not recomputed whole."""
     return () if parts == WHOLE else parts
+
+
+def operations_named(layer: Operations, name: str) -> Sequence[Operation]:
+    """The operations of a layer that an entry calls `name`, one of `OPERATIONS`."""
+    if name == "attention":
+        return layer.of(Core)
+    if name == "mlp":
+        return [operation for operation in layer.passed if isinstance(operation, Activation)]
+    assert name == "norms", f"{name} is no operation of a layer"
+    read = {operation.source.name for operation in layer if isinstance(operation, Enter | Mixture)}
+    return [norm for norm in layer.of(Norm) if norm.target.name in read]
 
 
 @lru_cache(maxsize=256)

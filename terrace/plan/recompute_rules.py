@@ -4,12 +4,11 @@ import fnmatch
 from collections.abc import Sequence
 
 from terrace.base.errors import PlanError, did_you_mean
-from terrace.model.blocks import DecoderBlock
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import is_context_parallel
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
-from terrace.plan.recompute import WHOLE, Recomputation, parse_recomputation, recomputed_parts
+from terrace.plan.recompute import WHOLE, Recomputation, operations_named, parse_recomputation, recomputed_parts
 
 
 def check_recompute(mesh: Mesh, plan: Plan, blocks: Sequence[BlockSpec]) -> None:
@@ -35,7 +34,7 @@ def check_recompute(mesh: Mesh, plan: Plan, blocks: Sequence[BlockSpec]) -> None
             "keeps the parts of their results: leave tensor_chunks out, or recompute whole layers"
         )
     for block, each in zip(blocks, parts, strict=True):
-        if "norms" in each and isinstance(block, DecoderBlock) and block.config.norms == "after":
+        if "norms" in each and block.declared.each and not operations_named(block.declared, "norms"):
             raise PlanError(
                 f"recompute names norms of {block.name}, which has none before attention and MLP: recompute attention, "
                 "mlp or the whole layer"

@@ -65,10 +65,10 @@ class Estimator:
         self.task, self.specs, self.split = task, task.kinds.specs, Split(task)
         self.item = FORMATS[task.compute].element_bytes
         self.inner, self.experts, self.numels = Inner(task), Experts(task), Numels(task)
-        self._flash = has_flash_attention(task.model, task.sequence, task.compute, task.backend)
+        self._flash = has_flash_attention(task.layer.core, task.sequence, task.compute, task.backend)
         # Whether a rank's computing follows from its tokens, in whatever context form: not so the tiles of products of
         # scores, which depend on the shape of each.
-        one = Work(model=task.model, sequence=task.sequence, flash=self._flash, compute=task.compute)
+        one = Work(layer=task.layer, sequence=task.sequence, flash=self._flash, compute=task.compute)
         self.computes_by_tokens = all(work_in(one, spec, task.backend).flash for spec in self.specs if spec.attends)
         self._works: dict[tuple[object, ...], Work] = {}
         self._blocks: dict[tuple[object, ...], Seconds] = {}
@@ -88,7 +88,7 @@ class Estimator:
             tensor, columns, ulysses, ring = mesh.inside_degrees
             parts = self.task.recomputations.values[recompute].parts if recompute else ()
             found = self._works[key] = Work(
-                model=self.task.model,
+                layer=self.task.layer,
                 sequence=self.task.sequence,
                 micro_batch=micro_batch,
                 tensor=tensor,
@@ -280,7 +280,7 @@ class Estimator:
     def _boundary_bytes(self, mesh: Mesh, micro_batch: int) -> float:
         work = self.work(mesh, micro_batch)
         # Each tensor rank sends its part only; the receivers gather it.
-        return work.tokens * self.task.model.hidden_size * self.item / work.tensor
+        return work.tokens * self.task.layer.hidden.numel * self.item / work.tensor
 
     def update_s(self, degrees: tuple[int, ...], placement: Placement, numel: int) -> float:
         """Seconds of the optimizer on a rank's shard of `numel` parameters that train; 0 for none."""
@@ -382,7 +382,7 @@ class Estimator:
             chunks = [tuple(range(len(task.blocks)))]
         rank = cluster, plan, task.kinds, task.sequence, num_micros, chunks, needs.waiting
         whole = self._whole_chunks(candidate, needs.part)
-        found = stage_footprint(*rank, due=needs.due, model=task.model, whole=whole)
+        found = stage_footprint(*rank, due=needs.due, layer=task.layer, whole=whole)
         return {name: size for name, size in found.items() if size}
 
     def _plan(self, candidate: Candidate) -> Plan:

@@ -109,9 +109,8 @@ class Experts:
         found = self._least.get(key)
         if found is None:
             spec = self.task.kinds.specs[kind]
-            model = work_in(work, spec, self.task.backend).model
-            assert model.experts is not None, "only stacks are divided"
-            each = [Divided(*_NOTHING, launches(work, model.experts))]
+            mixture = work_in(work, spec, self.task.backend).layer.mixture
+            each = [Divided(*_NOTHING, launches(work, mixture))]
             for own, cut in self._degrees():
                 traffic = self._traffic(kind, _alone(len(self.task.cluster.tiers), own, cut), work)
                 if traffic is not None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from terrace.model.blocks import DecoderBlock
 from terrace.model.spec import BlockSpec
 from terrace.plan.recompute import WHOLE, recomputed_parts
 from terrace.planner.ranking import Cost, Estimate
@@ -43,10 +42,9 @@ def _forward_flops(task: Task, blocks: Sequence[BlockSpec], *, full: bool) -> in
 
 def _attention_flops(task: Task, block: BlockSpec, *, full: bool) -> int:
     """FLOPs of a block's attention forward, over the pairs that the causal mask or a window leaves, or over all."""
-    if not (isinstance(block, DecoderBlock) and block.attends):
-        return 0
-    pairs = task.sequence**2 if full else causal_pairs(task.sequence, block.config.sliding_window)
-    return 4 * task.batch * block.config.num_heads * block.config.head_dim * pairs
+    core = block.operations.core
+    pairs = task.sequence**2 if full else causal_pairs(task.sequence, core.window)
+    return 2 * task.batch * core.heads * (core.head_dim + core.value_dim) * pairs
 
 
 def _possible_flops(task: Task, estimate: Cost) -> float:

@@ -40,8 +40,8 @@ def recomputations_of(task: "Task") -> Recomputations:
     if task.operations is not None:
         with_tensor = (0,) if task.operations and cuts else (0, 1)
         return Recomputations((nothing, Again(task.operations or WHOLE)), ((0, 1), with_tensor))
-    flash = has_flash_attention(task.model, task.sequence, task.compute, task.backend)
-    work = Work(model=task.model, sequence=task.sequence, flash=flash, compute=task.compute, products=task.products)
+    flash = has_flash_attention(task.layer.core, task.sequence, task.compute, task.backend)
+    work = Work(layer=task.layer, sequence=task.sequence, flash=flash, compute=task.compute, products=task.products)
     blocks = [task.blocks[index] for index in task.inner]
     # The first of blocks that are named one by one cannot be told by a number.
     partly = len(residual_patterns(task.blocks)) == 1

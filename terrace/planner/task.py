@@ -8,9 +8,12 @@ from typing import Literal, NamedTuple
 from terrace.base.errors import ModelError, PlanError
 from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
-from terrace.model.blocks import DecoderBlock, block_specs
+from terrace.model.block_operations import layer_operations
+from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig
 from terrace.model.experts.config import ExpertsConfig
+from terrace.model.facts import longest_row
+from terrace.model.operations import Operations
 from terrace.model.spec import BlockSpec
 from terrace.plan.chunk_rules import why_not_fused
 from terrace.plan.context import Heads, attention_heads
@@ -102,10 +105,9 @@ class Task:
                 f"compute = {self.compute!r}: the device of cluster {self.cluster.name!r} has no peak for it; "
                 f"use one of {', '.join(sorted(peaks))}, or give device.peak_flops_per_s.{self.compute}"
             )
-        if self.model.learned_positions and self.sequence > self.model.max_positions:
+        if 0 < (most := longest_row(self.model)) < self.sequence:
             raise ModelError(
-                f"sequence = {self.sequence} is longer than the {self.model.max_positions} positions the model has: "
-                f"use at most {self.model.max_positions}"
+                f"sequence = {self.sequence} is longer than the {most} positions the model has: use at most {most}"
             )
 
     @property
@@ -126,6 +128,11 @@ class Task:
     @cached_property
     def blocks(self) -> tuple[BlockSpec, ...]:
         return self.declared or block_specs(self.model)
+
+    @cached_property
+    def layer(self) -> Operations:
+        """The operations of a layer, of which the model's layers differ in details."""
+        return layer_operations(self.model)
 
     @cached_property
     def kinds(self) -> Kinds:
@@ -190,7 +197,7 @@ class Task:
     @cached_property
     def experts(self) -> ExpertsConfig | None:
         """The experts of the model's mixtures; None for a model without, or with mixtures that differ."""
-        known = {block.config.experts for block in self.blocks if isinstance(block, DecoderBlock) and block.has_stacks}
+        known = {block.declared.mixture.experts for block in self.blocks if block.declared.mixture.each}
         return next(iter(known)) if len(known) == 1 else None
 
     @property

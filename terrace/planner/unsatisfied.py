@@ -73,7 +73,7 @@ def _broken(task: Task, name: str, value: int) -> str:
             return f"{name} = {value} does not divide {of_what}"
     if name in EXPERT_PINS and task.experts is None:
         return f"{name} = {value}: no layer of this model has experts"
-    if name == "columns" and task.model.experts is not None:
+    if name == "columns" and task.layer.mixture.each:
         return f"columns = {value}: a token must be whole where its experts are chosen"
     if value > ranks:
         return f"{name} = {value} is more than the {ranks} ranks of {where}"

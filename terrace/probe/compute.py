@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terrace.comm.collectives import DTYPES
+from terrace.model.block_operations import layer_operations
 from terrace.model.decoder import build_blocks
 from terrace.model.init import initialise
 from terrace.probe.fit import AttentionSample, GemmSample, LayerSample, OptimizerSample, PassSample
@@ -131,11 +132,12 @@ def measure_layers(
     each_s = budget_s / (2 * len(shapes))
     samples = []
     for config, sequence, micro_batch in shapes:
+        operations = layer_operations(config)
         if backend is not None:  # a sign of life for the watchdog, since each may take half a minute
-            say(f"a layer of {config.hidden_size} on {micro_batch} x {sequence} tokens, compiled")
+            say(f"a layer of {operations.hidden.numel} on {micro_batch} x {sequence} tokens, compiled")
         layer, x = _layer(watch.device, (config, sequence, micro_batch), backend)
         forward_s, backward_s = watch.both_ways(partial(layer, x), each_s)
-        work = Work(model=config, sequence=sequence, micro_batch=micro_batch, compute=TRAINS_IN[watch.device.type])
+        work = Work(layer=operations, sequence=sequence, micro_batch=micro_batch, compute=TRAINS_IN[watch.device.type])
         samples.append(LayerSample(work=work, forward_s=forward_s, backward_s=backward_s))
     return samples, host_s
 
@@ -206,7 +208,9 @@ def _layer(device: torch.device, shape: LayerShape, backend: str | None = None) 
     blocks = build_blocks(config)
     dtype = DTYPES[TRAINS_IN[device.type]]
     initialise(blocks, config, 0, dtype, device)
-    x = torch.randn((micro_batch, sequence, config.hidden_size), device=device, dtype=dtype, requires_grad=True)
+    x = torch.randn(
+        (micro_batch, sequence, layer_operations(config).hidden.numel), device=device, dtype=dtype, requires_grad=True
+    )
     if backend is not None:
         blocks[1](x)  # makes the tables of RoPE, which would be a graph of their own
         torch.compiler.reset()  # or the next shape is compiled for any sizes

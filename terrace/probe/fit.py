@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from terrace.base.errors import ProbeError
 from terrace.cluster.cluster import Device, Kernels
 from terrace.model.attention_kernel import AttentionKernel
-from terrace.model.spec import Computes
 from terrace.simulate.kernels import attention_s, gemm_s, memory_s
 from terrace.simulate.layers import block_seconds, optimizer_s
 from terrace.simulate.work import Work
@@ -254,7 +253,7 @@ def fit_optimizer(device: Device, samples: Sequence[OptimizerSample]) -> tuple[f
 
 def price_layers(device: Device, samples: Sequence[LayerSample]) -> list[float]:
     """Modelled seconds of these layers: forward and backward of each, in turn."""
-    seconds = (block_seconds(device, sample.work, Computes.RESIDUAL, accumulate=True) for sample in samples)
+    seconds = (block_seconds(device, sample.work, accumulate=True) for sample in samples)
     return [way for each in seconds for way in (each.forward_s, each.backward_s)]
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from terrace.base.errors import TerraceError
 from terrace.cluster.cluster import Cluster
+from terrace.model.facts import layers_of
 from terrace.report.tables import time_categories
 from terrace.simulate.recording import record
 from terrace.simulate.step import play_whole
@@ -18,7 +19,7 @@ _MOST_PASSES = 30_000  # of layers in a step that is simulated for its picture, 
 
 def check_length(run: RunConfig) -> None:
     """Raises `TerraceError` for a step of too many passes: the settings may be a stranger's."""
-    num_passes = run.num_micros() * run.model.num_layers
+    num_passes = run.num_micros() * layers_of(run.model)
     if num_passes > _MOST_PASSES:
         raise TerraceError(f"a step passes layers {num_passes:,} times, and at most {_MOST_PASSES:,} are drawn")
 

@@ -19,6 +19,7 @@ from terrace.base.schema import read_table
 from terrace.base.words import counted
 from terrace.cluster.presets import parse_cluster
 from terrace.model.config import parse_model
+from terrace.model.facts import family_of
 from terrace.plan.presets import command_plan
 from terrace.report.compared import ComparedAmounts
 from terrace.report.folder_parts import checkpoint_rows, steady, text_of
@@ -151,7 +152,7 @@ def _model_and_plan(
         here = parse_cluster(cluster)
         placed, decoder = command_plan(plan, here), parse_model(model)
         subtitle = (
-            f"{algorithm.get('name')}; {decoder.family} decoder of {model_size(decoder)}; a step draws "
+            f"{algorithm.get('name')}; {family_of(decoder)} decoder of {model_size(decoder)}; a step draws "
             f"{run.get('responses')} responses to each of {run.get('prompts')} prompts, learned "
             f"{run.get('mini_batch')} at a time; {plan_title(here, placed)}"
         )

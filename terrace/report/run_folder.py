@@ -21,6 +21,7 @@ from terrace.base.schema import read_table
 from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import parse_cluster
+from terrace.model.facts import family_of
 from terrace.program.verdict import why_no_verdict
 from terrace.report.compared import ComparedAmounts
 from terrace.report.folder_parts import checkpoint_rows, steady, text_of
@@ -152,7 +153,7 @@ def _read(folder: Path, missing: list[str]) -> _Left:
 
 def _subtitle(run: RunConfig) -> str:
     return (
-        f"{run.model.family} decoder of {model_size(run.model)}; a step of "
+        f"{family_of(run.model)} decoder of {model_size(run.model)}; a step of "
         f"{run.batch_words} x {counted(run.train.sequence, 'token')}; "
         f"{plan_title(run.cluster, run.plan)}"
     )

@@ -13,6 +13,7 @@ from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
 from terrace.model.blocks import num_active_params, num_params
 from terrace.model.config import ModelConfig
+from terrace.model.facts import has_experts
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
 from terrace.plan.outer import Outer
@@ -32,7 +33,7 @@ _STATE_TITLE = "model state of one rank, each category at its own peak"
 def model_size(model: ModelConfig) -> str:
     """Number of parameters; of a model with experts also of those that a token meets."""
     size = quantity(num_params(model), " parameters")
-    return size if model.experts is None else f"{size} ({quantity(num_active_params(model), '').strip()} active)"
+    return size if not has_experts(model) else f"{size} ({quantity(num_active_params(model), '').strip()} active)"
 
 
 def quantity(value: float, unit: str) -> str:

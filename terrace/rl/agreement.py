@@ -9,6 +9,7 @@ compute with either.
 
 from typing import TYPE_CHECKING
 
+from terrace.model.facts import has_experts
 from terrace.plan.layout import Layout, message_tiers
 from terrace.plan.wire import OF_PARAMETERS, TO_EXPERTS, MessageClass
 from terrace.rl.algorithms.metrics import Metrics
@@ -52,7 +53,7 @@ class Agreement:
     def __init__(self, config: "RlConfig") -> None:
         self._causes, self._bound = causes(config), config.algorithm.importance_bound
         # Rounding is enough to turn a router.
-        self._causes += ["routers that choose other experts"] if config.model.experts is not None else []
+        self._causes += ["routers that choose other experts"] if has_experts(config.model) else []
         self._usual, self._has_said = _ROUNDED if self._causes else _IN_FP32, False
 
     def words(self, found: Metrics) -> str:

@@ -12,7 +12,7 @@ from terrace.checkpoint.layout import folder_of
 from terrace.generation.sliced import sliced_config
 from terrace.model.blocks import block_specs
 from terrace.model.config import load_model
-from terrace.model.experts.config import refuse_looking_ahead
+from terrace.model.facts import has_scalar_head, longest_text, refuse_looking_ahead, vocabulary_size, with_scalar_head
 from terrace.model.spec import freeze
 from terrace.plan.context import is_context_parallel
 from terrace.plan.layout import Layout
@@ -59,14 +59,14 @@ def check_roles(config: RlConfig) -> None:
 
 def _check_model(config: RlConfig) -> None:
     longest = config.run.max_prompt + config.run.max_response
-    if 0 < config.model.most_positions < longest:
+    if 0 < (most := longest_text(config.model)) < longest:
         raise ModelError(
             f"run.max_prompt + run.max_response = {longest} tokens, and the model has "
-            f"{config.model.most_positions} positions: lower one of them"
+            f"{most} positions: lower one of them"
         )
-    if config.model.scalar_head:
+    if has_scalar_head(config.model):
         raise ModelError("the model is a reward model, which writes nothing: name a causal language model")
-    refuse_looking_ahead(config.model.experts)
+    refuse_looking_ahead(config.model)
     sliced_config(config.model, config.run.rows)
 
 
@@ -102,10 +102,10 @@ def engine_settings(
 def reward_settings(config: RlConfig, role: str, folder: str) -> EngineSettings:
     """The engine of a reward model; raises `ModelError` for a folder of another model."""
     model = load_model(folder)
-    if not model.scalar_head:
+    if not has_scalar_head(model):
         raise ModelError(
-            f"{folder} is no reward model: its head has {model.vocab_size} outputs, and a reward is one; train one "
-            'with train.objective = "reward"'
+            f"{folder} is no reward model: its head has {vocabulary_size(model)} outputs, and a reward is one; "
+            'train one with train.objective = "reward"'
         )
     settings = engine_settings(config, role, folder, config.run.mini_batch)
     # A reward is read at the last token, which has no label otherwise.
@@ -141,7 +141,7 @@ def workers_of(config: RlConfig, weights: str, inputs: RunInputs | None = None) 
     optimizer = replace(config.optimizer, lr=run.critic_lr)
     for role in (each for each in (CRITIC, COST_CRITIC) if each in config.roles):
         settings = engine_settings(config, role, weights, run.mini_batch, optimizer)
-        settings = replace(settings, model=replace(config.model, scalar_head=True))
+        settings = replace(settings, model=with_scalar_head(config.model))
         found[role] = (Critic, {"settings": settings, "value_clip": config.algorithm.value_clip})
     given = {reward_name(index): reward for index, reward in enumerate(config.reward)}
     for role, reward in (given | ({COST: config.cost} if config.cost is not None else {})).items():

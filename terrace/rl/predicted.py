@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from terrace.base.errors import ConfigError, PlanError
 from terrace.model.config import load_model
+from terrace.model.facts import with_scalar_head
 from terrace.planner.roles.dataflow import GENERATE, PREPARE, RESHARD, TRAIN, Dataflow, Role
 from terrace.planner.roles.placement import IterationReport, PlacedRole, Pool, RolePlacement, price
 from terrace.planner.roles.search import FoundPlacements, find
@@ -34,7 +35,7 @@ def dataflow_of(config: RlConfig) -> Dataflow:
         roles.append(Role(name=ROLLOUT, model=model, generates=True, follows=ACTOR))
     if run.reference:
         roles.append(Role(name=REFERENCE, model=model, scores=True))
-    of_values = replace(model, scalar_head=True)
+    of_values = with_scalar_head(model)
     critics = [each for each in (CRITIC, COST_CRITIC) if each in config.roles]
     roles += [Role(name=critic, model=of_values, scores=True, trains=True) for critic in critics]
     named = {reward_name(index): reward for index, reward in enumerate(config.reward)}

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from terrace.base.errors import ConfigError, TerraceError
 from terrace.model.config import ModelConfig
+from terrace.model.facts import vocabulary_size
 from terrace.plan.mesh import TENSOR, Mesh
 from terrace.rl.keys import RunKeys
 from terrace.rl.placing import ACTOR, ROLLOUT
@@ -94,10 +95,10 @@ def check_sizes(config: "RlConfig") -> None:
 
 def check_vocabulary(run: RunKeys, model: ModelConfig) -> None:
     """Raise `ConfigError` for a model with more tokens than its task has; a prediction does not need this check."""
-    if run.task and model.vocab_size > VOCAB:
+    if run.task and vocabulary_size(model) > VOCAB:
         raise ConfigError(
             f"task {run.task!r} has a tokenizer of its own, of {VOCAB} tokens, and the model would write "
-            f"{model.vocab_size}: leave --model out, or give run.prompts_file in place of the task"
+            f"{vocabulary_size(model)}: leave --model out, or give run.prompts_file in place of the task"
         )
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from terrace.cluster.cluster import Cluster
-from terrace.model.blocks import model_of
+from terrace.model.blocks import operations_of
 from terrace.model.spec import BlockSpec
 from terrace.plan.kinds import Kinds
 from terrace.plan.plan import Plan
@@ -53,7 +53,7 @@ def stage_footprints(
     if num_stages == 1:
         return [footprint(cluster, plan, kinds, sequence, num_micros, backend=backend, load=load)]
     if not plan.stages:
-        work = work_of(cluster, plan, model_of(blocks), sequence, backend)
+        work = work_of(cluster, plan, operations_of(blocks), sequence, backend)
         step = Step(cluster=cluster, plan=plan, blocks=blocks, num_micros=num_micros, sequence=sequence, work=work)
         # The split decides which layers a stage holds, so it is fixed before stages are compared.
         plan = resolved(step).plan

@@ -1,18 +1,19 @@
 """Cost of attention on a cluster's devices and links, for the balancer of `balance = "cost"`."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from terrace.cluster.cluster import Cluster
-from terrace.model.blocks import forward_flops
-from terrace.model.config import ModelConfig
+from terrace.model.operations import Core
+from terrace.model.spec import BlockSpec
+from terrace.model.windows import widest_window
 from terrace.sequence.cost import WorkCost
 from terrace.simulate.kernels import peak_flops_per_s
 
 
 def attention_cost(
     cluster: Cluster,
-    model: ModelConfig,
+    blocks: Sequence[BlockSpec],
     *,
     rows: int = 1,
     columns: int = 1,
@@ -20,7 +21,7 @@ def attention_cost(
     compute: str = "bf16",
     recomputed: Collection[int] = (),
 ) -> WorkCost:
-    """Cost of a layer of `model` on one of rows x columns tensor ranks and one of `ulysses` context ranks.
+    """Cost of a layer of a model on one of rows x columns tensor ranks and one of `ulysses` context ranks.
 
     Everything but attention, in all blocks, is averaged over the layers and priced at the share of the peak that matrix
     products reach. Blocks with indices in `recomputed` run their forward twice; each layer costs the mean over layers.
@@ -28,21 +29,29 @@ def attention_cost(
     """
     # The reached peak, not the data sheet's: the balancer compares these seconds with measured links.
     peak = peak_flops_per_s(cluster.device, compute) * cluster.device.kernels.gemm
-    layers, itself = range(1, model.num_layers + 1), 4 * model.num_heads * model.head_dim  # a token attended to
+    layers = [index for index, block in enumerate(blocks) if block.attends]
+    cores = [blocks[index].operations.core for index in layers]
+    window, core = widest_window([each.window for each in cores]), cores[0]
     # Forward and backward take three forwards, recomputation one more; attention to the own token is priced apart.
     flops = sum(
-        (4 if block in recomputed else 3) * (forward_flops(model, block, 1, 1) - (itself if block in layers else 0))
-        for block in range(model.num_blocks)
+        (4 if index in recomputed else 3) * (block.forward_flops(1, 1) - 2 * _multiplications(block.operations.core))
+        for index, block in enumerate(blocks)
     )
     found = WorkCost.of(
         cluster,
-        heads=max(1, model.num_heads // rows),
-        kv_heads=max(1, model.num_kv_heads // rows),
-        head_dim=model.head_dim,
+        heads=max(1, core.heads // rows),
+        kv_heads=max(1, core.kv_heads // rows),
+        head_dim=core.head_dim,
         ulysses=ulysses,
-        window=model.sliding_window,
-        token_s=flops / (model.num_layers * columns * rows * peak),
+        window=window,
+        token_s=flops / (len(layers) * columns * rows * peak),
         compute=compute,
-        forwards=1 + sum(block in recomputed for block in layers) / model.num_layers,
+        forwards=1 + sum(block in recomputed for block in layers) / len(layers),
     )
-    return replace(found, other_windows=tuple(each for each in model.windows if each != model.sliding_window))
+    others = {each.window for each in cores} - {window}
+    return replace(found, other_windows=tuple(sorted(others)))
+
+
+def _multiplications(core: Core) -> int:
+    """Multiplications of attention to one token."""
+    return core.heads * (core.head_dim + core.value_dim)

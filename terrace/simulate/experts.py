@@ -11,18 +11,18 @@ inner size I/w. Router, gate and attention come before the messages in a forward
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from terrace.cluster.cluster import Device
-from terrace.model.blocks import DecoderBlock
+from terrace.model.operations import Product
 from terrace.model.spec import BlockSpec
 from terrace.plan.expert_traffic import ExpertTraffic, spans_of
 from terrace.plan.in_block_messages import ExpertMessage
 from terrace.plan.wire import MessageClass
 from terrace.program.block_program.steps import BlockStep, Compute, ComputeKind, Gap, Send, Steps
 from terrace.program.instruction import Op
-from terrace.simulate.mixture import Divided, Seconds, launches, passed_seconds, shared_seconds
+from terrace.simulate.layers import shared_seconds
+from terrace.simulate.mixture import Divided, Held, Seconds, launches, passed_seconds
 from terrace.simulate.priced_instruction import Doing, Event, PassStep
 from terrace.simulate.work import Work
 
@@ -67,20 +67,14 @@ def priced_experts(
 
     `accumulate` as in terrace.simulate.layers; `trained` is the part of weight gradients that are computed.
     """
-    experts = work.model.experts
-    assert experts is not None, "a layer without experts sends nothing to them"
-    held = replace(
-        experts,
-        num_experts=experts.num_experts // traffic.num_units,
-        intermediate_size=-(-experts.intermediate_size // traffic.num_rows),
-    )
+    mixture, held = work.layer.mixture, Held(traffic.num_units, traffic.num_rows)
     # Later pieces add their weight gradients to those of the first.
     sizes = Counter(stop - start for start, stop in spans_of(work.routed * traffic.num_rows, traffic.pieces))
     accumulates = accumulate or traffic.pieces > 1
-    parts = [(times, passed_seconds(device, work, held, size, accumulates)) for size, times in sizes.items()]
+    parts = [(times, passed_seconds(device, work, mixture, size, accumulates, held)) for size, times in sizes.items()]
     here = [sum(times * seconds[part] for times, seconds in parts) for part in range(3)]
-    alone = passed_seconds(device, work, experts, work.routed, accumulate)
-    shared = shared_seconds(device, work, experts, accumulate) if traffic.shares else (0.0, 0.0, 0.0)
+    alone = passed_seconds(device, work, mixture, work.routed, accumulate)
+    shared = shared_seconds(device, work, accumulate) if traffic.shares else (0.0, 0.0, 0.0)
     forward_s, input_s, weight_s = (one - all_ for one, all_ in zip(here, alone, strict=True))
     own = ExpertSeconds(
         (here[0], here[1], here[2] * trained),
@@ -88,16 +82,15 @@ def priced_experts(
         traffic.pieces,
         traffic.chunks[True],
     )
-    return own, Divided(forward_s, input_s, weight_s, launches(work, held, sizes))
+    return own, Divided(forward_s, input_s, weight_s, launches(work, mixture, held, sizes))
 
 
 def shared_out(
     block: BlockSpec, traffic: ExpertTraffic, flops: float, forward_s: float, weight_s: float
 ) -> ExpertSeconds:
     """The experts' part of the seconds of a block that has `flops` in a forward, by their share in it."""
-    assert isinstance(block, DecoderBlock), "only these have experts"
-    assert block.config.experts is not None, "and this one has"
-    shared_size = block.config.experts.shared_size * block.config.hidden_size * (3 if block.config.gated_mlp else 2)
+    products = [operation for operation in block.operations.mixture.shared if isinstance(operation, Product)]
+    shared_size = sum(product.inputs.numel * product.outputs.numel for product in products)
     active = sum(param.numel for param in block.params if param.is_stack) * traffic.per_token / traffic.num_experts
     passed, shared = (min(0.5, 2 * traffic.tokens * size / flops) for size in (active, shared_size))
     if not shared_size:

@@ -29,8 +29,8 @@ from typing import Literal
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.model.attention_kernel import AttentionChoice
-from terrace.model.blocks import DecoderBlock, model_of
-from terrace.model.config import ModelConfig
+from terrace.model.blocks import operations_of
+from terrace.model.operations import Operations
 from terrace.model.part_kernel import Part
 from terrace.model.spec import BlockSpec
 from terrace.plan.edges import edge_buffers, edge_feedback_bytes
@@ -74,7 +74,7 @@ def footprint(
     sequence: int,
     num_micros: int,
     *,
-    model: ModelConfig | None = None,
+    layer: Operations | None = None,
     held: Sequence[int] | None = None,
     in_flight: float | None = None,
     due: float | None = None,
@@ -88,7 +88,7 @@ def footprint(
 ) -> dict[str, int]:
     """Bytes of one rank by category at the worst moment of a step, or of its `phase`; their sum is the peak.
 
-    - `model`: the sizes that blocks share; by default as they declare.
+    - `layer`: the operations of a layer that all share; by default as blocks declare.
     - `held`: indexes of the blocks that the rank holds; all by default.
     - `in_flight`: the most micro-batches that a pipeline stage holds (5.5 is possible when interleaved). Default: as on
       the first stage of 1F1B; without a pipeline, the micro-batches of a unit.
@@ -105,7 +105,9 @@ def footprint(
     layout = state_layout(cluster, plan)
     mesh = Mesh.of(cluster, plan)
     num_stages = mesh.total("pipeline")
-    work = _loaded(work_of(cluster, plan, model or model_of(kinds.specs), sequence, backend, documents), plan, load)
+    work = _loaded(
+        work_of(cluster, plan, layer or operations_of(kinds.specs), sequence, backend, documents), plan, load
+    )
     held = range(len(kinds.blocks)) if held is None else tuple(held)
     stage = stage_blocks(kinds, held, work.tensor, work.columns, layout.degree, mesh.expert_degrees, plan.shares_scales)
     if in_flight is None:
@@ -155,7 +157,7 @@ def _loaded(work: Work, plan: Plan, load: float) -> Work:
 
 def _add_edges(steady: dict[str, int], plan: Plan, tiers: Sequence[str], work: Work, held: Sequence[int]) -> None:
     # A rank sends its part of an activation.
-    numel = work.tokens * work.model.hidden_size // work.tensor
+    numel = work.tokens * work.layer.hidden.numel // work.tensor
     steady["buffers"] += edge_buffers(plan, tiers, numel)
     if any(plan.wire_format(MessageClass.PIPELINE_BACKWARD, tier).feedback for tier in tiers):
         # A chunk begins where blocks do not follow one another; each sends back, in the format with most to keep.
@@ -173,7 +175,7 @@ def stage_footprint(
     waiting: Sequence[int],
     *,
     due: Sequence[int] = (),
-    model: ModelConfig | None = None,
+    layer: Operations | None = None,
     whole: tuple[int, int] | None = None,
     backend: Backend | None = None,
     load: float = LOAD_FACTOR,
@@ -182,8 +184,8 @@ def stage_footprint(
 
     `due` are those that wait for the second half of their backward; empty where it has no halves.
     """
-    model, backend = model or model_of(kinds.specs), backend or cluster.device.backend
-    work = _loaded(work_of(cluster, plan, model, sequence, backend), plan, load)
+    layer, backend = layer or operations_of(kinds.specs), backend or cluster.device.backend
+    work = _loaded(work_of(cluster, plan, layer, sequence, backend), plan, load)
     held = [_kept_bytes(work, kinds, tuple(chunk), plan.recompute, backend) for chunk in chunks]
     # One number in flight per stage: the mean over its chunks by what they keep.
     kept = sum(size * waits for size, waits in zip(held, waiting, strict=True))
@@ -193,7 +195,7 @@ def stage_footprint(
         kinds,
         sequence,
         num_micros,
-        model=model,
+        layer=layer,
         held=tuple(chain(*chunks)),
         in_flight=max(1.0, kept / sum(held) if sum(held) else max(waiting)),
         due=sum(due) / len(chunks) if due else None,
@@ -219,14 +221,14 @@ def _tensor_buffers(cluster: Cluster, plan: Plan, kinds: Kinds, stage: StageBloc
 def work_of(
     cluster: Cluster,
     plan: Plan,
-    model: ModelConfig,
+    layer: Operations,
     sequence: int,
     backend: Backend | None = None,
     documents: bool = False,
     attention: AttentionChoice = "auto",
     served: Sequence[Part] = (),
 ) -> Work:
-    """The work of one micro-batch on a rank, nothing recomputed, with the attention that the decoder takes.
+    """The work of one micro-batch on a rank in a layer, nothing recomputed, with the attention that the decoder takes.
 
     `documents` tells that a row may hold several; `attention` is the kernel that the run asks for, and liger-kernel
     has kernels of the parts `served`.
@@ -235,7 +237,7 @@ def work_of(
     expert, rows = mesh.expert_degrees
     # Nothing is recomputed here: the plan's patterns are applied per block.
     work = Work(
-        model=model,
+        layer=layer,
         sequence=sequence,
         micro_batch=plan.micro_batch,
         tensor=mesh.total("tensor"),
@@ -249,7 +251,7 @@ def work_of(
         products=plan.products,
         codes_of_weights=plan.shares_scales,
         flash=has_flash_attention(
-            model, sequence, plan.compute, backend or cluster.device.backend, documents, attention
+            layer.core, sequence, plan.compute, backend or cluster.device.backend, documents, attention
         ),
         documents=documents,
         attention=attention,
@@ -263,8 +265,7 @@ def work_of(
 
 def _mask_bytes(work: Work, specs: Sequence[BlockSpec], backend: Backend) -> int:
     """Bytes of the masks of a micro-batch, one set for each window of the layers."""
-    layers = [block for block in specs if isinstance(block, DecoderBlock) and block.attends]
-    windows = {block.config.sliding_window: block for block in layers}
+    windows = {block.operations.core.window: block for block in specs if block.attends}
     if not windows:
         return mask_bytes(work, backend)
     return sum(mask_bytes(work_in(work, block, backend), backend) for block in windows.values())
@@ -275,7 +276,7 @@ def _codes(cluster: Cluster, plan: Plan, mesh: Mesh, work: Work) -> float:
     own = FORMATS[plan.compute]
     tiers = (cluster.tiers[tier].name for tier in mesh.tiers("ring"))
     wires = [plan.wire_format(MessageClass.CONTEXT, tier) for tier in tiers]
-    numel = work.attended_kv_heads * work.model.head_dim
+    numel = work.attended_kv_heads * work.layer.core.head_dim
     return max((wire.message_bytes(numel) / own.message_bytes(numel) for wire in wires if wire != own), default=0.0)
 
 

@@ -211,7 +211,7 @@ def attention_bytes(
 
     `wires` are the formats of the tiers; without any, all have the compute dtype.
     """
-    head_bytes = work.model.head_dim * FORMATS[work.compute].element_bytes
+    head_bytes = work.layer.core.head_dim * FORMATS[work.compute].element_bytes
     queries, keys = head_bytes * work.attended_heads, head_bytes * 2 * work.attended_kv_heads
     return AttentionBytes(
         tuple(ulysses),
@@ -224,8 +224,8 @@ def attention_bytes(
             work.compute,
             held=work.tokens,
             attended=work.attended,
-            queries=work.model.head_dim * work.attended_heads,
-            keys=work.model.head_dim * work.attended_kv_heads,
+            queries=work.layer.core.head_dim * work.attended_heads,
+            keys=work.layer.core.head_dim * work.attended_kv_heads,
         ),
     )
 

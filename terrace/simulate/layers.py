@@ -1,38 +1,50 @@
 """Seconds of a block on a micro-batch, its FLOPs, and the seconds of an optimizer step.
 
-A layer is priced kernel by kernel (`terrace.simulate.kernels`): its matrix products, its attention core, and the passes
-over memory between them. With T tokens on a rank, hidden size H, intermediate size I, query width Q, key and value
-width K each, t tensor rows and e bytes an element, the passes are
-
-    forward    2 norms 2eHT, 2 residual sums 3eHT; activation 2eIT/t (gated 3eIT/t), RoPE 2e(Q + K)T/t
-    backward   2 norms 5eHT, 2 residual sums 3eHT; activation 3eIT/t (gated 5eIT/t), RoPE 2e(Q + K)T/t
-
-and, where queries and keys have norms of their own, 2e(Q + K)T/t forward and 5e(Q + K)T/t backward; where attention is
-not flash, 2e(Q + 2K)T/t each way to lay its operands out. The gradient of a bias reads that of its result once:
-e(Q + 2K)T/t + eHT for attention, eIT/t + eHT for the MLP. For GPT this is (20 + 28/t)TH forward and (36 + 50/t)TH
-backward in bf16. A layer with a mixture of experts has the shared expert for its MLP,
-or none, and the mixture on top (`terrace.simulate.mixture`). Sequence parallelism cuts everything outside the
-tensor-parallel products over the rows. Tensor columns cut the residual stream and the hidden side of every product, and
-repeat the rest. With `work.products` the products of a layer are those of terrace.simulate.scaled. Query, key and value
-count as one product, and so do gate and up. Attention is summed over the rounds of a ring and covers the heads of a
-Ulysses rank. A block that declares its parameters alone is priced as a chain of matrix products: all its matrices, in
-order, each shared evenly by tensor ranks. Messages are priced in `terrace.simulate.inside`.
+A block is priced operation by operation, kernel by kernel (`terrace.simulate.kernels`): its matrix products, those of a
+group as one; its attention core, summed over the rounds of a ring and with the heads of a Ulysses rank; the passes over
+memory between them (terrace.simulate.passes); and what a rule by type adds. Widths are those of a rank (`Work.width`):
+tensor rows cut heads and the inner size of the MLP, columns the residual stream. With `work.products` the products of a
+layer are those of terrace.simulate.scaled. A layer with a mixture of experts has the shared expert for its MLP, or
+none, and the mixture on top (`terrace.simulate.mixture`). A block that declares its parameters alone is a chain of
+matrix products: all its matrices, in order, each shared evenly by tensor ranks. Messages are priced in
+`terrace.simulate.inside`.
 """
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from terrace.cluster.cluster import Device
-from terrace.model.blocks import forward_flops
+from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig
 from terrace.model.loss_chunks import chunk_rows
-from terrace.model.spec import BlockSpec, Computes
+from terrace.model.operations import (
+    Activation,
+    Core,
+    Enter,
+    LookUp,
+    Loss,
+    Mixture,
+    Norm,
+    Operation,
+    Operations,
+    PlainProduct,
+    Product,
+    Rotary,
+    Scale,
+    Score,
+    Sum,
+)
+from terrace.model.spec import BlockSpec
+from terrace.plan.recompute import operations_named
 from terrace.plan.state_formats import BLOCK_STATES, element_bytes
 from terrace.plan.wire import FORMATS
 from terrace.simulate.kernels import attention_s, gemm_s, memory_s, stream_s
 from terrace.simulate.masks import core_keys, spread_kernel, work_in
-from terrace.simulate.mixture import LAYER_OPERATORS, Divided, mixture_seconds
+from terrace.simulate.mixture import LAYER_OPERATORS, Divided, Seconds, gate_seconds, launches, mixture_seconds
+from terrace.simulate.passes import again_s, joined, pass_seconds
 from terrace.simulate.scaled import launches as scaled_launches
 from terrace.simulate.scaled import matrices_of, scaled_seconds
 from terrace.simulate.work import Work
@@ -82,33 +94,230 @@ def seconds_of(
     device: Device, work: Work, block: BlockSpec, *, accumulate: bool = False, divided: Divided | None = None
 ) -> BlockSeconds:
     """Seconds of a block on a micro-batch; `accumulate` as in `block_seconds`, `divided` if its experts are."""
-    if block.computes is None:
-        return chain_seconds(device, work, block.matrices, accumulate)
-    if divided is not None:
-        return _residual_seconds(device, work_in(work, block, device.backend), accumulate, divided)
-    return block_seconds(device, work_in(work, block, device.backend), block.computes, accumulate=accumulate)
+    if not block.declared.each:
+        return block_seconds(device, replace(work, layer=block.operations), accumulate=accumulate)
+    return block_seconds(device, work_in(work, block, device.backend), accumulate=accumulate, divided=divided)
 
 
-def block_seconds(device: Device, work: Work, computes: Computes, *, accumulate: bool = False) -> BlockSeconds:
-    """Seconds of a block on a micro-batch.
+def block_seconds(
+    device: Device, work: Work, *, accumulate: bool = False, divided: Divided | None = None
+) -> BlockSeconds:
+    """Seconds of `work.layer` on a micro-batch.
 
-    `accumulate`: the weight gradient is added to an existing one, which reads and writes it once more. Raises
-    `ClusterError` for a dtype without a peak.
+    `accumulate`: the weight gradient is added to an existing one, which reads and writes it once more. `divided` are
+    the changes where several ranks hold its experts. Raises `ClusterError` for a dtype without a peak.
     """
-    return _SECONDS[computes](device, work, accumulate)
+    return _block_seconds(device, work, accumulate, divided)
 
 
 @lru_cache(maxsize=65536)
-def chain_seconds(device: Device, work: Work, matrices: tuple[tuple[int, int], ...], accumulate: bool) -> BlockSeconds:
-    """Seconds of products with (inputs, outputs), one after the other; `work.recompute` counts as for other blocks."""
-    cut = [(work.tokens, inputs, math.ceil(outputs / work.tensor)) for inputs, outputs in matrices]
-    weight_s = sum(gemm_s(device, k, m, n, 1, work.compute) for m, k, n in cut)
-    if accumulate:
-        weight_s += _accumulation_s(device, work, sum(k * n for _, k, n in cut), len(cut))
-    forward_s = sum(gemm_s(device, m, k, n, 1, work.compute) for m, k, n in cut)
-    input_s = sum(gemm_s(device, m, n, k, 1, work.compute) for m, k, n in cut)
-    again_s = forward_s if work.recompute == "full" else 0.0
-    return BlockSeconds(forward_s=forward_s, input_s=input_s, weight_s=weight_s, again_s=again_s)
+def _block_seconds(device: Device, work: Work, accumulate: bool, divided: Divided | None) -> BlockSeconds:
+    layer = work.layer
+    forward_s, input_s, weight_s = _folded(device, work, accumulate)
+    if divided is not None:
+        forward_s, input_s, weight_s = _sum((forward_s, input_s, weight_s), divided[:3])
+    seconds = BlockSeconds(forward_s=forward_s, input_s=input_s, weight_s=weight_s)
+    if layer.core.heads:
+        # A small layer takes as long as the host needs to launch its kernels.
+        seconds = _host_bound(seconds, device.kernels.host_layer_s * _launches(work, divided))
+    if work.recompute != "full":
+        return replace(seconds, again_s=operation_seconds(device, work, work.operations))
+    # Look-ups are not computed again, and a loss runs in the backward alone.
+    at_end = any(isinstance(operation, LookUp | Loss | Score) for operation in layer)
+    return replace(seconds, again_s=0.0 if at_end else seconds.forward_s)
+
+
+def _folded(device: Device, work: Work, accumulate: bool) -> Seconds:
+    """Seconds of all operations of `work.layer`, one after the other."""
+    found = _products_seconds(device, work, accumulate)
+    for operation in work.layer.passed:
+        found = _sum(found, _RULES[type(operation)](device, work, operation, accumulate))
+    return _sum(found, (*pass_seconds(device, work), 0.0))
+
+
+def _sum(one: Seconds, other: Seconds) -> Seconds:
+    return one[0] + other[0], one[1] + other[1], one[2] + other[2]
+
+
+def shared_seconds(device: Device, work: Work, accumulate: bool) -> Seconds:
+    """Seconds of the shared expert of a mixture, an MLP that every token passes, and of its gate."""
+    mixture = work.layer.mixture
+    own = _folded(device, replace(work, layer=Operations(mixture.shared)), accumulate)
+    return _sum(own, gate_seconds(device, work, mixture, accumulate))
+
+
+def _host_bound(seconds: BlockSeconds, host_s: float) -> BlockSeconds:
+    # The bound holds for the backward as a whole, so both parts stretch alike.
+    slower = max(1.0, host_s / (seconds.input_s + seconds.weight_s))
+    forward_s = max(seconds.forward_s, host_s)
+    return BlockSeconds(forward_s=forward_s, input_s=seconds.input_s * slower, weight_s=seconds.weight_s * slower)
+
+
+def _launches(work: Work, divided: Divided | None) -> float:
+    """Kernels that the host launches for a layer, over those of a dense layer without quantisations."""
+    found = 1.0
+    if work.products is not None:
+        found = scaled_launches(matrices_of(work), LAYER_OPERATORS, work.products, work.codes_of_weights)
+    if divided is not None:
+        return found * divided.launches
+    return found * launches(work, work.layer.mixture) if work.layer.mixture.each else found
+
+
+def layer_products(work: Work) -> tuple[tuple[int, int, int], ...]:
+    """(Tokens, inputs, outputs) of the products of `work.layer` on a rank; those of a group are one."""
+    return tuple(
+        (
+            work.tokens_of(group[0].source.tokens),
+            work.width(group[0].inputs),
+            sum([work.width(product.outputs) for product in group]),
+        )
+        for group in joined(work.layer)
+    )
+
+
+def _products_seconds(device: Device, work: Work, accumulate: bool) -> Seconds:
+    products = layer_products(work)
+    if work.products is None:
+        found = _gemms_seconds(device, products, work.compute)
+    else:
+        again, coded = work.recompute == "full", work.codes_of_weights
+        found = scaled_seconds(
+            device, matrices_of(work), work.compute, work.products, coded, accumulate=accumulate, again=again
+        )
+    # Later micro-batches add their weight gradients to the ones of the first.
+    weights = sum(k * n for _, k, n in products)
+    return _sum(found, (0.0, 0.0, _accumulation_s(device, work, weights, len(products), accumulate)))
+
+
+@lru_cache(maxsize=65536)
+def _gemms_seconds(device: Device, products: tuple[tuple[int, int, int], ...], dtype: str) -> Seconds:
+    """Seconds of products and of both their gradients; the same for all context forms of as many tokens."""
+    forward_s = sum(gemm_s(device, m, k, n, 1, dtype) for m, k, n in products)
+    input_s = sum(gemm_s(device, m, n, k, 1, dtype) for m, k, n in products)
+    weight_s = sum(gemm_s(device, k, m, n, 1, dtype) for m, k, n in products)
+    return forward_s, input_s, weight_s
+
+
+def _accumulation_s(device: Device, work: Work, num_weights: int, num_kernels: int, accumulate: bool) -> float:
+    num_bytes = 3 * FORMATS[work.compute].element_bytes * num_weights
+    return stream_s(device, num_bytes, num_kernels) if accumulate else 0.0
+
+
+@lru_cache(maxsize=65536)
+def core_rounds(device: Device, work: Work) -> tuple[tuple[float, float], tuple[float, float]]:
+    """(forward, backward) seconds of a layer's attention: of the first round of a ring, and of every later one.
+
+    Rows are assumed to hold one document each. Without a window every round has the same number of products, because a
+    ring rank holds one early and one late chunk: the first round computes a causal square over both, later rounds half
+    of the full square. From the second round on, results are added to earlier ones: outputs in the forward, gradients
+    of queries and keys in the backward. With a window nearly all work is in the first rounds, so all products are
+    counted in the first one, and later rounds have none for messages to hide behind.
+    """
+    core = work.layer.core
+    if not core.heads:
+        return (0.0, 0.0), (0.0, 0.0)
+    keys, causal = core_keys(work, device.backend)
+    kernel = spread_kernel(work) if work.is_spread else work.kernel_on(device.backend)
+    queries = math.ceil(work.attended / work.micro_batch)  # tokens of one row on this rank
+    windowed = 0 < core.window < work.sequence
+    first = attention_s(
+        device,
+        batch=work.micro_batch,
+        heads=work.attended_heads,
+        queries=queries,
+        keys=keys if work.ring == 1 or windowed else queries,
+        head_dim=core.head_dim,
+        flash=work.flash,
+        causal=causal,
+        dtype=work.compute,
+        kernel=kernel,
+        capped=core.cap > 0,
+    )
+    if work.ring == 1:
+        return first, (0.0, 0.0)
+    row = work.attended * FORMATS[work.compute].element_bytes * core.head_dim  # bytes of a head
+    outputs_s = memory_s(device, 3 * row * work.attended_heads)
+    sums_s = memory_s(device, 3 * row * (work.attended_heads + 2 * work.attended_kv_heads), 3)
+    # Under a window the first round has counted all products already.
+    own = (0.0, 0.0) if windowed else first
+    return first, (own[0] + outputs_s, own[1] + sums_s)
+
+
+@lru_cache(maxsize=65536)
+def operation_seconds(device: Device, work: Work, operations: tuple[str, ...]) -> float:
+    """Seconds of a layer's operations (terrace.plan.recompute) when a backward runs them again, as in a forward.
+
+    Attention is its core; the activation of an MLP and the norms are passes over memory.
+    """
+    found = 0.0
+    for name in operations:
+        named = operations_named(work.layer, name)
+        is_core = any(isinstance(operation, Core) for operation in named)
+        found += _core(device, work, None, False)[0] if is_core else again_s(device, work, named)
+    return found
+
+
+def _core(device: Device, work: Work, core: Core | None, accumulate: bool) -> Seconds:
+    first, later = core_rounds(device, work)
+    return first[0] + (work.ring - 1) * later[0], first[1] + (work.ring - 1) * later[1], 0.0
+
+
+def _plain_product(device: Device, work: Work, product: PlainProduct, accumulate: bool) -> Seconds:
+    shape = work.tokens, product.source.features.numel, math.ceil(product.target.features.numel / work.tensor)
+    found = _gemms_seconds(device, (shape,), work.compute)
+    return _sum(found, (0.0, 0.0, _accumulation_s(device, work, shape[1] * shape[2], 1, accumulate)))
+
+
+def _look_up(device: Device, work: Work, look_up: LookUp, accumulate: bool) -> Seconds:
+    hidden, item = look_up.target.features.numel, FORMATS[work.compute].element_bytes
+    row = item * hidden
+    rows = work.tokens * (2 + (2 if look_up.positions or look_up.factor != 1.0 else 0)) * row
+    # The gradient is dense: zeros for the whole matrix, to which the rows are added.
+    weights = math.ceil(look_up.vocabulary / work.tensor) * hidden
+    weight_s = memory_s(device, item * weights + rows + work.tokens * row, 2)
+    return memory_s(device, rows, 1), 0.0, weight_s + _accumulation_s(device, work, weights, 1, accumulate)
+
+
+def _loss(device: Device, work: Work, loss: Loss, accumulate: bool) -> Seconds:
+    item, tokens = FORMATS[work.compute].element_bytes, work.tokens
+    # The hidden size is whole: tensor columns cut the vocabulary, too.
+    words, hidden = math.ceil(loss.vocabulary / work.tensor), loss.source.features.numel
+    logits = LOGIT_BYTES * item / 2 * tokens * words / 2  # each way
+    if loss.cap:
+        logits += 4 * item * tokens * words  # the cap and its slopes, read and written
+    products = _gemms_seconds(device, ((tokens, hidden, words),), work.compute)
+    # Tensor ranks that do not keep their logits compute them again (terrace.runtime.tensor.loss).
+    again = products[0] if work.tensor > 1 and tokens > chunk_rows(words, device.backend) else 0.0
+    passes_s, more_s = memory_s(device, logits, 3), _accumulation_s(device, work, words * hidden, 1, accumulate)
+    return _sum(products, (passes_s, passes_s + again, more_s))
+
+
+def _score(device: Device, work: Work, score: Score, accumulate: bool) -> Seconds:
+    # A product with one output reads the whole stream and little else.
+    hidden = score.source.features.numel
+    stream = FORMATS[work.compute].element_bytes * work.tokens * hidden
+    more_s = _accumulation_s(device, work, hidden, 1, accumulate)
+    return memory_s(device, stream, 2), memory_s(device, stream, 2), memory_s(device, stream, 1) + more_s
+
+
+def _mixture(device: Device, work: Work, mixture: Mixture, accumulate: bool) -> Seconds:
+    return mixture_seconds(device, work, mixture, accumulate)
+
+
+def _elsewhere(device: Device, work: Work, operation: Operation, accumulate: bool) -> Seconds:
+    return 0.0, 0.0, 0.0
+
+
+# Beside the products of a layer, which run in groups, and passes over memory.
+_RULES: Mapping[type[Operation], Callable[[Device, Work, Any, bool], Seconds]] = {
+    **dict.fromkeys((Enter, Product, Norm, Rotary, Scale, Activation, Sum), _elsewhere),
+    Core: _core,
+    Mixture: _mixture,
+    PlainProduct: _plain_product,
+    LookUp: _look_up,
+    Loss: _loss,
+    Score: _score,
+}
 
 
 @lru_cache(maxsize=65536)
@@ -149,251 +358,15 @@ def model_flops(model: ModelConfig, sequence: int, batch: int) -> int:
     For GPT this is 72 B S L H^2 (1 + S / 6H + V / 12LH): Korthikanti et al. 2205.05198, section 6, from which they take
     the model FLOPs utilization (MFU).
     """
-    return 3 * sum(forward_flops(model, block, batch, sequence) for block in range(model.num_blocks))
+    return 3 * sum(block.forward_flops(batch, sequence) for block in block_specs(model))
 
 
-def hardware_flops(work: Work, batch: int) -> int:
-    """FLOPs that `batch` sequences of `work.sequence` cost, recomputation included.
+def hardware_flops(model: ModelConfig, sequence: int, batch: int) -> int:
+    """FLOPs that `batch` sequences cost with full recomputation of the layers.
 
-    With full recomputation of the layers, for GPT, 96 B S L H^2 (1 + S / 6H + V / 16LH): Narayanan et al.
-    2104.04473, equation 3, as used in their Table 1. Recomputation inside a flash kernel is not counted.
+    For GPT, 96 B S L H^2 (1 + S / 6H + V / 16LH): Narayanan et al. 2104.04473, equation 3, as used in their Table 1.
+    Recomputation inside a flash kernel is not counted.
     """
-    model, sequence = work.model, work.sequence
     # Recomputation runs every layer's forward a second time.
-    layers = range(1, model.num_layers + 1) if work.recompute == "full" else ()
-    return model_flops(model, sequence, batch) + sum(forward_flops(model, layer, batch, sequence) for layer in layers)
-
-
-@lru_cache(maxsize=65536)
-def _residual_seconds(device: Device, work: Work, accumulate: bool, divided: Divided | None = None) -> BlockSeconds:
-    products = layer_products(work)
-    forward_s, input_s, weight_s = _products_seconds(device, products, work.compute)
-    host_s = device.kernels.host_layer_s
-    if work.products is not None:
-        matrices, coded, again = matrices_of(work, products), work.codes_of_weights, work.recompute == "full"
-        forward_s, input_s, weight_s = scaled_seconds(
-            device, matrices, work.compute, work.products, coded, accumulate=accumulate, again=again
-        )
-        host_s *= scaled_launches(matrices, LAYER_OPERATORS, work.products, coded)
-    if accumulate:
-        # Later micro-batches add their weight gradients to the ones of the first.
-        weight_s += _accumulation_s(device, work, sum(k * n for _, k, n in products), len(products))
-    core = _core_seconds(device, work)
-    # Norms, residual sums, activation and RoPE are bound by memory.
-    passes = pass_seconds(device, work)
-    forward_s, input_s = forward_s + core[0] + passes[0], input_s + core[1] + passes[1]
-    if work.model.experts is not None:
-        mixture, launched = mixture_seconds(device, work, work.model.experts, accumulate, divided)
-        forward_s, input_s, weight_s = forward_s + mixture[0], input_s + mixture[1], weight_s + mixture[2]
-        host_s *= launched
-    seconds = BlockSeconds(forward_s=forward_s, input_s=input_s, weight_s=weight_s)
-    # A small layer takes as long as the host needs to launch its kernels.
-    seconds = _host_bound(seconds, host_s)
-    again_s = seconds.forward_s if work.recompute == "full" else operation_seconds(device, work, work.operations)
-    return replace(seconds, again_s=again_s)
-
-
-@lru_cache(maxsize=65536)
-def _products_seconds(
-    device: Device, products: tuple[tuple[int, int, int], ...], dtype: str
-) -> tuple[float, float, float]:
-    """Seconds of products and of both their gradients; the same for all context forms of as many tokens."""
-    forward_s = sum(gemm_s(device, m, k, n, 1, dtype) for m, k, n in products)
-    input_s = sum(gemm_s(device, m, n, k, 1, dtype) for m, k, n in products)
-    weight_s = sum(gemm_s(device, k, m, n, 1, dtype) for m, k, n in products)
-    return forward_s, input_s, weight_s
-
-
-def _host_bound(seconds: BlockSeconds, host_s: float) -> BlockSeconds:
-    # The bound holds for the backward as a whole, so both parts stretch alike.
-    slower = max(1.0, host_s / (seconds.input_s + seconds.weight_s))
-    forward_s = max(seconds.forward_s, host_s)
-    return BlockSeconds(forward_s=forward_s, input_s=seconds.input_s * slower, weight_s=seconds.weight_s * slower)
-
-
-def layer_products(work: Work) -> tuple[tuple[int, int, int], ...]:
-    model, tokens = work.model, work.tokens
-    query, key = _widths(work)
-    intermediate = math.ceil(model.mlp_size / work.rows)
-    hidden = math.ceil(model.hidden_size / work.columns)
-    attention = ((tokens, hidden, query + 2 * key), (tokens, query, hidden))
-    if not intermediate:
-        return attention
-    return (
-        *attention,
-        (tokens, hidden, intermediate * (2 if model.gated_mlp else 1)),
-        (tokens, intermediate, hidden),
-    )
-
-
-def _widths(work: Work) -> tuple[int, int]:
-    # A key-value head is never cut: the rank with most heads sets the width.
-    heads, kv_heads = (math.ceil(count / work.rows) for count in (work.model.num_heads, work.model.num_kv_heads))
-    return heads * work.model.head_dim, kv_heads * work.model.head_dim
-
-
-@lru_cache(maxsize=65536)
-def core_rounds(device: Device, work: Work) -> tuple[tuple[float, float], tuple[float, float]]:
-    """(forward, backward) seconds of a layer's attention: of the first round of a ring, and of every later one.
-
-    Rows are assumed to hold one document each. Without a window every round has the same number of products, because a
-    ring rank holds one early and one late chunk: the first round computes a causal square over both, later rounds half
-    of the full square. From the second round on, results are added to earlier ones: outputs in the forward, gradients
-    of queries and keys in the backward. With a window nearly all work is in the first rounds, so all products are
-    counted in the first one, and later rounds have none for messages to hide behind.
-    """
-    keys, causal = core_keys(work, device.backend)
-    kernel = spread_kernel(work) if work.is_spread else work.kernel_on(device.backend)
-    queries = math.ceil(work.attended / work.micro_batch)  # tokens of one row on this rank
-    windowed = 0 < work.model.sliding_window < work.sequence
-    first = attention_s(
-        device,
-        batch=work.micro_batch,
-        heads=work.attended_heads,
-        queries=queries,
-        keys=keys if work.ring == 1 or windowed else queries,
-        head_dim=work.model.head_dim,
-        flash=work.flash,
-        causal=causal,
-        dtype=work.compute,
-        kernel=kernel,
-        capped=work.model.scales.attention_cap > 0,
-    )
-    if work.ring == 1:
-        return first, (0.0, 0.0)
-    row = work.attended * FORMATS[work.compute].element_bytes * work.model.head_dim  # bytes of a head
-    outputs_s = memory_s(device, 3 * row * work.attended_heads)
-    sums_s = memory_s(device, 3 * row * (work.attended_heads + 2 * work.attended_kv_heads), 3)
-    # Under a window the first round has counted all products already.
-    own = (0.0, 0.0) if windowed else first
-    return first, (own[0] + outputs_s, own[1] + sums_s)
-
-
-def _core_seconds(device: Device, work: Work) -> tuple[float, float]:
-    first, later = core_rounds(device, work)
-    return first[0] + (work.ring - 1) * later[0], first[1] + (work.ring - 1) * later[1]
-
-
-def pass_seconds(device: Device, work: Work) -> tuple[float, float]:
-    """(forward, backward) seconds of a layer's passes over memory: norms, residual sums, activation, RoPE."""
-    model, item, tokens = work.model, FORMATS[work.compute].element_bytes, work.tokens
-    query, key = _widths(work)
-    intermediate = math.ceil(model.mlp_size / work.rows)
-    # Two residual sums read two operands and write one.
-    residual = 2 * 3 * item * model.hidden_size / work.stream_cut
-    norms = 2 * item * model.hidden_size / work.stream_cut
-    rope = 2 * item * (query + key) if model.rotary_dim else 0
-    # Plain products need contiguous operands: read and written once.
-    layout = 0 if work.flash else 2 * item * (query + 2 * key)
-    biases, num_sums = _bias_gradients(work)
-    norms += item * (query + key) if model.qk_norm else 0
-    doubled = model.norms == "both"
-    norms *= 2 if doubled else 1
-    # A pass of its own over the queries, and over the gradients of what each half of a layer adds.
-    rope += 2 * item * query if model.query_factor != 1.0 else 0
-    forward = 2 * norms + residual + (3 if model.gated_mlp else 2) * item * intermediate + rope + layout
-    backward = (
-        5 * norms + residual + (5 if model.gated_mlp else 3) * item * intermediate + rope + layout + item * biases
-    )
-    num_kernels = (5 if intermediate else 4) + (1 if rope else 0) + (1 if layout else 0) + (2 if model.qk_norm else 0)
-    num_kernels += (2 if doubled else 0) + (1 if model.query_factor != 1.0 else 0)
-    backward_kernels = num_kernels + 2 + num_sums
-    return memory_s(device, tokens * forward, num_kernels), memory_s(device, tokens * backward, backward_kernels)
-
-
-def _bias_gradients(work: Work) -> tuple[float, int]:
-    """Elements a token that a layer's gradients of biases sum, and the number of sums: one over each biased result."""
-    model = work.model
-    query, key = _widths(work)
-    found: list[float] = []
-    if model.attention_bias or model.qkv_bias:
-        found.append(query + 2 * key)
-    if model.attention_bias:
-        found.append(model.hidden_size / work.stream_cut)
-    if model.mlp_bias and model.mlp_size:
-        found += [math.ceil(model.mlp_size / work.rows), model.hidden_size / work.stream_cut]
-    return sum(found), len(found)
-
-
-@lru_cache(maxsize=65536)
-def operation_seconds(device: Device, work: Work, operations: tuple[str, ...]) -> float:
-    """Seconds of a layer's operations (terrace.plan.recompute) when a backward runs them again.
-
-    Attention is its core; the activation of an MLP passes over 2eIT/t bytes (gated 3eIT/t), the norms over 4eHT, as in
-    a forward.
-    """
-    model, row = work.model, FORMATS[work.compute].element_bytes * work.tokens
-    found = 0.0
-    for operation in operations:
-        if operation == "attention":
-            found += _core_seconds(device, work)[0]
-        elif operation == "mlp":
-            inner = math.ceil(model.mlp_size / work.rows)
-            found += memory_s(device, (3 if model.gated_mlp else 2) * row * inner, 1)
-        else:
-            assert operation == "norms", f"{operation} has no price"
-            found += memory_s(device, 2 * 2 * row * model.hidden_size / work.stream_cut, 2)
-    return found
-
-
-def _accumulation_s(device: Device, work: Work, num_weights: int, num_kernels: int) -> float:
-    return stream_s(device, 3 * FORMATS[work.compute].element_bytes * num_weights, num_kernels)
-
-
-@lru_cache(maxsize=65536)
-def _look_up_seconds(device: Device, work: Work, accumulate: bool) -> BlockSeconds:
-    model, item = work.model, FORMATS[work.compute].element_bytes
-    row = item * model.hidden_size
-    scaled = model.scales.embedding != 1.0
-    rows = work.tokens * (2 + (2 if model.learned_positions or scaled else 0)) * row
-    # The gradient is dense: zeros for the whole matrix, to which the rows are added.
-    weights = math.ceil(model.vocab_size / work.tensor) * model.hidden_size
-    weight_s = memory_s(device, item * weights + rows + work.tokens * row, 2)
-    if accumulate:
-        weight_s += _accumulation_s(device, work, weights, 1)
-    return BlockSeconds(forward_s=memory_s(device, rows, 1), input_s=0.0, weight_s=weight_s)
-
-
-@lru_cache(maxsize=65536)
-def _logits_seconds(device: Device, work: Work, accumulate: bool) -> BlockSeconds:
-    model, item, tokens = work.model, FORMATS[work.compute].element_bytes, work.tokens
-    # The hidden size is whole: tensor columns cut the vocabulary, too.
-    words, hidden = math.ceil(model.vocab_size / work.tensor), model.hidden_size
-    logits = LOGIT_BYTES * item / 2 * tokens * words / 2  # each way
-    if model.scales.logit_cap:
-        logits += 4 * item * tokens * words  # the cap and its slopes, read and written
-    norm = item * tokens * hidden / work.stream_cut
-    weight_s = gemm_s(device, hidden, tokens, words, 1, work.compute)
-    if accumulate:
-        weight_s += _accumulation_s(device, work, words * hidden, 1)
-    logits_s = gemm_s(device, tokens, hidden, words, 1, work.compute)
-    # Tensor ranks that do not keep their logits compute them again (terrace.runtime.tensor.loss).
-    again_s = logits_s if work.tensor > 1 and tokens > chunk_rows(words, device.backend) else 0.0
-    return BlockSeconds(
-        forward_s=logits_s + memory_s(device, 2 * norm + logits, 4),
-        input_s=gemm_s(device, tokens, words, hidden, 1, work.compute)
-        + memory_s(device, 5 * norm + logits, 4)
-        + again_s,
-        weight_s=weight_s,
-    )
-
-
-@lru_cache(maxsize=65536)
-def _values_seconds(device: Device, work: Work, accumulate: bool) -> BlockSeconds:
-    item, tokens, hidden = FORMATS[work.compute].element_bytes, work.tokens, work.model.hidden_size
-    # The norm is of a rank's part of the stream; a product with one output reads the whole stream and little else.
-    norm, stream = item * tokens * hidden / work.stream_cut, item * tokens * hidden
-    weight_s = memory_s(device, stream, 1) + (_accumulation_s(device, work, hidden, 1) if accumulate else 0.0)
-    return BlockSeconds(
-        forward_s=memory_s(device, 2 * norm + stream, 3),
-        input_s=memory_s(device, 5 * norm + stream, 3),
-        weight_s=weight_s,
-    )
-
-
-_SECONDS = {
-    Computes.LOOK_UP: _look_up_seconds,
-    Computes.RESIDUAL: _residual_seconds,
-    Computes.LOGITS: _logits_seconds,
-    Computes.VALUES: _values_seconds,
-}
+    again = sum(block.forward_flops(batch, sequence) for block in block_specs(model) if block.attends)
+    return model_flops(model, sequence, batch) + again

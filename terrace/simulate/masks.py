@@ -8,10 +8,10 @@ them is counted at its upper bound: in bf16 on a CPU as if all pieces were plain
 """
 
 from dataclasses import replace
+from functools import lru_cache
 
 from terrace.model.attention_kernel import AttentionCase, AttentionChoice, AttentionKernel, expected
-from terrace.model.blocks import DecoderBlock
-from terrace.model.config import ModelConfig
+from terrace.model.operations import Core, Operations
 from terrace.model.spec import BlockSpec
 from terrace.plan.wire import FORMATS
 from terrace.simulate.work import Work
@@ -43,7 +43,7 @@ def core_keys(work: Work, backend: str) -> tuple[int, bool]:
     Rows are assumed to hold one document each, so a price from these keys is an upper bound. Varlen and FlexAttention
     skip keys beyond a window but for half a tile: their windowed row costs as a causal one with twice the keys seen.
     """
-    window, sequence = work.model.sliding_window, work.sequence
+    window, sequence = work.layer.core.window, work.sequence
     # A window of the whole sequence or more masks nothing.
     if not 0 < window < sequence:
         return sequence, work.causal
@@ -65,11 +65,11 @@ def spread_kernel(work: Work) -> AttentionKernel:
     """
     length = work.sequence // (2 * work.ring if work.ring > 1 else 1)
     repeats = not work.documents and length % CUDNN_LENGTHS == 0
-    return "sdpa" if repeats and work.model.head_dim <= CUDNN_HEAD else "varlen"
+    return "sdpa" if repeats and work.layer.core.head_dim <= CUDNN_HEAD else "varlen"
 
 
 def has_flash_attention(
-    model: ModelConfig,
+    core: Core,
     sequence: int,
     compute: str,
     backend: str,
@@ -84,28 +84,33 @@ def has_flash_attention(
     plain products are used for short rows, or pieces of rows, in bf16; with documents, pieces may be short, so plain
     products are assumed. Among fused kernels only flex caps scores.
     """
-    masked = documents or 0 < model.sliding_window < sequence
-    is_grouped = model.num_kv_heads != model.num_heads
-    capped = model.scales.attention_cap > 0
-    kernel = expected(AttentionCase(backend, compute, model.head_dim, is_grouped, masked, capped), attention)
+    masked, capped = documents or 0 < core.window < sequence, core.cap > 0
+    kernel = expected(AttentionCase(backend, compute, core.head_dim, core.is_grouped, masked, capped), attention)
     if kernel in ("varlen", "flex") or capped:
         return kernel == "flex"
     if backend == "cpu":
         if kernel == "sdpa":  # whole rows
             return compute != "bf16" or sequence > CPU_PLAIN_SEQUENCE
         # Short pieces in bf16 attend by plain products, and documents may be short.
-        longest = piece_tokens(model.sliding_window, sequence)
+        longest = piece_tokens(core.window, sequence)
         return compute != "bf16" or (longest > CPU_PLAIN_SEQUENCE and not documents)
-    grouped = model.num_kv_heads != model.num_heads and not masked
-    return compute != "fp64" and not (grouped and (compute == "fp32" or model.head_dim > _LONGEST_FLASH_HEAD))
+    grouped = core.is_grouped and not masked
+    return compute != "fp64" and not (grouped and (compute == "fp32" or core.head_dim > _LONGEST_FLASH_HEAD))
 
 
 def work_in(work: Work, block: BlockSpec, backend: str) -> Work:
-    """The work of a micro-batch in a block that has its own sizes."""
-    if not isinstance(block, DecoderBlock) or block.config is work.model or block.config == work.model:
+    """The work of a micro-batch in a block; one that declares no operations counts as a layer that all share."""
+    return _work_in(work, block.declared, backend) if block.declared.each else work
+
+
+@lru_cache(maxsize=65536)
+def _work_in(work: Work, layer: Operations, backend: str) -> Work:
+    if layer == work.layer:
         return work
-    flash = has_flash_attention(block.config, work.sequence, work.compute, backend, work.documents, work.attention)
-    return replace(work, model=block.config, flash=work.flash and flash)
+    core, flash = layer.core, work.flash
+    if core.heads:
+        flash &= has_flash_attention(core, work.sequence, work.compute, backend, work.documents, work.attention)
+    return replace(work, layer=layer, flash=flash)
 
 
 def copied_bytes(work: Work, backend: str, key_bytes: int, query_bytes: int) -> int:
@@ -119,9 +124,9 @@ def copied_bytes(work: Work, backend: str, key_bytes: int, query_bytes: int) -> 
     if kernel == "sdpa":
         if backend == "cpu":
             return 0
-        return query_bytes if work.model.num_heads != work.model.num_kv_heads else 0
+        return query_bytes if work.layer.core.is_grouped else 0
     sequence = work.sequence
-    length = piece_tokens(work.model.sliding_window, sequence)
+    length = piece_tokens(work.layer.core.window, sequence)
     return key_bytes * ((-(-sequence // length) - 1) * length + sequence - length) // sequence
 
 
@@ -139,7 +144,7 @@ def mask_bytes(work: Work, backend: str) -> int:
         return rows * (8 * sequence + 4 * 4 * blocks * (1 + blocks))
     if not work.is_masked:
         return 0
-    item, window = FORMATS[work.compute].element_bytes, work.model.sliding_window
+    item, window = FORMATS[work.compute].element_bytes, work.layer.core.window
     if kernel == "sdpa":
         return item * (work.tokens if work.documents else sequence) * sequence
     length = piece_tokens(window, sequence)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from terrace.cluster.cluster import Device
 from terrace.model.experts.config import ExpertsConfig
+from terrace.model.operations import Activation, Dim, Mixture, Product
 from terrace.plan.wire import FORMATS
 from terrace.simulate.kernels import gemm_s, memory_s, stream_s
 from terrace.simulate.scaled import Matrices, quantisations, scaled_seconds
@@ -38,89 +39,91 @@ LAYER_OPERATORS, _MIXTURE_OPERATORS = 38, 20
 _PASSED_OPERATORS = 14  # of these, the ones between dispatch and combine
 
 
-def mixture_seconds(
-    device: Device, work: "Work", experts: ExpertsConfig, accumulate: bool, divided: "Divided | None" = None
-) -> tuple[Seconds, float]:
-    """Seconds of a mixture's kernels, and `launches` with them; `accumulate` as in terrace.simulate.layers."""
-    hidden, tokens, wide = work.model.hidden_size, work.routed, router_dtype(work.compute)
-    products = [(wide, 1, tokens, inputs, outputs) for inputs, outputs in router_products(experts, hidden)]
-    if experts.shared_gate:
-        products.append((work.compute, 1, work.stream_tokens, hidden, 1))
-    seconds = _with_products(device, work.compute, _passes(device, work, experts), products, accumulate)
-    passed = passed_seconds(device, work, experts, tokens, accumulate)
-    *changes, launched = divided or (0.0, 0.0, 0.0, launches(work, experts))
-    forward_s, input_s, weight_s = map(sum, zip(seconds, passed, changes, strict=True))
-    return (forward_s, input_s, weight_s), launched
+class Held(NamedTuple):
+    """The part of a mixture's experts that a rank has: one in `units` of them, and of each one in `rows`."""
+
+    units: int = 1
+    rows: int = 1
 
 
-def passed_seconds(device: Device, work: "Work", experts: ExpertsConfig, tokens: int, accumulate: bool) -> Seconds:
+_ALL = Held()
+
+
+def mixture_seconds(device: Device, work: "Work", mixture: Mixture, accumulate: bool) -> Seconds:
+    """Seconds of a mixture's kernels with all experts on a rank; `accumulate` as in terrace.simulate.layers."""
+    wide, hidden = router_dtype(work.compute), mixture.hidden.numel
+    products = [(wide, 1, work.routed, inputs, outputs) for inputs, outputs in router_products(mixture.experts, hidden)]
+    found = _with_products(device, work.compute, _passes(device, work, mixture), products, accumulate)
+    found = _sum(found, gate_seconds(device, work, mixture, accumulate))
+    return _sum(found, passed_seconds(device, work, mixture, work.routed, accumulate))
+
+
+def gate_seconds(device: Device, work: "Work", mixture: Mixture, accumulate: bool) -> Seconds:
+    """Seconds of the product of a shared expert's gate, if it has one, which keeps its dtype."""
+    products = [
+        (work.compute, 1, work.stream_tokens, gate.inputs.numel, gate.outputs.numel) for gate in mixture.shared_gate
+    ]
+    return _with_products(device, work.compute, (0.0, 0.0), products, accumulate)
+
+
+def passed_seconds(
+    device: Device, work: "Work", mixture: Mixture, tokens: int, accumulate: bool, held: Held = _ALL
+) -> Seconds:
     """Seconds of `tokens` that pass their experts: order, spread, products, activation, weights, collect."""
-    hidden, again = work.model.hidden_size, work.recompute == "full"
-    return _passed_seconds(device, hidden, work.compute, experts, tokens, accumulate, work.products, again)
+    again = work.recompute == "full"
+    return _passed_seconds(device, mixture, held, work.compute, tokens, accumulate, work.products, again)
 
 
 @lru_cache(maxsize=65536)
 def _passed_seconds(
     device: Device,
-    hidden: int,
+    mixture: Mixture,
+    held: Held,
     compute: str,
-    experts: ExpertsConfig,
     tokens: int,
     accumulate: bool,
-    scaled: str | None = None,
-    again: bool = False,
+    scaled: str | None,
+    again: bool,
 ) -> Seconds:
-    inner, item = experts.intermediate_size, FORMATS[compute].element_bytes
-    products = []
-    for count, each in even_loads(tokens, experts):
-        products += [(compute, 2 * count, each, hidden, inner), (compute, count, each, inner, hidden)]
-    rows, token = tokens * experts.per_token, item * hidden * tokens
-    forward = (_INDEX_BYTES + 5 * item * hidden + 5 * item * inner) * rows + token
-    backward = (5 * item * hidden + 11 * item * inner) * rows + token
-    passes_s = memory_s(device, forward, _PASSED_OPERATORS), memory_s(device, backward, _PASSED_OPERATORS)
+    hidden, item = mixture.hidden.numel, FORMATS[compute].element_bytes
+    rows, inner = tokens * mixture.experts.per_token, 0
+    # Spread, weights of the middle, and collect; activations are passes as those of an MLP.
+    forward = _INDEX_BYTES + 5 * item * hidden
+    backward = 5 * item * hidden
+    for operation in mixture.each:
+        if isinstance(operation, Activation):
+            inner = _width(operation.target.features, held)
+            operands = len(operation.reads)
+            forward += (operands + 1 + 2) * item * inner
+            backward += (2 * operands + 1 + 6) * item * inner
+    token = item * hidden * tokens
+    passes_s = (
+        memory_s(device, forward * rows + token, _PASSED_OPERATORS),
+        memory_s(device, backward * rows + token, _PASSED_OPERATORS),
+    )
+    loads = even_loads(tokens, mixture.experts, held.units)
     if scaled is not None:
-        return _with_scaled(device, compute, passes_s, experts, hidden, tokens, accumulate, scaled, again)
+        return _with_scaled(device, compute, passes_s, mixture, held, loads, accumulate, scaled, again)
+    products = [
+        (compute, count, each, matrices.inputs, matrices.outputs)
+        for count, each in loads
+        for matrices in _matrices(mixture, each, held)
+    ]
     return _with_products(device, compute, passes_s, products, accumulate)
 
 
-def shared_seconds(device: Device, work: "Work", experts: ExpertsConfig, accumulate: bool) -> Seconds:
-    """Seconds of the shared expert of every token, an MLP, and of its gate."""
-    hidden, inner, tokens = work.model.hidden_size, experts.shared_size, work.stream_tokens
-    if not inner:
-        return 0.0, 0.0, 0.0
-    gated = work.model.gated_mlp
-    outputs = 2 * inner if gated else inner
-    products = [(work.compute, 1, tokens, hidden, outputs), (work.compute, 1, tokens, inner, hidden)]
-    if experts.shared_gate:
-        products.append((work.compute, 1, tokens, hidden, 1))
-    size = FORMATS[work.compute].element_bytes * inner * tokens
-    forward_s, backward_s = (memory_s(device, each * size) for each in ((3, 5) if gated else (2, 3)))
-    if work.products is None:
-        return _with_products(device, work.compute, (forward_s, backward_s), products, accumulate)
-    # The gate of the shared expert keeps its dtype.
-    found = _with_products(device, work.compute, (forward_s, backward_s), products[2:], accumulate)
-    matrices = [Matrices(tokens, hidden, outputs, 2 if gated else 1), Matrices(tokens, inner, hidden, 1)]
-    forward_s, input_s, weight_s = scaled_seconds(
-        device,
-        matrices,
-        work.compute,
-        work.products,
-        work.codes_of_weights,
-        accumulate=accumulate,
-        again=work.recompute == "full",
-    )
-    if accumulate:
-        weight_s += stream_s(device, 3 * FORMATS[work.compute].element_bytes * (outputs + inner) * hidden, 2)
-    return _sum(found, (forward_s, input_s, weight_s))
+def _width(dim: Dim, held: Held) -> int:
+    """Elements of a dim of an expert on a rank, which has a part of its inner size."""
+    return -(-dim.units // held.rows) * dim.size if dim.counts == "expert_intermediate" else dim.numel
 
 
 def _with_scaled(
     device: Device,
     compute: str,
     passes_s: tuple[float, float],
-    experts: ExpertsConfig,
-    hidden: int,
-    tokens: int,
+    mixture: Mixture,
+    held: Held,
+    loads: Iterable[tuple[int, int]],
     accumulate: bool,
     scaled: str,
     again: bool,
@@ -128,24 +131,30 @@ def _with_scaled(
     """Seconds of the experts' computing with products in 8 bits: those of every expert by themselves, and a copy of
     their results into the rows of all.
     """
-    inner, item = experts.intermediate_size, FORMATS[compute].element_bytes
+    item = FORMATS[compute].element_bytes
     found: Seconds = (*passes_s, 0.0)
-    for count, each in even_loads(tokens, experts):
-        matrices = _matrices(each, hidden, inner)
-        seconds = scaled_seconds(device, matrices, compute, scaled, accumulate=accumulate, again=again)
-        copied = [stream_s(device, 2 * item * each * width, 3) for width in (2 * inner + hidden, 2 * hidden + inner)]
-        own = seconds[0] + copied[0], seconds[1] + copied[1], seconds[2]
-        if accumulate:
-            weights = 3 * hidden * inner
-            own = own[0], own[1], own[2] + stream_s(device, 3 * item * weights, 3)
+    for count, each in loads:
+        matrices = _matrices(mixture, each, held)
+        number, weights = len(matrices), sum(one.inputs * one.outputs for one in matrices)
+        own = scaled_seconds(device, matrices, compute, scaled, accumulate=accumulate, again=again)
+        widths = sum(one.outputs for one in matrices), sum(one.inputs for one in matrices)
+        copied_s, copied_back_s = (stream_s(device, 2 * item * each * width, number) for width in widths)
+        added_s = stream_s(device, 3 * item * weights, number) if accumulate else 0.0
+        own = _sum(own, (copied_s, copied_back_s, added_s))
         found = _sum(found, (count * own[0], count * own[1], count * own[2]))
     return found
 
 
-def _matrices(rows: int, hidden: int, inner: int) -> list[Matrices]:
-    """Gate, up and down of an expert."""
-    entering = Matrices(rows, hidden, inner, 1)
-    return [entering, entering._replace(is_entered=True), Matrices(rows, inner, hidden, 1)]
+def _matrices(mixture: Mixture, rows: int, held: Held = _ALL) -> list[Matrices]:
+    """The products of an expert; those that read the same rows quantise them once."""
+    found, entered = list[Matrices](), set[str]()
+    for operation in mixture.each:
+        if isinstance(operation, Product):
+            source = operation.source.name
+            sizes = _width(operation.inputs, held), _width(operation.outputs, held)
+            found.append(Matrices(rows, *sizes, 1, is_entered=source in entered))
+            entered.add(source)
+    return found
 
 
 def _sum(one: Seconds, other: Seconds) -> Seconds:
@@ -176,10 +185,11 @@ def router_products(experts: ExpertsConfig, hidden: int) -> list[tuple[int, int]
     return [(hidden, experts.num_experts)] * (2 if experts.gate == "noisy" else 1)
 
 
-def even_loads(tokens: int, experts: ExpertsConfig) -> list[tuple[int, int]]:
-    """(Number of experts, rows of each) of experts with any row, for an even load of `tokens`."""
-    fewer, more = divmod(tokens * experts.per_token, experts.num_experts)
-    loads = [(more, fewer + 1), (experts.num_experts - more, fewer)]
+def even_loads(tokens: int, experts: ExpertsConfig, units: int = 1) -> list[tuple[int, int]]:
+    """(Number of experts, rows of each) of experts with any row, for an even load of `tokens` on one in `units`."""
+    number = experts.num_experts // units
+    fewer, more = divmod(tokens * experts.per_token, number)
+    loads = [(more, fewer + 1), (number - more, fewer)]
     return [(count, rows) for count, rows in loads if count and rows]
 
 
@@ -201,22 +211,26 @@ class Divided(NamedTuple):
     launches: float
 
 
-def launches(work: "Work", held: ExpertsConfig, pieces: Mapping[int, int] | None = None) -> float:
+def launches(work: "Work", mixture: Mixture, held: Held = _ALL, pieces: Mapping[int, int] | None = None) -> float:
     """Kernels that the host launches for a layer with a mixture, over those of a dense layer.
 
     `held` are the experts of a rank; `pieces` the numbers of pieces by tokens in which rows pass them, if not at once.
     """
-    # Gate, up and down; in 8 bits their operands are quantised, and a result is copied into its rows.
-    each = 3 if work.products is None else 2 * 3 + quantisations(_matrices(1, 1, 1), work.products)
+    matrices = _matrices(mixture, 1)
+    # In 8 bits the operands of products are quantised, and a result is copied into its rows.
+    each = len(matrices)
+    if work.products is not None:
+        each = 2 * each + quantisations(matrices, work.products)
     pieces = {work.routed: 1} if pieces is None else pieces
-    products = sum(times * sum(count for count, _ in even_loads(size, held)) for size, times in pieces.items())
+    loads = ((times, even_loads(size, mixture.experts, held.units)) for size, times in pieces.items())
+    products = sum(times * sum(count for count, _ in each_load) for times, each_load in loads)
     others = _MIXTURE_OPERATORS + (sum(pieces.values()) - 1) * _PASSED_OPERATORS
     return 1 + (others + each * products) / LAYER_OPERATORS
 
 
-def _passes(device: Device, work: "Work", experts: ExpertsConfig) -> tuple[float, float]:
+def _passes(device: Device, work: "Work", mixture: Mixture) -> tuple[float, float]:
     item, wide = FORMATS[work.compute].element_bytes, FORMATS[router_dtype(work.compute)].element_bytes
-    tokens, hidden = work.routed, work.model.hidden_size
+    tokens, hidden, experts = work.routed, mixture.hidden.numel, mixture.experts
     scores = tokens * experts.num_experts
     router = (item + wide) * hidden * tokens if wide > item else 0
     # A sort by score keeps values and indices. A bias, and groups, are further passes over the scores.
@@ -225,10 +239,10 @@ def _passes(device: Device, work: "Work", experts: ExpertsConfig) -> tuple[float
     forward: float = router + gate
     backward: float = router + 4 * wide * scores + 3 * token
     num_kernels = _MIXTURE_OPERATORS - _PASSED_OPERATORS
-    if experts.shared_size:  # is added; a gate of its own multiplies it before
-        gated = 1 if experts.shared_gate else 0
+    if mixture.shared:  # is added; a gate of its own multiplies it before
+        gates = len(mixture.shared_gate)
         stream = item * hidden * work.stream_tokens
-        forward += (3 + 2 * gated) * stream
-        backward += (3 + 9 * gated) * stream
-        num_kernels += 1 + gated
+        forward += (3 + 2 * gates) * stream
+        backward += (3 + 9 * gates) * stream
+        num_kernels += 1 + gates
     return memory_s(device, forward, num_kernels), memory_s(device, backward, num_kernels)

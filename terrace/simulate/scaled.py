@@ -25,9 +25,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from terrace.cluster.cluster import Device
+from terrace.model.operations import Enter
 from terrace.plan.plan import scales_rows
+from terrace.plan.recompute import operations_named
 from terrace.plan.wire import FORMATS
 from terrace.simulate.kernels import fp8_share, gemm_s, memory_s, peak_flops_per_s, stream_s
+from terrace.simulate.passes import joined
 
 if TYPE_CHECKING:
     from terrace.simulate.work import Work
@@ -49,16 +52,23 @@ class Matrices(NamedTuple):
     returns: bool = False
 
 
-def matrices_of(work: "Work", products: Sequence[tuple[int, int, int]]) -> list[Matrices]:
-    """The products (tokens, inputs, outputs) of a layer: query, key and value; output; gate and up; down."""
-    joined = (3, 1, 2 if work.model.gated_mlp else 1, 1)
+def matrices_of(work: "Work") -> list[Matrices]:
+    """The products of `work.layer` on a rank, those of a group as one."""
     # Inputs that are gathered, or computed, again for the backward (terrace.runtime.returning).
     gathered = work.sequence_parallel and work.rows > 1 and work.recompute != "full"
-    entering = gathered or "norms" in work.operations
-    again = (entering, "attention" in work.operations, entering, "mlp" in work.operations)
+    again = {operation.target.name for name in work.operations for operation in operations_named(work.layer, name)}
+    for operation in work.layer.passed:
+        if isinstance(operation, Enter) and (gathered or operation.source.name in again):
+            again.add(operation.target.name)
     return [
-        Matrices(*product, number, returns=returns)
-        for product, number, returns in zip(products, joined, again, strict=False)
+        Matrices(
+            work.tokens_of(group[0].source.tokens),
+            work.width(group[0].inputs),
+            sum(work.width(product.outputs) for product in group),
+            len(group),
+            returns=group[0].source.name in again,
+        )
+        for group in joined(work.layer)
     ]
 
 

@@ -1,16 +1,16 @@
-"""A tape: the operations of a block in order, and the memory that playing it forward and backward holds.
+"""A tape: the nodes of a block's graph in order, and the memory that playing it forward and backward holds.
 
-An operation reads tensors, writes one, and keeps some for its backward. A block keeps the union of its operations'
-tensors between forward and backward. The peaks follow by playing the tape with autograd's rules:
+A node reads tensors, writes one, and keeps some for its backward. A block keeps the union of its nodes' tensors between
+forward and backward. The peaks follow by playing the tape with autograd's rules:
 
 - forward: a tensor stays until nothing more reads it and no variable holds it, or, once it is kept, to the end;
-- backward: an operation makes a gradient of the size of each tensor it read; then the gradient of its output is
-  freed, and every kept tensor that no earlier operation keeps. A sum passes its gradient on unchanged. Where a
-  tensor was read twice, the second gradient is added into the first, or into a new one if the first is shared.
+- backward: a node makes a gradient of the size of each tensor it read; then the gradient of its output is freed, and
+  every kept tensor that no earlier node keeps. A sum passes its gradient on unchanged. Where a tensor was read twice,
+  the second gradient is added into the first, or into a new one if the first is shared.
 
-A *replay* is a run of operations whose results are dropped and computed again (terrace.runtime.replay). It keeps the
+A *replay* is a run of nodes whose results are dropped and computed again (terrace.runtime.replay). It keeps the
 tensors that it reads from outside, and nothing else; its own come back, all at once, when the backward of the first
-operation that keeps one of them begins, and each is freed as any kept tensor is.
+node that keeps one of them begins, and each is freed as any kept tensor is.
 
 The block's input, its output and the gradient of its output stay to the end, since the executor holds them.
 
@@ -21,17 +21,16 @@ kept and the gradient of its result (terrace.runtime.linear), or the `codes` of 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-INPUT, OUTPUT = "input", "output"
+from terrace.model.operations import INPUT, OUTPUT
 
 
-class Operation(NamedTuple):
-    """One node of autograd's graph, or a few that always come together.
+class Node(NamedTuple):
+    """A node of autograd's graph, or a few that always come together.
 
-    `keeps` may name tensors that no operation reads or writes, such as the statistics of a norm. `backward_adds` counts
+    `keeps` may name tensors that no node reads or writes, such as the statistics of a norm. `backward_adds` counts
     memory that lives only while its backward runs, such as the gradient of a weight before it is accumulated.
     """
 
-    name: str
     reads: tuple[str, ...]
     writes: str
     keeps: tuple[str, ...] = ()
@@ -39,60 +38,61 @@ class Operation(NamedTuple):
     backward_adds: int = 0  # likewise for the backward
     is_sum: bool = False
     variables: tuple[str, ...] = ()  # tensors that variables of the enclosing function still hold
-    replay: str = ""  # of which it is a part, if any
     weighs: bool = False  # a product whose weight gradient can be computed later
     codes: int = 0  # bytes that this gradient needs of the result's gradient, if not the gradient itself
+    name: str = ""  # of its operation
+    replay: str = ""  # of which it is a part, if any
 
 
-def kept_by_operation(tape: Sequence[Operation], sizes: Mapping[str, int]) -> dict[str, int]:
+def kept_by_operation(tape: Sequence[Node], sizes: Mapping[str, int]) -> dict[str, int]:
     """Bytes that each operation is the first to keep, without the block's input."""
     seen = {INPUT}
     kept: dict[str, int] = {}
-    for operation, keeps in zip(tape, _keeps(tape, dropped(tape)), strict=True):
-        # A tensor that two operations keep is stored once.
+    for node, keeps in zip(tape, _keeps(tape, dropped(tape)), strict=True):
+        # A tensor that two nodes keep is stored once.
         new = [name for name in keeps if name not in seen]
         seen.update(new)
         if new:
-            kept[operation.name] = kept.get(operation.name, 0) + sum(sizes[name] for name in new)
+            kept[node.name] = kept.get(node.name, 0) + sum(sizes[name] for name in new)
     return kept
 
 
-def dropped(tape: Sequence[Operation]) -> dict[str, str]:
+def dropped(tape: Sequence[Node]) -> dict[str, str]:
     """The replay that computes each dropped tensor again."""
     outside = _read_from_outside(tape)
     return {
-        name: operation.replay
-        for operation in tape
-        if operation.replay
-        for name in (operation.writes, *operation.keeps)
-        if name not in outside[operation.replay]
+        name: node.replay
+        for node in tape
+        if node.replay
+        for name in (node.writes, *node.keeps)
+        if name not in outside[node.replay]
     }
 
 
-def _read_from_outside(tape: Sequence[Operation]) -> dict[str, set[str]]:
+def _read_from_outside(tape: Sequence[Node]) -> dict[str, set[str]]:
     read: dict[str, set[str]] = {}
-    for operation in tape:
-        if operation.replay:
-            read.setdefault(operation.replay, set()).update(operation.reads)
-    for operation in tape:
-        if operation.replay:
-            read[operation.replay].discard(operation.writes)
+    for node in tape:
+        if node.replay:
+            read.setdefault(node.replay, set()).update(node.reads)
+    for node in tape:
+        if node.replay:
+            read[node.replay].discard(node.writes)
     return read
 
 
-def _keeps(tape: Sequence[Operation], again: Mapping[str, str]) -> list[tuple[str, ...]]:
-    """The tensors that each operation keeps from the forward to the backward."""
+def _keeps(tape: Sequence[Node], again: Mapping[str, str]) -> list[tuple[str, ...]]:
+    """The tensors that each node keeps from the forward to the backward."""
     outside = _read_from_outside(tape)
     found = []
-    for operation in tape:
-        own = operation.keeps
-        if operation.replay:
-            own = (*own, *(name for name in operation.reads if name in outside[operation.replay]))
+    for node in tape:
+        own = node.keeps
+        if node.replay:
+            own = (*own, *(name for name in node.reads if name in outside[node.replay]))
         found.append(tuple(dict.fromkeys(name for name in own if name not in again)))
     return found
 
 
-def forward_peak(tape: Sequence[Operation], sizes: Mapping[str, int], keeping: bool) -> int:
+def forward_peak(tape: Sequence[Node], sizes: Mapping[str, int], keeping: bool) -> int:
     """Peak bytes alive during a forward, with the input and (if `keeping`) all kept tensors."""
     # Later uses overwrite earlier ones.
     last_read = {name: index for index, use in enumerate(tape) for name in (*use.reads, *use.variables)}
@@ -100,30 +100,27 @@ def forward_peak(tape: Sequence[Operation], sizes: Mapping[str, int], keeping: b
     alive, kept = {INPUT}, {INPUT, OUTPUT}
     peak = sizes[INPUT]
     keeps = _keeps(tape, dropped(tape))
-    for index, operation in enumerate(tape):
+    for index, node in enumerate(tape):
         kept.update(keeps[index] if keeping else ())
-        alive.update((operation.writes, *operation.keeps))
-        peak = max(peak, sum(sizes[name] for name in alive) + operation.forward_adds)
+        alive.update((node.writes, *node.keeps))
+        peak = max(peak, sum(sizes[name] for name in alive) + node.forward_adds)
         alive = {name for name in alive if name in kept or last_read.get(name, -1) > index}
     return peak
 
 
-def backward_peak(tape: Sequence[Operation], sizes: Mapping[str, int]) -> int:
+def backward_peak(tape: Sequence[Node], sizes: Mapping[str, int]) -> int:
     """Peak bytes alive during a backward, with kept tensors and the gradients at both ends."""
     return _backward(tape, sizes, halves=False)[0]
 
 
-def split_backward(tape: Sequence[Operation], sizes: Mapping[str, int]) -> tuple[int, int]:
+def split_backward(tape: Sequence[Node], sizes: Mapping[str, int]) -> tuple[int, int]:
     """`backward_peak` of the first half of a backward, and the bytes that it holds for the second."""
     return _backward(tape, sizes, halves=True)
 
 
-def _backward(tape: Sequence[Operation], sizes: Mapping[str, int], *, halves: bool) -> tuple[int, int]:
+def _backward(tape: Sequence[Node], sizes: Mapping[str, int], *, halves: bool) -> tuple[int, int]:
     again = dropped(tape)
-    keeps = [
-        tuple(dict.fromkeys((*operation.keeps, *kept)))
-        for operation, kept in zip(tape, _keeps(tape, again), strict=True)
-    ]
+    keeps = [tuple(dict.fromkeys((*node.keeps, *kept))) for node, kept in zip(tape, _keeps(tape, again), strict=True)]
     first_keeper = {name: index for index, names in reversed(list(enumerate(keeps))) for name in names}
     # The backward starts with every kept tensor alive.
     held = {INPUT, OUTPUT, *first_keeper} - again.keys()
@@ -133,24 +130,24 @@ def _backward(tape: Sequence[Operation], sizes: Mapping[str, int], *, halves: bo
     outside = {0}  # the caller holds the gradient of the output to the end
     due, due_gradients, due_codes = set[str](), set[int](), 0  # what weight gradients need
     peak = 0
-    for index, operation in reversed(list(enumerate(tape))):
-        arriving = gradients.pop(operation.writes)
-        if halves and operation.weighs:
-            due.update(operation.keeps)
-            due_codes += operation.codes
-            if not operation.codes:
+    for index, node in reversed(list(enumerate(tape))):
+        arriving = gradients.pop(node.writes)
+        if halves and node.weighs:
+            due.update(node.keeps)
+            due_codes += node.codes
+            if not node.codes:
                 due_gradients.add(arriving)
                 outside.add(arriving)
-        added = operation.backward_adds
-        for replay in {again[name] for name in operation.keeps if name in again} - replayed:
+        added = node.backward_adds
+        for replay in {again[name] for name in node.keeps if name in again} - replayed:
             replayed.add(replay)
             held |= {name for name, other in again.items() if other == replay and name in first_keeper}
             living = outside | {arriving, *gradients.values()}
             whole = due_codes + sum(sizes[name] for name in held) + sum(buffers[buffer] for buffer in living)
             peak = max(peak, whole + _replay_adds(tape, replay, held, sizes))
-        for name in operation.reads:
+        for name in node.reads:
             # The gradient of a sum is the arriving one itself, without a copy.
-            if operation.is_sum:
+            if node.is_sum:
                 buffer = arriving
             else:
                 buffers.append(sizes[name])
@@ -163,7 +160,7 @@ def _backward(tape: Sequence[Operation], sizes: Mapping[str, int], *, halves: bo
                 added += sizes[name]
                 gradients[name] = buffer
             else:
-                added += 0 if operation.is_sum else sizes[name]  # gone once it has been added
+                added += 0 if node.is_sum else sizes[name]  # gone once it has been added
         # A set: one buffer may be the gradient of several tensors.
         living = outside | {arriving, *gradients.values()}
         added += due_codes
@@ -173,10 +170,8 @@ def _backward(tape: Sequence[Operation], sizes: Mapping[str, int], *, halves: bo
     return peak, due_codes + sum(sizes[name] for name in due) + sum(buffers[buffer] for buffer in due_gradients)
 
 
-def _replay_adds(tape: Sequence[Operation], replay: str, held: set[str], sizes: Mapping[str, int]) -> int:
+def _replay_adds(tape: Sequence[Node], replay: str, held: set[str], sizes: Mapping[str, int]) -> int:
     """Bytes that live only while a replay runs."""
     return max(
-        operation.forward_adds + (0 if operation.writes in held else sizes[operation.writes])
-        for operation in tape
-        if operation.replay == replay
+        node.forward_adds + (0 if node.writes in held else sizes[node.writes]) for node in tape if node.replay == replay
     )

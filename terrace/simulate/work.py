@@ -8,16 +8,20 @@ from typing import Literal
 from terrace.base.errors import PlanError
 from terrace.base.hashing import hashed_once
 from terrace.model.attention_kernel import AttentionCase, AttentionChoice, AttentionKernel, expected
-from terrace.model.config import ModelConfig
+from terrace.model.operations import Dim, Operations, Tensor, Tokens
 from terrace.model.part_kernel import Part
 from terrace.plan.context import Heads, count_local_tokens
+from terrace.plan.dims import CUT_BY
 from terrace.sequence.capacity import most_attended
 
 
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A micro-batch of `micro_batch` sequences of `sequence` tokens, cut over tensor and context ranks.
+    """A micro-batch of `micro_batch` sequences of `sequence` tokens in a block, cut over tensor and context ranks.
+
+    `layer` are the operations of the block; of a whole model's work, those of a layer that its layers share
+    (terrace.simulate.masks.work_in gives the work in each block).
 
     The `tensor` ranks are rows x columns (terrace.plan.slices): linear layers are cut by both, the core of attention
     and the inner tensors of the MLP by rows, the residual stream by columns and, under sequence parallelism, by rows
@@ -39,7 +43,7 @@ class Work:
     Their products are priced apart (terrace.simulate.experts).
     """
 
-    model: ModelConfig
+    layer: Operations
     sequence: int
     micro_batch: int = 1
     tensor: int = 1
@@ -74,13 +78,12 @@ class Work:
     @property
     def is_masked(self) -> bool:
         """Whether a token may not see all earlier tokens of its row."""
-        return self.documents or 0 < self.model.sliding_window < self.sequence
+        return self.documents or 0 < self.layer.core.window < self.sequence
 
     def kernel_on(self, backend: str) -> AttentionKernel:
         """The kernel that serves where torch has all of them."""
-        model = self.model
-        is_grouped, is_capped = model.num_kv_heads != model.num_heads, model.scales.attention_cap > 0
-        case = AttentionCase(backend, self.compute, model.head_dim, is_grouped, self.is_masked, is_capped)
+        core = self.layer.core
+        case = AttentionCase(backend, self.compute, core.head_dim, core.is_grouped, self.is_masked, core.cap > 0)
         return expected(case, self.attention)
 
     @property
@@ -145,5 +148,22 @@ class Work:
     @cached_property
     def _part(self) -> Heads:
         # Tensor rows cut the heads first, then the Ulysses ranks divide a row's heads.
-        heads, keys = (math.ceil(each / self.rows) for each in (self.model.num_heads, self.model.num_kv_heads))
-        return Heads(heads, keys, self.model.head_dim).per_ulysses_rank(self.ulysses)
+        core = self.layer.core
+        heads, keys = (math.ceil(each / self.rows) for each in (core.heads, core.kv_heads))
+        return Heads(heads, keys, core.head_dim).per_ulysses_rank(self.ulysses)
+
+    def width(self, dim: Dim) -> int:
+        """Elements of a dim on a rank, rounded up: a unit, such as a head, is never cut."""
+        axes = CUT_BY.get(dim.counts, ())
+        cut = (self.rows if "rows" in axes else 1) * (self.columns if "columns" in axes else 1)
+        return -(-dim.units // cut) * dim.size
+
+    def tokens_of(self, tokens: Tokens) -> int:
+        """Tokens that a rank has of a tensor of the stream, or of all tokens."""
+        return self.stream_tokens if tokens is Tokens.STREAM else self.tokens
+
+    def numel(self, tensor: Tensor) -> float:
+        """Elements of a tensor on a rank; of the stream, the mean over the ranks that cut it."""
+        if tensor.tokens is Tokens.STREAM:
+            return self.tokens * tensor.features.numel / self.stream_cut
+        return self.tokens * self.width(tensor.features)

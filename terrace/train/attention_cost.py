@@ -28,14 +28,15 @@ def work_cost(run: RunConfig, cluster: Cluster) -> WorkCost:
     Raises `ClusterError` for a device that has no peak of the plan's compute dtype.
     """
     mesh = Mesh.of(cluster, run.plan)
+    blocks = block_specs(run.model)
     return attention_cost(
         cluster,
-        run.model,
+        blocks,
         rows=mesh.total("rows"),
         columns=mesh.total("columns"),
         ulysses=mesh.total("ulysses"),
         compute=run.plan.compute,
-        recomputed=recomputed(run.plan, block_specs(run.model)),
+        recomputed=recomputed(run.plan, blocks),
     )
 
 

@@ -29,6 +29,7 @@ from terrace.comm.stage_p2p import StageP2P
 from terrace.model.attention_plans import choose_kernel
 from terrace.model.blocks import block_specs, forward_flops
 from terrace.model.decoder import build_blocks
+from terrace.model.facts import widest_layer
 from terrace.model.init import initialise
 from terrace.model.liger_parts import serve
 from terrace.plan.context import is_context_parallel, local_tokens
@@ -165,9 +166,8 @@ def _measured(tier: Tier, latency_s: float, bandwidth_bytes_per_s: float, pacer:
 
 def _layer(engine: Engine, run: RunConfig) -> tuple[Work, int]:
     # One layer forward on a rank's local tokens. It attends locally: exchanges of the context axis are priced apart.
-    experts = None if run.model.experts is None else replace(run.model.experts, dense_layers=())
     # Where layers differ in their windows, a layer with the widest stands for all.
-    config = replace(run.model, num_layers=1, vocab_size=1, kinds=(), experts=experts)
+    config = widest_layer(run.model)
     dtype = DTYPES[run.plan.compute]
     blocks = build_blocks(config)
     choose_kernel(blocks, run.train.attention)
@@ -180,7 +180,7 @@ def _layer(engine: Engine, run: RunConfig) -> tuple[Work, int]:
     mesh, sizes = Mesh.of(run.cluster, run.plan), (run.plan.micro_batch, run.train.sequence)
     if is_context_parallel(mesh, run.plan):
         sizes = (1, local_tokens(run.plan, mesh, run.train.sequence))
-    x = torch.randn((*sizes, config.hidden_size), device=engine.device, dtype=dtype, requires_grad=True)
+    x = torch.randn((*sizes, specs[1].operations.hidden.numel), device=engine.device, dtype=dtype, requires_grad=True)
     if run.train.compile:
         (compile_blocks if run.train.kernels == "torch" else compile_parts)(blocks)
         for _ in range(2):  # the tables of RoPE are made by the first call and read by the second: two graphs

@@ -22,9 +22,11 @@ from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import UNNAMED, cluster_table, lay_over, parse_cluster, preset_names
 from terrace.data.config import PATHS, DataConfig
 from terrace.data.sources import beside, eval_beside
+from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig, parse_model, to_table
 from terrace.model.experts.balance import BalanceConfig
+from terrace.model.facts import longest_row, with_scalar_head
 from terrace.model.lora.config import LoraConfig, with_adapters
 from terrace.model.spec import BlockSpec, freeze
 from terrace.plan.balance_rules import check_balance, telling_choices
@@ -106,7 +108,7 @@ class RunConfig:
             work=work_of(
                 self.cluster,
                 self.plan,
-                self.model,
+                layer_operations(self.model),
                 self.train.sequence,
                 documents=self.has_documents,
                 attention=self.train.attention,
@@ -200,7 +202,7 @@ def parse_sections(table: Mapping[str, Any]) -> RunConfig:
     model = parse_model(table["model"])
     return RunConfig(
         # A reward model begins from any model; its score may be new.
-        model=replace(model, scalar_head=True) if train.objective == "reward" else model,
+        model=with_scalar_head(model) if train.objective == "reward" else model,
         cluster=cluster,
         plan=_plan(table["plan"], cluster, optimizer),
         data=load(DataConfig, table.get("data", {}), "data"),
@@ -293,10 +295,10 @@ def _check(run: RunConfig) -> None:
     check_kernels(run)
     check_positions(run)
     run.num_micros()
-    if run.model.learned_positions and run.train.sequence > run.model.max_positions:
+    if 0 < (most := longest_row(run.model)) < run.train.sequence:
         raise ModelError(
-            f"train.sequence = {run.train.sequence} is longer than the {run.model.max_positions} positions the "
-            f"model has: use at most {run.model.max_positions}"
+            f"train.sequence = {run.train.sequence} is longer than the {most} positions the "
+            f"model has: use at most {most}"
         )
     check_balance(run.balance or BalanceConfig(), Mesh.of(run.cluster, run.plan), run.plan, blocks)
     if run.balance is not None and run.balance.bias:

@@ -16,6 +16,7 @@ from terrace.base.schema import read_table
 from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
 from terrace.model.blocks import num_params
+from terrace.model.facts import has_scalar_head, layer_windows, looks_ahead
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.train.config import RunConfig, section
@@ -51,9 +52,9 @@ def _warmup_steps(run: RunConfig) -> str:
 
 def why_no_sample(run: RunConfig) -> str:
     """Why a run writes no sample at its end, and the remedy; "" if it does."""
-    if run.model.experts is not None and run.model.experts.looks_ahead:
+    if looks_ahead(run.model):
         return "the experts of a token depend on later tokens, so nothing can be sampled: leave it out"
-    if run.model.scalar_head:
+    if has_scalar_head(run.model):
         return "a model with one output a token writes nothing: leave it out"
     if num_params(run.model) <= SAMPLE_MAX_PARAMS:
         return ""
@@ -119,13 +120,13 @@ def _slow_steps(run: RunConfig) -> str:
 
 def _initializer_range(run: RunConfig) -> str:
     # The score of a reward model may begin anew beside loaded weights.
-    if run.model.scalar_head:
+    if has_scalar_head(run.model):
         return ""
     return f"the weights in {run.train.weights} are loaded: leave it out" if run.train.weights else ""
 
 
 def _window(run: RunConfig) -> str:
-    if any(run.model.windows):
+    if any(layer_windows(run.model)):
         return ""
     return "no layer has a window: leave it out, or set model.use_sliding_window = true where the family has that key"
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from terrace.base.errors import ConfigError, did_you_mean
 from terrace.data.config import HOLDOUT
-from terrace.model.experts.config import refuse_looking_ahead
+from terrace.model.facts import refuse_looking_ahead
 from terrace.train.keys import TrainConfig
 
 if TYPE_CHECKING:
@@ -34,4 +34,4 @@ def check_evaluation(run: "RunConfig") -> None:
     if train.keep_best and train.keep_best not in names:
         known = did_you_mean(train.keep_best, names)
         raise ConfigError(f"train.keep_best = {train.keep_best!r} names nothing that is evaluated{known}")
-    refuse_looking_ahead(run.model.experts)
+    refuse_looking_ahead(run.model)

@@ -25,7 +25,7 @@ from terrace.data.chat import Mask
 from terrace.data.chat_encoder import Ids
 from terrace.data.tokens import encode_whole
 from terrace.model.decoder import IGNORE_INDEX, token_loss
-from terrace.model.experts.config import refuse_looking_ahead
+from terrace.model.facts import longest_row, refuse_looking_ahead, rope_limit, vocabulary_size
 from terrace.train.trained import Trained
 
 _ROW_TOKENS = 2048  # most tokens of windows that run together
@@ -89,12 +89,12 @@ def evaluate_chats(
 
 
 def _checked_context(model: Trained, context: int | None) -> int:
-    refuse_looking_ahead(model.config.experts)
+    refuse_looking_ahead(model.config)
     context = model.context if context is None else context
     if context < 1:
         raise ConfigError(f"context = {context} must be at least 1")
-    if model.config.learned_positions and context > model.config.max_positions:
-        raise ConfigError(f"context = {context} is longer than the {model.config.max_positions} positions of the model")
+    if 0 < (most := longest_row(model.config)) < context:
+        raise ConfigError(f"context = {context} is longer than the {most} positions of the model")
     return context
 
 
@@ -113,7 +113,7 @@ def _summed(
         )
 
     # RoPE beyond `rope_limit` depends on the length of the row, so windows that may be longer share none.
-    alone = 0 < model.config.rope_limit < context
+    alone = 0 < rope_limit(model.config) < context
     # Texts are a stream: counts are running, and no window is kept.
     for row in _rows(windows, 1 if alone else max(context, _ROW_TOKENS)):
         nats += _nats(model, row)
@@ -144,7 +144,7 @@ class _Counted:
         self.num_bytes = 0
 
     def windows(self, model: Trained, texts: Iterable[str], context: int) -> Iterator[_Window]:
-        before, vocabulary = model.tokenizer.text_tokens.context, model.config.vocab_size
+        before, vocabulary = model.tokenizer.text_tokens.context, vocabulary_size(model.config)
         for text in texts:
             ids = [*([] if before is None else [before]), *encode_whole(model.tokenizer, text)]
             _check_vocabulary(ids, vocabulary)
@@ -159,7 +159,7 @@ class _Counted:
     def chats(self, model: Trained, chats: Iterable[tuple[Ids, Mask, str]], context: int) -> Iterator[_Window]:
         for ids, mask, where in chats:
             tokens = ids.tolist()
-            _check_vocabulary(tokens, model.config.vocab_size)
+            _check_vocabulary(tokens, vocabulary_size(model.config))
             # If a conversation were cut, an answer might not see its question.
             if len(tokens) - 1 > context:
                 raise DataError(

@@ -18,7 +18,7 @@ from terrace.data.batches import Batches
 from terrace.data.eval_batches import EvalBatches, eval_batches
 from terrace.data.prepared import compare_facts, prepare_eval_sources, prepare_sources
 from terrace.model.decoder import IGNORE_INDEX
-from terrace.model.experts.config import refuse_looking_ahead
+from terrace.model.facts import refuse_looking_ahead, vocabulary_size
 from terrace.train.config import RunConfig
 from terrace.train.evaluate import Evaluation, nats_of
 from terrace.train.runs import read_trained
@@ -68,14 +68,14 @@ def _batches(folder: Path, run: RunConfig, say: Callable[[str], None]) -> list[E
             )
     evaluated = prepare_eval_sources(data, tokenizer, train.sequence, say)
     batches = Batches(sources, train.sequence, run.rows, train.seed, data.holdout)
-    return eval_batches(batches, evaluated, run.rows, train.eval_batches, run.model.vocab_size)
+    return eval_batches(batches, evaluated, run.rows, train.eval_batches, vocabulary_size(run.model))
 
 
 def evaluate_own(
     model: Trained, sources: list[EvalBatches], progress: Callable[[Evaluation], None] | None = None
 ) -> Iterator[OwnEvaluation]:
     """Yields the result of each source as soon as it is computed. `progress` receives the running result."""
-    refuse_looking_ahead(model.config.experts)
+    refuse_looking_ahead(model.config)
     device = next(model.blocks[0].parameters()).device
     for source in sources:
         nats, num_tokens, together = 0.0, 0, max(1, _ROW_TOKENS // source.sequence)

@@ -23,6 +23,7 @@ from torch import Tensor
 from terrace.base.errors import CheckpointError, ModelError
 from terrace.base.files import folder_atomic, write_atomic
 from terrace.checkpoint.reading import Checkpoint
+from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig, parse_model, to_table
 from terrace.model.dcp.names import (
     HUGGING_FACE,
@@ -85,7 +86,7 @@ def export_dcp(checkpoint: Checkpoint, run: RunFolder, folder: Path, options: Dc
             state = _StateDict(writer, config, options, _settings(run, run.step_of(checkpoint)), checkpoint.num_updates)
             for name, stored in _tensors(checkpoint, config, options.states):
                 state.add(name, stored)
-            if config.tied_embeddings and not config.scalar_head:
+            if block_specs(config)[-1].borrows:
                 writer.alias(state.path(output_name(config)), of=state.path(next(iter(stored_parts(config)))))
             files = writer.finish()
             others: dict[str, str | bytes] = {CONFIG: json.dumps(table, indent=2, sort_keys=True) + "\n"}

@@ -10,6 +10,7 @@ from terrace.data.ends import ends_of, filler
 from terrace.data.tokenizer import FileTokenizer, load_tokenizer
 from terrace.data.tokenizer_files import ending, filling, with_special
 from terrace.model.config import ModelConfig
+from terrace.model.facts import has_scalar_head, vocabulary_size
 from terrace.model.hf.folder import CONFIG, GENERATION, TOKENIZER, carried_files, read_files
 
 _PAD = "<|pad|>"
@@ -27,12 +28,12 @@ class TokenFacts:
 def token_facts(source: Path | None, config: ModelConfig, end_of_text: int | None) -> TokenFacts:
     """The facts of a run whose files for an export are in `source`."""
     if source is None or not (source / TOKENIZER).is_file():
-        return TokenFacts(ids={"pad_token_id": _FILLED} if config.scalar_head else {})
+        return TokenFacts(ids={"pad_token_id": _FILLED} if has_scalar_head(config) else {})
     tokenizer = load_tokenizer(source)
     assert isinstance(tokenizer, FileTokenizer), "a file"
     ends = ends_of(tokenizer, source, folder=source)
     files = carried_files(source, end_of_text)
-    if config.scalar_head:
+    if has_scalar_head(config):
         return _filled(files, tokenizer, filler(tokenizer, source, ends), config)
     # Of several, the first is the one that ends a text.
     ordered = sorted(ends, key=lambda end: end != tokenizer.text_tokens.end)
@@ -44,7 +45,7 @@ def _filled(files: Mapping[str, bytes], tokenizer: FileTokenizer, name: str | No
         return TokenFacts(files=filling(files, name), ids={"pad_token_id": tokenizer.vocabulary.special[name]})
     new = tokenizer.vocab_size
     # A row of the model that no token has yet; without one, `transformers` scores a text at a time.
-    if new >= config.vocab_size:
+    if new >= vocabulary_size(config):
         return TokenFacts(ids={"pad_token_id": None})
     whole = {**filling(files, _PAD), TOKENIZER: with_special(files[TOKENIZER], _PAD, new)}
     return TokenFacts(files=whole, ids={"pad_token_id": new})

@@ -14,6 +14,8 @@ from terrace.base.fitting import parse_table
 from terrace.base.foreign import read_file, read_text
 from terrace.base.sealed import checksum, sealed_json
 from terrace.base.words import counted
+from terrace.model.block_operations import layer_operations
+from terrace.model.facts import vocabulary_size
 from terrace.model.hf.folder import (
     CHAT_TEMPLATE,
     CONFIG,
@@ -82,11 +84,11 @@ def _has_tokenizer(folder: Path) -> bool:
 
 def check_tokenizer(tokenizer: "Tokenizer", run: "RunConfig") -> None:
     """Raises `DataError` when a tokenizer has an id without a row in the model's vocabulary."""
-    if tokenizer.vocab_size > run.model.vocab_size:
+    if tokenizer.vocab_size > (known := vocabulary_size(run.model)):
         rows = "; loaded weights get new rows, which begin as the mean of theirs" * bool(run.train.weights)
         raise DataError(
             f"the largest id of the tokenizer {run.data.tokenizer} is {tokenizer.vocab_size - 1}, but the model's "
-            f"vocab_size is {run.model.vocab_size}: name the model's own with --data.tokenizer, or give the model a "
+            f"vocab_size is {known}: name the model's own with --data.tokenizer, or give the model a "
             f"vocab_size of at least {tokenizer.vocab_size}, as --model.vocab_size {tokenizer.vocab_size} does{rows}"
         )
 
@@ -99,10 +101,10 @@ def check_weights(run: "RunConfig") -> str:
     if run.train.weights:
         from terrace.model.hf.pretrained import Pretrained
 
-        experts = run.model.experts
-        if experts is not None and experts.gate in ("noisy", "cosine"):
+        gate, known = layer_operations(run.model).mixture.experts.gate, vocabulary_size(run.model)
+        if gate in ("noisy", "cosine"):
             raise ModelError(
-                f"train.weights = {run.train.weights!r} has no router for gate = {experts.gate!r}: leave the gate out, "
+                f"train.weights = {run.train.weights!r} has no router for gate = {gate!r}: leave the gate out, "
                 'or begin from scratch with --train.weights ""'
             )
         weights = Pretrained(run.train.weights, run.model, adds_rows=True)
@@ -113,12 +115,12 @@ def check_weights(run: "RunConfig") -> str:
         if new := weights.num_new_rows:
             if run.lora is not None:
                 raise ModelError(
-                    f"model.vocab_size = {run.model.vocab_size}: {run.train.weights} has {run.model.vocab_size - new} "
+                    f"model.vocab_size = {known}: {run.train.weights} has {known - new} "
                     "rows of tokens, and [lora] would train no new ones: train without [lora], or keep the tokenizer "
                     "of the model"
                 )
             said.append(
-                f"{run.train.weights} has {run.model.vocab_size - new} rows of tokens: {counted(new, 'new one')} "
+                f"{run.train.weights} has {known - new} rows of tokens: {counted(new, 'new one')} "
                 "begin as the mean of these"
             )
         return "; ".join(said)

@@ -9,7 +9,7 @@ from terrace.data.chat_prompt import chat_ids
 from terrace.data.tokenizer import Tokenizer
 from terrace.generation.request import Completion, Sampling
 from terrace.generation.texts import continue_texts
-from terrace.model.experts.config import refuse_looking_ahead
+from terrace.model.facts import refuse_looking_ahead, vocabulary_size
 from terrace.train.trained import Trained, check_tokenizer, load_blocks
 
 Prompt = str | Sequence[int]  # a text, or the ids of one
@@ -29,7 +29,7 @@ def generate_texts(
     A prompt's special tokens are special, and a text begins as in training. `say` as for `continue_texts`. Raises
     `DataError` for a prompt with tokens outside the model's vocabulary.
     """
-    refuse_looking_ahead(model.config.experts)
+    refuse_looking_ahead(model.config)
     given = [_encoded(prompt, model) for prompt in prompts]
     made = continue_texts(
         model.blocks,
@@ -86,9 +86,9 @@ def _encoded(prompt: Prompt, model: Trained) -> list[int]:
     # An empty prompt starts from the end of a text, or from token 0.
     if not ids:
         ids = [model.tokenizer.text_tokens.end or 0]
-    if max(ids) >= model.config.vocab_size:
+    if max(ids) >= vocabulary_size(model.config):
         raise DataError(
-            f"the prompt has token {max(ids)}, but the model was trained with {model.config.vocab_size} only"
+            f"the prompt has token {max(ids)}, but the model was trained with {vocabulary_size(model.config)} only"
         )
     return ids
 

@@ -19,7 +19,7 @@ from terrace.comm.groups import Timeouts
 from terrace.launch.machines import boot_id, check_tiers
 from terrace.launch.start import detect, join
 from terrace.launch.watchdog import Watchdog, watch
-from terrace.model.blocks import model_of
+from terrace.model.blocks import operations_of
 from terrace.model.experts.balance import BalanceConfig
 from terrace.model.spec import BlockSpec
 from terrace.plan.expert_counts import experts_of
@@ -174,7 +174,7 @@ def resolved_plan(
         blocks=tuple(blocks),
         num_micros=num_micros,
         sequence=sequence,
-        work=work_of(cluster, plan, model_of(blocks), sequence),
+        work=work_of(cluster, plan, operations_of(blocks), sequence),
     )
     return with_chunks(step).plan, ""
 

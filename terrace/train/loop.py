@@ -31,6 +31,7 @@ from terrace.launch.start import pace
 from terrace.launch.stop import Stop, StopSignal, Vote, begin_steps
 from terrace.launch.watchdog import Watchdog, watch
 from terrace.launch.world import World
+from terrace.model.facts import vocabulary_size
 from terrace.model.hf.pretrained import Pretrained
 from terrace.model.init import initial_value
 from terrace.model.lora.config import is_adapter
@@ -138,7 +139,7 @@ class RankOfRun:
         turns = {} if outer is None else {"turn": outer.every // outer.fragments, "delay": outer.delay}
         self.vote = Vote(world, stop_signal, **turns)
         self.batches = Batches(
-            job.sources, train.sequence, run.rows, train.seed, run.data.holdout, run.model.vocab_size
+            job.sources, train.sequence, run.rows, train.seed, run.data.holdout, vocabulary_size(run.model)
         )
         self.cost: WorkCost | None = None  # of attention; only on the context axis
 

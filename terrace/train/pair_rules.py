@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from terrace.base.errors import ConfigError, ModelError, PlanError
 from terrace.base.words import counted
+from terrace.model.facts import has_scalar_head
 from terrace.plan.context import is_context_parallel
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
@@ -23,7 +24,7 @@ def check_objective(run: "RunConfig") -> None:
     if objective != "dpo" and beta != type(run.train).beta:
         raise ConfigError(f'train.beta = {beta} has no effect: train.objective = "{objective}", not "dpo"')
     has_pairs = any(source.format == "pairs" for source in run.data.sources())
-    if run.model.scalar_head and objective != "reward":
+    if has_scalar_head(run.model) and objective != "reward":
         raise ModelError(
             f'the model has one output a token, and train.objective = "{objective}" needs logits: name a model with an '
             'output matrix, or set train.objective = "reward"'

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from terrace.cluster.cluster import Cluster
-from terrace.model.blocks import forward_flops
+from terrace.model.blocks import block_specs
 from terrace.plan.plan import Plan
 from terrace.simulate.step import Prediction, Step, predict_step, resolved
 from terrace.train.config import RunConfig
@@ -22,7 +22,7 @@ def step_of(run: RunConfig, cluster: Cluster | None = None) -> Step:
     if cluster is None or cluster is run.cluster:
         return own
     sizes = (run.plan.micro_batch, run.train.sequence)
-    flops = tuple(forward_flops(run.model, block, *sizes) for block in range(run.model.num_blocks))
+    flops = tuple(block.forward_flops(*sizes) for block in block_specs(run.model))
     return replace(own, cluster=cluster, work=flops)
 
 
@@ -40,7 +40,6 @@ def predict(run: RunConfig, cluster: Cluster) -> Prediction:
 def utilisation_of(run: RunConfig, cluster: Cluster, backend: str) -> Utilisation:
     """FLOPs and peaks behind the run's MFU and HFU; `cluster` has the constants measured at the start, if any."""
     return utilisation(
-        run.model,
         run.blocks(),
         run.plan,
         run.rows,

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from terrace.base.errors import ConfigError
 from terrace.model.attention_kernel import AttentionCase, refusal
+from terrace.model.block_operations import layer_operations
+from terrace.model.facts import layer_windows, rope_limit
 from terrace.model.part_kernel import PARTS, Part, PartsCase, left_to_torch
 from terrace.model.part_kernel import refusal as parts_refusal
 from terrace.model.spec import BlockSpec
@@ -18,15 +20,14 @@ if TYPE_CHECKING:
 
 def attention_case(run: "RunConfig", backend: str) -> AttentionCase:
     """Inputs of attention in the layers of a run on devices of a type."""
-    model = run.model
-    is_cut = run.has_documents or any(0 < window < run.train.sequence for window in model.windows)
-    is_grouped, is_capped = model.num_kv_heads != model.num_heads, model.scales.attention_cap > 0
-    return AttentionCase(backend, run.plan.compute, model.head_dim, is_grouped, is_cut, is_capped)
+    core = layer_operations(run.model).core
+    is_cut = run.has_documents or any(0 < window < run.train.sequence for window in layer_windows(run.model))
+    return AttentionCase(backend, run.plan.compute, core.head_dim, core.is_grouped, is_cut, core.cap > 0)
 
 
 def check_positions(run: "RunConfig") -> None:
     """Raise `ConfigError` for rows whose RoPE depends on the longest row of the batch, where no rank knows that."""
-    limit, sequence = run.model.rope_limit, run.train.sequence
+    limit, sequence = rope_limit(run.model), run.train.sequence
     if not 0 < limit < sequence:
         return
     spread = is_context_parallel(Mesh.of(run.cluster, run.plan), run.plan)

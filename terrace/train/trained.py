@@ -17,6 +17,7 @@ from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig, load_model, parse_model
 from terrace.model.decoder import build_blocks
 from terrace.model.experts.config import GATE_BIAS
+from terrace.model.facts import has_scalar_head, positions_of
 from terrace.model.hf.folder import CONFIG, TOKENIZER, adapter_words, holds_weights
 from terrace.model.hf.pretrained import Pretrained
 from terrace.runtime.describe import replace_parameters
@@ -44,7 +45,7 @@ class Trained:
     template_path: str = ""
 
     def __post_init__(self) -> None:
-        if self.config.scalar_head:
+        if has_scalar_head(self.config):
             raise ModelError(
                 "the model has one output a token, a score, and predicts no token: name a model with an output matrix"
             )
@@ -163,7 +164,7 @@ def _of_hugging_face(folder: Path, dtype: torch.dtype, tokenizer: str | None, de
         config=config,
         blocks=blocks,
         tokenizer=own,
-        context=config.max_positions,
+        context=positions_of(config),
         stops=ends_of(own, path, folder=folder),
         tokenizer_path=path,
     )

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from terrace.cluster.cluster import Cluster
-from terrace.model.config import ModelConfig
 from terrace.model.spec import BlockSpec
 from terrace.plan.plan import Plan
 from terrace.plan.recompute import WHOLE, recomputed_parts
@@ -69,36 +68,35 @@ class Utilisation:
         return self.flops.hardware / (step_s * self.num_devices * self.peak_flops_per_s)
 
 
-def step_flops(model: ModelConfig, blocks: Sequence[BlockSpec], plan: Plan, batch: int, sequence: int) -> StepFlops:
+def step_flops(blocks: Sequence[BlockSpec], plan: Plan, batch: int, sequence: int) -> StepFlops:
     """FLOPs of a step of `batch` sequences; `blocks` are whole, with frozen parameters marked."""
     tokens, again = batch * sequence, recomputed_parts(plan.recompute, blocks)
     products = rerun = 0
     for index in range(len(blocks)):
-        forward, weights = _products(model, blocks, index)
+        forward, weights = _products(blocks, index)
         # Forward, gradient of the input, and the gradient of trained weights.
         products += 2 * tokens * (2 * forward + weights)
         rerun += 2 * tokens * forward if again[index] == WHOLE else 0
-    each = 4 * batch * model.num_heads * model.head_dim  # of one pair in every sequence, forward
-    seen = seen_again = layers_again = 0
-    for layer in range(model.num_layers):
+    seen = seen_again = square = square_again = 0
+    for block, parts in zip(blocks, again, strict=True):
+        core = block.operations.core
+        each = 2 * batch * core.heads * (core.head_dim + core.value_dim)  # of one pair in every sequence, forward
         # Windows differ from layer to layer.
-        pairs = causal_pairs(sequence, model.of_layer(layer).sliding_window)
-        seen += pairs
+        pairs = causal_pairs(sequence, core.window)
+        seen, square = seen + each * pairs, square + each * sequence**2
         # Recomputed layers run their attention once more, too.
-        if again[layer + 1] == WHOLE or "attention" in again[layer + 1]:
-            seen_again += pairs
-            layers_again += 1
+        if parts == WHOLE or "attention" in parts:
+            seen_again, square_again = seen_again + each * pairs, square_again + each * sequence**2
     return StepFlops(
         products=products,
-        attention=3 * each * seen,
-        again=rerun + each * seen_again,
-        masked=3 * each * (model.num_layers * sequence**2 - seen),
-        masked_again=each * (layers_again * sequence**2 - seen_again),
+        attention=3 * seen,
+        again=rerun + seen_again,
+        masked=3 * (square - seen),
+        masked_again=square_again - seen_again,
     )
 
 
 def utilisation(
-    model: ModelConfig,
     blocks: Sequence[BlockSpec],
     plan: Plan,
     batch: int,
@@ -124,7 +122,7 @@ def utilisation(
     else:
         origin = "what a layer's forward reaches here, measured at the start"
         peak = measured.device.peak_flops_per_s[plan.compute]
-    flops = step_flops(model, blocks, plan, batch, sequence)
+    flops = step_flops(blocks, plan, batch, sequence)
     return Utilisation(
         flops=flops,
         num_devices=cluster.world_size,
@@ -134,7 +132,7 @@ def utilisation(
     )
 
 
-def _products(model: ModelConfig, blocks: Sequence[BlockSpec], index: int) -> tuple[int, int]:
+def _products(blocks: Sequence[BlockSpec], index: int) -> tuple[int, int]:
     if index == 0:
         return 0, 0  # a look-up
     # Vectors (norms, biases) take no products.
@@ -142,11 +140,7 @@ def _products(model: ModelConfig, blocks: Sequence[BlockSpec], index: int) -> tu
         block = blocks[index]
         matrices = [(block.active(param), param.trainable) for param in block.params if param.is_matrix]
         return sum(numel for numel, _ in matrices), sum(numel for numel, trainable in matrices if trainable)
-    if model.scalar_head:
-        (score,) = (param for param in blocks[-1].params if param.is_matrix)
-        return score.numel, score.numel if score.trainable else 0
     # A tied head multiplies with the embedding's matrix.
-    owner = blocks[0] if model.tied_embeddings else blocks[-1]
-    output = next(param for param in owner.params if param.name == "weight")
-    size = model.hidden_size * model.vocab_size
-    return size, size if output.trainable else 0
+    owner = blocks[0] if blocks[-1].borrows else blocks[-1]
+    output = next(param for param in owner.params if param.is_matrix)
+    return output.numel, output.numel if output.trainable else 0

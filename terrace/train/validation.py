@@ -12,6 +12,7 @@ from pathlib import Path
 from terrace.checkpoint.layout import folder_name, folder_of
 from terrace.data.batches import Batches
 from terrace.data.eval_batches import EvalBatches, EvalSource, eval_batches
+from terrace.model.facts import vocabulary_size
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from terrace.train.config import RunConfig
@@ -28,7 +29,7 @@ def eval_batches_of(run: RunConfig, batches: Batches, sources: tuple[EvalSource,
     train = run.train
     if not train.eval_every:
         return []
-    return eval_batches(batches, sources, run.rows, train.eval_batches, run.model.vocab_size)
+    return eval_batches(batches, sources, run.rows, train.eval_batches, vocabulary_size(run.model))
 
 
 class Validation:

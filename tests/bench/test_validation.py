@@ -17,7 +17,9 @@ from bench.validation.rows import Row, Table, gpt, read_rows
 from bench.validation.software import ring_s
 from terrace.cluster.kernels import Kernels
 from terrace.cluster.presets import load_cluster, preset_names
+from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs, num_params
+from terrace.model.config import ModelConfig
 from terrace.plan.presets import preset
 from terrace.simulate.bands import CPU, band_of, csv_text, tie_share, validated
 from terrace.simulate.kernels import gemm_s, memory_s
@@ -165,15 +167,14 @@ def test_published_iteration_times_of_table_1() -> None:
 
 def test_mpt_shapes_have_the_published_parameters() -> None:
     for line in read_rows("mosaicml_fsdp.csv"):
-        work = fsdp.work_of(line)
-        assert num_params(work.model) == int(line["num_params"]), line
+        assert num_params(fsdp.model_of(line)) == int(line["num_params"]), line
 
 
 def test_mpt_rows_are_counted_by_all_parameters() -> None:
     """Their README: 6 FLOPs a parameter and token, and 12 L H S^2 of attention a sequence."""
-    work = Work(model=gpt(*fsdp.SHAPES["7b"], 2048, fsdp.VOCAB), sequence=2048)
-    params = num_params(work.model)
-    assert fsdp.counted_flops(work, 3) == 3 * (6 * params * 2048 + 12 * 32 * 4096 * 2048**2)
+    model = _mpt_model("7b")
+    params = num_params(model)
+    assert fsdp.counted_flops(model, 2048, 3) == 3 * (6 * params * 2048 + 12 * 32 * 4096 * 2048**2)
 
 
 def test_a_ring_over_all_devices_by_hand() -> None:
@@ -207,7 +208,7 @@ def test_shards_under_fsdp_by_hand() -> None:
 @pytest.mark.parametrize("mixed_precision", list(composer.SOFTWARE))
 def test_an_early_end_of_recomputation_leaves_out_the_last_product(mixed_precision: str) -> None:
     software, work = composer.SOFTWARE[mixed_precision], _mpt("7b", "full")
-    device, layer = load_cluster("dgx-h100").device, block_specs(work.model)[1]
+    device, layer = load_cluster("dgx-h100").device, block_specs(_mpt_model("7b"))[1]
     found = composer.layer_seconds(device, work, layer, software)
     stream_s = memory_s(device, 2 * 2048 * 4096)
     last_s = gemm_s(device, 2048, 4 * 4096, 4096) + stream_s * 3 - 2 * device.kernels.launch_s
@@ -225,7 +226,9 @@ def test_the_head_passes_over_its_logits_by_hand() -> None:
     tokens, hidden, vocab = 2048, 768, fsdp.VOCAB
     operands = 3 * 2 * (tokens * hidden + hidden * vocab + tokens * vocab)
     num_bytes = 34 * tokens * vocab + 14 * tokens * hidden + operands + 6 * vocab * hidden
-    assert composer.head_s(ideal, work) == pytest.approx(num_bytes / ideal.memory_bandwidth_bytes_per_s)
+    assert composer.head_s(ideal, work, block_specs(_mpt_model("125m"))[-1]) == pytest.approx(
+        num_bytes / ideal.memory_bandwidth_bytes_per_s
+    )
 
 
 @pytest.mark.parametrize("mixed_precision", list(composer.SOFTWARE))
@@ -233,8 +236,8 @@ def test_messages_of_a_micro_batch_add_up(mixed_precision: str) -> None:
     """Those beside computing and those alone are all of them, but for what look-ups hide of two."""
     software, work = composer.SOFTWARE[mixed_precision], _mpt("7b", "none")
     cluster = load_cluster("dgx-h100").resized(4)
-    _, beside_s, alone_s = composer.micro_batch_s(cluster, work, software, 2.0)
-    specs = block_specs(work.model)
+    specs = block_specs(_mpt_model("7b"))
+    _, beside_s, alone_s = composer.micro_batch_s(cluster, specs, work, software, 2.0)
     outer, layer = specs[0].num_trainable + specs[-1].num_trainable, specs[1].num_trainable
     sent = [(2, outer), (software.reduced_bytes, outer)] + 32 * [
         (4, layer / 2),
@@ -248,8 +251,12 @@ def test_messages_of_a_micro_batch_add_up(mixed_precision: str) -> None:
     assert alone_s > 0.0
 
 
+def _mpt_model(name: str) -> ModelConfig:
+    return gpt(*fsdp.SHAPES[name], 2048, fsdp.VOCAB)
+
+
 def _mpt(name: str, recompute: Literal["none", "full"]) -> Work:
-    return Work(model=gpt(*fsdp.SHAPES[name], 2048, fsdp.VOCAB), sequence=2048, recompute=recompute)
+    return Work(layer=layer_operations(_mpt_model(name)), sequence=2048, recompute=recompute)
 
 
 def test_presets_mark_nothing_as_measured_or_fitted() -> None:

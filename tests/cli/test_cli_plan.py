@@ -11,6 +11,7 @@ import pytest
 from terrace.cli.main import main
 from terrace.cli.remedy import nodes_words
 from terrace.cluster.presets import load_cluster
+from terrace.model.block_operations import layer_operations
 from terrace.model.config import parse_model
 from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
@@ -77,7 +78,9 @@ def test_a_plan_with_rows_and_columns_is_written_and_read_by_simulate_and_scale(
     run = resolve(None, flags, overrides)
     program = build(run.cluster, run.plan, run.blocks(), run.num_micros(), run.train.sequence)
     assert program.tensor.degrees == {"columns": 2, "rows": 2}
-    step_s = simulate(program, step_costs(program, work_of(run.cluster, run.plan, run.model, 256))).step_s
+    step_s = simulate(
+        program, step_costs(program, work_of(run.cluster, run.plan, layer_operations(run.model), 256))
+    ).step_s
     code, out, _ = here.say("scale", "--nodes", "1", "--plan", "plan.toml")
     assert code == 0
     assert seconds(step_s) in out

@@ -15,6 +15,7 @@ from rich.table import Table
 from terrace.cli.programs import checked_programs, kept_activations
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
+from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
 from terrace.model.config import parse_model
 from terrace.model.spec import BlockSpec
@@ -96,7 +97,7 @@ def _config(schedule: str, num_stages: int = 2, **plan: object) -> RunConfig:
 
 def _played(config: RunConfig) -> tuple[list[Program], StagesStep]:
     programs = checked_programs(config)
-    work = work_of(config.cluster, config.plan, config.model, config.train.sequence)
+    work = work_of(config.cluster, config.plan, layer_operations(config.model), config.train.sequence)
     return programs, simulate_stages(programs, [step_costs(program, work) for program in programs])
 
 

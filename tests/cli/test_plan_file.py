@@ -12,6 +12,7 @@ from terrace.base.errors import PlanError
 from terrace.cli.checks import check_devices_here, check_memory_here
 from terrace.cli.main import main
 from terrace.cluster.presets import load_cluster
+from terrace.model.block_operations import layer_operations
 from terrace.program.lowering import build
 from terrace.report.tables import seconds
 from terrace.simulate.cost import step_costs
@@ -78,7 +79,7 @@ def test_a_plan_with_a_tensor_axis_is_the_program_that_trains(here: Planning) ->
     for overrides in ({}, {"plan": {"tensor_chunks": 4}}):
         run = resolve(None, {"plan": "plan.toml"}, overrides)
         program = build(run.cluster, run.plan, run.blocks(), run.num_micros(), run.train.sequence)
-        work = work_of(run.cluster, run.plan, run.model, run.train.sequence)
+        work = work_of(run.cluster, run.plan, layer_operations(run.model), run.train.sequence)
         step = seconds(simulate(program, step_costs(program, work)).step_s)
         words = ["--plan.tensor_chunks", "4"] if overrides else []
         for command in ("explain", "simulate"):

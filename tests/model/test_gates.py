@@ -12,10 +12,11 @@ from terrace.base.errors import ModelError, PlanError
 from terrace.model.blocks import block_specs
 from terrace.model.config import parse_model, to_table
 from terrace.model.experts.balance import BalanceConfig
-from terrace.model.experts.config import ExpertsConfig, refuse_looking_ahead
+from terrace.model.experts.config import ExpertsConfig
 from terrace.model.experts.gates import coarse, cosine, expert_choice, noisy
 from terrace.model.experts.gating import Gating, Passage
 from terrace.model.experts.mixture import Mixture, Router
+from terrace.model.facts import refuse_looking_ahead
 from terrace.model.hf.config import published_table
 from terrace.model.init import initial_value
 from terrace.model.spec import BlockSpec
@@ -251,9 +252,9 @@ def test_gates_are_keys_of_a_model(table: dict[str, object], keys: dict[str, obj
         published_table(to_table(config), "float32", {})
     if config.experts.looks_ahead:
         with pytest.raises(ModelError, match="can neither be sampled from nor be evaluated"):
-            refuse_looking_ahead(config.experts)
+            refuse_looking_ahead(config)
     else:
-        refuse_looking_ahead(config.experts)
+        refuse_looking_ahead(config)
 
 
 def test_a_family_without_keys_of_gates_is_written_as_before() -> None:

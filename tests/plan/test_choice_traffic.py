@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
 from terrace.model.experts.balance import BalanceConfig
 from terrace.plan.balance_rules import telling_choices
@@ -74,7 +75,7 @@ def test_the_wait_for_choices_is_priced() -> None:
                 blocks=telling_choices(balance, block_specs(MODEL)),
                 num_micros=NUM_MICROS,
                 sequence=SEQUENCE,
-                work=work_of(cluster, plan, MODEL, SEQUENCE),
+                work=work_of(cluster, plan, layer_operations(MODEL), SEQUENCE),
             )
         ).times_s[0]
         for balance in (SEQUENCE_LOSS, None)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
 from terrace.plan.presets import preset
 from terrace.planner.expert_tiers import alternatives
@@ -25,7 +26,7 @@ def test_a_plan_with_shares_of_gradients_has_both(tier: str, is_shared: bool) ->
         expert_chunks={"forward": 2, "backward": 2},
         expert_gaps=(0.2, 0.3, 0.1, 0.4),
     )
-    work = work_of(cluster, plan, model, 128)
+    work = work_of(cluster, plan, layer_operations(model), 128)
     step = Step(cluster=cluster, plan=plan, blocks=tuple(block_specs(model)), num_micros=3, sequence=128, work=work)
     found = alternatives(step)
     assert [each.reason for each in found] == ["", ""]
@@ -44,7 +45,7 @@ def test_the_other_order_of_chunks_is_priced(ahead: int, other: str) -> None:
         experts={"package": {"expert": 2}, "node": {"expert": 2}},
         expert_chunks={"forward": 4, "backward": 2, "ahead": ahead},
     )
-    work = work_of(cluster, plan, model, 128)
+    work = work_of(cluster, plan, layer_operations(model), 128)
     step = Step(cluster=cluster, plan=plan, blocks=tuple(block_specs(model)), num_micros=1, sequence=128, work=work)
     found = {each.what: each.prediction for each in alternatives(step)}
     assert found.keys() == {"with tokens in one chunk", other}

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from terrace.base.errors import TerraceError
 from terrace.cli.views import StepView
 from terrace.cluster.cluster import Cluster
+from terrace.model.block_operations import layer_operations
 from terrace.model.config import ModelConfig
 from terrace.plan.kinds import Kinds
 from terrace.plan.plan import Plan
@@ -170,7 +171,16 @@ def check_step(run: RunConfig) -> None:
     assert [each.sent_bytes for each in trained.reports] == [each.sent_bytes for each in planned.reports]
     # What runs is what was predicted: the programs that a run builds, played whole.
     costs = [
-        step_costs(each, work_of(run.cluster, run.plan, run.model, SEQUENCE, documents=run.has_documents))
+        step_costs(
+            each,
+            work_of(
+                run.cluster,
+                run.plan,
+                layer_operations(run.model),
+                SEQUENCE,
+                documents=run.has_documents,
+            ),
+        )
         for each in programs
     ]
     whole = [play_one(programs[0], costs[0])] if len(programs) == 1 else simulate_stages(programs, costs).reports

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from terrace.base.errors import PlanError
 from terrace.cluster.presets import load_cluster
+from terrace.model.block_operations import layer_operations
 from terrace.plan.layout import Layout
 from terrace.plan.memory import model_state_bytes
 from terrace.plan.mesh import Mesh
@@ -142,7 +143,9 @@ def test_a_plan_of_the_data_axis_is_priced_as_its_program_is_simulated(cluster: 
         estimate = evaluator.evaluate(candidate)
         program, costs = evaluator.program(evaluator.estimator.split.whole(), candidate, num_micros(task, candidate))
         plan = plan_of(task, candidate)
-        work = work_of(task.cluster, plan, task.model, task.sequence)  # what `terrace simulate` prices
+        work = work_of(
+            task.cluster, plan, layer_operations(task.model), task.sequence
+        )  # what `terrace simulate` prices
         assert work.flash == flash
         real = build(task.cluster, plan, task.blocks, num_micros(task, candidate))
         whole = simulate(real, step_costs(real, work))
@@ -182,7 +185,7 @@ def test_a_plan_of_the_tensor_axis_is_priced_as_its_program_is_simulated(
         plan, micros = plan_of(task, candidate), num_micros(task, candidate)
         estimate = evaluator.evaluate(candidate)
         real = build(task.cluster, plan, task.blocks, micros, task.sequence)
-        work = work_of(task.cluster, plan, task.model, task.sequence)
+        work = work_of(task.cluster, plan, layer_operations(task.model), task.sequence)
         whole = simulate(real, step_costs(real, work))
         assert simulate(
             *evaluator.program(evaluator.estimator.split.whole(), candidate, micros)

@@ -7,6 +7,7 @@ import pytest
 
 from terrace.base.boxes import numel
 from terrace.base.errors import PlanError, TerraceError
+from terrace.model.block_operations import layer_operations
 from terrace.plan.hand_over import cells_of, moves_of
 from terrace.planner.roles.costs import Costs
 from terrace.planner.roles.dataflow import Dataflow, Role, ppo
@@ -57,7 +58,7 @@ def test_training_is_the_predicted_step_of_every_update() -> None:
 def test_scores_are_forwards_of_all_responses() -> None:
     own = plan(micro_batch=2)
     role = FLOW.role("reference")
-    work = work_of(TWO, own, role.model, FLOW.sequence)
+    work = work_of(TWO, own, layer_operations(role.model), FLOW.sequence)
     each = sum(seconds_of(TWO.device, work, block).forward_s for block in role.blocks)
     # 64 responses on 16 ranks, two at a time.
     assert Costs(FLOW).of(role, TWO, own).score_s == pytest.approx(2 * each, rel=1e-2)

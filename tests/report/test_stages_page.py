@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from terrace.model.block_operations import layer_operations
 from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
 from terrace.plan.validate import num_micro_batches
@@ -41,7 +42,7 @@ def step_of(schedule: str = "1f1b", batch: int = 16, name: str = DGX.name) -> St
         blocks=task.blocks,
         num_micros=num_micro_batches(plan, Layout.of(cluster, plan), batch),
         sequence=task.sequence,
-        work=work_of(cluster, plan, EIGHT, task.sequence),
+        work=work_of(cluster, plan, layer_operations(EIGHT), task.sequence),
     )
 
 

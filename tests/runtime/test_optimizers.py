@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from terrace.base.errors import ConfigError, PlanError
 from terrace.checkpoint.layout import block_layouts
 from terrace.launch.start import LocalPool, World
-from terrace.model.blocks import model_of
 from terrace.plan.flats import block_flats, orthogonalised
 from terrace.plan.kinds import Kinds
 from terrace.plan.layout import state_layout
@@ -302,7 +301,8 @@ def test_settings_that_cannot_be_are_refused(values: dict[str, Any], said: str) 
 
 
 def test_muon_takes_the_matrices_of_blocks_that_say_they_are_layers() -> None:
-    config, cluster = model_of(MODELS["llama tied"].declared), cluster_of(2)
+    config, cluster = MODELS["llama tied"].config, cluster_of(2)
+    assert config is not None
     plan = exact("zero1", cluster, update="muon")
     headless, two_tables = differing(config)[2:]
     for blocks, layers in ((headless, [1, 2]), (two_tables, [2, 3]), (undeclared(config)[0], [1, 2])):

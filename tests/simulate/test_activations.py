@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from terrace.base.errors import PlanError
 from terrace.model import pair_kernels
 from terrace.model.attention import SHORT_SEQUENCE
+from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig, parse_model
 from terrace.model.decoder import DecoderLayer, build_blocks, token_loss
@@ -18,15 +19,15 @@ from terrace.model.experts.balance import BalanceConfig
 from terrace.model.experts.gating import Gating, Kept, Passage
 from terrace.model.experts.mixture import Router
 from terrace.model.init import initialise
-from terrace.model.spec import Computes
+from terrace.model.operations import INPUT, OUTPUT
 from terrace.plan.recompute import OPERATIONS
 from terrace.runtime.head import chunked_head
 from terrace.runtime.replay import Replays
-from terrace.simulate.activations import BlockActivations, block_activation_bytes
+from terrace.simulate.activations import BlockActivations, activations_of
 from terrace.simulate.masks import CPU_PLAIN_SEQUENCE, CUDNN_HEAD, CUDNN_LENGTHS
-from terrace.simulate.tape import INPUT, OUTPUT, Operation, backward_peak, forward_peak, kept_by_operation
+from terrace.simulate.tape import Node, backward_peak, forward_peak, kept_by_operation
 from terrace.simulate.work import Work
-from tests.support.activations import BATCH, DTYPES, GPT2, HIDDEN, MODELS, VOCAB, rotary_tables
+from tests.support.activations import BATCH, DTYPES, GPT2, HIDDEN, MODELS, VOCAB, layer_activations, rotary_tables
 from tests.support.adopted import Adopted, as_in_a_run
 from tests.support.allocations import addresses, allocated, saved_bytes, seeded
 from tests.support.mixtures import EXPERTS, GATED, mixture
@@ -59,13 +60,19 @@ def test_the_layer_of_table_2(name: str, t: int, sequence_parallel: bool) -> Non
     a, h, layers, _, b = PUBLISHED[name]
     s = 2048
     sbh = s * b * h
-    work = Work(model=gpt(h, a, layers), sequence=s, micro_batch=b, tensor=t, sequence_parallel=sequence_parallel)
+    work = Work(
+        layer=layer_operations(gpt(h, a, layers)),
+        sequence=s,
+        micro_batch=b,
+        tensor=t,
+        sequence_parallel=sequence_parallel,
+    )
     table = sbh * 34 // t if sequence_parallel else sbh * 10 + sbh * 24 // t
     cut = t if sequence_parallel else 1
     statistics = 2 * 2 * s * b * 4 // cut + s * b * (a // t) * 4
-    assert block_activation_bytes(work, Computes.RESIDUAL, "cuda").kept_bytes == table - 2 * sbh // cut + statistics
+    assert layer_activations(work, "cuda").kept_bytes == table - 2 * sbh // cut + statistics
     # With full recomputation the table keeps the whole input on every rank, and this runtime the rank's part.
-    full = block_activation_bytes(replace(work, recompute="full"), Computes.RESIDUAL, "cuda")
+    full = layer_activations(replace(work, recompute="full"), "cuda")
     assert full.input_bytes == 2 * sbh // cut
 
 
@@ -145,16 +152,14 @@ def run_head(
 
 def predict(config: ModelConfig, compute: str, sequence: int, index: int, again: bool) -> BlockActivations:
     work = Work(
-        model=config,
+        layer=layer_operations(config),
         sequence=sequence,
         micro_batch=BATCH,
         recompute="full" if again else "none",
         flash=not (compute == "bf16" and sequence <= CPU_PLAIN_SEQUENCE),
         compute=compute,  # type: ignore[arg-type]
     )
-    computes = block_specs(config)[index].computes
-    assert computes is not None
-    return block_activation_bytes(work, computes, "cpu")
+    return activations_of(work, block_specs(config)[index], "cpu")
 
 
 def scratch_bytes(config: ModelConfig, compute: str, sequence: int) -> int:
@@ -246,14 +251,14 @@ def test_a_layer_whose_operations_are_recomputed(
     with recorded:
         backward, after, _ = allocated(lambda: torch.autograd.backward(output, gradient))
     work = Work(
-        model=config,
+        layer=layer_operations(config),
         sequence=sequence,
         micro_batch=BATCH,
         operations=operations,
         flash=not (compute == "bf16" and sequence <= CPU_PLAIN_SEQUENCE),
         compute=compute,  # type: ignore[arg-type]
     )
-    predicted = block_activation_bytes(work, Computes.RESIDUAL, "cpu")
+    predicted = layer_activations(work, "cpu")
     assert sum(predicted.saved.values()) == left - output.nbytes
     assert after == inputs.nbytes - (left - output.nbytes), "of a backward the gradient of the input is left"
     # Short rows attend by plain products, which convert their operands.
@@ -317,24 +322,24 @@ def check_recomputed(name: str, index: int) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_fused_rms_norm_and_cut_heads_keep_less(name: str) -> None:
-    work = Work(model=MODELS[name], sequence=256)
-    cpu, cuda = (block_activation_bytes(work, Computes.RESIDUAL, backend) for backend in ("cpu", "cuda"))
+    work = Work(layer=layer_operations(MODELS[name]), sequence=256)
+    cpu, cuda = (layer_activations(work, backend) for backend in ("cpu", "cuda"))
     if MODELS[name].norm == "rms":
         assert cuda.kept_bytes < cpu.kept_bytes
-    cut = block_activation_bytes(replace(work, tensor=2), Computes.RESIDUAL)
-    whole_streams = block_activation_bytes(replace(work, tensor=2, sequence_parallel=False), Computes.RESIDUAL)
+    cut = layer_activations(replace(work, tensor=2))
+    whole_streams = layer_activations(replace(work, tensor=2, sequence_parallel=False))
     assert 2 * cut.kept_bytes == cuda.kept_bytes
     assert cut.kept_bytes < whole_streams.kept_bytes < cuda.kept_bytes
-    assert 2 * block_activation_bytes(replace(work, ring=2), Computes.RESIDUAL).kept_bytes == cuda.kept_bytes
+    assert 2 * layer_activations(replace(work, ring=2)).kept_bytes == cuda.kept_bytes
 
 
 def test_a_tape_by_hand() -> None:
     """b = f(a) keeps a; c = g(b) keeps b; output = a + c."""
     sizes = {INPUT: 10, "b": 3, "c": 10, OUTPUT: 10}
     tape = [
-        Operation(name="f", reads=(INPUT,), writes="b", keeps=(INPUT,)),
-        Operation(name="g", reads=("b",), writes="c", keeps=("b",), forward_adds=100, backward_adds=200),
-        Operation(name="sum", reads=(INPUT, "c"), writes=OUTPUT, is_sum=True),
+        Node(name="f", reads=(INPUT,), writes="b", keeps=(INPUT,)),
+        Node(name="g", reads=("b",), writes="c", keeps=("b",), forward_adds=100, backward_adds=200),
+        Node(name="sum", reads=(INPUT, "c"), writes=OUTPUT, is_sum=True),
     ]
     assert kept_by_operation(tape, sizes) == {"g": 3}
     assert forward_peak(tape, sizes, keeping=True) == 10 + 3 + 10 + 100
@@ -352,7 +357,7 @@ def test_a_tape_by_hand() -> None:
 
 
 def test_an_unknown_backend_is_refused() -> None:
-    work: Any = Work(model=MODELS["llama"], sequence=8)
+    work: Any = Work(layer=layer_operations(MODELS["llama"]), sequence=8)
     wrong: Any = "layers"
     with pytest.raises(PlanError, match="backend = 'layers' is not known"):
-        block_activation_bytes(work, Computes.RESIDUAL, wrong)
+        layer_activations(work, wrong)

@@ -10,6 +10,7 @@ import pytest
 from bench.validation import fsmoe, fsmoe_layers
 from terrace.cluster.cluster import Cluster, Kernels, Tier
 from terrace.cluster.presets import load_cluster
+from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig
 from terrace.plan.expert_traffic import ExpertTraffic
@@ -53,7 +54,7 @@ def step_of(cluster: Cluster, model: ModelConfig = MODEL, sequence: int = SEQUEN
         blocks=tuple(block_specs(model)),
         num_micros=3,
         sequence=sequence,
-        work=work_of(cluster, plan, model, sequence),
+        work=work_of(cluster, plan, layer_operations(model), sequence),
     )
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from bench.validation.software import ExposedCosts
 from terrace.base.errors import ClusterError
 from terrace.cluster.cluster import Cluster, Device, Tier
-from terrace.model.blocks import forward_flops
-from terrace.model.spec import Computes
+from terrace.model.block_operations import layer_operations
+from terrace.model.blocks import block_specs, forward_flops
 from terrace.plan.in_block_messages import ContextLeg, ContextMessage
 from terrace.plan.mesh import Mesh
 from terrace.plan.traffic import step_bytes
@@ -28,7 +28,6 @@ from terrace.program.instruction import Instruction, Op
 from terrace.program.lowering import build
 from terrace.program.program import Program
 from terrace.sequence.capacity import most_attended, ring_rank_capacity
-from terrace.simulate.activations import block_activation_bytes
 from terrace.simulate.attention_cost import attention_cost
 from terrace.simulate.cost import step_costs
 from terrace.simulate.critical import critical_path
@@ -39,6 +38,7 @@ from terrace.simulate.layers import core_rounds
 from terrace.simulate.links import rate_bytes_per_s, send_s, tier_penalty
 from terrace.simulate.recording import record
 from terrace.simulate.work import Work
+from tests.support.activations import layer_activations
 from tests.support.attention_waits import attention_waits
 from tests.support.planner_cases import CLUSTERS, SMALL, evaluator_of, gpt, mesh_of, small_task
 
@@ -115,7 +115,7 @@ def test_waits_are_the_closed_form_and_the_messages_priced_one_by_one(mesh: Mesh
     )
     candidate = candidate_of(mesh, recompute=1, micro_batch=2 if mesh.group("data")[1] == 4 else 1)
     program = program_of(task, candidate)
-    work = work_of(task.cluster, program.plan, task.model, task.sequence)
+    work = work_of(task.cluster, program.plan, layer_operations(task.model), task.sequence)
     attention = program.context.attention(program.blocks[LAYER])
     assert attention == attention_bytes(work, program.mesh.group("ulysses"), program.mesh.group("ring"))
     assert attention is not None
@@ -142,7 +142,7 @@ def test_a_plan_of_the_context_axis_is_priced_as_its_program_is_simulated(mesh: 
     task = replace(small_task(two_tiers(), batch=16, model=gpt(4, 512, 8, vocab=1000, positions=4096)), sequence=1024)
     evaluator, candidate = evaluator_of(task), candidate_of(mesh)
     plan, micros, program = plan_of(task, candidate), num_micros(task, candidate), program_of(task, candidate)
-    costs = step_costs(program, work_of(task.cluster, plan, task.model, task.sequence))
+    costs = step_costs(program, work_of(task.cluster, plan, layer_operations(task.model), task.sequence))
     whole = simulate(program, costs)
     assert simulate(*evaluator.program(evaluator.estimator.split.whole(), candidate, micros)).time_s == pytest.approx(
         whole.time_s
@@ -175,7 +175,9 @@ def test_ulysses_goes_inside_a_slow_tier_and_the_ring_across_it() -> None:
     steps = {}
     for name, candidate in (("best", best), ("reverse", reverse)):
         program = program_of(task, candidate)
-        report = simulate(program, step_costs(program, work_of(task.cluster, program.plan, model, task.sequence)))
+        report = simulate(
+            program, step_costs(program, work_of(task.cluster, program.plan, layer_operations(model), task.sequence))
+        )
         steps[name] = report.step_s
     assert steps["reverse"] > 1.1 * steps["best"]
     # Bytes by tier of a layer, in elements of one head of 128, with T tokens of 16 ranks: terrace.plan.context_traffic.
@@ -212,9 +214,9 @@ def test_the_forms_of_a_space_split_heads_and_chunks() -> None:
 
 
 def test_activations_of_a_rank_fall_as_one_over_the_context_ranks() -> None:
-    whole = Work(model=SMALL, sequence=4096)
+    whole = Work(layer=layer_operations(SMALL), sequence=4096)
     for backend in ("cpu", "cuda"):
-        kept = partial(block_activation_bytes, computes=Computes.RESIDUAL, backend=backend)
+        kept = partial(layer_activations, backend=backend)
         for ulysses, ring in ((1, 2), (2, 1), (2, 2), (4, 4)):
             part = kept(replace(whole, ulysses=ulysses, ring=ring))
             # With Ulysses the output is kept where it was attended to and, for the next product, where its tokens are.
@@ -228,18 +230,18 @@ def test_what_costs_balance_is_predicted_for_the_most_that_a_place_may_attend_to
     ulysses: int, ring: int, pooled: int
 ) -> None:
     """With data ranks alone, too: operands, output and log-sums of three even shares, and the output that is held."""
-    even = Work(model=SMALL, sequence=4096, ulysses=ulysses, ring=ring)
+    even = Work(layer=layer_operations(SMALL), sequence=4096, ulysses=ulysses, ring=ring)
     assert even.most_attended == even.attended == 4096 // ring
     work = replace(even, balance="cost", pooled=pooled)
     assert work.most_attended == 3 * even.attended
-    part = block_activation_bytes(work, Computes.RESIDUAL)
+    part = layer_activations(work)
     row = even.attended * 512 // ulysses * 2  # bytes that an even share has in a rank's heads; all 4 have keys
     assert part.saved["attention"] == 3 * (4 * row + even.attended * 4 // ulysses * 4)
     assert part.saved["attention output"] == even.tokens * 512 * 2
     # Gradients of all four, and the keys and gradients of two rounds.
     assert part.backward_peak_bytes >= part.saved["attention"] + 3 * 12 * row
     plan = replace(plan_of(small_task(two_tiers(), batch=16), candidate_of(FORMS[4])), balance="cost")
-    assert work_of(two_tiers(), plan, SMALL, 1024).places == 16  # ring 8, data 2
+    assert work_of(two_tiers(), plan, layer_operations(SMALL), 1024).places == 16  # ring 8, data 2
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=40), st.integers(2, 16), st.integers(0, 20))
@@ -251,7 +253,8 @@ def test_no_capacity_is_above_the_most_that_is_predicted(lengths: list[int], num
 def test_recomputation_costs_attention_and_products_another_forward() -> None:
     cluster = two_tiers()
     plain, half, whole = (
-        attention_cost(cluster, SMALL, recomputed=range(1, 1 + number)) for number in (0, 1, SMALL.num_layers)
+        attention_cost(cluster, block_specs(SMALL), recomputed=range(1, 1 + number))
+        for number in (0, 1, SMALL.num_layers)
     )
     head_s = (
         3 * forward_flops(SMALL, SMALL.num_blocks - 1, 1, 1) / SMALL.num_layers / (312e12 * cluster.device.kernels.gemm)
@@ -266,13 +269,13 @@ def test_recomputation_costs_attention_and_products_another_forward() -> None:
 
 def test_a_device_without_a_peak_of_the_dtype_is_told_at_once() -> None:
     with pytest.raises(ClusterError, match=r"peak_flops_per_s\.fp64"):
-        attention_cost(two_tiers(), SMALL, compute="fp64")
+        attention_cost(two_tiers(), block_specs(SMALL), compute="fp64")
 
 
 def test_with_a_window_nothing_hides_behind_later_rounds() -> None:
-    work = Work(model=replace(SMALL, sliding_window=64), sequence=1024, ring=4)
+    work = Work(layer=layer_operations(replace(SMALL, sliding_window=64)), sequence=1024, ring=4)
     device = two_tiers().device
-    windowed, plain = (core_rounds(device, each) for each in (work, replace(work, model=SMALL)))
+    windowed, plain = (core_rounds(device, each) for each in (work, replace(work, layer=layer_operations(SMALL))))
     assert plain[1][0] - plain[0][0] == pytest.approx(windowed[1][0])  # results are added, and nothing is multiplied
     assert windowed[1][0] > 0
 

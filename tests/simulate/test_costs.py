@@ -10,6 +10,7 @@ from bench.validation.software import with_dropout
 from terrace.base.errors import ClusterError, PlanError
 from terrace.cluster.cluster import Device, Kernels
 from terrace.cluster.presets import load_cluster, preset_names
+from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs, forward_flops
 from terrace.model.config import ModelConfig, parse_model
 from terrace.model.spec import Computes, freeze
@@ -65,7 +66,7 @@ FAMILIES = pytest.mark.parametrize("model", [GPT, NEOX, LLAMA], ids=lambda model
 
 @FAMILIES
 def test_with_free_memory_a_forward_is_its_flops(model: ModelConfig) -> None:
-    work = Work(model=model, sequence=512, micro_batch=2, causal=False)
+    work = Work(layer=layer_operations(model), sequence=512, micro_batch=2, causal=False)
     for index, block in enumerate(block_specs(model)):
         seconds = seconds_of(COMPUTE_ONLY, work, block)
         flops = forward_flops(model, index, 2, 512)
@@ -78,9 +79,9 @@ def test_with_free_memory_a_forward_is_its_flops(model: ModelConfig) -> None:
 
 @FAMILIES
 def test_tensor_and_context_ranks_share_the_flops(model: ModelConfig) -> None:
-    whole = block_seconds(COMPUTE_ONLY, Work(model=model, sequence=512, micro_batch=2), Computes.RESIDUAL)
+    whole = block_seconds(COMPUTE_ONLY, Work(layer=layer_operations(model), sequence=512, micro_batch=2))
     cut = block_seconds(
-        COMPUTE_ONLY, Work(model=model, sequence=512, micro_batch=2, tensor=4, ulysses=2), Computes.RESIDUAL
+        COMPUTE_ONLY, Work(layer=layer_operations(model), sequence=512, micro_batch=2, tensor=4, ulysses=2)
     )
     assert cut.forward_s * 8 == pytest.approx(whole.forward_s)
     assert cut.backward_s * 8 == pytest.approx(whole.backward_s)
@@ -91,8 +92,8 @@ def test_passes_of_a_gpt_layer_are_the_known_bytes(tensor: int) -> None:
     """(22 + 28/t) and (38 + 50/t) bytes an element of the residual stream, beside scores and products, with dropout,
     which adds 2 to each and 5 bytes a score.
     """
-    work = Work(model=GPT, sequence=512, tensor=tensor, sequence_parallel=False, flash=False)
-    seconds = block_seconds(MEMORY_ONLY, work, Computes.RESIDUAL)
+    work = Work(layer=layer_operations(GPT), sequence=512, tensor=tensor, sequence_parallel=False, flash=False)
+    seconds = block_seconds(MEMORY_ONLY, work)
     core = attention_s(MEMORY_ONLY, batch=1, heads=16 // tensor, queries=512, keys=512, head_dim=64, flash=False)
     widths = [(1024, 3072), (1024, 1024), (1024, 4096), (4096, 1024)]
     cuts = [(k, n // tensor) if n >= k and index != 1 else (k // tensor, n) for index, (k, n) in enumerate(widths)]
@@ -111,26 +112,27 @@ def test_no_preset_is_faster_than_its_peaks(name: str, model: ModelConfig) -> No
     device = load_cluster(name).device
     ideal = replace(device, kernels=Kernels())
     for tensor in (1, 4):
-        work = Work(model=model, sequence=512, tensor=tensor)
-        for computes in Computes:
-            real, best = block_seconds(device, work, computes), block_seconds(ideal, work, computes)
+        scalar = block_specs(replace(model, scalar_head=True))[-1]
+        for block in (*block_specs(model), scalar):
+            work = Work(layer=block.operations, sequence=512, tensor=tensor)
+            real, best = block_seconds(device, work), block_seconds(ideal, work)
             for part in ("forward_s", "input_s", "weight_s"):
                 assert getattr(best, part) <= getattr(real, part) < math.inf
             assert real.forward_s > best.forward_s or device.kernels == Kernels()
 
 
 def test_sequence_parallelism_cuts_what_stands_outside_the_products() -> None:
-    work = Work(model=GPT, sequence=512, tensor=4)
-    saved = block_seconds(MEMORY_ONLY, replace(work, sequence_parallel=False), Computes.RESIDUAL).forward_s
-    saved -= block_seconds(MEMORY_ONLY, work, Computes.RESIDUAL).forward_s
+    work = Work(layer=layer_operations(GPT), sequence=512, tensor=4)
+    saved = block_seconds(MEMORY_ONLY, replace(work, sequence_parallel=False)).forward_s
+    saved -= block_seconds(MEMORY_ONLY, work).forward_s
     assert saved == pytest.approx((1 - 1 / 4) * 20 * 512 * 1024 / 2.039e12)
 
 
 @FAMILIES
 def test_what_is_recomputed_is_priced(model: ModelConfig) -> None:
-    work = Work(model=model, sequence=512, flash=False)
-    plain = block_seconds(A100, work, Computes.RESIDUAL)
-    full = block_seconds(A100, replace(work, recompute="full"), Computes.RESIDUAL)
+    work = Work(layer=layer_operations(model), sequence=512, flash=False)
+    plain = block_seconds(A100, work)
+    full = block_seconds(A100, replace(work, recompute="full"))
     assert plain.again_s == 0
     assert full.again_s == plain.forward_s
     assert full.backward_s == pytest.approx(plain.backward_s + plain.forward_s)
@@ -140,7 +142,7 @@ def test_what_is_recomputed_is_priced(model: ModelConfig) -> None:
 @pytest.mark.parametrize("flash", [True, False])
 def test_operations_that_are_recomputed_are_priced(model: ModelConfig, flash: bool) -> None:
     """As they stand in a forward: attention as its kernel, an activation and norms as passes over memory."""
-    work = Work(model=model, sequence=512, flash=flash)
+    work = Work(layer=layer_operations(model), sequence=512, flash=flash)
     parts = {name: operation_seconds(A100, work, (name,)) for name in OPERATIONS}
     core_s, _ = attention_s(
         A100,
@@ -155,8 +157,8 @@ def test_operations_that_are_recomputed_are_priced(model: ModelConfig, flash: bo
     assert parts["attention"] == core_s
     assert parts["mlp"] == memory_s(A100, 2 * operands * 512 * model.intermediate_size)
     assert parts["norms"] == memory_s(A100, 2 * 4 * 512 * model.hidden_size, 2)
-    plain = block_seconds(A100, work, Computes.RESIDUAL)
-    some = block_seconds(A100, replace(work, operations=OPERATIONS), Computes.RESIDUAL)
+    plain = block_seconds(A100, work)
+    some = block_seconds(A100, replace(work, operations=OPERATIONS))
     assert some.again_s == pytest.approx(sum(parts.values()))
     assert 0 < some.again_s < plain.forward_s
     assert (some.forward_s, some.input_s, some.weight_s) == (plain.forward_s, plain.input_s, plain.weight_s)
@@ -169,7 +171,7 @@ def test_a_step_that_recomputes_operations_takes_their_seconds(schedule: str | N
     mapping = {} if schedule is None else {"node": {"pipeline": 4, "data": 2}}
     plan = replace(preset("ddp", cluster), compute="bf16", mapping=mapping, schedule=schedule)
     model = replace(LLAMA, num_layers=8)
-    blocks, work = block_specs(model), Work(model=model, sequence=512)
+    blocks, work = block_specs(model), Work(layer=layer_operations(model), sequence=512)
     compute_s = {}
     for recompute in ("", "layers.* every 2: attention", "layers.*: attention, mlp, norms", "layers.*"):
         programs = build_stages(cluster, replace(plan, recompute=(recompute,) if recompute else ()), blocks, 8, 512)
@@ -183,25 +185,25 @@ def test_a_step_that_recomputes_operations_takes_their_seconds(schedule: str | N
 
 
 def test_accumulating_reads_and_writes_the_gradient_once_more() -> None:
-    work = Work(model=GPT, sequence=512)
-    weights_of = {Computes.LOOK_UP: 51200 * 1024, Computes.RESIDUAL: 12 * 1024**2, Computes.LOGITS: 51200 * 1024}
-    for computes, weights in weights_of.items():
-        once, more = (block_seconds(MEMORY_ONLY, work, computes, accumulate=again) for again in (False, True))
+    embedding, layer, *_, head = block_specs(GPT)
+    for block, weights in ((embedding, 51200 * 1024), (layer, 12 * 1024**2), (head, 51200 * 1024)):
+        work = Work(layer=block.operations, sequence=512)
+        once, more = (block_seconds(MEMORY_ONLY, work, accumulate=again) for again in (False, True))
         assert (more.weight_s - once.weight_s) * 2.039e12 == pytest.approx(6 * weights)
         assert (more.forward_s, more.input_s) == (once.forward_s, once.input_s)
 
 
 def test_a_small_layer_waits_for_its_host() -> None:
     slow = replace(A100, kernels=replace(A100.kernels, host_layer_s=1.0))
-    seconds = block_seconds(slow, Work(model=GPT, sequence=512), Computes.RESIDUAL)
+    seconds = block_seconds(slow, Work(layer=layer_operations(GPT), sequence=512))
     assert seconds.forward_s == 1.0
     assert seconds.input_s + seconds.weight_s == pytest.approx(1.0)
 
 
 def test_a_shape_is_priced_with_little_effort() -> None:
     """The search prices thousands."""
-    work = Work(model=LLAMA, sequence=512, micro_batch=7)
-    assert lines_run(lambda: block_seconds(A100, work, Computes.RESIDUAL)) < 1500
+    work = Work(layer=layer_operations(LLAMA), sequence=512, micro_batch=7)
+    assert lines_run(lambda: block_seconds(A100, work)) < 1500
 
 
 def test_the_optimizer_moves_44_bytes_a_parameter() -> None:
@@ -217,10 +219,8 @@ def test_flops_are_the_published_formulas() -> None:
     unit = batch * sequence * layers * hidden**2
     attention, head = sequence / hidden, vocab / (layers * hidden)
     assert model_flops(GPT, sequence, batch) == pytest.approx(72 * unit * (1 + attention / 6 + head / 12))
-    work = Work(model=GPT, sequence=sequence, flash=False)
-    full = hardware_flops(replace(work, recompute="full"), batch)
+    full = hardware_flops(GPT, sequence, batch)
     assert full == pytest.approx(96 * unit * (1 + attention / 6 + head / 16))
-    assert hardware_flops(work, batch) == model_flops(GPT, sequence, batch)
 
 
 # Costs of a program
@@ -234,8 +234,8 @@ def _program(num_micros: int = 2, **changes: object):  # type: ignore[no-untyped
 
 def test_step_costs_take_work() -> None:
     program = _program()
-    costs = step_costs(program, Work(model=LLAMA, sequence=512))
-    layer = block_seconds(A100, Work(model=LLAMA, sequence=512), Computes.RESIDUAL, accumulate=True)
+    costs = step_costs(program, Work(layer=layer_operations(LLAMA), sequence=512))
+    layer = block_seconds(A100, Work(layer=layer_operations(LLAMA), sequence=512), accumulate=True)
     assert costs.forward_s[1] == layer.forward_s
     assert costs.backward_s[1] == layer.input_s + layer.weight_s
     constants = A100.kernels.optimizer_s + len(program.blocks) * A100.kernels.launch_s
@@ -248,7 +248,7 @@ def test_the_optimizer_s_constant_counts_once_where_the_last_block_is_frozen() -
     cluster, blocks = load_cluster("dgx-a100"), block_specs(LLAMA)
     frozen = freeze(blocks, (f"{blocks[-1].name}.*",))
     program = build(cluster, replace(preset("zero3", cluster), compute="bf16"), frozen, 2)
-    work = Work(model=LLAMA, sequence=512)
+    work = Work(layer=layer_operations(LLAMA), sequence=512)
     update_s, whole_s = step_costs(program, work).update_s, step_costs(_program(), work).update_s
     assert update_s[:-2] == whole_s[:-2]
     assert update_s[-2] == pytest.approx(whole_s[-2] + A100.kernels.optimizer_s)
@@ -258,10 +258,10 @@ def test_the_optimizer_s_constant_counts_once_where_the_last_block_is_frozen() -
 def test_work_that_is_not_the_plan_s_is_refused() -> None:
     program = _program()
     for work, message in (
-        (Work(model=LLAMA, sequence=512, micro_batch=3), "3 sequences in bf16"),
-        (Work(model=LLAMA, sequence=512, compute="fp32"), "1 sequences in fp32"),
-        (Work(model=LLAMA, sequence=512, recompute="full"), "the plan says what is recomputed"),
-        (Work(model=LLAMA, sequence=512, operations=("mlp",)), "the plan says what is recomputed"),
+        (Work(layer=layer_operations(LLAMA), sequence=512, micro_batch=3), "3 sequences in bf16"),
+        (Work(layer=layer_operations(LLAMA), sequence=512, compute="fp32"), "1 sequences in fp32"),
+        (Work(layer=layer_operations(LLAMA), sequence=512, recompute="full"), "the plan says what is recomputed"),
+        (Work(layer=layer_operations(LLAMA), sequence=512, operations=("mlp",)), "the plan says what is recomputed"),
     ):
         with pytest.raises(PlanError, match=message):
             step_costs(program, work)
@@ -269,10 +269,12 @@ def test_work_that_is_not_the_plan_s_is_refused() -> None:
 
 def test_blocks_are_priced_at_their_own_sizes() -> None:
     program = _program()
-    work = Work(model=LLAMA, sequence=512)
-    other = replace(work, model=replace(LLAMA, intermediate_size=8, num_layers=1))
+    work = Work(layer=layer_operations(LLAMA), sequence=512)
+    other = replace(work, layer=layer_operations(replace(LLAMA, intermediate_size=8, num_layers=1)))
     assert step_costs(program, other) == step_costs(program, work)
-    wide = replace(program.blocks[1], config=replace(LLAMA, intermediate_size=64 * LLAMA.intermediate_size))
+    wide = replace(
+        program.blocks[1], declared=layer_operations(replace(LLAMA, intermediate_size=64 * LLAMA.intermediate_size))
+    )
     blocks = (program.blocks[0], wide, *program.blocks[2:])
     costs = step_costs(replace(program, blocks=blocks), work)
     assert costs.forward_s[1] > costs.forward_s[2] == step_costs(program, work).forward_s[2]

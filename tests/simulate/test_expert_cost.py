@@ -8,9 +8,9 @@ import pytest
 
 from terrace.cluster.cluster import Kernels
 from terrace.cluster.presets import load_cluster
+from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs, forward_flops
 from terrace.model.experts.config import ExpertsConfig
-from terrace.model.spec import Computes
 from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.simulate.activations import activations_of
 from terrace.simulate.experts import priced_experts
@@ -33,7 +33,9 @@ def test_with_free_memory_a_pass_is_the_flops_of_active_experts(name: str, seque
     model = mixture(EXPERTS[name])
     flops = forward_flops(model, 1, 1, sequence)
     core = 4 * sequence**2 * model.num_heads * model.head_dim
-    seconds = seconds_of(COMPUTE_ONLY, Work(model=model, sequence=sequence, causal=False), block_specs(model)[1])
+    seconds = seconds_of(
+        COMPUTE_ONLY, Work(layer=layer_operations(model), sequence=sequence, causal=False), block_specs(model)[1]
+    )
     assert seconds.forward_s * 312e12 == pytest.approx(flops, abs=1e-3)
     assert seconds.weight_s * 312e12 == pytest.approx(flops - core, abs=1e-3)
     assert seconds.input_s * 312e12 == pytest.approx(flops - core + 2.5 * core, abs=1e-3)
@@ -69,9 +71,9 @@ def test_passes_over_memory_are_the_known_bytes() -> None:
 def _added(experts: ExpertsConfig, tokens: int, **more: Any) -> tuple[float, float, float]:
     # A dense layer has the same attention, norms and sums, and its MLP's two products and activation.
     dense = replace(mixture(experts), experts=None)
-    work = Work(model=mixture(experts), sequence=tokens)
-    found = block_seconds(MEMORY_ONLY, work, Computes.RESIDUAL, **more)
-    whole = block_seconds(MEMORY_ONLY, replace(work, model=dense), Computes.RESIDUAL, **more)
+    work = Work(layer=layer_operations(mixture(experts)), sequence=tokens)
+    found = block_seconds(MEMORY_ONLY, work, **more)
+    whole = block_seconds(MEMORY_ONLY, replace(work, layer=layer_operations(dense)), **more)
     mlp = products_bytes(2, (tokens, 64, 2 * 96), (tokens, 96, 64))
     accumulated = 6 * 3 * 64 * 96 if more else 0
     return (
@@ -102,7 +104,10 @@ def test_a_shared_expert_is_an_mlp_of_its_own() -> None:
 def test_a_host_launches_the_products_of_every_expert() -> None:
     slow = replace(A100, kernels=replace(A100.kernels, host_layer_s=1.0))
     few, many = (
-        block_seconds(slow, Work(model=mixture(replace(PLAIN, num_experts=count)), sequence=512), Computes.RESIDUAL)
+        block_seconds(
+            slow,
+            Work(layer=layer_operations(mixture(replace(PLAIN, num_experts=count))), sequence=512),
+        )
         for count in (8, 128)
     )
     assert few.forward_s == pytest.approx(1 + (20 + 3 * 8) / 38)
@@ -114,10 +119,11 @@ def test_a_host_launches_the_products_of_every_expert() -> None:
 def test_a_host_launches_the_products_of_the_experts_that_its_rank_holds(pieces: int) -> None:
     """16 ranks share 128 experts: 8 products of each kind for each piece of the tokens, not 128."""
     slow = replace(A100, kernels=replace(A100.kernels, host_layer_s=1.0))
-    work = Work(model=mixture(replace(PLAIN, num_experts=128)), sequence=512)
+    model = mixture(replace(PLAIN, num_experts=128))
+    work = Work(layer=layer_operations(model), sequence=512)
     numbers = {"num_units": 16, "num_rows": 1, "pieces": pieces, "shares": False, "chunks": (pieces, pieces)}
     _, divided = priced_experts(slow, work, cast(ExpertTraffic, SimpleNamespace(**numbers)), False)
-    found = seconds_of(slow, work, block_specs(work.model)[1], divided=divided)
+    found = seconds_of(slow, work, block_specs(model)[1], divided=divided)
     wanted_s = 1 + (20 + 14 * (pieces - 1) + 3 * 8 * pieces) / 38
     assert found.forward_s == pytest.approx(wanted_s)
     assert found.input_s + found.weight_s == pytest.approx(wanted_s)
@@ -128,7 +134,7 @@ def test_a_dense_layer_among_mixtures_is_that_of_a_dense_model(experts: ExpertsC
     """Seconds and bytes; embedding and head too."""
     model = mixture(experts, dense_layers=(0, 2))
     dense = replace(model, experts=None)
-    work, alone = (Work(model=each, sequence=256, micro_batch=2) for each in (model, dense))
+    work, alone = (Work(layer=layer_operations(each), sequence=256, micro_batch=2) for each in (model, dense))
     for index, (block, other) in enumerate(zip(block_specs(model), block_specs(dense), strict=True)):
         alike = index not in (2, 4)
         assert (seconds_of(A100, work, block) == seconds_of(A100, alone, other)) == alike
@@ -137,4 +143,6 @@ def test_a_dense_layer_among_mixtures_is_that_of_a_dense_model(experts: ExpertsC
     # What a layer costs among others is what it costs where all are alike.
     whole = mixture(experts)
     first = block_specs(whole)[1]
-    assert seconds_of(A100, work, block_specs(model)[2]) == seconds_of(A100, replace(work, model=whole), first)
+    assert seconds_of(A100, work, block_specs(model)[2]) == seconds_of(
+        A100, replace(work, layer=layer_operations(whole)), first
+    )

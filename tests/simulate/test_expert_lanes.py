@@ -12,6 +12,7 @@ from rich.console import Console
 
 from terrace.cluster.cluster import Cluster, Kernels, Tier
 from terrace.cluster.presets import load_cluster
+from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
@@ -58,7 +59,7 @@ def step_of(cluster: Cluster, name: str = "three-level", num_micros: int = 3, **
         plan, expert_chunks={"forward": 1, "backward": 1, **plan.expert_chunks}
     )  # what is left out is chosen
     blocks = tuple(block_specs(MODEL))
-    work = work_of(cluster, plan, MODEL, SEQUENCE)
+    work = work_of(cluster, plan, layer_operations(MODEL), SEQUENCE)
     return Step(cluster=cluster, plan=plan, blocks=blocks, num_micros=num_micros, sequence=SEQUENCE, work=work)
 
 

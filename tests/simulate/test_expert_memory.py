@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
 from terrace.plan.expert_traffic import mean_units
 from terrace.plan.kinds import Kinds
@@ -13,7 +14,7 @@ from terrace.plan.wire import MessageClass
 from terrace.program.lowering import build
 from terrace.simulate.advice import Job, worst_words
 from terrace.simulate.footprint import LOAD_FACTOR, footprint, work_of
-from terrace.simulate.mlp_tape import rows_of, worst_load
+from terrace.simulate.kept_by_mixture import rows_of, worst_load
 from tests.support.mixtures import PLAIN, mixture
 from tests.support.toys import cluster_of
 
@@ -23,7 +24,7 @@ MODEL = mixture(PLAIN, layers=3)
 
 def test_rows_of_a_rank() -> None:
     plan = replace(preset("zero3", CLUSTER), experts={"package": {"rows": 2}, "node": {"expert": 4}})
-    work = work_of(CLUSTER, plan, MODEL, 64)
+    work = work_of(CLUSTER, plan, layer_operations(MODEL), 64)
     tokens = work.tokens
     # Two ranks' tokens pass each half of an expert, and every token goes to each of the units that has one of its two.
     assert rows_of(work, PLAIN) == (math.ceil(2 * tokens * mean_units(8, 2, 4)), 2 * tokens * 2)

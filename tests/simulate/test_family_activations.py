@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig
 from terrace.model.decoder import build_blocks
@@ -27,8 +28,8 @@ def layer_of(config: ModelConfig, index: int, dtype: torch.dtype) -> nn.Module:
 
 
 def predicted(config: ModelConfig, index: int, compute: str, sequence: int = SEQUENCE) -> BlockActivations:
-    flash = has_flash_attention(config, sequence, compute, "cpu")
-    work = Work(model=config, sequence=sequence, micro_batch=BATCH, flash=flash, compute=compute)  # type: ignore[arg-type]
+    flash = has_flash_attention(layer_operations(config).core, sequence, compute, "cpu")
+    work = Work(layer=layer_operations(config), sequence=sequence, micro_batch=BATCH, flash=flash, compute=compute)  # type: ignore[arg-type]
     return activations_of(work, block_specs(config)[index], "cpu")
 
 

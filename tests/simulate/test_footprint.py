@@ -11,20 +11,20 @@ from hypothesis import strategies as st
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
+from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs, num_params
 from terrace.model.config import ModelConfig, parse_model
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initialise
-from terrace.model.spec import Computes
 from terrace.plan.kinds import Kinds
 from terrace.plan.memory import model_state_bytes
 from terrace.plan.plan import Plan
 from terrace.plan.presets import PRESETS, preset
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
-from terrace.simulate.activations import block_activation_bytes
 from terrace.simulate.advice import Job, fullest_stage
 from terrace.simulate.footprint import Phase, footprint, stage_footprint, work_of
+from tests.support.activations import layer_activations
 from tests.support.allocations import allocated, seeded
 from tests.support.lanes import use_lane
 from tests.support.nightly import in_turns
@@ -182,7 +182,7 @@ def test_tensor_and_pipeline_ranks() -> None:
 def test_which_attention_runs(backend: Any, compute: Any, kv_heads: int, sequence: int, flash: bool) -> None:
     model = replace(SEVEN_B, num_kv_heads=kv_heads)
     plan = replace(preset("zero3", dgx(2)), compute=compute)
-    assert work_of(dgx(2), plan, model, sequence, backend).flash == flash
+    assert work_of(dgx(2), plan, layer_operations(model), sequence, backend).flash == flash
 
 
 @pytest.mark.parametrize(("head_dim", "kv_heads", "flash"), [(256, 8, True), (512, 8, False), (512, 32, True)])
@@ -191,7 +191,7 @@ def test_scores_of_long_grouped_heads_are_written_on_cuda(head_dim: int, kv_head
     model = replace(SEVEN_B, head_dim=head_dim, num_kv_heads=kv_heads)
     work = work_of(dgx(2), bf16("zero3", dgx(2)), model, 2048, "cuda")
     assert work.flash == flash
-    saved = block_activation_bytes(work, Computes.RESIDUAL, "cuda").saved
+    saved = layer_activations(work, "cuda").saved
     scores = 2048 * 2048 * model.num_heads * 4
     assert (saved["attention"] >= scores) != flash
 

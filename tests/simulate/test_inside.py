@@ -11,9 +11,9 @@ from rich.console import Console
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster, Tier
 from terrace.cluster.presets import load_cluster
+from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
 from terrace.model.config import parse_model
-from terrace.model.spec import Computes
 from terrace.plan.plan import Plan
 from terrace.plan.traffic import step_bytes
 from terrace.plan.wire import MessageClass
@@ -23,7 +23,7 @@ from terrace.program.lowering import build
 from terrace.program.program import Program
 from terrace.program.verify import verify
 from terrace.report.inside import inside_table
-from terrace.simulate.activations import block_activation_bytes
+from terrace.simulate.activations import activations_of
 from terrace.simulate.cost import Costs, step_costs
 from terrace.simulate.critical import critical_path
 from terrace.simulate.curve import memory_curve
@@ -35,6 +35,7 @@ from terrace.simulate.recording import record
 from terrace.simulate.small_changes import changes
 from terrace.simulate.step import Step
 from terrace.simulate.work import Work
+from tests.support.activations import layer_activations
 from tests.support.planner_cases import gpt
 
 MODEL = gpt(2, 64, 4, vocab=96, positions=32)
@@ -198,7 +199,7 @@ def test_what_hides_a_message_ends_and_is_slowed() -> None:
 def test_a_step_waits_for_the_sum_of_its_passes(tensor: Any, sequence_parallel: bool) -> None:
     cluster = cluster_of(4 if tensor == {"rows": 2, "columns": 2} else 2, 2)
     program = program_of(cluster, tensor, sequence_parallel=sequence_parallel)
-    costs = step_costs(program, work_of(cluster, program.plan, MODEL, SEQUENCE))
+    costs = step_costs(program, work_of(cluster, program.plan, layer_operations(MODEL), SEQUENCE))
     report = simulate(program, costs)
     passes = [each for each in program.instructions if each.op in (Op.FORWARD, Op.BACKWARD)]
     assert report.time_s["wait tensor"] == pytest.approx(
@@ -215,7 +216,7 @@ def test_the_critical_path_names_the_tiers_of_messages_inside() -> None:
     mapping = {"t0": {"tensor": {"columns": 2}}, "t1": {"tensor": {"rows": 2}}}
     plan = Plan(params="device", grads="device", optimizer="device", mapping=mapping)
     program = build(cluster, plan, block_specs(MODEL), 1, SEQUENCE)
-    recording = record(program, step_costs(program, work_of(cluster, plan, MODEL, SEQUENCE)))
+    recording = record(program, step_costs(program, work_of(cluster, plan, layer_operations(MODEL), SEQUENCE)))
     path = critical_path(recording)
     assert sum(path.seconds.values()) == pytest.approx(recording.report.step_s)
     inside = {tier: spent for (tier, category), spent in path.seconds.items() if category == "tensor"}
@@ -230,10 +231,10 @@ def test_changes_and_memory_over_the_step_know_the_tensor_axis() -> None:
     program = program_of(cluster, 2, params="t1", grads="t1")
 
     def price(each: Program) -> Costs:
-        return step_costs(each, work_of(each.cluster, each.plan, MODEL, SEQUENCE))
+        return step_costs(each, work_of(each.cluster, each.plan, layer_operations(MODEL), SEQUENCE))
 
     recording = record(program, price(program))
-    work = work_of(cluster, program.plan, MODEL, SEQUENCE)
+    work = work_of(cluster, program.plan, layer_operations(MODEL), SEQUENCE)
     blocks = block_specs(MODEL)
     found = changes(
         Step(
@@ -256,11 +257,11 @@ def test_changes_and_memory_over_the_step_know_the_tensor_axis() -> None:
 
 def test_a_work_of_other_ranks_is_refused() -> None:
     program = program_of(cluster_of(2, 2), 2)
-    work = work_of(program.cluster, program.plan, MODEL, SEQUENCE)
+    work = work_of(program.cluster, program.plan, layer_operations(MODEL), SEQUENCE)
     with pytest.raises(PlanError, match="1 x 2 tensor ranks"):
         step_costs(program, replace(work, columns=2))
     with pytest.raises(PlanError, match="columns = 3 do not divide tensor = 4"):
-        Work(model=MODEL, sequence=8, tensor=4, columns=3)
+        Work(layer=layer_operations(MODEL), sequence=8, tensor=4, columns=3)
 
 
 def test_columns_share_products_and_the_stream_but_not_attention() -> None:
@@ -270,7 +271,7 @@ def test_columns_share_products_and_the_stream_but_not_attention() -> None:
     device = replace(device, kernels=kernels)
     model = gpt(2, 4096, 32)
     whole, rows, columns = (
-        block_seconds(device, Work(model=model, sequence=1024, tensor=tensor, columns=c), Computes.RESIDUAL)
+        block_seconds(device, Work(layer=layer_operations(model), sequence=1024, tensor=tensor, columns=c))
         for tensor, c in ((1, 1), (4, 1), (4, 4))
     )
     assert whole.weight_s == pytest.approx(4 * rows.weight_s) == pytest.approx(4 * columns.weight_s)
@@ -297,16 +298,16 @@ def test_a_plan_s_layer_keeps_what_the_published_formulas_say(sequence_parallel:
     mapping = {"node": {"tensor": t, "data": 8 // t}}
     places: dict[str, Any] = {"params": "device", "grads": "device", "optimizer": "device"}
     plan = Plan(mapping=mapping, compute="bf16", sequence_parallel=sequence_parallel, **places)
-    work = replace(work_of(cluster, plan, gpt(96, 12288, 96), 2048), recompute=recompute)
+    work = replace(work_of(cluster, plan, layer_operations(gpt(96, 12288, 96)), 2048), recompute=recompute)
     expected = 2048 * 12288 * FORMULAS[sequence_parallel, recompute](t)
-    assert block_activation_bytes(work, Computes.RESIDUAL, "cuda").kept_bytes == pytest.approx(expected, rel=0.05)
+    assert layer_activations(work, "cuda").kept_bytes == pytest.approx(expected, rel=0.05)
 
 
 def test_columns_cut_the_stream_whether_or_not_tokens_are_split() -> None:
-    work = Work(model=LLAMA, sequence=64, tensor=4, columns=2, sequence_parallel=False)
+    work = Work(layer=layer_operations(LLAMA), sequence=64, tensor=4, columns=2, sequence_parallel=False)
     flat = replace(work, tensor=2, columns=1)
     # The rows see the same inside; the stream outside, 2 inputs of regions and 2 norms, is half.
-    for computes in (Computes.RESIDUAL, Computes.LOGITS):
-        cut, whole = (block_activation_bytes(each, computes, "cuda") for each in (work, flat))
+    for block in block_specs(LLAMA)[-2:]:
+        cut, whole = (activations_of(each, block, "cuda") for each in (work, flat))
         assert cut.input_bytes == whole.input_bytes / 2
         assert cut.kept_bytes < whole.kept_bytes

@@ -12,19 +12,18 @@ from terrace.model.attention import MaskPieces
 from terrace.model.attention_kernel import AttentionKernel
 from terrace.model.attention_plans import AttentionPlans, make_plan
 from terrace.model.block_masks import BLOCK
+from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
 from terrace.model.decoder import build_blocks
 from terrace.model.init import initialise
-from terrace.model.spec import Computes
 from terrace.plan.kinds import Kinds
 from terrace.plan.presets import preset
 from terrace.sequence.pairs import SHORT_PIECE
-from terrace.simulate.activations import block_activation_bytes
 from terrace.simulate.footprint import footprint
 from terrace.simulate.layers import block_seconds
 from terrace.simulate.masks import CPU_SHORT_PIECE, FLEX_BLOCK, core_keys, has_flash_attention, mask_bytes
 from terrace.simulate.work import Work
-from tests.support.activations import BATCH, DTYPES, HIDDEN, MODELS, rotary_tables
+from tests.support.activations import BATCH, DTYPES, HIDDEN, MODELS, layer_activations, rotary_tables
 from tests.support.adopted import as_in_a_run
 from tests.support.allocations import addresses, allocated, saved_bytes, seeded
 from tests.support.toys import cluster_of
@@ -56,14 +55,14 @@ class Measured:
         self.forward_peak = forward_peak + inputs.nbytes
         self.backward_peak = backward_peak + left + inputs.nbytes + gradient.nbytes
         self.work = Work(
-            model=config,
+            layer=layer_operations(config),
             sequence=sequence,
             micro_batch=BATCH,
             compute=compute,  # type: ignore[arg-type]
-            flash=has_flash_attention(config, sequence, compute, "cpu", rows is not None),
+            flash=has_flash_attention(layer_operations(config).core, sequence, compute, "cpu", rows is not None),
             documents=rows is not None,
         )
-        self.predicted = block_activation_bytes(self.work, Computes.RESIDUAL, "cpu")
+        self.predicted = layer_activations(self.work, "cpu")
 
     def _masks(self) -> list[Tensor]:
         plans = self.block.attention.plans
@@ -136,9 +135,9 @@ def test_the_footprint_has_positions_and_masks() -> None:
 
 
 def test_grouped_heads_that_are_repeated_are_kept() -> None:
-    work = Work(model=MODELS["llama"], sequence=256, micro_batch=BATCH)
+    work = Work(layer=layer_operations(MODELS["llama"]), sequence=256, micro_batch=BATCH)
     plain, masked, varlen = (
-        block_activation_bytes(one, Computes.RESIDUAL, "cuda").kept_bytes
+        layer_activations(one, "cuda").kept_bytes
         for one in (work, replace(work, documents=True, attention="sdpa"), replace(work, documents=True))
     )
     assert masked - plain == 2 * work.tokens * HIDDEN * 2
@@ -154,7 +153,12 @@ def test_plans_of_kernels_take_what_is_predicted(
     sequence = 300
     model = replace(MODELS["llama"], sliding_window=window)
     work = Work(
-        model=model, sequence=sequence, micro_batch=BATCH, compute="bf16", documents=bool(rows), attention=kernel
+        layer=layer_operations(model),
+        sequence=sequence,
+        micro_batch=BATCH,
+        compute="bf16",
+        documents=bool(rows),
+        attention=kernel,
     )
     begins = torch.zeros(BATCH if rows or kernel == "varlen" else 1, sequence, dtype=torch.bool)
     begins[:, 0] = True
@@ -176,7 +180,7 @@ def test_plans_of_kernels_take_what_is_predicted(
 def test_a_window_of_a_lean_kernel_is_priced_by_what_it_sees() -> None:
     model = replace(MODELS["llama"], sliding_window=256)
     for kernel in ("varlen", "flex"):
-        work = Work(model=model, sequence=4096, attention=kernel)
+        work = Work(layer=layer_operations(model), sequence=4096, attention=kernel)
         seen = sum(min(place + 1, 256) for place in range(4096)) / 4096
         keys, causal = core_keys(work, "cuda")
         assert causal
@@ -189,7 +193,7 @@ def test_a_window_is_priced_by_the_keys_that_are_multiplied() -> None:
     """Pairs that the pieces of a plan multiply, in all; whole rows under a mask."""
     for window, sequence in ((96, 960), (20, 640), (0, 512), (600, 512), (40, 60)):
         model = replace(MODELS["llama"], sliding_window=window)
-        work = Work(model=model, sequence=sequence)
+        work = Work(layer=layer_operations(model), sequence=sequence)
         query = torch.empty(1, 1, sequence, 4)
         plan = AttentionPlans(window).plan(None, query)
         keys, causal = core_keys(work, "cpu")
@@ -203,9 +207,7 @@ def test_a_window_is_priced_by_the_keys_that_are_multiplied() -> None:
     cpu = cluster_of(1).device
     model = MODELS["llama"]
     whole, cut = (
-        block_seconds(
-            cpu, Work(model=replace(model, sliding_window=window), sequence=4096), Computes.RESIDUAL
-        ).forward_s
+        block_seconds(cpu, Work(layer=layer_operations(replace(model, sliding_window=window)), sequence=4096)).forward_s
         for window in (0, 128)
     )
     assert cut < 0.7 * whole

@@ -8,10 +8,10 @@ import pytest
 from terrace.base.errors import ClusterError, PlanError
 from terrace.cluster.cluster import Kernels
 from terrace.cluster.presets import load_cluster
+from terrace.model.block_operations import head_operations, layer_operations
 from terrace.model.blocks import block_specs
 from terrace.model.config import parse_model
 from terrace.model.experts.config import ExpertsConfig
-from terrace.model.spec import Computes
 from terrace.plan.kinds import Kinds
 from terrace.plan.presets import preset
 from terrace.plan.wire import MessageClass
@@ -135,7 +135,7 @@ def test_steps_that_share_scales() -> None:
                 blocks=specs,
                 num_micros=1,
                 sequence=4096,
-                work=work_of(cluster, each, MODEL, 4096),
+                work=work_of(cluster, each, layer_operations(MODEL), 4096),
             )
         )
         for each in (plan, coded)
@@ -148,7 +148,7 @@ def test_steps_that_share_scales() -> None:
         assert sizes[1][category] < sizes[0][category], category
     program = build(cluster, coded, specs, 1, 4096)
     with pytest.raises(PlanError, match="the work has products = 'fp8', the plan 'fp8', with weights held as codes"):
-        step_costs(program, work_of(cluster, plan, MODEL, 4096))
+        step_costs(program, work_of(cluster, plan, layer_operations(MODEL), 4096))
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -156,14 +156,15 @@ def test_experts_are_priced_each_by_itself(accumulate: bool) -> None:
     """The products of every expert over its rows, and a copy of their results; passes over rows are as in bf16."""
     experts = ExpertsConfig(num_experts=8, per_token=2, intermediate_size=512)
     plain, scaled = (
-        Work(model=replace(MODEL, experts=experts), sequence=1024, products=products) for products in (None, "fp8")
+        Work(layer=layer_operations(replace(MODEL, experts=experts)), sequence=1024, products=products)
+        for products in (None, "fp8")
     )
     rows, hidden, inner = 1024 * 2 // 8, 4096, 512
     enters = Matrices(rows, hidden, inner, 1)
     of_one = [enters, enters._replace(is_entered=True), Matrices(rows, inner, hidden, 1)]
     shapes = [(rows, hidden, inner), (rows, hidden, inner), (rows, inner, hidden)]
     device = replace(H100, kernels=replace(H100.kernels, launch_s=0.0))
-    before, after = (passed_seconds(device, each, experts, 1024, accumulate) for each in (plain, scaled))
+    before, after = (passed_seconds(device, each, each.layer.mixture, 1024, accumulate) for each in (plain, scaled))
     products = scaled_seconds(device, of_one, "bf16", "fp8", accumulate=accumulate)
     turns = [(0, 1, 2), (0, 2, 1), (1, 0, 2)]  # of a forward, input and weight gradients
     for part, turn in enumerate(turns):
@@ -188,29 +189,23 @@ def test_kernels_are_launched_for_every_operand() -> None:
 
 
 def test_large_layers_gain_and_small_ones_lose() -> None:
-    wide, narrow = Work(model=MODEL, sequence=8192), Work(model=MODEL, sequence=64)
+    wide, narrow = Work(layer=layer_operations(MODEL), sequence=8192), Work(layer=layer_operations(MODEL), sequence=64)
     for work, faster in ((wide, True), (narrow, False)):
-        plain, scaled = (
-            block_seconds(H100, replace(work, products=products), Computes.RESIDUAL) for products in (None, "fp8:row")
-        )
+        plain, scaled = (block_seconds(H100, replace(work, products=products)) for products in (None, "fp8:row"))
         assert (scaled.forward_s + scaled.backward_s < plain.forward_s + plain.backward_s) == faster
-    again = block_seconds(H100, replace(wide, products="fp8", recompute="full"), Computes.RESIDUAL)
+    again = block_seconds(H100, replace(wide, products="fp8", recompute="full"))
     assert again.again_s == again.forward_s
     # The head keeps its dtype.
-    assert block_seconds(H100, replace(wide, products="fp8"), Computes.LOGITS) == block_seconds(
-        H100, wide, Computes.LOGITS
-    )
+    head = replace(wide, layer=head_operations(MODEL))
+    assert block_seconds(H100, replace(head, products="fp8")) == block_seconds(H100, head)
 
 
 @pytest.mark.parametrize(("operation", "width"), {"mlp": 14336, "attention": 4096, "norms": 2 * 4096}.items(), ids=str)
 def test_inputs_that_come_again_are_quantised_again(operation: str, width: int) -> None:
     """In the backward, from values: 5 bytes an element and 2 to turn, and no codes in the forward."""
-    work = Work(model=MODEL, sequence=8192, products="fp8")
+    work = Work(layer=layer_operations(MODEL), sequence=8192, products="fp8")
     device = replace(H100, kernels=replace(H100.kernels, launch_s=0.0))
-    kept, again = (
-        block_seconds(device, replace(work, operations=operations), Computes.RESIDUAL)
-        for operations in ((), (operation,))
-    )
+    kept, again = (block_seconds(device, replace(work, operations=operations)) for operations in ((), (operation,)))
     numel_s = 8192 * width / (device.memory_bandwidth_bytes_per_s * device.kernels.memory)
     assert kept.forward_s - again.forward_s == pytest.approx(2 * numel_s)
     assert again.weight_s - kept.weight_s == pytest.approx(7 * numel_s)
@@ -218,8 +213,7 @@ def test_inputs_that_come_again_are_quantised_again(operation: str, width: int) 
 
 def test_sequence_parallel_ranks_gather_inputs_again() -> None:
     """Those of query, key and value, and of gate and up; a layer that is recomputed gathers them once."""
-    work = Work(model=MODEL, sequence=8192, tensor=2, products="fp8")
-    shapes = [(1, 1, 1)] * 4
+    work = Work(layer=layer_operations(MODEL), sequence=8192, tensor=2, products="fp8")
     whole = [False] * 4
     for each, wanted in (
         (work, [True, False, True, False]),
@@ -227,7 +221,7 @@ def test_sequence_parallel_ranks_gather_inputs_again() -> None:
         (replace(work, tensor=1), whole),
         (replace(work, recompute="full"), whole),
     ):
-        assert [matrices.returns for matrices in matrices_of(each, shapes)] == wanted
+        assert [matrices.returns for matrices in matrices_of(each)] == wanted
 
 
 def test_a_cpu_multiplies_in_fp32() -> None:
@@ -244,7 +238,10 @@ def test_a_device_without_the_peak() -> None:
 def test_a_plan_and_its_work_say_the_same() -> None:
     cluster, blocks = load_cluster("dgx-h100"), block_specs(MODEL)
     plan = replace(preset("zero3", cluster), compute="bf16", products="fp8")
-    program, work = build(cluster, plan, blocks, 2, 512), work_of(cluster, plan, MODEL, 512)
+    program, work = (
+        build(cluster, plan, blocks, 2, 512),
+        work_of(cluster, plan, layer_operations(MODEL), 512),
+    )
     assert work.products == "fp8"
     scaled = step_costs(program, work)
     assert (
@@ -271,7 +268,7 @@ def test_a_step_as_the_documents_quote_it() -> None:
             blocks=blocks,
             num_micros=32,
             sequence=8192,
-            work=work_of(cluster, each, model, 8192),
+            work=work_of(cluster, each, layer_operations(model), 8192),
         )
         steps.append(predict_step(step).step_s)
         held = footprint(cluster, each, Kinds.of(blocks), 8192, 32)["params"]

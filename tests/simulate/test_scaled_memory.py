@@ -8,19 +8,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from terrace.model.block_operations import layer_operations
 from terrace.model.config import ModelConfig
 from terrace.model.decoder import DecoderLayer, build_blocks
 from terrace.model.init import initialise
-from terrace.model.spec import Computes
 from terrace.plan.products import parse_products
 from terrace.plan.recompute import OPERATIONS
 from terrace.runtime.linear import Matrix
 from terrace.runtime.replay import Replays
 from terrace.runtime.scaled_linear import ScaledMatrix
 from terrace.runtime.scaling import Scaling
-from terrace.simulate.activations import BlockActivations, block_activation_bytes
+from terrace.simulate.activations import BlockActivations
 from terrace.simulate.work import Work
-from tests.support.activations import BATCH, DTYPES, HIDDEN, MODELS, rotary_tables
+from tests.support.activations import BATCH, DTYPES, HIDDEN, MODELS, layer_activations, rotary_tables
 from tests.support.adopted import as_in_a_run
 from tests.support.allocations import addresses, allocated, saved_bytes, seeded
 from tests.support.mixtures import EXPERTS, mixture
@@ -55,14 +55,14 @@ def scale(layer: nn.Module, products: str) -> None:
 
 def predicted(config: ModelConfig, compute: Any, products: str | None, operations: tuple[str, ...] = ()) -> Any:
     work = Work(
-        model=config,
+        layer=layer_operations(config),
         sequence=SEQUENCE,
         micro_batch=BATCH,
         operations=operations,
         compute=compute,
         products=products,
     )
-    found: BlockActivations = block_activation_bytes(work, Computes.RESIDUAL, "cpu")
+    found: BlockActivations = layer_activations(work, "cpu")
     return found
 
 
@@ -131,8 +131,8 @@ def test_what_waits_for_the_second_half_of_a_backward(name: str, products: str, 
 
 def test_tensor_ranks_gather_inputs_again() -> None:
     """With sequence parallelism a rank keeps its part of an input; what is whole anyway it keeps as codes."""
-    cut = Work(model=MODELS["llama"], sequence=SEQUENCE, tensor=2, products="fp8")
+    cut = Work(layer=layer_operations(MODELS["llama"]), sequence=SEQUENCE, tensor=2, products="fp8")
     for work, wanted in ((cut, False), (replace(cut, sequence_parallel=False), True)):
-        saved = block_activation_bytes(work, Computes.RESIDUAL, "cuda").saved
+        saved = layer_activations(work, "cuda").saved
         tokens = SEQUENCE * HIDDEN
         assert saved["query"] == (tokens + 4 if wanted else tokens // 2 * 2), saved

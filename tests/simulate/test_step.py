@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from terrace.base.errors import PlanError
+from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
 from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
@@ -39,7 +40,7 @@ def step_of(batch: int, schedule: str | None = "1f1b", stages: int = 4, **change
         blocks=block_specs(MODEL),
         num_micros=num_micro_batches(plan, Layout.of(DGX, plan), batch),
         sequence=256,
-        work=work_of(DGX, plan, MODEL, 256),
+        work=work_of(DGX, plan, layer_operations(MODEL), 256),
     )
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from terrace.cluster.presets import load_cluster
+from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
 from terrace.model.lora.config import LoraConfig, with_adapters
 from terrace.model.spec import BlockSpec, freeze
@@ -49,7 +50,7 @@ def test_a_tied_head_computes_the_gradient_of_its_matrix_if_that_trains(patterns
 
 def test_a_head_that_is_frozen_takes_no_seconds_for_its_gradient() -> None:
     cluster, blocks = load_cluster("dgx-a100"), block_specs(TIED)
-    work = Work(model=TIED, sequence=256)
+    work = Work(layer=layer_operations(TIED), sequence=256)
     plan = replace(preset("zero3", cluster), compute="bf16")
     whole, frozen = (
         step_costs(build(cluster, plan, each, 1), work).backward_s[-1] for each in (blocks, freeze(blocks, ["emb*"]))

@@ -6,6 +6,7 @@ from typing import Literal
 import pytest
 
 from terrace.cluster.presets import load_cluster
+from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig, parse_model
 from terrace.model.kinds import LayerKind, Scales
@@ -31,7 +32,7 @@ NARROW = replace(WHOLE, sliding_window=WINDOW)
 def layer_s(model: ModelConfig, index: int, device: str) -> float:
     cluster = load_cluster(device)
     plan = replace(preset("ddp", cluster), mapping={})
-    work = work_of(cluster, plan, model, SEQUENCE, cluster.device.backend)
+    work = work_of(cluster, plan, layer_operations(model), SEQUENCE, cluster.device.backend)
     return seconds_of(cluster.device, work, block_specs(model)[index]).forward_s
 
 
@@ -75,11 +76,11 @@ def test_capped_scores_pass_through_memory(device: str, compute: Literal["fp32",
     plan, backend = replace(preset("ddp", cluster), mapping={}, compute=compute), cluster.device.backend
     found = []
     for model in (WHOLE, capped):
-        work = work_of(cluster, plan, model, SEQUENCE, backend, attention="sdpa")
+        work = work_of(cluster, plan, layer_operations(model), SEQUENCE, backend, attention="sdpa")
         block = block_specs(model)[1]
         found.append((seconds_of(cluster.device, work, block).forward_s, activations_of(work, block, backend)))
     assert found[0][0] < found[1][0]
     scores = 4 * plan.micro_batch * WHOLE.num_heads * SEQUENCE**2
     assert sum(found[1][1].saved.values()) - sum(found[0][1].saved.values()) > 1.9 * scores
     # FlexAttention caps in its kernel.
-    assert work_of(cluster, plan, capped, SEQUENCE, "cuda").flash
+    assert work_of(cluster, plan, layer_operations(capped), SEQUENCE, "cuda").flash

@@ -6,7 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from terrace.model.block_operations import layer_operations
 from terrace.model.config import parse_model
+from terrace.simulate.activations import BlockActivations, block_activation_bytes
+from terrace.simulate.block_tape import Backend
+from terrace.simulate.work import Work
 
 VOCAB, HIDDEN, BATCH = 101, 64, 2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -40,6 +44,11 @@ FAMILIES = {
     ),
     "olmo2": parse_model(_LLAMA | {"model_type": "olmo2"}),
 }
+
+
+def layer_activations(work: Work, backend: Backend = "cuda") -> BlockActivations:
+    """Activations of a layer of the model of `work`."""
+    return block_activation_bytes(work, layer_operations(work.model), backend)
 
 
 def rotary_tables(block: nn.Module) -> list[Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 from terrace.cluster.cluster import Cluster, Device, Kernels
 from terrace.cluster.presets import load_cluster
 from terrace.model.attention_kernel import AttentionKernel
-from terrace.model.spec import Computes
+from terrace.model.block_operations import layer_operations
 from terrace.probe.fit import AttentionSample, GemmSample, LayerSample, LinkSample, OptimizerSample, PassSample
 from terrace.probe.grid import gemm_shapes, layer_shapes, message_sizes, orientations
 from terrace.probe.samples import Overlap, Samples, TierSamples
@@ -57,8 +57,8 @@ def noise_of(seed: int, spread: float = 0.05) -> Callable[[], float]:
 def layers(true: Device) -> list[LayerSample]:
     samples = []
     for config, sequence, micro_batch in layer_shapes(1e13, 6):
-        work = Work(model=config, sequence=sequence, micro_batch=micro_batch, compute="fp32")
-        seconds = block_seconds(true, work, Computes.RESIDUAL, accumulate=True)
+        work = Work(layer=layer_operations(config), sequence=sequence, micro_batch=micro_batch, compute="fp32")
+        seconds = block_seconds(true, work, accumulate=True)
         samples.append(LayerSample(work=work, forward_s=seconds.forward_s, backward_s=seconds.backward_s))
     return samples
 

@@ -130,6 +130,7 @@ class Model:
     build: Callable[[], list[nn.Module]]
     objective: Callable[[Tensor, Tensor], Tensor]
     declared: tuple[BlockSpec, ...] = ()  # what a tensor axis needs to know
+    config: ModelConfig | None = None  # of a decoder
 
     def blocks(self, dtype: torch.dtype) -> list[nn.Module]:
         """Fresh blocks; a shared parameter stays shared."""
@@ -178,7 +179,7 @@ def _decoder_model(table: dict[str, object], frozen: Sequence[str] = (), zeroed:
                     parameter.data.copy_(torch.linspace(-0.3, 0.3, len(parameter)))
         return blocks
 
-    return Model(build, token_loss, specs)
+    return Model(build, token_loss, specs, config)
 
 
 # Eight heads, for eight tensor ranks; neither the vocabulary nor the inner size divides by four.

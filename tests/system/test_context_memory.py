@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 
 from terrace.launch.start import LocalPool
-from terrace.model.spec import Computes
+from terrace.model.block_operations import layer_operations
 from terrace.plan.presets import preset
-from terrace.simulate.activations import block_activation_bytes
 from terrace.simulate.footprint import work_of
-from tests.support.activations import MODELS
+from tests.support.activations import MODELS, layer_activations
 from tests.support.context_memory import layer_memory
 from tests.support.nightly import nightly
 from tests.support.toys import cluster_of
@@ -41,9 +40,9 @@ def test_what_a_layer_keeps_on_context_ranks(pool: LocalPool, size: int, forms: 
     ]
     by_rank = pool.run(size, layer_memory, cluster, plans, MODEL, SEQUENCE, timeout_s=100.0)
     for index, (ulysses, ring) in enumerate(forms):
-        work = work_of(cluster, plans[index], MODEL, SEQUENCE, "cpu")
-        predicted = block_activation_bytes(work, Computes.RESIDUAL, "cpu")
-        alone = block_activation_bytes(replace(work, ulysses=1, ring=1), Computes.RESIDUAL, "cpu")
+        work = work_of(cluster, plans[index], layer_operations(MODEL), SEQUENCE, "cpu")
+        predicted = layer_activations(work, "cpu")
+        alone = layer_activations(replace(work, ulysses=1, ring=1), "cpu")
         output = SEQUENCE * BATCH * MODEL.hidden_size * 4
         for held in (results[index] for results in by_rank):
             assert held.saved == sum(predicted.saved.values()), (ulysses, ring)
@@ -64,10 +63,10 @@ def test_codes_of_messages_are_within_what_a_layer_is_said_to_take(
     by_rank = pool.run(size, layer_memory, cluster, plans, model, sequence, timeout_s=100.0)
     saved, grew = set[int](), list[bool]()
     for index, plan in enumerate(plans):
-        work = work_of(cluster, plan, model, sequence, "cpu")
-        predicted = block_activation_bytes(work, Computes.RESIDUAL, "cpu")
+        work = work_of(cluster, plan, layer_operations(model), sequence, "cpu")
+        predicted = layer_activations(work, "cpu")
         saved.add(sum(predicted.saved.values()))
-        bare = block_activation_bytes(replace(work, codes=0.0), Computes.RESIDUAL, "cpu")
+        bare = layer_activations(replace(work, codes=0.0), "cpu")
         for held in (results[index] for results in by_rank):
             assert held.saved == sum(predicted.saved.values())
             pairs = (

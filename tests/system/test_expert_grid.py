@@ -46,9 +46,13 @@ def test_the_grid_leaves_nothing_out() -> None:
     assert {each[:2] for each in numbers} == set(CHUNKS)
     assert {each[:2] for each in numbers if each.ahead > 1} == {each for each in CHUNKS if max(each) > 2}
     assert {(case.model, case.balance) for case in spread} >= set(ROUTED)
-    configs = [
-        block.config.experts for name, _ in ROUTED for block in MODELS[name].declared if hasattr(block, "config")
-    ]
-    assert {config.gate for config in configs if config} == {"softmax", "sigmoid", "noisy", "cosine", "expert_choice"}
+    mixtures = [block.declared.mixture for name, _ in ROUTED for block in MODELS[name].declared]
+    assert {mixture.experts.gate for mixture in mixtures if mixture.each} == {
+        "softmax",
+        "sigmoid",
+        "noisy",
+        "cosine",
+        "expert_choice",
+    }
     keys = {key for case in spread for key in case.balance.active}
     assert keys == {"sequence", "z", "capacity", "bias"}

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from terrace.launch.start import LocalPool
+from terrace.model.block_operations import layer_operations
 from terrace.model.config import ModelConfig
-from terrace.model.spec import Computes
 from terrace.plan.presets import preset
-from terrace.simulate.activations import block_activation_bytes
 from terrace.simulate.footprint import work_of
+from tests.support.activations import layer_activations
 from tests.support.context_memory import layer_memory
 from tests.support.mixtures import GROUPED, PLAIN, mixture
 from tests.support.toys import cluster_of
@@ -42,7 +42,7 @@ def test_what_a_layer_keeps_where_ranks_divide_experts(pool: LocalPool, model: M
     by_rank = pool.run(2, layer_memory, cluster, plans, model, SEQUENCE, timeout_s=100.0)
     for index, plan in enumerate(plans):
         most = 1.16 if len({*plan.expert_chunks.values()}) > 1 else 1.12
-        predicted = block_activation_bytes(work_of(cluster, plan, model, SEQUENCE, "cpu"), Computes.RESIDUAL, "cpu")
+        predicted = layer_activations(work_of(cluster, plan, layer_operations(model), SEQUENCE, "cpu"), "cpu")
         for held in (results[index] for results in by_rank):
             assert sum(predicted.saved.values()) == pytest.approx(held.saved, rel=0.02)
             assert held.forward_peak <= predicted.forward_peak_bytes <= most * held.forward_peak

@@ -11,6 +11,7 @@ import torch
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool, World
+from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
 from terrace.model.config import parse_model
 from terrace.plan.recompute import recomputed_parts
@@ -139,7 +140,10 @@ def test_a_layer_of_tensor_ranks_keeps_the_predicted_bytes(pool: LocalPool, spli
         plan = exact("ddp", cluster, mapping={"package": {"tensor": 2}}, sequence_parallel=splits, micro_batch=2)
         plan = replace(plan, compute="fp32", master="fp32", recompute=recompute)
         blocks = block_specs(LLAMA)
-        work = recomputing(work_of(cluster, plan, LLAMA, sequence), recomputed_parts(recompute, blocks)[1])
+        work = recomputing(
+            work_of(cluster, plan, layer_operations(LLAMA), sequence),
+            recomputed_parts(recompute, blocks)[1],
+        )
         wanted = pytest.approx([activations_of(work, blocks[1], "cpu").kept_bytes] * 2, rel=0.03)
         for _ in range(TRIES):
             kept = pool.run(2, kept_by_a_layer, cluster, plan, LLAMA, sequence, timeout_s=60.0)

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from terrace.launch.start import LocalPool
+from terrace.model.block_operations import layer_operations
 from terrace.model.experts.balance import BalanceConfig
-from terrace.model.spec import Computes
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
-from terrace.simulate.activations import block_activation_bytes
 from terrace.simulate.work import Work
+from tests.support.activations import layer_activations
 from tests.support.mixtures import SHARED, mixture
 from tests.support.nightly import nightly
 from tests.support.parity import Case, check, exact
@@ -118,7 +118,7 @@ def test_a_row_keeps_its_part_of_the_tokens(pool: LocalPool) -> None:
     for splits in (True, False):
         made = replace(preset("ddp", cluster_of(2)), mapping={"package": {"tensor": 2}}, micro_batch=batch)
         made = replace(made, compute="fp32", wire={}, sequence_parallel=splits)
-        work = Work(model=model, sequence=sequence, micro_batch=batch, tensor=2, compute="fp32")
-        wanted = block_activation_bytes(replace(work, sequence_parallel=splits), Computes.RESIDUAL, "cpu").kept_bytes
+        work = Work(layer=layer_operations(model), sequence=sequence, micro_batch=batch, tensor=2, compute="fp32")
+        wanted = layer_activations(replace(work, sequence_parallel=splits), "cpu").kept_bytes
         kept = pool.run(2, kept_by_a_layer, cluster_of(2), made, model, sequence, timeout_s=60.0)
         assert max(kept) == pytest.approx(wanted, rel=0.03), splits

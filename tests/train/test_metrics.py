@@ -25,7 +25,6 @@ from terrace.plan.plan import Plan
 from terrace.program.report import StepReport
 from terrace.simulate.layers import hardware_flops, model_flops
 from terrace.simulate.masks import causal_pairs
-from terrace.simulate.work import Work
 from terrace.train.config import RunConfig, resolve
 from terrace.train.job import RunJob
 from terrace.train.keys import TrainConfig
@@ -83,9 +82,9 @@ def test_without_causality_the_counts_are_the_published_ones(
 ) -> None:
     """With the full square and nothing frozen they are those of the simulator: Korthikanti's and Narayanan's."""
     plan = replace(PLAN, recompute=("layers.*",)) if again else PLAN
-    flops = step_flops(model, block_specs(model), plan, batch, sequence)
-    work = Work(model=model, sequence=sequence, recompute="full" if again else "none")
-    assert flops.hardware + flops.masked + flops.masked_again == hardware_flops(work, batch)
+    flops = step_flops(block_specs(model), plan, batch, sequence)
+    published = hardware_flops if again else model_flops
+    assert flops.hardware + flops.masked + flops.masked_again == published(model, sequence, batch)
     assert flops.hardware == flops.model + flops.again
     assert (flops.again > 0) == again
     square = 12 * batch * sequence**2 * model.num_layers * model.num_heads * model.head_dim

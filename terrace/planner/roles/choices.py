@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
+from terrace.model.block_operations import layer_operations
 from terrace.model.spec import BlockSpec, Computes
 from terrace.plan.plan import Plan, sums_of
 from terrace.plan.wire import FORMATS
@@ -108,7 +109,7 @@ class Choices:
 
 def scoring_plans(flow: Dataflow, role: Role, cluster: Cluster) -> list[Plan]:
     """Plans of a role that only scores, on all devices of a pool."""
-    inner, heads = cluster.tiers[0], role.model.num_kv_heads
+    inner, heads = cluster.tiers[0], layer_operations(role.model).core.kv_heads
     sizes = [size for size in range(1, inner.size + 1) if inner.size % size == 0 and heads % size == 0]
     # Parameters that are cut need no shards: cut over t ranks or sharded over as many, a rank holds as much.
     ways = [(size, "device") for size in sizes]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from terrace.cluster.cluster import Cluster
+from terrace.model.block_operations import layer_operations
 from terrace.plan.kinds import Kinds
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
@@ -136,7 +137,7 @@ class Costs:
     def _scored(self, role: Role, cluster: Cluster, plan: Plan) -> Cost:
         flow = self.dataflow
         data = Mesh.of(cluster, plan).total("data")
-        work = work_of(cluster, plan, role.model, flow.sequence)
+        work = work_of(cluster, plan, layer_operations(role.model), flow.sequence)
         micros = -(-flow.sequences // (data * plan.micro_batch))
         step = Step(
             cluster=cluster, plan=plan, blocks=role.blocks, num_micros=micros, sequence=flow.sequence, work=work

@@ -19,6 +19,7 @@ from typing import Literal
 from terrace.base.errors import ModelError, PlanError, did_you_mean
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig
+from terrace.model.facts import has_scalar_head, longest_row
 from terrace.model.spec import BlockSpec, freeze
 
 RESHARD, GENERATE, PREPARE, TRAIN = STAGES = ("reshard", "generate", "prepare", "train")
@@ -178,12 +179,12 @@ def ppo(
 def _check(role: Role, dataflow: Dataflow) -> None:
     if not (role.generates or role.scores or role.trains):
         raise PlanError(f"role {role.name!r} does nothing: it generates, scores or trains, so set one, or leave it out")
-    if role.generates and role.model.scalar_head:
+    if role.generates and has_scalar_head(role.model):
         raise PlanError(f"role {role.name!r} generates, so it cannot have a scalar head: give it the model without")
-    if role.model.learned_positions and dataflow.sequence > role.model.max_positions:
+    if 0 < (most := longest_row(role.model)) < dataflow.sequence:
         raise ModelError(
             f"prompt and response have {dataflow.sequence} tokens, and the model of role {role.name!r} has "
-            f"{role.model.max_positions} positions: make them shorter"
+            f"{most} positions: make them shorter"
         )
     if bool(role.follows) != (role.generates and not role.trains):
         rule = "needs `follows`, the role that trains its parameters" if role.generates else "follows nobody"

@@ -24,8 +24,10 @@ from typing import Literal
 
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
-from terrace.model.blocks import DecoderBlock, block_specs
+from terrace.model.block_operations import head_operations, layer_operations
+from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig
+from terrace.model.operations import Core, Loss, Operations
 from terrace.model.spec import BlockSpec, Computes
 from terrace.plan.mesh import Mesh
 from terrace.plan.slices import slice_blocks
@@ -73,7 +75,8 @@ def rows_of(cluster: Cluster, model: ModelConfig) -> list[int]:
     for index, tier in enumerate(cluster.tiers):
         inside = cluster.ranks_within(index - 1)
         found += [inside * part for part in range(2, tier.size + 1) if tier.size % part == 0]
-    return [rows for rows in found if model.num_kv_heads % rows == 0]
+    kv_heads = layer_operations(model).core.kv_heads
+    return [rows for rows in found if kv_heads % rows == 0]
 
 
 @dataclass(frozen=True)
@@ -94,9 +97,10 @@ class Replica:
         """Raises `PlanError` for rows that do not divide the devices or the heads."""
         if rows < 1 or cluster.world_size % rows:
             raise PlanError(f"rows = {rows} do not divide the {cluster.world_size} devices of a pool: give a divisor")
-        if model.num_kv_heads % rows:
+        kv_heads = layer_operations(model).core.kv_heads
+        if kv_heads % rows:
             raise PlanError(
-                f"rows = {rows} do not divide the {model.num_kv_heads} heads of keys and values: give a divisor of both"
+                f"rows = {rows} do not divide the {kv_heads} heads of keys and values: give a divisor of both"
             )
         sliced = slice_blocks(block_specs(model), Mesh.build(1, rows=(rows,)))
         return Replica(cluster, model, rows, compute, sliced)
@@ -148,11 +152,19 @@ class Replica:
     @property
     def token_bytes(self) -> int:
         """Bytes of a token's keys and values on a rank, of all layers."""
-        return self.model.num_layers * self._layer_token_bytes
+        return sum(block.attends for block in self.blocks) * self._layer_token_bytes
 
     @property
     def _layer_token_bytes(self) -> int:
-        return 2 * self.item_bytes * self.model.num_kv_heads // self.rows * self.model.head_dim
+        return 2 * self.item_bytes * self._core.kv_heads // self.rows * self._core.head_dim
+
+    @cached_property
+    def _layer(self) -> Operations:
+        return layer_operations(self.model)
+
+    @property
+    def _core(self) -> Core:
+        return self._layer.core
 
     def prefill_s(self, prompts: int, tokens: int) -> float:
         """Seconds in which prompts of `tokens` tokens are passed, in parts of `PREFILL_TOKENS`."""
@@ -175,31 +187,31 @@ class Replica:
         found_s = self._head_s(running)
         for block, times in self.kinds.items():
             if block.computes is Computes.RESIDUAL:
-                window = block.config.sliding_window if isinstance(block, DecoderBlock) else 0
-                layer_s = self._products_s(block, running) + passes_s + self._attention_s(running, tokens, window)
+                attention_s = self._attention_s(running, tokens, block.operations.core.window)
+                layer_s = self._products_s(block, running) + passes_s + attention_s
                 found_s += times * (max(layer_s, device.kernels.host_layer_s) + self._sums_s(running))
         return found_s
 
     def _work(self, micro_batch: int, sequence: int) -> Work:
         return Work(
-            model=self.model,
+            layer=self._layer,
             sequence=sequence,
             micro_batch=micro_batch,
             tensor=self.rows,
             sequence_parallel=False,
             compute=self.compute,
-            flash=has_flash_attention(self.model, sequence, self.compute, self.cluster.device.backend),
+            flash=has_flash_attention(self._core, sequence, self.compute, self.cluster.device.backend),
         )
 
     def _products_s(self, block: BlockSpec, running: int) -> float:
         device, read, met = self.cluster.device, 0.0, 0
-        experts = self.model.experts
+        experts = self._layer.mixture.experts
         for param in block.params:
             if not param.is_matrix:
                 continue
             # Of experts only those are read that a token chose; even routing leaves out the fewest.
             share = 1.0
-            if param.is_stack and experts is not None:
+            if param.is_stack:
                 share = 1 - (1 - experts.per_token / experts.num_experts) ** running
             read += share * param.numel
             met += block.active(param)
@@ -208,23 +220,24 @@ class Replica:
         return max(stream_s(device, self.item_bytes * read, 0), flops_s) + _PRODUCTS * device.kernels.launch_s
 
     def _attention_s(self, running: int, tokens: float, window: int) -> float:
-        device, model = self.cluster.device, self.model
+        device, core = self.cluster.device, self._core
         seen = min(tokens, window or tokens)
-        flops = 4 * running * seen * model.num_heads // self.rows * model.head_dim
-        flops_s = flops / (peak_flops_per_s(device, self.compute) * device.kernels.attention_share(model.head_dim))
+        flops = 4 * running * seen * core.heads // self.rows * core.head_dim
+        flops_s = flops / (peak_flops_per_s(device, self.compute) * device.kernels.attention_share(core.head_dim))
         return max(memory_s(device, running * seen * self._layer_token_bytes), flops_s)
 
     def _head_s(self, running: int) -> float:
         device = self.cluster.device
-        words = math.ceil(self.model.vocab_size / self.rows)
-        numel = words * self.model.hidden_size
+        (loss,) = head_operations(self.model).of(Loss)
+        words = math.ceil(loss.vocabulary / self.rows)
+        numel = words * loss.source.features.numel
         flops_s = 2 * running * numel / (peak_flops_per_s(device, self.compute) * device.kernels.gemm)
         logits_s = memory_s(device, _LOGIT_PASSES * 4 * running * words, _LOGIT_PASSES)
         return max(stream_s(device, self.item_bytes * numel), flops_s) + logits_s
 
     def _sums_s(self, tokens: int) -> float:
         """Seconds of a layer's all-reduces over the rows, each a reduction from the innermost tier out and back."""
-        num_bytes, left, found_s = self.item_bytes * tokens * self.model.hidden_size, self.rows, 0.0
+        num_bytes, left, found_s = self.item_bytes * tokens * self._layer.hidden.numel, self.rows, 0.0
         for index, tier in enumerate(self.cluster.tiers):
             degree = min(left, tier.size)
             if degree > 1:

@@ -16,6 +16,7 @@ from terrace.generation.mapped import mapped_tokens, platform_pages
 from terrace.generation.request import Completion, Request, Sampling
 from terrace.generation.sliced import sliced_config
 from terrace.model.config import ModelConfig
+from terrace.model.facts import cache_shape
 from terrace.rl.values.ragged import Ragged, offsets_of
 from terrace.rl.values.rows import Rows
 
@@ -61,7 +62,7 @@ def drawn(
 
 def page_tokens_of(config: ModelConfig, dtype: torch.dtype) -> int:
     """Tokens of a page of keys and values, of a model as a rank of a replica attends."""
-    return mapped_tokens(config.num_layers, config.num_kv_heads, config.head_dim, dtype, _PAGE_TOKENS)
+    return mapped_tokens(*cache_shape(config), dtype, _PAGE_TOKENS)
 
 
 def requests_of(rows: Rows, *, num_tokens: int, stops: frozenset[int], seed: int) -> list[Request]:

@@ -19,6 +19,7 @@ from terrace.launch.world import World
 from terrace.model.blocks import block_specs
 from terrace.model.config import to_table
 from terrace.model.decoder import build_blocks
+from terrace.model.facts import has_experts
 from terrace.model.hf.pretrained import Pretrained
 from terrace.model.init import initial_value
 from terrace.plan.mesh import CONTEXT, PIPELINE, TENSOR, Mesh
@@ -79,7 +80,7 @@ def joins(settings: EngineSettings, device: torch.device) -> bool:
     """
     mesh = Mesh.of(settings.cluster, settings.plan)
     parts_rows = any(mesh.total(axis) > 1 for axis in (*PIPELINE, *TENSOR, *CONTEXT))
-    return device.type == "cpu" and settings.model.experts is None and not parts_rows
+    return device.type == "cpu" and not has_experts(settings.model) and not parts_rows
 
 
 def _initial(settings: EngineSettings) -> InitialValue:

@@ -1,0 +1,334 @@
+"""The tensors that an operation of a block keeps for its backward, and the memory that it takes: a rule for each type.
+
+Kernels keep different tensors, so rules ask for the backend:
+
+- Norm: its input, and a mean and a root per token. An rms norm on a CPU is several operations, which keep the input in
+  fp32 and once more normalised.
+- Product: its input, once for all products that read it. Sequence parallelism gathers the input for the product and
+  again for the backward, so that the part of the rank is kept. With products in 8 bits the codes of the input are kept,
+  unless the input comes again for the backward.
+- Activation: its operand, and act(gate) and up where it multiplies two.
+- Core: q, k, v, its output and one log-sum per token and head. Plain products keep q, k, v and the softmax in fp32, and
+  a copy of the output with the heads merged. Documents and windows are in terrace.simulate.masks.
+- Loss: its input alone, since it computes logits in chunks of tokens during its backward (terrace.runtime.head).
+  Several tensor ranks keep the whole input, a few numbers per token, and the logits of a small vocabulary.
+
+RoPE, scales and sums keep nothing. The tables of RoPE are shared by all layers and are not counted here. Mixtures are
+in terrace.simulate.kept_by_mixture.
+"""
+
+import math
+from collections.abc import Generator, Iterator
+
+from terrace.model.loss_chunks import chunk_bytes, chunk_rows
+from terrace.model.operations import (
+    INPUT,
+    OUTPUT,
+    Activation,
+    Core,
+    Dim,
+    Enter,
+    LookUp,
+    Loss,
+    Norm,
+    PlainProduct,
+    Product,
+    Rotary,
+    Scale,
+    Score,
+    Sum,
+    Tensor,
+    Tokens,
+)
+from terrace.model.product_parts import converted_bytes
+from terrace.plan.plan import scales_rows
+from terrace.simulate.block_tape import BlockTape, Rules
+from terrace.simulate.masks import CPU_PLAIN_SEQUENCE, copied_bytes, piece_tokens
+from terrace.simulate.tape import Node
+
+_TOKEN_BYTES = 8
+_SCALE_BYTES = 4  # of codes, in fp32
+_LOSS_BYTES = 4  # a sum in fp32
+
+
+def gathered(tape: BlockTape, source: Tensor) -> Generator[Node, None, str]:
+    """The name of a tensor of the stream where every token is read.
+
+    A block that is recomputed for its backward gathers the tokens once, and has them until it has run.
+    """
+    whole, name = tape.whole_bytes(source), f"whole {source.name}"
+    if not whole or tape.work.recompute != "full":
+        return source.name
+    if not any(node.writes == name for node in tape.nodes):
+        yield Node((source.name,), tape.size(name, whole))
+    return name
+
+
+def _enter(tape: BlockTape, enter: Enter) -> Iterator[Node]:
+    tape.same[enter.target.name] = yield from gathered(tape, enter.source)
+    if tape.work.recompute != "full":
+        tape.gathered_again[enter.target.name] = tape.whole_bytes(enter.source)
+
+
+def _norm(tape: BlockTape, norm: Norm) -> Iterator[Node]:
+    source, numel, width = norm.source.name, tape.elements(norm.target), tape.width(norm.over)
+    num_rows, wide, backward_adds = numel // width, tape.wide, 0
+    keeps, statistics = [source], f"statistics of {norm.name}"
+    if norm.kind == "layer":
+        # Mean and root; on a CPU torch keeps them in the dtype of the input.
+        keeps.append(tape.size(statistics, 2 * num_rows * (tape.item if tape.backend == "cpu" else wide)))
+    else:
+        keeps.append(tape.size(statistics, num_rows * wide))
+        if tape.backend == "cpu":
+            # A chain of operations, each of which keeps its own operand.
+            if wide > tape.item:
+                keeps[0] = tape.size(f"widened by {norm.name}", numel * wide)
+            keeps.append(tape.size(f"normalised by {norm.name}", numel * wide))
+            backward_adds = 3 * numel * wide
+    if norm.has_offset:  # the sum of weight and offset
+        keeps.append(tape.size(f"weight of {norm.name}", width * tape.item))
+    yield Node((source,), norm.target.name, tuple(keeps), backward_adds=backward_adds)
+
+
+def product_node(tape: BlockTape, source: str, target: str, weight_numel: int, whole: int = 0) -> Node:
+    """A product of `source`, which it keeps; `whole` are bytes that are gathered before it, or summed after it."""
+    # With the weight's gradient live the re-gathered input and the gradient of the region's output, which the
+    # weights wait for.
+    backward_adds = converted_bytes(weight_numel, tape.item, tape.wide, tape.backend) + 2 * whole
+    return Node((source,), target, (source,), whole, backward_adds, weighs=True)
+
+
+def _product(tape: BlockTape, product: Product) -> Iterator[Node]:
+    source, target, products = product.source, product.target, tape.work.products
+    inputs, outputs = tape.width(product.inputs), tape.width(product.outputs)
+    whole = tape.gathered_again.get(source.name, 0)
+    if source.tokens is Tokens.ALL and target.tokens is Tokens.STREAM:
+        whole = tape.whole_bytes(target)
+    node = product_node(tape, source.name, target.name, inputs * outputs, whole)._replace(variables=product.holds)
+    if products is not None:
+        matrices = tape.units(Dim("experts", product.stack))
+        scales = [_SCALE_BYTES * matrices * (each if scales_rows(products) else 1) for each in (inputs, outputs)]
+        result = target._replace(tokens=source.tokens)  # before its sum over ranks
+        node = node._replace(codes=tape.elements(result) + scales[1])
+        if not _comes_again(tape, source.name):
+            codes = tape.size(f"codes of {source.name}", tape.elements(source) + scales[0])
+            node = node._replace(keeps=(codes,))
+    yield node
+
+
+def _comes_again(tape: BlockTape, name: str) -> bool:
+    """Whether a tensor is gathered or computed again for the backward."""
+    return tape.gathered_again.get(name, 0) > 0 or any(
+        each.replay for each in tape.nodes if each.writes == tape.same.get(name, name)
+    )
+
+
+def _plain_product(tape: BlockTape, product: PlainProduct) -> Iterator[Node]:
+    inputs, outputs = (each.features.numel for each in (product.source, product.target))
+    target, tensor = product.target.name, tape.work.tensor
+    # The block's output is as large as its input, whatever the last product writes.
+    width = -(-outputs // tensor)
+    tape.size(target, tape.sizes[INPUT] if target == OUTPUT else tape.work.tokens * width * tape.item)
+    numel = inputs * outputs // tensor if target == OUTPUT else inputs * width
+    yield product_node(tape, product.source.name, target, numel)
+
+
+def _rotary(tape: BlockTape, rotary: Rotary) -> Iterator[Node]:
+    for source, target in zip(rotary.reads, rotary.writes, strict=True):
+        whole = tape.bytes_of(target)
+        yield Node((source.name,), target.name, forward_adds=whole, backward_adds=whole)
+
+
+def _scale(tape: BlockTape, scale: Scale) -> Iterator[Node]:
+    yield Node((scale.source.name,), scale.target.name)
+
+
+def _sum(tape: BlockTape, sum_: Sum) -> Iterator[Node]:
+    yield Node(tuple(each.name for each in sum_.reads), sum_.target.name, is_sum=True)
+
+
+def _activation(tape: BlockTape, activation: Activation) -> Iterator[Node]:
+    operands, target = tuple(each.name for each in activation.reads), activation.target.name
+    # A kernel for act(gate) * up writes its gradients over gate and up; they count as new here, so a peak is never too
+    # low. It does not serve experts.
+    is_fused = "gated activations" in tape.work.served and activation.target.tokens is not Tokens.ROWS
+    if not activation.is_gated or not is_fused:
+        active = tape.size(f"activated {operands[0]}", tape.sizes[target]) if activation.is_gated else target
+        # relu's gradient needs its result alone, which the next operation keeps anyway.
+        yield Node(operands[:1], active, (active if activation.function == "relu" else operands[0],))
+        operands = (active, *operands[1:])
+    if activation.is_gated:
+        yield Node(operands, target, operands)
+
+
+def _core(tape: BlockTape, core: Core) -> Iterator[Node]:
+    work, mixed = tape.work, core.target.name
+    reads = operands = tuple(each.name for each in core.reads)
+    if work.is_spread:
+        yield _spread_core(tape, core)
+        return
+    in_pieces = work.is_masked and work.kernel_on(tape.backend) == "pieces"
+    # Windows and masks make attention copy its keys and values.
+    if copied := copied_bytes(work, tape.backend, tape.sizes[operands[1]], tape.sizes[operands[0]]):
+        for name in operands[1:]:
+            reads = (*reads, tape.size(f"copied {name}", copied))
+            yield Node((name,), reads[-1])
+    # Fused kernels write heads merged already; plain products and pieces need a contiguous copy.
+    copies = in_pieces or not work.flash
+    written = tape.size("heads apart", tape.sizes[mixed]) if copies else mixed
+    if work.flash:
+        statistics = work.tokens * tape.units(core.source.features) * tape.wide
+        # The gradient of the output, times the output, is summed per token and head.
+        keeps = (*reads, written, tape.size("log-sums", statistics))
+        yield Node(reads, written, keeps, backward_adds=statistics)
+    else:
+        yield _plain_core(tape, core, reads, written, in_pieces)
+    if copies:
+        yield Node((written,), mixed)
+
+
+def _plain_core(tape: BlockTape, core: Core, reads: tuple[str, ...], written: str, in_pieces: bool) -> Node:
+    """Attention by plain products, in fp32 at least and with scaled queries and keys.
+
+    Where no kernel caps scores, capped scores are kept twice: as they are, and as weights after the softmax.
+    """
+    sequence, capped, wide = tape.work.sequence, core.cap > 0, tape.wide
+    # torch repeats keys for every query head; our form for a CPU, and for a cap, does not.
+    own_form = tape.backend == "cpu" or capped
+    query, key, _ = (tape.elements(each) for each in core.reads)
+    keyed, keys = key if own_form else query, min(sequence, CPU_PLAIN_SEQUENCE) if in_pieces else sequence
+    if capped and in_pieces:  # of any length; under a window each also sees the piece before
+        length = piece_tokens(core.window, sequence)
+        keys, keyed = min(sequence, 2 * length), keyed * (2 if length < sequence else 1)
+    scores = tape.work.tokens * tape.units(core.source.features) * keys * wide
+    # Without grouped heads in fp32 or fp64, widening is a no-op, so the values are the layer's own tensor.
+    is_own = tape.item == wide and core.kv_heads == core.heads and not capped
+    sizes = {"scaled query": query * wide, "scaled key": keyed * wide, "softmax": scores}
+    sizes |= ({} if is_own else {"wide value": keyed * wide}) | ({"capped scores": scores} if capped else {})
+    tape.sizes |= sizes
+    keeps = (*sizes, reads[2]) if is_own else tuple(sizes)
+    # torch adds a mask to the scores; our form has it in the product.
+    return Node(reads, written, keeps, scores if own_form else 2 * scores, 2 * scores)
+
+
+def _spread_core(tape: BlockTape, core: Core) -> Node:
+    """Attention over context ranks (terrace.runtime.context); it keeps its operands and output where it runs.
+
+    Under Ulysses these are separate tensors, built from the all-to-all messages. A ring holds the keys of two
+    rounds and one message of keys, in the backward with their gradients. `balance = "cost"` is counted at its upper
+    bound: all of `most_attended` arrives in messages, and a row's partial results are summed in fp32 at least, next
+    to one result.
+    """
+    work, item, wide = tape.work, tape.item, tape.wide
+    row = work.most_attended * core.head_dim * item  # of a head
+    query, keys = row * work.attended_heads, 2 * row * work.attended_kv_heads
+    log_sums = tape.sizes["log-sums"] = work.most_attended * work.attended_heads * wide
+    # Keys received, sent and of the round itself; in the backward also gradients of the round, received and sent.
+    rounds = 0 if work.places == 1 else 2 if work.places == 2 else 3
+    forward_adds, backward_adds = rounds * keys, log_sums
+    if rounds:
+        backward_adds = 4 * keys if work.places == 2 else 5 * keys + log_sums
+        # Keys are decoded as they are taken. Their codes are made, joined and sent, while others arrive; in the
+        # backward of a longer ring they take no more than what arrives decoded otherwise.
+        codes = math.ceil(work.codes * keys)
+        forward_adds += codes if work.places == 2 else 3 * codes
+        backward_adds += codes if work.places == 2 else 0
+    # A Ulysses rank receives all parts but its own.
+    of_others = (query + keys) * (work.ulysses - 1) // work.ulysses
+    if work.balance == "cost":
+        # The balancer may assign every token to another rank, so all of them may arrive in messages.
+        merged, of_others = query // item * wide, query + keys
+        forward_adds += merged
+        backward_adds += merged + keys // item * (2 * wide - item) + query + keys
+    reads, output = tuple(each.name for each in core.reads), core.target.name
+    kept = [*reads, output]
+    if work.ulysses > 1 or work.balance == "cost":
+        sizes = query, keys // 2, keys // 2, query
+        kept = [tape.size(f"attended {name}", size) for name, size in zip(kept, sizes, strict=True)]
+        # The layer's own output, and gradients of its operands, are alive while attention's tensors are sent back.
+        forward_adds = max(forward_adds - tape.sizes[output], of_others)
+        backward_adds = max(query + backward_adds, query + keys + of_others)
+    return Node(reads, output, (*kept, "log-sums"), forward_adds, backward_adds)
+
+
+def _look_up(tape: BlockTape, look_up: LookUp) -> Iterator[Node]:
+    """Looked-up rows plus learned positions; the tokens belong to the batch."""
+    work, hidden, output = tape.work, look_up.target.features, look_up.target.name
+    # Words are cut over all tensor ranks: each has rows of the whole hidden size to sum up.
+    whole = work.tokens * hidden.numel * tape.item if work.stream_cut > 1 else 0
+    matrix = _rows_added(tape, tape.units(Dim("vocab", look_up.vocabulary)), hidden.numel)
+    is_scaled = look_up.factor != 1.0
+    rows = tape.size("rows", tape.sizes[output]) if is_scaled or look_up.positions else output
+    yield Node((tape.size(INPUT, 0),), rows, (), whole, matrix + whole)
+    if is_scaled:
+        yield Node((rows,), output)
+    elif look_up.positions:
+        # Gradients of positions are summed over the sequences first.
+        numel = (min(work.sequence, work.tokens) + look_up.positions) * tape.width(hidden)
+        yield Node((rows,), output, backward_adds=numel * tape.item, is_sum=True)
+
+
+def _rows_added(tape: BlockTape, words: int, hidden: int) -> int:
+    """Bytes beside the gradient of a look-up in a matrix of (words, hidden).
+
+    On CUDA it is autograd's, and as large as the matrix. On a CPU the rows of the tokens are added where gradients
+    are kept (terrace.runtime.weight_records); narrow ones are widened, and summed once a word.
+    """
+    if tape.backend == "cuda":
+        return words * hidden * tape.item
+    tokens, row = tape.work.tokens, hidden * tape.wide
+    return tokens * (row + _TOKEN_BYTES) + min(tokens, words) * row if tape.item < tape.wide else 0
+
+
+def _loss(tape: BlockTape, loss: Loss) -> Iterator[Node]:
+    """Logits and the cross-entropy, which computes in fp32 at least."""
+    work, source, output = tape.work, loss.source, tape.size(loss.target.name, _LOSS_BYTES)
+    vocab, hidden = tape.units(Dim("vocab", loss.vocabulary)), source.features.numel
+    # A rank alone runs the whole block in its backward, where a kernel may write over the logits.
+    tape.runs_at_once = work.tensor == 1
+    in_place = tape.runs_at_once and "loss" in work.served
+    adds = chunk_bytes(work.tokens, vocab, hidden, tape.item, tape.wide, tape.backend, loss.cap > 0, in_place)
+    if tape.runs_at_once:
+        # A variable holds the input until the block has run.
+        tape.nodes[-1] = tape.nodes[-1]._replace(keeps=(*tape.nodes[-1].keeps, source.name))
+        yield Node((source.name,), output, (source.name,), adds, adds)
+        return
+    read = yield from _with_all_features(tape, source)
+    # The label's place, whether it is here, whether it counts; the log-sum.
+    keeps = (read, tape.size("statistics of tokens", work.tokens * (_TOKEN_BYTES + 2 + tape.wide)))
+    # If one chunk holds all tokens, its logits are kept for the backward; otherwise they are computed again.
+    if work.tokens <= chunk_rows(vocab, tape.backend):
+        tape.logits_bytes = work.tokens * vocab * tape.item
+        keeps = (*keeps, tape.size("logits", tape.logits_bytes))
+    yield Node((read,), output, keeps, adds - tape.logits_bytes, adds - tape.logits_bytes)
+
+
+def _score(tape: BlockTape, score: Score) -> Iterator[Node]:
+    read = yield from _with_all_features(tape, score.source)
+    output = tape.size(score.target.name, tape.elements(score.target) * tape.wide)
+    yield product_node(tape, read, output, score.source.features.numel)
+
+
+def _with_all_features(tape: BlockTape, source: Tensor) -> Generator[Node, None, str]:
+    """The name of the head's input where it is read, gathered where tensor ranks share its tokens or features."""
+    if tape.work.stream_cut == 1:
+        return source.name
+    whole = tape.size(f"whole {source.name}", tape.work.tokens * source.features.numel * tape.item)
+    yield Node((source.name,), whole)
+    return whole
+
+
+RULES: Rules = {
+    Enter: _enter,
+    Norm: _norm,
+    Product: _product,
+    PlainProduct: _plain_product,
+    Rotary: _rotary,
+    Scale: _scale,
+    Sum: _sum,
+    Activation: _activation,
+    Core: _core,
+    LookUp: _look_up,
+    Loss: _loss,
+    Score: _score,
+}

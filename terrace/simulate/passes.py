@@ -1,0 +1,162 @@
+"""Passes over memory of a block's operations: how often a forward and a backward read or write each tensor.
+
+With N elements of e bytes on a rank, of the operation's result or of each operand:
+
+    Norm          2eN forward, 5eN backward
+    Sum           3eN each way: two operands and the result
+    Activation    2eN forward, 3eN backward; gated 3eN and 5eN
+    Rotary        2eN each way, of queries and keys
+    Scale         2eN each way, of queries; what multiplies the residual stream is not counted
+    Product       eN backward, where it has a bias, whose gradient is the sum of that of the result
+    Core          2eN each way, of queries, keys and values, where plain products need them laid out
+
+For a layer of GPT with T tokens, hidden size H and t tensor rows this is (20 + 28/t)TH forward and (36 + 50/t)TH
+backward in bf16, layouts included. Tensor columns, and rows under sequence parallelism, cut the residual stream.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from terrace.cluster.cluster import Device
+from terrace.model.operations import (
+    Activation,
+    Core,
+    Enter,
+    LookUp,
+    Loss,
+    Mixture,
+    Norm,
+    Operation,
+    Operations,
+    PlainProduct,
+    Product,
+    Rotary,
+    Scale,
+    Score,
+    Sum,
+    Tensor,
+    Tokens,
+)
+from terrace.plan.wire import FORMATS
+from terrace.simulate.kernels import memory_s
+from terrace.simulate.work import Work
+
+
+class Passes(NamedTuple):
+    """Passes of a forward and of a backward over tensors, and the kernels of each."""
+
+    over: tuple[tuple[Tensor, int, int], ...] = ()
+    kernels: tuple[int, int] = (0, 0)
+
+    def bytes_of(self, work: Work) -> tuple[float, float]:
+        """Bytes that a forward and a backward read and write on a rank."""
+        item, forward, backward = FORMATS[work.compute].element_bytes, 0.0, 0.0
+        for tensor, reads, reads_back in self.over:
+            numel = work.numel(tensor)
+            forward, backward = forward + reads * numel, backward + reads_back * numel
+        return item * forward, item * backward
+
+
+_NONE = Passes()
+
+
+def _norm(norm: Norm) -> Passes:
+    return Passes(((norm.source, 2, 5),), (1, 1))
+
+
+def _sum(operation: Sum) -> Passes:
+    # Backward one kernel more: a layer norm's gradients of weight and bias, of which a layer has as many as sums.
+    return Passes(((operation.target, 3, 3),), (1, 2))
+
+
+def _activation(activation: Activation) -> Passes:
+    operands = len(activation.reads)
+    return Passes(((activation.target, operands + 1, 2 * operands + 1),), (1, 1))
+
+
+def _rotary(rotary: Rotary) -> Passes:
+    return Passes(tuple((operand, 2, 2) for operand in rotary.reads), (1, 1))
+
+
+def _scale(scale: Scale) -> Passes:
+    return _NONE if scale.source.tokens is Tokens.STREAM else Passes(((scale.source, 2, 2),), (1, 1))
+
+
+def _nothing(operation: Operation) -> Passes:
+    return _NONE
+
+
+# Of products see `_bias_gradients`, of cores `_layout`; the rest has passes of its own in terrace.simulate.layers.
+_PASSES: Mapping[type[Operation], Callable[[Any], Passes]] = {
+    **dict.fromkeys((Enter, Product, Core, Mixture, LookUp, Loss, Score, PlainProduct), _nothing),
+    Norm: _norm,
+    Sum: _sum,
+    Activation: _activation,
+    Rotary: _rotary,
+    Scale: _scale,
+}
+
+
+def pass_seconds(device: Device, work: Work) -> tuple[float, float]:
+    """(forward, backward) seconds of the passes over memory of `work.layer`."""
+    passes = _passes_of(work.layer, work.flash)
+    num_bytes = passes.bytes_of(work)
+    return memory_s(device, num_bytes[0], passes.kernels[0]), memory_s(device, num_bytes[1], passes.kernels[1])
+
+
+def again_s(device: Device, work: Work, operations: Sequence[Operation]) -> float:
+    """Seconds of the passes of `operations` when a backward runs them again, as in a forward."""
+    found = [_PASSES[type(operation)](operation) for operation in operations]
+    num_bytes = sum(passes.bytes_of(work)[0] for passes in found)
+    return memory_s(device, num_bytes, sum(passes.kernels[0] for passes in found))
+
+
+@lru_cache(maxsize=1024)
+def _passes_of(layer: Operations, flash: bool) -> Passes:
+    """All passes of a layer, each tensor's together."""
+    found = [_PASSES[type(operation)](operation) for operation in layer.passed]
+    found += [_bias_gradients(group, layer) for group in joined(layer)]
+    found += [] if flash else [_layout(core) for core in layer.of(Core)]
+    found += _counted_twice(layer)
+    reads, reads_back = Counter[Tensor](), Counter[Tensor]()
+    for passes in found:
+        for tensor, forward, backward in passes.over:
+            # Tensors of one size are one for this.
+            sized = tensor._replace(name="")
+            reads[sized] += forward
+            reads_back[sized] += backward
+    kernels = sum(passes.kernels[0] for passes in found), sum(passes.kernels[1] for passes in found)
+    return Passes(tuple((tensor, reads[tensor], reads_back[tensor]) for tensor in reads), kernels)
+
+
+def _layout(core: Core) -> Passes:
+    return Passes(tuple((operand, 2, 2) for operand in core.reads), (1, 1))
+
+
+def _bias_gradients(group: Sequence[Product], layer: Operations) -> Passes:
+    """One sum over the gradients of all results of a group; of a gate and what it multiplies, one of both counts."""
+    gates = {activation.source.name for activation in layer.passed if _is_gated(activation)}
+    biased = [product.target for product in group if product.has_bias and product.target.name not in gates]
+    return Passes(tuple((target, 0, 1) for target in biased), (0, 1)) if biased else _NONE
+
+
+def _is_gated(operation: Operation) -> bool:
+    return isinstance(operation, Activation) and operation.is_gated
+
+
+def _counted_twice(layer: Operations) -> list[Passes]:
+    """Norms of queries and keys, once more where a layer normalises the results of attention and MLP too."""
+    of_stream, of_heads = [], []
+    for norm in layer.of(Norm):
+        (of_stream if norm.source.tokens is Tokens.STREAM else of_heads).append(norm)
+    return [_norm(norm)._replace(kernels=(0, 0)) for norm in of_heads] if len(of_stream) > 2 else []
+
+
+@lru_cache(maxsize=1024)
+def joined(layer: Operations) -> tuple[tuple[Product, ...], ...]:
+    """The products of a layer that run as one: those of a group, which read the same operand."""
+    products = (operation for operation in layer.passed if isinstance(operation, Product))
+    return tuple(tuple(group) for _, group in groupby(products, key=lambda each: each.group or each.name))
