@@ -205,7 +205,7 @@ def _latent_attention(config: ModelConfig, source: Tensor, target: Tensor) -> It
     yield Join("fill value", (expanded,), (value,))
     if scaled:
         yield Scale("scale query", (ready,), (query,), config.query_factor)
-    mixed, cut = query._replace(name="mixed"), Tensor("values mixed", values, Tokens.ALL)
+    mixed = cut = query._replace(name="mixed")
     yield Core(
         "attention",
         (query, key, value),
@@ -215,7 +215,9 @@ def _latent_attention(config: ModelConfig, source: Tensor, target: Tensor) -> It
         head_dim=config.head_dim,
         value_dim=latent.value_dim,
     )
-    yield Join("merge values", (mixed,), (cut,))
+    if latent.value_dim < config.head_dim:
+        cut = Tensor("values mixed", values, Tokens.ALL)
+        yield Join("merge values", (mixed,), (cut,))
     yield Product(
         "attention output",
         (cut,),
