@@ -37,8 +37,8 @@ from terrace.comm.collectives import DTYPES
 from terrace.data.chat_prompt import chat_prompts
 from terrace.data.ends import ends_of
 from terrace.data.tokenizer import Tokenizer, load_tokenizer
+from terrace.generation.cache_shape import cache_shape
 from terrace.generation.mapped import pages_words
-from terrace.generation.sliced import sliced_config
 from terrace.launch.called import called
 from terrace.launch.fork_server import fork_server_ahead
 from terrace.launch.start import local_devices
@@ -325,9 +325,10 @@ def _words(config: RlConfig) -> str:
 
 def _pages(config: RlConfig, verbose: bool) -> str:
     """A line on the pages of keys and values of a replica, where it is asked for or they cannot be mapped."""
-    own, dtype = sliced_config(config.model, config.run.rows), DTYPES[config.plan.compute]
+    rows, dtype = config.run.rows, DTYPES[config.plan.compute]
     device = torch.device("cuda" if config.cluster.device.backend == "cuda" else "cpu")
-    words, is_fallback = pages_words(own, page_tokens_of(own, dtype), device, dtype)
+    shape = cache_shape(block_specs(config.model), rows)
+    words, is_fallback = pages_words(shape, page_tokens_of(config.model, rows, dtype), device, dtype)
     return f"\n{words}" if verbose or is_fallback else ""
 
 

@@ -17,20 +17,20 @@ from torch import Tensor, nn
 
 from terrace.base.errors import ConfigError
 from terrace.generation.attention import PagedLayer, Passing, order
+from terrace.generation.cache_shape import cache_shape, layers_of, most_positions, window_of
 from terrace.generation.drawing import draw, seed_of, uniform
-from terrace.generation.pages import BuildPool, GatheredPages, Span, page_bytes
+from terrace.generation.pages import BuildPool, GatheredPages, Span
 from terrace.generation.request import Completion, Request
 from terrace.generation.running_text import Decode
 from terrace.generation.scheduler import Part, Scheduler, Turn
-from terrace.model.attention_plans import plans_of
-from terrace.model.block_operations import layer_operations
+from terrace.model.attention_plans import AttentionPlans
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig
-from terrace.model.facts import cache_shape, longest_text, refuse_looking_ahead, rolling_window
+from terrace.model.experts.config import refuse_looking_ahead
 
 
 class GenerationEngine:
-    """Generates with `blocks`, a model's or a rank's slices of them, and `config`, which has the heads that they have.
+    """Generates with `blocks` of a model, or with the slices of them that one of `rows` tensor ranks has.
 
     A text attends to at most `context` tokens (terrace.generation.scheduler says how it goes on). Keys and values have
     `num_pages` pages of `page_tokens` tokens, or as many as `memory_bytes` hold. `token_budget` is the most tokens that
@@ -43,6 +43,7 @@ class GenerationEngine:
         blocks: Sequence[nn.Module],
         config: ModelConfig,
         *,
+        rows: int = 1,
         context: int,
         num_pages: int | None = None,
         memory_bytes: int | None = None,
@@ -52,37 +53,39 @@ class GenerationEngine:
         decode: Decode | None = None,
         build_pool: BuildPool = GatheredPages,
     ) -> None:
-        refuse_looking_ahead(config)
+        specs = block_specs(config)
+        layers, shape = layers_of(specs), cache_shape(specs, rows)
+        for layer in layers:
+            refuse_looking_ahead(layer.mixture.experts)
         # Learned positions end, and some forms of RoPE change with the length of a text.
-        context = min(context, longest_text(config) or context)
-        core = layer_operations(config).core
-        self._window = core.window  # the widest of the layers, for which pages are kept
+        limit = most_positions(specs)
+        context = min(context, limit) if limit else context
+        self._window = window_of(specs)  # the widest of the layers, for which pages are kept
+        is_rolling = 0 < self._window <= context and not limit
         weight = next(blocks[0].parameters())
-        num_layers, *sizes = cache_shape(config)
-        num_pages = _num_pages(
-            num_pages, memory_bytes, page_bytes(num_layers, max(page_tokens, 1), *sizes, weight.dtype)
-        )
+        num_pages = _num_pages(num_pages, memory_bytes, shape.num_bytes(max(page_tokens, 1), weight.dtype))
         self._scheduler = Scheduler(
             num_pages=num_pages,
             page_tokens=page_tokens,
             token_budget=token_budget,
             context=context,
-            window=rolling_window(config, context),
+            window=self._window if is_rolling else 0,
         )
         self._blocks, self._decode = blocks, decode
         self._device = weight.device
+        core = layers[0].core
+        plans = AttentionPlans(self._window, is_grouped=core.heads // rows != shape.heads, cap=core.cap)
         self._attending: dict[str, Any] = {
             "cap": core.cap,
             "page_tokens": page_tokens,
-            "key_size": core.kv_heads * core.head_dim,
-            "kernel": plans_of(config).kernel(weight.device, weight.dtype, core.head_dim, is_cut=True),
+            "key_size": shape.heads * shape.size,
+            "kernel": plans.kernel(weight.device, weight.dtype, core.head_dim, is_cut=True),
             "device": weight.device,
             "dtype": weight.dtype,
         }
         self.version = version
-        self.pool = build_pool(num_layers, num_pages, page_tokens, *sizes, weight.device, weight.dtype)
-        windows = [block.operations.core.window for block in block_specs(config) if block.attends]
-        self._caches = [PagedLayer(self.pool, layer, window) for layer, window in enumerate(windows)]
+        self.pool = build_pool(shape, num_pages, page_tokens, weight.device, weight.dtype)
+        self._caches = [PagedLayer(self.pool, index, layer.core.window) for index, layer in enumerate(layers)]
 
     def is_idle(self) -> bool:
         """Whether every request has ended."""

@@ -7,13 +7,13 @@ vTensor (Xu et al. 2407.15309) and vAttention (Prabhu et al. 2405.04437) do this
 mapped once for each of its samples, and attention reads plain tensors. A page has the places of all layers, so that a
 text costs one mapping for each run of its pages that lie side by side:
 
-    place p of layer l:   keys at [p, l, 0], values at [p, l, 1] of a text's tensor (places, layers, 2, K, D)
+    place p of layer l:   keys at [p, l, 0], values at [p, l, 1] of a text's tensor (places, layers, tensors, K, D)
 
 `terrace generate` and `terrace rl` have mapped pages on a CPU under Linux (`platform_pages`), of as many tokens as fill
 whole pages of the system (`mapped_tokens`). Pages that the system cannot map are gathered: all pages where their size
 is no multiple of the system's, those of one text, with a warning, where the process has too many mappings.
 
-Shape legend: K key-value heads, D head_dim, P page_tokens, L places that a span reads.
+Shape legend: K heads of a place, D elements of a head, P page_tokens, L places that a span reads.
 """
 
 import functools
@@ -28,53 +28,47 @@ from torch import Tensor
 
 from terrace.base.errors import ConfigError
 from terrace.base.words import counted
+from terrace.generation.cache_shape import CacheShape
 from terrace.generation.host_memory import HostMemory, OutOfMappingsError, VirtualMemory
-from terrace.generation.pages import GatheredPages, PagePool, Span, page_bytes, targets_of
-from terrace.model.config import ModelConfig
-from terrace.model.facts import cache_shape
+from terrace.generation.pages import GatheredPages, PagePool, Span, targets_of
 
 # Tokens. With a larger page the samples of a prompt share little, and copy much of a page that is not full; a guess.
 _LARGEST_STEP = 256
-_Sizes = tuple[int, int, int, int, int]  # layers, pages, tokens of a page, K, D
 _AS_MANY = "the process has as many mappings as it may"
 
 
 def mapped_pages(
-    num_layers: int,
+    shape: CacheShape,
     num_pages: int,
     page_tokens: int,
-    num_kv_heads: int,
-    head_dim: int,
     device: torch.device,
     dtype: torch.dtype,
     *,
     warns: bool = True,
 ) -> PagePool:
     """A pool of mapped pages; of gathered ones, with a warning unless not `warns`, where the system cannot map them."""
-    sizes = num_layers, num_pages, page_tokens, num_kv_heads, head_dim
     try:
-        return _mapped(sizes, device, dtype)
+        return _mapped(shape, num_pages, page_tokens, device, dtype)
     except ConfigError as error:
         if warns:
             warnings.warn(f"pages of keys and values are gathered, not mapped: {error}", stacklevel=2)
-        return GatheredPages(*sizes, device, dtype)
+        return GatheredPages(shape, num_pages, page_tokens, device, dtype)
 
 
 # Of the commands, which say by `pages_words` which pages a model has here.
 platform_pages = functools.partial(mapped_pages, warns=False)
 
 
-def mapped_tokens(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, least: int) -> int:
+def mapped_tokens(shape: CacheShape, dtype: torch.dtype, least: int) -> int:
     """The fewest tokens of a page that can be mapped, at least `least`; `least` where that would be far more."""
-    step = _step(page_bytes(num_layers, 1, num_kv_heads, head_dim, dtype))
+    step = _step(shape.num_bytes(1, dtype))
     return -(-least // step) * step if step <= _LARGEST_STEP else least
 
 
-def pages_words(config: ModelConfig, page_tokens: int, device: torch.device, dtype: torch.dtype) -> tuple[str, bool]:
-    """The pages that `platform_pages` makes for a model, in words, and whether a CPU falls back to gathered ones."""
+def pages_words(shape: CacheShape, page_tokens: int, device: torch.device, dtype: torch.dtype) -> tuple[str, bool]:
+    """The pages that `platform_pages` makes, in words, and whether a CPU falls back to gathered ones."""
     try:
-        num_layers, *sizes = cache_shape(config)
-        _mapped((num_layers, 1, page_tokens, *sizes), device, dtype)
+        _mapped(shape, 1, page_tokens, device, dtype)
     except ConfigError as error:
         words = f"keys and values in gathered pages of {counted(page_tokens, 'token')}: {error}"
         return words, device.type == "cpu"
@@ -86,15 +80,16 @@ def _step(token_bytes: int) -> int:
     return math.lcm(token_bytes, mmap.PAGESIZE) // token_bytes
 
 
-def _mapped(sizes: _Sizes, device: torch.device, dtype: torch.dtype) -> "MappedPages":
-    num_layers, num_pages, page_tokens, num_kv_heads, head_dim = sizes
+def _mapped(
+    shape: CacheShape, num_pages: int, page_tokens: int, device: torch.device, dtype: torch.dtype
+) -> "MappedPages":
     if device.type != "cpu":
         raise ConfigError(f"pages on {device.type} are mapped by CudaMemory, which has never run on hardware")
-    one_bytes = page_bytes(num_layers, page_tokens, num_kv_heads, head_dim, dtype)
+    one_bytes = shape.num_bytes(page_tokens, dtype)
     if one_bytes % mmap.PAGESIZE:
         fix = _step(one_bytes // page_tokens)
         raise ConfigError(f"{one_bytes} bytes are no multiple of {mmap.PAGESIZE}: use a multiple of {fix} tokens")
-    return MappedPages(*sizes, HostMemory(num_pages, one_bytes), dtype)
+    return MappedPages(shape, num_pages, page_tokens, HostMemory(num_pages, one_bytes), dtype)
 
 
 @dataclass
@@ -102,7 +97,7 @@ class _Text:
     """The view of a text: pages by place in its range, -1 for none; `first`: the text's page at the first place."""
 
     address: int
-    places: Tensor  # (places, layers, 2, K, D)
+    places: Tensor  # (places, layers, tensors, K, D)
     shown: list[int] = field(default_factory=list)
     first: int = 0
     num_mapped: int = 0  # mappings, at most
@@ -113,18 +108,11 @@ class MappedPages:
     """A pool of `num_pages` pages in `memory`, whose pages have `page_tokens` places of all layers."""
 
     def __init__(
-        self,
-        num_layers: int,
-        num_pages: int,
-        page_tokens: int,
-        num_kv_heads: int,
-        head_dim: int,
-        memory: VirtualMemory,
-        dtype: torch.dtype,
+        self, shape: CacheShape, num_pages: int, page_tokens: int, memory: VirtualMemory, dtype: torch.dtype
     ) -> None:
         self._memory, self._dtype, self._num_pages, self._page_tokens = memory, dtype, num_pages, page_tokens
-        self._place = num_layers, 2, num_kv_heads, head_dim
-        self._places = self._typed(memory.whole)  # (pages P, layers, 2, K, D)
+        self._place = shape.layers, shape.tensors, shape.heads, shape.size
+        self._places = self._typed(memory.whole)  # (pages P, layers, tensors, K, D)
         self._by_page = self._places.view(num_pages, page_tokens, *self._place)
         self._texts: dict[int, _Text] = {}
         self._spare: list[_Text] = []  # ranges that show nothing
@@ -144,22 +132,21 @@ class MappedPages:
         self._targets = targets_of(spans, self._page_tokens, self._places.device)
         self._reads = [self._read(span) for span in spans]
 
-    def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        for kind, new in enumerate((keys, values)):
-            self._places[:, layer, kind].index_copy_(0, self._targets, new)
+    def store(self, layer: int, *tensors: Tensor) -> None:
+        for kept, new in zip(self._places[:, layer].unbind(1), tensors, strict=True):
+            kept.index_copy_(0, self._targets, new)
 
-    def view(self, layer: int, index: int) -> tuple[Tensor, Tensor]:
+    def view(self, layer: int, index: int) -> Sequence[Tensor]:
         places, pages, within = self._reads[index]
         if pages is None:
-            keys, values = (places[within, layer, kind] for kind in range(2))
+            found = places[within, layer].unbind(1)
         else:
-            of_layer = self._by_page[:, :, layer]
-            keys, values = (of_layer[:, :, kind].index_select(0, pages).flatten(0, 1)[within] for kind in range(2))
-        return keys.transpose(0, 1), values.transpose(0, 1)  # (K, L, D)
+            kept = self._by_page[:, :, layer].unbind(2)
+            found = tuple(each.index_select(0, pages).flatten(0, 1)[within] for each in kept)
+        return [each.transpose(0, 1) for each in found]  # (K, L, D)
 
-    def gather(self, layer: int, places: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = (self._places[:, layer, kind].index_select(0, places) for kind in range(2))
-        return keys, values
+    def gather(self, layer: int, places: Tensor) -> Sequence[Tensor]:
+        return [kept.index_select(0, places) for kept in self._places[:, layer].unbind(1)]
 
     def copy(self, source: int, target: int) -> None:
         self._by_page[target] = self._by_page[source]

@@ -4,7 +4,10 @@ A pool of pages is written and read by *spans*: the part of a text that passes t
 has, and from which place on it reads them. `prepare` is called once a turn, `store` and `view` once a layer. Which page
 belongs to whom is decided elsewhere (terrace.generation.scheduler); a pool only has the memory.
 
-Shape legend: T tokens of a turn, K key-value heads, D head_dim, P page_tokens, L places that a span reads.
+A place has the numbers that a token leaves behind in every layer (terrace.generation.cache_shape): keys and values, or
+one tensor that serves as both.
+
+Shape legend: T tokens of a turn, K heads of a place, D elements of a head, P page_tokens, L places that a span reads.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,6 +17,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from terrace.generation.cache_shape import CacheShape
 
 
 @dataclass(frozen=True)
@@ -40,14 +45,14 @@ class PagePool(Protocol):
     def prepare(self, spans: Sequence[Span]) -> None:
         """Have these spans pass next, their new tokens end to end."""
 
-    def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
+    def store(self, layer: int, *tensors: Tensor) -> None:
         """Write keys and values (T, K, D) of the new tokens of all spans."""
 
-    def view(self, layer: int, index: int) -> tuple[Tensor, Tensor]:
+    def view(self, layer: int, index: int) -> Sequence[Tensor]:
         """Keys and values (K, L, D) that span `index` reads, stored ones included; not to be kept or written."""
         ...
 
-    def gather(self, layer: int, places: Tensor) -> tuple[Tensor, Tensor]:
+    def gather(self, layer: int, places: Tensor) -> Sequence[Tensor]:
         """Copies of the keys and values (n, K, D) at `places` (n) among those of all pages."""
         ...
 
@@ -58,13 +63,8 @@ class PagePool(Protocol):
         """A text has given up its pages."""
 
 
-# (layers, pages, page_tokens, key-value heads, head_dim, device, dtype)
-BuildPool = Callable[[int, int, int, int, int, torch.device, torch.dtype], PagePool]
-
-
-def page_bytes(num_layers: int, page_tokens: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes of a page: keys and values of all layers."""
-    return 2 * num_layers * page_tokens * num_kv_heads * head_dim * dtype.itemsize
+# (numbers of a token, pages, page_tokens, device, dtype)
+BuildPool = Callable[[CacheShape, int, int, torch.device, torch.dtype], PagePool]
 
 
 def places_of(pages: Sequence[int], begin: int, end: int, page_tokens: int) -> list[int]:
@@ -88,23 +88,14 @@ class GatheredPages:
     """A pool in one tensor. A text whose pages follow each other is read where it lies, any other is gathered."""
 
     def __init__(
-        self,
-        num_layers: int,
-        num_pages: int,
-        page_tokens: int,
-        num_kv_heads: int,
-        head_dim: int,
-        device: torch.device,
-        dtype: torch.dtype,
+        self, shape: CacheShape, num_pages: int, page_tokens: int, device: torch.device, dtype: torch.dtype
     ) -> None:
         # A page is a run of places, so that pages in a row are one tensor, and a token's heads lie side by side, as a
         # layer makes them. Places that nobody has written are never read.
-        shape = num_layers, 2, num_pages, page_tokens, num_kv_heads, head_dim
-        self._memory = torch.empty(shape, device=device, dtype=dtype)
-        self._layers: list[tuple[Tensor, Tensor]] = [(layer[0], layer[1]) for layer in self._memory]  # (pages, P, K, D)
-        self._places: list[tuple[Tensor, Tensor]] = [
-            (keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in self._layers
-        ]
+        sizes = shape.layers, shape.tensors, num_pages, page_tokens, shape.heads, shape.size
+        self._memory = torch.empty(sizes, device=device, dtype=dtype)
+        self._layers = [layer.unbind() for layer in self._memory]  # (pages, P, K, D) each
+        self._places = [[kept.flatten(0, 1) for kept in layer] for layer in self._layers]
         self._page_tokens = page_tokens
         self._targets = torch.empty(0, dtype=torch.int64)
         self._reads: list[slice | tuple[Tensor, slice]] = []
@@ -117,22 +108,21 @@ class GatheredPages:
         self._targets = targets_of(spans, self._page_tokens, self._memory.device)
         self._reads = [self._read(span) for span in spans]
 
-    def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        for kept, new in zip(self._places[layer], (keys, values), strict=True):
+    def store(self, layer: int, *tensors: Tensor) -> None:
+        for kept, new in zip(self._places[layer], tensors, strict=True):
             kept.index_copy_(0, self._targets, new)
 
-    def view(self, layer: int, index: int) -> tuple[Tensor, Tensor]:
+    def view(self, layer: int, index: int) -> Sequence[Tensor]:
         read = self._reads[index]
         if isinstance(read, slice):
-            keys, values = (kept[read] for kept in self._places[layer])
+            found = [kept[read] for kept in self._places[layer]]
         else:
             pages, within = read
-            keys, values = (kept.index_select(0, pages).flatten(0, 1)[within] for kept in self._layers[layer])
-        return keys.transpose(0, 1), values.transpose(0, 1)  # (K, L, D)
+            found = [kept.index_select(0, pages).flatten(0, 1)[within] for kept in self._layers[layer]]
+        return [each.transpose(0, 1) for each in found]  # (K, L, D)
 
-    def gather(self, layer: int, places: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = (kept.index_select(0, places) for kept in self._places[layer])
-        return keys, values
+    def gather(self, layer: int, places: Tensor) -> Sequence[Tensor]:
+        return [kept.index_select(0, places) for kept in self._places[layer]]
 
     def copy(self, source: int, target: int) -> None:
         self._memory[:, :, target] = self._memory[:, :, source]

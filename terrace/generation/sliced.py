@@ -15,77 +15,57 @@ other stand-ins (terrace.runtime.tensor), which follow a program.
 Shape legend: B batch, S sequence, H hidden, V vocabulary, R rows, v = V / R rounded up, n inner features of a rank.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from terrace.base.errors import ModelError, PlanError
+from terrace.base.errors import ModelError
 from terrace.comm.exchange import all_gather
 from terrace.comm.groups import TierGroup
 from terrace.comm.process_group import OrderedGroup
+from terrace.generation.cache_shape import cache_shape
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig
 from terrace.model.decoder import Embedding, Head, build_blocks, scaled
 from terrace.model.layers import RMSNorm
+from terrace.model.operations import Dim, Loss, Norm, Product
 from terrace.model.spec import BlockSpec
-from terrace.plan.dims import is_norm_of_heads
+from terrace.plan.dims import CUT_BY
 from terrace.plan.mesh import Mesh
-from terrace.plan.slices import rank_slices, slice_blocks
+from terrace.plan.slices import rank_slices, slice_blocks, used_part
 
 Slices = Mapping[str, Tensor]  # parameter -> a rank's slice of it
-
-
-def sliced_config(config: ModelConfig, rows: int) -> ModelConfig:
-    """The model as one of `rows` tensor ranks attends: a cache made from it has keys and values of the rank's heads.
-
-    Raises `PlanError` for rows that do not divide the heads, or neither divide the key-value heads nor are a multiple
-    of them.
-    """
-    heads, kv_heads = config.num_heads, config.num_kv_heads
-
-    def cut(rows: int) -> bool:
-        return heads % rows == 0 and (kv_heads % rows == 0 or rows % kv_heads == 0)
-
-    if rows < 1 or not cut(rows):
-        most = max((degree for degree in range(1, min(rows, heads + 1)) if cut(degree)), default=1)
-        raise PlanError(
-            f"rows = {rows} of a replica cannot share the model's {heads} heads and {kv_heads} key-value heads: "
-            f"use {most}"
-        )
-    return replace(config, num_heads=heads // rows, num_kv_heads=max(1, kv_heads // rows))
 
 
 def sliced_blocks(config: ModelConfig, slices: Sequence[Slices], group: OrderedGroup | None = None) -> list[nn.Module]:
     """Frozen blocks of the model `config` on one rank of `group`, the ranks of a replica in the order of their slices.
 
     `slices` has the parameters of every block, as `HandOver.run` returns them; they are used where they are. Without a
-    group they are whole, and the blocks are plain ones. A cache for them is made from `sliced_config`. Raises
-    `PlanError` for rows that cannot cut the model, `ModelError` for slices of another model or of other rows.
+    group they are whole, and the blocks are plain ones. Raises `PlanError` for rows that cannot cut the model,
+    `ModelError` for slices of another model or of other rows.
     """
     rows, row = (1, 0) if group is None else (group.size, group.position)
-    local, specs = sliced_config(config, rows), block_specs(config)
-    blocks, mesh = build_blocks(local), Mesh.build(1, rows=(rows,))
+    specs = block_specs(config)
+    cache_shape(specs, rows)  # which refuses rows that cannot share the heads
+    blocks, mesh = build_blocks(config), Mesh.build(1, rows=(rows,))
     if len(slices) != len(specs):
         raise ModelError(f"the slices are of {len(slices)} blocks, the model has {len(specs)}: hand over this model")
     sliced = slice_blocks(specs, mesh)
     for spec, module, own in zip(sliced, blocks, slices, strict=True):
         places = {param.name: rank_slices(param, mesh, row) for param in spec.params}
         for param, value in zip(spec.params, _values(spec, places, own), strict=True):
-            if rows > config.num_kv_heads and param.dims[0][0] == "kv_heads":
-                # Ranks of a group of heads have all keys and values, and use the same head of them.
-                size = len(value) // config.num_kv_heads
-                first = row * config.num_kv_heads // rows * size
-                value = value[first : first + size]
-            _set_parameter(module, param.name, value)
-    if config.tied_embeddings:
+            counts, units = param.dims[0]
+            used = used_part(Dim(counts, units, (param.whole or param.shape)[0] // units), rows, row)
+            _set_parameter(module, param.name, value if used is None else value[used])
+    if specs[-1].borrows:
         blocks[-1].weight = blocks[0].weight
     if group is None:
         return blocks
-    return _joined(blocks, sliced, local, rank_slices(sliced[0].params[0], mesh, row)[0], group)
+    return _joined(config, blocks, specs, rank_slices(sliced[0].params[0], mesh, row)[0], group)
 
 
 def _values(spec: BlockSpec, places: Mapping[str, tuple[slice, ...]], own: Slices) -> list[Tensor]:
@@ -114,28 +94,29 @@ def _set_parameter(block: nn.Module, name: str, value: Tensor) -> None:
 
 
 def _joined(
-    blocks: list[nn.Module], sliced: Sequence[BlockSpec], config: ModelConfig, part: slice, group: OrderedGroup
+    config: ModelConfig, blocks: list[nn.Module], specs: Sequence[BlockSpec], part: slice, group: OrderedGroup
 ) -> list[nn.Module]:
     """Blocks with a rank's slices as parameters, and messages among the ranks; `part` of the vocabulary is its own."""
     ranks = TierGroup("rows", tuple(sorted(group.members)), dist.get_rank(group.handle), group.handle)
-    for spec, block in zip(sliced[1:-1], blocks[1:-1], strict=True):
-        for param in spec.params:
-            # Out of features that rows share, back into the residual stream.
-            if param.is_matrix and not param.is_stack and "rows" in param.cuts[1]:
-                path = param.name.rpartition(".")[0]
-                parent, _, leaf = path.rpartition(".")
-                linear = block.get_submodule(path)
-                assert isinstance(linear, nn.Linear), "a matrix that is no expert's belongs to a Linear"
-                setattr(block.get_submodule(parent), leaf, _RowLinear(linear, ranks))
-            elif is_norm_of_heads(param):
-                path = param.name.rpartition(".")[0]
-                norm = block.get_submodule(path)
-                assert isinstance(norm, RMSNorm), "queries and keys have an rms norm"
-                setattr(block.get_submodule("attention"), path.rpartition(".")[2], _HeadsNorm(norm, ranks))
+    for spec, block in zip(specs[1:-1], blocks[1:-1], strict=True):
+        for operation in (*spec.operations, *spec.operations.mixture.shared):
+            # All other operations run on a rank's part of their operands as on the whole.
+            match operation:
+                case Product() if operation.leaves:
+                    _replace(block, operation.weight, lambda module: _RowLinear(module, ranks))
+                case Norm() if CUT_BY.get(operation.over.counts) == ("rows",):
+                    _replace(block, operation.weight, lambda module: _HeadsNorm(module, ranks))
     first, last = blocks[0], blocks[-1]
     assert isinstance(first, Embedding), "a decoder begins with its embedding"
     assert isinstance(last, Head), "a decoder ends with its head"
-    return [_SlicedEmbedding(config, first, part, ranks), *blocks[1:-1], _SlicedHead(config, last, ranks, group.places)]
+    (loss,) = specs[-1].operations.of(Loss)
+    head = _SlicedHead(config, last, ranks, loss.vocabulary, group.places)
+    return [_SlicedEmbedding(config, first, part, ranks), *blocks[1:-1], head]
+
+
+def _replace(block: nn.Module, path: str, by: Callable[[Any], nn.Module]) -> None:
+    parent, _, leaf = path.rpartition(".")
+    setattr(block.get_submodule(parent), leaf, by(block.get_submodule(path)))
 
 
 class _RowLinear(nn.Module):
@@ -188,9 +169,11 @@ class _SlicedEmbedding(Embedding):
 
 
 class _SlicedHead(Head):
-    def __init__(self, config: ModelConfig, whole: Head, ranks: TierGroup, places: Sequence[int]) -> None:
+    def __init__(
+        self, config: ModelConfig, whole: Head, ranks: TierGroup, vocabulary: int, places: Sequence[int]
+    ) -> None:
         super().__init__(config, whole.weight, device="meta")
-        self.norm, self._ranks, self._vocab_size = whole.norm, ranks, config.vocab_size
+        self.norm, self._ranks, self._vocab_size = whole.norm, ranks, vocabulary
         self._places = places  # among `ranks`, of each part of the vocabulary
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:

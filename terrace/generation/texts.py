@@ -4,13 +4,14 @@ from collections.abc import Callable, Collection, Sequence
 
 from torch import nn
 
+from terrace.generation.cache_shape import cache_shape, most_positions, window_of
 from terrace.generation.engine import GenerationEngine
 from terrace.generation.mapped import mapped_tokens, pages_words, platform_pages
 from terrace.generation.request import Completion, Request, Sampling
 from terrace.generation.running_text import Decode
 from terrace.model.arranged import arrange
+from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig
-from terrace.model.facts import cache_shape, longest_text, rolling_window
 
 _PASS_TOKENS = 2048  # at once: no faster with more, and masks of parts of longer prompts grow with it
 _WINDOW_PAGE = 64  # a text under a window gives back as it goes; a guess
@@ -51,15 +52,15 @@ def continue_texts(
     arrange(blocks, len(requests))
     longest = max(len(request.prompt) for request in requests) + num_tokens
     budget = max(_PASS_TOKENS, len(requests))
-    weight = next(blocks[0].parameters())
-    sizes, window = (*cache_shape(config), weight.dtype), rolling_window(config, context)
-    if window:
-        page_tokens = mapped_tokens(*sizes, min(_WINDOW_PAGE, longest))
+    weight, specs = next(blocks[0].parameters()), block_specs(config)
+    shape, window, limit = cache_shape(specs), window_of(specs), most_positions(specs)
+    if 0 < window <= context and not limit:
+        page_tokens = mapped_tokens(shape, weight.dtype, min(_WINDOW_PAGE, longest))
         pages = -(-min(longest, window + budget + page_tokens) // page_tokens)
     else:
         # A page holds a whole text, which is then never gathered.
-        page_tokens, pages = mapped_tokens(*sizes, min(longest, context, longest_text(config) or context)), 1
-    say(*pages_words(config, page_tokens, weight.device, weight.dtype))
+        page_tokens, pages = mapped_tokens(shape, weight.dtype, min(longest, context, limit or context)), 1
+    say(*pages_words(shape, page_tokens, weight.device, weight.dtype))
     engine = GenerationEngine(
         blocks,
         config,

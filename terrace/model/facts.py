@@ -5,19 +5,10 @@ Nobody outside terrace.model names a field of `ModelConfig`: what a block comput
 """
 
 from dataclasses import replace
-from typing import NamedTuple
 
-from terrace.base.errors import ModelError
 from terrace.model.block_operations import layer_operations
 from terrace.model.config import ModelConfig
-
-
-class CacheShape(NamedTuple):
-    """Sizes of the keys, and as many values, that generation keeps of a token."""
-
-    num_layers: int
-    num_heads: int
-    head_dim: int
+from terrace.model.experts import config as experts_config
 
 
 def family_of(config: ModelConfig) -> str:
@@ -86,11 +77,6 @@ def rolling_window(config: ModelConfig, context: int) -> int:
     return window if 0 < window <= context and not config.most_positions else 0
 
 
-def cache_shape(config: ModelConfig) -> CacheShape:
-    """The keys and values of a token."""
-    return CacheShape(config.num_layers, config.num_kv_heads, config.head_dim)
-
-
 def widest_layer(config: ModelConfig) -> ModelConfig:
     """A model of one layer and one token: with experts if any layer has them, and the widest window of all layers."""
     experts = None if config.experts is None else replace(config.experts, dense_layers=())
@@ -104,9 +90,4 @@ def looks_ahead(config: ModelConfig) -> bool:
 
 def refuse_looking_ahead(config: ModelConfig) -> None:
     """Raise `ModelError` for a model that cannot be sampled from, nor predict a token by those before it."""
-    if looks_ahead(config):
-        raise ModelError(
-            f"gate = {layer_operations(config).mixture.experts.gate!r}: the experts of a token depend on later tokens, "
-            "so the model can neither be sampled from nor be evaluated: use another gate; the run's metrics.jsonl has "
-            "its loss"
-        )
+    experts_config.refuse_looking_ahead(layer_operations(config).mixture.experts)

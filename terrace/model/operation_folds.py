@@ -36,13 +36,13 @@ def params_of(operations: Operations) -> tuple[ParamSpec, ...]:
     return tuple(param for found in ordered for param in found)
 
 
-def _params(operation: Operation) -> list[ParamSpec]:
+def _params(operation: Operation, *, is_stacked: bool = False) -> list[ParamSpec]:
     match operation:
         case Norm():
             parts = ("weight", "bias") if operation.kind == "layer" else ("weight",)
             return [_param(f"{operation.weight}.{part}", operation.over) for part in parts]
         case Product():
-            stack = (Dim(STACKED, operation.stack),) if operation.stack > 1 else ()
+            stack = (Dim(STACKED, operation.stack),) if is_stacked else ()
             found = [_param(f"{operation.weight}.weight", *stack, operation.outputs, operation.inputs)]
             return [*found, _param(f"{operation.weight}.bias", operation.outputs)] if operation.has_bias else found
         case Mixture():
@@ -64,7 +64,9 @@ def _params(operation: Operation) -> list[ParamSpec]:
 
 def _mixture_params(mixture: Mixture) -> Iterator[ParamSpec]:
     yield from router_params(mixture.experts, (mixture.hidden.counts, mixture.hidden.units))
-    for operation in (*mixture.each, *mixture.shared, *mixture.shared_gate):
+    for operation in mixture.each:
+        yield from _params(operation, is_stacked=True)  # of one expert, too
+    for operation in (*mixture.shared, *mixture.shared_gate):
         yield from _params(operation)
 
 

@@ -116,6 +116,11 @@ class Product(Operation):
         """Features written."""
         return self.target.features
 
+    @property
+    def leaves(self) -> bool:
+        """Whether it ends attention or the MLP: it writes the residual stream, from features of all tokens."""
+        return self.source.tokens is Tokens.ALL and self.target.tokens is Tokens.STREAM
+
 
 @dataclass(frozen=True)
 class Rotary(Operation):

@@ -11,6 +11,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from terrace.base.errors import ModelError, did_you_mean
+from terrace.model.dim_operations import operations_of_dims
 from terrace.model.operation_folds import active_numel, forward_flops
 from terrace.model.operations import NO_OPERATIONS, LookUp, Loss, Operations, Score, Sum, chain
 from terrace.model.params import ParamSpec
@@ -50,6 +51,11 @@ class BlockSpec:
     def operations(self) -> Operations:
         """Its operations."""
         return self.declared if self.declared.each else chain(self.matrices)
+
+    @cached_property
+    def cut_operations(self) -> Operations:
+        """The operations that a tensor axis cuts: its own, or those that the dims of its parameters tell."""
+        return self.declared if self.declared.each else operations_of_dims(self.params)
 
     @cached_property
     def computes(self) -> Computes | None:

@@ -16,11 +16,12 @@ it: each of their ranks has a part of its gradient, and together they shard its 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from terrace.base.alike import first_equal
 from terrace.base.errors import PlanError
+from terrace.model.operations import Dim
 from terrace.model.params import ParamSpec
 from terrace.model.spec import BlockSpec
 from terrace.plan.dims import CUT_BY
@@ -45,6 +46,36 @@ def slice_blocks(blocks: Sequence[BlockSpec], mesh: Mesh) -> tuple[BlockSpec, ..
         for first in dict.fromkeys(firsts)
     }
     return tuple(replace(block, params=sliced[first]) for block, first in zip(blocks, firsts, strict=True))
+
+
+def rank_numel(dim: Dim, degrees: Mapping[str, int]) -> int:
+    """Features of a token that a rank works on, padding included; `degrees` of axes are 1 where they are not named.
+
+    With more rows than key-value heads it is the one that the rank's queries need.
+    """
+    return -(-dim.units // _degree(dim.counts, degrees)) * dim.size
+
+
+def is_shared(dim: Dim, degrees: Mapping[str, int]) -> bool:
+    """Whether ranks hold more units of a dim than they work on: all key-value heads, fewer than there are rows."""
+    return _has_too_few(dim.counts, dim.units, _degree(dim.counts, degrees))
+
+
+def used_part(dim: Dim, rows: int, row: int) -> slice | None:
+    """Of what a row holds of a dim, the features that it works on: None for all, else one key-value head.
+
+    Consecutive rows share a key-value head, as their query heads do.
+    """
+    first = row * dim.units // rows * dim.size
+    return slice(first, first + dim.size) if is_shared(dim, {"rows": rows}) else None
+
+
+def _degree(counts: str, degrees: Mapping[str, int]) -> int:
+    return math.prod(degrees.get(axis, 1) for axis in CUT_BY.get(counts, ()))
+
+
+def _has_too_few(counts: str, units: int, degree: int) -> bool:
+    return counts == "kv_heads" and degree > units and degree % units == 0
 
 
 def rank_slices(param: ParamSpec, mesh: Mesh, rank: int) -> tuple[slice, ...]:
@@ -89,7 +120,7 @@ def _slice(block: str, param: ParamSpec, mesh: Mesh) -> ParamSpec:
             )
         degree = math.prod(mesh.total(axis) for axis in cut)
         # Fewer key-value heads than rows: replicate them instead of cutting a head.
-        if name == "kv_heads" and degree > units and degree % units == 0:
+        if _has_too_few(name, units, degree):
             cut, degree = (), 1  # every rank holds all of them
         if units % degree and name not in _PADDED:
             fix = max(d for d in range(1, degree) if units % d == 0)

@@ -9,7 +9,7 @@ from typing import Any
 from terrace.base.errors import ModelError, PlanError
 from terrace.base.words import counted
 from terrace.checkpoint.layout import folder_of
-from terrace.generation.sliced import sliced_config
+from terrace.generation.cache_shape import cache_shape
 from terrace.model.blocks import block_specs
 from terrace.model.config import load_model
 from terrace.model.facts import has_scalar_head, longest_text, refuse_looking_ahead, vocabulary_size, with_scalar_head
@@ -67,7 +67,7 @@ def _check_model(config: RlConfig) -> None:
     if has_scalar_head(config.model):
         raise ModelError("the model is a reward model, which writes nothing: name a causal language model")
     refuse_looking_ahead(config.model)
-    sliced_config(config.model, config.run.rows)
+    cache_shape(block_specs(config.model), config.run.rows)
 
 
 def _check_engine(settings: EngineSettings, *, learns: bool) -> None:

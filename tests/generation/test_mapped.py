@@ -12,30 +12,33 @@ from torch import Tensor
 
 from terrace.base.errors import ConfigError
 from terrace.generation import texts as texts_module
+from terrace.generation.cache_shape import CacheShape, cache_shape
 from terrace.generation.engine import GenerationEngine
 from terrace.generation.host_memory import HostMemory, OutOfMappingsError
 from terrace.generation.mapped import MappedPages, mapped_pages, mapped_tokens, pages_words
-from terrace.generation.pages import GatheredPages, PagePool, Span, page_bytes
+from terrace.generation.pages import GatheredPages, PagePool, Span
 from terrace.generation.request import Request, Sampling
 from terrace.generation.texts import continue_texts
+from terrace.model.blocks import block_specs
 from terrace.rl.values.ragged import Ragged
 from terrace.rl.values.rows import Rows
 from terrace.rl.workers import drawing as drawing_module
 from tests.support.generation import MODELS, make
 
 LAYERS, HEADS, DIM = 2, 2, 4
-TOKENS = mmap.PAGESIZE // page_bytes(LAYERS, 1, HEADS, DIM, torch.float64)  # the smallest page that can be mapped
+SHAPE = CacheShape(LAYERS, HEADS, DIM)
+TOKENS = mmap.PAGESIZE // SHAPE.num_bytes(1, torch.float64)  # the smallest page that can be mapped
 CPU = torch.device("cpu")
 
 
 def mapped(num_pages: int, num_mappings: int | None = None) -> MappedPages:
     memory = HostMemory(num_pages, mmap.PAGESIZE)
     memory.num_mappings = memory.num_mappings if num_mappings is None else num_mappings
-    return MappedPages(LAYERS, num_pages, TOKENS, HEADS, DIM, memory, torch.float64)
+    return MappedPages(SHAPE, num_pages, TOKENS, memory, torch.float64)
 
 
 def gathered(num_pages: int) -> GatheredPages:
-    return GatheredPages(LAYERS, num_pages, TOKENS, HEADS, DIM, CPU, torch.float64)
+    return GatheredPages(SHAPE, num_pages, TOKENS, CPU, torch.float64)
 
 
 def write(pool: PagePool, spans: list[Span], seed: int) -> None:
@@ -70,6 +73,25 @@ def test_samples_of_a_prompt_share_its_page_and_have_tails_of_their_own() -> Non
     assert bool((views[1][:, 0] == 7.0).all())
     # A plain tensor: no gap between pages, no copy behind it.
     assert views[0].stride() == (DIM, LAYERS * 2 * HEADS * DIM, 1)
+
+
+def test_a_token_may_leave_one_vector_in_place_of_keys_and_values() -> None:
+    shape = CacheShape(LAYERS, heads=1, size=2 * HEADS * DIM, tensors=1)
+    assert shape.num_bytes(TOKENS, torch.float64) == mmap.PAGESIZE
+    memory = HostMemory(3, mmap.PAGESIZE)
+    for pool in (
+        MappedPages(shape, 3, TOKENS, memory, torch.float64),
+        GatheredPages(shape, 3, TOKENS, CPU, torch.float64),
+    ):
+        end = TOKENS + 2
+        pool.prepare([Span(0, (2, 0), 0, 0, end)])
+        vectors = torch.randn(LAYERS, end, 1, shape.size, dtype=torch.float64)
+        for layer in range(LAYERS):
+            pool.store(layer, vectors[layer])
+            (seen,) = pool.view(layer, 0)
+            assert torch.equal(seen.transpose(0, 1), vectors[layer])
+            (copied,) = pool.gather(layer, torch.tensor([2 * TOKENS, 1]))
+            assert torch.equal(copied, vectors[layer][[0, TOKENS + 1]])
 
 
 @pytest.mark.parametrize("num_mappings", [None, 5], ids=["mapped", "few mappings"])
@@ -176,7 +198,7 @@ def test_a_process_out_of_mappings_gathers_and_says_so() -> None:
 )
 def test_pages_that_cannot_be_mapped_are_gathered_aloud(tokens: int, device: str, said: str) -> None:
     with pytest.warns(UserWarning, match=said):
-        pool = mapped_pages(LAYERS, 4, tokens, HEADS, DIM, torch.device(device), torch.float64)
+        pool = mapped_pages(SHAPE, 4, tokens, torch.device(device), torch.float64)
     assert isinstance(pool, GatheredPages)
 
 
@@ -189,7 +211,7 @@ def test_pages_beyond_the_address_space_are_gathered_aloud(monkeypatch: pytest.M
 
     monkeypatch.setattr(HostMemory, "_mmap", full)
     with pytest.warns(UserWarning, match="no room for the addresses of"):
-        pool = mapped_pages(LAYERS, 4, TOKENS, HEADS, DIM, CPU, torch.float64)
+        pool = mapped_pages(SHAPE, 4, TOKENS, CPU, torch.float64)
     assert isinstance(pool, GatheredPages)
 
 
@@ -211,7 +233,7 @@ def test_an_engine_writes_the_same_over_mapped_pages() -> None:
 
 
 def test_the_pool_that_engines_build_is_mapped() -> None:
-    assert isinstance(mapped_pages(LAYERS, 4, TOKENS, HEADS, DIM, CPU, torch.float64), MappedPages)
+    assert isinstance(mapped_pages(SHAPE, 4, TOKENS, CPU, torch.float64), MappedPages)
     with pytest.raises(ConfigError, match=f"a page of 100 bytes is no multiple of the system's {mmap.PAGESIZE}"):
         HostMemory(2, 100)
 
@@ -265,15 +287,14 @@ def test_the_commands_write_the_same_bits_over_mapped_pages(
 
 
 def test_pages_of_the_commands_fill_those_of_the_system_or_say_why_not() -> None:
-    config = MODELS["llama"]
-    sizes = config.num_layers, config.num_kv_heads, config.head_dim, torch.float32
-    tokens = mapped_tokens(*sizes, 16)
+    shape = cache_shape(block_specs(MODELS["llama"]))
+    tokens = mapped_tokens(shape, torch.float32, 16)
     assert tokens >= 16
-    assert page_bytes(config.num_layers, tokens, config.num_kv_heads, config.head_dim, torch.float32) % 4096 == 0
-    assert pages_words(config, tokens, CPU, torch.float32)[1] is False
-    words, is_fallback = pages_words(config, tokens + 1, CPU, torch.float32)
+    assert shape.num_bytes(tokens, torch.float32) % 4096 == 0
+    assert pages_words(shape, tokens, CPU, torch.float32)[1] is False
+    words, is_fallback = pages_words(shape, tokens + 1, CPU, torch.float32)
     assert is_fallback
     assert f"in gathered pages of {tokens + 1} tokens: " in words
-    assert pages_words(config, tokens, torch.device("cuda"), torch.float32)[1] is False
+    assert pages_words(shape, tokens, torch.device("cuda"), torch.float32)[1] is False
     # 3 x 2 x 4 bytes a token: 512 tokens fill three pages of the system, which is too coarse for samples of a prompt.
-    assert mapped_tokens(1, 1, 3, torch.float32, 16) == 16
+    assert mapped_tokens(CacheShape(1, 1, 3), torch.float32, 16) == 16

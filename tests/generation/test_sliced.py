@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 from terrace.base.errors import ModelError, PlanError
 from terrace.comm.process_group import OrderedGroup
+from terrace.generation.cache_shape import cache_shape
 from terrace.generation.engine import GenerationEngine
 from terrace.generation.request import Request, Sampling
-from terrace.generation.sliced import sliced_blocks, sliced_config
+from terrace.generation.sliced import sliced_blocks
 from terrace.launch.start import LocalPool, World
-from terrace.model.blocks import block_specs
+from terrace.model.blocks import block_specs, model_of
 from terrace.model.config import ModelConfig
 from terrace.plan.holdings import generation_slices
 from terrace.runtime.reshard import HandOver
-from tests.support import toys
 from tests.support.generation import MODELS, VOCAB, cached_logits, make
 from tests.support.nightly import nightly
 from tests.support.parity import ADAMW, Case, engine_of, exact, wholes
@@ -49,9 +49,9 @@ def slices_of(config: ModelConfig, blocks: Sequence[nn.Module], rows: int, row: 
     return found
 
 
-def logits_of(config: ModelConfig, blocks: Sequence[nn.Module]) -> Tensor:
+def logits_of(config: ModelConfig, blocks: Sequence[nn.Module], rows: int = 1) -> Tensor:
     """Logits (4, V): after two texts of different lengths, and after one more token of each."""
-    return cached_logits(config, blocks, [PROMPTS[0], PROMPTS[2]])
+    return cached_logits(config, blocks, [PROMPTS[0], PROMPTS[2]], rows)
 
 
 def compared(world: World, names: Sequence[str], members: tuple[int, ...]) -> list[tuple[float, bool, list[float]]]:
@@ -65,10 +65,12 @@ def compared(world: World, names: Sequence[str], members: tuple[int, ...]) -> li
         config = CONFIGS[name]
         blocks, rows = make(config), world.world_size
         sliced = sliced_blocks(config, slices_of(config, blocks, rows, group.position), group)
-        own, whole = logits_of(sliced_config(config, rows), sliced), logits_of(config, blocks)
+        own, whole = logits_of(config, sliced, rows), logits_of(config, blocks)
         written = [
-            GenerationEngine(each, of, context=10, num_pages=16, page_tokens=4, token_budget=5).run(REQUESTS)
-            for each, of in ((sliced, sliced_config(config, rows)), (blocks, config))
+            GenerationEngine(each, config, rows=of, context=10, num_pages=16, page_tokens=4, token_budget=5).run(
+                REQUESTS
+            )
+            for each, of in ((sliced, rows), (blocks, 1))
         ]
         same = [one.tokens == other.tokens for one, other in zip(*written, strict=True)]
         found.append((float((own - whole).abs().max()), all(same), own[0].tolist()))
@@ -106,9 +108,8 @@ def handed_over(world: World, case: Case, rows: int) -> float:
     engine = engine_of(world, cluster_of(2, 2), case)
     hand_over = HandOver(engine, rows)
     engine.step(case.batches(engine, case, 0), ADAMW.lr)
-    config = toys.MODELS[case.model].config
-    assert config is not None
-    own = logits_of(sliced_config(config, rows), sliced_blocks(config, hand_over.run(), hand_over.group))
+    config = model_of(engine.state.specs)
+    own = logits_of(config, sliced_blocks(config, hand_over.run(), hand_over.group), rows)
     engine.state.gather(engine.comm.collectives)
     whole = logits_of(config, sliced_blocks(config, wholes(engine)))
     engine.close()
@@ -122,9 +123,9 @@ def test_a_replica_computes_as_the_trained_model(pool: LocalPool, name: str, row
 
 def test_rows_that_cannot_share_heads_are_refused() -> None:
     with pytest.raises(PlanError, match=r"rows = 3 .* 4 heads and 2 key-value heads: use 2"):
-        sliced_config(MODELS["llama"], 3)
+        cache_shape(block_specs(MODELS["llama"]), 3)
     with pytest.raises(PlanError, match="rows = 0"):
-        sliced_config(MODELS["llama"], 0)
+        cache_shape(block_specs(MODELS["llama"]), 0)
 
 
 def test_slices_of_another_model_or_row_are_refused() -> None:

@@ -48,7 +48,10 @@ def filled(experts: ExpertsConfig, dtype: torch.dtype = torch.float32) -> Mixtur
     return mixture
 
 
-@pytest.mark.parametrize("experts", [PLAIN, GROUPED, SHARED, replace(GROUPED, dense_layers=(0, 2))])
+@pytest.mark.parametrize(
+    "experts",
+    [PLAIN, GROUPED, SHARED, replace(GROUPED, dense_layers=(0, 2)), replace(PLAIN, num_experts=1, per_token=1)],
+)
 def test_modules_have_the_parameters_that_specs_declare(experts: ExpertsConfig) -> None:
     config = with_experts(experts)
     for spec, block in zip(block_specs(config), build_blocks(config), strict=True):

@@ -9,7 +9,8 @@ import pytest
 from terrace.base.errors import ConfigError, PlanError, TerraceError
 from terrace.base.schema import merge
 from terrace.cli import rl_run
-from terrace.generation.sliced import sliced_config
+from terrace.generation.cache_shape import cache_shape
+from terrace.model.blocks import block_specs
 from terrace.model.config import parse_model
 from terrace.rl import making
 from terrace.rl.algorithms.algorithm import TRAITS, algorithm_of
@@ -197,8 +198,8 @@ def test_a_replica_of_any_number_of_rows_is_refused_at_once() -> None:
     sizes = {"vocab_size": 12, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = parse_model({"model_type": "llama", "intermediate_size": 8, "hidden_act": "silu", **sizes})
     with pytest.raises(PlanError, match="cannot share the model's 4 heads and 4 key-value heads: use 4"):
-        sliced_config(model, 10**21)
-    assert sliced_config(model, 4).num_heads == 1
+        cache_shape(block_specs(model), 10**21)
+    assert cache_shape(block_specs(model), 4).heads == 1
 
 
 @pytest.mark.parametrize(

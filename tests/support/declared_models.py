@@ -36,6 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3, tied": _SIZES
     | {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True},
     "qwen2, 1 kv head": _SIZES | {"model_type": "qwen2", "num_key_value_heads": 1},
+    "olmo2, norms of all heads": _SIZES | {"model_type": "olmo2", "num_key_value_heads": 2, "pad_token_id": None},
     "mistral, window": _SIZES | {"model_type": "mistral", "num_key_value_heads": 4, "sliding_window": 5},
 }
 
@@ -60,8 +61,11 @@ def model_of(name: str) -> Any:
 
 def declaration_of(name: str) -> "terrace.Declaration":
     """The declaration of a model."""
-    table = MODELS[name]
-    return terrace.Declaration(heads=table["num_attention_heads"], kv_heads=table["num_key_value_heads"], dims=DIMS)
+    table, dims = MODELS[name], DIMS
+    if "norms of all heads" in name:
+        dims = {key: value for key, value in DIMS.items() if key != "*.[qk]_norm.weight"}
+        dims |= {"*.q_norm.weight": ("heads",), "*.k_norm.weight": ("kv_heads",)}
+    return terrace.Declaration(heads=table["num_attention_heads"], kv_heads=table["num_key_value_heads"], dims=dims)
 
 
 def batch_of(step: int, packed: bool) -> tuple[Tensor, Tensor, Tensor | None]:

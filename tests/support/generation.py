@@ -80,10 +80,12 @@ class Recorded(nn.Module):
         return out
 
 
-def cached_logits(config: ModelConfig, blocks: Sequence[nn.Module], texts: Sequence[Sequence[int]]) -> Tensor:
-    """Logits (2 texts, V): after every text, and after the likeliest next token of each."""
+def cached_logits(
+    config: ModelConfig, blocks: Sequence[nn.Module], texts: Sequence[Sequence[int]], rows: int = 1
+) -> Tensor:
+    """Logits (2 texts, V): after every text, and after the likeliest next token of each; `blocks` on one of `rows`."""
     head = Recorded(blocks[-1])
-    engine = GenerationEngine([*blocks[:-1], head], config, context=32, num_pages=64, page_tokens=4)
+    engine = GenerationEngine([*blocks[:-1], head], config, rows=rows, context=32, num_pages=64, page_tokens=4)
     greedy = Sampling(temperature=0.0)
     engine.run([Request(prompt=tuple(text), num_tokens=2, sampling=greedy) for text in texts])
     return torch.cat(head.logits)

@@ -36,6 +36,7 @@ CASES: dict[tuple[int, ...], list[Declared]] = {
         Declared("llama", (2,), plan({"package": {"context": {"ring": 2}}}), packed=True),
         Declared("qwen3, tied", (2,), plan({"package": {"context": {"ulysses": 2}}}, "zero1")),
         Declared("mistral, window", (2,), plan({"package": {"context": {"ring": 2}}})),
+        Declared("olmo2, norms of all heads", (2,), plan(TENSOR)),
     ],
     (2, 2): [
         Declared("llama", (2, 2), plan(TENSOR | {"node": {"context": {"ring": 2}}}), packed=True),

@@ -111,3 +111,12 @@ class ExpertsConfig:
                 f"{names.get('dense_layers', 'dense_layers')} leaves no layer its experts: "
                 "name fewer, or use the dense model of the family"
             )
+
+
+def refuse_looking_ahead(experts: ExpertsConfig) -> None:
+    """Raise `ModelError` for a model that cannot be sampled from, nor predict a token by those before it."""
+    if experts.looks_ahead:
+        raise ModelError(
+            f"gate = {experts.gate!r}: the experts of a token depend on later tokens, so the model can neither "
+            "be sampled from nor be evaluated: use another gate; the run's metrics.jsonl has its loss"
+        )

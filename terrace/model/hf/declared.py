@@ -197,7 +197,7 @@ def check_modules(block: nn.Module, spec: BlockSpec, what: str) -> dict[str, flo
         name, _, ending = param.name.rpartition(".")
         module = block.get_submodule(name)
         counted = [each for each, _ in param.dims]
-        if counted in (["hidden"], ["head_dim"]) and ending == "weight":
+        if len(counted) == 1 and ending == "weight":
             epsilons[name] = _checked_norm(module, f"{spec.name}.{name}", what)
         elif (
             len(counted) == 2

@@ -1,6 +1,6 @@
-"""Steps of a block under the tensor axis, from the dims that its parameters declare (bytes: plan.tensor_traffic).
+"""Steps of a block under the tensor axis: a rule for each type of operation (terrace.model.operations).
 
-A region is attention or the MLP: products from the residual stream to an inner dim, then one product back.
+A region is attention or the MLP: from the operation that enters it to the product that writes the residual stream.
 
     region, sequence parallel      forward    gather the input; products; reduce the output
                                    backward   gather the output's gradient; gather the input again, behind the
@@ -21,36 +21,37 @@ need no message: fused with the gradients of inputs it would share their time wi
 A recomputed block does not gather its input again.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
-from terrace.model.params import ParamSpec
-from terrace.model.spec import BlockSpec, Computes
-from terrace.plan.dims import hidden_size, is_inner, is_norm, is_norm_of_heads
+from terrace.model.operations import (
+    Activation,
+    Core,
+    Dim,
+    Enter,
+    LookUp,
+    Loss,
+    Norm,
+    Operation,
+    Product,
+    Rotary,
+    Scale,
+    Score,
+    Sum,
+    Tokens,
+)
+from terrace.model.spec import BlockSpec
+from terrace.plan.dims import CUT_BY, hidden_size
 from terrace.plan.in_block_messages import Leg, TensorMessage
 from terrace.plan.mesh import no_sequence
-from terrace.plan.tensor_traffic import TensorTraffic, inner_numel
+from terrace.plan.slices import is_shared, rank_numel
+from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.program.block_program.steps import Await, BlockStep, Compute, ComputeKind, Send, Steps
 
 _OUTPUTS, _INPUTS, _WEIGHTS = map(
     Compute, (ComputeKind.OUTPUTS, ComputeKind.INPUT_GRADIENTS, ComputeKind.WEIGHT_GRADIENTS)
 )
 _ALL_REDUCE = Leg.REDUCE, Leg.GATHER
-
-
-@dataclass(frozen=True)
-class _Region:
-    """Elements of the activations summed over columns: one entry per product into the region, then one out of it."""
-
-    products: tuple[int, ...]
-    output: int
-    attends: bool
-    shares: bool = False  # whether rows share key-value heads
-    normed: int = 0  # of the products, the first ones whose results are normalised over all rows
-
-
-_NORM = None  # a parameter of a norm, in a list of regions and norms
-_Part = _Region | None
 
 
 def tensor_steps(
@@ -68,48 +69,24 @@ def tensor_steps(
     """
     if tensor.tokens < 1:
         raise no_sequence("tensor")
-    writer = _Writer(tensor, hidden_size(blocks), regathers=tensor.splits_tokens and not recomputed)
-    first = next((index for index, param in enumerate(block.params) if param.is_stack), len(block.params))
-    parts = _parts(tensor, block.params[:first])
-    if any(part is not _NORM for part in parts):
-        forward, backward = writer.layer(parts, attention)
-    elif parts:
-        forward, backward = writer.head(len(parts), exchanges=block.computes is not Computes.VALUES)
-    else:
-        looks_up = any(param.trainable for param in block.params if param.dims[0][0] == "vocab")
-        # A frozen table has no gradient, so its backward sends nothing.
-        forward, backward = writer.embedding(), writer.embedding_backward() if looks_up else iter(())
-    after, before = writer.layer(_parts(tensor, block.params[first:]), ((), ()))
-    gathers = tuple(writer.gather_routed() if first < len(block.params) else ())
-    return (tuple(forward), (*gathers, *backward)), ((*gathers, *after), tuple(before))
-
-
-def _parts(tensor: TensorTraffic, params: Sequence[ParamSpec]) -> list[_Part]:
-    found: list[_Part] = []
-    products: list[int] = []
-    shares = False
-    for param in params:
-        if is_norm(param):
-            found.append(_NORM)
-        elif is_norm_of_heads(param):
-            region = found[-1]
-            assert region is not None, "a norm of heads is declared after the matrices of its region"
-            found[-1] = replace(region, normed=region.normed + 1)
-        elif is_inner(param) and param.dims[0][0] != "hidden":
-            # With more rows than key-value heads, every rank holds all of them but projects one.
-            one_of = param.dims[0][1] if param.is_replicated_over("rows") else 1
-            products.append(inner_numel(tensor, param.shape[0] // one_of))
-            shares = shares or param.is_replicated_over("rows")
-        elif is_inner(param):
-            attends = param.dims[1][0] == "heads"
-            found.append(_Region(tuple(products), inner_numel(tensor, param.shape[1]), attends, shares))
-            products, shares = [], False
-    return found
+    regathers = tensor.splits_tokens and not recomputed
+    writer = _Writer(tensor, hidden_size(blocks), block, attention, regathers=regathers)
+    operations, mixture = block.cut_operations.each, block.cut_operations.mixture
+    if not mixture.each:
+        return (tuple(writer.forward(operations)), tuple(writer.backward(operations))), ((), ())
+    place = operations.index(mixture)
+    before, after = operations[:place], (*mixture.shared, *operations[place + 1 :])
+    gathers = tuple(writer.gather_routed())
+    forward, backward = tuple(writer.forward(before)), tuple(writer.backward(before))
+    return (forward, (*gathers, *backward)), ((*gathers, *writer.forward(after)), tuple(writer.backward(after)))
 
 
 class _Writer:
-    def __init__(self, tensor: TensorTraffic, hidden: int, *, regathers: bool) -> None:
+    def __init__(
+        self, tensor: TensorTraffic, hidden: int, block: BlockSpec, attention: tuple[Steps, Steps], *, regathers: bool
+    ) -> None:
         self.tensor, self.regathers, self.splits, self.hidden = tensor, regathers, tensor.splits_tokens, hidden
+        self.block, self.attention = block, attention
         self.rows, self.columns, self.both = tensor.rows.axes, tensor.columns.axes, tensor.both.axes
         self.whole = (tensor.padded_tokens if self.splits else tensor.tokens) * hidden
         # Elements of a rank's own part of the residual stream; `whole` counts all rows and columns.
@@ -118,74 +95,114 @@ class _Writer:
         in_parts = self.splits and tensor.plan.num_tensor_parts > 1
         self.fused = self.splits and tensor.plan.fuses_tensor
         self.parts = [self.cut // tensor.padded_tokens * tokens for tokens in tensor.token_chunks] if in_parts else []
+        self.awaited: list[BlockStep] = []  # in a backward, once its region's input is read again
 
-    def layer(
-        self, parts: Sequence[_Part], attention: tuple[Steps, Steps]
-    ) -> tuple[Iterator[BlockStep], Iterator[BlockStep]]:
-        """Regions with the norms before them."""
-        return self._layer(parts, attention[0]), self._layer_backward(parts, attention[1])
+    def forward(self, operations: Iterable[Operation]) -> Iterator[BlockStep]:
+        """Steps of a forward of `operations`."""
+        for operation in operations:
+            yield from _RULES[type(operation)][0](self, operation)
+
+    def backward(self, operations: Sequence[Operation]) -> Iterator[BlockStep]:
+        """Steps of a backward of `operations`, which it meets in the opposite order."""
+        for operation in reversed(operations):
+            yield from _RULES[type(operation)][1](self, operation)
 
     def gather_routed(self) -> Iterator[BlockStep]:
         """Gather the tokens that each row has routed, where the residual stream is whole."""
         if not self.splits:
             yield from self._wait(self.rows, self.tensor.padded_tokens * self.hidden, Leg.GATHER)
 
-    def embedding(self) -> Iterator[BlockStep]:
+    def look_up(self, _: LookUp) -> Iterator[BlockStep]:
         """Rows of the look-up are summed over columns, then over rows."""
-        yield from self._wait(self.columns, self.whole, Leg.REDUCE)
-        yield from self._wait(self.rows, self.cut, *((Leg.REDUCE,) if self.splits else _ALL_REDUCE))
+        return self._summed(None)
 
-    def embedding_backward(self) -> Iterator[BlockStep]:
-        """The gradient of a matrix that is trained needs all of the stream's."""
+    def look_up_backward(self, operation: LookUp) -> Iterator[BlockStep]:
+        """The gradient of a matrix that is trained needs all of the stream's; a frozen one sends nothing."""
+        trains = any(param.trainable for param in self.block.params if param.name == operation.weight)
+        return self._gathered() if trains else iter(())
+
+    def loss(self, _: Loss) -> Iterator[BlockStep]:
+        """The stream is gathered whole; three numbers a token are exchanged for the losses."""
+        yield from self._gathered()
+        yield from self._wait(self.both, 3 * self.tensor.tokens, Leg.NUMBERS)
+
+    def score(self, _: Score) -> Iterator[BlockStep]:
+        """The stream is gathered whole; every rank has all values."""
+        return self._gathered()
+
+    def head_backward(self, _: Operation) -> Iterator[BlockStep]:
+        return self._summed(_WEIGHTS)
+
+    def norm(self, operation: Norm) -> Iterator[BlockStep]:
+        """A number a token over the axis that cuts the features; a layer norm has two, mean and variance."""
+        tensor = self.tensor
+        is_apart = operation.source.tokens is Tokens.STREAM and self.splits  # a rank normalises its own tokens
+        tokens = tensor.padded_tokens // tensor.rows.degree if is_apart else tensor.tokens
+        for axes in (self.rows, self.columns):
+            if CUT_BY.get(operation.over.counts) == axes:
+                for _ in range(2 if operation.kind == "layer" else 1):
+                    yield from self._wait(axes, tokens, Leg.NUMBERS)
+
+    def enter(self, _: Enter) -> Iterator[BlockStep]:
+        """Gather all tokens for the products that read them."""
+        return self._gather(_OUTPUTS) if self.splits else iter(())
+
+    def enter_backward(self, _: Enter) -> Iterator[BlockStep]:
+        yield from self._await_input()
+        yield from self._wait(self.rows, self.cut, *((Leg.REDUCE,) if self.splits else _ALL_REDUCE), behind=_WEIGHTS)
+
+    def product(self, operation: Product) -> Iterator[BlockStep]:
+        """Sum the result over the axes that cut the features read."""
+        if operation.leaves:
+            yield from self._leave() if self.splits else self._wait(self.rows, self.cut, *_ALL_REDUCE)
+        elif operation.source.tokens is Tokens.ALL and CUT_BY.get(operation.inputs.counts) == self.columns:
+            yield from self._wait(self.columns, self._inner(operation.outputs), *_ALL_REDUCE)
+
+    def product_backward(self, operation: Product) -> Iterator[BlockStep]:
+        if operation.leaves:
+            # Regathering is issued before the input gradients and awaited before the weight gradients that read it.
+            again = [Send(self._messages(self.rows, self.cut, Leg.GATHER), _INPUTS)] if self.regathers else []
+            self.awaited = [step for send in again for step in (_INPUTS, Await(send))]
+            if self.splits:
+                # Queued after the gathers: the output's gradient is needed first.
+                yield from self._gather(_INPUTS, *again)
+            yield from self._wait(self.columns, self._inner(operation.inputs), *_ALL_REDUCE, behind=_WEIGHTS)
+        elif is_shared(operation.outputs, self.tensor.degrees):
+            # Shared heads read the input by plain operations, values first, which wait for it.
+            yield from self._await_input()
+
+    def core(self, _: Core) -> Iterator[BlockStep]:
+        """The steps of the context axis."""
+        yield from self.attention[0]
+
+    def core_backward(self, _: Core) -> Iterator[BlockStep]:
+        yield from self.attention[1]
+
+    def nothing(self, _: Operation) -> Iterator[BlockStep]:
+        """A rank computes its part by itself."""
+        return iter(())
+
+    def _gathered(self) -> Iterator[BlockStep]:
+        """All tokens and features of the stream, from the ranks that have parts of them."""
         if self.splits:
             yield from self._wait(self.rows, self.cut, Leg.GATHER)
         yield from self._wait(self.columns, self.whole, Leg.GATHER)
 
-    def head(self, num_norms: int, *, exchanges: bool) -> tuple[Iterator[BlockStep], Iterator[BlockStep]]:
-        """A norm, the stream gathered whole, and three numbers a token for the loss if it `exchanges` these."""
-        return self._head(num_norms, exchanges), self._head_backward(num_norms)
-
-    def _head(self, num_norms: int, exchanges: bool) -> Iterator[BlockStep]:
-        yield from self._norms(num_norms)
-        if self.splits:
-            yield from self._wait(self.rows, self.cut, Leg.GATHER)
-        yield from self._wait(self.columns, self.whole, Leg.GATHER)
-        if exchanges:
-            yield from self._wait(self.both, 3 * self.tensor.tokens, Leg.NUMBERS)
-
-    def _head_backward(self, num_norms: int) -> Iterator[BlockStep]:
+    def _summed(self, behind: Compute | None) -> Iterator[BlockStep]:
+        """Parts of a sum over all tensor ranks, to the stream; `behind` hides an all-reduce over rows."""
         yield from self._wait(self.columns, self.whole, Leg.REDUCE)
         if self.splits:
             yield from self._wait(self.rows, self.cut, Leg.REDUCE)
         else:
-            yield from self._wait(self.rows, self.cut, *_ALL_REDUCE, behind=_WEIGHTS)
-        yield from self._norms(num_norms)
+            yield from self._wait(self.rows, self.cut, *_ALL_REDUCE, behind=behind)
 
-    def _layer(self, parts: Sequence[_Part], attention: Steps) -> Iterator[BlockStep]:
-        for part in parts:
-            if part is _NORM:
-                yield from self._norms(1)
-                continue
-            if self.splits:
-                yield from self._enter()
-            for index, numel in enumerate(part.products):
-                yield from self._wait(self.columns, numel, *_ALL_REDUCE)
-                yield from self._norms_of_heads(1 if index < part.normed else 0)
-            yield from attention if part.attends else ()
-            yield from self._leave() if self.splits else self._wait(self.rows, self.cut, *_ALL_REDUCE)
+    def _await_input(self) -> Iterator[BlockStep]:
+        yield from self.awaited
+        self.awaited = []
 
-    def _enter(self) -> Iterator[BlockStep]:
-        if self.fused:
-            yield from self._with_product(Leg.GATHER, _OUTPUTS)
-            return
-        if not self.parts:
-            yield from self._wait(self.rows, self.cut, Leg.GATHER)
-            return
-        # All parts are issued at once; products of part i hide the arrival of part i + 1.
-        gathers = self._in_parts(Leg.GATHER, alone=0, behind=_OUTPUTS)
-        yield from gathers
-        for gather in gathers:
-            yield from (Await(gather), _OUTPUTS)
+    def _inner(self, dim: Dim) -> int:
+        """Elements of a tensor inside a region on a rank, padded as columns cut them."""
+        return self.tensor.columns.padded(self.tensor.tokens * rank_numel(dim, self.tensor.degrees))
 
     def _leave(self) -> Iterator[BlockStep]:
         if self.fused:
@@ -200,39 +217,19 @@ class _Writer:
             yield from (_OUTPUTS, reduction)
         yield from map(Await, reductions)
 
-    def _layer_backward(self, parts: Sequence[_Part], attention: Steps) -> Iterator[BlockStep]:
-        # The backward meets parts in the opposite order.
-        for part in reversed(parts):
-            if part is _NORM:
-                yield from self._norms(1)
-                continue
-            # Regathering is issued before the input gradients and awaited before the weight gradients that read it.
-            again = Send(self._messages(self.rows, self.cut, Leg.GATHER), _INPUTS) if self.regathers else None
-            if self.splits:
-                yield from self._leave_backward(again)
-            yield from self._wait(self.columns, part.output, *_ALL_REDUCE, behind=_WEIGHTS)
-            yield from attention if part.attends else ()
-            awaits = () if again is None else (_INPUTS, Await(again))
-            # Shared heads read the input by plain operations, values first, which wait for it.
-            yield from awaits if part.shares else ()
-            yield from self._norms_of_heads(part.normed)
-            yield from () if part.shares else awaits
-            legs = (Leg.REDUCE,) if self.splits else _ALL_REDUCE
-            yield from self._wait(self.rows, self.cut, *legs, behind=_WEIGHTS)
-
-    def _leave_backward(self, again: Send | None) -> Iterator[BlockStep]:
-        # Queued after the gathers: the output's gradient is needed first.
-        regather = () if again is None else (again,)
+    def _gather(self, product: Compute, *queued: Send) -> Iterator[BlockStep]:
+        """Gather all tokens for `product`; `queued` is sent once the gathers are."""
         if self.fused:
-            yield from (*self._with_product(Leg.GATHER, _INPUTS), *regather)
+            yield from (*self._with_product(Leg.GATHER, product), *queued)
             return
         if not self.parts:
-            yield from (*self._wait(self.rows, self.cut, Leg.GATHER), *regather)
+            yield from (*self._wait(self.rows, self.cut, Leg.GATHER), *queued)
             return
-        gathers = self._in_parts(Leg.GATHER, alone=0, behind=_INPUTS)
-        yield from (*gathers, *regather)
+        # All parts are issued at once; products of part i hide the arrival of part i + 1.
+        gathers = self._in_parts(Leg.GATHER, alone=0, behind=product)
+        yield from (*gathers, *queued)
         for gather in gathers:
-            yield from (Await(gather), _INPUTS)
+            yield from (Await(gather), product)
 
     def _with_product(self, leg: Leg, product: Compute) -> Iterator[BlockStep]:
         send = Send(self._messages(self.rows, self.cut, leg), product, fused=True)
@@ -244,17 +241,6 @@ class _Writer:
             for index, numel in enumerate(self.parts)
         ]
 
-    def _norms(self, number: int) -> Iterator[BlockStep]:
-        tensor = self.tensor
-        # With sequence parallelism a rank normalises only its own tokens.
-        tokens = tensor.padded_tokens // tensor.rows.degree if self.splits else tensor.tokens
-        for _ in range(number):
-            yield from self._wait(self.columns, tokens, Leg.NUMBERS)
-
-    def _norms_of_heads(self, number: int) -> Iterator[BlockStep]:
-        for _ in range(number):
-            yield from self._wait(self.rows, self.tensor.tokens, Leg.NUMBERS)
-
     def _wait(
         self, axes: tuple[str, ...], numel: int, *legs: Leg, behind: Compute | None = None
     ) -> Iterator[BlockStep]:
@@ -265,3 +251,17 @@ class _Writer:
 
     def _messages(self, axes: tuple[str, ...], numel: int, *legs: Leg) -> tuple[TensorMessage, ...]:
         return tuple(TensorMessage(leg, axes, numel) for leg in legs)
+
+
+_Rule = Callable[[_Writer, Any], Iterator[BlockStep]]
+# The steps of a forward and of a backward; those of a mixture are written around its experts.
+_RULES: Mapping[type[Operation], tuple[_Rule, _Rule]] = {
+    LookUp: (_Writer.look_up, _Writer.look_up_backward),
+    Norm: (_Writer.norm, _Writer.norm),
+    Enter: (_Writer.enter, _Writer.enter_backward),
+    Product: (_Writer.product, _Writer.product_backward),
+    Core: (_Writer.core, _Writer.core_backward),
+    Loss: (_Writer.loss, _Writer.head_backward),
+    Score: (_Writer.score, _Writer.head_backward),
+    **dict.fromkeys((Rotary, Scale, Activation, Sum), (_Writer.nothing, _Writer.nothing)),
+}

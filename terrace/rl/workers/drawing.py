@@ -11,12 +11,12 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
+from terrace.generation.cache_shape import cache_shape
 from terrace.generation.engine import GenerationEngine
 from terrace.generation.mapped import mapped_tokens, platform_pages
 from terrace.generation.request import Completion, Request, Sampling
-from terrace.generation.sliced import sliced_config
+from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig
-from terrace.model.facts import cache_shape
 from terrace.rl.values.ragged import Ragged, offsets_of
 from terrace.rl.values.rows import Rows
 
@@ -45,12 +45,12 @@ def drawn(
     requests = requests_of(rows, num_tokens=num_tokens, stops=stops, seed=seed)
     if not requests:
         return rows_of_completions([])
-    config = sliced_config(model, tensor_rows)
-    page_tokens = page_tokens_of(config, next(blocks[0].parameters()).dtype)
+    page_tokens = page_tokens_of(model, tensor_rows, next(blocks[0].parameters()).dtype)
     # With pages for its requests and no more; every rank of the replica has the same requests.
     engine = GenerationEngine(
         blocks,
-        config,
+        model,
+        rows=tensor_rows,
         context=context,
         num_pages=min(_MOST_REQUESTS, len(requests)) * -(-context // page_tokens),
         page_tokens=page_tokens,
@@ -60,9 +60,9 @@ def drawn(
     return rows_of_completions(completed(engine, requests, rows, leave))
 
 
-def page_tokens_of(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Tokens of a page of keys and values, of a model as a rank of a replica attends."""
-    return mapped_tokens(*cache_shape(config), dtype, _PAGE_TOKENS)
+def page_tokens_of(model: ModelConfig, tensor_rows: int, dtype: torch.dtype) -> int:
+    """Tokens of a page of keys and values on one of the `tensor_rows` ranks of a replica."""
+    return mapped_tokens(cache_shape(block_specs(model), tensor_rows), dtype, _PAGE_TOKENS)
 
 
 def requests_of(rows: Rows, *, num_tokens: int, stops: frozenset[int], seed: int) -> list[Request]:

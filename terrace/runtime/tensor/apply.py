@@ -1,12 +1,20 @@
-"""Applying the tensor axis to a model's blocks, by the dims that their specs declare.
+"""Applying the tensor axis to a model's blocks: a stand-in for each operation, by its type and its dims.
 
-A linear layer from the residual stream to an inner dim becomes a `ColumnLinear`, one back a `RowLinear`; a module that
-holds a `RowLinear` is entered from the residual stream. Norms, embedding and head have their own stand-ins. The model's
-code is not touched: its submodules are replaced under the same names.
+    product out of the residual stream    `ColumnLinear`; into features that no axis cuts `WholeLinear`
+    product back into it                  `RowLinear`; the module that holds it is entered from the stream
+    norm                                  `Norm`, over the ranks that share its features
+    look-up                               `VocabParallelEmbedding`
+    loss, score                           `VocabParallelHead`, `ValueParallelHead`
+    mixture                               its own parts of tokens
+
+The model's code is not touched: its submodules are replaced under the same names. So it is with blocks of a
+`transformers` model that are declared (terrace.model.hf.declared): rows cut heads and inner features, and a layer's own
+code sees fewer of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,34 +23,37 @@ from terrace.base.errors import ModelError
 from terrace.comm.collectives import Collectives
 from terrace.comm.ledger import Meter
 from terrace.comm.symmetric import Operators
-from terrace.model import decoder, layers
-from terrace.model.experts.mixture import Mixture
+from terrace.model import decoder
 from terrace.model.hf.blocks import EmbeddingBlock, HeadBlock, LayerBlock
+from terrace.model.layers import RMSNorm
 from terrace.model.lora.config import adapter_names
 from terrace.model.lora.modules import LoraLinear
-from terrace.model.params import ParamSpec
-from terrace.model.spec import BlockSpec
-from terrace.plan.dims import is_inner, is_norm_of_heads
-from terrace.plan.slices import rank_slices
+from terrace.model.operations import (
+    Activation,
+    Core,
+    Dim,
+    Enter,
+    LookUp,
+    Loss,
+    Mixture,
+    Norm,
+    Operation,
+    Product,
+    Rotary,
+    Scale,
+    Score,
+    Sum,
+    Tokens,
+)
+from terrace.plan.dims import CUT_BY
+from terrace.plan.slices import rank_slices, used_part
 from terrace.program.program import Program
 from terrace.runtime.in_block_comm import InBlockComm
 from terrace.runtime.objective import Objective, TokenObjective
+from terrace.runtime.tensor import modules
 from terrace.runtime.tensor.axis_comm import AxisComm
-from terrace.runtime.tensor.declared import DeclaredCutter, Output, are_declared
 from terrace.runtime.tensor.loss import vocabulary_losses
-from terrace.runtime.tensor.modules import (
-    Adapter,
-    ColumnLinear,
-    HeadNorm,
-    HeadsNorm,
-    Norm,
-    RowLinear,
-    TensorAxis,
-    ValueParallelHead,
-    VocabParallelEmbedding,
-    VocabParallelHead,
-    WholeLinear,
-)
+from terrace.runtime.tensor.modules import TensorAxis
 from terrace.runtime.tensor.routed import routed_in_parts
 from terrace.runtime.token_numbers import TokenNumbers
 
@@ -74,39 +85,34 @@ def parallelise(
     Raises `ModelError` for blocks and losses that have no form under the tensor axis.
     """
     first, last = blocks[0], blocks[-1]
-    known = objective is decoder.token_loss or isinstance(objective, TokenObjective)
+    has_values = isinstance(last, decoder.ValueHead)
     # Every rank has all values, so any loss of them runs.
-    if not known and not isinstance(last, decoder.ValueHead):
+    if not (objective is decoder.token_loss or isinstance(objective, TokenObjective) or has_values):
         raise ModelError(
             "a tensor axis cuts the vocabulary, and only terrace.model.decoder.token_loss and losses of token numbers "
             "have a form for that: use one as the objective, or give the tier to the data axis"
         )
-    cut = _Cutter(program, rank, axis)
-    if are_declared(blocks) and objective is decoder.token_loss:
-        return list(blocks), _cut_loss(objective, *cut.declared(blocks), axis)
-    if not isinstance(first, decoder.Embedding) or not isinstance(last, (decoder.Head, decoder.ValueHead)):
+    is_declared = all(hasattr(block, "declared") for block in blocks) and objective is decoder.token_loss
+    is_decoder = isinstance(first, decoder.Embedding) and isinstance(last, (decoder.Head, decoder.ValueHead))
+    if not is_declared and not is_decoder:
         raise ModelError(
             f"a tensor axis needs a decoder's embedding and head as first and last block, not {type(first).__name__} "
             f"and {type(last).__name__}: declare a model of transformers (docs/declaring.md), or give the tier to the "
             "data axis"
         )
-    embedding = cut.embedding(first)
-    middle = [cut.layer(index, block) for index, block in enumerate(blocks) if 0 < index < len(blocks) - 1]
-    if isinstance(last, decoder.ValueHead):
-        return [embedding, *middle, cut.value_head(last)], objective
-    head = cut.head(last, embedding.weight if last.weight is first.weight else None)
-    # A tied output matrix belongs to the embedding's block.
-    part = cut.part(0 if last.weight is first.weight else len(blocks) - 1, "weight")[0]
-    return [embedding, *middle, head], _cut_loss(objective, head, part, axis, last.cap)
+    if is_declared and axis.columns.degree > 1:
+        raise ModelError(
+            f"columns = {axis.columns.degree} would cut the residual stream of declared blocks, whose own code "
+            "adds to it: declared blocks are cut by rows alone"
+        )
+    cutter = _Cutter(program, rank, axis)
+    stand_ins = [cutter.block(index, block) for index, block in enumerate(blocks)]
+    return stand_ins, objective if has_values else _cut_loss(objective, cutter, axis)
 
 
-def _cut_loss(
-    objective: Objective, head: VocabParallelHead | Output, part: slice, axis: TensorAxis, cap: float = 0.0
-) -> Objective:
-    """`objective` of hidden states; `head` has this rank's `part` of the output matrix, whose values come later.
-
-    `cap` bounds the logits; 0 is no cap.
-    """
+def _cut_loss(objective: Objective, cutter: "_Cutter", axis: TensorAxis) -> Objective:
+    """`objective` of hidden states, whose head has a part of the output matrix; its values come later."""
+    head, part, cap = cutter.head, cutter.part, cutter.cap
 
     def losses(hidden: Tensor, labels: Tensor) -> Tensor:
         return vocabulary_losses(hidden, head.weight, labels, part, axis.both, cap)
@@ -121,122 +127,153 @@ def _cut_loss(
 
 
 class _Cutter:
+    """Replaces modules of one block after the other, in place; a block at an end may itself be replaced."""
+
+    head: modules.VocabParallelHead  # whose product is the loss's own, with logits of at most `cap`
+    cap: float
+
     def __init__(self, program: Program, rank: int, axis: TensorAxis) -> None:
-        self._specs = [{param.name: param for param in block.params} for block in program.blocks]
-        self._blocks: Sequence[BlockSpec] = program.blocks
-        self._mesh, self._rank = program.mesh, rank
-        self._axis = axis
+        self._program, self._rank, self._axis = program, rank, axis
+        self.part = slice(0)  # of the vocabulary: this rank's rows of the table, a tied one or the last
 
-    def part(self, block: int, name: str) -> tuple[slice, ...]:
-        """This rank's part of a whole parameter."""
-        return rank_slices(self._specs[block][name], self._mesh, self._rank)
+    def block(self, index: int, block: nn.Module) -> nn.Module:
+        """The block with stand-ins, or its own stand-in; raises `ModelError` for a parameter of no operation."""
+        spec = self._program.blocks[index]
+        self._params, self._block = {param.name: param for param in spec.params}, block
+        self._entered: set[str] = set()
+        self._entering: list[str] = []
+        if isinstance(block, LayerBlock):
+            block.whole_shape = lambda: self._axis.shape
+        self._replace_all(spec.cut_operations)
+        for name in self._entering:
+            # Else it would read a part of the tokens, or pass on a part of their gradient.
+            if name.rpartition(".")[0] not in self._entered:
+                raise ModelError(
+                    f"{name} leads out of the residual stream, and no projection of the same module leads back: a "
+                    "tensor axis enters and leaves by one module; give the tier to the data or the context axis"
+                )
+        if self._params:
+            raise ModelError(
+                f"{spec.name}.{next(iter(self._params))} belongs to no operation that a tensor axis cuts: give the "
+                "tier to the data or the context axis"
+            )
+        return self._block
 
-    def declared(self, blocks: Sequence[nn.Module]) -> tuple[Output, slice]:
-        """Cut declared blocks in place; returns the output matrix, and which part of it this rank has."""
-        first, *middle, last = blocks
-        assert isinstance(first, EmbeddingBlock), "blocks_of begins with it"
-        assert isinstance(last, HeadBlock), "blocks_of ends with it"
-        is_tied = last.output.weight is first.lookup.weight
-        owner, name = (0, "lookup.weight") if is_tied else (len(blocks) - 1, "output.weight")
-        cutter = DeclaredCutter(self._specs, self._axis, self._linear, self._parameter)
-        table = cutter.embedding(first, self.part(0, "lookup.weight")[0])
-        for index, block in enumerate(middle, start=1):
-            assert isinstance(block, LayerBlock), "blocks_of has these between its ends"
-            cutter.layer(index, block)
-        return cutter.head(len(blocks) - 1, last, table if is_tied else None), self.part(owner, name)[0]
+    def _replace_all(self, operations: Iterable[Operation]) -> None:
+        for operation in operations:
+            _RULES[type(operation)](self, operation)
 
-    def embedding(self, module: decoder.Embedding) -> VocabParallelEmbedding:
-        positions = None if module.positions is None else self._parameter(0, "positions")
-        part = self.part(0, "weight")[0]
-        return VocabParallelEmbedding(self._parameter(0, "weight"), positions, part, self._axis, module.scale)
+    def look_up(self, operation: LookUp) -> None:
+        if isinstance(self._block, EmbeddingBlock) and getattr(self._block.lookup, "padding_idx", None) is not None:
+            raise ModelError("an embedding under a tensor axis has no padding token: set padding_idx to None")
+        self._table = self._take_table(operation.weight)
+        positions = self._take("positions") if operation.positions else None
+        self._put(
+            operation.weight,
+            modules.VocabParallelEmbedding(self._table, positions, self.part, self._axis, operation.factor),
+        )
 
-    def head(self, module: decoder.Head, tied: nn.Parameter | None) -> VocabParallelHead:
-        block = len(self._blocks) - 1
-        weight = self._parameter(block, "weight") if tied is None else tied
-        return VocabParallelHead(weight, self._norm(block, "norm", module.norm), self._axis, module.divisor)
-
-    def value_head(self, module: decoder.ValueHead) -> ValueParallelHead:
-        block = len(self._blocks) - 1
-        module.score.weight = self._parameter(block, "score.weight")
-        return ValueParallelHead(module.score, self._norm(block, "norm", module.norm), self._axis)
-
-    def layer(self, block: int, module: nn.Module) -> nn.Module:
-        """Replace the linear layers and norms inside a layer, in place."""
-        regions = set()
-        # A list: replacing modules while walking them would skip some.
-        for name, child in list(module.named_modules()):
-            parent = module.get_submodule(name.rpartition(".")[0])
-            if isinstance(child, (nn.Linear, LoraLinear)):
-                stand_in = self._linear(block, name, child)
-                # The parent of a RowLinear is a region: its input comes from the residual stream.
-                if isinstance(stand_in, RowLinear):
-                    regions.add(parent)
-                setattr(parent, name.rpartition(".")[2], stand_in)
-            elif isinstance(child, Mixture):
-                self._experts(block, name, child)
-            elif isinstance(child, (layers.RMSNorm, nn.LayerNorm)):
-                of_heads = self._specs[block][f"{name}.weight"].dims[0][0] != "hidden"
-                norm = self._head_norm(block, name, child) if of_heads else self._norm(block, name, child)
-                setattr(parent, name.rpartition(".")[2], norm)
-        for region in regions:
-            # A hook gathers the input once for all products of the region.
-            region.register_forward_pre_hook(self._enter)
-        return module
-
-    def _enter(self, region: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return self._axis.enter(inputs[0], region), *inputs[1:]
-
-    def _experts(self, block: int, name: str, mixture: Mixture) -> None:
-        """Give a mixture this rank's part of its parameters, and of the tokens that it routes."""
-        for child in (mixture.router, mixture.gate, mixture.up, mixture.down):
-            (owner,) = (owner for owner, other in mixture.named_children() if other is child)
-            for parameter, _ in list(child.named_parameters()):
-                setattr(child, parameter, self._parameter(block, f"{name}.{owner}.{parameter}"))
-        mixture.routed = routed_in_parts(mixture.routed, self._axis)  # type: ignore[assignment, method-assign]
-
-    def _linear(self, block: int, name: str, module: nn.Linear | LoraLinear) -> ColumnLinear | RowLinear | WholeLinear:
-        weight = self._parameter(block, f"{name}.weight")
-        bias = None if module.bias is None else self._parameter(block, f"{name}.bias")
-        spec, adapter = self._specs[block][f"{name}.weight"], None
-        if isinstance(module, LoraLinear):
-            down, up = (self._parameter(block, each) for each in adapter_names(f"{name}.weight"))
-            adapter = Adapter(down, up, module.scale)
-        # The output dim tells the direction: back into the residual stream, or out of it.
-        if spec.dims[0][0] == "hidden":
-            return RowLinear(weight, bias, self._axis, adapter)
-        if not is_inner(spec):
-            return WholeLinear(weight, bias, self._axis, adapter)
-        return ColumnLinear(weight, bias, self._used(spec), self._axis, adapter)
-
-    def _used(self, spec: ParamSpec) -> slice | None:
-        """Output features read by this rank's queries: None for all of a slice, one head of whole key-value heads."""
-        name, units = spec.dims[0]
-        if name != "kv_heads" or not spec.is_replicated_over("rows"):
-            return None
-        size = spec.shape[0] // units
-        # Consecutive rows share a key-value head, as their query heads do.
-        head = self._mesh.part(self._rank, "rows") * units // self._mesh.total("rows")
-        return slice(head * size, (head + 1) * size)
-
-    def _norm(self, block: int, name: str, module: nn.Module) -> Norm:
-        assert isinstance(module.eps, float), "every norm here has an epsilon"
-        bias = self._parameter(block, f"{name}.bias") if f"{name}.bias" in self._specs[block] else None
-        offset = module.offset if isinstance(module, layers.RMSNorm) else 0.0
-        norm = Norm(self._parameter(block, f"{name}.weight"), bias, module.eps, self._axis, offset)
-        if isinstance(module, layers.RMSNorm):
-            norm.normal = module.normal
-        return norm
-
-    def _head_norm(self, block: int, name: str, module: nn.Module) -> HeadNorm:
-        assert isinstance(module, layers.RMSNorm), "queries and keys have an rms norm"
-        weight, spec = self._parameter(block, f"{name}.weight"), self._specs[block][f"{name}.weight"]
-        if is_norm_of_heads(spec):
-            norm: HeadNorm = HeadsNorm(weight, module.eps, self._axis, module.offset, self._used(spec))
+    def loss(self, operation: Loss) -> None:
+        block: Any = self._block
+        # A tied output matrix belongs to the embedding's block.
+        weight = self._take_table(operation.weight) if operation.owns else self._table
+        if isinstance(block, HeadBlock):
+            block.output = self.head = modules.VocabParallelHead(weight, nn.Identity(), self._axis)
         else:
-            norm = HeadNorm(weight, module.eps, self._axis, module.offset)
-        norm.normal = module.normal
-        return norm
+            self._block = self.head = modules.VocabParallelHead(weight, block.norm, self._axis, block.divisor)
+        self.cap = operation.cap
 
-    def _parameter(self, block: int, name: str) -> nn.Parameter:
-        spec = self._specs[block][name]
+    def score(self, operation: Score) -> None:
+        block: Any = self._block
+        block.score.weight = self._take(f"{operation.weight}.weight")
+        self._block = modules.ValueParallelHead(block.score, block.norm, self._axis)
+
+    def norm(self, operation: Norm) -> None:
+        """Norms of `transformers` have an epsilon under several names, which their declaration has found."""
+        name, axis = operation.weight, self._axis
+        module: Any = self._block.get_submodule(name)
+        epsilons: Mapping[str, float] | None = getattr(self._block, "epsilons", None)
+        eps = module.eps if epsilons is None else epsilons[name]
+        offset = float(operation.has_offset)
+        weight = self._take(f"{name}.weight")
+        bias = self._take(f"{name}.bias") if operation.kind == "layer" else None
+        # The stream's features, or heads; elements of a head are whole on every rank.
+        parts = {("columns",): axis.columns, ("rows",): axis.rows}.get(CUT_BY.get(operation.over.counts, ()))
+        # Inside a region columns have the same heads, and rows others.
+        num_same = axis.num_same if operation.source.tokens is Tokens.STREAM else axis.columns.degree
+        stand_in = modules.Norm(weight, bias, eps, offset, parts, num_same, self._used(operation.over))
+        if isinstance(module, RMSNorm):
+            stand_in.normal = module.normal
+        self._put(f"{name}.weight", stand_in)
+
+    def product(self, operation: Product) -> None:
+        name, axis = f"{operation.weight}.weight", self._axis
+        module: Any = self._block.get_submodule(operation.weight)
+        weight, adapter = self._take(name), None
+        bias = None if module.bias is None else self._take(f"{operation.weight}.bias")
+        if isinstance(module, LoraLinear):
+            down, up = map(self._take, adapter_names(name))
+            adapter = modules.Adapter(down, up, module.scale)
+        if operation.source.tokens is Tokens.STREAM:
+            self._put(name, modules.WholeLinear(weight, bias, axis, adapter))
+        elif operation.leaves:
+            self._put(name, modules.RowLinear(weight, bias, axis, adapter))
+            # A hook gathers the input once for all products of the region.
+            region = operation.weight.rpartition(".")[0]
+            self._entered.add(region)
+            self._block.get_submodule(region).register_forward_pre_hook(self._enter, with_kwargs=True)
+        else:
+            self._put(name, modules.ColumnLinear(weight, bias, self._used(operation.outputs), axis, adapter))
+            self._entering.append(operation.weight)
+
+    def mixture(self, operation: Mixture) -> None:
+        """A mixture has this rank's part of its parameters, and of the tokens that it routes."""
+        mixture: Any = self._block.get_submodule(operation.weight)
+        for owner in ("router", "gate", "up", "down"):
+            child = getattr(mixture, owner)
+            for parameter, _ in list(child.named_parameters()):
+                setattr(child, parameter, self._take(f"{operation.weight}.{owner}.{parameter}"))
+        mixture.routed = routed_in_parts(mixture.routed, self._axis)
+        self._replace_all((*operation.shared, *operation.shared_gate))
+
+    def nothing(self, operation: Operation) -> None:
+        """It has no parameters, and runs on a rank's part of its operands as on the whole."""
+
+    def _enter(self, region: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        # transformers gives its attention hidden states by name, and its MLP by place.
+        if inputs:
+            return (self._axis.enter(inputs[0], region), *inputs[1:]), options
+        return inputs, options | {"hidden_states": self._axis.enter(options["hidden_states"], region)}
+
+    def _used(self, dim: Dim) -> slice | None:
+        mesh = self._program.mesh
+        return used_part(dim, mesh.total("rows"), mesh.part(self._rank, "rows"))
+
+    def _put(self, weight: str, stand_in: nn.Module) -> None:
+        """Replace the module that has this weight; a block that has it itself is replaced."""
+        path = weight.rpartition(".")[0]
+        if path:
+            parent, _, own = path.rpartition(".")
+            setattr(self._block.get_submodule(parent), own, stand_in)
+        else:
+            self._block = stand_in
+
+    def _take_table(self, name: str) -> nn.Parameter:
+        self.part = rank_slices(self._params[name], self._program.mesh, self._rank)[0]
+        return self._take(name)
+
+    def _take(self, name: str) -> nn.Parameter:
+        """This rank's part of a parameter, which one operation has."""
+        spec = self._params.pop(name)
         return nn.Parameter(torch.empty(spec.shape, device="meta"), requires_grad=spec.trainable)
+
+
+_RULES: Mapping[type[Operation], Callable[[_Cutter, Any], None]] = {
+    LookUp: _Cutter.look_up,
+    Norm: _Cutter.norm,
+    Product: _Cutter.product,
+    Mixture: _Cutter.mixture,
+    Loss: _Cutter.loss,
+    Score: _Cutter.score,
+    **dict.fromkeys((Enter, Rotary, Scale, Core, Activation, Sum), _Cutter.nothing),
+}

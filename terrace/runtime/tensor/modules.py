@@ -153,18 +153,12 @@ class Adapter:
     scale: float
 
 
-class _StandIn(nn.Module):
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, axis: TensorAxis) -> None:
-        super().__init__()
-        self.weight, self.bias = weight, bias
-        self._axis = axis
-
-
-class _Linear(_StandIn):
+class _Linear(nn.Module):
     def __init__(
         self, weight: nn.Parameter, bias: nn.Parameter | None, axis: TensorAxis, adapter: Adapter | None = None
     ) -> None:
-        super().__init__(weight, bias, axis)
+        super().__init__()
+        self.weight, self.bias, self._axis = weight, bias, axis
         # Under the names that they have beside the weight.
         self.lora_a: nn.Parameter | None = None if adapter is None else adapter.down
         self.lora_b: nn.Parameter | None = None if adapter is None else adapter.up
@@ -236,81 +230,52 @@ class RowLinear(_Linear):
         return y if self.bias is None else y + share(self.bias, self._axis.num_same)
 
 
-class Norm(_StandIn):
-    """A norm over features that the columns have parts of; (..., H/C) to (..., H/C)."""
+class Norm(nn.Module):
+    """A norm over features that the ranks of `parts` share, all of which a rank has where it is None; (..., n) to it.
+
+    `num_same` ranks find the same gradient of the weight, and contribute their share of it each; others find parts of
+    it. `used` is the part of the weight for this rank's features where it holds more; rows that share a key-value head
+    count it once each, as often as any other.
+    """
 
     def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter | None, eps: float, axis: TensorAxis, offset: float = 0.0
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        eps: float,
+        offset: float,
+        parts: AxisComm | None,
+        num_same: int,
+        used: slice | None,
     ) -> None:
-        super().__init__(weight, bias, axis)
+        super().__init__()
+        self.weight, self.bias = weight, bias
         self.eps, self.offset = eps, offset
         self.normal: Normal = rms_norm  # or another kernel of it, where a rank has all features
+        self._parts, self._num_same, self._used = parts, num_same, used
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x: by its mean square without a bias, by mean and variance with one."""
-        weight = _moved(share(self.weight, self._axis.num_same), self.offset)
-        bias = None if self.bias is None else share(self.bias, self._axis.num_same)
+        weight = share(self.weight, self._num_same)
+        weight = weight + self.offset if self.offset else weight
+        weight = weight if self._used is None else weight[self._used]
+        bias = None if self.bias is None else share(self.bias, self._num_same)
         # A rank has all features: torch's fused norm does.
-        if self._axis.columns.degree == 1:
+        if self._parts is None or self._parts.degree == 1:
             if bias is None:
                 return self.normal(x, weight, self.eps)
             return F.layer_norm(x, weight.shape, weight, bias, self.eps)
         # Statistics in fp32 at least.
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         if bias is not None:
-            wide = wide - self._mean(wide)
-        scale = torch.rsqrt(self._mean(wide.square()) + self.eps)
+            wide = wide - _mean(wide, self._parts)
+        scale = torch.rsqrt(_mean(wide.square(), self._parts) + self.eps)
         y = (wide * scale).to(x.dtype) * weight
         return y if bias is None else y + bias
 
-    def _mean(self, x: Tensor) -> Tensor:
-        num_features = x.shape[-1] * self._axis.columns.degree
-        return self._axis.columns.sum_numbers(x.sum(-1, keepdim=True)) / num_features
 
-
-class HeadNorm(nn.Module):
-    """RMS norm over every head of a rank, (..., D) to (..., D), with one weight for the heads of all ranks.
-
-    Ranks of a column hold the same heads, so each finds the whole gradient of its heads; ranks of a row find parts of
-    it.
-    """
-
-    def __init__(self, weight: nn.Parameter, eps: float, axis: TensorAxis, offset: float = 0.0) -> None:
-        super().__init__()
-        self.weight = weight
-        self.eps, self.offset = eps, offset
-        self.normal: Normal = rms_norm
-        self._axis = axis
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise x (..., D)."""
-        return self.normal(x, _moved(share(self.weight, self._axis.columns.degree), self.offset), self.eps)
-
-
-class HeadsNorm(HeadNorm):
-    """RMS norm over all heads together, of which a rank has some, (..., n) to (..., n); the rows sum mean squares.
-
-    `used` is the part of the weight of the heads that this rank uses, where it holds all key-value heads. Rows that
-    share a head count it once each, as often as any other.
-    """
-
-    def __init__(self, weight: nn.Parameter, eps: float, axis: TensorAxis, offset: float, used: slice | None) -> None:
-        super().__init__(weight, eps, axis, offset)
-        self._used = used or slice(None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise x (..., n)."""
-        rows, weight = self._axis.rows, _moved(share(self.weight, self._axis.columns.degree), self.offset)[self._used]
-        if rows.degree == 1:
-            return self.normal(x, weight, self.eps)
-        # Statistics in fp32 at least.
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        mean = rows.sum_numbers(wide.square().sum(-1, keepdim=True)) / (x.shape[-1] * rows.degree)
-        return (wide * torch.rsqrt(mean + self.eps)).to(x.dtype) * weight
-
-
-def _moved(weight: Tensor, offset: float) -> Tensor:
-    return weight + offset if offset else weight
+def _mean(x: Tensor, parts: AxisComm) -> Tensor:
+    return parts.sum_numbers(x.sum(-1, keepdim=True)) / (x.shape[-1] * parts.degree)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -363,7 +328,7 @@ class VocabParallelHead(nn.Module):
     The product with the output matrix is the loss's own (terrace.runtime.tensor.loss): logits never exist whole.
     """
 
-    def __init__(self, weight: nn.Parameter, norm: Norm, axis: TensorAxis, divisor: float = 1.0) -> None:
+    def __init__(self, weight: nn.Parameter, norm: nn.Module, axis: TensorAxis, divisor: float = 1.0) -> None:
         super().__init__()
         self.weight = weight
         self.norm = norm
