@@ -214,6 +214,7 @@ def _latent_attention(config: ModelConfig, source: Tensor, target: Tensor) -> It
         kv_heads=config.num_heads,
         head_dim=config.head_dim,
         value_dim=latent.value_dim,
+        latent=Tensor("latent and key turned", Dim("latent", 1, latent.key_value_rank + config.rotary_dim), Tokens.ALL),
     )
     if latent.value_dim < config.head_dim:
         cut = Tensor("values mixed", values, Tokens.ALL)

@@ -15,10 +15,11 @@ from terrace.generation.engine import GenerationEngine
 from terrace.generation.request import Request, Sampling
 from terrace.generation.sliced import sliced_blocks
 from terrace.launch.start import LocalPool, World
-from terrace.model.blocks import block_specs, model_of
+from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig
 from terrace.plan.holdings import generation_slices
 from terrace.runtime.reshard import HandOver
+from tests.support import toys
 from tests.support.generation import MODELS, VOCAB, cached_logits, make
 from tests.support.nightly import nightly
 from tests.support.parity import ADAMW, Case, engine_of, exact, wholes
@@ -108,7 +109,8 @@ def handed_over(world: World, case: Case, rows: int) -> float:
     engine = engine_of(world, cluster_of(2, 2), case)
     hand_over = HandOver(engine, rows)
     engine.step(case.batches(engine, case, 0), ADAMW.lr)
-    config = model_of(engine.state.specs)
+    config = toys.MODELS[case.model].config
+    assert config is not None
     own = logits_of(config, sliced_blocks(config, hand_over.run(), hand_over.group), rows)
     engine.state.gather(engine.comm.collectives)
     whole = logits_of(config, sliced_blocks(config, wholes(engine)))
