@@ -1,4 +1,4 @@
-"""Messages of the context axis in a layer, in closed form, with `balance = "tokens"`.
+"""Messages of the context axis in a layer, and their bytes, with `balance = "tokens"`.
 
 Every rank sends the same. Let it hold T tokens of a micro-batch, padding included, its place A tokens of the u parts
 together (terrace.plan.context: A <= u T, which padding at the end of the last part makes even), and let a part attend
@@ -34,8 +34,7 @@ With `balance = "cost"` bytes depend on the batch, so there is no formula:
 terrace.sequence.traffic counts them for one batch.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -127,23 +126,6 @@ class AttentionBytes:
     def _dealt(message: ContextMessage, sizes: Sizes) -> int:
         # A backward sends gradients the other way: into carries the output's, back the inputs'.
         return sizes.inputs if (message.leg is ContextLeg.INTO) is not message.backward else sizes.outputs
-
-    def totals(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
-        """Bytes by tier index of a forward, and of a backward by itself."""
-        forward = Counter[int]()
-        for tier, peers in _peers(self.ulysses):
-            forward[tier] += peers * (self.on(tier).inputs + self.on(tier).outputs)
-        # Ulysses exchanges are mirrored in the backward.
-        backward = forward.copy()
-        crossed = [tier for tier, degree in enumerate(self.ring) if degree > 1]
-        left = prod(self.ring)
-        for tier in crossed:
-            num_steps = left - left // self.ring[tier]
-            left //= self.ring[tier]
-            forward[tier] += num_steps * self.on(tier).keys
-            # Keys once more, their gradients after all but the first exchange, and home over the outermost tier.
-            backward[tier] += (2 * num_steps - (tier == crossed[0]) + (tier == crossed[-1])) * self.on(tier).keys
-        return forward, backward
 
 
 @dataclass(frozen=True)

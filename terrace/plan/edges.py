@@ -1,4 +1,4 @@
-"""Messages between the stages of a pipeline, in closed form.
+"""Messages between the stages of a pipeline: the activation at an edge, its rounds, residuals and buffers.
 
 At the edge between two chunks an activation goes onward and its gradient back, once a micro-batch each: T H elements, T
 being the tokens of a micro-batch on a rank (terrace.plan.context), H the hidden size. Each travels in the format that
@@ -12,7 +12,7 @@ of R rows x C columns, every rank sends to the same place in the other stage
 A block that two stages hold, a tied embedding, has its accumulated gradient shards exchanged once a step.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,10 +20,9 @@ from terrace.model.spec import BlockSpec
 from terrace.plan.dims import hidden_size
 from terrace.plan.hops import RESIDUAL_BYTES, RESIDUAL_COPIES, Hop, selection_bytes
 from terrace.plan.in_block_messages import Leg, TensorMessage
-from terrace.plan.mesh import Mesh, no_sequence
+from terrace.plan.mesh import no_sequence
 from terrace.plan.plan import Plan
-from terrace.plan.stage import Stage
-from terrace.plan.wire import BETWEEN_STAGES, FORMATS, MessageClass
+from terrace.plan.wire import BETWEEN_STAGES, FORMATS
 
 if TYPE_CHECKING:
     from terrace.plan.tensor_traffic import TensorTraffic
@@ -71,18 +70,6 @@ def rounds_of(pairs: Sequence[tuple[int, int]]) -> list[tuple[tuple[int, int], .
     return [tuple(group) for group in rounds]
 
 
-def stage_sends(
-    stage: Stage, mesh: Mesh, tiers: Sequence[str], edge: Edge, plan: Plan
-) -> Iterator[tuple[MessageClass, int, int]]:
-    """(Class, tier index, bytes) of each message from a rank of `stage` to other stages, for one micro-batch.
-
-    `tiers` are the names of all tiers.
-    """
-    for peer, is_gradient in stage.sends():
-        message, tier = BETWEEN_STAGES[is_gradient], mesh.edge_tier(stage.index, peer)
-        yield message, tier, plan.wire_format(message, tiers[tier]).message_bytes(edge.numel)
-
-
 def edge_coding_bytes(compute: str, hop: Hop) -> float:
     """Bytes of memory that the sender reads and writes to code a message between stages, and the receiver to decode it.
 
@@ -98,15 +85,6 @@ def edge_coding_bytes(compute: str, hop: Hop) -> float:
 def edge_feedback_bytes(numel: int) -> int:
     """Bytes of the residual of messages of `numel` elements that cross a boundary in one direction."""
     return numel * RESIDUAL_BYTES * RESIDUAL_COPIES
-
-
-def stage_feedback_bytes(stage: Stage, mesh: Mesh, tiers: Sequence[str], edge: Edge, plan: Plan) -> int:
-    """Bytes of all residuals of the messages from a rank of `stage` to other stages; one for each chunk's boundary."""
-    num_fed_back = 0
-    for peer, is_gradient in stage.sends():
-        message, tier = BETWEEN_STAGES[is_gradient], mesh.edge_tier(stage.index, peer)
-        num_fed_back += plan.wire_format(message, tiers[tier]).feedback
-    return num_fed_back * edge_feedback_bytes(edge.numel)
 
 
 def edge_buffers(plan: Plan, tiers: Sequence[str], numel: int) -> int:

@@ -109,12 +109,17 @@ def world_layout(cluster: Cluster, plan: Plan) -> Layout:
 
 
 def block_flats(
-    cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec], known: Sequence[Layout] = ()
+    cluster: Cluster,
+    plan: Plan,
+    blocks: Sequence[BlockSpec],
+    known: Sequence[Layout] = (),
+    layers: Sequence[bool] | None = None,
 ) -> tuple[tuple[FlatParamSpec, ...], ...]:
     """The flat buffers of every block, the trainable ones first.
 
-    `blocks` are the slices of one rank; `known` are layouts of the plan that need not be made again. Raises `PlanError`
-    for whole blocks of a plan with a tensor axis.
+    `blocks` are the slices of one rank, and `layers` says which of them are layers, where they are not all blocks of a
+    model in order; `known` are layouts of the plan that need not be made again. Raises `PlanError` for
+    whole blocks of a plan with a tensor axis.
     """
     _check_sliced(cluster, plan, blocks)
     mesh, layouts = Mesh.of(cluster, plan), {(False, layout.axes): layout for layout in known}
@@ -147,8 +152,10 @@ def block_flats(
 
     muon, codes = plan.update == "muon", plan.shares_scales
     asks = muon or codes
+    if layers is None:
+        layers = [asks and is_layer(blocks, index) for index in range(len(blocks))]
     return tuple(
-        once_each(flats, [(block.params, asks and is_layer(blocks, index)) for index, block in enumerate(blocks)])
+        once_each(flats, [(block.params, asks and layer) for block, layer in zip(blocks, layers, strict=True)])
     )
 
 

@@ -13,7 +13,7 @@ from itertools import groupby
 from terrace.base.hashing import hashed_once
 from terrace.model.spec import BlockSpec
 from terrace.plan.dims import is_layer
-from terrace.plan.mesh import Mesh
+from terrace.plan.mesh import HOLDERS, Mesh
 from terrace.plan.slices import slice_blocks
 
 
@@ -62,7 +62,9 @@ def runs_of(order: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 @lru_cache(maxsize=1024)
 def _sliced(kinds: Kinds, degrees: tuple[tuple[str, int], ...], experts: tuple[int, int]) -> tuple[BlockSpec, ...]:
-    mesh = Mesh.build(1, **{axis: (degree,) for axis, degree in degrees})
+    # More than one rank of every other axis of a stage, so that parameters name these among the axes they are whole on.
+    others = dict.fromkeys(HOLDERS, (2,))
+    mesh = Mesh.build(1, **others, **{axis: (degree,) for axis, degree in degrees})
     if experts != (1, 1):
-        mesh = Mesh(mesh.degrees, Mesh.build(1, expert=experts[:1], rows=experts[1:]))
+        mesh = Mesh(mesh.degrees, Mesh.build(1, expert=experts[:1], rows=experts[1:], data=(2,)))
     return slice_blocks(kinds.specs, mesh)

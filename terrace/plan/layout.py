@@ -203,15 +203,9 @@ class Layout:
         return slice(start, start + length)
 
 
-def state_layout(cluster: Cluster, plan: "Plan", shared: Collection[str] = (), stacked: bool = False) -> Layout:
-    """The layout of states: data and context ranks hold the same slice of a block, so they share its states.
-
-    So do the ranks of the tensor axes that `shared` names, of parameters that these do not cut. Of `stacked`
-    parameters, the ranks that hold the same experts.
-    """
-    mesh = Mesh.of(cluster, plan).of_stacks(stacked)
-    layout = Layout.of(cluster, plan, (*HOLDERS, *shared), mesh)
-    return replace(layout, mesh=None)  # equal ones are one, whatever the rest
+def state_layout(cluster: Cluster, plan: "Plan") -> Layout:
+    """The layout of states: data and context ranks hold the same slice of a block, so they share its states."""
+    return replace(Layout.of(cluster, plan), mesh=None)  # equal ones are one, whatever the rest
 
 
 def island_ranks(world: Layout, rank: int) -> list[int]:

@@ -120,11 +120,6 @@ class Stage:
         blocks = self.chunks[group.chunk]
         return blocks if group.pass_ is Pass.FORWARD else blocks[::-1]
 
-    @property
-    def num_received(self) -> int:
-        """Number of messages that a micro-batch makes this rank receive: one for each chunk edge on another stage."""
-        return sum(peer is not None for peer in (*self.onward, *self.back))
-
     def sends(self) -> Iterator[tuple[int, bool]]:
         """(stage, whether it is a gradient) of each message this rank sends per micro-batch."""
         yield from ((peer, False) for peer in self.onward if peer is not None)

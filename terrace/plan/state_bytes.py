@@ -1,6 +1,6 @@
 """Bytes of a flat buffer's states on a rank: the part of model state that does not depend on the order of a step.
 
-Formulas are in terrace.plan.memory, which adds the buffers that come and go.
+The buffers that come and go are in terrace.program.buffers.
 """
 
 from collections import defaultdict

@@ -344,12 +344,8 @@ class Estimator:
         return tuple(self.task.kinds.first[kind] for kind in kinds)
 
     def stage_blocks(self, kinds: Sequence[int], mesh: Mesh) -> tuple[BlockSpec, ...]:
-        """A tensor rank's slice of each block of a stage, as one flat parameter per block and one of its experts.
-
-        A block that borrows from another stage has its own copy of the matrix.
-        """
-        blocks = self._blocks_of(kinds)
-        return flat_blocks(self.task, self.numels.held(mesh, blocks), blocks, mesh.expert_degrees)
+        """A tensor rank's slice of each block of a stage (`flat_blocks`)."""
+        return flat_blocks(self.task, self.numels, mesh, self._blocks_of(kinds))
 
     def chunk_params(self, part: Part, mesh: Mesh) -> list[tuple[ParamSpec, ...]]:
         """A tensor rank's slice of each chunk of a stage: one flat parameter, and one of frozen ones."""

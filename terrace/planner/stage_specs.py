@@ -1,6 +1,5 @@
 """The blocks of one stage, and the cluster as some of its ranks see it, for the programs that rank pipelines."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -8,35 +7,31 @@ from functools import lru_cache
 from terrace.cluster.cluster import Cluster
 from terrace.model.params import ParamSpec
 from terrace.model.spec import BlockSpec
+from terrace.plan.mesh import Mesh
+from terrace.planner.numels import Numels
 from terrace.planner.task import Task
 from terrace.simulate.links import wired
-from terrace.simulate.states import StageBlocks
 
 
-def flat_blocks(
-    task: Task, held: StageBlocks, blocks: Sequence[int], experts: tuple[int, int]
-) -> tuple[BlockSpec, ...]:
+def flat_blocks(task: Task, numels: Numels, mesh: Mesh, blocks: Sequence[int]) -> tuple[BlockSpec, ...]:
     """Blocks as one rank holds them: of those that train and of frozen ones, one parameter, and one of experts.
 
-    `experts` are the degrees of expert and of rows. What counts move is left out: it is whole on every rank.
+    A block that borrows from another stage has its own copy of the matrix.
     """
-    places = {block: index for index, block in enumerate(blocks)}
-    params = {kind: _flat_params(held, kind, experts) for kind in set(held.order)}
+    places, order = {block: index for index, block in enumerate(blocks)}, task.kinds.order
+    params: dict[int, tuple[ParamSpec, ...]] = {}
     found = []
-    for kind in held.order:
+    for block in blocks:
+        kind = order[block]
         spec = task.kinds.specs[kind]
+        if kind not in params:
+            copied = (order[lender] for lender in spec.borrows if lender not in places)
+            sizes = numels.by_holders(mesh, (kind, *copied))
+            each = [_flat_param(size, *which, mesh.expert_degrees) for which, size in sizes.items() if size]
+            params[kind] = tuple(each) or (ParamSpec(name="all", shape=(0,)),)
         here = tuple(places[lender] for lender in spec.borrows if lender in places)
         found.append(BlockSpec(name=spec.name, params=params[kind], borrows=here))
     return tuple(found)
-
-
-def _flat_params(held: StageBlocks, kind: int, experts: tuple[int, int]) -> tuple[ParamSpec, ...]:
-    sizes: dict[tuple[bool, bool], int] = defaultdict(int)
-    for flats in held.flats:
-        if not flats.is_moved:
-            sizes[flats.stacked, flats.trainable] += flats.sizes[kind]
-    found = [_flat_param(size, *which, experts) for which, size in sizes.items() if size]
-    return tuple(found) or (ParamSpec(name="all", shape=(0,)),)
 
 
 def _flat_param(size: int, stacked: bool, trainable: bool, experts: tuple[int, int]) -> ParamSpec:

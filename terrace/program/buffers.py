@@ -15,7 +15,7 @@
                  the gradient of a block from another stage       during TIE
 
 A buffer that comes and goes has a span for each life, so that the number of buffers does not grow with micro-batches.
-`peak_bytes` is the one walk over buffers; the closed formulas of terrace.plan.memory are an independent count.
+`peak_bytes` is the one walk over buffers. Tests check it against closed formulas.
 """
 
 from collections import defaultdict
@@ -59,7 +59,7 @@ class Buffer:
 
 def peak_bytes(buffers: Iterable[Buffer]) -> dict[str, int]:
     """The most bytes of each category at once. Categories need not peak together."""
-    # Categories are summed apart: each has its own row in reports, and its own closed formula to be compared with.
+    # Categories are summed apart: each has its own row in reports.
     peaks = dict.fromkeys(CATEGORIES, 0)
     changes: dict[str, dict[int, int]] = {}
     for buffer in buffers:

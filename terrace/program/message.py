@@ -5,8 +5,8 @@ over the tiers of its reduction from the innermost outward, then over the tiers 
 with wire format and bytes of every hop (terrace.plan.hops). A message of a block has a transfer for each flat buffer it
 carries (terrace.plan.flats), one after the other on one lane; a message inside a block has at most one.
 
-The verifier, the printer, the simulator, the planner and the runtime read these values; the closed formulas of
-terrace.plan.traffic are the check that the verifier holds them to.
+The verifier, the printer, the simulator, the planner and the runtime read these values. Tests check their bytes against
+closed formulas.
 """
 
 from dataclasses import dataclass

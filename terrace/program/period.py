@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from terrace.plan.state_bytes import CATEGORIES
-from terrace.plan.traffic import Bytes
 from terrace.plan.wire import MessageClass
 from terrace.program.buffers import peak_bytes, state_buffers
 from terrace.program.phase import Phase
@@ -61,7 +60,7 @@ class Period:
             for _ in range(turn.times):
                 yield turn.programs[stage]
 
-    def sent_bytes(self, stage: int = 0) -> Bytes:
+    def sent_bytes(self, stage: int = 0) -> dict[tuple[MessageClass, str], int]:
         """Bytes each rank of a stage sends, by message class and tier."""
         total = Counter[tuple[MessageClass, str]]()
         for turn in self.turns:

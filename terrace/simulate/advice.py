@@ -8,12 +8,12 @@ from terrace.cluster.cluster import Cluster
 from terrace.model.blocks import operations_of
 from terrace.model.spec import BlockSpec
 from terrace.plan.kinds import Kinds
+from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.program.schedules.counts import most_due, most_waiting
 from terrace.program.stages import plan_orders
 from terrace.simulate.block_tape import Backend
 from terrace.simulate.footprint import LOAD_FACTOR, footprint, stage_footprint, work_of
-from terrace.simulate.states import axis_degree
 from terrace.simulate.step import Step, resolved
 
 
@@ -48,7 +48,7 @@ def stage_footprints(
 ) -> list[dict[str, int]]:
     """The footprint of a rank of each stage; `backend` is the device's by default, `load` as in `footprint`."""
     cluster, plan, num_micros = job.cluster, job.plan, job.num_micros
-    num_stages = axis_degree(cluster, plan, "pipeline")
+    num_stages = Mesh.of(cluster, plan).total("pipeline")
     kinds = Kinds.of(blocks)
     if num_stages == 1:
         return [footprint(cluster, plan, kinds, sequence, num_micros, backend=backend, load=load)]

@@ -22,7 +22,7 @@ Scratch memory of kernels and RoPE's tables are in no category.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain
 from typing import Literal
 
@@ -34,22 +34,20 @@ from terrace.model.operations import Operations
 from terrace.model.part_kernel import Part
 from terrace.model.spec import BlockSpec
 from terrace.plan.edges import edge_buffers, edge_feedback_bytes
+from terrace.plan.in_block_messages import TensorMessage
 from terrace.plan.kinds import Kinds
-from terrace.plan.layout import state_layout
-from terrace.plan.memory import tensor_buffers
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.recompute import recomputed_parts
-from terrace.plan.tensor_traffic import TensorTraffic
+from terrace.plan.tensor_traffic import TensorTraffic, shared_bytes
 from terrace.plan.wire import FORMATS, MessageClass
+from terrace.program.block_program.regions import tensor_steps
+from terrace.program.block_program.steps import messages_of
+from terrace.program.resolve import tensor_message
 from terrace.simulate.activations import BlockActivations, activations_of, recomputing
 from terrace.simulate.block_tape import Backend
 from terrace.simulate.masks import has_flash_attention, mask_bytes, work_in
-from terrace.simulate.states import (
-    StageBlocks,
-    model_states,
-    stage_blocks,
-)
+from terrace.simulate.states import StageBlocks, model_states, stage_blocks
 from terrace.simulate.work import Work
 
 # A CUDA context with loaded kernels and the buffers of a few NCCL communicators: a guess from 1 to 2 GB.
@@ -102,14 +100,13 @@ def footprint(
     Raises `PlanError` for an invalid backend or number in flight, and `ClusterError` for an unknown tier.
     """
     backend = backend or cluster.device.backend
-    layout = state_layout(cluster, plan)
     mesh = Mesh.of(cluster, plan)
     num_stages = mesh.total("pipeline")
     work = _loaded(
         work_of(cluster, plan, layer or operations_of(kinds.specs), sequence, backend, documents), plan, load
     )
     held = range(len(kinds.blocks)) if held is None else tuple(held)
-    stage = stage_blocks(kinds, held, work.tensor, work.columns, layout.degree, mesh.expert_degrees, plan.shares_scales)
+    stage = stage_blocks(kinds, held)
     if in_flight is None:
         # The first stage of 1F1B has run num_stages forwards before its first backward.
         in_flight = min(num_micros, plan.unit if num_stages == 1 else num_stages)
@@ -117,7 +114,7 @@ def footprint(
         raise PlanError(
             f"in_flight = {in_flight} of {num_micros} micro-batches: a stage holds at least 1 and at most all"
         )
-    states = model_states(layout, plan, stage, num_micros, partial(state_layout, cluster, plan))
+    states = model_states(cluster, plan, kinds, stage, num_micros)
     steady = dict(states.steady)
     # Tensor ranks have message buffers of their own.
     if work.tensor > 1:
@@ -213,9 +210,18 @@ def _kept_bytes(work: Work, kinds: Kinds, chunk: Sequence[int], recompute: tuple
 
 
 def _tensor_buffers(cluster: Cluster, plan: Plan, kinds: Kinds, stage: StageBlocks, sequence: int) -> int:
-    tiers = [tier.name for tier in cluster.tiers]
-    tensor = TensorTraffic.of(Mesh.of(cluster, plan), tiers, plan, sequence)
-    return tensor_buffers(tensor, kinds.sliced(tensor.degrees), sorted(set(stage.order)))
+    """Bytes of the buffers of the largest message inside a block, and of memory that tensor ranks share.
+
+    Messages are in the middle of computing, one after the other.
+    """
+    tensor = TensorTraffic.of(Mesh.of(cluster, plan), [tier.name for tier in cluster.tiers], plan, sequence)
+    specs, largest = kinds.sliced(tensor.degrees), 0
+    for kind in set(stage.order):
+        passes, shared = tensor_steps(tensor, specs, specs[kind], ((), ()), False)
+        for message in {each for steps in (*passes, *shared) for each in messages_of(steps)}:
+            assert isinstance(message, TensorMessage), "attention and experts were left out"
+            largest = max(largest, *tensor_message(tensor, message).arenas.values())
+    return largest + shared_bytes(tensor, specs)
 
 
 def work_of(

@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 from terrace.base.errors import ProgramError
 from terrace.plan.stage import Pass
-from terrace.program.schedules.counts import peak_activation_bytes
 from terrace.program.schedules.orders import Orders, StageTask
 from terrace.program.schedules.seconds import TaskSeconds, check_seconds
 
@@ -86,10 +85,6 @@ class Timeline:
         # Every stage is charged for the longest span.
         offered_s = len(self.busy_s) * max(self.spans_s)
         return 1.0 - sum(self.busy_s) / offered_s if offered_s else 0.0
-
-    def peak_bytes(self, forward_bytes: Sequence[float], weight_bytes: Sequence[float] | None = None) -> list[float]:
-        """Peak activation bytes of each stage (see `peak_activation_bytes`)."""
-        return peak_activation_bytes(self.orders, forward_bytes, weight_bytes)
 
     def critical_path(self) -> list[CriticalTask]:
         """The chain of tasks and messages, first to last, that fills the time from 0 to the makespan.

@@ -47,7 +47,7 @@ from terrace.simulate.timeline_picture import passes_picture, task_spans
 from terrace.train.config import RunConfig, resolve
 from terrace.train.prediction import resolved_run
 from tests.support.command_line import CommandLine
-from tests.support.schedules import even_seconds
+from tests.support.schedules import even_seconds, peak_activation_bytes
 
 PIPELINE = ["--plan", "ddp", "--plan.mapping.system.pipeline", "2"]
 SCHEDULES = ["1f1b", "gpipe", "zb-h1", "zbv", "zeropp:2", "interleaved:2"]
@@ -305,7 +305,7 @@ def _figures(schedule: str, blocks: Sequence[BlockSpec], cluster: Cluster) -> li
         plan = replace(plan, stages=(len(blocks) // orders.num_virtual,) * orders.num_virtual)
         played = play(orders, even_seconds(orders.num_virtual, forward_s=1.0, input_s=1.0, weight_s=1.0))
         bubbles.append(f"{1 - sum(played.busy_s) / 4 / played.makespan_s:.0%}".replace("%", " %"))
-        peaks.append(f"{max(played.peak_bytes([1.0] * orders.num_virtual)) / orders.num_chunks:g}")
+        peaks.append(f"{max(peak_activation_bytes(orders, [1.0] * orders.num_virtual)) / orders.num_chunks:g}")
         ops = Counter(
             each.op
             for program in build_stages(cluster, plan, blocks, 8, 64)

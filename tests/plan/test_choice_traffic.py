@@ -10,14 +10,14 @@ from terrace.model.blocks import block_specs
 from terrace.model.experts.balance import BalanceConfig
 from terrace.plan.balance_rules import telling_choices
 from terrace.plan.presets import preset
-from terrace.plan.traffic import step_bytes
 from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Instruction, Op
 from terrace.program.lowering import build
-from terrace.program.verify import verify
 from terrace.simulate.footprint import work_of
 from terrace.simulate.step import Step, predict_step
+from tests.support.byte_formula import step_bytes
 from tests.support.mixtures import PLAIN, mixture
+from tests.support.totals import verify
 from tests.support.toys import cluster_of
 
 SEQUENCE, MICRO_BATCH, NUM_MICROS = 64, 2, 3

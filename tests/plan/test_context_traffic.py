@@ -25,7 +25,6 @@ from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
 from terrace.plan.slices import slice_blocks
-from terrace.plan.traffic import step_bytes
 from terrace.plan.wire import MessageClass, parse_format
 from terrace.program.block_program.attention import attention_steps
 from terrace.program.block_program.steps import Send, Steps, messages_of
@@ -33,12 +32,13 @@ from terrace.program.instruction import Op
 from terrace.program.lowering import build, build_stages
 from terrace.program.program import Program
 from terrace.program.text import program_text
-from terrace.program.verify import verify
 from terrace.report.inside import ASSIGNED, attention_table
 from terrace.sequence.static import static_token_layout
 from terrace.sequence.token_layout import Exchange, num_rows
 from terrace.sequence.traffic import sent_bytes
+from tests.support.byte_formula import attention_totals, step_bytes
 from tests.support.tiny_runs import write_run
+from tests.support.totals import verify
 from tests.support.toys import cluster_of
 
 LAYER, ITEM = 1, 8  # a block that attends; bytes of an fp64
@@ -66,7 +66,7 @@ def planned(cluster: Cluster, mapping: dict[str, Any], **changes: Any) -> Plan:
 def by_leg(attention: AttentionBytes) -> list[Counter[tuple[ContextLeg, int]]]:
     """Bytes of a forward and of a backward, by leg and tier; they add up to the closed formula."""
     found = []
-    for steps, total in zip(attention_steps(attention.parts, attention.ring), attention.totals(), strict=True):
+    for steps, total in zip(attention_steps(attention.parts, attention.ring), attention_totals(attention), strict=True):
         sent: Counter[tuple[ContextLeg, int]] = Counter()
         for message in messages_of(steps):
             assert isinstance(message, ContextMessage)
@@ -163,12 +163,12 @@ def test_formats_of_tiers_in_the_formula_are_those_of_every_spread() -> None:
     token_layout = static_token_layout(plan, mesh, 16, 0, [0], 3)
     sent = sent_bytes(token_layout, group, heads, formats)
     by_leg(attention)
-    for total, found in zip(attention.totals(), (sent.forward, sent.backward), strict=True):
+    for total, found in zip(attention_totals(attention), (sent.forward, sent.backward), strict=True):
         assert [total.get(tier, 0) for tier in range(3)] == list(found)
-    plain = attention_of(replace(plan, wire={}), mesh, 16, blocks).totals()
-    assert attention.totals()[0][0] * 4 == plain[0][0]
+    plain = attention_totals(attention_of(replace(plan, wire={}), mesh, 16, blocks))
+    assert attention_totals(attention)[0][0] * 4 == plain[0][0]
     held = local_tokens(plan, mesh, 16)
-    assert attention.totals()[0][2] == 2 * held * 16 * (1 + 2 + 1)
+    assert attention_totals(attention)[0][2] == 2 * held * 16 * (1 + 2 + 1)
 
 
 # 2405.07719, table 2: elements of activations that a rank sends for a layer, forward and backward, of b rows of L

@@ -18,13 +18,13 @@ from terrace.launch.start import LocalPool
 from terrace.model.params import ParamSpec
 from terrace.plan.flats import FlatParamSpec
 from terrace.plan.layout import Layout
-from terrace.plan.memory import model_state_bytes
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
 from terrace.runtime.batch import Batch
 from terrace.runtime.flat_param import FlatParam
 from tests.support.memory_probe import Held, measure, measure_wide
 from tests.support.nightly import nightly
+from tests.support.state_formula import model_state_bytes
 from tests.support.toys import cluster_of, with_wires
 
 TOLERANCE = 0.05  # of live bytes: activations are counted, and the categories do not peak all at once

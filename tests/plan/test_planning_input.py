@@ -18,7 +18,7 @@ from terrace.model.config import parse_model
 from terrace.plan.presets import parse_plan
 from terrace.plan.residency import residencies
 from terrace.plan.stage import whole_stage
-from terrace.plan.traffic import gather_counts, step_bytes
+from tests.support.byte_formula import gather_counts, step_bytes
 
 LLAMA = {
     "model_type": "llama",

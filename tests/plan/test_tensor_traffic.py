@@ -16,16 +16,17 @@ from terrace.model.config import ModelConfig, parse_model
 from terrace.model.params import ParamSpec
 from terrace.model.spec import BlockSpec
 from terrace.plan.in_block_messages import TensorMessage
-from terrace.plan.memory import model_state_bytes
 from terrace.plan.mesh import ORDER, Mesh, position
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
 from terrace.plan.slices import rank_slices, slice_blocks
-from terrace.plan.tensor_traffic import TensorTraffic, block_messages
-from terrace.plan.traffic import step_bytes
+from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.plan.validate import validate
 from terrace.plan.wire import MessageClass
 from terrace.program.lowering import build
+from tests.support.byte_formula import step_bytes
+from tests.support.state_formula import model_state_bytes
+from tests.support.tensor_formula import block_messages
 from tests.support.toys import cluster_of
 
 SEQUENCE, HIDDEN, HEADS, VOCAB = 24, 48, 12, 60

@@ -7,7 +7,6 @@ import pytest
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig, parse_model
 from terrace.model.spec import BlockSpec
-from terrace.plan.memory import model_state_bytes
 from terrace.plan.plan import AXES
 from terrace.plan.slices import slice_blocks
 from terrace.planner.evaluate import step_of
@@ -18,6 +17,7 @@ from tests.support.differing import differing, undeclared
 from tests.support.exhaustive import check_search
 from tests.support.nightly import nightly
 from tests.support.planner_cases import CLUSTERS, SMALL, evaluator_of, mesh_of, small_task
+from tests.support.state_formula import model_state_bytes
 
 NAMES = (
     "dense first layer",

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from terrace.base.errors import PlanError
 from terrace.model.config import ModelConfig
-from terrace.plan.memory import model_state_bytes
 from terrace.plan.mesh import Mesh
 from terrace.plan.slices import slice_blocks
 from terrace.planner.delays import LanePrices
@@ -24,6 +23,7 @@ from tests.support.exhaustive import check_search
 from tests.support.mixtures import PLAIN, mixture
 from tests.support.nightly import nightly
 from tests.support.planner_cases import CLUSTERS, evaluator_of, gpt, mesh_of, sized, small_task
+from tests.support.state_formula import model_state_bytes
 
 # A head of 200,000 words costs as much as several of these layers.
 LARGE_HEAD = gpt(4, 1024, 8, vocab=200_000, positions=512)

@@ -24,7 +24,6 @@ from terrace.planner.task import Candidate, Placement, Task
 from terrace.program.lowering import build_stages
 from terrace.program.program import Program
 from terrace.program.schedules.registry import schedule_names
-from terrace.program.verify_ranks import verify_stages
 from terrace.runtime.settings import OptimizerConfig
 from terrace.simulate.advice import Job, fullest_stage
 from terrace.simulate.cost import step_costs
@@ -38,6 +37,7 @@ from terrace.train.prediction import predict, resolved_run
 from tests.support.mixtures import GROUPED, SHARED, mixture
 from tests.support.planner_cases import CLUSTERS, evaluator_of, gpt, mesh_of, small_task
 from tests.support.strategies import expert_tables
+from tests.support.totals import verify_stages
 
 MODELS = {
     "4 layers": gpt(4, 64, 4, vocab=96, positions=64),

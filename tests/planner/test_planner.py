@@ -14,7 +14,6 @@ from terrace.base.errors import PlanError
 from terrace.cluster.presets import load_cluster
 from terrace.model.block_operations import layer_operations
 from terrace.plan.layout import Layout
-from terrace.plan.memory import model_state_bytes
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import AXES
 from terrace.plan.presets import PRESETS, preset
@@ -50,6 +49,7 @@ from tests.support.planner_cases import (
     small_task,
     without_penalties,
 )
+from tests.support.state_formula import model_state_bytes
 
 
 @pytest.mark.parametrize(

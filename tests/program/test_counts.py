@@ -13,11 +13,10 @@ from terrace.program.lowering import build, build_stages, forward_programs
 from terrace.program.program import Program
 from terrace.program.text import program_text
 from terrace.program.transfers import transfers_of
-from terrace.program.verify import verify
-from terrace.program.verify_ranks import verify_stages
 from terrace.simulate.cost import step_costs
 from terrace.simulate.recording import record
 from tests.support.mixtures import mixture
+from tests.support.totals import verify, verify_stages
 from tests.support.toys import cluster_of
 
 BLOCKS = block_specs(mixture(layers=5, dense_layers=(0,)))  # 4 mixtures of 8 experts: 4 x (8 + 3) = 44 numbers

@@ -7,16 +7,16 @@ import pytest
 
 from terrace.model.spec import BlockSpec
 from terrace.plan.layout import DEVICE
-from terrace.plan.memory import model_state_bytes
 from terrace.plan.plan import Plan
 from terrace.plan.presets import PRESETS, preset
 from terrace.program.instruction import Instruction, Op
 from terrace.program.lowering import build
 from terrace.program.program import Program
-from terrace.program.verify import verify
 from terrace.simulate.cost import step_costs
 from terrace.simulate.events import simulate
 from tests.support.programs import BLOCKS
+from tests.support.state_formula import model_state_bytes
+from tests.support.totals import verify
 from tests.support.toys import MODELS, cluster_of
 
 GATHERS = {Op.GATHER, Op.FREE}

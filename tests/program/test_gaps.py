@@ -18,9 +18,8 @@ from terrace.program.instruction import Instruction, Op
 from terrace.program.lowering import build, build_stages
 from terrace.program.program import Program
 from terrace.program.text import program_text
-from terrace.program.verify import verify
-from terrace.program.verify_ranks import verify_stages
 from tests.support.mixtures import PLAIN, mixture
+from tests.support.totals import verify, verify_stages
 from tests.support.toys import cluster_of
 
 CLUSTER = cluster_of(2, 2, 2)

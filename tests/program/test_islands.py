@@ -6,7 +6,6 @@ import pytest
 
 from terrace.base.errors import ConfigError, PlanError, ProgramError
 from terrace.base.schema import merge
-from terrace.plan.memory import model_state_bytes
 from terrace.plan.outer import OUTERS, Exchange, Outer, closing
 from terrace.plan.plan import Plan
 from terrace.plan.presets import parse_plan, preset
@@ -16,9 +15,10 @@ from terrace.program.instruction import Instruction, Op
 from terrace.program.lowering import build, build_stages, exchanging, forward_programs, outer_program
 from terrace.program.period import Period, Turn
 from terrace.program.program import Program
-from terrace.program.verify import verify
 from terrace.program.verify_period import verify_period
 from tests.support.pipelines import INNER, pipelined
+from tests.support.state_formula import model_state_bytes
+from tests.support.totals import verify
 from tests.support.toys import MODELS, SEQUENCE, cluster_of
 
 MODEL = MODELS["deep llama tied"]

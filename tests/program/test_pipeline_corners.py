@@ -10,9 +10,9 @@ from terrace.plan.presets import preset
 from terrace.plan.state_bytes import tie_bytes
 from terrace.plan.wire import CONTROL_NUMBER_BYTES, MessageClass
 from terrace.program.instruction import Op
-from terrace.program.verify_ranks import verify_ranks
 from terrace.runtime.engine import Engine
 from tests.support.pipelines import OUTER, Place, pipelined, programs_of
+from tests.support.totals import verify_ranks
 from tests.support.toys import MODELS, SEQUENCE, cluster_of
 
 ROWS = Place((2, 2), {"package": {"tensor": 2}, "node": {"pipeline": 2}}, 2)

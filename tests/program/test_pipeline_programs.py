@@ -13,14 +13,12 @@ from terrace.base.errors import PlanError, ProgramError
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
 from terrace.plan.stage import Pass
-from terrace.plan.traffic import step_bytes
 from terrace.plan.wire import BETWEEN_STAGES, MessageClass
 from terrace.program.instruction import Instruction, Op
 from terrace.program.lowering import build, build_stages
 from terrace.program.program import Program
 from terrace.program.schedules.orders import Orders, StageTask, looped
-from terrace.program.verify import verify
-from terrace.program.verify_ranks import verify_ranks
+from tests.support.byte_formula import step_bytes
 from tests.support.pipelines import (
     ALONE,
     OUTER,
@@ -32,6 +30,7 @@ from tests.support.pipelines import (
     pipelined,
     programs_of,
 )
+from tests.support.totals import verify, verify_ranks
 from tests.support.toys import MODELS, SEQUENCE, cluster_of
 
 MODEL_NAMES = ("deep llama tied", "deep gpt2", "deep gpt_neox", "deep llama, frozen layer", "deep llama, frozen table")

@@ -18,11 +18,10 @@ from terrace.program.instruction import Instruction, Op
 from terrace.program.lowering import build
 from terrace.program.program import Program
 from terrace.program.text import program_text
-from terrace.program.verify import verify
-from terrace.program.verify_ranks import verify_ranks
 from tests.support.effort import lines_run
 from tests.support.programs import BLOCKS, program_of
 from tests.support.strategies import Setting, settings_of_a_step
+from tests.support.totals import verify, verify_ranks
 from tests.support.toys import cluster_of
 
 

@@ -10,18 +10,18 @@ from terrace.base.errors import PlanError, ProgramError
 from terrace.base.repeated import Repeated
 from terrace.model.blocks import block_specs
 from terrace.model.spec import BlockSpec, freeze
-from terrace.plan.memory import model_state_bytes
 from terrace.plan.plan import Plan
-from terrace.plan.traffic import step_bytes
 from terrace.program import lowering
 from terrace.program.instruction import Instruction, Op
 from terrace.program.lowering import build_stages, forward_programs
 from terrace.program.phase import Phase
 from terrace.program.program import Program
 from terrace.program.text import program_text
-from terrace.program.verify_ranks import verify_stages
+from tests.support.byte_formula import step_bytes
 from tests.support.effort import lines_run
 from tests.support.planner_cases import CLUSTERS, gpt
+from tests.support.state_formula import model_state_bytes
+from tests.support.totals import verify_stages
 
 CLUSTER = CLUSTERS["dgx 4x2"]
 BLOCKS = block_specs(gpt(10, 64, 4, vocab=100, positions=32))  # tied

@@ -10,12 +10,11 @@ from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Instruction, Op
 from terrace.program.lowering import build, build_stages, restoring_program
 from terrace.program.program import Program
-from terrace.program.verify import verify
-from terrace.program.verify_ranks import verify_stages
 from terrace.simulate.cost import step_costs
 from terrace.simulate.events import simulate
 from terrace.simulate.stages import simulate_stages
 from tests.support.pipelines import OUTER, pipelined
+from tests.support.totals import verify, verify_stages
 from tests.support.toys import MODELS, SEQUENCE, cluster_of
 
 MODEL = MODELS["deep llama tied"]

@@ -9,13 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.plan.stage import Pass
-from terrace.program.schedules.counts import peak_activation_bytes
 from terrace.program.schedules.csv_form import from_csv, to_csv
 from terrace.program.schedules.orders import Orders, verify_orders
 from terrace.program.schedules.registry import orders_for
 from terrace.program.schedules.seconds import TaskSeconds
 from terrace.simulate.timeline import play
-from tests.support.schedules import SHARES, any_orders, even_seconds, numbers_of
+from tests.support.schedules import SHARES, any_orders, even_seconds, numbers_of, peak_activation_bytes
 
 quick = settings(deadline=None, max_examples=60)
 

@@ -16,7 +16,6 @@ from terrace.model.experts.balance import BalanceConfig
 from terrace.plan.presets import PRESETS, preset
 from terrace.program import lowering
 from terrace.program.lowering import build, forward_programs, restoring_program
-from terrace.program.verify import verify
 from terrace.runtime.batch import Batch
 from terrace.runtime.clock import make_clock
 from terrace.runtime.comm import Comm
@@ -28,6 +27,7 @@ from terrace.runtime.linear import WeightGradients
 from terrace.runtime.model_state import ModelState
 from terrace.runtime.step_runner import StepRunner
 from tests.support.parity import ADAMW, exact, flatten
+from tests.support.totals import verify
 from tests.support.toys import MODELS, cluster_of, make_batch
 
 CPU = torch.device("cpu")

@@ -14,16 +14,11 @@ from terrace.checkpoint.layout import block_layouts
 from terrace.launch.start import LocalPool, World
 from terrace.plan.flats import block_flats, orthogonalised
 from terrace.plan.kinds import Kinds
-from terrace.plan.layout import state_layout
-from terrace.plan.memory import model_state_bytes
 from terrace.plan.newton_schulz import iteration_flops, matrices_of_a_rank
 from terrace.plan.plan import Plan
-from terrace.plan.traffic import step_bytes
 from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Instruction, Op
 from terrace.program.lowering import build, build_stages
-from terrace.program.verify import verify
-from terrace.program.verify_ranks import verify_stages
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from terrace.runtime.muon import newton_schulz
@@ -32,10 +27,13 @@ from terrace.simulate.cost import step_costs
 from terrace.simulate.events import simulate
 from terrace.simulate.footprint import footprint
 from terrace.simulate.states import model_states, stage_blocks
+from tests.support.byte_formula import step_bytes
 from tests.support.differing import differing, undeclared
 from tests.support.nightly import in_turns
 from tests.support.parity import TOLERANCE, Case, Outcome, case_words, deviation, exact, flatten, num_rows, run
 from tests.support.pipelines import ALONE, OUTER, pipelined
+from tests.support.state_formula import model_state_bytes
+from tests.support.totals import verify, verify_stages
 from tests.support.toys import MODELS, SEQUENCE, cluster_of, count_tokens, make_batch, run_blocks
 
 Sizes = tuple[int, ...]
@@ -310,8 +308,8 @@ def test_muon_takes_the_matrices_of_blocks_that_say_they_are_layers() -> None:
         assert orthogonalised(program.flats, range(len(blocks))) == layers
         groups = [{group for group, _ in params.values()} for params in block_layouts(blocks, MUON).values()]
         assert [index for index, of_block in enumerate(groups) if "muon" in of_block] == layers
-        stage = stage_blocks(Kinds.of(blocks), range(len(blocks)), 1, 1, 2)
-        states = model_states(state_layout(cluster, plan), plan, stage, 1)
+        kinds = Kinds.of(blocks)
+        states = model_states(cluster, plan, kinds, stage_blocks(kinds, range(len(blocks))), 1)
         assert states.steady["optimizer"] == program.state_bytes["optimizer"]
 
 

@@ -17,7 +17,6 @@ from terrace.launch.start import LocalPool, World
 from terrace.model.params import ParamSpec
 from terrace.plan.kinds import Kinds
 from terrace.plan.layout import state_layout
-from terrace.plan.memory import model_state_bytes
 from terrace.plan.plan import Plan
 from terrace.plan.state_formats import state_bytes
 from terrace.plan.validate import validate
@@ -35,6 +34,7 @@ from tests.support import stored_reference as plain
 from tests.support.nightly import in_turns, nightly
 from tests.support.parity import TOLERANCE, Case, Outcome, case_words, deviation, exact, num_rows, run
 from tests.support.pipelines import ALONE, OUTER, pipelined
+from tests.support.state_formula import model_state_bytes
 from tests.support.toys import MODELS, cluster_of, make_batch
 
 Sizes = tuple[int, ...]
@@ -284,9 +284,8 @@ def test_bytes_are_what_the_formulas_say(pool: LocalPool, name: str, stored: tup
         said = model_state_bytes(cluster, plan, build(cluster, plan, blocks, 1).blocks, 1)
         program = build(cluster, plan, blocks, 1)
         assert program.state_bytes == said
-        closed = model_states(
-            state_layout(cluster, plan), plan, stage_blocks(Kinds.of(blocks), range(len(blocks)), 1, 1, 4), 1
-        )
+        kinds = Kinds.of(blocks)
+        closed = model_states(cluster, plan, kinds, stage_blocks(kinds, range(len(blocks))), 1)
         assert closed.steady["optimizer"] == said["optimizer"]
         found = pool.run(4, states_of, (2, 2), plan, "llama tied", optimizer, timeout_s=60.0)
         assert max(each[2]["optimizer"] for each in found) == said["optimizer"]

@@ -15,7 +15,6 @@ from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs, forward_flops
 from terrace.plan.in_block_messages import ContextLeg, ContextMessage
 from terrace.plan.mesh import Mesh
-from terrace.plan.traffic import step_bytes
 from terrace.plan.wire import MessageClass
 from terrace.planner.pins import Pins
 from terrace.planner.search import find
@@ -40,6 +39,7 @@ from terrace.simulate.recording import record
 from terrace.simulate.work import Work
 from tests.support.activations import layer_activations
 from tests.support.attention_waits import attention_waits
+from tests.support.byte_formula import step_bytes
 from tests.support.planner_cases import CLUSTERS, SMALL, evaluator_of, gpt, mesh_of, small_task
 
 REPLICATED = Placement(-1, -1, -1)

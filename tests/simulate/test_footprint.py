@@ -17,7 +17,6 @@ from terrace.model.config import ModelConfig, parse_model
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initialise
 from terrace.plan.kinds import Kinds
-from terrace.plan.memory import model_state_bytes
 from terrace.plan.plan import Plan
 from terrace.plan.presets import PRESETS, preset
 from terrace.runtime.batch import Batch
@@ -28,6 +27,7 @@ from tests.support.activations import layer_activations
 from tests.support.allocations import allocated, seeded
 from tests.support.lanes import use_lane
 from tests.support.nightly import in_turns
+from tests.support.state_formula import model_state_bytes
 from tests.support.toys import cluster_of
 
 VOCAB, HIDDEN, LAYERS, BATCH = 307, 64, 4, 2

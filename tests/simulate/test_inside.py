@@ -15,13 +15,11 @@ from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
 from terrace.model.config import parse_model
 from terrace.plan.plan import Plan
-from terrace.plan.traffic import step_bytes
 from terrace.plan.wire import MessageClass
 from terrace.program.block_program.steps import Compute, ComputeKind, messages_of, moments_of
 from terrace.program.instruction import Instruction, Op
 from terrace.program.lowering import build
 from terrace.program.program import Program
-from terrace.program.verify import verify
 from terrace.report.inside import inside_table
 from terrace.simulate.activations import activations_of
 from terrace.simulate.cost import Costs, step_costs
@@ -36,7 +34,9 @@ from terrace.simulate.small_changes import changes
 from terrace.simulate.step import Step
 from terrace.simulate.work import Work
 from tests.support.activations import layer_activations
+from tests.support.byte_formula import step_bytes
 from tests.support.planner_cases import gpt
+from tests.support.totals import verify
 
 MODEL = gpt(2, 64, 4, vocab=96, positions=32)
 LLAMA = parse_model(

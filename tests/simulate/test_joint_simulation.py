@@ -14,16 +14,16 @@ from terrace.cluster.presets import load_cluster
 from terrace.model.blocks import block_specs, forward_flops
 from terrace.model.params import ParamSpec
 from terrace.model.spec import BlockSpec
-from terrace.plan.memory import model_state_bytes
 from terrace.plan.presets import PRESETS, preset
-from terrace.plan.traffic import step_bytes
 from terrace.program.lowering import build
 from terrace.program.program import Program
 from terrace.simulate.cost import Costs, step_costs
 from terrace.simulate.events import simulate
+from tests.support.byte_formula import step_bytes
 from tests.support.effort import lines_run
 from tests.support.joint_simulator import joint_time_s
 from tests.support.planner_cases import gpt
+from tests.support.state_formula import model_state_bytes
 
 LOCAL = load_cluster("local")
 FLOPS = [2.0 * 64 * 64 * 256 * (1 + index % 2) for index in range(5)]

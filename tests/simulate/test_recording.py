@@ -14,16 +14,13 @@ from terrace.cluster.cluster import Cluster, Tier
 from terrace.cluster.presets import load_cluster
 from terrace.model.params import ParamSpec
 from terrace.model.spec import BlockSpec
-from terrace.plan.memory import model_state_bytes
 from terrace.plan.plan import Plan
 from terrace.plan.presets import PRESETS, preset
 from terrace.plan.residency import recomputed
-from terrace.plan.traffic import step_bytes
 from terrace.plan.validate import validate
 from terrace.program.instruction import COLLECTIVES, Instruction, Op
 from terrace.program.lowering import build
 from terrace.program.program import Program
-from terrace.program.verify import verify
 from terrace.report import bars
 from terrace.simulate.change import best_change
 from terrace.simulate.cost import Costs, step_costs
@@ -34,8 +31,11 @@ from terrace.simulate.held_activations import Held
 from terrace.simulate.recording import COMPUTE, record
 from terrace.simulate.small_changes import changes
 from terrace.simulate.step import Step
+from tests.support.byte_formula import step_bytes
 from tests.support.slow_simulator import slow_time_s
+from tests.support.state_formula import model_state_bytes
 from tests.support.strategies import Setting, settings_of_a_step
+from tests.support.totals import verify
 
 LOCAL = load_cluster("local")
 BLOCKS = tuple(BlockSpec(name=f"b{i}", params=(ParamSpec(name="w", shape=(64, 64 + i)),)) for i in range(5))

@@ -12,14 +12,14 @@ from terrace.cluster.cluster import Cluster, Tier
 from terrace.cluster.presets import load_cluster
 from terrace.model.params import ParamSpec
 from terrace.model.spec import BlockSpec
-from terrace.plan.memory import model_state_bytes
 from terrace.plan.presets import PRESETS, preset
-from terrace.plan.traffic import step_bytes
 from terrace.program.instruction import COLLECTIVES, Op
 from terrace.program.lowering import build
 from terrace.program.program import Program
 from terrace.simulate.cost import Costs, step_costs
 from terrace.simulate.events import simulate
+from tests.support.byte_formula import step_bytes
+from tests.support.state_formula import model_state_bytes
 
 LOCAL = load_cluster("local")
 BLOCKS = tuple(BlockSpec(name=f"b{i}", params=(ParamSpec(name="w", shape=(64, 64 + i)),)) for i in range(5))

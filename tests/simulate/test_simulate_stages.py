@@ -14,7 +14,6 @@ from terrace.model.params import ParamSpec
 from terrace.model.spec import BlockSpec
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
-from terrace.plan.traffic import step_bytes
 from terrace.plan.wire import BETWEEN_STAGES
 from terrace.planner.bound import Bounds
 from terrace.planner.estimate import Estimator
@@ -28,14 +27,15 @@ from terrace.program.schedules.counts import most_due
 from terrace.program.schedules.orders import Orders
 from terrace.program.schedules.registry import orders_for
 from terrace.program.schedules.seconds import TaskSeconds
-from terrace.program.verify_ranks import verify_stages
 from terrace.simulate.cost import Costs
 from terrace.simulate.held_activations import Held, activation_bytes
 from terrace.simulate.stages import StagesStep, simulate_stages
 from terrace.simulate.timeline import play
 from tests.support.bubbles import Row, rows, weight_share
+from tests.support.byte_formula import step_bytes
 from tests.support.planner_cases import mesh_of
 from tests.support.schedules import any_orders, seconds_of
+from tests.support.totals import verify_stages
 from tests.support.toys import cluster_of
 
 ENDLESS = 1e18  # bytes/s: a message takes its latency alone

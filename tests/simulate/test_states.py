@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise, product
 from typing import Any
 
@@ -14,8 +13,6 @@ from terrace.model.blocks import block_specs, num_params
 from terrace.model.config import ModelConfig, parse_model
 from terrace.model.spec import BlockSpec, freeze
 from terrace.plan.kinds import Kinds
-from terrace.plan.layout import state_layout
-from terrace.plan.memory import model_state_bytes
 from terrace.plan.mesh import Mesh
 from terrace.plan.outer import Outer
 from terrace.plan.plan import Plan
@@ -23,9 +20,10 @@ from terrace.plan.presets import PRESETS, preset
 from terrace.plan.slices import slice_blocks
 from terrace.program.lowering import build_stages
 from terrace.simulate.footprint import footprint
-from terrace.simulate.states import StageBlocks, model_states, stage_blocks
+from terrace.simulate.states import model_states, stage_blocks
 from tests.support.differing import differing, undeclared
 from tests.support.mixtures import EXPERTS, GROUPED, PLAIN
+from tests.support.state_formula import model_state_bytes
 from tests.support.strategies import expert_tables, plans
 from tests.support.toys import cluster_of
 
@@ -45,10 +43,8 @@ SIZES = [(1,), (2,), (3, 2), (2, 2, 2), (1, 4, 1, 2)]
 
 def closed_form(plan: Plan, sizes: tuple[int, ...], blocks: Sequence[BlockSpec], num_micros: int) -> dict[str, int]:
     cluster = cluster_of(*sizes)
-    layout, experts = state_layout(cluster, plan), Mesh.of(cluster, plan).expert_degrees
-    codes = plan.shares_scales
-    stage = stage_blocks(Kinds.of(blocks), range(len(blocks)), 1, 1, layout.degree, experts, codes)
-    states = model_states(layout, plan, stage, num_micros, partial(state_layout, cluster, plan))
+    kinds = Kinds.of(blocks)
+    states = model_states(cluster, plan, kinds, stage_blocks(kinds, range(len(blocks))), num_micros)
     updating = {"buffers": states.steady["buffers"] + states.updating}
     return states.steady | {"gathered": max(states.gathered), "grads_full": max(states.gradients)} | updating
 
@@ -152,24 +148,24 @@ def test_tensor_ranks_and_stages_hold_the_whole_model() -> None:
     """Beyond their shares of it, several ranks hold only the parts that each holds whole."""
     untied = replace(LLAMA, num_layers=6)
     for num_stages in (1, 2, 3, 4):
-        assert sum(stage.total for stage in stages_of(untied, num_stages)) == num_params(untied)
+        assert sum(held_by_stage(untied, num_stages)) == num_params(untied)
     tied = replace(untied, tied_embeddings=True)
-    assert sum(stage.total for stage in stages_of(tied, 2)) == num_params(tied) + 101 * 24  # a copy beside the head
+    assert sum(held_by_stage(tied, 2)) == num_params(tied) + 101 * 24  # a copy beside the head
     norms = 6 * 2 * 24 + 24
-    assert 2 * stages_of(replace(untied, vocab_size=100), 1, 2)[0].total == (
-        num_params(replace(untied, vocab_size=100)) + norms
-    )
+    even = replace(untied, vocab_size=100)
+    assert 2 * held_by_stage(even, 1, 2)[0] == num_params(even) + norms
     # Each of four tensor ranks holds both key-value heads.
-    keys = 2 * 2 * 6 * 24
-    whole, cut = (stages_of(untied, 1, tensor)[0].sizes[1] for tensor in (1, 4))
-    assert 4 * cut == 4 * 2 * 24 + whole - 2 * 24 - keys + 4 * keys
+    keys = 6 * 2 * 2 * 6 * 24
+    assert 4 * held_by_stage(even, 1, 4)[0] == num_params(even) + 3 * norms + 3 * keys
 
 
-def stages_of(model: ModelConfig, num_stages: int, tensor: int = 1) -> list[StageBlocks]:
-    """The stages of an even pipeline."""
-    kinds = Kinds.of(block_specs(model))
+def held_by_stage(model: ModelConfig, num_stages: int, tensor: int = 1) -> list[int]:
+    """Parameters on a rank of each stage of an even pipeline."""
+    kinds, cluster = Kinds.of(block_specs(model)), cluster_of(tensor, num_stages)
+    plan = replace(preset("ddp", cluster), mapping={"package": {"tensor": tensor}, "node": {"pipeline": num_stages}})
     cuts = [index * len(kinds.blocks) // num_stages for index in range(num_stages + 1)]
-    return [stage_blocks(kinds, range(*each), tensor, 1, 1) for each in pairwise(cuts)]
+    stages = (stage_blocks(kinds, range(*each)) for each in pairwise(cuts))
+    return [model_states(cluster, plan, kinds, stage, 1).steady["params"] // 4 for stage in stages]
 
 
 @settings(max_examples=60, deadline=None)

@@ -15,7 +15,7 @@ from terrace.program.schedules.registry import orders_for
 from terrace.simulate.timeline import Timeline, play
 from tests.support.bubbles import Row, rows, weight_share
 from tests.support.effort import lines_run
-from tests.support.schedules import any_orders, even_seconds, seconds_of
+from tests.support.schedules import any_orders, even_seconds, peak_activation_bytes, seconds_of
 
 quick = settings(deadline=None, max_examples=60)
 
@@ -135,7 +135,7 @@ def test_unequal_stages_idle_by_what_they_lack() -> None:
     assert timeline.spans_s == [21, 18]
     assert timeline.busy_s == [9, 18]
     assert timeline.bubble == 1 - 27 / 42
-    assert timeline.peak_bytes([10.0, 7.0]) == [20, 7]
+    assert peak_activation_bytes(timeline.orders, [10.0, 7.0]) == [20, 7]
 
 
 def test_messages_between_virtual_stages_of_one_stage_are_free() -> None:

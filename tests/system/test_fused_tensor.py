@@ -11,10 +11,10 @@ from bench.gpu_parts.fused import steps
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool, World
-from terrace.plan.memory import model_state_bytes
 from terrace.plan.plan import Plan
 from tests.support.fused import fallbacks, on_cuda, shared, train, train_wrongly
 from tests.support.parity import TOLERANCE, Case, check, deviation, engine_of, exact, reference, run
+from tests.support.state_formula import model_state_bytes
 from tests.support.toys import cluster_of
 
 pytestmark = pytest.mark.timeout(240)

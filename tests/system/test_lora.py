@@ -28,7 +28,6 @@ from terrace.model.lora.config import LoraConfig, is_adapter, with_adapters
 from terrace.model.lora.modules import Value, add_adapters, merged
 from terrace.model.lora.peft import write_adapter
 from terrace.model.spec import BlockSpec
-from terrace.plan.memory import model_state_bytes
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
@@ -38,6 +37,7 @@ from terrace.train.adapted import merged_values
 from terrace.train.config import parse_run, resolve, run_toml
 from terrace.train.trained import load_blocks
 from tests.support.parity import Case, Outcome, check, exact, train
+from tests.support.state_formula import model_state_bytes
 from tests.support.tiny_runs import losses, one_line, terrace, write_run
 from tests.support.toys import MODELS, Model, cluster_of, make_batch, run_blocks
 

@@ -23,7 +23,6 @@ from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool, World
 from terrace.plan.outer import Outer
 from terrace.plan.plan import Plan
-from terrace.plan.traffic import step_bytes
 from terrace.plan.validate import validate
 from terrace.plan.wire import MessageClass
 from terrace.program.lowering import build
@@ -32,6 +31,7 @@ from terrace.report.tables import wire_words
 from terrace.runtime.scaled_products import quantise
 from terrace.runtime.settings import OptimizerConfig
 from terrace.train.whole_parameters import whole_values
+from tests.support.byte_formula import step_bytes
 from tests.support.parity import ADAMW as CLIPPED_ADAMW
 from tests.support.parity import Case, Outcome, engine_of, exact, run
 from tests.support.scaled_reference import NUM_STEPS

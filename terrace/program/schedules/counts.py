@@ -1,35 +1,9 @@
-"""Counts from the order of a stage's tasks: activations it keeps, micro-batches in flight."""
-
-from collections.abc import Sequence
-from itertools import accumulate
+"""Counts from the order of a stage's tasks: micro-batches in flight, and between the halves of a backward."""
 
 from terrace.plan.stage import Pass
 from terrace.program.schedules.orders import Orders
 
 Waiting = tuple[tuple[int, ...], ...]  # micro-batches by stage and chunk
-
-
-def peak_activation_bytes(
-    orders: Orders, forward_bytes: Sequence[float], weight_bytes: Sequence[float] | None = None
-) -> list[float]:
-    """Peak activation bytes of each stage.
-
-    Both lists are by virtual stage: `forward_bytes` is kept by the forward of a micro-batch (M_B of Qi et al.
-    2401.10241, section 2) and `weight_bytes` is left by its BACKWARD_INPUT for the BACKWARD_WEIGHT (M_W; all of it if
-    None). A whole backward and a BACKWARD_WEIGHT free the rest. Memory is freed when the task ends.
-    """
-    kept = forward_bytes if weight_bytes is None else weight_bytes
-    peaks = []
-    for row, tasks in zip(orders.placement, orders.tasks, strict=True):
-        # Bytes that each task adds (+) or frees (-), by chunk.
-        change = {
-            Pass.FORWARD: [forward_bytes[virtual] for virtual in row],
-            Pass.BACKWARD: [-forward_bytes[virtual] for virtual in row],
-            Pass.BACKWARD_INPUT: [kept[virtual] - forward_bytes[virtual] for virtual in row],
-            Pass.BACKWARD_WEIGHT: [-kept[virtual] for virtual in row],
-        }
-        peaks.append(max(accumulate(change[pass_][chunk] for pass_, chunk, _ in tasks), default=0))
-    return peaks
 
 
 def most_due(orders: Orders) -> Waiting:

@@ -33,6 +33,7 @@ from terrace.model.operations import (
     Core,
     Dim,
     Enter,
+    Join,
     LookUp,
     Loss,
     Mixture,
@@ -275,5 +276,5 @@ _RULES: Mapping[type[Operation], Callable[[_Cutter, Any], None]] = {
     Mixture: _Cutter.mixture,
     Loss: _Cutter.loss,
     Score: _Cutter.score,
-    **dict.fromkeys((Enter, Rotary, Scale, Core, Activation, Sum), _Cutter.nothing),
+    **dict.fromkeys((Enter, Rotary, Join, Scale, Core, Activation, Sum), _Cutter.nothing),
 }

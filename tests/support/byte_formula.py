@@ -13,24 +13,25 @@ a reduce-scatter followed by a gather. Per block, with P trainable padded elemen
     refresh                   tiers optimizer .. params+1  once a step; of matrices that are held as codes, a number
                                                            each before over tiers 0 .. optimizer (a gather on each)
     orthogonalise             tiers optimizer .. 0         once a step, of layers under Muon
-    pipeline, p._backward     between stages               once a micro-batch (terrace.plan.edges)
+    pipeline, p._backward     between stages               once a micro-batch (`stage_sends`)
     tie                       between stages               once a step
     counts                    all tiers, of a stage        once a step, of mixtures (terrace.plan.expert_counts)
 
 Frozen parameters are only gathered. Parameters that tensor ranks share are counted with the ranks that share them.
-Messages inside a block are in terrace.plan.tensor_traffic and terrace.plan.context_traffic. Summed over all ranks, the
+Messages inside a block are in tests.support.tensor_formula and terrace.plan.context_traffic. Summed over all ranks, the
 bytes between N nodes are 2 (N - 1) S a step for three-level placement, S being the bytes of all parameters.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from math import prod
 
 from terrace.base.repeated import Repeated
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
-from terrace.plan.context_traffic import ContextTraffic
-from terrace.plan.edges import edge_of, stage_sends
+from terrace.plan.context_traffic import AttentionBytes, ContextTraffic
+from terrace.plan.edges import Edge, edge_of
 from terrace.plan.expert_counts import num_counts
 from terrace.plan.flats import FlatParamSpec, block_flats, stage_layout, world_layout
 from terrace.plan.mesh import Mesh
@@ -40,8 +41,9 @@ from terrace.plan.residency import recomputed, residencies
 from terrace.plan.routes import block_hops, control_numbers, outer_hops
 from terrace.plan.stage import SHORT, Stage, count_units, whole_stage
 from terrace.plan.state_bytes import tie_bytes
-from terrace.plan.tensor_traffic import TensorTraffic, block_messages, choice_messages
-from terrace.plan.wire import CONTROL_NUMBER_BYTES, COUNT_BYTES, ROUTES, MessageClass
+from terrace.plan.tensor_traffic import TensorTraffic, choice_messages
+from terrace.plan.wire import BETWEEN_STAGES, CONTROL_NUMBER_BYTES, COUNT_BYTES, ROUTES, MessageClass
+from tests.support.tensor_formula import block_messages
 
 Bytes = dict[tuple[MessageClass, str], int]
 
@@ -104,13 +106,14 @@ def step_bytes(
             total[MessageClass.TIE, layout.tiers[tier]] += tie_bytes(flats[index], plan.sums)
         # Receivers complete each activation within their row of tensor ranks.
         if edge.gathers is not None:
+            received = sum(peer is not None for peer in (*stage.onward, *stage.back))
             for tier, num_bytes in tensor.sends(edge.gathers):
-                total[MessageClass.TENSOR, layout.tiers[tier]] += num_micros * stage.num_received * num_bytes
+                total[MessageClass.TENSOR, layout.tiers[tier]] += num_micros * received * num_bytes
     context = ContextTraffic(plan, mesh, sequence, layout.tiers)
     for index in own:
         attention = context.attention(blocks[index])
         if attention is not None:
-            ahead, back = attention.totals()
+            ahead, back = attention_totals(attention)
             # A recomputed layer sends its forward messages twice.
             for table in (ahead, back, *([ahead] if index in again else [])):
                 for tier, num_bytes in table.items():
@@ -181,3 +184,36 @@ def gather_counts(
     # The difference of three units and two is one steady unit.
     two, three = (count(whole_stage(len(blocks), length, 1)) for length in (2, 3))
     return {key: times + (num_units - 3) * (times - two[key]) for key, times in three.items()}
+
+
+def stage_sends(
+    stage: Stage, mesh: Mesh, tiers: Sequence[str], edge: Edge, plan: Plan
+) -> Iterator[tuple[MessageClass, int, int]]:
+    """(Class, tier index, bytes) of each message from a rank of `stage` to other stages, for one micro-batch.
+
+    `tiers` are the names of all tiers.
+    """
+    for peer, is_gradient in stage.sends():
+        message, tier = BETWEEN_STAGES[is_gradient], mesh.edge_tier(stage.index, peer)
+        yield message, tier, plan.wire_format(message, tiers[tier]).message_bytes(edge.numel)
+
+
+def attention_totals(attention: AttentionBytes) -> tuple[Mapping[int, int], Mapping[int, int]]:
+    """Bytes by tier index that a layer's attention sends in a forward, and in a backward by itself."""
+    forward = Counter[int]()
+    for tier, degree in enumerate(attention.ulysses):
+        if degree > 1:
+            # Across this tier a rank meets (degree - 1) units, each with all Ulysses ranks of the tiers inside.
+            peers = (degree - 1) * prod(attention.ulysses[:tier])
+            forward[tier] += peers * (attention.on(tier).inputs + attention.on(tier).outputs)
+    # Ulysses exchanges are mirrored in the backward.
+    backward = forward.copy()
+    crossed = [tier for tier, degree in enumerate(attention.ring) if degree > 1]
+    left = prod(attention.ring)
+    for tier in crossed:
+        num_steps = left - left // attention.ring[tier]
+        left //= attention.ring[tier]
+        forward[tier] += num_steps * attention.on(tier).keys
+        # Keys once more, their gradients after all but the first exchange, and home over the outermost tier.
+        backward[tier] += (2 * num_steps - (tier == crossed[0]) + (tier == crossed[-1])) * attention.on(tier).keys
+    return forward, backward

@@ -15,7 +15,7 @@ n + 4 (ceil(n / 256) + 1) in 8-bit blocks):
     outer       P / span(optimizer) * m                   always, of islands, for each of Outer.num_slices: the values
                 last agreed on, momentum, and two where an exchange takes steps
     feedback    residuals of error feedback               always (terrace.plan.routes.residual_numels), and of
-                                                          gradients that a stage sends back (terrace.plan.edges)
+                                                          gradients that a stage sends back
     buffers     under Muon P * c for every layer with whole matrices in memory, two of them; and
                 per lane its largest message: converted parts, received parts and sums, over all hops;
                 or its largest part that travels in a gap, packed before (terrace.plan.gaps);
@@ -34,7 +34,7 @@ from itertools import chain, product
 from terrace.base.alike import first_equal
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
-from terrace.plan.edges import edge_of, stage_feedback_bytes
+from terrace.plan.edges import Edge, edge_feedback_bytes, edge_of
 from terrace.plan.flats import FlatParamSpec, block_flats, gathered_bytes, orthogonalised, stage_layout
 from terrace.plan.gaps import largest_part_bytes
 from terrace.plan.hops import arena_bytes, gather_buffers, reduce_buffers
@@ -46,8 +46,9 @@ from terrace.plan.residency import Residency, gathers
 from terrace.plan.routes import block_hops
 from terrace.plan.stage import Pass, Stage, reduction_points, whole_stage
 from terrace.plan.state_bytes import CATEGORIES, accumulates_in_place, slice_bytes, tie_bytes
-from terrace.plan.tensor_traffic import TensorTraffic, block_messages, shared_bytes
-from terrace.plan.wire import FORMATS, GRADIENTS, OF_PARAMETERS, ROUTES, MessageClass
+from terrace.plan.tensor_traffic import TensorTraffic, shared_bytes
+from terrace.plan.wire import BETWEEN_STAGES, FORMATS, GRADIENTS, OF_PARAMETERS, ROUTES, MessageClass
+from tests.support.tensor_formula import block_messages
 
 _OF_TRAINABLE = tuple(message for message, route in ROUTES.items() if route.carries != "all")
 
@@ -187,3 +188,12 @@ def tensor_buffers(tensor: TensorTraffic, blocks: Sequence[BlockSpec], indexes: 
                 buffers = gather_buffers if message.leg is Leg.GATHER else reduce_buffers
                 largest = max(largest, arena_bytes(buffers(tensor.plan, MessageClass.TENSOR, tensor.hops(message))))
     return largest + shared_bytes(tensor, blocks)
+
+
+def stage_feedback_bytes(stage: Stage, mesh: Mesh, tiers: Sequence[str], edge: Edge, plan: Plan) -> int:
+    """Bytes of all residuals of the messages from a rank of `stage` to other stages; one for each chunk's boundary."""
+    num_fed_back = 0
+    for peer, is_gradient in stage.sends():
+        message, tier = BETWEEN_STAGES[is_gradient], mesh.edge_tier(stage.index, peer)
+        num_fed_back += plan.wire_format(message, tiers[tier]).feedback
+    return num_fed_back * edge_feedback_bytes(edge.numel)
