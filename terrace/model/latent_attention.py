@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from terrace.model.attention import MaskPlan, Plans, attend
+from terrace.model.attention import MaskPlan, PlannedAttention, Plans, attend
 from terrace.model.attention_plans import plans_of
 from terrace.model.cache import LayerCache
 from terrace.model.config import ModelConfig
@@ -27,7 +27,7 @@ from terrace.model.operation import Runs, keeping
 from terrace.model.rotary import Rotary
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(PlannedAttention):
     """Causal self-attention whose keys and values are products of a latent vector; (B, S, H) to (B, S, H)."""
 
     def __init__(self, config: ModelConfig, rotary: Rotary | None, plans: Plans | None = None, **where: Any) -> None:

@@ -280,7 +280,8 @@ MODELS = {
     ),
     "experts, even": _decoder_model(_LLAMA, experts=replace(_EXPERTS, per_token=3, route="even")),
     "latent": _decoder_model(_LATENT),
-    "wide latent": _decoder_model(_LATENT | _WIDE | {"num_key_value_heads": 8, "q_lora_rank": None}),
+    "wide latent": _decoder_model(_LATENT | _WIDE | {"num_key_value_heads": 8, "q_lora_rank": None}, experts=None),
+    "dense latent": _decoder_model(_LATENT, experts=None),
     "deep latent": _decoder_model(_LATENT | _DEEP, tied_embeddings=True),
     "deep experts": _decoder_model(_LLAMA | _DEEP, tied_embeddings=True, experts=replace(_EXPERTS, dense_layers=(2,))),
 }

@@ -12,7 +12,8 @@ from tests.support.toys import Rows, cluster_of
 
 pytestmark = pytest.mark.timeout(360)
 
-RANKED, WHOLE, DEEP = "latent", "wide latent", "deep latent"  # queries of a rank, or whole; six layers
+# Queries of a rank, with experts or without, or whole; six layers.
+RANKED, DENSE, WHOLE, DEEP = "latent", "dense latent", "wide latent", "deep latent"
 
 
 def case(model: str, ranks: int, mapping: dict[str, Any], name: str = "ddp", **changes: object) -> Case:
@@ -26,12 +27,12 @@ def test_two_ranks_equal_one_process(pool: LocalPool) -> None:
         case(RANKED, 2, {"tensor": 2}),
         case(WHOLE, 2, {"tensor": 2}, sequence_parallel=False),
         case(RANKED, 2, {"tensor": 2}, tensor_chunks=2),
-        case(RANKED, 2, {"tensor": {"columns": 2}}),
+        case(DENSE, 2, {"tensor": {"columns": 2}}),
         case(RANKED, 2, {"context": {"ring": 2}}),
         case(WHOLE, 2, {"context": {"ulysses": 2}}),
         case(DEEP, 2, {"pipeline": 2}, schedule="zb-h1"),
-        case(RANKED, 2, {"data": 2}, "zero3", recompute=("layers.*",)),
-        case(RANKED, 2, {"data": 2}, "zero3", recompute=("layers.*: attention",)),
+        case(RANKED, 2, {"data": 2}, "zero3", recompute=("block.*",)),
+        case(RANKED, 2, {"data": 2}, "zero3", recompute=("block.*: attention",)),
         case(RANKED, 2, {"data": 2}, experts={"package": {"expert": 2}}),
     ]
     check(pool, cluster_of(2), cases)
