@@ -136,7 +136,7 @@ class MappedPages:
         for kept, new in zip(self._places[:, layer].unbind(1), tensors, strict=True):
             kept.index_copy_(0, self._targets, new)
 
-    def view(self, layer: int, index: int) -> Sequence[Tensor]:
+    def view(self, layer: int, index: int) -> list[Tensor]:
         places, pages, within = self._reads[index]
         if pages is None:
             found = places[within, layer].unbind(1)
@@ -145,7 +145,7 @@ class MappedPages:
             found = tuple(each.index_select(0, pages).flatten(0, 1)[within] for each in kept)
         return [each.transpose(0, 1) for each in found]  # (K, L, D)
 
-    def gather(self, layer: int, places: Tensor) -> Sequence[Tensor]:
+    def gather(self, layer: int, places: Tensor) -> list[Tensor]:
         return [kept.index_select(0, places) for kept in self._places[:, layer].unbind(1)]
 
     def copy(self, source: int, target: int) -> None:

@@ -48,11 +48,11 @@ class PagePool(Protocol):
     def store(self, layer: int, *tensors: Tensor) -> None:
         """Write keys and values (T, K, D) of the new tokens of all spans."""
 
-    def view(self, layer: int, index: int) -> Sequence[Tensor]:
+    def view(self, layer: int, index: int) -> list[Tensor]:
         """Keys and values (K, L, D) that span `index` reads, stored ones included; not to be kept or written."""
         ...
 
-    def gather(self, layer: int, places: Tensor) -> Sequence[Tensor]:
+    def gather(self, layer: int, places: Tensor) -> list[Tensor]:
         """Copies of the keys and values (n, K, D) at `places` (n) among those of all pages."""
         ...
 
@@ -112,7 +112,7 @@ class GatheredPages:
         for kept, new in zip(self._places[layer], tensors, strict=True):
             kept.index_copy_(0, self._targets, new)
 
-    def view(self, layer: int, index: int) -> Sequence[Tensor]:
+    def view(self, layer: int, index: int) -> list[Tensor]:
         read = self._reads[index]
         if isinstance(read, slice):
             found = [kept[read] for kept in self._places[layer]]
@@ -121,7 +121,7 @@ class GatheredPages:
             found = [kept.index_select(0, pages).flatten(0, 1)[within] for kept in self._layers[layer]]
         return [each.transpose(0, 1) for each in found]  # (K, L, D)
 
-    def gather(self, layer: int, places: Tensor) -> Sequence[Tensor]:
+    def gather(self, layer: int, places: Tensor) -> list[Tensor]:
         return [kept.index_select(0, places) for kept in self._places[layer]]
 
     def copy(self, source: int, target: int) -> None:

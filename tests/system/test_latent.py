@@ -40,7 +40,7 @@ def test_two_ranks_equal_one_process(pool: LocalPool) -> None:
 
 def test_packed_documents_attend_to_themselves(pool: LocalPool) -> None:
     packed = Rows(12, ((5, 1, 6), (12,), (7, 5), (4, 8)))
-    cases = [case(RANKED, 2, {"context": {"ring": 2}}), case(WHOLE, 2, {"context": 2}, balance="cost")]
+    cases = [case(RANKED, 2, {"context": {"ring": 2}}), case(WHOLE, 2, {"context": {"ulysses": 2}})]
     check(pool, cluster_of(2), [replace(each, rows=packed) for each in cases])
 
 

@@ -1,7 +1,8 @@
 """Applying the tensor axis to a model's blocks: a stand-in for each operation, by its type and its dims.
 
-    product out of the residual stream    `ColumnLinear`; into features that no axis cuts `WholeLinear`
-    product back into it                  `RowLinear`; the module that holds it is entered from the stream
+    product of a region's gathered input  `ColumnLinear`
+    product back into the stream          `RowLinear`; the module that holds it is entered from the stream
+    any other product                     `WholeLinear`
     norm                                  `Norm`, over the ranks that share its features
     look-up                               `VocabParallelEmbedding`
     loss, score                           `VocabParallelHead`, `ValueParallelHead`
@@ -46,6 +47,7 @@ from terrace.model.operations import (
     Sum,
     Tokens,
 )
+from terrace.model.operations import Tensor as Operand
 from terrace.plan.dims import CUT_BY
 from terrace.plan.slices import rank_slices, used_part
 from terrace.program.program import Program
@@ -141,6 +143,7 @@ class _Cutter:
         """The block with stand-ins, or its own stand-in; raises `ModelError` for a parameter of no operation."""
         spec = self._program.blocks[index]
         self._params, self._block = {param.name: param for param in spec.params}, block
+        self._gathered: Operand | None = None  # the input of the region that is under way
         self._entered: set[str] = set()
         self._entering: list[str] = []
         if isinstance(block, LayerBlock):
@@ -160,8 +163,8 @@ class _Cutter:
             )
         return self._block
 
-    def _replace_all(self, operations: Iterable[Operation]) -> None:
-        for operation in operations:
+    def _replace_all(self, each: Iterable[Operation]) -> None:
+        for operation in each:
             _RULES[type(operation)](self, operation)
 
     def look_up(self, operation: LookUp) -> None:
@@ -199,10 +202,10 @@ class _Cutter:
         weight = self._take(f"{name}.weight")
         bias = self._take(f"{name}.bias") if operation.kind == "layer" else None
         # The stream's features, or heads; elements of a head are whole on every rank.
-        parts = {("columns",): axis.columns, ("rows",): axis.rows}.get(CUT_BY.get(operation.over.counts, ()))
-        # Inside a region columns have the same heads, and rows others.
-        num_same = axis.num_same if operation.source.tokens is Tokens.STREAM else axis.columns.degree
-        stand_in = modules.Norm(weight, bias, eps, offset, parts, num_same, self._used(operation.over))
+        lines: dict[tuple[str, ...], AxisComm] = {("columns",): axis.columns, ("rows",): axis.rows}
+        parts = lines.get(CUT_BY.get(operation.over.counts, ()))
+        used = self._used(operation.over)
+        stand_in = modules.Norm(weight, bias, eps, offset, parts, self._num_same(operation), used)
         if isinstance(module, RMSNorm):
             stand_in.normal = module.normal
         self._put(f"{name}.weight", stand_in)
@@ -215,14 +218,14 @@ class _Cutter:
         if isinstance(module, LoraLinear):
             down, up = map(self._take, adapter_names(name))
             adapter = modules.Adapter(down, up, module.scale)
-        if operation.source.tokens is Tokens.STREAM:
-            self._put(name, modules.WholeLinear(weight, bias, axis, adapter))
-        elif operation.leaves:
+        if operation.leaves:
             self._put(name, modules.RowLinear(weight, bias, axis, adapter))
             # A hook gathers the input once for all products of the region.
             region = operation.weight.rpartition(".")[0]
             self._entered.add(region)
             self._block.get_submodule(region).register_forward_pre_hook(self._enter, with_kwargs=True)
+        elif operation.source != self._gathered:
+            self._put(name, modules.WholeLinear(weight, bias, self._num_same(operation), axis, adapter))
         else:
             self._put(name, modules.ColumnLinear(weight, bias, self._used(operation.outputs), axis, adapter))
             self._entering.append(operation.weight)
@@ -237,6 +240,10 @@ class _Cutter:
         mixture.routed = routed_in_parts(mixture.routed, self._axis)
         self._replace_all((*operation.shared, *operation.shared_gate))
 
+    def enter(self, operation: Enter) -> None:
+        """Its result is gathered for the products that read it; others of a region read what a rank has."""
+        self._gathered = operation.target
+
     def nothing(self, operation: Operation) -> None:
         """It has no parameters, and runs on a rank's part of its operands as on the whole."""
 
@@ -245,6 +252,11 @@ class _Cutter:
         if inputs:
             return (self._axis.enter(inputs[0], region), *inputs[1:]), options
         return inputs, options | {"hidden_states": self._axis.enter(options["hidden_states"], region)}
+
+    def _num_same(self, operation: Operation) -> int:
+        # Inside a region columns have the same heads, and rows others.
+        in_stream = operation.source.tokens is Tokens.STREAM
+        return self._axis.num_same if in_stream else self._axis.columns.degree
 
     def _used(self, dim: Dim) -> slice | None:
         mesh = self._program.mesh
@@ -271,10 +283,11 @@ class _Cutter:
 
 _RULES: Mapping[type[Operation], Callable[[_Cutter, Any], None]] = {
     LookUp: _Cutter.look_up,
+    Enter: _Cutter.enter,
     Norm: _Cutter.norm,
     Product: _Cutter.product,
     Mixture: _Cutter.mixture,
     Loss: _Cutter.loss,
     Score: _Cutter.score,
-    **dict.fromkeys((Enter, Rotary, Join, Scale, Core, Activation, Sum), _Cutter.nothing),
+    **dict.fromkeys((Rotary, Join, Scale, Core, Activation, Sum), _Cutter.nothing),
 }

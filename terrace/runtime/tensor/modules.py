@@ -210,11 +210,22 @@ class ColumnLinear(_Linear):
 
 
 class WholeLinear(_Linear):
-    """From the residual stream to features that no axis cuts, of each token where it is."""
+    """From features that a rank has whole, of the tokens that it has; `num_same` ranks find the same gradient."""
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        num_same: int,
+        axis: TensorAxis,
+        adapter: Adapter | None = None,
+    ) -> None:
+        super().__init__(weight, bias, axis, adapter)
+        self._num_same = num_same
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply, add the bias."""
-        num = self._axis.num_same
+        num = self._num_same
         y = F.linear(x, share(self.weight, num), None if self.bias is None else share(self.bias, num))
         more = self.adapted(x, num_same=num)
         return y if more is None else y + more
