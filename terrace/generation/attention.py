@@ -101,13 +101,14 @@ class PagedLayer:
         """Store key and value (1, K, T, D) of the turn's tokens; the attention output of query (1, N, T, D)."""
         pool, layer, passing = self._pool, self._layer, self.passing
         queries = query.transpose(1, 2)  # (1, T, N, D), as it lies in memory
-        pool.store(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        # A latent is key and value at once, and stored once.
+        pool.store(layer, *(each[0].transpose(0, 1) for each in ((key,) if value is key else (key, value))))
         out = torch.empty_like(queries)
         if fresh := passing.num_fresh:
             own_keys, own_values = key[:, :, :fresh], value[:, :, :fresh]
             out[:, :fresh] = attend(query[:, :, :fresh], own_keys, own_values, passing.plan).transpose(1, 2)
         for index, begin, end, mask in passing.parts:
-            keys, values = pool.view(layer, index)
+            keys, values = _both(pool.view(layer, index))
             own_plan = Capped(mask, passing.cap) if passing.cap else mask
             mixed = attend(query[:, :, begin:end], keys.unsqueeze(0), values.unsqueeze(0), own_plan)
             out[:, begin:end] = mixed.transpose(1, 2)
@@ -115,7 +116,8 @@ class PagedLayer:
         for group in passing.together:
             num = len(group.rows)
             keys, values = (
-                part.view(num, -1, heads[0], heads[2]).transpose(1, 2) for part in pool.gather(layer, group.places)
+                part.view(num, -1, heads[0], heads[2]).transpose(1, 2)
+                for part in _both(pool.gather(layer, group.places))
             )  # (B, K, L, D)
             grouped = queries[0].index_select(0, group.rows).view(num, *heads)
             mixed = _all_seen(grouped, keys, values, group.mask, passing.cap)
@@ -124,11 +126,15 @@ class PagedLayer:
             rows = torch.split(queries.reshape(-1, *heads), 1)  # (1, K, N / K, D) each
             mixed_rows = []
             for index, row in passing.alone:
-                keys, values = (part[:, -self.window or None :] for part in pool.view(layer, index))
+                keys, values = (part[:, -self.window or None :] for part in _both(pool.view(layer, index)))
                 # Four dims: with three, torch takes its slow path on a CPU.
                 mixed_rows.append(_all_seen(rows[row], keys.unsqueeze(0), values.unsqueeze(0), None, passing.cap))
             out[0].index_copy_(0, passing.rows_alone, torch.cat(mixed_rows).flatten(1, 2))
         return out.transpose(1, 2)
+
+
+def _both(stored: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    return stored[0], stored[-1]
 
 
 def _all_seen(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cap: float) -> Tensor:

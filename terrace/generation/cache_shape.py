@@ -51,8 +51,8 @@ def cache_shape(blocks: Sequence[BlockSpec], rows: int = 1) -> CacheShape:
             f"rows = {rows} of a replica cannot share the model's {core.heads} heads and {core.kv_heads} key-value "
             f"heads: use {most}"
         )
-    key = core.reads[1].features
-    return CacheShape(len(layers), rank_numel(key, {"rows": rows}) // key.size, key.size)
+    kept = core.cached[0].features
+    return CacheShape(len(layers), rank_numel(kept, {"rows": rows}) // kept.size, kept.size, len(core.cached))
 
 
 def window_of(blocks: Sequence[BlockSpec]) -> int:

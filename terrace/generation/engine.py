@@ -78,7 +78,7 @@ class GenerationEngine:
             "cap": core.cap,
             "page_tokens": page_tokens,
             "key_size": shape.heads * shape.size,
-            "kernel": plans.kernel(weight.device, weight.dtype, core.head_dim, is_cut=True),
+            "kernel": plans.kernel(weight.device, weight.dtype, shape.size, is_cut=True),
             "device": weight.device,
             "dtype": weight.dtype,
         }

@@ -33,7 +33,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 # On a CPU, bf16, forward and backward, 10 heads of 32 (torch 2.13, one AVX-512 core): the flash kernel takes 2.8
@@ -138,6 +138,12 @@ class Plans(Protocol):
     def plan(self, positions: Tensor | None, query: Tensor) -> MaskPlan:
         """Mask plan for query (B, N, S, D); `positions` (B, S) are the layer's, if given."""
         ...
+
+
+class PlannedAttention(nn.Module):
+    """A layer's attention within documents and windows, as `plans` say; an axis may put others in their place."""
+
+    plans: Plans
 
 
 def document_begins(positions: Tensor) -> Tensor:

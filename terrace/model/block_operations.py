@@ -14,6 +14,7 @@ from terrace.model.operations import (
     Core,
     Dim,
     Enter,
+    Join,
     LookUp,
     Loss,
     Mixture,
@@ -70,12 +71,13 @@ def layer_operations(config: ModelConfig) -> Operations:
     """
     stream = _stream(config)
     source, middle, target = Tensor(INPUT, stream), Tensor("middle", stream), Tensor(OUTPUT, stream)
+    attend = _latent_attention if config.latent.key_value_rank else _attention
     feed = _mlp if config.experts is None else _mixture
     # In the parallel form the MLP reads the layer's input, without attention's output.
     second = source if config.parallel_residual else middle
     return Operations(
         (
-            *_sublayer(config, "attention", source, source, middle, "attended", _attention),
+            *_sublayer(config, "attention", source, source, middle, "attended", attend),
             *_sublayer(config, "mlp", second, middle, target, "mlp output", feed),
         )
     )
@@ -170,6 +172,61 @@ def _attention(config: ModelConfig, source: Tensor, target: Tensor) -> Iterator[
     )
     holds = (enter.target.name, *ready)
     yield Product("attention output", (mixed,), (target,), "attention.output", bias, holds=holds)
+
+
+def _latent_attention(config: ModelConfig, source: Tensor, target: Tensor) -> Iterator[Operation]:
+    """The operations of terrace.model.latent_attention. No axis cuts a latent."""
+    enter, latent, bias = _entered(source), config.latent, config.attention_bias
+    yield enter
+    unturned = config.head_dim - config.rotary_dim
+    heads, values = Dim("heads", config.num_heads, config.head_dim), Dim("heads", config.num_heads, latent.value_dim)
+    query, key, value = (Tensor(name, heads, Tokens.ALL) for name in ("query", "key", "value"))
+    before = query._replace(name="query before RoPE")
+    if latent.query_rank:
+        down = Tensor("query down", Dim("latent", latent.query_rank), Tokens.ALL)
+        normed = down._replace(name="query latent")
+        yield Product("query down", (enter.target,), (down,), "attention.query_down", bias)
+        yield Norm("query latent norm", (down,), (normed,), "attention.query_latent_norm", normed.features)
+        yield Product("query", (normed,), (before,), "attention.query_up")
+    else:
+        yield Product("query", (enter.target,), (before,), "attention.query")
+    compressed = Tensor("compressed", Dim("latent", latent.key_value_rank + config.rotary_dim), Tokens.ALL)
+    normed = Tensor("key-value latent", Dim("latent", latent.key_value_rank), Tokens.ALL)
+    expanded = Tensor("expanded", Dim("heads", config.num_heads, unturned + latent.value_dim), Tokens.ALL)
+    turned = Tensor("key turned", Dim("latent", config.rotary_dim), Tokens.ALL)
+    yield Product("key-value down", (enter.target,), (compressed,), "attention.key_value_down", bias)
+    yield Norm("key-value norm", (compressed,), (normed,), "attention.key_value_norm", normed.features)
+    yield Product("key-value up", (normed,), (expanded,), "attention.key_value_up")
+    scaled = config.query_factor != 1.0
+    ready = query._replace(name="query before scale") if scaled else query
+    theta, scaling = config.rope_theta, config.rope_scaling
+    yield Rotary("RoPE", (before, compressed), (ready, turned), config.rotary_dim, theta, scaling, config.rope_limit)
+    yield Join("join key", (expanded, turned), (key,))
+    yield Join("fill value", (expanded,), (value,))
+    if scaled:
+        yield Scale("scale query", (ready,), (query,), config.query_factor)
+    mixed = cut = query._replace(name="mixed")
+    yield Core(
+        "attention",
+        (query, key, value),
+        (mixed,),
+        heads=config.num_heads,
+        kv_heads=config.num_heads,
+        head_dim=config.head_dim,
+        value_dim=latent.value_dim,
+        latent=Tensor("latent and key turned", Dim("latent", 1, latent.key_value_rank + config.rotary_dim), Tokens.ALL),
+    )
+    if latent.value_dim < config.head_dim:
+        cut = Tensor("values mixed", values, Tokens.ALL)
+        yield Join("merge values", (mixed,), (cut,))
+    yield Product(
+        "attention output",
+        (cut,),
+        (target,),
+        "attention.output",
+        bias,
+        holds=(enter.target.name, "query", "key", "value"),
+    )
 
 
 def _mlp(config: ModelConfig, source: Tensor, target: Tensor) -> Iterator[Operation]:

@@ -15,7 +15,9 @@ from terrace.model.experts.config import ExpertsConfig
 from terrace.model.hf.config import read_fields, without_training, write_table
 from terrace.model.hf.families import FAMILIES
 from terrace.model.hf.keys import ACTIVATIONS
+from terrace.model.hf.latent import KEYS as LATENT_KEYS
 from terrace.model.kinds import LayerKind, Scales, check_kinds, with_scaling
+from terrace.model.latent import Latent
 from terrace.model.rope_scaling import RopeScaling
 from terrace.model.sizes import check_sizes
 
@@ -58,6 +60,7 @@ class ModelConfig:
     sliding_window: int = 0  # a position sees itself and the window - 1 before it; 0: all before it
     kinds: tuple[LayerKind, ...] = ()  # one for each layer, where they differ; sliding_window is then the widest
     scales: Scales = field(default_factory=Scales)
+    latent: Latent = field(default_factory=Latent)
     experts: ExpertsConfig | None = None  # None: every layer has an MLP
     scalar_head: bool = False  # one number a token in place of logits: a reward model or a critic
 
@@ -96,6 +99,7 @@ class ModelConfig:
         if self.rope_scaling is not None and not self.rotary_dim:
             raise ModelError("rope_scaling has no effect where positions are learned: leave it out")
         check_kinds(self)
+        self.latent.check(LATENT_KEYS, self.head_dim, self.rotary_dim)
         # Two ways to say one thing would make equal models compare unequal.
         if self.qkv_bias and self.attention_bias:
             raise ModelError("attention_bias covers qkv_bias: set one of them to false")
@@ -150,7 +154,8 @@ class ModelConfig:
     @property
     def query_factor(self) -> float:
         """The factor of queries: kernels of attention divide scores by sqrt(head_dim), whatever `scales.attention`."""
-        return self.scales.attention * math.sqrt(self.head_dim) if self.scales.attention else 1.0
+        factor = self.latent.score_factor(self.rope_scaling)
+        return factor * self.scales.attention * math.sqrt(self.head_dim) if self.scales.attention else factor
 
     @property
     def mlp_size(self) -> int:
@@ -175,9 +180,10 @@ def parse_model(table: Mapping[str, Any]) -> ModelConfig:
     """
     fields = read_fields(table)
     experts, scales = fields.pop("experts", None), Scales(**fields.pop("scales"))
+    latent = Latent(**fields.pop("latent", {}))
     kinds = tuple(LayerKind(**with_scaling(kind)) for kind in fields.pop("kinds", ()))
     experts = None if experts is None else ExpertsConfig(**experts)
-    return ModelConfig(**with_scaling(fields), kinds=kinds, scales=scales, experts=experts)
+    return ModelConfig(**with_scaling(fields), kinds=kinds, scales=scales, latent=latent, experts=experts)
 
 
 def load_model(path: str, *, training: bool = True) -> ModelConfig:

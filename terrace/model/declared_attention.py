@@ -6,19 +6,19 @@ Masks are those of `terrace.model.attention`; where keys are on other ranks, an 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from terrace.base.errors import ModelError
-from terrace.model.attention import Plans, attend
+from terrace.model.attention import PlannedAttention, attend
 from terrace.model.attention_plans import AttentionPlans
 
 
-class DeclaredAttention(nn.Module):
+class DeclaredAttention(PlannedAttention):
     """The attention of one layer, without parameters: from projected queries, keys and values to the heads' outputs."""
 
     def __init__(self, window: int, is_grouped: bool) -> None:
         super().__init__()
-        self.plans: Plans = AttentionPlans(window, is_grouped=is_grouped)
+        self.plans = AttentionPlans(window, is_grouped=is_grouped)
         self.window, self.is_running = window, False
         self._positions: Tensor | None = None
 

@@ -21,6 +21,7 @@ from terrace.model.cache import LayerCache
 from terrace.model.config import ModelConfig
 from terrace.model.experts.mixture import Mixture
 from terrace.model.kinds import LayerKind
+from terrace.model.latent_attention import LatentAttention
 from terrace.model.layers import MLP, Attention, build_norm
 from terrace.model.loss_chunks import CACHED_NUMEL, slices
 from terrace.model.operation import Runs, keeping
@@ -74,7 +75,8 @@ class DecoderLayer(nn.Module):
             return build_norm(config, **where) if config.norms in (place, "both") else None
 
         self.attention_norm = norm("before")
-        self.attention = Attention(config, rotary, plans, **where)
+        attention = LatentAttention if config.latent.key_value_rank else Attention
+        self.attention = attention(config, rotary, plans, **where)
         self.attention_output_norm = norm("after")
         self.mlp_norm = norm("before")
         self.mlp = MLP(config, **where) if config.experts is None else Mixture(config, **where)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from terrace.model.attention import Plans, attend
+from terrace.model.attention import PlannedAttention, Plans, attend
 from terrace.model.attention_plans import plans_of
 from terrace.model.cache import LayerCache
 from terrace.model.config import ModelConfig
@@ -64,7 +64,7 @@ def build_norm(config: ModelConfig, **where: Any) -> nn.Module:
     return nn.LayerNorm(config.hidden_size, eps=config.norm_eps, **where)
 
 
-class Attention(nn.Module):
+class Attention(PlannedAttention):
     """Causal self-attention with grouped key-value heads; (B, S, H) to (B, S, H)."""
 
     def __init__(self, config: ModelConfig, rotary: Rotary | None, plans: Plans | None = None, **where: Any) -> None:
@@ -73,7 +73,7 @@ class Attention(nn.Module):
         query_size, key_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.head_dim = config.head_dim
         self.rotary = rotary
-        self.plans: Plans = plans or plans_of(config)
+        self.plans = plans or plans_of(config)
         self.query = nn.Linear(hidden, query_size, bias=bias, **where)
         self.key = nn.Linear(hidden, key_size, bias=bias, **where)
         self.value = nn.Linear(hidden, key_size, bias=bias, **where)

@@ -133,6 +133,11 @@ class Rotary(Operation):
 
 
 @dataclass(frozen=True)
+class Join(Operation):
+    """Copies parts of its operands into one tensor, side by side, or beside zeros."""
+
+
+@dataclass(frozen=True)
 class Scale(Operation):
     """A multiplication by a constant. `in_sum`: the next sum multiplies; only the gradient is a tensor of its own."""
 
@@ -144,15 +149,22 @@ class Scale(Operation):
 class Core(Operation):
     """Causal attention of queries to keys and values: softmax(q k^T) v of `heads`, which share `kv_heads`.
 
-    `value_dim` elements of a value are not zeros that fill it up to `head_dim`.
+    `value_dim` elements of a value are not zeros that fill it up to `head_dim`. Where keys and values are products of a
+    `latent`, that is what a generator keeps of a token.
     """
 
     heads: int
     kv_heads: int
     head_dim: int
     value_dim: int
+    latent: Tensor | None = None
     window: int = 0  # a token sees itself and the window - 1 before it; 0: all before it
     cap: float = 0.0  # of scores; 0: none
+
+    @property
+    def cached(self) -> tuple[Tensor, ...]:
+        """The tensors that a generator keeps of a token: keys and values, or one from which both follow."""
+        return self.reads[1:] if self.latent is None else (self.latent,)
 
     @property
     def is_grouped(self) -> bool:

@@ -87,6 +87,19 @@ class Rotary:
             parts.append(rest)
         return torch.cat(parts, dim=-1).transpose(-3, -2)
 
+    def turn_last(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        """Turn the last R elements of x (B, N, S, D) by tables as `turn` takes them.
+
+        Pairs are neighbours if `interleaved`; their results stand apart, so that the elements of a result are in
+        another order than those of x, the same for queries and keys.
+        """
+        cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+        x = x.transpose(-3, -2)  # (B, S, N, D)
+        rest, turned = torch.split(x, [x.shape[-1] - self.dim, self.dim], -1)
+        first, second = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
+        parts = [rest, first * cos - second * sin, second * cos + first * sin]
+        return torch.cat(parts[0 if rest.shape[-1] else 1 :], dim=-1).transpose(-3, -2)
+
     def turn_both(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Query and key, each as by `turn`; a kernel for both may stand here."""
         return self.turn(query, cos, sin), self.turn(key, cos, sin)

@@ -28,6 +28,7 @@ from terrace.model.operations import (
     Core,
     Dim,
     Enter,
+    Join,
     LookUp,
     Loss,
     Norm,
@@ -137,6 +138,10 @@ def _rotary(tape: BlockTape, rotary: Rotary) -> Iterator[Node]:
         yield Node((source.name,), target.name, forward_adds=whole, backward_adds=whole)
 
 
+def _join(tape: BlockTape, join: Join) -> Iterator[Node]:
+    yield Node(tuple(each.name for each in join.reads), join.target.name)
+
+
 def _scale(tape: BlockTape, scale: Scale) -> Iterator[Node]:
     yield Node((scale.source.name,), scale.target.name)
 
@@ -173,7 +178,7 @@ def _core(tape: BlockTape, core: Core) -> Iterator[Node]:
             reads = (*reads, tape.size(f"copied {name}", copied))
             yield Node((name,), reads[-1])
     # Fused kernels write heads merged already; plain products and pieces need a contiguous copy.
-    copies = in_pieces or not work.flash
+    copies = (in_pieces or not work.flash) and core.value_dim == core.head_dim  # else a join merges them
     written = tape.size("heads apart", tape.sizes[mixed]) if copies else mixed
     if work.flash:
         statistics = work.tokens * tape.units(core.source.features) * tape.wide
@@ -324,6 +329,7 @@ RULES: dict[type[Operation], Rule] = {
     Product: _product,
     PlainProduct: _plain_product,
     Rotary: _rotary,
+    Join: _join,
     Scale: _scale,
     Sum: _sum,
     Activation: _activation,

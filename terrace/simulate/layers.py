@@ -22,6 +22,7 @@ from terrace.model.operations import (
     Activation,
     Core,
     Enter,
+    Join,
     LookUp,
     Loss,
     Mixture,
@@ -330,7 +331,7 @@ def _elsewhere(device: Device, work: Work, operation: Operation, accumulate: boo
 
 # Beside the products of a layer, which run in groups, and passes over memory.
 _RULES: Mapping[type[Operation], Callable[[Device, Work, Any, bool], Seconds]] = {
-    **dict.fromkeys((Enter, Product, Norm, Rotary, Scale, Activation, Sum), _elsewhere),
+    **dict.fromkeys((Enter, Product, Norm, Rotary, Join, Scale, Activation, Sum), _elsewhere),
     Core: _core,
     Mixture: _mixture,
     PlainProduct: _plain_product,

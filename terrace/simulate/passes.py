@@ -6,6 +6,7 @@ With N elements of e bytes on a rank, of the operation's result or of each opera
     Sum           3eN each way: two operands and the result
     Activation    2eN forward, 3eN backward; gated 3eN and 5eN
     Rotary        2eN each way, of queries and keys
+    Join          2eN each way
     Scale         2eN each way, of queries; what multiplies the residual stream is not counted
     Product       eN backward, where it has a bias, whose gradient is the sum of that of the result
     Core          2eN each way, of queries, keys and values, where plain products need them laid out
@@ -25,6 +26,7 @@ from terrace.model.operations import (
     Activation,
     Core,
     Enter,
+    Join,
     LookUp,
     Loss,
     Mixture,
@@ -81,6 +83,10 @@ def _rotary(rotary: Rotary) -> Passes:
     return Passes(tuple((operand, 2, 2) for operand in rotary.reads), (1, 1))
 
 
+def _join(join: Join) -> Passes:
+    return Passes(((join.target, 2, 2),), (1, 1))
+
+
 def _scale(scale: Scale) -> Passes:
     return _NONE if scale.source.tokens is Tokens.STREAM else Passes(((scale.source, 2, 2),), (1, 1))
 
@@ -96,6 +102,7 @@ _PASSES: Mapping[type[Operation], Callable[[Any], Passes]] = {
     Sum: _sum,
     Activation: _activation,
     Rotary: _rotary,
+    Join: _join,
     Scale: _scale,
 }
 

@@ -34,6 +34,19 @@ MODELS = {
     "gpt2, relu": parse_model(GPT2 | {"activation_function": "relu"}),
 }
 
+_LATENT: dict[str, Any] = _LLAMA | {"model_type": "deepseek_v3", "num_hidden_layers": 2, "num_key_value_heads": 4}
+_LATENT |= {"q_lora_rank": 40, "kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 20}
+_LATENT |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+_LATENT |= {"n_group": 1, "topk_group": 1}
+_CHANGES: dict[str, dict[str, Any]] = {
+    "latent": {},
+    "latent, whole queries": {"q_lora_rank": None, "rope_interleave": False},
+    "latent, values as long": {"v_head_dim": 24},
+}
+MODELS |= {
+    name: replace(parse_model(_LATENT | change), num_layers=1, experts=None) for name, change in _CHANGES.items()
+}
+
 # Norms of outputs, multipliers and caps.
 FAMILIES = {
     "gemma2": parse_model(_LLAMA | {"model_type": "gemma2", "head_dim": 24, "query_pre_attn_scalar": 9}),

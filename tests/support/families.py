@@ -42,6 +42,9 @@ _LONG: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 700.0}
 _LONG |= {"short_factor": [1.0, 1.1, 1.3], "long_factor": [1.0, 2.5, 4.0]}  # of heads of 6
 _GEMMA = _LLAMA | {"num_key_value_heads": 2, "head_dim": 10, "query_pre_attn_scalar": 7}
 _GEMMA |= {"hidden_size": 16, "sliding_window": 5}  # whose root is exact in fp32, as transformers keeps it
+_LATENT: dict[str, Any] = _ROUTED | {"model_type": "deepseek_v3", "num_key_value_heads": 4, "n_routed_experts": 6}
+_LATENT |= {"moe_intermediate_size": 14, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1, "kv_lora_rank": 10}
+_LATENT |= {"q_lora_rank": 14, "qk_rope_head_dim": 4, "qk_nope_head_dim": 7, "v_head_dim": 9}
 TABLES: dict[str, dict[str, Any]] = {
     "smollm3": _LLAMA
     | {"model_type": "smollm3", "num_key_value_heads": 2, "no_rope_layers": [1, 0], "pad_token_id": None},
@@ -118,6 +121,16 @@ TABLES: dict[str, dict[str, Any]] = {
     "glm4_moe, groups, norms, biases": _GLM
     | {"n_group": 3, "topk_group": 2, "use_qk_norm": True, "attention_bias": True, "first_k_dense_replace": 0}
     | {"partial_rotary_factor": 1.0, "norm_topk_prob": False},
+    "deepseek_v3": _LATENT,
+    "deepseek_v3, yarn, biases": _LATENT
+    | {
+        "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
+        "attention_bias": True,
+        "n_shared_experts": 2,
+    },
+    "deepseek_v3, whole queries, halves": _LATENT
+    | {"q_lora_rank": None, "rope_interleave": False, "v_head_dim": 11, "n_group": 1, "topk_group": 1}
+    | {"norm_topk_prob": False, "first_k_dense_replace": 0},
     "gpt2, untied": _GPT2 | {"model_type": "gpt2", "tie_word_embeddings": False, "n_inner": 31},
 }
 TOKENS = torch.randint(0, 61, (3, 19), generator=torch.Generator().manual_seed(0))

@@ -52,6 +52,11 @@ MODELS["two windows"] = replace(MODELS["llama"], family="smollm3", sliding_windo
 _LONG = RopeScaling(rope_type="longrope", original_max_position_embeddings=12, short_factor=(1, 2), long_factor=(3, 4))
 MODELS["longrope"] = replace(MODELS["llama"], rope_scaling=_LONG)
 
+_LATENT = _LLAMA | {"model_type": "deepseek_v3", "num_key_value_heads": 4, "first_k_dense_replace": 1, "n_group": 1}
+_LATENT |= {"kv_lora_rank": 10, "q_lora_rank": 6, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 5}
+_LATENT |= {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "topk_group": 1}
+MODELS["latent"] = parse_model(_LATENT)
+
 
 def make(config: ModelConfig) -> list[nn.Module]:
     blocks = build_blocks(config, dtype=torch.float64)

@@ -156,6 +156,11 @@ _GEMMA3 = _LLAMA | {"model_type": "gemma3_text", "head_dim": 6, "sliding_window"
 _GEMMA2 = _LLAMA | {"model_type": "gemma2", "head_dim": 6, "sliding_window": 3, "attn_logit_softcapping": 0.1}
 _GEMMA2 |= {"final_logit_softcapping": 1.0}
 
+# Latent attention: values are shorter than queries; a dense layer, and mixtures of eight experts in groups.
+_LATENT = _LLAMA | {"model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": 6, "kv_lora_rank": 5}
+_LATENT |= {"qk_rope_head_dim": 2, "qk_nope_head_dim": 4, "v_head_dim": 3, "moe_intermediate_size": 6}
+_LATENT |= {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
+
 
 def _decoder_model(table: dict[str, object], frozen: Sequence[str] = (), zeroed: str = "", **changes: object) -> Model:
     config = replace(parse_model(table), **changes)  # type: ignore[arg-type]
@@ -274,6 +279,10 @@ MODELS = {
         _LLAMA | _DEEP, experts=replace(_EXPERTS, gate="expert_choice", normalized=False, dense_layers=(0,))
     ),
     "experts, even": _decoder_model(_LLAMA, experts=replace(_EXPERTS, per_token=3, route="even")),
+    "latent": _decoder_model(_LATENT),
+    "wide latent": _decoder_model(_LATENT | _WIDE | {"num_key_value_heads": 8, "q_lora_rank": None}, experts=None),
+    "dense latent": _decoder_model(_LATENT, experts=None),
+    "deep latent": _decoder_model(_LATENT | _DEEP, tied_embeddings=True),
     "deep experts": _decoder_model(_LLAMA | _DEEP, tied_embeddings=True, experts=replace(_EXPERTS, dense_layers=(2,))),
 }
 

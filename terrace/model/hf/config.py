@@ -14,6 +14,7 @@ from terrace.base.schema import load
 from terrace.model.hf.families import FAMILIES, Family
 from terrace.model.hf.keys import ACTIVATIONS, HARMLESS, ONLY, REFUSED, TRAINING
 from terrace.model.hf.kinds import kinds_of, read_kinds, write_kinds
+from terrace.model.hf.latent import read_latent, write_latent, written_mscale
 from terrace.model.hf.mixtures import OWN_KEYS, read_experts, write_experts
 from terrace.model.hf.rope import (
     ENDLESS,
@@ -62,6 +63,7 @@ def read_fields(table: Mapping[str, Any]) -> dict[str, Any]:
     fields |= {"scales": read_scales(loaded, family.constants), **read_kinds(loaded, family, turns)}
     if family.is_mixture:
         fields["experts"] = read_experts(loaded, family.names, family.constants)
+    fields |= read_latent(loaded, table)
     fields |= {"family": name, "scalar_head": _read_head(table, family)}
     return _complete(fields, table)
 
@@ -80,10 +82,10 @@ def write_table(fields: Mapping[str, Any]) -> dict[str, Any]:
     table |= family.written
     if family.is_mixture:
         table |= write_experts(fields["experts"], family.names)
-    table |= write_kinds(fields, family)
+    table |= write_kinds(fields, family) | write_latent(fields, family.table)
     if family.theta_key:
         theta, scaling = fields["rope_theta"], fields["rope_scaling"]
-        table["rope_parameters"] = write_turns(kinds_of(fields), scaling, theta, family)
+        table["rope_parameters"] = write_turns(kinds_of(fields), scaling, theta, family) | written_mscale(fields)
         # Where a family has the key at the top, transformers reads it there.
         if scaling and ORIGINAL in family.table.__dataclass_fields__:
             table[ORIGINAL] = scaling[ORIGINAL]
@@ -205,5 +207,7 @@ def _complete(fields: dict[str, Any], table: Mapping[str, Any]) -> dict[str, Any
     if fields["head_dim"] > 0 and fields["scales"].get("attention") == fields["head_dim"] ** -0.5:
         del fields["scales"]["attention"]  # the default is stored as 0, so that equal models compare equal
     # Rounded down as the reference does: 0.25 of a head of 90 rotates 22 elements.
+    if "latent" in fields:  # its keys name the elements that are turned
+        return fields
     turned = fields["rope_theta"] > 0
     return fields | {"rotary_dim": int(fields["head_dim"] * read_rope(table, family, 1.0)[1]) if turned else 0}

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from terrace.model.hf.key_tables import (
     ROOT_OF_HIDDEN,
+    DeepseekV3Table,
     Gemma2Table,
     Gemma3Table,
     Glm4MoeTable,
@@ -112,6 +113,35 @@ _GEMMA2 = Family(
     windows="pattern",
     mixes=True,
     names_kinds=True,
+)
+_SIGMOID_ROUTED = _ROUTED | {
+    "experts.num_experts": "n_routed_experts",
+    "experts.intermediate_size": "moe_intermediate_size",
+    "experts.normalized": "norm_topk_prob",
+    "experts.scale": "routed_scaling_factor",
+    "experts.num_groups": "n_group",
+    "experts.kept_groups": "topk_group",
+    "experts.shared_size": "n_shared_experts",
+    "experts.dense_layers": "first_k_dense_replace",
+}
+_SIGMOID = _GATED | {"mlp_bias": False, "experts.gate": "sigmoid", "experts.biased": True}
+_SIGMOID_ALIASES = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
+# A head for further tokens is no part of the next token, and is not written.
+_NO_FURTHER_TOKENS = {"num_nextn_predict_layers": 0}
+_DEEPSEEK_V3 = Family(
+    table=DeepseekV3Table,
+    architecture="DeepseekV3ForCausalLM",
+    names=_SIGMOID_ROUTED | _BIASED,
+    constants=_SIGMOID,
+    written=_NO_FURTHER_TOKENS,
+    aliases=_SIGMOID_ALIASES,
+    is_mixture=True,
+    # Released files name how they were trained, and constants of the family; transformers writes sums of the others.
+    harmless=frozenset(
+        {"num_nextn_predict_layers", "aux_loss_alpha", "seq_aux", "ep_size", "auto_map", "output_router_logits"}
+        | {"head_dim", "qk_head_dim"}
+    ),
+    only={"moe_layer_freq": (1,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
 )
 
 FAMILIES: Mapping[str, Family] = {
@@ -258,25 +288,10 @@ FAMILIES: Mapping[str, Family] = {
     "glm4_moe": Family(
         table=Glm4MoeTable,
         architecture="Glm4MoeForCausalLM",
-        names=_ROUTED
-        | {
-            "head_dim": "head_dim",
-            "qkv_bias": "attention_bias",
-            "qk_norm": "use_qk_norm",
-            "experts.num_experts": "n_routed_experts",
-            "experts.intermediate_size": "moe_intermediate_size",
-            "experts.normalized": "norm_topk_prob",
-            "experts.scale": "routed_scaling_factor",
-            "experts.num_groups": "n_group",
-            "experts.kept_groups": "topk_group",
-            "experts.shared_size": "n_shared_experts",
-            "experts.dense_layers": "first_k_dense_replace",
-        },
-        constants=_GATED
-        | {"attention_bias": False, "mlp_bias": False, "experts.gate": "sigmoid", "experts.biased": True},
-        # A head for further tokens is no part of the next token, and is not written.
-        written={"num_nextn_predict_layers": 0},
-        aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+        names=_SIGMOID_ROUTED | {"head_dim": "head_dim", "qkv_bias": "attention_bias", "qk_norm": "use_qk_norm"},
+        constants=_SIGMOID | {"attention_bias": False},
+        written=_NO_FURTHER_TOKENS,
+        aliases=_SIGMOID_ALIASES,
         is_scored=False,
         harmless=frozenset({"num_nextn_predict_layers", "output_router_logits", "router_aux_loss_coef"}),
         is_mixture=True,
@@ -284,4 +299,7 @@ FAMILIES: Mapping[str, Family] = {
         default_factor=0.5,
         factor_is_free=True,
     ),
+    "deepseek_v3": _DEEPSEEK_V3,
+    # The same layer; its files name the architecture of DeepSeek-V3.
+    "kimi_k2": _DEEPSEEK_V3,
 }

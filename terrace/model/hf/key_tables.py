@@ -226,3 +226,25 @@ class Glm4MoeTable(_MixtureTable):
     topk_group: int = 1
     n_shared_experts: int = 1
     first_k_dense_replace: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepseekV3Table(_MixtureTable):
+    """The implemented keys of `DeepseekV3Config`, with its defaults but for the sizes of its attention and experts."""
+
+    n_routed_experts: int
+    moe_intermediate_size: int
+    kv_lora_rank: int
+    q_lora_rank: int | None
+    qk_rope_head_dim: int
+    qk_nope_head_dim: int
+    v_head_dim: int
+    rope_interleave: bool = True
+    max_position_embeddings: int = 4096
+    attention_bias: bool = False
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 2.5
+    n_group: int = 8
+    topk_group: int = 4
+    n_shared_experts: int = 1
+    first_k_dense_replace: int = 3

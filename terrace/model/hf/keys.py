@@ -59,7 +59,7 @@ ACTIVATIONS: Mapping[str, str] = {
 # Families whose experts could be read, but not their attention.
 _LATENT = "its keys and values are products of a shorter, latent vector; glm4_moe has the same gate and other attention"
 REFUSED: Mapping[str, str] = {
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), _LATENT),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v32", "glm4_moe_lite"), _LATENT),
     "gemma3": "it has images too; its text model alone is model_type gemma3_text",
     "gpt_oss": "its attention has sinks, which take a share of every softmax",
 }

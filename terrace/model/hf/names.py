@@ -104,6 +104,15 @@ def _mixture(block: str, experts: tuple[str, str, str], shared: str = "", router
     return replace(_LLAMA, layer=layer, stacked=stacked, router_bias=router_bias)
 
 
+_LATENT = {
+    "attention.query": "self_attn.q_proj",
+    "attention.query_down": "self_attn.q_a_proj",
+    "attention.query_latent_norm": "self_attn.q_a_layernorm",
+    "attention.query_up": "self_attn.q_b_proj",
+    "attention.key_value_down": "self_attn.kv_a_proj_with_mqa",
+    "attention.key_value_norm": "self_attn.kv_a_layernorm",
+    "attention.key_value_up": "self_attn.kv_b_proj",
+}
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _PARTS = {"attention.query": 0, "attention.key": 1, "attention.value": 2}
 
@@ -112,6 +121,7 @@ _AFTER = {
     "mlp_output_norm": "post_feedforward_layernorm",
 }
 _GEMMA = replace(_LLAMA, layer={**_LLAMA.layer, **_AFTER, "mlp_norm": "pre_feedforward_layernorm"})
+_SIGMOID = _mixture("mlp", _PROJECTIONS, "shared_experts", "mlp.gate.e_score_correction_bias")
 
 NAMES: Mapping[str, Names] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite"), _LLAMA),
@@ -165,7 +175,8 @@ NAMES: Mapping[str, Names] = {
     "mixtral": _mixture("block_sparse_moe", ("w1", "w3", "w2")),
     "qwen2_moe": _mixture("mlp", _PROJECTIONS, "shared_expert"),
     "qwen3_moe": _mixture("mlp", _PROJECTIONS),
-    "glm4_moe": _mixture("mlp", _PROJECTIONS, "shared_experts", "mlp.gate.e_score_correction_bias"),
+    "glm4_moe": _SIGMOID,
+    **dict.fromkeys(("deepseek_v3", "kimi_k2"), replace(_SIGMOID, layer={**_SIGMOID.layer, **_LATENT})),
 }
 
 

@@ -29,6 +29,7 @@ from terrace.model.operations import (
     Core,
     Dim,
     Enter,
+    Join,
     LookUp,
     Loss,
     Norm,
@@ -263,5 +264,5 @@ _RULES: Mapping[type[Operation], tuple[_Rule, _Rule]] = {
     Core: (_Writer.core, _Writer.core_backward),
     Loss: (_Writer.loss, _Writer.head_backward),
     Score: (_Writer.score, _Writer.head_backward),
-    **dict.fromkeys((Rotary, Scale, Activation, Sum), (_Writer.nothing, _Writer.nothing)),
+    **dict.fromkeys((Rotary, Join, Scale, Activation, Sum), (_Writer.nothing, _Writer.nothing)),
 }

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from terrace.base.errors import ModelError
-from terrace.model.attention import Capped, MaskPlan, PerMicroBatch, attend
+from terrace.model.attention import Capped, MaskPlan, PerMicroBatch, PlannedAttention, attend
 from terrace.model.attention_plans import AttentionPlans
-from terrace.model.layers import Attention
 
 # Masks of shared rows are as large as the squares of their lengths; a guess.
 LONGEST_SHARED = 512
@@ -86,7 +85,7 @@ def share_prefixes(blocks: Iterable[nn.Module]) -> None:
     made: dict[tuple[int, float], SharedPrefixPlans] = {}
     for block in blocks:
         for module in block.modules():
-            if isinstance(module, Attention):
+            if isinstance(module, PlannedAttention):
                 own = module.plans
                 assert isinstance(own, AttentionPlans), "a decoder's layers have their own plans until now"
                 kind = own.window, own.cap
@@ -96,7 +95,7 @@ def share_prefixes(blocks: Iterable[nn.Module]) -> None:
 def has_shared_prefixes(blocks: Iterable[nn.Module]) -> bool:
     """Whether `share_prefixes` has been here."""
     return any(
-        isinstance(module, Attention) and isinstance(module.plans, SharedPrefixPlans)
+        isinstance(module, PlannedAttention) and isinstance(module.plans, SharedPrefixPlans)
         for block in blocks
         for module in block.modules()
     )

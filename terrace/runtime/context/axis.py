@@ -8,11 +8,9 @@ from torch import Tensor, nn
 
 from terrace.base.errors import ModelError, PlanError
 from terrace.model import decoder
-from terrace.model.attention import Plans
+from terrace.model.attention import PlannedAttention, Plans
 from terrace.model.attention_plans import AttentionPlans
-from terrace.model.declared_attention import DeclaredAttention
 from terrace.model.hf.blocks import EmbeddingBlock, HeadBlock
-from terrace.model.layers import Attention
 from terrace.plan.context import attention_heads, local_tokens
 from terrace.plan.context_rules import windows_of
 from terrace.plan.residency import recomputed
@@ -27,7 +25,6 @@ from terrace.sequence.static import static_token_layouts
 from terrace.sequence.token_layout import TokenLayout
 from terrace.sequence.traffic import sent_bytes
 
-ATTENTION = Attention, DeclaredAttention
 # Blocks that work on each token by itself.
 ALONE = decoder.Embedding, decoder.Head, decoder.ValueHead, EmbeddingBlock, HeadBlock
 
@@ -39,7 +36,7 @@ class ContextAxis(InBlockAxis):
         """Put itself into `blocks`; raises `ModelError` for capped scores, and for windows that differ undeclared."""
         self.comm, self.in_block = comm, comm.in_block
         self._program, self._device = program, device
-        modules = [module for block in blocks for module in block.modules() if isinstance(module, ATTENTION)]
+        modules = [module for block in blocks for module in block.modules() if isinstance(module, PlannedAttention)]
         windows = _windows(program, modules)
         self._static = static_token_layouts(
             program.plan, program.mesh, program.sequence, windows[0], comm.member, windows[1:]
@@ -50,9 +47,7 @@ class ContextAxis(InBlockAxis):
         self._layouts: list[DeviceLayout] = []
         self._micro = 0  # whose layout the passes take
         # Kept to restore the blocks on `remove`.
-        self._replaced: list[tuple[Attention | DeclaredAttention, Plans]] = [
-            (attention, attention.plans) for attention in modules
-        ]
+        self._replaced: list[tuple[PlannedAttention, Plans]] = [(attention, attention.plans) for attention in modules]
         layers = [_OfWindow(self, index) for index in range(len(windows))]
         for attention in modules:
             own = attention.plans
@@ -145,7 +140,7 @@ def check_declared(blocks: Mapping[str, nn.Module]) -> None:
     """Raise `ModelError` naming a block that does not declare how it mixes tokens."""
     for name, block in blocks.items():
         alone = isinstance(block, ALONE)
-        if not alone and not any(isinstance(module, ATTENTION) for module in block.modules()):
+        if not alone and not any(isinstance(module, PlannedAttention) for module in block.modules()):
             raise ModelError(
                 f"block {name!r} is a {type(block).__name__}, whose attention is not declared, and a context axis "
                 "spreads tokens that attend to one another over ranks: build it with terrace.model.layers.Attention, "
@@ -168,7 +163,7 @@ class _OfWindow:
         return self._axis.attend(query, key, value, self._index)
 
 
-def _windows(program: Program, modules: Iterable[Attention | DeclaredAttention]) -> tuple[int, ...]:
+def _windows(program: Program, modules: Iterable[PlannedAttention]) -> tuple[int, ...]:
     """The windows of all layers of the model, the same on every rank, the widest first."""
     plans = [module.plans for module in modules if isinstance(module.plans, AttentionPlans)]
     if any(each.cap for each in plans):

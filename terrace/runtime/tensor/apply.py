@@ -34,6 +34,7 @@ from terrace.model.operations import (
     Core,
     Dim,
     Enter,
+    Join,
     LookUp,
     Loss,
     Mixture,
@@ -288,5 +289,5 @@ _RULES: Mapping[type[Operation], Callable[[_Cutter, Any], None]] = {
     Mixture: _Cutter.mixture,
     Loss: _Cutter.loss,
     Score: _Cutter.score,
-    **dict.fromkeys((Rotary, Scale, Core, Activation, Sum), _Cutter.nothing),
+    **dict.fromkeys((Rotary, Join, Scale, Core, Activation, Sum), _Cutter.nothing),
 }

@@ -1,0 +1,62 @@
+"""The keys of `config.json` that describe latent attention, to the fields of `ModelConfig` and back."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from terrace.base.errors import ModelError
+
+# Field of Latent -> key; null is no rank.
+KEYS = {
+    "key_value_rank": "kv_lora_rank",
+    "query_rank": "q_lora_rank",
+    "value_dim": "v_head_dim",
+    "interleaved": "rope_interleave",
+}
+_TURNED, _UNTURNED, _MSCALE = "qk_rope_head_dim", "qk_nope_head_dim", "mscale_all_dim"
+
+
+def read_latent(loaded: Any, table: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields `latent`, `head_dim` and `rotary_dim` of a loaded table; none of a family without latent attention.
+
+    `table` is the whole config.json. Raises `ModelError` for fewer key-value heads than heads.
+    """
+    if not hasattr(loaded, KEYS["key_value_rank"]):
+        return {}
+    heads, keys = loaded.num_attention_heads, loaded.num_key_value_heads
+    if keys not in (None, heads):
+        raise ModelError(
+            f"num_key_value_heads = {keys} is not implemented with latent attention, whose {heads} heads have keys of "
+            f"their own: set it to {heads}"
+        )
+    if loaded.kv_lora_rank < 1:
+        raise ModelError(f"kv_lora_rank = {loaded.kv_lora_rank} must be at least 1 in this family")
+    fields = {own: getattr(loaded, key) or 0 for own, key in KEYS.items() if own != "interleaved"}
+    scaling = table.get("rope_parameters") or table.get("rope_scaling") or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    mscale = scaling.get(_MSCALE) or 0.0 if kind != "default" else 0.0
+    fields |= {"interleaved": bool(getattr(loaded, KEYS["interleaved"])), "mscale": float(mscale)}
+    turned = getattr(loaded, _TURNED)
+    return {"latent": fields, "head_dim": turned + getattr(loaded, _UNTURNED), "rotary_dim": turned}
+
+
+def write_latent(fields: Mapping[str, Any], table: type[Any]) -> dict[str, Any]:
+    """The keys of a family's `table` that `read_latent` reads as the latent attention of these `ModelConfig` fields.
+
+    A key of rotary positions is in the table `rope_parameters`, which is not written here (`written_mscale`).
+    """
+    latent = fields["latent"]
+    if KEYS["key_value_rank"] not in table.__dataclass_fields__:
+        return {}
+    found = {key: latent[own] for own, key in KEYS.items()}
+    turned = fields["rotary_dim"]
+    return found | {
+        KEYS["query_rank"]: latent["query_rank"] or None,
+        _TURNED: turned,
+        _UNTURNED: fields["head_dim"] - turned,
+    }
+
+
+def written_mscale(fields: Mapping[str, Any]) -> dict[str, float]:
+    """The key of `rope_parameters` by which yarn multiplies scores, where it does."""
+    mscale = fields["latent"]["mscale"]
+    return {_MSCALE: mscale} if mscale else {}

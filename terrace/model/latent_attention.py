@@ -1,0 +1,131 @@
+"""Multi-head latent attention (DeepSeek-V2, 2405.04434, section 2.1, equations 9 to 19), on one device.
+
+    c = norm(W_DQ x),  q = W_UQ c            queries (N, D), of D the last R turned by RoPE
+    (l, r) = W_DKV x,  l = norm(l)           a latent of keys and values, and a key of R elements, turned, for all heads
+    (k, v) = W_UKV l                         of each head D - R elements of a key, and V of a value
+    o = W_O softmax(q (k, r)^T) v
+
+Values are filled up with zeros to D elements, so that every kernel of attention takes them, and the context axis too;
+the zeros of the result are cut off again.
+
+Shape legend: B batch, S sequence, H hidden, N heads, D head_dim, R rotary_dim, V value_dim, L rank of keys and values.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from terrace.model.attention import MaskPlan, PlannedAttention, Plans, attend
+from terrace.model.attention_plans import plans_of
+from terrace.model.cache import LayerCache
+from terrace.model.config import ModelConfig
+from terrace.model.layers import RMSNorm
+from terrace.model.operation import Runs, keeping
+from terrace.model.rotary import Rotary
+
+
+class LatentAttention(PlannedAttention):
+    """Causal self-attention whose keys and values are products of a latent vector; (B, S, H) to (B, S, H)."""
+
+    def __init__(self, config: ModelConfig, rotary: Rotary | None, plans: Plans | None = None, **where: Any) -> None:
+        super().__init__()
+        assert rotary is not None, "latent attention turns a part of each head"
+        latent, hidden, bias = config.latent, config.hidden_size, config.attention_bias
+        heads, self.head_dim, self.value_dim = config.num_heads, config.head_dim, latent.value_dim
+        self.rotary, self.plans = rotary, plans or plans_of(config)
+        self.rank, self.interleaved, self._factor = latent.key_value_rank, latent.interleaved, config.query_factor
+        unturned = self.head_dim - rotary.dim
+
+        def linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=bias, **where)
+
+        def norm(size: int) -> RMSNorm:
+            return RMSNorm(size, config.norm_eps, **where)
+
+        self.query: nn.Linear | None = None
+        self.query_down: nn.Linear | None = None
+        if latent.query_rank:
+            self.query_down = linear(hidden, latent.query_rank, bias)
+            self.query_up = linear(latent.query_rank, heads * self.head_dim)
+        else:
+            self.query = linear(hidden, heads * self.head_dim)
+        self.key_value_down = linear(hidden, self.rank + rotary.dim, bias)
+        self.key_value_up = linear(self.rank, heads * (unturned + self.value_dim))
+        self.output = linear(heads * self.value_dim, hidden, bias)
+        if latent.query_rank:
+            self.query_latent_norm = norm(latent.query_rank)
+        self.key_value_norm = norm(self.rank)
+        self.run: Runs = keeping
+
+    def forward(self, x: Tensor, positions: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
+        """Causal attention within x (B, S, H).
+
+        `positions` (B, S) int64, each token's place in its document, restrict a token to its own document; a `cache`
+        adds the tokens before these.
+        """
+        query = self._queries(x)
+        tables = self.rotary.tables_of(query, positions)
+        query = self.rotary.turn_last(query, *tables, self.interleaved)
+        if cache is not None:
+            plan = None if cache.continues else self.plans.plan(positions, query)
+            output: Tensor = self.output(self._absorbed(query, x, tables, cache, plan))
+            return output
+        plan = self.plans.plan(positions, query)
+        key, value = self._keys_and_values(x, *tables)
+        if self._factor != 1.0:
+            query = query * self._factor
+
+        def core(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            mixed = attend(query, key, value, plan)  # (B, N, S, D)
+            return mixed[..., : self.value_dim].transpose(1, 2).flatten(2)  # (B, S, N*V)
+
+        return self.run(core, (query, key, value), self.output)
+
+    def _queries(self, x: Tensor) -> Tensor:
+        if self.query_down is None:
+            assert self.query is not None, "one of the two is there"
+            return _heads(self.query(x), self.head_dim)
+        return _heads(self.query_up(self.query_latent_norm(self.query_down(x))), self.head_dim)
+
+    def _keys_and_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, N, S, D) of x (B, S, H); values end in zeros."""
+        unturned_dim = self.head_dim - self.rotary.dim
+        latent, turned = self._compressed(x, cos, sin)
+        expanded = _heads(self.key_value_up(latent), unturned_dim + self.value_dim)
+        unturned, value = torch.split(expanded, [unturned_dim, self.value_dim], -1)
+        key = torch.cat([unturned, turned.expand(-1, unturned.shape[1], -1, -1)], -1)
+        return key, F.pad(value, (0, self.head_dim - self.value_dim))
+
+    def _compressed(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """The latent (B, S, L) of x (B, S, H), and the part of a key that all heads share, turned, (B, 1, S, R)."""
+        latent, shared = torch.split(self.key_value_down(x), [self.rank, self.rotary.dim], -1)
+        turned = self.rotary.turn_last(shared.unsqueeze(1), cos, sin, self.interleaved)
+        return self.key_value_norm(latent), turned
+
+    def _absorbed(
+        self, query: Tensor, x: Tensor, tables: tuple[Tensor, Tensor], cache: LayerCache, plan: MaskPlan
+    ) -> Tensor:
+        """Results (B, S, N*V) of attention to a cache of latents, for turned queries (B, N, S, D) of x (B, S, H).
+
+        The cache keeps (l, r) of each token, which is key and value of one head for all queries: W_UK is multiplied
+        with the queries, and W_UV with what they read (section 2.1.2).
+        """
+        unturned_dim = self.head_dim - self.rotary.dim
+        up = self.key_value_up.weight.view(-1, unturned_dim + self.value_dim, self.rank)  # (N, D - R + V, L)
+        to_key, to_value = torch.split(up, [unturned_dim, self.value_dim], 1)
+        unturned, turned = torch.split(query, [unturned_dim, self.rotary.dim], -1)
+        latent, shared = self._compressed(x, *tables)
+        key = torch.cat([latent.unsqueeze(1), shared], -1)  # (B, 1, S, L + R)
+        # Kernels divide by the root of the elements that they see.
+        factor = self._factor * math.sqrt(key.shape[-1] / self.head_dim)
+        query = torch.cat([unturned @ to_key, turned], -1) * factor  # (B, N, S, L + R)
+        read = cache.attend(query, key, key, plan)[..., : self.rank]  # (B, N, S, L)
+        mixed: Tensor = (read @ to_value.transpose(1, 2)).transpose(1, 2).flatten(2)
+        return mixed
+
+
+def _heads(x: Tensor, size: int) -> Tensor:
+    return x.view(*x.shape[:-1], -1, size).transpose(1, 2)  # (B, S, N*size) -> (B, N, S, size)
