@@ -213,7 +213,7 @@ def test_defaults_are_those_of_transformers() -> None:
         ("glm4_moe", {"n_group": 4}, "n_group = 4 does not divide n_routed_experts = 6"),
         ("glm4_moe", {"topk_group": 2}, "topk_group = 2 must be at most n_group = 1"),
         ("glm4_moe", {"routed_scaling_factor": 0}, "routed_scaling_factor = 0.0 must be positive"),
-        ("glm4_moe", {"model_type": "deepseek_v2"}, "model_type = 'deepseek_v2' is not implemented: .* latent vector"),
+        ("glm4_moe", {"model_type": "deepseek_v2"}, "model_type = 'deepseek_v2' is not implemented: .* latent attention"),
         ("glm4_moe", {"model_type": "gpt_oss"}, "model_type = 'gpt_oss' is not implemented: its attention has sinks"),
         ("glm4_moe", {"model_type": "olmoe"}, "model_type = 'olmoe' is not implemented; "),
         ("llama", {"num_experts_per_tok": 2}, "unknown key 'num_experts_per_tok' for llama"),

@@ -56,8 +56,8 @@ ACTIVATIONS: Mapping[str, str] = {
     "relu": "relu",
 }
 
-# Families whose experts could be read, but not their attention.
-_LATENT = "its keys and values are products of a shorter, latent vector; glm4_moe has the same gate and other attention"
+# Families that are like others here, and differ in what they compute.
+_LATENT = "deepseek_v3 has latent attention, and this family another gate or other attention"
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v32", "glm4_moe_lite"), _LATENT),
     "gemma3": "it has images too; its text model alone is model_type gemma3_text",
