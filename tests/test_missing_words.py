@@ -15,7 +15,7 @@ from terrace.rl.algorithms.algorithm import Algorithm
 from terrace.rl.keys import RewardKeys, RunKeys
 
 ROOT = Path(__file__).parents[1]
-DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MISSING = re.compile(
     r"\b(not built|not (?:yet )?(?:supported|implemented|possible|available)|(?:is|are|what is) missing|unsupported|"
     r"not (?:there )?yet|no (?:command|option|key|way)\b|does not exist|offers no)",

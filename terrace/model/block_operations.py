@@ -182,19 +182,20 @@ def _latent_attention(config: ModelConfig, source: Tensor, target: Tensor) -> It
     heads, values = Dim("heads", config.num_heads, config.head_dim), Dim("heads", config.num_heads, latent.value_dim)
     query, key, value = (Tensor(name, heads, Tokens.ALL) for name in ("query", "key", "value"))
     before = query._replace(name="query before RoPE")
-    if latent.query_rank:
-        down = Tensor("query down", Dim("latent", latent.query_rank), Tokens.ALL)
-        normed = down._replace(name="query latent")
-        yield Product("query down", (enter.target,), (down,), "attention.query_down", bias)
-        yield Norm("query latent norm", (down,), (normed,), "attention.query_latent_norm", normed.features)
-        yield Product("query", (normed,), (before,), "attention.query_up")
-    else:
-        yield Product("query", (enter.target,), (before,), "attention.query")
     compressed = Tensor("compressed", Dim("latent", latent.key_value_rank + config.rotary_dim), Tokens.ALL)
     normed = Tensor("key-value latent", Dim("latent", latent.key_value_rank), Tokens.ALL)
     expanded = Tensor("expanded", Dim("heads", config.num_heads, unturned + latent.value_dim), Tokens.ALL)
     turned = Tensor("key turned", Dim("latent", config.rotary_dim), Tokens.ALL)
+    down = Tensor("query down", Dim("latent", latent.query_rank), Tokens.ALL)
+    ranked = down._replace(name="query latent")
+    if latent.query_rank:
+        yield Product("query down", (enter.target,), (down,), "attention.query_down", bias)
+    else:
+        yield Product("query", (enter.target,), (before,), "attention.query")
     yield Product("key-value down", (enter.target,), (compressed,), "attention.key_value_down", bias)
+    if latent.query_rank:
+        yield Norm("query latent norm", (down,), (ranked,), "attention.query_latent_norm", ranked.features)
+        yield Product("query", (ranked,), (before,), "attention.query_up")
     yield Norm("key-value norm", (compressed,), (normed,), "attention.key_value_norm", normed.features)
     yield Product("key-value up", (normed,), (expanded,), "attention.key_value_up")
     scaled = config.query_factor != 1.0

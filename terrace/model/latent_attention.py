@@ -45,14 +45,16 @@ class LatentAttention(PlannedAttention):
         def norm(size: int) -> RMSNorm:
             return RMSNorm(size, config.norm_eps, **where)
 
+        # In the order in which they are multiplied, and as terrace.model.block_operations lists them.
         self.query: nn.Linear | None = None
         self.query_down: nn.Linear | None = None
         if latent.query_rank:
             self.query_down = linear(hidden, latent.query_rank, bias)
-            self.query_up = linear(latent.query_rank, heads * self.head_dim)
         else:
             self.query = linear(hidden, heads * self.head_dim)
         self.key_value_down = linear(hidden, self.rank + rotary.dim, bias)
+        if latent.query_rank:
+            self.query_up = linear(latent.query_rank, heads * self.head_dim)
         self.key_value_up = linear(self.rank, heads * (unturned + self.value_dim))
         self.output = linear(heads * self.value_dim, hidden, bias)
         if latent.query_rank:
@@ -66,15 +68,16 @@ class LatentAttention(PlannedAttention):
         `positions` (B, S) int64, each token's place in its document, restrict a token to its own document; a `cache`
         adds the tokens before these.
         """
-        query = self._queries(x)
+        query, compressed = self._entered(x)
         tables = self.rotary.tables_of(query, positions)
         query = self.rotary.turn_last(query, *tables, self.interleaved)
         if cache is not None:
             plan = None if cache.continues else self.plans.plan(positions, query)
-            output: Tensor = self.output(self._absorbed(query, x, tables, cache, plan))
+            output: Tensor = self.output(self._absorbed(query, compressed, tables, cache, plan))
             return output
         plan = self.plans.plan(positions, query)
-        key, value = self._keys_and_values(x, *tables)
+        key, value = self._keys_and_values(compressed, *tables)
+        del compressed
         if self._factor != 1.0:
             query = query * self._factor
 
@@ -84,31 +87,35 @@ class LatentAttention(PlannedAttention):
 
         return self.run(core, (query, key, value), self.output)
 
-    def _queries(self, x: Tensor) -> Tensor:
-        if self.query_down is None:
-            assert self.query is not None, "one of the two is there"
-            return _heads(self.query(x), self.head_dim)
-        return _heads(self.query_up(self.query_latent_norm(self.query_down(x))), self.head_dim)
+    def _entered(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries (B, N, S, D) of x (B, S, H), not turned, and the vectors (B, S, L + R) of its keys and values."""
+        # Products of one input follow each other, so that what they need of it is made once.
+        entering = self.query if self.query_down is None else self.query_down
+        assert entering is not None, "one of the two is there"
+        query, compressed = entering(x), self.key_value_down(x)
+        if self.query_down is not None:
+            query = self.query_up(self.query_latent_norm(query))
+        return _heads(query, self.head_dim), compressed
 
-    def _keys_and_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values (B, N, S, D) of x (B, S, H); values end in zeros."""
+    def _keys_and_values(self, compressed: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, N, S, D) of `compressed` (B, S, L + R); values end in zeros."""
         unturned_dim = self.head_dim - self.rotary.dim
-        latent, turned = self._compressed(x, cos, sin)
+        latent, turned = self._parts(compressed, cos, sin)
         expanded = _heads(self.key_value_up(latent), unturned_dim + self.value_dim)
         unturned, value = torch.split(expanded, [unturned_dim, self.value_dim], -1)
         key = torch.cat([unturned, turned.expand(-1, unturned.shape[1], -1, -1)], -1)
         return key, F.pad(value, (0, self.head_dim - self.value_dim))
 
-    def _compressed(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """The latent (B, S, L) of x (B, S, H), and the part of a key that all heads share, turned, (B, 1, S, R)."""
-        latent, shared = torch.split(self.key_value_down(x), [self.rank, self.rotary.dim], -1)
+    def _parts(self, compressed: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """The latent (B, S, L), and the part of a key that all heads share, turned, (B, 1, S, R)."""
+        latent, shared = torch.split(compressed, [self.rank, self.rotary.dim], -1)
         turned = self.rotary.turn_last(shared.unsqueeze(1), cos, sin, self.interleaved)
         return self.key_value_norm(latent), turned
 
     def _absorbed(
-        self, query: Tensor, x: Tensor, tables: tuple[Tensor, Tensor], cache: LayerCache, plan: MaskPlan
+        self, query: Tensor, compressed: Tensor, tables: tuple[Tensor, Tensor], cache: LayerCache, plan: MaskPlan
     ) -> Tensor:
-        """Results (B, S, N*V) of attention to a cache of latents, for turned queries (B, N, S, D) of x (B, S, H).
+        """Results (B, S, N*V) of attention to a cache of latents, for turned queries (B, N, S, D).
 
         The cache keeps (l, r) of each token, which is key and value of one head for all queries: W_UK is multiplied
         with the queries, and W_UV with what they read (section 2.1.2).
@@ -117,7 +124,7 @@ class LatentAttention(PlannedAttention):
         up = self.key_value_up.weight.view(-1, unturned_dim + self.value_dim, self.rank)  # (N, D - R + V, L)
         to_key, to_value = torch.split(up, [unturned_dim, self.value_dim], 1)
         unturned, turned = torch.split(query, [unturned_dim, self.rotary.dim], -1)
-        latent, shared = self._compressed(x, *tables)
+        latent, shared = self._parts(compressed, *tables)
         key = torch.cat([latent.unsqueeze(1), shared], -1)  # (B, 1, S, L + R)
         # Kernels divide by the root of the elements that they see.
         factor = self._factor * math.sqrt(key.shape[-1] / self.head_dim)

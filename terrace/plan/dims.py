@@ -42,6 +42,9 @@ def is_inner(param: ParamSpec) -> bool:
     return len(names) == 2 and "hidden" in names and any(CUT_BY.get(name) == ("rows",) for name in names)
 
 
+_MULTIPLIED = frozenset(("hidden", "heads", "kv_heads", "intermediate", "latent"))
+
+
 def is_product_matrix(param: ParamSpec) -> bool:
     """Whether a layer may multiply with it in narrower floats: a matrix of attention or of the MLP.
 
@@ -49,7 +52,7 @@ def is_product_matrix(param: ParamSpec) -> bool:
     """
     if param.is_stack or not param.is_matrix:
         return False
-    return is_inner(param) if param.dims else True
+    return {name for name, _ in param.dims} <= _MULTIPLIED
 
 
 def is_router(param: ParamSpec) -> bool:

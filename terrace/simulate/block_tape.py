@@ -18,6 +18,7 @@ from terrace.model.operations import (
     Core,
     Dim,
     Enter,
+    Join,
     Mixture,
     Norm,
     Operation,
@@ -123,6 +124,8 @@ class BlockTape:
         """The part of a layer, among `terrace.plan.recompute.OPERATIONS`, to which it belongs, if to any."""
         match operation:
             case Core():
+                return "attention"
+            case Join() if operation.source == self.work.layer.core.target:  # of the heads' values
                 return "attention"
             case Activation():
                 return "mlp"

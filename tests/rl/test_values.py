@@ -157,10 +157,8 @@ def test_steps_equal_a_loop_over_responses(pool: LocalPool, plan: str, model: st
 
 
 def config_of(model: Model) -> ModelConfig:
-    block = model.declared[-1]
-    found = getattr(block, "config", None)
-    assert isinstance(found, ModelConfig)
-    return found
+    assert model.config is not None
+    return model.config
 
 
 @pytest.mark.parametrize("model", VALUES)

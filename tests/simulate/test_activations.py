@@ -263,7 +263,9 @@ def test_a_layer_whose_operations_are_recomputed(
     assert after == inputs.nbytes - (left - output.nbytes), "of a backward the gradient of the input is left"
     # Short rows attend by plain products, which convert their operands.
     # A CPU without products of bf16 keeps other temporaries than one that has them.
-    scratch = max(scratch_bytes(config, compute, sequence), 0.12 * (left + backward) * (compute == "bf16"))
+    scratch = max(scratch_bytes(config, compute, sequence), 0.16 * (left + backward) * (compute == "bf16"))
+    if name.startswith("latent") and operations == OPERATIONS:  # the order in which replays end is not the tape's
+        scratch = max(scratch, 0.06 * (left + backward))
     assert predicted.forward_peak_bytes == pytest.approx(forward + inputs.nbytes, abs=scratch)
     before = left + inputs.nbytes + gradient.nbytes
     assert predicted.backward_peak_bytes == pytest.approx(backward + before, abs=scratch)
@@ -328,7 +330,11 @@ def test_a_fused_rms_norm_and_cut_heads_keep_less(name: str) -> None:
         assert cuda.kept_bytes < cpu.kept_bytes
     cut = layer_activations(replace(work, tensor=2))
     whole_streams = layer_activations(replace(work, tensor=2, sequence_parallel=False))
-    assert 2 * cut.kept_bytes == cuda.kept_bytes
+    # A latent is whole on every tensor rank.
+    if name.startswith("latent"):
+        assert cuda.kept_bytes < 2 * cut.kept_bytes < 1.2 * cuda.kept_bytes
+    else:
+        assert 2 * cut.kept_bytes == cuda.kept_bytes
     assert cut.kept_bytes < whole_streams.kept_bytes < cuda.kept_bytes
     assert 2 * layer_activations(replace(work, ring=2)).kept_bytes == cuda.kept_bytes
 

@@ -54,10 +54,9 @@ def test_flops_of_a_step_are_summed_over_the_layers() -> None:
 
 def test_masks_are_kept_for_each_window() -> None:
     plan = replace(preset("ddp", cluster_of(1)), mapping={})
-    options = {"backend": "cpu", "context_bytes": 0}
     held = {}
     for name, model in (("mixed", MIXED), ("whole", WHOLE), ("narrow", NARROW)):
-        found = footprint(cluster_of(1), plan, Kinds.of(block_specs(model)), SEQUENCE, 1, **options)  # type: ignore[arg-type]
+        found = footprint(cluster_of(1), plan, Kinds.of(block_specs(model)), SEQUENCE, 1, backend="cpu")
         held[name] = found["batch"]
     assert held["whole"] < held["narrow"] == held["mixed"]
 

@@ -71,7 +71,7 @@ def _layer_memory(world: World, cluster: Cluster, plan: Plan, model: ModelConfig
     axis.begin(0, Batch(tokens, tokens), False)
     shape, positions = tokens.shape, None
     if not plan.experts:  # context ranks
-        positions = Batch(tokens, tokens).local(axis._layout.token_layout).positions
+        positions = Batch(tokens, tokens).local(axis._layouts[0].token_layout).positions
         assert positions is not None
         shape = torch.Size((1, positions.shape[1]))
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[plan.compute]
