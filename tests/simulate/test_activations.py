@@ -263,7 +263,8 @@ def test_a_layer_whose_operations_are_recomputed(
     assert after == inputs.nbytes - (left - output.nbytes), "of a backward the gradient of the input is left"
     # Short rows attend by plain products, which convert their operands.
     # A CPU without products of bf16 keeps other temporaries than one that has them.
-    scratch = max(scratch_bytes(config, compute, sequence), 0.16 * (left + backward) * (compute == "bf16"))
+    loose = 0.18 if name.startswith("latent") else 0.12
+    scratch = max(scratch_bytes(config, compute, sequence), loose * (left + backward) * (compute == "bf16"))
     if name.startswith("latent") and operations == OPERATIONS:  # the order in which replays end is not the tape's
         scratch = max(scratch, 0.06 * (left + backward))
     assert predicted.forward_peak_bytes == pytest.approx(forward + inputs.nbytes, abs=scratch)
