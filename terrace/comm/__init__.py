@@ -1,1 +1,1 @@
-"""Communication: groups by tier, collectives by tier with the byte ledger, and the lane they run on."""
+"""Communication: process groups and collectives by tier, the byte ledger, and the lanes that collectives run on."""

@@ -1,27 +1,26 @@
 """Collectives by tier: gather from the outermost tier inward, reduce from the innermost outward.
 
-With `piece(i)` the part of a flat buffer that a state placed on tier i keeps (terrace.plan.layout):
+With `piece(i)` the slice of a flat buffer held for a state placed on tier i (terrace.plan.layout):
 
     gather(outer, inner):   for tier = outer .. inner+1:   piece(tier-1) <- all-gather of piece(tier)
     reduce(inner, outer):   for tier = inner+1 .. outer:   piece(tier)   <- sum over the tier of its
                                                                           part of piece(tier-1)
 
-Pieces are contiguous and nested, so a gather is in place and every outer link carries each element
-once. Sums are made in `plan.sums` whatever the wire format, so a reduce-scatter of a narrower format
-is an all-to-all and a local sum. On gloo it always is: gloo's own sends as much as an all-reduce, twice
-the bytes.
+Pieces are contiguous and nested, so a gather is in place and every outer link carries each element once. Sums are
+computed in `plan.sums` whatever the wire format, so a reduce-scatter in a narrower format is an all-to-all and a
+local sum. On gloo it always is, because gloo's reduce-scatter sends twice the bytes, as much as an all-reduce.
 
-Block formats (terrace.comm.codecs) travel as bytes, scales and codes of one part in one message:
+Block formats (terrace.comm.codecs) are sent as bytes, scales and codes of one part in one message:
 
     gather   encode piece(outer) once, forward the messages over all tiers of that format, decode at the end;
              the rank's own part is rounded too, so that all members hold the same values
     reduce   on each tier: encode the parts of the others, exchange, add the received parts to the exact own part
-    whole    sparse messages of a sum that comes back, and any between two members: encode once, forward over all tiers,
-             decode and add all of them, the rank's own too, in one order on all ranks
+    whole    sparse messages of a sum that is gathered again, and any between two members: encode once, forward over
+             all tiers, decode and sum all of them, the rank's own included, in one order on all ranks
 
-A collective runs on the lane of the outermost tier it crosses, with that lane's groups and memory, so that
-lanes may work side by side. Every function here blocks (or, on CUDA, enqueues on the current stream);
-terrace.comm.lane makes them asynchronous.
+A collective runs on the lane of the outermost tier it crosses, with that lane's groups and memory, so that lanes can
+run concurrently. Every function here blocks (or, on CUDA, enqueues on the current stream); terrace.comm.lane makes
+them asynchronous.
 """
 
 import math
@@ -48,7 +47,7 @@ from terrace.program.message import Transfer
 
 
 class Arena:
-    """Buffers of one collective, laid out in memory shared by all collectives of a lane."""
+    """Buffers of one collective, in memory shared by all collectives of a lane."""
 
     def __init__(self, device: torch.device, meter: Meter) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
@@ -56,11 +55,11 @@ class Arena:
         self._used = 0
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """Make room for buffers of `sizes` bytes; invalidates all buffers taken before."""
+        """Reserve buffers of `sizes` bytes. Invalidates all buffers taken before."""
         needed, self._used = arena_bytes(sizes), 0
         if needed > self._memory.numel():
             self._meter.add("buffers", needed - self._memory.numel())
-            self._memory = self._memory.new_empty(0)  # gone before its successor comes
+            self._memory = self._memory.new_empty(0)  # freed before its successor is allocated
             self._memory = self._memory.new_empty(needed)
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -87,9 +86,9 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 class Collectives:
     """Collectives of one rank.
 
-    Each call gets the transfer resolved by the program (terrace.program.message): lane, ranks, hops and buffers.
-    `layout` covers all ranks that together hold a block. `ledger` counts the bytes handed to torch, `meter` the memory
-    of messages, `errors` their rounding errors. A `pacer` limits every collective to the rate of its tier.
+    Each call is passed the transfer resolved by the program (terrace.program.message): lane, ranks, hops and buffers.
+    `layout` covers all ranks that together hold a block. `ledger` counts the bytes sent, `meter` the memory of
+    messages, `errors` their rounding errors. `pacer` limits every collective to the rate of its tier.
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class Collectives:
         self.errors = ErrorLog(lossy_messages(layout, plan), device)
 
     def gather(self, transfer: Transfer, piece: Piece, origin: Origin) -> None:
-        """Fill the innermost tier's `piece` from every rank's piece on the outermost tier, in place.
+        """Fill `piece` of the innermost tier from every rank's piece of the outermost tier, in place.
 
         A lossy format rounds the rank's own part too, so that all members hold the same values.
         """
@@ -124,9 +123,9 @@ class Collectives:
         self._gather_hops(transfer, piece, origin)
 
     def gather_columns(self, transfer: Transfer, whole: Tensor, own: Callable[[int], slice], origin: Origin) -> None:
-        """Fill `whole` (slices, columns), as they lie, from the columns of every rank on the outermost tier.
+        """Fill `whole` (slices, columns), which may be strided, from every rank's part on the outermost tier.
 
-        `own` gives the packed elements that are this rank's piece on a tier.
+        `own` maps a tier to the elements of the packed columns that are this rank's piece.
         """
         if not transfer.gathering:
             return
@@ -145,10 +144,10 @@ class Collectives:
                 self._gather_values(transfer, run[0], piece)
 
     def reduce(self, transfer: Transfer, source: Tensor, origin: Origin) -> Tensor:
-        """This rank's piece of the sum of every rank's `source`, on the outermost tier of the reduction.
+        """This rank's piece, on the outermost tier of the reduction, of the sum of every rank's `source`.
 
-        The result is in `plan.sums` and valid until the lane's next collective; without peers on any tier between,
-        it is `source` itself in its own dtype. Of a transfer of columns, `source` is (slices, columns), as they lie.
+        The result is in `plan.sums` and valid until the lane's next collective; without peers it is `source` itself,
+        in its own dtype. For a transfer of columns, `source` is (slices, columns) and may be strided.
         """
         if transfer.reduction:
             arena = self._arenas[transfer.lane]
@@ -162,22 +161,22 @@ class Collectives:
         return self._sum_messages(transfer, whole, source, origin) if whole else source
 
     def sum_control(self, transfer: Transfer, values: Tensor) -> Tensor:
-        """Sums over all ranks: of `values`, fp64, then of the rounding errors; bitwise equal on every rank."""
+        """Sum `values`, fp64, and the rounding errors over all ranks: concatenated, bitwise equal on every rank."""
         values = torch.cat([values, self.errors.take()])
         for hop in transfer.gathering:
-            # All ranks sum the same rows in the same order, so that results are bitwise equal; an all-reduce does not
-            # promise this.
+            # All ranks sum the same rows in the same order, so results are bitwise equal, which an all-reduce does not
+            # guarantee.
             values = self._gathered(transfer, hop, values).sum(0)
         return values
 
     def gather_islands(self, transfer: Transfer, numbers: Tensor) -> Tensor:
-        """`numbers` (n), fp64, summed over each island, (islands, n): the same rows on every rank."""
+        """Sum `numbers` (n), fp64, over each island, and gather them: (islands, n), equal on every rank."""
         for hop in transfer.reduction:
             numbers = self._gathered(transfer, hop, numbers).sum(0)
         return self.gather_numbers(transfer, numbers)
 
     def sum_counts(self, transfer: Transfer, counts: Tensor) -> Tensor:
-        """Sums of int64 `counts` (n) over all ranks of the transfer, on each; these divide n."""
+        """Sum int64 `counts` (n) over all ranks of the transfer, on each. Their number divides n."""
         for hop in transfer.reduction:
             group, incoming = self._group(transfer, hop), torch.empty_like(counts)
             with self._sending(transfer, group, counts.nbytes // group.size * (group.size - 1)):
@@ -188,27 +187,27 @@ class Collectives:
         return counts
 
     def largest(self, transfer: Transfer, numbers: Tensor) -> Tensor:
-        """The largest of every rank's `numbers` (n) over the reduction of a transfer, place by place; nan wins."""
+        """Elementwise maximum of `numbers` (n) over the ranks of a transfer's reduction. nan wins."""
         for hop in transfer.reduction:
             numbers = self._gathered(transfer, hop, numbers).amax(0)
         return numbers
 
     def gather_numbers(self, transfer: Transfer, numbers: Tensor) -> Tensor:
-        """`numbers` (n) of every rank of the gathering hops, (ranks, n), the same rows on each; never rounded."""
+        """Gather `numbers` (n) from every rank of the gathering hops, unrounded: (ranks, n), equal on each."""
         rows = numbers
         for hop in transfer.gathering:
             rows = self._gathered(transfer, hop, rows.view(-1))
         return rows.view(-1, numbers.numel())
 
     def fused(self, transfer: Transfer, work: Callable[[str], None]) -> None:
-        """Do `work`, which sends the one hop of a transfer by itself, given the name of that hop's group."""
+        """Run `work`, which itself sends the transfer's single hop. It is passed the name of that hop's group."""
         (hop,) = transfer.hops
         group = self._group(transfer, hop)
         with self._sending(transfer, group, hop.sent_bytes):
             work(group.handle.group_name)
 
     def code_rows(self, message: MessageClass, hop: Hop, rows: Tensor, origin: Origin) -> Tensor:
-        """`rows` (n, elements of the hop) in its format, each by itself: (n, bytes)."""
+        """Encode `rows` (n, elements of the hop), each separately, in the hop's format: (n, bytes)."""
         if not hop.wire.block:
             return as_bytes(rows.to(DTYPES[hop.wire.codec]))
         coded = rows.new_empty(len(rows), hop.part_bytes, dtype=torch.uint8)
@@ -216,7 +215,7 @@ class Collectives:
         return coded
 
     def read_rows(self, hop: Hop, coded: Tensor, dtype: torch.dtype) -> Tensor:
-        """The rows (n, elements of the hop) that `code_rows` made (n, bytes) of."""
+        """Decode rows (n, bytes) from `code_rows` to (n, elements of the hop)."""
         if not hop.wire.block:
             return coded.view(DTYPES[hop.wire.codec]).to(dtype)
         rows = coded.new_empty(len(coded), hop.numel, dtype=dtype)
@@ -232,16 +231,16 @@ class Collectives:
         received: Tensor,
         receives: Sequence[int],
     ) -> None:
-        """Fill `received` (n, bytes) for `sent` (m, bytes), both in the order of the peers on a tier.
+        """Exchange rows `sent` (m, bytes) for `received` (n, bytes) on a tier, both in the order of the peers.
 
-        `sends` and `receives` are rows for and from each peer, none for the rank itself.
+        `sends` and `receives` count the rows for and from each peer, 0 for this rank.
         """
         group = self._group(transfer, hop)
         with self._sending(transfer, group, sent.nbytes):
             dist.all_to_all_single(received, sent, list(receives), list(sends), group=group.handle)
 
     def _gathered(self, transfer: Transfer, hop: Hop, values: Tensor) -> Tensor:
-        """`values` (n) of the peers on a tier, (peers, n), as they are."""
+        """Gather `values` (n) from the peers on a tier, unrounded: (peers, n)."""
         group = self._group(transfer, hop)
         everyone = values.new_empty(group.size, values.numel())
         with self._sending(transfer, group, (group.size - 1) * values.nbytes):

@@ -1,9 +1,9 @@
 """All-gather among the peers of a tier.
 
-On gloo an all-gather is done as an all-to-all where that is faster. Gloo's own all-gather is a ring of sequential hops,
-through a buffer that it allocates and copies each time; its all-to-all sends to all peers at once, directly between the
-callers' buffers. For 1 MB among 2 and 4 processes it takes half and a third of the time, with equal bytes per rank.
-Other backends use torch's all-gather.
+On gloo an all-gather is implemented as an all-to-all where that is faster. Gloo's all-gather is a ring of sequential
+hops through a buffer that it allocates and copies each time; its all-to-all sends to all peers at once, directly
+between the callers' buffers. For 1 MB among 2 and 4 processes it takes half and a third of the time, with equal bytes
+per rank. Other backends use torch's all-gather.
 """
 
 import torch.distributed as dist
@@ -16,7 +16,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 def all_gather(whole: Tensor, own: Tensor, group: TierGroup, copies: Tensor | None = None) -> None:
-    """Fill `whole` (n m) with `own` (m) of every member, all 1-D; `own` may be a view of its place in `whole`.
+    """Fill `whole` (n m) with `own` (m) of every member, all 1-D. `own` may be the view of its part of `whole`.
 
     An all-to-all among more than two members needs the buffer `copies` (n m); without it, torch's all-gather is used.
     """

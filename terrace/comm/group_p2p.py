@@ -1,7 +1,7 @@
-"""Point-to-point messages in a context group: each rank sends to several and receives from several at once.
+"""Point-to-point messages in a context group: each rank sends to and receives from several others at once.
 
-All ranks of a group share one process group. An exchange blocks, for the thread of a lane, or on NCCL is enqueued on
-the current stream. Any two ranks have their exchanges in the same order, so a message needs no name. Values travel in
+All ranks of a group share one process group. An exchange blocks the thread of a lane or, on NCCL, is enqueued on the
+current stream. Any two ranks issue their exchanges in the same order, so messages need no tag. Values are sent in
 their own dtype.
 """
 
@@ -21,7 +21,7 @@ Messages = Sequence[tuple[int, Tensor]]  # (member of the group, contiguous valu
 
 
 class GroupP2P:
-    """Sends and receives of the rank at position `member` of a context group."""
+    """Sends and receives of the rank with index `member` in a context group."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class GroupP2P:
         self._group = groups.pool
 
     def exchange(self, message: MessageClass, sends: Messages, receives: Messages) -> None:
-        """Send values to other members and fill the values received from them."""
+        """Send values to other members, and fill the buffers of values received from them."""
         if not sends and not receives:
             return
         by_tier: dict[str, list[int]] = defaultdict(list)

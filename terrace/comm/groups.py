@@ -4,9 +4,9 @@ The peers of a rank on a tier are the ranks that differ from it only on that tie
 lane is named after the outermost tier its messages cross (terrace.program), and each lane has its own groups, since
 lanes run concurrently and a group runs one collective at a time.
 
-Each group costs threads and file descriptors on gloo, so only pairs of lane and tier used by some message get one, only
-members take part in its creation, and groups are kept for the lifetime of their world: torch names a group after its
-ranks and the number of groups before it, so all ranks create the same groups in the same order.
+Each group costs threads and file descriptors on gloo. So only pairs of lane and tier used by some message get one,
+only members take part in its creation, and groups are kept for the lifetime of their world. Torch names a group after
+its ranks and the number of groups before it, so all ranks create the same groups in the same order.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -29,20 +29,20 @@ _made: "WeakKeyDictionary[dist.ProcessGroup, _Made]" = WeakKeyDictionary()
 
 
 class Timeouts(NamedTuple):
-    """How long a message may take: where all ranks make steps together, and under islands, which may be apart."""
+    """Limits on a message's time: if all ranks step together, and under islands, which may drift apart."""
 
     together: timedelta
     apart: timedelta
 
     @staticmethod
     def of(timeout: "timedelta | Timeouts") -> "Timeouts":
-        """A single limit holds with islands and without."""
+        """A single limit applies to both."""
         return timeout if isinstance(timeout, Timeouts) else Timeouts(timeout, timeout)
 
 
 @dataclass(frozen=True)
 class TierGroup:
-    """The peers of a rank on one tier, itself included."""
+    """The peers of a rank on one tier, including itself."""
 
     tier: str
     ranks: tuple[int, ...]
@@ -55,7 +55,7 @@ class TierGroup:
 
 
 class TierGroups:
-    """All groups of one rank, by lane, joined ranks and tier. `lanes` are the tiers' lanes in use."""
+    """All groups of one rank, by lane, joined ranks and tier. `lanes` are those in use, by tier."""
 
     def __init__(
         self,
@@ -67,9 +67,9 @@ class TierGroups:
     ) -> None:
         """Create the groups. Every rank of the world calls this at the same point.
 
-        `transfers` has every route of the plan's collectives, the same on all ranks. In a pipeline, `meetings` lists
-        round by round the rank of another stage with which this one exchanges messages, if any. `pool` is the ranks
-        that attend together with this one, itself included.
+        `transfers` are the plan's collectives on every route, equal on all ranks. In a pipeline, `meetings` lists for
+        each round the rank of another stage that this one exchanges messages with, if any. `pool` are the ranks that
+        attend together with this one, itself included.
         """
         self.backend = dist.get_backend() if dist.is_initialized() else "none"
         routes: dict[_Key, Layout] = {}
@@ -83,9 +83,9 @@ class TierGroups:
             peers = ranks.peers(rank, tier)
             handle = _group(lane, peers, timeout)
             self._groups[key] = TierGroup(ranks.tiers[tier], peers, ranks.coordinates(rank)[tier], handle)
-        # A group for each pair of ranks and direction: on NCCL the messages of a group are carried one after the other,
-        # so a receive that was posted early would hold up later sends. Whoever has no partner in a round makes a group
-        # of its own, so that all ranks make as many.
+        # One group per pair of ranks and direction: on NCCL the messages of a group run one after the other, so a
+        # receive posted early would delay later sends. A rank without a partner in a round creates a group of one, so
+        # that all ranks create the same number.
         self._pairs: dict[tuple[int, bool], dist.ProcessGroup] = {}
         for meeting, members in meetings:
             for upward in (True, False):
@@ -96,16 +96,16 @@ class TierGroups:
 
     @property
     def pool(self) -> dist.ProcessGroup:
-        """Group of the ranks that attend together."""
+        """Group of the ranks that attend together with this one."""
         assert self._pool is not None, "only where tokens are spread over ranks is there one"
         return self._pool
 
     def between(self, peer: int, upward: bool) -> dist.ProcessGroup:
-        """Group of messages between this rank and `peer`, upward to the higher stage or downward."""
+        """Group of messages between this rank and `peer`, in the direction of the higher stage if `upward`."""
         return self._pairs[peer, upward]
 
     def of(self, lane: int, ranks: Layout, tier: int) -> TierGroup:
-        """Peers on a tier among the ranks that a layout joins, for messages of a lane."""
+        """Peers on a tier among the ranks of a layout, for messages of a lane."""
         return self._groups[lane, ranks.joined, tier]
 
 

@@ -1,13 +1,13 @@
-"""Lanes: communication that overlaps computation, in program order.
+"""Lanes: communication that overlaps with computation, in program order.
 
-A rank has one lane for each tier that is outermost for some message, and none where it has no peers. Messages leave a
-lane in the order in which the program issued them, so all members of a group issue the same order. On a CPU a lane is a
-thread that calls blocking collectives; with a GPU it is a CUDA stream. A `Ticket` stands for submitted work; waiting
-for it blocks the calling thread, or makes the current CUDA stream wait, until the work is done.
+A rank has one lane for each tier that is outermost for some message, and none if it has no peers. Messages run in the
+order in which the program issued them, so all members of a group run the same order. On a CPU a lane is a thread that
+calls blocking collectives; with a GPU it is a CUDA stream. A `Ticket` stands for submitted work; waiting for it
+blocks the calling thread, or makes the current CUDA stream wait, until the work is done.
 
-Memory that submitted work refers to stays until the work has read it, whatever the caller drops: a thread drops its
-work when it has run, and a stream's ticket when the stream that submitted the work was made to wait for it. Tensors
-that work replaces in an object it refers to are the object's to keep.
+Memory that submitted work refers to is kept alive until the work has read it, whatever the caller drops: a thread
+drops its work after running it, and a stream's ticket when the submitting stream has waited for it. A tensor that
+work replaces in an object must be kept alive by that object.
 """
 
 import queue
@@ -25,15 +25,15 @@ class Ticket(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Block until later work may read the result; raises the error of the work."""
+        """Block until later work may read the result. Raises an error of the work."""
 
     @property
     @abstractmethod
     def is_done(self) -> bool:
-        """Whether the work has ended; does not wait for it."""
+        """Whether the work has completed. Does not wait."""
 
     def wait_on_host(self) -> None:
-        """Block the calling thread until the work has ended."""
+        """Block the calling thread until the work has completed."""
         self.wait()
 
 
@@ -42,7 +42,7 @@ class Lane(ABC):
 
     @abstractmethod
     def submit(self, work: Callable[[], None]) -> Ticket:
-        """Run `work` after earlier submitted work and after the computation issued so far."""
+        """Run `work` after all work submitted before it and after the computation issued so far."""
 
     @property
     def failed(self) -> bool:
@@ -50,7 +50,7 @@ class Lane(ABC):
 
     @abstractmethod
     def close(self, wait: bool = True) -> None:
-        """Stop the lane and drop work not yet started; without `wait`, do not wait for running work."""
+        """Stop the lane and drop work not yet started. With `wait`, wait for running work."""
 
 
 class _ThreadTicket(Ticket):
@@ -70,14 +70,14 @@ class _ThreadTicket(Ticket):
 
 
 class _Queue:
-    """Work of a thread, and the error that ended it."""
+    """The work of a thread, and the error that stopped it."""
 
     def __init__(self) -> None:
         self.tickets: queue.SimpleQueue[_ThreadTicket | None] = queue.SimpleQueue()
         self.error: BaseException | None = None
 
     def run(self) -> None:
-        """Do the work of tickets in order, up to a None."""
+        """Run the tickets' work in order, until a None."""
         while (ticket := self.tickets.get()) is not None:
             # Taken, so that its tensors are free once it has run.
             work = ticket.work.pop()
@@ -100,8 +100,8 @@ class ThreadLane(Lane):
     """
 
     def __init__(self) -> None:
-        # The thread has no reference to the lane, or it would keep a lane that nobody closed, and by the traceback of
-        # an error all groups of its engine.
+        # The thread must not refer to the lane: it would keep an unclosed lane alive and, through an error's traceback,
+        # all groups of its engine.
         self._queue = _Queue()
         self._thread = threading.Thread(target=self._queue.run, name="terrace-lane", daemon=True)
         self._thread.start()
@@ -150,14 +150,14 @@ class StreamLane(Lane):
 
     Work waits for the computation issued before it, so it may overwrite buffers that the computation released in
     program order, and memory allocated by work may be freed without a wait. The reverse does not hold: the allocator
-    gives memory that computing has freed to computing, at once. The ticket of work therefore keeps what the work refers
-    to until the submitting stream waits for it, and the lane keeps tickets that nobody waits for until their work is
-    done. The device need not be the current one.
+    reuses memory freed on the compute stream at once. Therefore a ticket keeps what its work refers to until the
+    submitting stream has waited for it, and the lane keeps tickets without a wait until their work is done. The
+    device need not be the current one.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Ahead of computing: blocks of a large product would else be placed first, and a message begin late.
+        # High priority: otherwise a large product's thread blocks would be scheduled first, and the message start late.
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._under_way = deque[_StreamTicket]()
 
@@ -204,5 +204,5 @@ HERE: Lane = _Here()  # of messages without peers: the calling thread and its st
 
 
 def make_lane(device: torch.device, *, by_host: bool = False) -> Lane:
-    """A lane for messages of tensors on `device`; those that go `by_host` block a thread, on any device."""
+    """A lane for messages of tensors on `device`. `by_host` messages get a thread on any device."""
     return StreamLane(device) if device.type == "cuda" and not by_host else ThreadLane()

@@ -7,7 +7,7 @@ from terrace.plan.wire import MessageClass
 
 
 class Ledger:
-    """Bytes this rank sent, per (message class, tier). Lanes add from their own threads."""
+    """Bytes this rank sent, per (message class, tier). Thread-safe: lanes add from their own threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -23,7 +23,7 @@ class Ledger:
 
 
 class Meter:
-    """Bytes held now and at the peak, per category. Lanes and the executor add from their own threads."""
+    """Bytes held now and at the peak, per category. Thread-safe: lanes and the executor add from their own threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,12 +1,12 @@
 """Paced mode: sleeps that limit communication to a cluster's rates, where no network can be emulated.
 
-One tier is one link of this rank, and a collective on it takes at least
+Each tier is one link of this rank, on which a collective takes at least
 
     num_messages * latency_s / scale + num_bytes / (bandwidth_bytes_per_s * scale)
 
-from its begin, or from the end of earlier messages of other threads on this link. Traffic is not shaped: a link that is
-slower by itself stays slower, and a `shared` tier is modelled only by its bandwidth, which is a rank's share. Sleeps
-end about 0.1 ms late. No torch here: the caller reports the bytes sent.
+from its start, or from the end of earlier messages of other threads on this link. Traffic is not shaped: a link that
+is slower than this stays slower, and a `shared` tier is modelled only by its bandwidth, which is a rank's share.
+Sleeps end about 0.1 ms late. No torch here: the caller reports the bytes sent.
 """
 
 import math
@@ -20,32 +20,32 @@ from terrace.cluster.cluster import Cluster
 
 
 class Pace:
-    """A pace without limits: nothing sleeps. A `Pacer` has limits."""
+    """A pace without limits, which never sleeps. `Pacer` has limits."""
 
     is_limited = False
 
     def begin(self) -> float:
-        """Start time to pass to `sent`; called right before the collective."""
+        """Start time to pass to `sent`. Call right before the collective."""
         return 0.0
 
     def sent(self, tier_name: str, num_bytes: int, num_messages: int, begin_s: float) -> float:
-        """Sleep until the link has carried the bytes sent since `begin_s`; returns the seconds slept.
+        """Sleep until the link has carried the bytes sent since `begin_s`. Returns the seconds slept.
 
-        Called right after a blocking collective on that tier.
+        Call right after a blocking collective on that tier.
         """
         return 0.0
 
     def __call__(self, tier_name: str, num_bytes: int, num_messages: int = 1) -> AbstractContextManager[None]:
-        """Pace the collective inside the block; no delay if it raises."""
+        """Context that paces the collective inside. No delay if it raises."""
         return nullcontext()
 
     def least_s(self, tier_name: str, num_bytes: int, num_messages: int = 1) -> float:
-        """Seconds of these messages on an idle link. Raises `ClusterError` for an unknown tier."""
+        """Seconds that these messages take on an idle link. Raises `ClusterError` for an unknown tier."""
         return 0.0
 
 
 class Pacer(Pace):
-    """Limits one rank to the rates of `cluster` at `scale`. Thread-safe.
+    """Limits one rank to the rates of `cluster`, scaled by `scale`. Thread-safe.
 
     Raises `ConfigError` unless the scale is above 0.
     """
@@ -97,5 +97,5 @@ UNPACED = Pace()
 
 
 def pace_of(cluster: Cluster, scale: float | None) -> Pace:
-    """The pace of a rank; no scale is no limit."""
+    """The pace of a rank. Without a scale there is no limit."""
     return UNPACED if scale is None else Pacer(cluster, scale)

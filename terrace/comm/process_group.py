@@ -1,16 +1,16 @@
-"""Process groups, and when NCCL makes the communicators behind them.
+"""Process groups, and when NCCL creates their communicators.
 
-A communicator on NCCL is made by all its ranks at once, which wait for each other. Made at the first message, a receive
-that is posted early would hold up the host until the other side sends, which may depend on messages that this host has
-yet to issue; and a first batch of sends and receives would wait for members that have none. So a group's communicator
-is made with the group: it gets the rank's device.
+Creating an NCCL communicator blocks until all its ranks take part. If that happened at the first message, a receive
+posted early would block the host until the other side sends, which may depend on messages that this host has yet to
+issue; and a first batch of sends and receives would wait for members that have none. So the communicator is created
+with the group, by passing it the rank's device.
 
 The world itself must not be bound to a device. Torch would then split every group off the world's communicator
-(`ncclCommSplit`), in which all ranks of the world must take part, and hang where only members make a group
+(`ncclCommSplit`), in which all ranks of the world must take part, and hang where only members create a group
 (`_new_process_group_helper` of torch/distributed/distributed_c10d.py).
 
-Torch 2.11 sorts the ranks of a group; `sort_ranks = False` came later. So members with an order of their own have a
-sorted group, and their places in it (`OrderedGroup`).
+Torch 2.11 sorts the ranks of a group; `sort_ranks = False` came later. So members in another order use a sorted group
+and their ranks in it (`OrderedGroup`).
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ import torch.distributed as dist
 
 
 def new_group(ranks: Sequence[int] | None, timeout: timedelta) -> dist.ProcessGroup:
-    """A group of `ranks`, whose members alone call this; None for all ranks of the world, which then all call it.
+    """Create a group of `ranks`, called by its members only; None for all ranks of the world, all of which call it.
 
-    With NCCL it returns when all have called it: two groups are made in the same order by all who are in both.
+    With NCCL it returns when all have called it, so ranks that share two groups must create them in the same order.
     """
     members: dict[str, Any] = {} if ranks is None else {"ranks": list(ranks), "use_local_synchronization": True}
     size = dist.get_world_size() if ranks is None else len(ranks)
-    # A group of one, made so that all ranks make as many, sends nothing and needs no communicator.
+    # A group of one, created so that all ranks create the same number, sends nothing and needs no communicator.
     if dist.get_backend() == "nccl" and size > 1:
         members["device_id"] = torch.device("cuda", torch.cuda.current_device())
     group: dist.ProcessGroup = dist.new_group(timeout=timeout, **members)
@@ -38,14 +38,14 @@ def new_group(ranks: Sequence[int] | None, timeout: timedelta) -> dist.ProcessGr
 
 @dataclass(frozen=True)
 class OrderedGroup:
-    """A group of ranks in an order of their own, such as that of the slices they hold; in `handle` they are sorted."""
+    """A group whose members have a given order, such as that of their slices; in `handle` ranks are sorted."""
 
     members: tuple[int, ...]
     handle: dist.ProcessGroup
 
     @staticmethod
     def of(members: Sequence[int], timeout: timedelta) -> "OrderedGroup":
-        """Made by its members alone, as by `new_group`."""
+        """Create the group, as `new_group`. Called by its members only."""
         return OrderedGroup(tuple(members), new_group(members, timeout))
 
     @property
@@ -54,15 +54,15 @@ class OrderedGroup:
 
     @property
     def position(self) -> int:
-        """The place of this rank among the members."""
+        """Index of this rank among the members."""
         return self.members.index(dist.get_rank())
 
     @property
     def places(self) -> tuple[int, ...]:
-        """The rank in `handle` of each member."""
+        """Each member's rank in `handle`."""
         return tuple(dist.get_group_rank(self.handle, member) for member in self.members)
 
 
 def barrier() -> None:
-    """Wait for all ranks of the world; with NCCL on this rank's device, which torch would else guess and warn of."""
+    """Wait for all ranks of the world; with NCCL on this rank's device, which torch would otherwise guess."""
     dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)

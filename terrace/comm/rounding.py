@@ -6,9 +6,9 @@ Error feedback (arXiv 1901.09847): a rank that sends x over some hop keeps the r
 
 so that over many steps the sum of the decoded messages follows the sum of the exact ones.
 
-The relative error of a message class in a step is sqrt(sum of squared errors / sum of squares), over the
-messages of all ranks. It is measured on a sample of the message to a rank's first peer, another part at each
-visit, because decoding whole messages again would double their cost.
+The relative error of a message class in a step is sqrt(sum of squared errors / sum of squares), over the messages of
+all ranks. It is measured on a sample of the message to a rank's first peer, a different part each time, because
+decoding whole messages would double their cost.
 """
 
 import math
@@ -31,10 +31,10 @@ Hop = tuple[MessageClass, int, str]  # message class, tier, leg
 
 
 class Origin:
-    """Source of messages: a block's name, for errors, and the residuals of its gradients.
+    """Source of messages: a block's name, for error messages, and the residuals of its gradients.
 
-    Residuals count from `keep`: `undo` takes the messages since then back, for a step that is given up. So each is
-    there twice.
+    `keep` commits residuals, and `undo` restores those of the last `keep`, for a step that is given up. So each
+    residual is stored twice.
     """
 
     def __init__(self, name: str, device: torch.device, meter: Meter) -> None:
@@ -48,7 +48,7 @@ class Origin:
         meter.add("feedback", 0)
 
     def residual(self, message: MessageClass, tier: int, leg: str, rows: int, numel: int) -> Tensor:
-        """Residual [rows, numel], fp32, of one hop; zero at first."""
+        """Residual [rows, numel], fp32, of one hop; initially zero."""
         key = (message, tier, leg)
         if key not in self.residuals:
             self._add(key, torch.zeros(rows, numel, dtype=torch.float32, device=self._device))
@@ -59,14 +59,14 @@ class Origin:
         return self.residuals[key]
 
     def restore(self, hop: Hop, values: Tensor) -> None:
-        """Go on from the residual of a checkpoint."""
+        """Set a residual from a checkpoint."""
         if hop in self.residuals:
             self.residuals[hop].copy_(values)
         else:
             self._add(hop, values.to(self._device, torch.float32, copy=True))
 
     def forget(self) -> None:
-        """Begin again without residuals."""
+        """Reset all residuals to zero."""
         self._changed.clear()
         for values in self.residuals.values():
             values.zero_()
@@ -76,11 +76,11 @@ class Origin:
         self._meter.add("feedback", 2 * values.nbytes)
 
     def keep(self) -> None:
-        """Let the residuals stand. No lane may be at work on messages of this origin, here and in `undo`."""
+        """Commit the residuals. No lane may be running messages of this origin, here and in `undo`."""
         self._changed.clear()
 
     def undo(self) -> None:
-        """Bring the residuals of the last `keep` back."""
+        """Restore the residuals of the last `keep`."""
         for key in self._changed:
             self.residuals[key].copy_(self._before[key])
         self._changed.clear()
@@ -89,8 +89,8 @@ class Origin:
 class ErrorLog:
     """Squared errors and squares of sampled messages since the last `take`, by message class, origin and tier.
 
-    Each key is written by one lane only. `take` requires lanes to be idle, but for messages that may be under way after
-    a step: their sums stay until a later `take` finds them done.
+    Each key is written by one lane only. `take` requires idle lanes, except for messages that may be in flight after
+    a step: their sums stay until a later `take` finds them complete.
     """
 
     def __init__(self, messages: tuple[MessageClass, ...], device: torch.device) -> None:
@@ -105,7 +105,7 @@ class ErrorLog:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Messages of the body are not measured, except those of a step that are still under way."""
+        """Context whose messages are not measured, except those of a step that are still in flight."""
         self._is_aside = True
         try:
             yield
@@ -113,7 +113,7 @@ class ErrorLog:
             self._is_aside = False
 
     def sample(self, key: _Key, leg: str, numel: int, block: int) -> slice:
-        """Part of a message of `numel` elements to measure; it begins at a codec block."""
+        """The part of a message of `numel` elements to measure. It starts at a codec block."""
         visit = self._visits[key, leg]
         self._visits[key, leg] += self._counts(key)
         # Each visit measures the next part, so that over the steps all of a message is sampled.
@@ -122,7 +122,7 @@ class ErrorLog:
         return slice(start, min(numel, start + _SAMPLE_NUMEL))
 
     def add(self, key: _Key, sums: Tensor) -> None:
-        """Record [squared error, square] of a sample, as fp64; of another class than `messages` nothing."""
+        """Add [squared error, square] of a sample, fp64. Ignores classes other than `messages`."""
         if key[0] not in self.messages or not self._counts(key):
             return
         # On the device: a copy to the host would make the lane wait.
@@ -133,7 +133,7 @@ class ErrorLog:
                 event.record(torch.cuda.current_stream(sums.device))
 
     def take(self) -> Tensor:
-        """[squared error, square] of every lossy class, concatenated; resets the sums."""
+        """Return [squared error, square] of every lossy class, concatenated, fp64, and reset the sums."""
         total = torch.zeros(len(self.messages), 2, dtype=torch.float64, device=self._device)
         if self._is_aside:
             return total.view(-1)
@@ -160,7 +160,7 @@ class ErrorLog:
 
 
 def relative_errors(messages: tuple[MessageClass, ...], totals: list[float]) -> dict[str, float]:
-    """Relative error of each message class in use, from the sums of `ErrorLog.take` over all ranks."""
+    """Relative error of each message class in use, from `ErrorLog.take` summed over all ranks."""
     found = {}
     for message, squared, square in zip(messages, totals[::2], totals[1::2], strict=True):
         if square != 0.0:

@@ -1,9 +1,9 @@
 """Point-to-point messages between the stages of a pipeline.
 
 A receive is posted before the message is needed, so that it arrives while the stage computes. Messages between a pair
-of ranks arrive in the order sent, per direction. On NCCL sends and receives are enqueued, and a wait makes the current
-stream wait, not the host. On gloo a send completes only for a caller that waits for it, and keeps its values until
-then. Therefore one thread per peer stage sends, one message after the other.
+of ranks arrive in the order sent, per direction. On NCCL sends and receives are enqueued, and a wait makes the
+current stream wait, not the host. On gloo a send completes only when the caller waits for it, and keeps its values
+until then. Therefore one thread per peer stage sends, one message after the other.
 """
 
 from collections.abc import Callable
@@ -52,7 +52,7 @@ class StageP2P:
         self.around: Callable[[Callable[[], None]], Callable[[], None]] | None = None  # times a send, in a traced step
 
     def send(self, message: MessageClass, values: Tensor, stage: int) -> Ticket:
-        """Start sending contiguous `values`; do not modify them until the ticket is done."""
+        """Start sending contiguous `values`. Do not modify them until the ticket is done."""
         peer, tier = self._peer(stage)
         group = self._groups.between(peer, upward=self._stage < stage)
         self._ledger.add(message, tier, values.nbytes)
@@ -72,7 +72,7 @@ class StageP2P:
         return self._lanes[stage].submit(blocking if self.around is None else self.around(blocking))
 
     def receive(self, values: Tensor, stage: int) -> Ticket:
-        """Start receiving into contiguous `values`; read them only after waiting for the ticket."""
+        """Start receiving into contiguous `values`. Read them only after waiting for the ticket."""
         peer, _ = self._peer(stage)
         group = self._groups.between(peer, upward=stage < self._stage)
         return _WorkTicket(dist.irecv(values, peer, group=group))

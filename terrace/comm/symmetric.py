@@ -1,11 +1,10 @@
-"""Products fused with messages, on memory that the ranks of a group share: torch's symmetric memory, on CUDA.
+"""Matrix products fused with messages, on torch's symmetric memory (CUDA only).
 
-    gather     [x_0; ...; x_n-1] W of every W, each part of x multiplied while others are copied from their ranks
+    gather     [x_0; ...; x_n-1] W for every W, each part of x multiplied while others are copied from their ranks
     scatter    this rank's part of the sum of x_r W, each part copied while others are multiplied
 
-torch.ops.symm_mem.fused_all_gather_matmul and fused_matmul_reduce_scatter (torch 2.11 to 2.13) are private to torch and
-have no CPU form. `operators` is the only place that names them, so a test may put other functions with the same results
-in its place.
+torch.ops.symm_mem.fused_all_gather_matmul and fused_matmul_reduce_scatter (torch 2.11 to 2.13) are private to torch
+and have no CPU version. Only `operators` names them, so that a test can replace them by equivalent functions.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +20,11 @@ _INSTEAD = "write a number of parts instead, plan.tensor_chunks = 4"
 
 @dataclass(frozen=True)
 class Operators:
-    """Products of the ranks of a group, given by its name.
+    """Products among the ranks of a group, which is passed by name.
 
     `gather` takes x (m, K), matrices (K, N) and the group; it returns the x of all ranks (n m, K), in rank order, and
     its products (n m, N). `scatter` takes x (n m, K), a matrix (K, N) and the group, and returns this rank's part (m,
-    N). `share` reserves a number of bytes that the ranks of a group share, before anything is computed.
+    N). `share` allocates a number of bytes shared by the ranks of a group; call it before any product.
     """
 
     gather: Callable[[Tensor, Sequence[Tensor], str], tuple[Tensor, list[Tensor]]]
@@ -34,7 +33,7 @@ class Operators:
 
 
 def operators(device: torch.device) -> Operators:
-    """Torch's operators for a device; raises `PlanError` where it has none."""
+    """Torch's operators for a device. Raises `PlanError` if it has none."""
     if device.type != "cuda":
         raise PlanError(
             f"tensor_chunks = 'fused' needs CUDA: a {device.type.upper()} has no symmetric memory; {_INSTEAD}"
@@ -62,7 +61,7 @@ def operators(device: torch.device) -> Operators:
 
 
 def check_one_host(hosts: Sequence[str]) -> None:
-    """Raise `PlanError` unless ranks that are to share memory are on one host, by the `hosts` of all of them."""
+    """Raise `PlanError` unless all `hosts`, those of the ranks that share memory, are the same."""
     if len(set(hosts)) > 1:
         raise PlanError(
             f"tensor_chunks = 'fused': tensor rows are on hosts {' and '.join(sorted(set(hosts)))}, and share memory "
@@ -71,8 +70,8 @@ def check_one_host(hosts: Sequence[str]) -> None:
 
 
 def _share(group: str, num_bytes: int) -> None:
-    # Now and once: a group whose devices cannot read each other would else end in the middle of a step, and memory that
-    # grows is shared anew.
+    # Allocated once, before any step: otherwise devices that cannot read each other's memory would fail in the middle
+    # of a step, and a workspace that grows is shared again each time.
     from torch.distributed._symmetric_memory import get_symm_mem_workspace
 
     try:

@@ -1,15 +1,15 @@
-"""Block codecs: messages of 8 or 4 bits per element, with a scale for every block; or of the largest elements alone.
+"""Block codecs: messages of 8 or 4 bits per element with a scale for every block, and sparse messages.
 
-A message of n elements in blocks of B is `wire.message_bytes(n)` bytes: the ceil(n / B) scales as bf16 in the machine's
-byte order, then the codes, then zeros. The last block may be short.
+A message of n elements in blocks of B is `wire.message_bytes(n)` bytes: the ceil(n / B) scales as bf16 in the
+machine's byte order, then the codes, then zeros. The last block may be short.
 
     int8   one signed byte per element, -127 .. 127
     fp8    one byte per element, e4m3 (no inf; largest 448)
     int4   two elements -7 .. 7 per signed byte, low + 16 high: with m elements in a block and h = ceil(m / 2),
            byte i holds elements i (low) and h + i (high; 0 where there is none)
 
-Every implementation does the same fp32 arithmetic and agrees bit for bit, whatever the number of rows, the strides and
-the device. For a block with largest magnitude a, on a grid up to q (127, 7 or 448):
+Every implementation does the same fp32 arithmetic and agrees bit for bit, whatever the number of rows, the strides
+and the device. For a block with largest magnitude a, on a grid up to q (127, 7 or 448):
 
     scale s = bf16(a * r), rounded up, with r the largest fp32 not above 1 / q;
               at least 2^-126, and at most the largest for which s q is a finite bf16
@@ -22,19 +22,19 @@ so with a / q (1 - 2^-22) <= s <= max(2^-126, a / q (1 + 2^-7 + 2^-22)) unless s
     fp8          |x - x^| <= max(|x| / 16, s 2^-10) + |x| 2^-22
 
 and for a > 2^127 in int8, where s is capped at 2^121, at most s. Inputs in fp64 are rounded to fp32 first. Decoded
-values encode to the same bytes again: always in fp8 and int4, in int8 if every block holds a code of 127 (a scale that
-was rounded up can leave 126 as the largest).
+values encode to the same bytes again: always in fp8 and int4, in int8 if every block holds a code of 127 (a scale
+that was rounded up can leave 126 as the largest).
 
-With error feedback, a message carries values + residual (their fp32 sum v), and the residual becomes v - v^. So the sum
-of k decoded messages differs from the sum of k inputs by the last residual, one rounding step, and the fp32 rounding of
-the sums v.
+With error feedback, a message encodes v = values + residual (in fp32), and the residual becomes v - v^. So the sum of
+k decoded messages differs from the sum of k inputs only by the last residual, which is one rounding step, and the
+fp32 rounding of v.
 
-A block codec cannot carry inf or nan: the scale of a block that holds one is NaN, and all of it decodes to NaN. So the
-sums of the step show it on every rank at once (terrace.runtime.step_sums), and nothing waits for the device.
+A block codec cannot represent inf or nan: the scale of a block with either is NaN, so the whole block decodes to NaN.
+The sums of the step then show it on every rank at once (terrace.runtime.step_sums), without a device synchronization.
 
-Sparse messages (`topk`) are described in `sparse.py`, which is their definition and runs on CUDA as it is; on a CPU
-`sparse_cpu.py` encodes them. Feedback and non-finite elements are as above, but that of a block with inf or nan only
-the kept elements decode to NaN.
+Sparse messages (`topk`) are described in `sparse.py`, their definition, which also runs on CUDA; on a CPU
+`sparse_cpu.py` encodes them. Feedback and non-finite elements are as above, but only the kept elements of a block
+with inf or nan decode to NaN.
 
 `reference.py` is the definition of the others and `cpu.py` their CPU implementation. On CUDA `cuda.py` launches the
 kernels of `kernels.py` if Triton is installed, else the reference runs. Only definitions allocate in proportion to a
@@ -60,10 +60,10 @@ _ELEMENTS = (torch.float64, torch.float32, torch.bfloat16)
 
 @torch.no_grad()
 def encode(values: Tensor, wire: WireFormat, out: Tensor, residual: Tensor | None = None) -> None:
-    """Write the message of every row of `values` [rows, n] into `out` [rows, wire.message_bytes(n)], uint8.
+    """Encode each row of `values` [rows, n] into `out` [rows, wire.message_bytes(n)], uint8.
 
-    `values` is fp64, fp32 or bf16; both may have a stride between rows, and rows of `out` begin at even bytes. With a
-    `residual` [rows, n], fp32, the messages are of `values + residual`, and their rounding errors are left in it.
+    `values` is fp64, fp32 or bf16. Rows may be strided; rows of `out` start at even bytes. With a `residual` [rows,
+    n], fp32, `values + residual` is encoded, and the rounding errors are written to `residual`.
     """
     _check(values, wire, out)
     if residual is not None:
@@ -76,7 +76,7 @@ def encode(values: Tensor, wire: WireFormat, out: Tensor, residual: Tensor | Non
 
 @torch.no_grad()
 def decode(messages: Tensor, wire: WireFormat, out: Tensor) -> None:
-    """Write the elements of `messages` [rows, bytes], uint8, into `out` [rows, n], fp64, fp32 or bf16."""
+    """Decode `messages` [rows, bytes], uint8, into `out` [rows, n], fp64, fp32 or bf16."""
     _check(out, wire, messages)
     if not out.numel():
         return
@@ -85,7 +85,7 @@ def decode(messages: Tensor, wire: WireFormat, out: Tensor) -> None:
 
 @torch.no_grad()
 def decode_add(messages: Tensor, wire: WireFormat, out: Tensor) -> None:
-    """Add the elements of `messages` [rows, bytes], uint8, to `out` [n], fp32 or fp64, in the order of the rows."""
+    """Decode `messages` [rows, bytes], uint8, and add them to `out` [n], fp32 or fp64, in row order."""
     assert out.ndim == 1, f"decode_add sums rows into one dim, not into {tuple(out.shape)}"
     assert out.dtype in (torch.float32, torch.float64), f"a sum in {out.dtype} would round after every row"
     _check(out.expand(messages.shape[0], -1), wire, messages)
@@ -96,9 +96,9 @@ def decode_add(messages: Tensor, wire: WireFormat, out: Tensor) -> None:
 
 @torch.no_grad()
 def error_sums(values: Tensor, wire: WireFormat) -> Tensor:
-    """[sum of (x - x^)^2, sum of x^2], fp64, for a sample `values` [m] that begins at the start of a block.
+    """[sum of (x - x^)^2, sum of x^2], fp64, for a sample `values` [m] that starts at a block.
 
-    m is at most `MAX_SAMPLE`. The result stays on the device of the sample.
+    m is at most `MAX_SAMPLE`. The result stays on the sample's device.
     """
     assert values.ndim == 1, f"a sample has one dim, not {values.ndim}"
     assert values.numel() <= MAX_SAMPLE, f"a sample of {values.numel()} elements; at most {MAX_SAMPLE}"

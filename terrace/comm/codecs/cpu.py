@@ -35,7 +35,7 @@ _local = threading.local()
 
 
 def encode(values: Tensor, wire: WireFormat, out: Tensor, residual: Tensor | None = None) -> None:
-    """Write the message of every row, with its residual if there is one; see `terrace.comm.codecs`."""
+    """Encode each row, with error feedback if there is a residual; see `terrace.comm.codecs`."""
     for part in sections(wire, values.shape[1]):
         kept = _split(_elements(residual, part), part) if residual is not None else None
         views = (_elements(values, part), _scales(out, part), _codes(out, part))
@@ -69,7 +69,7 @@ def encode(values: Tensor, wire: WireFormat, out: Tensor, residual: Tensor | Non
 
 
 def decode(messages: Tensor, wire: WireFormat, out: Tensor) -> None:
-    """Write the elements of every message; see `terrace.comm.codecs`."""
+    """Decode every message; see `terrace.comm.codecs`."""
     for part in sections(wire, out.shape[1]):
         views = (_elements(out, part), _scales(messages, part), _codes(messages, part))
         for target, scale, codes in zip(*(_split(view, part) for view in views), strict=True):
@@ -83,7 +83,7 @@ def decode(messages: Tensor, wire: WireFormat, out: Tensor) -> None:
 
 
 def decode_add(messages: Tensor, wire: WireFormat, out: Tensor) -> None:
-    """Add the elements of the messages to `out`, row by row; see `terrace.comm.codecs`."""
+    """Decode the messages and add them to `out` in row order; see `terrace.comm.codecs`."""
     for part in sections(wire, out.shape[0]):
         views = (_elements(out[None], part), _scales(messages, part), _codes(messages, part))
         for target, scales, codes in zip(*(torch.split(view, CHUNK // part.width, 1) for view in views), strict=True):
@@ -145,8 +145,8 @@ def _codes(messages: Tensor, part: Section) -> Tensor:
 
 
 def _block_scales(x: Tensor, scratch: _Scratch, wire: WireFormat) -> tuple[Tensor, float]:
-    # -> scales [rows, blocks, 1], fp32, and the largest magnitude of the chunk, inf where it holds inf or nan, whose
-    # blocks have a NaN scale. Overwrites `scratch.second`.
+    # -> scales [rows, blocks, 1], fp32, and the largest magnitude of the chunk: inf if it holds inf or nan, and their
+    # blocks then have a NaN scale. Overwrites `scratch.second`.
     integer, mask = _INTEGER[x.dtype]
     # The integer view orders inf and nan above every finite magnitude, so one maximum finds them too.
     magnitudes = torch.bitwise_and(x.view(integer), mask, out=scratch.integers[integer])

@@ -28,7 +28,7 @@ _KINDS = {"int8": 0, "fp8": 1, "int4": 2}
 
 
 def encode(values: Tensor, wire: WireFormat, out: Tensor, residual: Tensor | None = None) -> None:
-    """Write the message of every row, with its residual if there is one; see `terrace.comm.codecs`."""
+    """Encode each row, with error feedback if there is a residual; see `terrace.comm.codecs`."""
     rows, numel = values.shape
     grid, parts = GRIDS[wire.codec], message_parts(wire, numel)
     for full, first, programs in _launches(numel, wire.block):
@@ -62,12 +62,12 @@ def encode(values: Tensor, wire: WireFormat, out: Tensor, residual: Tensor | Non
 
 
 def decode(messages: Tensor, wire: WireFormat, out: Tensor) -> None:
-    """Write the elements of every message; see `terrace.comm.codecs`."""
+    """Decode every message; see `terrace.comm.codecs`."""
     _decode(messages, wire, out, summed=1, add=False)
 
 
 def decode_add(messages: Tensor, wire: WireFormat, out: Tensor) -> None:
-    """Add the elements of the messages to `out`, row by row; see `terrace.comm.codecs`."""
+    """Decode the messages and add them to `out` in row order; see `terrace.comm.codecs`."""
     _decode(messages, wire, out[None], summed=messages.shape[0], add=True)
 
 

@@ -1,8 +1,8 @@
 """Triton kernels of the block codecs; `cuda.py` launches them and describes how rows are divided.
 
 A tile is two halves of its blocks, [blocks, half] each, because a byte of int4 holds one element of either; the other
-codecs work with any split. Element pointers point to a row of n elements, `codes` and `scales` to the same message as
-int8 and as int16.
+codecs work with any split. Element pointers point to a row of n elements; `codes` and `scales` point to the same
+message as int8 and as int16.
 
 KIND is 0 for int8, 1 for fp8 and 2 for int4: a kernel takes constants, not strings.
 """

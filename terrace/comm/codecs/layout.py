@@ -1,7 +1,6 @@
-"""Shared by all implementations of the block codecs: constants of a codec, and the layout of a message.
+"""Constants of the block codecs and the layout of a message, shared by all implementations.
 
-Nothing here touches data. The arithmetic of these constants is described in the package's docstring and implemented in
-`reference.py`.
+Nothing here touches data. The arithmetic is described in the package's docstring and implemented in `reference.py`.
 """
 
 from collections.abc import Iterator
@@ -18,9 +17,9 @@ NAN_SCALE_BITS = 0x7FC00000  # the scale of a block that holds inf or nan, where
 class Grid:
     """Rounding grid of a codec.
 
-    `reciprocal` is the largest fp32 not above 1 / qmax: if it were rounded up, qmax s * reciprocal could exceed s, and
-    values already on the grid would get another scale. `max_scale_bits` are the fp32 bits of the largest bf16 with a
-    finite bf16 product with qmax, so that no finite block decodes to inf.
+    `reciprocal` is the largest fp32 not above 1 / qmax: if it were rounded up, qmax s * reciprocal could exceed s,
+    and values already on the grid would get another scale. `max_scale_bits` are the fp32 bits of the largest bf16
+    whose product with qmax is a finite bf16, so that no finite block decodes to inf.
     """
 
     qmax: float
@@ -37,7 +36,7 @@ GRIDS = {
 
 @dataclass(frozen=True)
 class Parts:
-    """Layout of one message in bytes: scales from 0, codes from `codes`, zeros from `padding`."""
+    """Byte layout of one message: scales from 0, codes from `codes`, zeros from `padding`."""
 
     codes: int
     padding: int
@@ -51,7 +50,7 @@ def message_parts(wire: WireFormat, numel: int) -> Parts:
 
 @dataclass(frozen=True)
 class Section:
-    """Blocks of one width, the same in every row: `num_blocks` of `width` elements from block `block` on.
+    """Consecutive blocks of one width, equal in every row: `num_blocks` of `width` elements from block `block` on.
 
     A message has at most two: the full blocks, and a short last one.
     """

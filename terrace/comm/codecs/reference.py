@@ -1,7 +1,7 @@
-"""The codecs in their plainest form; every other implementation equals this one bit for bit.
+"""Plainest implementation of the codecs; every other one equals it bit for bit.
 
-It works on any device, never waits for it and raises nothing: a block that holds inf or nan gets a NaN scale and codes
-of zero, so all of it decodes to NaN.
+It runs on any device, never synchronizes and raises nothing: a block with inf or nan gets a NaN scale and codes of
+zero, so all of it decodes to NaN.
 """
 
 import torch
@@ -12,7 +12,7 @@ from terrace.plan.wire import SCALE_BYTES, WireFormat
 
 
 def encode(values: Tensor, wire: WireFormat, out: Tensor, residual: Tensor | None = None) -> None:
-    """Write the message of every row, with its residual if there is one; see `terrace.comm.codecs`."""
+    """Encode each row, with error feedback if there is a residual; see `terrace.comm.codecs`."""
     rows, numel = values.shape
     if residual is not None:
         values = values.to(torch.float32) + residual
@@ -39,18 +39,18 @@ def encode(values: Tensor, wire: WireFormat, out: Tensor, residual: Tensor | Non
 
 
 def decode(messages: Tensor, wire: WireFormat, out: Tensor) -> None:
-    """Write the elements of every message; see `terrace.comm.codecs`."""
+    """Decode every message; see `terrace.comm.codecs`."""
     out.copy_(decode_fp32(messages, wire, out.shape[1]))
 
 
 def decode_add(messages: Tensor, wire: WireFormat, out: Tensor) -> None:
-    """Add the elements of the messages to `out`, row by row; see `terrace.comm.codecs`."""
+    """Decode the messages and add them to `out` in row order; see `terrace.comm.codecs`."""
     for row in decode_fp32(messages, wire, out.shape[0]):
         out += row
 
 
 def decode_fp32(messages: Tensor, wire: WireFormat, numel: int) -> Tensor:
-    """The fp32 elements [rows, numel] of messages [rows, bytes]."""
+    """Decode messages [rows, bytes] to fp32 [rows, numel]."""
     rows = messages.shape[0]
     values = torch.empty(rows, numel, dtype=torch.float32, device=messages.device)
     for part in sections(wire, numel):

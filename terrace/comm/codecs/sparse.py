@@ -1,21 +1,20 @@
-"""The sparse codec in its plainest form, which runs on any device; `sparse_cpu.py` equals it bit for bit.
+"""Plainest implementation of the sparse codec, for any device; `sparse_cpu.py` equals it bit for bit.
 
-A message of n elements keeps some of every block of 4096 (`WireFormat.num_kept`), and holds, one part behind the other
-(`SparseParts`):
+A message of n elements keeps some of every block of 4096 (`WireFormat.num_kept`), and consists of (`SparseParts`):
 
-    scales   of the kept elements of each block, bf16, by the rule of int4
-    counts   a byte for every section of 256 elements: how many of it are kept
-    places   a byte for every kept element, in the order of places: its place in the section
-    codes    4 bits for every kept element: byte j holds elements 2j (low) and 2j + 1 (high; 0 where there is none)
+    scales   of the kept elements of each block, bf16, computed as in int4
+    counts   one byte per section of 256 elements: how many are kept
+    places   one byte per kept element, in ascending order: its index in the section
+    codes    4 bits per kept element: byte j holds elements 2j (low) and 2j + 1 (high; 0 where there is none)
 
-Kept are the elements of the largest magnitude, of equal ones those that come first. They are rounded as in int4, so an
-element x with scale s that arrives as x^ loses
+The elements of largest magnitude are kept, the first ones in case of ties. They are rounded as in int4, so the error
+of an element x with scale s, decoded as x^, is
 
     kept      |x - x^| <= s / 2 + |x| 2^-22 ,  s <= max(2^-126, a / 7 (1 + 2^-7 + 2^-22)), a the largest of the block
-    dropped   |x - x^| = |x| , at most the smallest magnitude that is kept of the block
+    dropped   |x - x^| = |x| , at most the smallest kept magnitude of the block
 
-so of m elements of which k are kept, the squared error is at most (1 - k/m) sum x^2 + k (s/2 + a 2^-22)^2. Inf and nan
-are the largest magnitudes: the kept elements of their block, at least one, arrive as nan.
+so if k of m elements are kept, the squared error is at most (1 - k/m) sum x^2 + k (s/2 + a 2^-22)^2. Inf and nan
+count as the largest magnitudes: the kept elements of their block, at least one, decode to nan.
 """
 
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ MAGNITUDE = 0x7FFFFFFF  # the bits of an fp32 without its sign: as integers they
 
 @dataclass(frozen=True)
 class SparseParts:
-    """Where the parts of a message of `numel` elements end, in bytes; the scales begin it, zeros end it."""
+    """End of each part of a message of `numel` elements, in bytes. Scales come first, zeros last."""
 
     scales: int
     counts: int
@@ -48,7 +47,7 @@ class SparseParts:
 
 
 def encode(values: Tensor, wire: WireFormat, out: Tensor, residual: Tensor | None = None) -> None:
-    """Write the message of every row, with its residual if there is one; see `terrace.comm.codecs`."""
+    """Encode each row, with error feedback if there is a residual; see `terrace.comm.codecs`."""
     rows, numel = values.shape
     x = values.to(torch.float32)
     if residual is not None:
@@ -72,7 +71,7 @@ def encode(values: Tensor, wire: WireFormat, out: Tensor, residual: Tensor | Non
 
 
 def decode(messages: Tensor, wire: WireFormat, out: Tensor) -> None:
-    """Write the elements of every message; see `terrace.comm.codecs`."""
+    """Decode every message; see `terrace.comm.codecs`."""
     out.zero_()
     for message, row in zip(messages, out, strict=True):
         indexes, values = read(message, wire, out.shape[1])
@@ -80,20 +79,20 @@ def decode(messages: Tensor, wire: WireFormat, out: Tensor) -> None:
 
 
 def decode_add(messages: Tensor, wire: WireFormat, out: Tensor) -> None:
-    """Add the elements of the messages to `out`, row by row; see `terrace.comm.codecs`."""
+    """Decode the messages and add them to `out` in row order; see `terrace.comm.codecs`."""
     for message in messages:
         indexes, values = read(message, wire, out.shape[0])
         out.index_add_(0, indexes, values.to(out.dtype))  # no index comes twice, so the order does not matter
 
 
 def largest(blocks: Tensor, num_kept: int) -> Tensor:
-    """Places [.., num_kept] of the largest magnitudes of each block [.., width], fp32, in ascending order."""
+    """Indices [.., num_kept] of the largest magnitudes of each block [.., width], fp32, ascending."""
     magnitudes = blocks.contiguous().view(torch.int32) & MAGNITUDE
     return magnitudes.sort(dim=-1, descending=True, stable=True).indices[..., :num_kept].sort(dim=-1).values
 
 
 def scale_bits(kept: Tensor) -> Tensor:
-    """Bits of the scale of each block [.., blocks], as fp32, from its kept elements [.., blocks, k]."""
+    """fp32 bits of the scale of each block [.., blocks], from its kept elements [.., blocks, k]."""
     amax = kept.abs().amax(dim=-1)
     poisoned = ~(amax < float("inf"))  # negated, so that nan counts as well
     bits = (torch.where(poisoned, 0, amax) * _GRID.reciprocal).view(torch.int32)
@@ -102,13 +101,13 @@ def scale_bits(kept: Tensor) -> Tensor:
 
 
 def to_codes(kept: Tensor, scale: Tensor) -> Tensor:
-    """Codes of kept elements with their scales, both of one shape: int8."""
+    """int8 codes of kept elements, given their scales in the same shape."""
     scaled = torch.where(scale.isnan(), 0, kept * scale.reciprocal())
     return scaled.round().clamp(-_GRID.qmax, _GRID.qmax).to(torch.int8)
 
 
 def write(out: Tensor, wire: WireFormat, numel: int, indexes: Tensor, bits: Tensor, codes: Tensor) -> None:
-    """Write messages [rows, bytes] of kept elements: indexes and codes [rows, kept], scales' bits [rows, blocks]."""
+    """Write messages `out` [rows, bytes] from indexes and codes [rows, kept] and scale bits [rows, blocks]."""
     parts = SparseParts.of(wire, numel)
     out[:, : parts.scales] = (bits >> 16).to(torch.int16).view(torch.uint8).flatten(1)
     counts = torch.zeros(len(out), parts.counts - parts.scales, dtype=torch.int32, device=out.device)
@@ -122,7 +121,7 @@ def write(out: Tensor, wire: WireFormat, numel: int, indexes: Tensor, bits: Tens
 
 
 def read(message: Tensor, wire: WireFormat, numel: int) -> tuple[Tensor, Tensor]:
-    """Indexes, int64, and values, fp32, of the elements that a message holds, in ascending order."""
+    """Ascending indexes, int64, and values, fp32, of the elements in a message."""
     parts = SparseParts.of(wire, numel)
     counts = message[parts.scales : parts.counts].to(torch.int64)
     starts = torch.arange(0, numel, SECTION, device=message.device)

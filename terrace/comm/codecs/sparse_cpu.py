@@ -1,11 +1,11 @@
-"""Encoding of sparse messages on a CPU, bit for bit as `sparse.py`, without sorting blocks.
+"""Encodes sparse messages on a CPU, bit for bit as `sparse.py`, without sorting blocks.
 
 Some blocks at a time. The k-th largest of the maxima of 256 strided groups of a block is a lower bound of its k-th
-largest magnitude, since k groups reach it; elements below need no further look. Of the candidates, some 5 % of a block
-of random numbers, integers order by magnitude and then by place, so the k-th largest of them settles ties as well. A
-block of equal elements, zeros aside, has 4096 and takes several times as long.
+largest magnitude, since k groups reach it, so smaller elements are discarded. The remaining candidates, about 5 % of
+a block of random numbers, get integer keys that order by magnitude and then by index, so the k-th largest key settles
+ties as well. A block of equal nonzero elements has 4096 candidates and takes several times as long.
 
-numpy selects: its partition uses vector instructions and takes a fifth of the time of torch's `kthvalue`.
+The selection uses numpy, whose partition has vector instructions and takes a fifth of the time of torch's `kthvalue`.
 """
 
 import threading
@@ -27,7 +27,7 @@ _local = threading.local()
 
 
 def encode(values: Tensor, wire: WireFormat, out: Tensor, residual: Tensor | None = None) -> None:
-    """Write the message of every row, with its residual if there is one; see `terrace.comm.codecs`."""
+    """Encode each row, with error feedback if there is a residual; see `terrace.comm.codecs`."""
     numel = values.shape[1]
     full = numel // SPARSE_BLOCK * SPARSE_BLOCK
     starts = [*range(0, full, CHUNK), *([full] if full < numel else [])]  # the last block may be short
@@ -73,8 +73,8 @@ def _largest(x: Tensor, num_kept: int) -> Tensor:
     maxima = magnitudes.view(-1, SPARSE_BLOCK // _GROUPS, _GROUPS).amax(dim=1)
     bound, of_blocks = _smallest(maxima, num_kept), flags.view(-1, SPARSE_BLOCK)
     torch.ge(magnitudes.view(-1, SPARSE_BLOCK), bound.clamp(min=1), out=of_blocks)
-    # Of a block of mostly zeros, as in the gradient of look-ups, not all zeros need be candidates: those that are kept
-    # are among its first elements.
+    # In a block of mostly zeros, as in gradients of embeddings, not all zeros need be candidates: the kept ones are
+    # among its first elements.
     of_blocks[:, :num_kept].logical_or_(bound == 0)
     candidates = torch.from_numpy(numpy.flatnonzero(flags.numpy()))
     block = candidates >> _SHIFT
