@@ -1,1 +1,1 @@
-"""Checkpoints: written by all ranks of any plan, read by any ranks of any other."""
+"""Checkpoints: written by all ranks of any plan, read by the ranks of any other."""

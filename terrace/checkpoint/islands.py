@@ -1,12 +1,12 @@
-"""A checkpoint of islands: the state that all share, the state of each, and when a run takes both up. No torch here.
+"""State of islands in a checkpoint: shared, each island's own, and when a run resumes both. No torch here.
 
-The value of a parameter, its `master`, is the anchor, so that export, sampling and runs without islands read it as of
-any other checkpoint. Beside it stand the outer momentum and the inner optimizer's state of island 0. Island i's own
-state is under the name of the parameter and `@i`: its `master`; on the others than island 0 the inner optimizer's
-state; and with a delay `outer_start` and `outer_message`, in which the mean of an exchange under way has arrived before
-the save. Numbers (terrace.runtime.outer_numbers) are pieces of a block of their own.
+A parameter's value, its `master`, is the anchor, so export, sampling and runs without islands read it like any other
+checkpoint. It is stored with the outer momentum and island 0's inner optimizer state. Island i's own state is stored
+under the parameter's name with `@i`: its `master`; except for island 0, its inner optimizer state; and with a delay
+`outer_start` and `outer_message`, which is the mean of an exchange in flight, completed before the save. Figures
+(terrace.runtime.outer_numbers) are pieces of a block of their own.
 
-A run with as many islands and the same cycle takes up all of it. Any other begins at the anchor.
+A run with the same number of islands and the same cycle resumes all of it. Any other starts from the anchor.
 """
 
 from collections.abc import Mapping
@@ -22,13 +22,13 @@ TOLD, HEARD, MARKS = "told", "heard", "marks"
 
 
 def own_name(parameter: str, island: int) -> str:
-    """The name under which a checkpoint has an island's own state of a parameter."""
+    """The name of an island's own state of a parameter in a checkpoint."""
     return f"{parameter}@{island}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Islands:
-    """Islands of a checkpoint or a run: how many, of how many ranks each, and their cycle."""
+    """Islands of a checkpoint or a run: their number, the ranks of each, and their cycle."""
 
     num: int
     ranks: int
@@ -53,7 +53,7 @@ class Islands:
 
     @staticmethod
     def parse(table: Mapping[str, Any]) -> "Islands":
-        """Inverse of `table`; raises `ValueError`, `KeyError` or `TypeError` for another one."""
+        """Inverse of `table`. Raises `ValueError`, `KeyError` or `TypeError` for an invalid one."""
         if not table:
             return ONE
         found = Islands(**table)
@@ -64,17 +64,17 @@ class Islands:
 
     @property
     def table(self) -> dict[str, Any]:
-        """For a manifest; empty for a single one."""
+        """For a manifest; empty for a single island."""
         return asdict(self) if self.fragments else {}
 
     @property
     def with_own_state(self) -> range:
-        """The islands that have state beside the model's."""
+        """The islands with state of their own."""
         return range(self.num if self.fragments else 0)
 
     @property
     def numbers(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each array of numbers."""
+        """Shape of each array of figures."""
         if not self.fragments:
             return {}
         told, heard = len(OUTER_FIGURES), len(OUTER_FIGURES) + 1
@@ -85,7 +85,7 @@ class Islands:
         }
 
     def goes_on(self, own: "Islands") -> bool:
-        """Whether a run with islands `own` goes on in the cycle of these."""
+        """Whether a run with islands `own` continues the cycle of these."""
         cycles = [(each.num, each.every, each.fragments, each.delay) for each in (self, own)]
         return self.fragments > 0 and cycles[0] == cycles[1]
 
@@ -94,7 +94,7 @@ ONE = Islands(num=1, ranks=1, every=1, fragments=0, delay=0, momentum=False)
 
 
 def note(where: str, stored: Islands, own: Islands) -> str:
-    """The state of a checkpoint that a run with islands `own` does not take up, in words; "" where it takes up all."""
+    """What a run with islands `own` does not resume from a checkpoint, in words; "" if it resumes everything."""
     if not own.fragments:
         anchor = f"training begins at the anchor of {where}, which is of {_words(stored)}{_STATE}"
         return anchor if stored.fragments else ""

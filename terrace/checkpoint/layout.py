@@ -1,20 +1,21 @@
-"""The format of a checkpoint on disk, which does not depend on the plan.
+"""On-disk format of a checkpoint, which does not depend on the plan.
 
-A checkpoint is a folder `step-00000100` with a `manifest.json` and safetensors files. Each file holds
-pieces: boxes of whole parameters, as tensors of the box's shape named `block/parameter[0:4,8:16]/kind`. So any rank
-of any plan finds its elements by intersecting boxes. The group of a parameter names its kinds of state
-(terrace.runtime.states); the first kind is its value. Padding is not stored, and no element twice. The manifest has
+A checkpoint is a folder `step-00000100` with a `manifest.json` and safetensors files. Each file holds pieces: boxes
+of whole parameters, as tensors of the box's shape named `block/parameter[0:4,8:16]/kind`. So any rank of any plan
+finds its elements by intersecting boxes. The group of a parameter determines its kinds of state
+(terrace.runtime.states); the first kind is its value. Padding is not stored, and no element is stored twice. The
+manifest has
 
     groups   group -> kinds of state
     layout   block -> parameter -> [group, shape of the whole parameter]
     files    file -> its size, its CRC-32 and its pieces: block -> parameter -> boxes
-    loss_scale  of a run in fp16: its table (terrace.runtime.loss_scale)
-    islands  of a run with islands: how many, and their cycle (terrace.checkpoint.islands)
+    loss_scale  in fp16: its table (terrace.runtime.loss_scale)
+    islands  with islands: their number and their cycle (terrace.checkpoint.islands)
 
-and, in `checksum`, the SHA-256 of its own other entries. A CRC-32 finds every damage within 32 bits and misses any
-other once in 2^32; it is there against bad disks and truncated copies, not against an attacker, and costs less than
-half of SHA-256. A checkpoint is written into a hidden folder next to its final one, synced, and renamed: it exists
-completely or not at all.
+and, in `checksum`, the SHA-256 of its other entries. A CRC-32 detects every damage within 32 bits and misses any
+other with probability 2^-32; it guards against bad disks and truncated copies, not against an attacker, and costs
+less than half of SHA-256. A checkpoint is written into a hidden folder next to its final one, synced, and renamed, so
+it exists completely or not at all.
 
 Format 2, which can still be read, has SHA-256 checksums of files and no optimizer other than AdamW.
 """
@@ -90,7 +91,7 @@ def checkpoint_bytes(
     *,
     num_islands: int = 1,
 ) -> int:
-    """Size on disk of a checkpoint of whole blocks, without headers and without numbers of islands."""
+    """Size of a checkpoint on disk, without headers and islands' figures. `blocks` are whole."""
     compute, master, summed = (FORMATS[each].element_bytes for each in (plan.compute, plan.master, plan.sums))
     state, outer, total = stored_bytes(plan.optimizer_states or plan.sums, 1), plan.outer, 0
     for index, block in enumerate(blocks):
@@ -109,12 +110,12 @@ def checkpoint_bytes(
 
 
 def stored_as(plan: Plan) -> list[str]:
-    """How a plan's parameters and optimizer states are stored, for the manifest."""
+    """Formats of a plan's parameters and optimizer states, for the manifest."""
     return [plan.master, plan.optimizer_states or plan.sums]
 
 
 def stored_note(where: str, stored: Sequence[str], plan: Plan) -> str:
-    """A run's note of states that its plan stores in another way than a checkpoint had them; "" if there are none."""
+    """A note if a run's plan stores states in other formats than the checkpoint did, else ""."""
     own = stored_as(plan)
     if not stored or list(stored) == own:
         return ""
@@ -123,7 +124,7 @@ def stored_note(where: str, stored: Sequence[str], plan: Plan) -> str:
 
 
 def block_layouts(blocks: Sequence[BlockSpec], optimizer: OptimizerConfig) -> dict[str, BlockLayout]:
-    """Group and shape of every parameter of whole blocks."""
+    """Group and shape of every parameter. `blocks` are whole."""
     return {
         block.name: {
             param.name: (group_of(param, optimizer, is_layer(blocks, index)), list(param.shape))
@@ -163,12 +164,12 @@ def manifest_of(
 
 
 def encode(manifest: Mapping[str, Any]) -> str:
-    """Text of a manifest, with its checksum."""
+    """Serialize a manifest with its checksum."""
     return json.dumps({**manifest, "checksum": _checksum(manifest)}, indent=1)
 
 
 def decode(text: str) -> dict[str, Any]:
-    """Parse the text of a manifest; raises `ValueError` if it is damaged."""
+    """Parse a serialized manifest. Raises `ValueError` if it is damaged."""
     manifest = parse_json(text)
     if not isinstance(manifest, dict):
         raise ValueError("it holds no table")
@@ -180,7 +181,7 @@ def decode(text: str) -> dict[str, Any]:
 
 
 def is_intact(path: Path, entry: Mapping[str, Any]) -> bool:
-    """Whether a file has the checksum of its entry in the manifest; raises `OSError`."""
+    """Whether a file matches the checksum of its entry in the manifest. Raises `OSError`."""
     with open_file(path, path.parent) as file:
         # Format 2.
         if "crc32" not in entry:
@@ -195,7 +196,7 @@ def is_intact(path: Path, entry: Mapping[str, Any]) -> bool:
 def check_model(
     where: Path, theirs: Mapping[str, BlockLayout], blocks: Sequence[BlockSpec], optimizer: OptimizerConfig
 ) -> None:
-    """Raise `CheckpointError` naming the first difference between a checkpoint's parameters and whole blocks."""
+    """Raise `CheckpointError` for the first difference between a checkpoint's parameters and those of whole blocks."""
     here = block_layouts(blocks, optimizer)
     # The model's own order first, so that the first difference is the one nearest to the embedding.
     for block in (*here, *theirs):

@@ -1,12 +1,12 @@
 """Checkpoint files in the memory of machines (/dev/shm), which outlives the processes of a run.
 
     /dev/shm/terrace-1000-5ad8c23cc2f59a10/     of one user, run and host; mode 0700
-        00000003.0/  00000003.1/                slots of a life of the run, its third, written in turn
+        00000003.0/  00000003.1/                slots of the run's third life (start), written alternately
             rank-00003.safetensors              a rank's part, as on disk
             rank-00003.json                     its list: the manifest of a checkpoint with this file alone
-        00000002.step-00000012/                 a checkpoint that a later life goes on from: all lists in one manifest
+        00000002.step-00000012/                 a checkpoint that a later life resumes: all lists in one manifest
 
-A file without its list does not count, so a list is removed before its file is overwritten and written after it.
+A file counts only with its list, so the list is removed before the file is overwritten, and written after it.
 """
 
 import hashlib
@@ -33,7 +33,9 @@ from terrace.checkpoint.reading import Checkpoint
 
 ROOT = Path("/dev/shm")
 MANIFEST = "manifest.json"
-_ID = ".memory"  # in the run folder: an id that a new folder of the same name does not have, and the newest life
+_ID = (
+    ".memory"  # in the run folder: an id that distinguishes it from a new folder of the same name, and the newest life
+)
 _FILE = re.compile(r"rank-\d{5,}\.safetensors")
 _LIFE = re.compile(r"[0-9a-f]{8}")
 _PRIVATE_FOLDER, _PRIVATE_FILE = 0o700, 0o600
@@ -41,12 +43,12 @@ _NUM_READERS = 8
 
 
 def run_id(run_folder: Path) -> str:
-    """Id by which a run finds its memory folders: empty for a run that never had one."""
+    """Id by which a run finds its memory folders; empty if it never had one."""
     return _id_and_life(run_folder)[0]
 
 
 def new_life(run_folder: Path) -> tuple[str, str]:
-    """A run's id, and the name of a new life of it, behind all earlier ones in order. Raises `OSError`."""
+    """A run's id, and the name of a new life of the run, which sorts after all earlier ones. Raises `OSError`."""
     run, life = _id_and_life(run_folder)
     run, life = run or uuid.uuid4().hex, f"{int(life or '0', 16) + 1:08x}"
     write_atomic(run_folder / _ID, f"{run} {life}")
@@ -62,14 +64,14 @@ def _id_and_life(run_folder: Path) -> tuple[str, str]:
 
 
 def memory_folder(run: str, run_folder: Path, host: str) -> Path:
-    """Memory folder on a host of the run with this id."""
+    """This run's memory folder on a host."""
     # With the path, so that a copy of the run folder is another run.
     name = "\0".join([run, os.path.realpath(run_folder), host])
     return ROOT / f"terrace-{os.getuid()}-{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}"
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder for this user alone, or take an earlier one. Raises `OSError` for one that others may use."""
+    """Create a folder for this user alone, or use an existing one. Raises `OSError` if others have access to it."""
     with suppress(FileExistsError):
         folder.mkdir(mode=_PRIVATE_FOLDER)
     if not _is_private(folder):
@@ -77,10 +79,10 @@ def make_private(folder: Path) -> None:
 
 
 class MemoryFile:
-    """A new file of a part with its memory taken at once; `data` are its bytes after `header`, shared with the file."""
+    """A new file in memory, fully allocated. `data` maps its bytes after `header`."""
 
     def __init__(self, path: Path, header: bytes, num_bytes: int) -> None:
-        """Raises `OSError` where there is no room."""
+        """Create the file. Raises `OSError` if there is not enough memory."""
         self.path, self.header = path, header
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, _PRIVATE_FILE)
         try:
@@ -97,13 +99,13 @@ class MemoryFile:
 
 
 def mapped_file(path: Path) -> torch.Tensor:
-    """Bytes of a file in memory, not copied. Raises `OSError`."""
+    """Map the bytes of a file in memory, without copying. Raises `OSError`."""
     with path.open("r+b") as file:
         return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
 
 
 def write_list(file: Path, manifest: Mapping[str, Any]) -> None:
-    """Write the list of a file, which then counts. Raises `OSError`."""
+    """Write the list of a file, which makes the file count. Raises `OSError`."""
     path = file.with_suffix(".json")
     temporary = path.with_suffix(".new")
     temporary.unlink(missing_ok=True)
@@ -113,9 +115,9 @@ def write_list(file: Path, manifest: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """Contents of a memory folder by their lists: a manifest for each copy, and a line for each damaged list.
+    """Contents of a memory folder according to its lists: a manifest per copy, and a line per damaged list.
 
-    `paths` has the lists, by life, step and file. A file is believed after `check` alone.
+    `paths` maps (life, step, file) to lists. Files are unverified until `check`.
     """
 
     folder: Path
@@ -124,7 +126,7 @@ class Held:
     paths: dict[tuple[str, int, str], Path] = field(default_factory=dict)
 
     def check(self, text: str) -> dict[str, str]:
-        """Check the files of a copy against their checksums. Damaged ones are forgotten: name -> a line about it."""
+        """Verify the files of a copy. Removes damaged ones from `paths` and returns name -> a line about the damage."""
         manifest = decode(text)
         key, entries = _key(manifest), manifest["files"]
         names = [name for name in entries if (*key, name) in self.paths]
@@ -137,7 +139,7 @@ class Held:
 
 
 def held(folder: Path) -> Held:
-    """The copies in a memory folder, by their lists: no file is read."""
+    """The copies in a memory folder, from their lists; files are not read."""
     if not _is_private(folder):
         return Held(folder=folder)
     copies, paths, wrong = dict[tuple[str, int], dict[str, Any]](), dict[tuple[str, int, str], Path](), list[str]()
@@ -155,7 +157,7 @@ def held(folder: Path) -> Held:
 
 
 def without(copies: Iterable[str], text: str, names: Collection[str]) -> tuple[str, ...]:
-    """Manifests of `copies`, without these files in those of the life and step of `text`."""
+    """`copies` (manifests), where those of the life and step of `text` lose the files `names`."""
     if not names:
         return tuple(copies)
     key, kept = _key(decode(text)), list[str]()
@@ -167,7 +169,7 @@ def without(copies: Iterable[str], text: str, names: Collection[str]) -> tuple[s
 
 
 def newest(texts: Iterable[str], folder: Path) -> Checkpoint | None:
-    """The newest copy of which hosts' manifests together have all boxes, as a checkpoint in `folder`; None without.
+    """The newest copy whose manifests from all hosts together cover all boxes, as a checkpoint in `folder`; or None.
 
     A step of a later life is newer than any of an earlier one, which a host that was away may still hold.
     """
@@ -184,7 +186,7 @@ def newest(texts: Iterable[str], folder: Path) -> Checkpoint | None:
 
 
 def in_memory(folder: Path, text: str) -> Checkpoint:
-    """Checkpoint of a manifest's text, whose files are in a folder of `folder` or will be.
+    """The checkpoint of a serialized manifest, whose files are or will be in a subfolder of `folder`.
 
     Raises `CheckpointError` for a damaged manifest.
     """
@@ -194,9 +196,9 @@ def in_memory(folder: Path, text: str) -> Checkpoint:
 
 
 def place(here: Held, text: str) -> Path:
-    """Put the files of a copy that this host holds into a checkpoint's folder; returns it. Raises `OSError`.
+    """Link the files of a copy that this host holds into a checkpoint's folder, and return it. Raises `OSError`.
 
-    Files are linked, not copied. The folder may lack files that other hosts hold.
+    The folder may lack files that other hosts hold.
     """
     manifest, folder = decode(text), in_memory(here.folder, text).folder
     make_private(here.folder)
@@ -214,12 +216,12 @@ def place(here: Held, text: str) -> Path:
 
 
 def present(folder: Path) -> list[str]:
-    """Files in a checkpoint's folder in memory that count."""
+    """Files in a checkpoint's memory folder that have a list."""
     return sorted(path.with_suffix(".safetensors").name for path in folder.glob("rank-*.json"))
 
 
 def clear(folder: Path, keep: Callable[[str], bool] = lambda name: False) -> None:
-    """Remove from a memory folder all folders but those whose names are to `keep`; without any left, itself."""
+    """Remove the subfolders of a memory folder except those to `keep`; if none are left, remove it too."""
     with suppress(OSError):
         for path in list(folder.iterdir()):
             if not keep(path.name):

@@ -1,6 +1,6 @@
-"""The state of a rank as boxes of whole parameters: the boxes of `terrace.plan.holdings`, with the tensors in them.
+"""The state of a rank as boxes of whole parameters (`terrace.plan.holdings`) with their tensors.
 
-Writing, reading and resharding work on it.
+Used by writing, reading and resharding.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -37,7 +37,7 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True)
 class BoxValues:
-    """A box of a whole parameter, and by kind this rank's values of it: views of the box's shape."""
+    """A box of a whole parameter, with this rank's values by kind: views in the box's shape."""
 
     parameter: str
     box: Box
@@ -45,15 +45,16 @@ class BoxValues:
 
 
 def slices_of(mesh: Mesh, rank: int) -> Slices:
-    """Slice of each whole parameter held by `rank`."""
+    """The slice of each whole parameter that `rank` holds."""
     return partial(rank_slices, mesh=mesh, rank=rank)
 
 
 def held(flat: FlatParam, *, own: bool = True) -> list[Held]:
-    """State of a flat parameter that a checkpoint stores: from the optimizer tier, or the frozen values.
+    """State of a flat parameter that a checkpoint stores: the optimizer's slice, or the frozen values.
 
-    Under a plan with islands the model is the anchor (terrace.checkpoint.islands). Without their `own` state, the
-    inner optimizer's is the model's on every island, as where each begins at the anchor.
+    Under a plan with islands the model's value is the anchor (terrace.checkpoint.islands). If islands' `own` state is
+    not included, each island's inner optimizer state counts as the model's, as when every island starts from the
+    anchor.
     """
     tier = flat.layout.optimizer if flat.spec.trainable else flat.layout.params
     start, island = flat.part(tier).start, flat.layout.island_of(flat.coordinates)
@@ -74,12 +75,12 @@ def held(flat: FlatParam, *, own: bool = True) -> list[Held]:
 
 
 def is_in_blocks(flat: FlatParam) -> bool:
-    """Whether states of a flat parameter are in 8-bit blocks, so that parts of it have decoded copies."""
+    """Whether states of a flat parameter are in 8-bit blocks, so that parts of it hold decoded copies."""
     return any(state.is_coded for state in flat.optimizer.states)
 
 
 def _anchored(outer: OuterState, part: StatePart, *, at_anchor: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """State of a part by kind, of the model and of this island; `at_anchor`: the inner optimizer's is the model's."""
+    """State of a part by kind: the model's, with the inner optimizer's if `at_anchor`, and this island's."""
     inner = dict(part.values)
     value = next(iter(inner))
     model = {value: outer.anchor[part.elements]}
@@ -104,7 +105,7 @@ def parts_of(
 
 
 def numbers_of(numbers: OuterNumbers) -> Iterator[tuple[str, BoxValues]]:
-    """(block, part) of the numbers of an outer loop that this rank writes; a single island has none."""
+    """(block, part) of the outer loop's figures that this rank writes; none for a single island."""
     if not numbers.marks.numel():
         return
     place = ((numbers.island, numbers.island + 1), (numbers.place, numbers.place + 1))
@@ -116,7 +117,7 @@ def numbers_of(numbers: OuterNumbers) -> Iterator[tuple[str, BoxValues]]:
 
 
 def choices_of(program: Program, choices: Mapping[int, Tensor]) -> Iterator[tuple[str, BoxValues]]:
-    """(block, part) of `choices`: by block the tokens of each choice (E) in the last step, on all ranks of a stage."""
+    """(block, part) of `choices`: by block, tokens per router choice (E) in the last step, over the stage's ranks."""
     for block, counts in choices.items():
         part = BoxValues(parameter=CHOICES, box=whole([len(counts)]), values={COUNTS: counts})
         yield program.blocks[block].name, part

@@ -1,10 +1,11 @@
-"""Copies of a run's newest state in the memory of two machines, and checkpoints brought together from them.
+"""Copies of a run's newest state in the memory of two machines, and the assembly of checkpoints from them.
 
     rank r         its file -> memory of its machine      (terrace.checkpoint.memory)
                    the same bytes -> keeper of r -> memory of the keeper's machine
 
-Ranks copy between two steps, and training waits. A step ends with figures of all ranks, so no rank begins a copy before
-all have ended the one before: of two slots, one is whole on every machine. Messages go from memory to memory, by gloo.
+Ranks copy between two steps, while training waits. A step ends with a message of all ranks, so no rank starts a copy
+before all have completed the previous one: of two slots, one is complete on every machine. Messages go from memory to
+memory, over gloo.
 """
 
 import json
@@ -52,7 +53,7 @@ _CHUNK_BYTES = 64 << 20  # of a message: gloo's counts are not promised beyond 2
 
 
 class PeerCopies:
-    """Makes the copies of one rank. Every rank of the world has one and calls its methods at the same points."""
+    """Makes the copies of one rank. Every rank of the world constructs one and calls its methods at the same points."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class PeerCopies:
         facts: Mapping[str, Any],
         timeout: timedelta,
     ) -> None:
-        """Take the memory. Raises `ConfigError` on every rank where a machine has too little."""
+        """Allocate the memory. Raises `ConfigError` on every rank if a machine has too little."""
         self._engine, self._world, self.partners, self._facts = engine, world, partners, facts
         self._group = _group(partners.members(world.rank), timeout)
         self._snapshot = snapshot_of(engine.state)
@@ -87,16 +88,16 @@ class PeerCopies:
 
     @property
     def own_bytes(self) -> int:
-        """Bytes of this rank's part as it is now, without its header."""
+        """Current bytes of this rank's part, without its header."""
         return int(self._parts[self._world.rank]["num_bytes"])
 
     @property
     def memory_bytes(self) -> int:
-        """Main memory that this rank's copies take, without headers."""
+        """Main memory of this rank's copies, without headers."""
         return sum(file.data.nbytes for slot in self._slots for file in slot.values())
 
     def copy(self, step: int) -> float:
-        """Copy the state after `step` steps; returns the seconds. Raises `OSError`."""
+        """Copy the state after `step` steps. Returns the seconds taken. Raises `OSError`."""
         begin_s = time.perf_counter()
         # Work may still be queued on lanes and streams.
         self._engine.drain()
@@ -138,7 +139,7 @@ class PeerCopies:
         return time.perf_counter() - begin_s
 
     def close(self) -> None:
-        """Give the memory back, on all machines."""
+        """Free the memory on all machines."""
         # No rank of this host may still be writing.
         self._engine.comm.exchange(None)
         self._slots = []
@@ -164,8 +165,8 @@ class PeerCopies:
 
     def _take_memory(self) -> None:
         self._slots += [self._slot(number) for number in range(SLOTS)]
-        # A restart keeps the copy that it came from until one of its own is whole, so a third must fit. After a restart
-        # that copy is there.
+        # A restart keeps the copy that it resumed until one of its own is complete, so there must be room for a third.
+        # After a restart that copy exists.
         if not any(".step-" in path.name for path in self.folder.iterdir()):
             for file in self._slot(SLOTS).values():
                 self._spare.append(file.path)
@@ -237,11 +238,10 @@ class PeerCopies:
 
 
 def gather_files(state: ModelState, checkpoint: Checkpoint, world: World, exchange: Callable[[Any], list[Any]]) -> int:
-    """Bring the files that the ranks of this host need into a checkpoint's folder in memory; returns the bytes that
-    all ranks received.
+    """Move the files that this host's ranks need into a checkpoint's memory folder. Returns bytes over all ranks.
 
     Every rank calls this, after the first rank of every host has placed its files. Raises `CheckpointError` on every
-    rank for a file that no host holds or that arrived damaged.
+    rank if a file is on no host or arrives damaged.
     """
     slices = slices_of(state.program.mesh, state.rank)
     needed = set[str]()

@@ -1,4 +1,4 @@
-"""Reading checkpoints: integrity checks, then any box of any parameter."""
+"""Reads checkpoints: integrity checks, then any box of any parameter."""
 
 import os
 from collections import defaultdict
@@ -58,8 +58,9 @@ class Checkpoint:
     """A checkpoint on disk, opened for reading."""
 
     def __init__(self, folder: Path, text: str = "") -> None:
-        """Read the manifest, or `text` in its place; raises `CheckpointError` if it is missing, damaged or of another
-        format.
+        """Read the manifest, or parse `text` instead.
+
+        Raises `CheckpointError` if it is missing, damaged or of another format.
         """
         self.folder, self.text = folder, text
         path = folder / "manifest.json"
@@ -109,9 +110,9 @@ class Checkpoint:
             pieces.sort()
 
     def verify(self) -> None:
-        """Check the size and checksum of every file, and that its pieces cover the whole parameters.
+        """Check the size and checksum of every file, and that pieces cover all parameters.
 
-        Raises `CheckpointError` naming the first problem.
+        Raises `CheckpointError` for the first problem.
         """
         # Reading and checksums let go of the interpreter lock.
         with ThreadPoolExecutor(_NUM_READERS) as readers:
@@ -120,14 +121,14 @@ class Checkpoint:
         self.check_pieces()
 
     def check_pieces(self) -> None:
-        """Check that the pieces cover the whole parameters; raises `CheckpointError`."""
+        """Check that pieces cover every element of all parameters once. Raises `CheckpointError`."""
         for block, name, shape in self._arrays():
             # `_copies` raises for missing elements, so only duplicates are left to check.
             if sum(numel(box) for box, *_ in self._copies(block, name, whole(shape))) != numel(whole(shape)):
                 raise CheckpointError(f"{self.folder} has elements of {block}.{name} twice: {_INSTEAD}")
 
     def _arrays(self) -> Iterator[tuple[str, str, Sequence[int]]]:
-        """(block, name, shape) of all that pieces must cover."""
+        """(block, name, shape) of everything that pieces must cover."""
         islands = self.islands
         for block, layout in self.layout.items():
             for name, (group, shape) in layout.items():
@@ -138,7 +139,7 @@ class Checkpoint:
             yield NUMBERS_BLOCK, name, numbers
 
     def verify_file(self, name: str) -> None:
-        """Check the size and checksum of one file; raises `CheckpointError`."""
+        """Check the size and checksum of one file. Raises `CheckpointError`."""
         path, file = self.folder / name, self.files[name]
         if not path.is_file():
             raise CheckpointError(f"{path} is missing: {_INSTEAD}")
@@ -156,9 +157,9 @@ class Checkpoint:
             raise CheckpointError(f"{path} is damaged (its checksum differs): {_INSTEAD}")
 
     def fill(self, block: str, wanted: Sequence[BoxValues]) -> None:
-        """Read boxes of one block's parameters into the parts' values.
+        """Read boxes of one block's parameters into the values of `wanted`.
 
-        Reads overlapping elements only, with one file open and one overlap in memory at a time. Raises
+        Reads only overlapping elements, with one file open and one overlap in memory at a time. Raises
         `CheckpointError` for missing elements and unreadable files.
         """
         for index, kind, box, stored in self._stored(
@@ -168,7 +169,7 @@ class Checkpoint:
             part.values[kind][within(box, part.box)].copy_(stored)
 
     def has(self, block: str, name: str) -> bool:
-        """Whether the checkpoint has any element of `name` in a block."""
+        """Whether the checkpoint has any element of parameter `name` of a block."""
         return bool(self._pieces.get((block, name)))
 
     def files_of(self, block: str, wanted: Iterable[BoxValues]) -> set[str]:
@@ -176,7 +177,7 @@ class Checkpoint:
         return {file for part in wanted for _, file, _ in self._copies(block, part.parameter, part.box)}
 
     def read(self, block: str, kinds: Collection[str] | None = None) -> dict[str, dict[str, Tensor]]:
-        """Whole parameters of a block: parameter -> kind -> tensor; without `kinds`, all kinds.
+        """Whole parameters of a block: parameter -> kind -> tensor. All kinds by default.
 
         Raises `CheckpointError` as `fill` does.
         """
@@ -197,7 +198,7 @@ class Checkpoint:
         return found
 
     def parameters(self) -> Iterator[tuple[str, str, Tensor]]:
-        """(block, parameter, master value) of the whole model, one block in memory at a time."""
+        """(block, parameter, master value) of the whole model, with one block in memory at a time."""
         # The first kind of each group is the parameter's value.
         first = {kinds[0] for kinds in self.groups.values()}
         for block in self.layout:
@@ -249,10 +250,10 @@ def _counts(step: object, num_updates: object) -> tuple[int, int]:
 
 
 def newest_whole(run_folder: Path, before: int | None = None) -> tuple[Checkpoint, list[str]]:
-    """Newest intact checkpoint of a run, verified, and the damage of each newer one; with `before`, a state from which
-    step `before` (from 1) can still be made.
+    """The newest intact checkpoint of a run, verified, and the damage of each newer one.
 
-    Raises `CheckpointError` if none is intact, with the damage of each.
+    With `before`, only checkpoints from which step `before` (from 1) can still be run. Raises `CheckpointError`, with
+    the damage of each, if none is intact.
     """
     wrong: list[str] = []
     found = [path for path in complete(run_folder / "checkpoints") if before is None or step_of(path) < before]
@@ -271,12 +272,12 @@ def newest_whole(run_folder: Path, before: int | None = None) -> tuple[Checkpoin
 
 
 def resume(engine: "Engine", checkpoint: Checkpoint) -> str:
-    """Put an engine into the state of a checkpoint; every rank calls this. Returns the note of `restore`.
+    """Load a checkpoint into an engine, and return the note of `restore`. Every rank calls this.
 
     Raises `CheckpointError` on every rank if any rank cannot read its part, or finds inf or nan in it.
     """
     said, problem = "", None
-    engine.drain()  # what is under way would write into the state that is read
+    engine.drain()  # messages in flight would overwrite the state that is read
     try:
         said = restore(engine.state, checkpoint)
     except CheckpointError as error:
@@ -298,18 +299,19 @@ def resume(engine: "Engine", checkpoint: Checkpoint) -> str:
 
 
 def lacks_choices(checkpoint: Checkpoint, blocks: Iterable[BlockSpec]) -> bool:
-    """Whether the checkpoint is without the choices of a router among `blocks`."""
+    """Whether the checkpoint lacks the choices of a router in `blocks`."""
     return any(num_choices(block) and not checkpoint.has(block.name, CHOICES) for block in blocks)
 
 
 def restore(state: ModelState, checkpoint: Checkpoint) -> str:
-    """Load this rank's part of parameters and optimizer state, and its residuals of error feedback. Every rank calls
-    this, and `Engine.refresh` afterwards: the checkpoint holds master values, and until then the working copies of
-    parameters are stale. Returns a note if residuals start at zero, islands at the anchor, or states are stored in
-    another way than before, else "".
+    """Load this rank's parameters, optimizer state and error-feedback residuals.
 
-    Raises `CheckpointError` if the checkpoint is of another model or unreadable. Call `checkpoint.verify()` on one rank
-    first: this checks only the elements it reads.
+    Every rank calls this, and `Engine.refresh` afterwards: the checkpoint holds master values, so working copies are
+    stale until then. Returns a note if residuals start at zero, islands start from the anchor, or storage formats
+    change, else "".
+
+    Raises `CheckpointError` if the checkpoint is of another model or unreadable. Call `checkpoint.verify()` on one
+    rank first: this checks only the elements it reads.
     """
     check_model(checkpoint.folder, checkpoint.layout, state.specs, state.settings)
     # Without its updates the optimizer would correct the bias of a mean that has none.
@@ -335,15 +337,15 @@ def restore(state: ModelState, checkpoint: Checkpoint) -> str:
 
 
 def not_finite(where: Path, name: str, kind: str = "") -> CheckpointError:
-    """The error of a tensor with inf or nan; `kind` is its state, where it is not the value itself."""
+    """The error for a tensor with inf or nan; `kind` is its kind of state, unless it is the parameter's value."""
     what = f"the state {kind!r} of {name}" if kind not in ("", "master", "frozen") else name
     return CheckpointError(f"{where}: {what} holds inf or nan: use a checkpoint or weights from before")
 
 
 def restore_flat(flat: FlatParam, checkpoint: Checkpoint, slices: Slices, *, goes_on: bool = False) -> None:
-    """Load a flat parameter's state; `slices` gives the rank's part of each parameter. Padding becomes zero.
+    """Load a flat parameter's state. `slices` gives the rank's slice of each parameter. Padding is zeroed.
 
-    With `goes_on` also its island's own state; else an island begins at the anchor.
+    With `goes_on` the island's own state is loaded too; otherwise an island starts from the anchor.
     """
     with opened(flat.optimizer.states):
         # Padding is not stored, and must not keep the values it was initialised with.

@@ -1,6 +1,6 @@
-"""Resharding: copies from the boxes stored by one layout to the boxes wanted by another.
+"""Resharding: copies from the boxes stored under one layout to the boxes wanted under another.
 
-Layouts appear here only as boxes of whole parameters, so any plan can take over the state of any other. Reading a
+Layouts appear here only as boxes of whole parameters, so any plan can load the state of any other. Reading a
 checkpoint copies from files, `hand_over` from tensors in memory; both follow the same list of copies.
 """
 
@@ -14,7 +14,7 @@ from terrace.checkpoint.parts import BoxValues
 
 @dataclass(frozen=True)
 class Copy:
-    """The elements `box` of one array, copied from stored box number `source` to wanted box number `target`."""
+    """Elements `box` of an array, to be copied from the stored box with index `source` to the wanted box `target`."""
 
     source: int
     target: int
@@ -30,7 +30,7 @@ class MissingElements(ValueError):  # noqa: N818  (names what is wrong)
 
 
 def reshard(stored: Sequence[Box], wanted: Sequence[Box]) -> list[Copy]:
-    """Copies that fill the boxes `wanted` of one array from its boxes `stored`, in the order of `wanted`.
+    """The copies that fill the boxes `wanted` of one array from its boxes `stored`, in the order of `wanted`.
 
     Overlapping stored boxes, such as replicas, are all copied. Raises `MissingElements` for wanted elements that are
     not stored. Fastest if `stored` is sorted (`uncovered`).
@@ -47,10 +47,10 @@ def reshard(stored: Sequence[Box], wanted: Sequence[Box]) -> list[Copy]:
 
 
 def hand_over(stored: Iterable[BoxValues], wanted: Iterable[BoxValues]) -> None:
-    """Fill the values of `wanted`, parts of one block, from `stored`, parts of the same block in another layout.
+    """Fill the values of `wanted`, parts of one block, from `stored`, parts of the same block under another layout.
 
-    Copies every kind of state of a wanted part, cast to its dtype and device. Raises `MissingElements`, and `KeyError`
-    for a kind that a stored part lacks.
+    Copies every kind of state of a wanted part, cast to its dtype and device. Raises `MissingElements`, and
+    `KeyError` if a stored part lacks a kind.
     """
     sources, targets = defaultdict[str, list[BoxValues]](list), defaultdict[str, list[BoxValues]](list)
     for found, given in ((sources, stored), (targets, wanted)):

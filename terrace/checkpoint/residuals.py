@@ -1,9 +1,9 @@
-"""Residuals of error feedback in a checkpoint: a resume under the same plan needs them for the same bits.
+"""Error-feedback residuals in a checkpoint, which make a resume under the same plan bitwise equal.
 
 A residual belongs to a rank, a block and a hop of its messages (terrace.comm.rounding), so no other plan can use it.
-Each rank's file holds its own, beside its pieces, as `feedback/BLOCK/BUFFER/CLASS/TIER/LEG`, BUFFER being `edge` for a
-block's messages to another stage. The manifest has a digest of all that decides which residuals exist. Under another
-plan, and from a checkpoint without residuals, they are zero.
+Each rank's file holds its own after its pieces, as `feedback/BLOCK/BUFFER/CLASS/TIER/LEG`; BUFFER is `edge` for a
+block's messages to another stage. The manifest has a digest of everything that determines which residuals exist.
+Under another plan, or from a checkpoint without residuals, they start at zero.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ def file_of(rank: int) -> str:
 
 
 def named_residuals(flats: Iterable[FlatParam], edges: Iterable[Origin]) -> Iterator[tuple[str, Tensor]]:
-    """Name in the file and residual, of those that messages have made so far.
+    """(name in the file, residual) of all residuals so far.
 
     `edges` are the origins of the messages that blocks send to other stages.
     """
@@ -44,7 +44,7 @@ def named_residuals(flats: Iterable[FlatParam], edges: Iterable[Origin]) -> Iter
 
 
 def num_bytes(program: Program, flats: Iterable[FlatParam]) -> int:
-    """Bytes of all residuals of a rank once each message has been sent; 0 for a plan without error feedback."""
+    """Bytes of a rank's residuals once every message has been sent; 0 without error feedback."""
     of_states = sum(
         sum(residual_numels(flat.layout, program.plan, flat.padded)) for flat in flats if flat.spec.trainable
     )
@@ -52,7 +52,7 @@ def num_bytes(program: Program, flats: Iterable[FlatParam]) -> int:
 
 
 def digest(program: Program) -> str:
-    """Digest of the parts of a plan that decide which residuals exist, and of which sums; "" without error feedback."""
+    """Digest of what in a plan determines the residuals that exist, and their sums; "" without error feedback."""
     plan, cluster = program.plan, program.cluster
     wires = {message.value: dict(plan.wire.get(message.value, {})) for message in FED_BACK}
     # A class without formats leaves no trace, so that digests stay as they were before it had any.
@@ -88,7 +88,7 @@ def digest(program: Program) -> str:
 
 
 def _pairs(program: Program) -> list[str]:
-    """Message classes that go whole between two members with error feedback, which leaves one residual of each."""
+    """Message classes that are exchanged whole between two members with error feedback, with one residual each."""
     layouts, found = {flat.layout for flats in program.flats for flat in flats}, set[str]()
     for message in CHANGES:
         for layout in layouts:
@@ -103,8 +103,8 @@ def _pairs(program: Program) -> list[str]:
 def restore_residuals(state: ModelState, folder: Path, stored: str) -> str:
     """Load this rank's residuals from a checkpoint's `folder`, whose manifest has the digest `stored`.
 
-    Returns a note if the plan has residuals and the checkpoint has none of them. Raises `CheckpointError` for a file
-    that cannot be read.
+    Returns a note if the plan has residuals that the checkpoint does not provide. Raises `CheckpointError` for an
+    unreadable file.
     """
     for _, origin in _origins(state, state.edges.values()):
         origin.forget()

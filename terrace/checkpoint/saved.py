@@ -6,7 +6,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """A complete checkpoint and its cost on this rank."""
+    """A complete checkpoint and what it cost this rank."""
 
     folder: Path
     num_bytes: int  # of this rank

@@ -1,12 +1,12 @@
-"""Saving in the background: the state is copied at the end of a step, and a thread writes the copy.
+"""Background saves: the state is copied at the end of a step, and a thread writes the copy.
 
     main thread    ... step 100 | copy | step 101 | step 102 | ...          | copy |
     its thread                         | write, checksum, sync | commit |
 
-The ranks agree on a commit through keys of the store, so saving sends no message between the messages of a step. Each
-rank increments a counter when its part is on disk; rank 0 waits for the counter, joins the parts and renames the
-folder. A rank that cannot write publishes the reason; then the folder is removed and every rank raises the error. One
-save is under way at a time: when the next is due before it has ended, training waits.
+Ranks agree on a commit through keys of the store, so a save sends no message between those of a step. Each rank
+increments a counter when its part is on disk; rank 0 waits for the counter, joins the parts and renames the folder. A
+rank that cannot write publishes the reason; the folder is then removed and every rank raises the error. Only one save
+runs at a time: if the next is due before it has completed, training waits.
 """
 
 import shutil
@@ -50,11 +50,11 @@ _DONE = "done"
 
 
 class Saver:
-    """Writes the checkpoints of a run. Every rank of the world has one, and calls it after the same steps.
+    """Writes the checkpoints of a run. Every rank of the world constructs one, and calls it after the same steps.
 
     The copy takes `staging_bytes` of main memory, the size of this rank's part: from the first save to the end of the
-    run, or only during a save if training waits for it (`background` is false). `limit_s` bounds how long rank 0 waits
-    for the other ranks' parts after its own.
+    run, or, without `background`, only during a save, for which training waits. `limit_s` bounds how long rank 0
+    waits for the other ranks' parts after its own.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Saver:
         self._number, self._thread = 0, threading.Thread()
         self._folder, self._stalled_s = run_folder, 0.0
         self._best: int | None = None
-        # Outcome of the save under way, once it has ended.
+        # Outcome of the current save, once it has completed.
         self._outcome: str | None = None
         self._error: BaseException | None = None
         self._finished = deque[Saved]()  # appended by the thread
@@ -88,11 +88,11 @@ class Saver:
         return self._thread.is_alive()
 
     def start(self, step: int, best: int | None = None) -> None:
-        """Copy the state after `step` steps and start writing it; first waits for a save under way.
+        """Wait for a save in progress, copy the state after `step` steps and start writing it.
 
-        The checkpoint after step `best` stays beside the newest ones.
+        The checkpoint after step `best` is kept beside the newest ones.
 
-        Raises `CheckpointError` on every rank if that earlier save failed.
+        Raises `CheckpointError` on every rank if the earlier save failed.
         """
         begin_s = time.perf_counter()
         self.finish()
@@ -110,7 +110,7 @@ class Saver:
             self._snapshot.release()
 
     def finish(self) -> None:
-        """Wait for a save under way. Raises `CheckpointError` on every rank if any rank could not write."""
+        """Wait for a save in progress. Raises `CheckpointError` on every rank if any rank could not write."""
         if self._thread.ident is not None:
             self._thread.join()
         if self._error is not None:
@@ -121,17 +121,17 @@ class Saver:
 
     @property
     def problem(self) -> str | None:
-        """Error of the last save, once known; the same on every rank."""
+        """Error of the last save, once known; equal on every rank."""
         if self._error is not None:
             return f"{type(self._error).__name__}: {self._error}"
         return None if self._outcome in (None, _DONE) else not_written(self._folder, str(self._outcome))
 
     def news(self) -> Saved | None:
-        """Next completed checkpoint that was not returned yet."""
+        """The next completed checkpoint not yet returned."""
         return self._finished.popleft() if self._finished else None
 
     def close(self) -> None:
-        """Wait for a save under way, and until the other ranks know its outcome: the store may be in this process.
+        """Wait for a save in progress, and until all ranks know its outcome: this process may host the store.
 
         Raises as `finish` does.
         """
@@ -144,7 +144,7 @@ class Saver:
                 self._wait(lambda: self._store.add("left", 0) == self._world.world_size, _LEAVE_S)
 
     def _agree_on_life(self) -> str:
-        # A restarted run must not mistake the files of an earlier life for its own: the name is new.
+        # A new name, so that a restarted run does not mistake an earlier life's files for its own.
         if self._world.rank == 0:
             self._life = uuid.uuid4().hex[:8]
             problem = attempt(lambda: clear_leftovers(folder_of(self._run_folder, 0).parent))

@@ -1,9 +1,10 @@
-"""Consistent copy of the state that a rank writes, in memory laid out as its file: pieces, then residuals.
+"""Consistent copy of the state that a rank writes, in the layout of its file: pieces, then residuals.
 
 Copying runs at memory speed; training continues while the file is written from the copy. The copy has the size of the
 rank's file and is kept for the whole run: in main memory, pinned if the state is on a CUDA device.
 
-The file has the safetensors format: the length of the header in 8 bytes, the header in JSON, the tensors without gaps.
+The file has the safetensors format: the length of the header in 8 bytes, the header in JSON, the tensors without
+gaps.
 """
 
 import json
@@ -34,11 +35,11 @@ _UNSCALED = LossScale.one()
 
 
 class Snapshot:
-    """Pieces that no earlier rank holds, as the content of one file.
+    """The content of one rank's file: pieces that no earlier rank holds.
 
-    `slices` gives the rank's slice of each parameter, `beside` more parts, each under its block, `edges` the origins of
-    messages to other stages. Tensors must keep their storage: every `take` copies from them. States in 8-bit
-    blocks are decoded for each.
+    `slices` gives the rank's slice of each parameter, `beside` additional parts with their blocks, `edges` the
+    origins of messages to other stages. Tensors must keep their storage, because every `take` copies from them.
+    States in 8-bit blocks are decoded in each `take`.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Snapshot:
             self._pieces.append((tensor_name(block, part.parameter, part.box, kind), live))
 
     def lay_out(self) -> None:
-        """Give the residuals that messages have made since a place in the file."""
+        """Add residuals that messages have created since to the layout of the file."""
         # The first message of a hop makes its residual, which then stays where it is.
         residuals = list(named_residuals(self._flats, self._edges))
         if len(residuals) != self._num_residuals:
@@ -87,7 +88,7 @@ class Snapshot:
         self.release()
 
     def take(self) -> None:
-        """Copy the current state; returns when the copy is complete."""
+        """Copy the current state. Returns when the copy is complete."""
         self.lay_out()
         if len(self._staging) < self.num_bytes:
             # One buffer in the order of the file, so writing needs no serialisation.
@@ -95,7 +96,7 @@ class Snapshot:
         self.take_into(self._staging)
 
     def take_into(self, staging: Tensor) -> None:
-        """The same into `num_bytes` bytes of the caller's, the file without its header, in the layout of `lay_out`."""
+        """As `take`, into `staging`, `num_bytes` long: the file without its header, in the layout of `lay_out`."""
         self.num_updates = max((flat.optimizer.num_steps for flat in self._flats), default=0)
         table = self._loss_scale.table
         self.loss_scale = {LOSS_SCALE: table} if table else {}
@@ -121,7 +122,7 @@ class Snapshot:
         self._staging = torch.empty(0, dtype=torch.uint8)
 
     def write(self, path: Path) -> dict[str, Any]:
-        """Write the copy and sync it; returns the file's entry in the manifest. Raises `OSError`.
+        """Write the copy and sync it. Returns the file's entry in the manifest. Raises `OSError`.
 
         A second thread computes the checksum. Safe in any thread, but not concurrently with `take`.
         """
@@ -144,7 +145,7 @@ class Snapshot:
 
 
 def write_all(file: FileIO, data: memoryview) -> None:
-    """Write all of `data`; one call of an unbuffered file may write only a part."""
+    """Write all of `data`. One call on an unbuffered file may write only a part."""
     while data:
         data = data[file.write(data) or 0 :]
 

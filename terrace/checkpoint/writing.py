@@ -1,9 +1,9 @@
-"""Writing checkpoints: every rank writes its pieces and their list, rank 0 the manifest, then renames the folder.
+"""Writes checkpoints: every rank its pieces and their list, rank 0 the manifest; then rank 0 renames the folder.
 
     .step-00000100.partial/    made by every rank: its rank-00007.safetensors and, once that is synced, rank-00007.json
     step-00000100/             rank 0 has joined the small files into manifest.json, and renamed the folder
 
-At any instant the folder holds either the earlier checkpoints, or these and the new one, all complete.
+At any moment the parent folder holds the earlier checkpoints, or these and the new one, all complete.
 """
 
 import errno
@@ -44,8 +44,8 @@ _LEFT = re.compile(r"\.step-\d{8,18}\.(.+\.)?(partial|removed|replaced)")  # a r
 def save(engine: "Engine", run_folder: Path, step: int, facts: Mapping[str, Any], keep: int | None) -> Path:
     """Write a checkpoint of all ranks and return its folder. Every rank calls this after `engine.drain()`.
 
-    Keeps the newest `keep` checkpoints, with None all of them. Raises `CheckpointError` on every rank if any rank could
-    not write; then earlier checkpoints are untouched and no partial file is left.
+    Keeps the newest `keep` checkpoints, or all if None. Raises `CheckpointError` on every rank if any rank could not
+    write; earlier checkpoints are then untouched and no partial file is left.
     """
     folder = folder_of(run_folder, step)
     partial = partial_of(folder)
@@ -74,12 +74,12 @@ def snapshot_of(state: ModelState) -> Snapshot:
 
 
 def partial_of(folder: Path, life: str = "") -> Path:
-    """Folder of an incomplete checkpoint; `life` separates runs in the same folder."""
+    """Folder of an incomplete checkpoint; `life` distinguishes runs in the same folder."""
     return folder.with_name(f".{folder.name}.{life}{'.' * bool(life)}partial")
 
 
 def part_of(partial: Path, rank: int) -> Path:
-    """File that lists the pieces of a rank; it exists once they are on disk."""
+    """The file that lists a rank's pieces; it exists once they are on disk."""
     return partial / f"rank-{rank:05d}.json"
 
 
@@ -91,7 +91,7 @@ def not_written(folder: Path, why: str) -> str:
 
 
 def attempt(work: Callable[[], object]) -> str | None:
-    """Run `work`; returns the reason of a file error, or None."""
+    """Run `work`. Returns the reason of an `OSError`, or None."""
     try:
         work()
     except OSError as error:
@@ -122,7 +122,7 @@ def commit(
 ) -> None:
     """Join the parts of all ranks, rename the folder into place and remove old checkpoints. Raises `OSError`.
 
-    The checkpoint after step `best` stays beside the newest `keep`; with None all stay.
+    The newest `keep` checkpoints and the one after step `best` are kept; all if `keep` is None.
     """
     files: Files = {}
     num_updates = 0
@@ -162,14 +162,15 @@ def commit(
 
 
 def _is_own(folder: Path) -> bool:
-    """Whether a run wrote this folder: a user may have made others beside it."""
+    """Whether a run wrote this folder; a user may have created others beside it."""
     has_part = (folder / "manifest.json").is_file() or any(folder.glob("rank-*.safetensors"))
     return folder.name == folder_name(step_of(folder)) and has_part
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint, if it is one. An interruption leaves no damaged one, but a hidden folder for
-    `clear_leftovers`.
+    """Remove a folder if it is a checkpoint.
+
+    An interruption leaves no damaged checkpoint, only a hidden folder for `clear_leftovers`.
     """
     if not _is_own(folder):
         return
@@ -187,7 +188,7 @@ def _move(folder: Path, hidden: Path) -> None:
 
 
 def clear_leftovers(checkpoints: Path) -> None:
-    """Make the folder of checkpoints and remove the remains of interrupted saves. Raises `OSError`."""
+    """Create the folder of checkpoints and remove the remains of interrupted saves. Raises `OSError`."""
     checkpoints.mkdir(parents=True, exist_ok=True)
     for left in checkpoints.glob(f".step-*{_REPLACED}"):
         whole = left.with_name(left.name.removeprefix(".").removesuffix(_REPLACED))
