@@ -1,1 +1,1 @@
-"""The context axis at run time: attention of tokens that are spread over ranks."""
+"""The context axis at run time: attention over tokens that are split over ranks."""

@@ -1,4 +1,4 @@
-"""Attention of a micro-batch with tokens on several ranks: carries out a `TokenLayout`, forward and backward.
+"""Attention of a micro-batch whose tokens are split over ranks: executes a `TokenLayout`, forward and backward.
 
 Between the exchanges `into` and `back` there are rounds s = 0 ... R-1, on keys K_s and values V_s from exchange s:
 
@@ -13,12 +13,12 @@ Between the exchanges `into` and `back` there are rounds s = 0 ... R-1, on keys 
                 other rows return to the rank that owns them, which adds them to its K_0', V_0'
                 queries', keys', values' <- back(q', K_0', V_0')
 
-(DeepSpeed-Ulysses 2309.14509, ring attention 2310.01889.) A layer keeps q, K_0, V_0, o and l, each as large as the
-local tokens in all heads, and no keys of another round. The order of messages is the block's own program
+(DeepSpeed-Ulysses 2309.14509, ring attention 2310.01889.) A layer saves q, K_0, V_0, o and l, each as large as the
+local tokens in all heads, and no other round's keys. The order of messages is the block's own program
 (terrace.program.block_program.attention).
 
-A rank attends with N / u of its N query heads, and with the K / u key-value heads that belong to them; where u is more
-than K, with one, which u / K Ulysses ranks share; its gradients are added up where the head came from.
+A rank attends with N / u of the query heads and the K / u key-value heads that they use. If u > K it has one
+key-value head, which u / K Ulysses ranks share; its gradients are summed by the rank that the head came from.
 
 Shape legend: T local tokens, A attention tokens, N query heads, K key-value heads, D elements of a head, u Ulysses
 ranks.
@@ -74,7 +74,7 @@ class _Attend(Function):
 
         into = ContextMessage(ContextLeg.INTO, backward=True)
         pending = layout.comm.start(into, layout.into, give, [heads.queries], grad)
-        # Held-back weight gradients hide this message; without one they would only come earlier.
+        # Deferred weight gradients overlap with this message; without one there is no reason to run them now.
         if not layout.into.is_silent:
             layout.comm.in_block.compute_weight_gradients()  # of the layers after attention
         own = list(pending.whole(layout.num_attention_tokens))
@@ -82,7 +82,7 @@ class _Attend(Function):
 
 
 def _forward(layout: DeviceLayout, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and lse of queries (1, n, A, D) over the keys of all rounds; the keys of round 0 are (1, k, A, D)."""
+    """Output and lse of queries (1, n, A, D) over the keys of all rounds; round 0's keys are (1, k, A, D)."""
     attended = Attended(query, layout.query_runs)
     keys: Sequence[Tensor] = (key, value)
     for step in range(len(layout.ring_steps)):
@@ -115,7 +115,7 @@ def _to_ring(
 def _backward(
     layout: DeviceLayout, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
 ) -> list[Tensor]:
-    """Gradients of the inputs of `_forward`, from `grad` of its output; `out` and `lse` are its results."""
+    """Gradients of the inputs of `_forward`, given the gradient of its output and its results `out` and `lse`."""
     of_query = Sums(query, layout.query_runs)
     own: list[Sums] = []  # of the keys and values of round 0, which stay where they are
     return_gradients: PendingRecv | None = None
@@ -182,8 +182,9 @@ def _add(pending: PendingRecv, sums: Sequence[Sums]) -> None:
 
 
 def _back(layout: DeviceLayout, heads: UlyssesHeads, given: Sequence[Tensor], *, backward: bool) -> list[Tensor]:
-    """Results (1, N, T, D) and (1, K, T, D) of this rank's tokens, exchanged from all Ulysses ranks' heads; a head that
-    several ranks have is added up.
+    """Exchange results of all Ulysses ranks' heads into those of this rank's tokens, (1, N, T, D) and (1, K, T, D).
+
+    A key-value head that several ranks share is summed over them.
     """
     message = ContextMessage(ContextLeg.BACK, backward=backward)
     pending = layout.comm.start(message, layout.back, lambda _: given, [x.shape[1] for x in given], given[0])

@@ -1,4 +1,4 @@
-"""The context axis of a rank: whom its tokens attend with, and put in the place of the attention of its blocks."""
+"""The context axis of a rank. It replaces the attention of its blocks by attention over the context group."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,10 +30,10 @@ ALONE = decoder.Embedding, decoder.Head, decoder.ValueHead, EmbeddingBlock, Head
 
 
 class ContextAxis(InBlockAxis):
-    """Attention backend for context parallelism; replaces each block's mask planner."""
+    """Attention backend of context parallelism. Replaces the mask planner of each block's attention."""
 
     def __init__(self, comm: PeerComm, program: Program, blocks: Iterable[nn.Module], device: torch.device) -> None:
-        """Put itself into `blocks`; raises `ModelError` for capped scores, and for windows that differ undeclared."""
+        """Install itself in `blocks`. Raises `ModelError` for capped scores, and for differing undeclared windows."""
         self.comm, self.in_block = comm, comm.in_block
         self._program, self._device = program, device
         modules = [module for block in blocks for module in block.modules() if isinstance(module, PlannedAttention)]
@@ -56,21 +56,21 @@ class ContextAxis(InBlockAxis):
 
     @property
     def declared(self) -> Mapping[tuple[MessageClass, str], int]:
-        """Bytes of all steps so far, as the spreads of their micro-batches say."""
+        """Bytes of all steps so far, computed from the token layouts of their micro-batches."""
         return self._declared
 
     def remove(self) -> None:
-        """Give the blocks their own plans again."""
+        """Restore the blocks' own mask planners."""
         for attention, plans in self._replaced:
             attention.plans = plans
 
     def take(self, batches: Sequence[Batch], *, trains: bool = True) -> list[Batch]:
-        """This rank's part of the micro-batches of a step, or of its forwards alone; whole micro-batches are cut here.
+        """This rank's part of the micro-batches of a training step or an evaluation. Splits whole micro-batches.
 
         Raises `PlanError` for a shape other than the plan's, `ModelError` for positions beyond the model's.
         """
         local = [self._localised(batch) for batch in batches]
-        # Device tensors of a layout are reused when it comes again; by identity, since a hash would read all its runs.
+        # Device tensors of a layout are reused for the same layout object; a hash would read all its runs.
         known = {id(layout.token_layout): layout for layout in self._layouts}
         self._layouts = []
         for _, token_layout in local:
@@ -96,7 +96,7 @@ class ContextAxis(InBlockAxis):
                     self._declared[MessageClass.CONTEXT, tier] += num_bytes
 
     def _localised(self, batch: Batch) -> tuple[Batch, TokenLayout]:
-        """The local tokens of a micro-batch, and how they are spread."""
+        """The local tokens of a micro-batch, and its token layout."""
         plan, shape = self._program.plan, tuple(batch.labels.shape)
         if batch.token_layout is not None:
             # Cut batches have one row of local tokens, padding included.
@@ -121,23 +121,23 @@ class ContextAxis(InBlockAxis):
         return batch.local(token_layout), token_layout
 
     def begin(self, micro: int, batch: Batch, recomputed: bool) -> None:
-        """Select the micro-batch that the next passes belong to."""
+        """Select the micro-batch of the following passes."""
         self._micro = micro
 
     def plan(self, positions: Tensor | None, query: Tensor) -> "ContextAxis":
-        """This object itself: the current micro-batch's layout replaces a mask plan."""
+        """Returns itself: the current micro-batch's layout replaces a mask plan."""
         return self
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, window: int = 0) -> Tensor:
         """Attention of the local tokens (1, N, T, D) over the keys and values (1, K, T, D) of all ranks.
 
-        `window` is the index of the layers' window among the model's.
+        `window` is an index into the model's windows.
         """
         return attend(query, key, value, self._layouts[self._micro].of_window(window))
 
 
 def check_declared(blocks: Mapping[str, nn.Module]) -> None:
-    """Raise `ModelError` naming a block that does not declare how it mixes tokens."""
+    """Raise `ModelError` for a block that does not declare how it mixes tokens."""
     for name, block in blocks.items():
         alone = isinstance(block, ALONE)
         if not alone and not any(isinstance(module, PlannedAttention) for module in block.modules()):
@@ -149,22 +149,22 @@ def check_declared(blocks: Mapping[str, nn.Module]) -> None:
 
 
 class _OfWindow:
-    """The axis as seen by layers with a window other than the model's first."""
+    """The axis for layers with a window other than the model's first."""
 
     def __init__(self, axis: ContextAxis, index: int) -> None:
         self._axis, self._index = axis, index
 
     def plan(self, positions: Tensor | None, query: Tensor) -> "_OfWindow":
-        """This object itself, as `ContextAxis.plan`."""
+        """Returns itself, like `ContextAxis.plan`."""
         return self
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As `ContextAxis.attend`, with the window of these layers."""
+        """As `ContextAxis.attend`, with these layers' window."""
         return self._axis.attend(query, key, value, self._index)
 
 
 def _windows(program: Program, modules: Iterable[PlannedAttention]) -> tuple[int, ...]:
-    """The windows of all layers of the model, the same on every rank, the widest first."""
+    """The windows of all layers of the model, widest first; equal on every rank."""
     plans = [module.plans for module in modules if isinstance(module.plans, AttentionPlans)]
     if any(each.cap for each in plans):
         raise ModelError("layers cap scores of attention, which no kernel of a context axis supports: use another axis")

@@ -1,4 +1,4 @@
-"""A `TokenLayout` made ready for its device; all layers of a model share it for one micro-batch."""
+"""A `TokenLayout` with its masks and indexes on the device, shared by all layers of a model for one micro-batch."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -15,7 +15,7 @@ from terrace.sequence.token_layout import Mask, Pair, Run, TokenLayout, num_rows
 
 
 class UlyssesHeads:
-    """Heads that each Ulysses rank of a ring rank attends with."""
+    """The heads that each Ulysses rank of a ring rank attends with."""
 
     def __init__(self, heads: Heads, ulysses: int) -> None:
         ulysses_rank = heads.per_ulysses_rank(ulysses)
@@ -24,19 +24,19 @@ class UlyssesHeads:
         self._ulysses = ulysses
 
     def of_queries(self, member: int) -> slice:
-        """Query heads of a member of the group."""
+        """Query heads of a group member."""
         ulysses_rank = member % self._ulysses
         return slice(ulysses_rank * self.queries, (ulysses_rank + 1) * self.queries)
 
     def of_keys(self, member: int) -> slice:
-        """Key-value heads that a member's queries need."""
+        """Key-value heads that a group member's queries use."""
         first = member % self._ulysses // self.shared * self.keys
         return slice(first, first + self.keys)
 
 
 @dataclass(frozen=True)
 class RingStep:
-    """`exchange` brings `num_rows` rows of keys; `return_gradients` sends gradients of the rows that go no further."""
+    """A round: `exchange` receives `num_rows` key rows, `return_gradients` returns gradients of rows not passed on."""
 
     num_rows: int
     exchange: PeerExchange
@@ -45,7 +45,7 @@ class RingStep:
 
 
 class DeviceLayout:
-    """The `TokenLayout` of the rank that `comm` belongs to; masks and indexes are made once, on `device`."""
+    """The `TokenLayout` of the rank of `comm`; masks and indexes are built once, on `device`."""
 
     def __init__(self, token_layout: TokenLayout, comm: PeerComm, device: torch.device) -> None:
         member = token_layout.member
@@ -71,11 +71,11 @@ class DeviceLayout:
 
     @cached_property
     def query_runs(self) -> list[Run]:
-        """The queries of all pairs."""
+        """The query runs of all pairs."""
         return [pair.queries for ring_step in self.ring_steps for pair in ring_step.pairs[self._window]]
 
     def of_window(self, index: int) -> "DeviceLayout":
-        """The layout for layers with a window, by its index among the windows of the model; 0 is this object."""
+        """The layout for layers with another window, by index into the model's windows; 0 is this object."""
         return self._others[index - 1] if index else self
 
     @cached_property
@@ -90,7 +90,7 @@ class DeviceLayout:
         return other
 
     def pairs(self, step: int, dtype: torch.dtype) -> Sequence[DensePair]:
-        """Pairs of query and key runs of a round, for queries of `dtype`."""
+        """The (query run, key run) pairs of a round, with masks for queries of `dtype`."""
         if (step, dtype) not in self._pairs:
             # Masks made in inference mode could not be saved for a later backward.
             with torch.inference_mode(False), torch.no_grad():

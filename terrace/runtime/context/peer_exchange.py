@@ -1,8 +1,8 @@
-"""Exchanges of rows of tensors between the ranks of a context group, as the `Exchange`s of a token layout say.
+"""Exchanges of tensor rows between the ranks of a context group, following the `Exchange`s of a token layout.
 
-A message holds rows of each of several tensors, one tensor after the other. Tensors are (1, heads, rows, D), and lie in
-memory as (1, rows, heads, D), heads of a row side by side; the caller says which heads go to which rank. Rows that are
-one run are sent without a copy, and rows that arrive in order are used where they arrived.
+A message holds rows of several tensors, one tensor after the other. Tensors are (1, heads, rows, D), with memory
+order (1, rows, heads, D), so the heads of a row are adjacent; the caller chooses which heads go to which rank. Rows
+that form one run are sent without a copy, and rows that arrive in order are used in the receive buffer.
 """
 
 import math
@@ -25,7 +25,7 @@ Give = Callable[[int], Sequence[Tensor]]  # member of the group -> the tensors w
 
 
 class Rows:
-    """The rows `runs` of a tensor (1, heads, rows, D), one after the other."""
+    """The rows `runs` of a tensor (1, heads, rows, D), concatenated."""
 
     def __init__(self, runs: Sequence[Run], device: torch.device) -> None:
         self.runs = merged_runs(runs)
@@ -35,7 +35,7 @@ class Rows:
             self._index = torch.cat([torch.arange(*run) for run in self.runs]).to(device)
 
     def of(self, x: Tensor) -> Tensor:
-        """These rows of x; a view where they are one run."""
+        """These rows of x; a view if they are one run."""
         if self._index is not None:
             return x.transpose(1, 2).index_select(1, self._index).transpose(1, 2)
         start, stop = self.runs[0] if self.runs else (0, 0)
@@ -46,14 +46,14 @@ class Rows:
         return self._index is None
 
     def copy(self, x: Tensor, out: Tensor) -> None:
-        """Copy these rows of x into `out`, heads side by side."""
+        """Copy these rows of x into `out`, in its memory order."""
         if self._index is not None:
             torch.index_select(x.transpose(1, 2), 1, self._index, out=out.transpose(1, 2))
         else:
             out.copy_(self.of(x))
 
     def is_all(self, num: int) -> bool:
-        """Whether they are all of `num` rows, in order."""
+        """Whether these are all of `num` rows, in order."""
         return self.runs == (((0, num),) if num else ())
 
     def set(self, x: Tensor, values: Tensor) -> None:
@@ -71,7 +71,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class PeerExchange:
-    """The sends and receives of one rank in an exchange; `own` is (rows from, rows to) that stay on the rank."""
+    """One rank's sends and receives in an exchange; `own` are the rows that stay on the rank, as (source, target)."""
 
     sends: tuple[tuple[int, Rows], ...]
     receives: tuple[tuple[int, Rows], ...]
@@ -79,7 +79,7 @@ class PeerExchange:
 
     @staticmethod
     def of(exchange: Exchange, member: int, device: torch.device) -> "PeerExchange":
-        """The part of `member` of the group in an exchange."""
+        """The part of group member `member` in an exchange."""
         sends, receives = (
             {peer: Rows(runs, device) for peer, runs in side if num_rows(runs)}
             for side in (exchange.sends, exchange.receives)
@@ -100,7 +100,7 @@ class PeerExchange:
 
     @property
     def brings(self) -> list[Run]:
-        """Runs of rows that arrive or stay, message by message."""
+        """Runs of the rows that are received or stay, message by message."""
         here = [rows for _, rows in self.receives] + ([] if self.own is None else [self.own[1]])
         return [run for rows in here for run in rows.runs]
 
@@ -111,7 +111,7 @@ class PeerExchange:
 
 
 class PendingRecv:
-    """Rows under way, and rows that stay."""
+    """Rows in flight, and rows that stay."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class PendingRecv:
 
     @property
     def _numels(self) -> list[int]:
-        """Elements of a row of each tensor that arrives."""
+        """Elements per row of each received tensor."""
         return [heads * self._size for heads in self._heads]
 
     def _empty(self, member: int, num: int) -> Tensor:
@@ -160,7 +160,7 @@ class PendingRecv:
         return self._like.new_empty(coder.num_bytes(tier, num, self._numels), dtype=torch.uint8)
 
     def _values(self, member: int, message: Tensor, num: int) -> Sequence[Tensor]:
-        """The part of each tensor that a message brings."""
+        """A received message, split by tensor."""
         coding = self._comm.coding(member)
         if coding is None:
             return torch.split(message, [num * numel for numel in self._numels])
@@ -168,7 +168,7 @@ class PendingRecv:
         return coder.read(tier, message, num, self._numels, self._like.dtype)
 
     def whole(self, num: int) -> Sequence[Tensor]:
-        """Wait, then make tensors of `num` rows of the ones that arrived and stayed; other rows are zero."""
+        """Wait, then assemble tensors of `num` rows from received and own rows; other rows are zero."""
         parts = list(self.parts())
         if len(parts) == 1 and parts[0][1].is_all(num):
             return parts[0][2]
@@ -182,7 +182,7 @@ class PendingRecv:
         return found
 
     def parts(self) -> Iterator[tuple[int, Rows, Sequence[Tensor]]]:
-        """Wait, then yield (member, rows, its values for them in each tensor); rows that stay come last."""
+        """Wait, then yield (member, rows, their values in each tensor). Own rows come last."""
         if self._flight is not None:
             self._comm.wait(self._flight, self._peer_exchange)
             self._flight, self._given = None, []
@@ -221,26 +221,26 @@ class PeerComm:
         self.group, self.member, self.among, self.in_block, self.coder = group, member, among, in_block, coder
 
     def coding(self, other: int) -> tuple[RowCoder, int] | None:
-        """The coder of messages to and from another member and their tier; None where they are as they are held."""
+        """The coder and tier of messages to and from another member; None if they are sent in the compute dtype."""
         tier = self.group.tier(self.member, other)
         return None if self.coder is None or not self.coder.codes(tier) else (self.coder, tier)
 
     def start(
         self, message: ContextMessage, exchange: PeerExchange, give: Give, heads: Sequence[int], like: Tensor
     ) -> PendingRecv:
-        """Begin an exchange of rows of the tensors that `give` returns, which have `heads` on every member.
+        """Start an exchange of rows of the tensors that `give` returns, which have `heads` heads on every member.
 
-        The given tensors must not change until the parts that arrive have been taken. `message` names the exchange.
+        The given tensors must not change until the received parts have been taken. `message` identifies the exchange.
         """
         return PendingRecv(self, message, exchange, give, heads, like)
 
     def ring_message(self, leg: ContextLeg, exchange: PeerExchange, *, backward: bool) -> ContextMessage:
-        """The message of a ring step, over the outermost tier that its exchange crosses."""
+        """The message of a ring step, on the outermost tier that its exchange crosses."""
         others = exchange.members - {self.member}
         tier = max((self.group.tier(self.member, other) for other in others), default=-1)
         return ContextMessage(leg, tier=tier, backward=backward)
 
     def wait(self, flight: InFlight, exchange: PeerExchange) -> None:
-        """Wait for an exchange; the seconds are the clock's `wait context`."""
+        """Wait for an exchange. The clock counts the time as `wait context`."""
         ranks = sorted(self.group.members[member] for member in {self.member, *exchange.members})
         self.in_block.wait(flight, tuple(ranks))

@@ -1,7 +1,7 @@
-"""Rows of messages between context ranks in the formats of the tiers that they cross.
+"""Encodes rows of messages between context ranks in the wire formats of their tiers.
 
-Each row of a tensor, one token's heads of it, is coded by itself, so that its rounding depends on no other row, nor on
-which rows travel together.
+Each row of a tensor (one token, its heads in it) is encoded separately, so its rounding depends neither on other rows
+nor on which rows are in the message.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from terrace.plan.wire import FORMATS, MessageClass
 
 
 class RowCoder:
-    """Codes and reads messages of one rank; a message has `num` rows of tensors with `numels` elements a row."""
+    """Encodes and decodes messages of one rank: `num` rows of tensors with `numels` elements per row."""
 
     def __init__(self, collectives: Collectives, plan: Plan, tiers: Sequence[str], meter: Meter) -> None:
         self._collectives = collectives
@@ -27,15 +27,15 @@ class RowCoder:
         self._origin = Origin("attention", torch.device("cpu"), meter)
 
     def codes(self, tier: int) -> bool:
-        """Whether messages over a tier are in another format than the compute dtype."""
+        """Whether messages over a tier use a wire format other than the compute dtype."""
         return self._wires[tier] != self._compute
 
     def num_bytes(self, tier: int, num: int, numels: Sequence[int]) -> int:
-        """Bytes of a message over a tier that has a format."""
+        """Bytes of an encoded message over a tier."""
         return num * sum(self._hop(tier, numel).part_bytes for numel in numels)
 
     def code(self, tier: int, values: Tensor, num: int, numels: Sequence[int]) -> Tensor:
-        """The message (bytes) of `values`, the rows of one tensor after those of another."""
+        """Encode `values`, the rows of one tensor after those of another, to bytes."""
         parts = torch.split(values, [num * numel for numel in numels])
         coded = [
             self._collectives.code_rows(
@@ -46,7 +46,7 @@ class RowCoder:
         return torch.cat(coded)
 
     def read(self, tier: int, message: Tensor, num: int, numels: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-        """The rows (num, numel) of each tensor."""
+        """Decode the rows (num, numel) of each tensor."""
         hops = [self._hop(tier, numel) for numel in numels]
         parts = torch.split(message, [num * hop.part_bytes for hop in hops])
         return [
