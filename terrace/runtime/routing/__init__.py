@@ -1,1 +1,1 @@
-"""Experts on several ranks: tokens brought to them tier by tier, and back."""
+"""Expert parallelism: tokens are sent tier by tier to the ranks of their experts, and results back."""

@@ -1,4 +1,4 @@
-"""The expert axis of a rank: it brings the tokens of every mixture to the ranks that hold their experts."""
+"""The expert axis of a rank: it sends the tokens of every mixture to the ranks that hold their experts."""
 
 import math
 from collections import Counter
@@ -32,7 +32,7 @@ from terrace.runtime.routing.way import Way
 
 
 def routed_axes(blocks: Sequence[nn.Module], comm: Comm, in_block: InBlockComm) -> list[InBlockAxis]:
-    """The axis of experts of a rank; none where every rank has all of them."""
+    """The expert axis of a rank, or nothing if every rank has all experts."""
     program = comm.program
     if not program.routed.transfers:
         return []
@@ -42,7 +42,7 @@ def routed_axes(blocks: Sequence[nn.Module], comm: Comm, in_block: InBlockComm) 
 
 
 class ExpertAxis(InBlockAxis):
-    """Puts itself into the mixtures of a rank's blocks, `blocks` by number."""
+    """Installs itself in the mixtures of a rank's `blocks`, by block index."""
 
     def __init__(
         self,
@@ -74,11 +74,11 @@ class ExpertAxis(InBlockAxis):
 
     @property
     def declared(self) -> Mapping[tuple[MessageClass, str], int]:
-        """Bytes of all batches so far, as the counts of their tokens say."""
+        """Bytes of all batches so far, computed from their token counts."""
         return self._declared
 
     def remove(self) -> None:
-        """Leave each mixture the experts that it holds."""
+        """Make each mixture run its local experts alone again."""
         for mixture in self._programs:
             mixture.spread, mixture.shares_waits = here, False
 
@@ -103,7 +103,7 @@ class ExpertAxis(InBlockAxis):
         return passed, shared if mixture.shares_waits else None
 
     def _gathered_routes(self, experts: Tensor, num_experts: int, pieces: int) -> list[Route]:
-        """The routes of choices (T, k), piece by piece, after every rank has learnt the counts of all."""
+        """Gather the counts of all ranks, and compute the route of each piece of the choices (T, k)."""
         degrees = self._degrees[0]
         each = [
             count_prefixes(experts[start:stop], num_experts, degrees) for start, stop in spans_of(len(experts), pieces)
@@ -124,7 +124,7 @@ class ExpertAxis(InBlockAxis):
         return [route_of(counts[:, piece], self._tiers, self._degrees, self._places) for piece in range(pieces)]
 
     def _units(self, num_experts: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """The experts of each unit of every hop, by peer; the units outside are this rank's."""
+        """The range of experts of each peer's unit, by hop and peer, within this rank's units of the tiers outside."""
         degrees, first, found = self._degrees[0], 0, list[tuple[tuple[int, int], ...]]()
         for units, degree, place in zip(accumulate(degrees, mul), degrees, self._places[0], strict=True):
             size = num_experts // units
@@ -144,7 +144,7 @@ class ExpertAxis(InBlockAxis):
         return found[0]
 
     def declare(self, message: RoutedMessage, ways: Sequence[Way]) -> None:
-        """Count the bytes of a message of some pieces as declared, from their routes alone."""
+        """Declare the bytes of a message of some pieces, from their routes alone."""
         line, over = self._line(message), self._over(message)[1]
         hops = (_hop_of(way, message) for way in ways)
         rows = sum(hop.sent if message.message_class is MessageClass.DISPATCH else hop.returned for hop in hops)
@@ -152,23 +152,23 @@ class ExpertAxis(InBlockAxis):
         self._declared[message.message_class, line.tiers[message.tier]] += rows * row_bytes
 
     def peers(self, message: RoutedMessage) -> tuple[int, ...]:
-        """The ranks of a message over one tier."""
+        """The ranks of a message on its tier."""
         return self._line(message).peers(self._rank, message.tier)
 
     def wire(self, message: RoutedMessage) -> WireFormat:
-        """The format in which the rows of a message cross its tier."""
+        """The wire format of a message's rows."""
         return self._over(message)[1].wire
 
     def code(self, message: RoutedMessage, rows: Tensor) -> Tensor:
-        """Rows (n, H) in the format of their message, each by itself: (n, bytes)."""
+        """Encode rows (n, H), each separately, in their message's wire format: (n, bytes)."""
         return self._collectives.code_rows(message.message_class, self._over(message)[1], rows, self._origin)
 
     def read(self, message: RoutedMessage, coded: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows (n, H) of their codes (n, bytes)."""
+        """Decode rows (n, bytes) to (n, H)."""
         return self._collectives.read_rows(self._over(message)[1], coded, dtype)
 
     def exchange(self, message: RoutedMessage, sent: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-        """Bytes received from the peers of a hop for `sent` (n, bytes), on the lane that calls this."""
+        """Exchange rows `sent` (n, bytes) with the peers of a hop. Runs on the calling lane."""
         received = sent.new_empty(sum(receives), sent.shape[1])
         self._collectives.exchange_rows(*self._over(message), sent, sends, received, receives)
         return received
@@ -191,7 +191,7 @@ def _taken(values: Sequence[int], tiers: Sequence[int]) -> list[int]:
 
 
 def _index(places: Sequence[int], degrees: Sequence[int]) -> int:
-    """Number of a unit among all, the outermost tier counting slowest."""
+    """Index of a unit among all, the outermost tier slowest."""
     index = 0
     for place, degree in zip(places, degrees, strict=True):
         index = index * degree + place

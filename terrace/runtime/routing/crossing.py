@@ -1,11 +1,11 @@
-"""Tokens through a layer's experts on several ranks: one function, whose halves play the block's own program.
+"""Runs tokens through a layer's experts on several ranks, as one autograd function that follows the block's program.
 
-Each half takes the steps of the program (terrace.program.block_program.routed) in their order. A `Send` puts a hop of
-a chunk on the lane of its tier, where rows are packed, exchanged and summed; hops of a chunk follow one another.
-Meanwhile the rank computes: experts on the rows of a chunk that has arrived, the shared expert, weight gradients.
+Forward and backward take the steps of the program (terrace.program.block_program.routed) in order. A `Send` submits a
+chunk's hop to the lane of its tier, which packs, exchanges and sums rows; hops of a chunk run one after the other.
+Meanwhile the rank computes experts on chunks that have arrived, the shared expert, and weight gradients.
 
-The computing of a forward is differentiated in the backward by graphs of its own, one for each piece and one for the
-shared expert, so that each runs when its step comes. Their weight gradients are recorded as those of any layer.
+The computation of the forward has a separate graph for each piece and for the shared expert, so that the backward can
+differentiate each when its step comes. Their weight gradients are recorded like those of any layer.
 
 Shape legend: T tokens, N rows that arrive at a rank, H hidden, k experts of a token.
 """
@@ -33,13 +33,13 @@ _SHARED = -1  # among the numbers of pieces
 
 @dataclass
 class _Graph:
-    """A piece of computing to be differentiated: where its result was made, and where gradients of its inputs come."""
+    """The graph of a computed piece: its result's gradient edge, and the list that receives its inputs' gradients."""
 
     edge: GradientEdge
     gradients: list[Tensor]
 
     def differentiate(self, gradient: Tensor) -> list[Tensor]:
-        """Gradients of the inputs; those of weights go where weights' gradients go."""
+        """Run the piece's backward. Returns the gradients of its inputs; weight gradients are recorded as usual."""
         torch.autograd.backward(self.edge, gradient)
         return self.gradients
 
@@ -60,22 +60,22 @@ class _Enter(torch.autograd.Function):
 
 
 class Rank(Carrier, Protocol):
-    """A rank, as a crossing uses it."""
+    """The interface of a rank that a crossing uses."""
 
     in_block: InBlockComm
 
     def declare(self, message: RoutedMessage, ways: Sequence[Way]) -> None:
-        """Count the bytes of a message as declared."""
+        """Count a message's bytes as declared."""
 
     def peers(self, message: RoutedMessage) -> tuple[int, ...]:
-        """The ranks of a message, this one included."""
+        """The ranks of a message, including this one."""
 
 
 class Crossing:
-    """One micro-batch's tokens through one layer.
+    """One micro-batch's tokens in one layer.
 
-    `ways` are the routes of its pieces, `steps` the forward and the backward of the program, `held` the first and the
-    last expert, exclusive, of this rank.
+    `ways` are the routes of its pieces, `steps` the program's forward and backward, `held` this rank's experts as
+    (first, last + 1).
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Crossing:
         self._shared: list[Tensor] = []  # its result, then the gradient of its tokens
 
     def through(self, tokens: Tensor, choice: Choice, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums (T, H) of the results of tokens (T, H), and the shared expert's result of x, empty without one."""
+        """Summed expert results (T, H) for tokens (T, H), and the shared expert's result for x, empty without one."""
         parts = tokens, choice.weights, choice.experts.int(), x
         if not torch.is_grad_enabled():
             return self.forward(*parts, trains=False)
@@ -99,7 +99,7 @@ class Crossing:
     def forward(
         self, tokens: Tensor, weights: Tensor, experts: Tensor, x: Tensor, *, trains: bool
     ) -> tuple[Tensor, Tensor]:
-        """The forward half; `trains`: its graphs are kept for `backward`."""
+        """The forward. With `trains`, graphs are kept for `backward`."""
 
         def pass_piece(number: int, rows: Tensor, of_rows: Tensor, choices: Tensor) -> list[Tensor]:
             first, last = self._held
@@ -118,7 +118,7 @@ class Crossing:
         return found, self._shared.pop() if self._shared else x.new_empty(0)
 
     def backward(self, gradient: Tensor, of_shared: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Gradients of tokens (T, H), weights (T, k) and x from the gradients of both results."""
+        """Gradients of tokens (T, H), weights (T, k) and x, given those of both results."""
 
         def differentiate(number: int, rows: Tensor) -> list[Tensor]:
             return self._graphs.pop(number).differentiate(rows)
@@ -149,7 +149,7 @@ class Crossing:
         compute: Callable[..., list[Tensor]],
         compute_shared: Callable[[], None],
     ) -> list[Tensor]:
-        """Play the steps of a half on `parts` (T, ...); returns the parts that came back, (T, ...)."""
+        """Execute the steps of one half on `parts` (T, ...). Returns the parts that came back, (T, ...)."""
         rank, steps = self._rank, self._steps[half]
         chunks = self._chunks(steps, parts)
         each = len(self._ways) // len(chunks)

@@ -1,6 +1,6 @@
-"""The load of a stage's experts: a rank's counts of a step, their sums over ranks, and the bias that they move.
+"""Expert load of a stage: a rank's counts in a step, their sums over ranks, and the bias update computed from them.
 
-The sums are integers, so they have the same bits under every plan, and so has the bias that they move:
+The sums are integers, so they are bitwise equal under every plan, and so is the bias that they update:
 
     b_i += u sign(mean n - n_i)      n_i the tokens of expert i in the step   (2408.15664, algorithm 1)
 """
@@ -24,9 +24,9 @@ from terrace.program.program import Program
 
 
 class Load:
-    """Counts the tokens of each expert in the mixtures of `modules`, by block, in the training steps of a program.
+    """Counts the tokens of each expert in the mixtures of `modules` (by block) during training steps.
 
-    `choices`, by block (E), are set to the tokens of the newest step that was not given up.
+    `choices`, (E) by block, are set to the counts of the last step that was not given up.
     """
 
     def __init__(
@@ -55,22 +55,22 @@ class Load:
 
     @property
     def mean_figures(self) -> dict[str, float]:
-        """The figures of loads, each its mean over the steps so far."""
+        """The figures of `Loads`, averaged over the steps so far."""
         return {name: total / self._num_counted for name, total in self._totals.items()}
 
     def begin(self) -> None:
-        """Before a step."""
+        """Reset the counts before a step."""
         self._numbers.zero_()
 
     @contextmanager
     def counting(self, block: int) -> Iterator[None]:
-        """Around the first forward of a block on a micro-batch."""
+        """Context for the first forward of a block on a micro-batch."""
         with self._while(block, is_open=True):
             yield
 
     @contextmanager
     def paused(self, block: int) -> Iterator[None]:
-        """Around a further forward of a block inside the first."""
+        """Context for a nested forward of the block, which is not counted."""
         with self._while(block, is_open=False):
             yield
 
@@ -84,11 +84,14 @@ class Load:
             tally.is_open = before
 
     def add_up(self, collectives: Collectives, transfer: Transfer) -> None:
-        """Sum up over the ranks of the stage; on its lane."""
+        """Sum over the ranks of the stage. Runs on a lane."""
         self._sums = collectives.sum_counts(transfer, self._numbers)
 
     def settle(self) -> None:
-        """After the CLIP of a step that is not given up. Raises `ProgramError` on the stage where rows were lost."""
+        """After CLIP, unless the step is given up: publish the loads and update the bias.
+
+        Raises `ProgramError`, on the stage concerned, if rows were lost.
+        """
         if not self._blocks:
             return
         counts, rows = self._rows(self._sums).tensor_split([-len(OF_ROWS)], dim=1)
@@ -115,7 +118,7 @@ class Load:
                 mixture.router.bias.detach().add_(ahead, alpha=self._balance.bias)
 
     def _rows(self, numbers: Tensor) -> Tensor:
-        """The numbers of each mixture, (L, E + 3)."""
+        """The counts of each mixture, (L, E + 3)."""
         if not self._blocks:
             return numbers.view(0, 0)
         width = self.num_experts + len(OF_ROWS)

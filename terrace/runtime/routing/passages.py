@@ -1,4 +1,4 @@
-"""The micro-batches of a step, as the routers of a rank's mixtures need to know them."""
+"""Tells the routers of a rank's mixtures about the micro-batches of a step."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -20,7 +20,7 @@ _BY_PLACE = ("gate = 'noisy'", "gate = 'expert_choice'")
 
 
 class Passages:
-    """Tells the mixtures of a rank which micro-batch runs; without any, all methods do nothing."""
+    """Tells a rank's mixtures which micro-batch runs. Does nothing in a model without routers."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Passages:
                 router.gating, router.layer = self._gating, block
                 self._routers.append(router)
         self._layers: frozenset[int | None] = frozenset(router.layer for router in self._routers)
-        # Whether a loss, a capacity or a gate goes by the sequence of a token.
+        # Whether a loss, a capacity or a gate depends on a token's sequence.
         looks_ahead = any(router.config.looks_ahead for router in self._routers)
         self._by_sequence = bool(balance.sequence or balance.capacity) or looks_ahead
         # Why this rank needs the places of tokens; "" if it does not.
@@ -60,22 +60,22 @@ class Passages:
 
     @property
     def balance(self) -> BalanceConfig:
-        """The losses and the capacity that the run asks for."""
+        """The router losses and capacity of the run."""
         return self._gating.balance
 
     @property
     def sums(self) -> Tensor:
-        """Sums of this rank's tokens and layers since `take`, one for each of `names`, fp64."""
+        """Sums over this rank's tokens and layers since `take`, fp64, one for each of `names`."""
         return self._gating.sums[: len(self.names)]
 
     def follow(self, choices: Mapping[int, Tensor]) -> None:
-        """Have losses go by `choices`, by block the tokens of each expert in the step before."""
+        """Use last step's token counts per expert, by block, in the balance losses."""
         self._gating.choices = choices
 
     def take(self, batches: Sequence[Batch], *, trains: bool) -> None:
-        """Prepare for a step, or for its forwards alone, on a rank's parts of its micro-batches.
+        """Prepare for a training step or an evaluation on this rank's part of the micro-batches.
 
-        Raises `ModelError` where losses or gates need the places of tokens, and a batch has none.
+        Raises `ModelError` if losses or gates need `places` and a batch has none.
         """
         if not self._counts:
             return
@@ -96,12 +96,12 @@ class Passages:
         ]
 
     def remove(self) -> None:
-        """Leave the routers to themselves."""
+        """Detach from the routers."""
         for router in self._routers:
             router.gating = None
 
     def begin(self, micro: int, recomputed: int | None = None) -> None:
-        """Select the micro-batch that the next pass is of; `recomputed` is its block, if the backward runs it again."""
+        """Select the micro-batch of the next pass; `recomputed` is its block, if its backward reruns the forward."""
         if not self._counts:
             return
         self._gating.passage, self._gating.kept = self._passages[micro], None
@@ -123,7 +123,7 @@ class Passages:
         return batch.shares_of_tokens(self._ignored)
 
     def _passage(self, batch: Batch, all_take_part: bool, shares: Tensor | None) -> Passage:
-        """The passage of a micro-batch on a tensor row, which routes a part of its tokens."""
+        """The passage of a micro-batch on this tensor row, which routes a part of its tokens."""
         of_row = row_tokens(batch.labels.numel(), *self._row)
         device, places = batch.labels.device, batch.places
         own = (torch.arange(batch.labels.numel(), device=device) if places is None else places.flatten())[of_row]
@@ -141,7 +141,7 @@ class Passages:
         return Passage(kept, of_kept, num, taken(own), weights)
 
     def _sequences(self, batch: Batch) -> Tensor | None:
-        """The sequence of each token of a micro-batch, of all its tokens or of a rank's (T); None if unknown."""
+        """Sequence index of each token, of the whole micro-batch or of this rank's part (T); None if unknown."""
         num, device = batch.labels.numel(), batch.labels.device
         if batch.token_layout is None:
             return torch.arange(num, device=device) // batch.labels.shape[-1]

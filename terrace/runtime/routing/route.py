@@ -1,16 +1,16 @@
-"""Numbers of rows on every way to the experts and back, from counts of all ranks; no buffer is read.
+"""Row counts of every hop to the experts and back, from token counts of all ranks, without reading any buffer.
 
-A token crosses a tier once for every unit of the tier that has one of its experts, the outermost tier first. So a rank
-counts its tokens for each *prefix* of units: (u_1), then (u_1, u_2), and so on, u_1 on the outermost tier. With the
-counts of all ranks, every rank knows all splits, and the same bytes are declared as are sent.
+A token crosses a tier once for every unit of the tier that has one of its experts, the outermost tier first. So a
+rank counts its tokens for each *prefix* of units: (u_1), then (u_1, u_2), and so on, u_1 on the outermost tier. From
+the counts of all ranks, every rank computes all split sizes, and the bytes declared are exactly those sent.
 
-Before hop j a rank at (c_1, ..., c_m) holds the tokens of the ranks that differ from it on the tiers outside alone and
-that go to its units there. It sends peer u on tier j
+Before hop j, a rank at (c_1, ..., c_m) holds tokens of the ranks that differ from it only on the tiers outside, those
+that go to its units there. To peer u on tier j it sends
 
     sum over s_1 .. s_(j-1) of   count of rank (s_1, .., s_(j-1), c_j, .., c_m) for prefix (c_1, .., c_(j-1), u)
 
-Where every expert is cut over rows, each of their ranks needs all that arrived at any of them: further hops, over which
-every row goes to every peer. On the way back the same numbers go the other way.
+If every expert is split over rows, each of its ranks needs all tokens that arrived at any of them: further hops
+follow, in which every row goes to every peer. The way back uses the same counts in the opposite direction.
 
 Shape legend: T tokens, k experts of a token; d_1 .. d_m degrees of the expert axis and w_1 .. w_q of the rows, the
 outermost tier first.
@@ -26,7 +26,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class HopRows:
-    """Rows that a rank sends each peer of one hop, and receives from each; its own stay, and count in both."""
+    """Rows that a rank sends to and receives from each peer of one hop. Its own rows, which stay, count in both."""
 
     tier: int
     copies: bool  # whether every row goes to every peer
@@ -36,12 +36,12 @@ class HopRows:
 
     @property
     def sent(self) -> int:
-        """Rows that leave the rank on the way to the experts."""
+        """Rows sent to other ranks on the way to the experts."""
         return sum(self.sends) - self.sends[self.position]
 
     @property
     def returned(self) -> int:
-        """Rows that come to it, and leave it on the way back."""
+        """Rows received from other ranks, which are sent back on the way back."""
         return sum(self.receives) - self.receives[self.position]
 
 
@@ -49,10 +49,10 @@ Route = tuple[HopRows, ...]  # the hops on the way of some tokens to their exper
 
 
 def count_prefixes(experts: Tensor, num_experts: int, degrees: Sequence[int]) -> Tensor:
-    """Number of tokens with an expert in each prefix of units: int64, the prefixes of one length after the other.
+    """Number of tokens with an expert in each prefix of units, int64, concatenated by prefix length.
 
-    The first is of the empty prefix: tokens with any expert. `experts` (T, k) are the choices, -1 for none; `degrees`
-    d_1 .. d_m divide the experts in turn.
+    The first counts the empty prefix: tokens with any expert. `experts` (T, k) are the choices, -1 for none;
+    `degrees` d_1 .. d_m successively divide the experts.
     """
     none, units = experts < 0, 1
     counts = [(~none).any(1).sum().view(1)]
@@ -70,9 +70,9 @@ def route_of(
     degrees: Sequence[Sequence[int]],
     places: Sequence[Sequence[int]],
 ) -> Route:
-    """The hops of the rank at `places` from the counts of all ranks, `table` (d_1 .. d_m w_1 .. w_q, prefixes).
+    """The hops of the rank at `places`, from the counts of all ranks, `table` (d_1 .. d_m w_1 .. w_q, prefixes).
 
-    `tiers`, `degrees` and `places` are of the expert axis and of the rows, the outermost tier first.
+    `tiers`, `degrees` and `places` each hold those of the expert axis, then of the rows, outermost tier first.
     """
     (expert_tiers, row_tiers), (wide, rows), (here, row) = tiers, degrees, places
     ranks = (*wide, *rows)

@@ -1,4 +1,4 @@
-"""Choices of whole sequences where several ranks have their tokens: each rank counts its own, and all add them up."""
+"""Router choices of sequences that ranks share: each rank counts its own tokens, and counts are summed over ranks."""
 
 from collections.abc import Iterable, Sequence
 
@@ -17,7 +17,7 @@ from terrace.runtime.tensor.axis_comm import AxisComm
 
 
 def choices_axes(blocks: Sequence[nn.Module], comm: Comm, in_block: InBlockComm) -> list[InBlockAxis]:
-    """The axis whose ranks add up choices of whole sequences; none where no ranks share sequences that matter."""
+    """The axis that sums router choices of sequences over ranks, or nothing if it is not needed."""
     program = comm.program
     held = program.stage.held
     if not any(choice_messages(program.tensor, program.blocks[index]) for index in held):
@@ -27,7 +27,7 @@ def choices_axes(blocks: Sequence[nn.Module], comm: Comm, in_block: InBlockComm)
 
 
 class SharedChoices(InBlockAxis):
-    """Puts itself into the gating of the routers of `blocks`, for ranks that share sequences."""
+    """Installs itself in the gating of the routers of `blocks`, for ranks that share sequences."""
 
     def __init__(self, comm: AxisComm, plan: Plan, blocks: Iterable[nn.Module]) -> None:
         self.in_block, self._comm = comm.in_block, comm
@@ -39,11 +39,11 @@ class SharedChoices(InBlockAxis):
             gating.add_up = self._add_up
 
     def remove(self) -> None:
-        """Leave each rank to the tokens that it has."""
+        """Let each rank count its own tokens alone again."""
         for gating in self._gatings:
             gating.add_up = None
 
     def _add_up(self, choices: Tensor) -> Tensor:
-        """The sum of `choices` (B, E) of all ranks."""
+        """Sum `choices` (B, E) over all ranks."""
         gathered = self._comm.every(choices.to(self._dtype).flatten())
         return gathered.sum(0, dtype=choices.dtype).view(choices.shape)

@@ -1,19 +1,19 @@
-"""Rows of a chunk of tokens on their way to experts and back, one hop after the other.
+"""Rows of a chunk of tokens on their way to experts and back, hop by hop.
 
     there   a row goes to every unit of a tier that has one of its experts
-    back    the result of a row goes where the row came from, and is summed there
+    back    the row's result returns to where the row came from, and is summed there
 
-In a forward tokens go there and results come back; in a backward gradients of results go there, and gradients of tokens
-come back. Rows arrive in the order of the peers, and are added up in that order, in fp32 at least: no sum depends on
-when a message comes.
+In a forward, tokens go there and results come back; in a backward, gradients of results go there and gradients of
+tokens come back. Rows are received and summed in the order of the peers, in fp32 at least, so no sum depends on when
+messages arrive.
 
-A row is coded by itself in the format of its class and tier, so its rounding depends on no other row. Toward experts it
-is coded once for neighbouring hops of one format, which pass the codes on; a rank's own rows are rounded too, so
-that an expert sees the same row anywhere. Back from them the rows that leave a rank are coded anew at each hop, and its
-own enter the sum as they are. Weights, their gradients and choices are never coded.
+Each row is encoded separately in the format of its class and tier, so its rounding depends on no other row. Toward
+experts it is encoded once for consecutive hops of one format, which pass the codes on; a rank's own rows are rounded
+too, so that an expert sees the same row on any rank. On the way back, rows sent to other ranks are encoded anew at
+each hop, and own rows are summed unrounded. Weights, their gradients and choices are never rounded.
 
-A chunk is one or several *pieces* of the tokens, neighbours in a micro-batch: a chunk of a forward may be several of a
-backward, or the other way round. Rows lie piece after piece, and in a message piece after piece for each peer.
+A chunk is one or several *pieces*, consecutive tokens of a micro-batch; forward and backward may divide the pieces
+into chunks differently. Rows are ordered by piece, and within a message by peer, then piece.
 
 Shape legend: T tokens, N rows that arrive at a rank, H hidden, k experts of a token, E experts.
 """
@@ -33,27 +33,27 @@ from terrace.runtime.routing.route import HopRows
 
 
 class Carrier(Protocol):
-    """Sends rows to the peers of a hop."""
+    """Encodes rows and exchanges them with the peers of a hop."""
 
     def wire(self, message: RoutedMessage) -> WireFormat:
-        """The format of the rows of a message."""
+        """The wire format of a message's rows."""
 
     def code(self, message: RoutedMessage, rows: Tensor) -> Tensor:
-        """Rows (n, H) in that format, (n, bytes)."""
+        """Encode rows (n, H) to (n, bytes)."""
 
     def read(self, message: RoutedMessage, coded: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows (n, H) of their codes (n, bytes)."""
+        """Decode rows (n, bytes) to (n, H)."""
 
     def exchange(self, message: RoutedMessage, sent: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-        """Bytes received for `sent` (n, bytes), both in the order of the peers, with numbers of rows for each."""
+        """Exchange rows `sent` (n, bytes), in the order of the peers; `sends` and `receives` count rows per peer."""
 
 
 @dataclass
 class Way:
-    """The route of one piece of a micro-batch through one layer, and, once its tokens have gone it, which rows went
-    where.
+    """The route of one piece of a micro-batch through one layer, and which rows each peer was sent.
 
-    `units` is the experts (first, last + 1) of the units of each hop, by peer; none where every row goes to every peer.
+    `units` are the expert ranges (first, last + 1) of each hop's units, by peer; empty if every row goes to every
+    peer.
     """
 
     tokens: int
@@ -62,15 +62,15 @@ class Way:
     rows: list[tuple[Tensor, ...]] = field(default_factory=list)  # by hop, the rows that each peer got
 
     def held(self, number: int) -> int:
-        """Rows on the rank before hop `number`; after the last, those that arrive."""
+        """Rows on this rank before hop `number`; after the last hop, the rows that arrived."""
         return sum(self.hops[number - 1].receives) if number else self.tokens
 
 
 class Chunk:
-    """Rows of some pieces, there or on their way; every hop is one message, whose work runs on its lane.
+    """Rows of some pieces, at either end or in flight. Every hop is one message, whose work runs on its lane.
 
-    `parts` (n, ...) are elements (H), then in a forward weights (k) and choices (k), or in a backward on the way back
-    gradients of weights.
+    `parts` (n, ...) are hidden elements (H), followed in a forward by weights (k) and choices (k), and on the way
+    back of a backward by gradients of weights.
     """
 
     def __init__(self, carrier: Carrier, ways: Sequence[Way], parts: Sequence[Tensor]) -> None:
@@ -80,11 +80,11 @@ class Chunk:
         self._passed: list[tuple[Tensor, ...]] = []
 
     def turn(self, parts: Sequence[Tensor]) -> None:
-        """Take the results of the rows that arrived, to be brought back."""
+        """Set the results of the rows that arrived, to be sent back."""
         self.parts, self._dtypes = tuple(parts), [part.dtype for part in parts]
 
     def go(self, message: RoutedMessage) -> None:
-        """The hop of a message; on CUDA the tensors that its work has read stay until `arrived`."""
+        """Run the hop of a message. On CUDA, tensors that it reads are kept until `arrived`."""
         self._passed.append(self.parts)
         number = next(
             number
@@ -94,11 +94,11 @@ class Chunk:
         (self._there if message.message_class is MessageClass.DISPATCH else self._back)(number, message)
 
     def arrived(self) -> None:
-        """Drop the tensors that messages have read: the computation has waited for them."""
+        """Release the tensors that messages have read; the compute stream has waited for them."""
         self._passed.clear()
 
     def pieces(self) -> list[list[Tensor]]:
-        """The rows that have arrived, of each piece."""
+        """The rows of each piece that have arrived."""
         sizes = [way.held(len(way.hops)) for way in self._ways]
         return [list(each) for each in zip(*(torch.split(part, sizes) for part in self.parts), strict=True)]
 
@@ -161,7 +161,7 @@ class Chunk:
         return [way.hops[number] for way in self._ways]
 
     def _index(self, number: int) -> list[Tensor]:
-        """By peer, its rows among all of the chunk before a hop."""
+        """By peer, indices of its rows among all rows of the chunk before a hop."""
         if len(self._ways) == 1:
             return list(self._ways[0].rows[number])
         starts = [0, *accumulate(way.held(number) for way in self._ways)]
@@ -176,7 +176,7 @@ class Chunk:
     def _by_peer(
         received: Tensor, own_rows: Tensor, numbers: Sequence[Sequence[int]], own: int
     ) -> list[tuple[Tensor, ...]]:
-        """By peer, the rows of each piece."""
+        """The rows of each piece, by peer."""
         found, start = [], 0
         for peer, sizes in enumerate(zip(*numbers, strict=True)):
             if peer == own:
@@ -188,7 +188,7 @@ class Chunk:
 
 
 def _wanted(experts: Tensor, hop: HopRows, units: Sequence[tuple[int, int]]) -> tuple[Tensor, ...]:
-    """The rows of `experts` (n, k) that each peer gets."""
+    """Indices of the rows of `experts` (n, k) to send to each peer."""
     if hop.copies:
         return (_places((experts >= 0).any(1), hop.sends[0]),) * len(hop.sends)
     wanted = [((experts >= first) & (experts < last)).any(1) for first, last in units]
@@ -196,7 +196,7 @@ def _wanted(experts: Tensor, hop: HopRows, units: Sequence[tuple[int, int]]) -> 
 
 
 def _places(wanted: Tensor, number: int) -> Tensor:
-    """Indexes of the `number` true elements of `wanted` (n)."""
+    """Indices of the `number` true elements of `wanted` (n)."""
     if wanted.is_cuda:
         # The route has counted them: the host, which may be issuing messages on a lane, need not wait for the device.
         return torch.nonzero_static(wanted, size=number).squeeze(1)
@@ -210,7 +210,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _packed(parts: Sequence[Tensor]) -> Tensor:
-    """The bytes of each row of all parts, one after the other."""
+    """The bytes of all parts, concatenated by row."""
     views = [as_bytes(part) for part in parts]
     return views[0] if len(views) == 1 else torch.cat(views, 1)
 
