@@ -1,1 +1,1 @@
-"""The tensor axis at run time: single-device blocks, cut over ranks from outside."""
+"""The tensor axis at run time: splits unmodified single-device blocks over ranks."""

@@ -1,4 +1,4 @@
-"""Applying the tensor axis to a model's blocks: a stand-in for each operation, by its type and its dims.
+"""Applies the tensor axis to a model's blocks: replaces each operation's module, by the operation's type and dims.
 
     product of a region's gathered input  `ColumnLinear`
     product back into the stream          `RowLinear`; the module that holds it is entered from the stream
@@ -6,11 +6,11 @@
     norm                                  `Norm`, over the ranks that share its features
     look-up                               `VocabParallelEmbedding`
     loss, score                           `VocabParallelHead`, `ValueParallelHead`
-    mixture                               its own parts of tokens
+    mixture                               stays, and routes this rank's part of the tokens
 
-The model's code is not touched: its submodules are replaced under the same names. So it is with blocks of a
-`transformers` model that are declared (terrace.model.hf.declared): rows cut heads and inner features, and a layer's own
-code sees fewer of them.
+Model code is unchanged: submodules are replaced under the same names. This includes declared blocks of a
+`transformers` model (terrace.model.hf.declared): rows split heads and inner features, and a layer's own code sees
+fewer of them.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -83,9 +83,9 @@ def make_axis(
 def parallelise(
     blocks: Sequence[nn.Module], program: Program, rank: int, axis: TensorAxis, objective: Objective
 ) -> tuple[list[nn.Module], Objective]:
-    """This rank's stand-ins for `blocks` and for the loss: modules on meta, with sliced parameters.
+    """This rank's replacements for `blocks` and the loss: modules with split parameters on the meta device.
 
-    Raises `ModelError` for blocks and losses that have no form under the tensor axis.
+    Raises `ModelError` for blocks and losses that the tensor axis does not support.
     """
     first, last = blocks[0], blocks[-1]
     has_values = isinstance(last, decoder.ValueHead)
@@ -114,7 +114,7 @@ def parallelise(
 
 
 def _cut_loss(objective: Objective, cutter: "_Cutter", axis: TensorAxis) -> Objective:
-    """`objective` of hidden states, whose head has a part of the output matrix; its values come later."""
+    """`objective` in terms of hidden states and the head's part of the output matrix, which is filled in later."""
     head, part, cap = cutter.head, cutter.part, cutter.cap
 
     def losses(hidden: Tensor, labels: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ def _cut_loss(objective: Objective, cutter: "_Cutter", axis: TensorAxis) -> Obje
 
 
 class _Cutter:
-    """Replaces modules of one block after the other, in place; a block at an end may itself be replaced."""
+    """Replaces modules of blocks in place, block by block; the first and the last block may be replaced themselves."""
 
     head: modules.VocabParallelHead  # whose product is the loss's own, with logits of at most `cap`
     cap: float
@@ -140,7 +140,7 @@ class _Cutter:
         self.part = slice(0)  # of the vocabulary: this rank's rows of the table, a tied one or the last
 
     def block(self, index: int, block: nn.Module) -> nn.Module:
-        """The block with stand-ins, or its own stand-in; raises `ModelError` for a parameter of no operation."""
+        """The block with replaced modules, or its replacement. Raises `ModelError` for a parameter of no operation."""
         spec = self._program.blocks[index]
         self._params, self._block = {param.name: param for param in spec.params}, block
         self._gathered: Operand | None = None  # the input of the region that is under way
@@ -193,7 +193,7 @@ class _Cutter:
         self._block = modules.ValueParallelHead(block.score, block.norm, self._axis)
 
     def norm(self, operation: Norm) -> None:
-        """Norms of `transformers` have an epsilon under several names, which their declaration has found."""
+        """The epsilon of a `transformers` norm has several names; the block's declaration knows it."""
         name, axis = operation.weight, self._axis
         module: Any = self._block.get_submodule(name)
         epsilons: Mapping[str, float] | None = getattr(self._block, "epsilons", None)
@@ -231,7 +231,7 @@ class _Cutter:
             self._entering.append(operation.weight)
 
     def mixture(self, operation: Mixture) -> None:
-        """A mixture has this rank's part of its parameters, and of the tokens that it routes."""
+        """Replace a mixture's parameters by this rank's part, and make it route this rank's part of the tokens."""
         mixture: Any = self._block.get_submodule(operation.weight)
         for owner in ("router", "gate", "up", "down"):
             child = getattr(mixture, owner)
@@ -241,11 +241,11 @@ class _Cutter:
         self._replace_all((*operation.shared, *operation.shared_gate))
 
     def enter(self, operation: Enter) -> None:
-        """Its result is gathered for the products that read it; others of a region read what a rank has."""
+        """Remember the operand that is gathered at the region's entry; products of others read what a rank has."""
         self._gathered = operation.target
 
     def nothing(self, operation: Operation) -> None:
-        """It has no parameters, and runs on a rank's part of its operands as on the whole."""
+        """Leave the module alone: it has no parameters, and runs on a part of its operands as on the whole."""
 
     def _enter(self, region: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         # transformers gives its attention hidden states by name, and its MLP by place.
@@ -263,7 +263,7 @@ class _Cutter:
         return used_part(dim, mesh.total("rows"), mesh.part(self._rank, "rows"))
 
     def _put(self, weight: str, stand_in: nn.Module) -> None:
-        """Replace the module that has this weight; a block that has it itself is replaced."""
+        """Replace the module that holds this weight, which may be the block itself."""
         path = weight.rpartition(".")[0]
         if path:
             parent, _, own = path.rpartition(".")
@@ -276,7 +276,7 @@ class _Cutter:
         return self._take(name)
 
     def _take(self, name: str) -> nn.Parameter:
-        """This rank's part of a parameter, which one operation has."""
+        """This rank's part of a parameter. Each parameter is taken by one operation."""
         spec = self._params.pop(name)
         return nn.Parameter(torch.empty(spec.shape, device="meta"), requires_grad=spec.trainable)
 

@@ -9,12 +9,12 @@ Let x_r be the tensor of rank r of n, [x_0; ...; x_n-1] the concatenation over t
     total     y_r = sum_s x_s                 x_r' = y_r' (the same on all)
     numbers   y_r = sum_s x_s                 x_r' = sum_s y_s'
 
-The first four are Megatron-LM's (1909.08053, section 3; 2205.05198, section 4.2: g and its conjugate). Under `copy`
-every rank uses the same x for another part of a result, so their gradients add up; after `total` every rank goes on
-with the same y and finds the same gradient. `sum_numbers` is for statistics such as a norm's, from which every rank
-makes its own part of a result.
+The first four are Megatron-LM's (1909.08053, section 3; 2205.05198, section 4.2: g and its conjugate). After `copy`
+every rank uses the same x for a different part of a result, so gradients are summed; after `total` every rank
+continues with the same y and computes the same gradient. `sum_numbers` is for statistics such as a norm's, from which
+every rank computes its own part of a result.
 
-Messages are of class `tensor`, in the wire format of each tier; numbers travel unrounded.
+Messages are of class `tensor`, in the wire format of each tier; numbers are sent unrounded.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,8 +43,8 @@ Map = Callable[[Tensor], Tensor]
 class AxisComm:
     """Collectives among the ranks that differ from this one on one tensor axis.
 
-    All of them run on the lane of messages inside blocks: they share its memory and its groups, which carry one message
-    after the other. Held-back weight gradients are computed while a message travels that ends a region's backward.
+    All run on the lane of messages inside blocks, because they share its memory and its groups, which carry one
+    message at a time. Deferred weight gradients run while the last message of a region's backward travels.
     """
 
     def __init__(
@@ -72,17 +72,17 @@ class AxisComm:
         self._transfers: dict[tuple[Leg, int], Transfer] = {}
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Gather x (m, ...) of all ranks, (n m, ...)."""
+        """All-gather x (m, ...) to (n m, ...)."""
         whole = x.new_empty((self.degree * x.shape[0], *x.shape[1:]))
         self.wait(self.start_gather(whole, x))
         return whole
 
     def start_gather(self, whole: Tensor, x: Tensor) -> InFlight:
-        """Begin to fill `whole` (n m, ...) with x (m, ...) of all ranks, neither of which may change until the wait."""
+        """Start to gather x (m, ...) into `whole` (n m, ...). Neither may change until the wait."""
         return self.in_block.submit(lambda: self._gather_into(whole, x), self._message(Leg.GATHER, whole))
 
     def start_reduce(self, part: Tensor, x: Tensor) -> InFlight:
-        """Begin to set `part` (m, ...) to this rank's part of the sum of x (n m, ...)."""
+        """Start to reduce-scatter x (n m, ...) into `part` (m, ...)."""
         return self.in_block.submit(lambda: self._reduce_into(part, x), self._message(Leg.REDUCE, x))
 
     def wait(self, flight: InFlight) -> None:
@@ -90,7 +90,7 @@ class AxisComm:
         self.in_block.wait(flight, self._ranks)
 
     def gather_products(self, x: Tensor, matrices: Sequence[Tensor], kind: ComputeKind) -> tuple[Tensor, list[Tensor]]:
-        """x (m, K) of all ranks, (n m, K), and its products with `matrices` (K, ...), made while it arrives."""
+        """All-gather x (m, K) to (n m, K), and multiply it with `matrices` (K, ...) while it arrives."""
         assert self._fused is not None, "only plans with fused messages call this"
         gather, found = self._fused.gather, list[tuple[Tensor, list[Tensor]]]()
         message = TensorMessage(Leg.GATHER, self._layout.axes, self.degree * x.numel())
@@ -98,7 +98,7 @@ class AxisComm:
         return found[0]
 
     def scatter_product(self, x: Tensor, matrix: Tensor, kind: ComputeKind) -> Tensor:
-        """This rank's part (m, N) of the sum of all ranks' x (n m, K) times their `matrix` (K, N)."""
+        """Reduce-scatter the product of x (n m, K) and `matrix` (K, N) to (m, N)."""
         assert self._fused is not None, "only plans with fused messages call this"
         scatter, found = self._fused.scatter, list[Tensor]()
         message = TensorMessage(Leg.REDUCE, self._layout.axes, x.shape[0] * matrix.shape[1])
@@ -113,13 +113,13 @@ class AxisComm:
         self.in_block.wait(flight, self._ranks, computes=True)
 
     def reduce_scatter(self, x: Tensor, *, ends_region: bool = False) -> Tensor:
-        """This rank's part (m, ...) of the sum of x (n m, ...); held-back weight gradients run if it `ends_region`."""
+        """Reduce-scatter x (n m, ...) to (m, ...). If it `ends_region`, deferred weight gradients run meanwhile."""
         part = x.new_empty((x.shape[0] // self.degree, *x.shape[1:]))
         self._finish(self.start_reduce(part, x), ends_region)
         return part
 
     def all_reduce(self, x: Tensor, *, ends_region: bool = False) -> Tensor:
-        """The sum of x over all ranks, the same bits on each; held-back weight gradients run if it `ends_region`."""
+        """Sum x over all ranks, bitwise equal on each. If it `ends_region`, deferred weight gradients run meanwhile."""
         # Padded, so that all ranks reduce equal parts.
         total = x.new_empty(-(-x.numel() // self.degree) * self.degree)
         legs = (self._message(leg, total) for leg in (Leg.REDUCE, Leg.GATHER))
@@ -177,7 +177,7 @@ class AxisComm:
         part.view(-1).copy_(self._collectives.reduce(transfer, source, self._origin))
 
     def every(self, x: Tensor) -> Tensor:
-        """Gather numbers x (m) of all ranks, (n, m), unrounded."""
+        """Gather numbers x (m) from all ranks, unrounded: (n, m)."""
         found: list[Tensor] = []
         transfer = self._transfer(Leg.NUMBERS, x.numel())
 
@@ -188,7 +188,7 @@ class AxisComm:
         return found[0]
 
     def gather(self, x: Tensor) -> Tensor:
-        """Gather x (m, ...) of all ranks, (n m, ...); backward: reduce-scatter."""
+        """All-gather x (m, ...) to (n m, ...); backward: reduce-scatter."""
         return self._sent(x, self.all_gather, self.reduce_scatter)
 
     def scatter(self, x: Tensor) -> Tensor:
@@ -196,16 +196,16 @@ class AxisComm:
         return self._sent(x, self.reduce_scatter, self.all_gather)
 
     def copy(self, x: Tensor) -> Tensor:
-        """Pass x on; backward: all-reduce."""
+        """Identity; backward: all-reduce."""
         same = self._sent(x, _same, lambda gradient: self.all_reduce(gradient, ends_region=True))
         return mark_returning(same) if is_returning(x) else same
 
     def total(self, x: Tensor) -> Tensor:
-        """All-reduce x; backward: nothing to send."""
+        """All-reduce x; backward: identity."""
         return self._sent(x, self.all_reduce, lambda gradient: gradient)
 
     def sum_numbers(self, x: Tensor) -> Tensor:
-        """Sum statistics x over all ranks; backward: the same sum of gradients."""
+        """Sum statistics x over all ranks, unrounded; backward: the same sum of gradients."""
         return self._sent(x, self._sum, self._sum)
 
     def _sum(self, x: Tensor) -> Tensor:
@@ -227,14 +227,14 @@ class _Mapped(Function):
 
 
 def mapped(x: Tensor, forward: Map, backward: Map) -> Tensor:
-    """`forward(x)`, whose gradient becomes x's by `backward`; both may send messages."""
+    """`forward(x)`, whose backward is `backward`. Both may send messages."""
     return apply(_Mapped, x, forward, backward)
 
 
 def share(x: Tensor, num_ranks: int) -> Tensor:
-    """Pass x on; backward: 1 / `num_ranks` of its gradient, which every rank finds whole.
+    """Identity; backward: the gradient times 1 / `num_ranks`.
 
-    Gradients of parameters that ranks share are added up over these ranks.
+    For gradients that `num_ranks` ranks compute in full, and that are later summed over these ranks.
     """
     return x if num_ranks == 1 else mapped(x, _same, lambda gradient: gradient * (1 / num_ranks))
 
@@ -244,6 +244,6 @@ def _same(x: Tensor) -> Tensor:
 
 
 def apply(function: type[Function], *arguments: object) -> Tensor:
-    """Apply an autograd function of one result."""
+    """Apply an autograd function with one result."""
     result: Tensor = function.apply(*arguments)  # type: ignore[no-untyped-call]
     return result

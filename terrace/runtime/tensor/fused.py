@@ -1,4 +1,4 @@
-"""Products of a region that are one operation with their messages (`tensor_chunks = "fused"`).
+"""A region's products fused with their messages (`tensor_chunks = "fused"`).
 
 With x_r the residual stream of rank r, W_i the matrices into a region and V the one out of it:
 
@@ -8,8 +8,8 @@ With x_r the residual stream of rank r, W_i the matrices into a region and V the
     leave    forward     z_r = part r of sum_s u_s V^T              product and reduction fused
              backward    u_r' = [z_0'; ...; z_n-1'] V               gather and product fused
 
-The reduction of the input's gradient has the weight gradients to hide behind. Fused with the gradients of inputs it
-would want the matrices put together first, and share their time with the second gather of the input.
+The reduction of the input's gradient overlaps with weight gradients. Fusing it with the input gradients would require
+concatenated matrices, and it would compete with the second gather of the input.
 
 Shape legend: m tokens of a rank, T = n m tokens, H hidden, N inner features of a rank.
 """
@@ -30,13 +30,13 @@ from terrace.runtime.tensor.regathered import RegatheredInput
 def gather_products(
     x: Tensor, weights: Sequence[nn.Parameter], comm: AxisComm, held: RegatheredInput
 ) -> tuple[Tensor, list[Tensor]]:
-    """x (m, H) of all ranks (T, H), and its products with the transposed `weights` (N, H), (T, N) each."""
+    """All-gather x (m, H) to (T, H), and multiply it with the transposed `weights` (N, H): (T, N) each."""
     whole, *products = _GatherProducts.apply(x, comm, held, *weights)  # type: ignore[no-untyped-call]
     return whole, products
 
 
 def scatter_product(x: Tensor, weight: nn.Parameter, comm: AxisComm, held: RegatheredInput) -> Tensor:
-    """This rank's part (m, H) of the sum over the ranks of x (T, N) times the transposed weight (H, N)."""
+    """Reduce-scatter the product of x (T, N) and the transposed weight (H, N) to (m, H)."""
     return apply(_ScatterProduct, x, weight, comm, held)
 
 

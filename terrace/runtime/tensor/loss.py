@@ -1,13 +1,13 @@
-"""Cross entropy over a vocabulary of which every tensor rank has a part (Megatron-LM 1909.08053, section 3).
+"""Cross entropy with the vocabulary split over tensor ranks (Megatron-LM 1909.08053, section 3).
 
-A rank computes the logits of its part. Three numbers a token are exchanged: the largest logit, the sum of
-exponentials relative to it, and the label's logit where the rank has it. With M the largest of all and Z = sum_r s_r
+A rank computes the logits of its part. Three numbers per token are exchanged: the largest logit m_r, the sum s_r of
+exponentials relative to it, and the label's logit if the rank has it. With M the largest of all and Z = sum_r s_r
 exp(m_r - M), the loss of a token is M + log Z minus the label's logit, and the gradient of a logit x is exp(x - M) /
-Z, less one at the label. No other rank ever sees a logit.
+Z, less one at the label. Logits are never sent.
 
-The numbers of all tokens travel in one message in the forward, so logits come up twice, in the forward for the numbers
-and in the backward for the gradients. They are there a chunk of tokens at a time and computed again in the backward;
-where one chunk is all, they are kept instead.
+The numbers of all tokens are sent in one message, so the forward needs logits for the numbers and the backward for
+the gradients. They are computed in chunks of tokens, and recomputed in the backward unless a single chunk covers all
+and is kept.
 """
 
 from typing import Any
@@ -29,11 +29,11 @@ OPERANDS = 2
 def vocabulary_losses(
     hidden: Tensor, weight: nn.Parameter, labels: Tensor, part: slice, comm: AxisComm, cap: float = 0.0
 ) -> Tensor:
-    """Cross entropies of hidden states (B, S, H) against labels (B, S), of their shape, the same on every rank.
+    """Cross entropies (B, S) of hidden states (B, S, H) and labels (B, S), equal on every rank.
 
     `weight` (V', H) holds the rows `part` of the output matrix, then padding. Labels are as for
-    `terrace.model.decoder.token_loss`; the losses are in fp32 at least, and 0 where a label does not count. `cap`
-    bounds the logits; 0 is no cap.
+    `terrace.model.decoder.token_loss`. Losses are in fp32 at least, and 0 for ignored labels. `cap` bounds the
+    logits; 0 is no cap.
     """
     return apply(_Losses, hidden.flatten(0, 1), weight, labels.flatten(), part, comm, cap).view(labels.shape)
 
@@ -83,7 +83,7 @@ class _Losses(Function):
 
 
 def _take_numbers(logits: Tensor, local: Tensor, here: Tensor, numbers: Tensor) -> None:
-    """Fill `numbers` (3, n) from logits (n, v): largest logit, sum of exponentials, the label's logit if it is here."""
+    """Fill `numbers` (3, n) from logits (n, v): largest logit, sum of exponentials, the label's logit or 0."""
     for rows in slices(len(logits), _part_rows(logits)):
         x = logits[rows].to(numbers.dtype)
         if logits.shape[1]:
@@ -95,7 +95,7 @@ def _take_numbers(logits: Tensor, local: Tensor, here: Tensor, numbers: Tensor) 
 
 
 def _to_gradient(logits: Tensor, local: Tensor, here: Tensor, scale: Tensor, factor: Tensor, valid: int) -> None:
-    """Turn logits (n, V') into their gradient in place; padding gets none."""
+    """Replace logits (n, V') by their gradient in place; padding gets 0."""
     for rows in slices(len(logits), _part_rows(logits)):
         x = (logits[rows, :valid].to(scale.dtype) - scale[rows].unsqueeze(-1)).exp_()
         if valid:

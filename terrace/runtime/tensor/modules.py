@@ -1,10 +1,10 @@
-"""Stand-ins for the modules of a block under the tensor axis: the same names, a slice of the parameters each.
+"""Replacements for a block's modules under the tensor axis, with the same names and a part of the parameters each.
 
 Shape legend: B batch, S sequence, T = B S tokens, R rows, C columns, H hidden, D elements of a head, n inner features
 of a rank.
 
-Between blocks and in the residual stream an activation is (T'/R, H/C) with sequence parallelism (T' is T padded for R
-to divide), and (B, S, H/C) without. Inside attention and MLP it is (B, S, ...), with n features.
+Between blocks and in the residual stream an activation is (T'/R, H/C) with sequence parallelism (T' is T padded to a
+multiple of R), and (B, S, H/C) without. Inside attention and MLP it is (B, S, ...), with n features.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from terrace.runtime.tensor.regathered import RegatheredInput, await_input, gath
 
 @dataclass
 class TensorAxis(InBlockAxis):
-    """The tensor axis of one rank: its lines of ranks, and the (B, S) of the micro-batch that runs."""
+    """The tensor axis of one rank: collectives over its rows and columns, and the (B, S) of the current micro-batch."""
 
     rows: AxisComm
     columns: AxisComm
@@ -41,20 +41,20 @@ class TensorAxis(InBlockAxis):
 
     @property
     def edge(self) -> AxisComm:
-        """Ranks of a row have parts of an activation that crosses stages."""
+        """The ranks that split an activation sent to another stage."""
         return self.rows
 
     def begin(self, micro: int, batch: Batch, recomputed: bool) -> None:
-        """Set the (B, S) of the next pass; a recomputed block needs its gathered inputs again at once."""
+        """Set the (B, S) of the next pass. A recomputed block keeps gathered inputs: its backward follows at once."""
         self.shape, self.drops_inputs = tuple(batch.labels.shape), not recomputed
 
     @property
     def num_same(self) -> int:
-        """Number of ranks of a line of rows that compute the same on the residual stream."""
+        """Number of row ranks that compute the same on the residual stream."""
         return 1 if self.splits_tokens else self.rows.degree
 
     def enter(self, x: Tensor, region: nn.Module) -> Tensor:
-        """From the residual stream into attention or MLP, the `region`: (B, S, H/C)."""
+        """Go from the residual stream into attention or MLP, the `region`: (B, S, H/C)."""
         if not self.splits_tokens:
             return self.rows.copy(x)
         self._input = RegatheredInput(self.drops_inputs, self.num_chunks)
@@ -67,23 +67,23 @@ class TensorAxis(InBlockAxis):
         return self.unpad(gather_input(x, self.rows, self._input))
 
     def product(self, x: Tensor, weight: nn.Parameter) -> Tensor:
-        """Multiply the input of a region, part by part while it arrives; a fused product has been made by `enter`."""
+        """Multiply the input of a region, in parts while it arrives. A fused product comes from `enter`."""
         if self.fuses and id(weight) in self._products:
             return self.unpad(self._products.pop(id(weight)))
         arriving = self.splits_tokens and self._input.is_arriving
         return arriving_linear(x, weight, self._input, self.shape) if arriving else F.linear(x, weight)
 
     def reads_input(self, y: Tensor) -> Tensor:
-        """Wrap y, made from a region's input by plain autograd ops: its backward waits until the input is back."""
+        """Make the backward of y, computed from a region's input by autograd ops, wait for the regathered input."""
         if not self.splits_tokens:
             return y
         assert not self._input.is_arriving, "the first product of a region is of a weight that is cut, so it awaits all"
         return await_input(y, self.rows, self._input)
 
     def leave(self, x: Tensor, weight: nn.Parameter, more: Tensor | None = None) -> Tensor:
-        """Multiply x (B, S, n), and sum the parts that the rows have of the result, back into the residual stream.
+        """Multiply x (B, S, n) and sum the result over the rows, back into the residual stream.
 
-        `more` (B, S, H/C) is a part of the same sum.
+        `more` (B, S, H/C) is added to this rank's term of the sum.
         """
         if self.fuses:
             assert more is None, "plans with fused products have no adapters"
@@ -104,16 +104,16 @@ class TensorAxis(InBlockAxis):
         return reduce_output(self.pad(y), self.rows, held)
 
     def pad(self, x: Tensor) -> Tensor:
-        """From x (B, S, ...) to (T', ...)."""
+        """Flatten and pad x (B, S, ...) to (T', ...)."""
         x = x.flatten(0, 1)
         return padded(x, x.shape[0] + -x.shape[0] % self.rows.degree)
 
     def unpad(self, x: Tensor) -> Tensor:
-        """From x (T', ...) to (B, S, ...)."""
+        """Restore x (T', ...) to (B, S, ...)."""
         return x[: self.shape[0] * self.shape[1]].view(*self.shape, *x.shape[1:])
 
     def spread(self, x: Tensor) -> Tensor:
-        """Sum x (m, H) over the columns and keep a part of the features: (m, H/C)."""
+        """Sum x (m, H) over the columns and keep this rank's features: (m, H/C)."""
         num = self.columns.degree
         if num == 1:
             return x
@@ -121,31 +121,31 @@ class TensorAxis(InBlockAxis):
         return self.columns.scatter(x.view(x.shape[0], num, -1).transpose(0, 1).flatten(0, 1))
 
     def collect(self, x: Tensor) -> Tensor:
-        """Gather the features of x (m, H/C) from the columns: (m, H)."""
+        """Gather the features of x (m, H/C) over the columns: (m, H)."""
         num = self.columns.degree
         if num == 1:
             return x
         return self.columns.gather(x).view(num, x.shape[0], -1).transpose(0, 1).flatten(1)
 
     def whole(self, x: Tensor) -> Tensor:
-        """Gather the residual stream, wherever its tokens and features stand: (B, S, H)."""
+        """Gather the tokens and features of the residual stream: (B, S, H)."""
         if self.splits_tokens:
             return self.unpad(self.collect(self.rows.gather(x)))
         return self.collect(self.rows.copy(x).flatten(0, 1)).view(*self.shape, -1)
 
 
 def padded(x: Tensor, size: int) -> Tensor:
-    """x with rows of zeros up to `size`."""
+    """x padded with zero rows to `size` rows."""
     return F.pad(x, (0, 0, 0, size - x.shape[0])) if x.shape[0] < size else x
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """This rank's part of an adapter: `down` (rank, inputs) and `up` (outputs, rank), cut as the weight beside them.
+    """This rank's part of an adapter: `down` (rank, inputs) and `up` (outputs, rank), split like the weight.
 
-    The weight's product is a sum over the axis that cuts its inputs, and so is the adapter's: a rank adds its own
-    x_l A_l^T B^T to its own product, and one message carries both sums. The matrix that is not cut has a part of its
-    gradient on each rank.
+    The weight's product is a sum over the axis that splits its inputs, and so is the adapter's: a rank adds its term
+    x_l A_l^T B^T to that of the weight, and one message carries both. Each rank has a part of the gradient of the
+    matrix that is not split.
     """
 
     down: nn.Parameter
@@ -165,7 +165,7 @@ class _Linear(nn.Module):
         self._scale = 0.0 if adapter is None else adapter.scale
 
     def adapted(self, x: Tensor, used: slice | None = None, num_same: int = 1) -> Tensor | None:
-        """The adapter's product for x (..., inputs), of the outputs `used`; None without an adapter."""
+        """The adapter's product for x (..., inputs), limited to outputs `used`; None without an adapter."""
         down, up = self.lora_a, self.lora_b
         if down is None or up is None:
             return None
@@ -174,9 +174,10 @@ class _Linear(nn.Module):
 
 
 class ColumnLinear(_Linear):
-    """From (B, S, H/C) to (B, S, n): a rank has some rows of the weight, so some columns of the result.
+    """(B, S, H/C) to (B, S, n): a rank has some rows of the weight, and computes some columns of the result.
 
-    `used` is the part of the output that this rank needs where it holds all of it (key-value heads), else None.
+    `used` is the part of the output that this rank needs if it holds a whole weight (key-value heads), otherwise
+    None.
     """
 
     def __init__(
@@ -192,7 +193,7 @@ class ColumnLinear(_Linear):
 
     @property
     def is_whole(self) -> bool:
-        """Whether a rank multiplies with all that it has of the weight."""
+        """Whether a rank uses all of the weight that it holds."""
         return self._used is None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -210,7 +211,7 @@ class ColumnLinear(_Linear):
 
 
 class WholeLinear(_Linear):
-    """From features that a rank has whole, of the tokens that it has; `num_same` ranks find the same gradient."""
+    """A product over features that a rank holds whole, for its tokens. `num_same` ranks compute the same gradient."""
 
     def __init__(
         self,
@@ -232,7 +233,7 @@ class WholeLinear(_Linear):
 
 
 class RowLinear(_Linear):
-    """From (B, S, n) to the residual stream: a rank has some columns of the weight, so a part of a sum."""
+    """(B, S, n) to the residual stream: a rank has some columns of the weight, and computes one term of a sum."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply, sum over the rows, add the bias once."""
@@ -242,11 +243,11 @@ class RowLinear(_Linear):
 
 
 class Norm(nn.Module):
-    """A norm over features that the ranks of `parts` share, all of which a rank has where it is None; (..., n) to it.
+    """A norm over features (..., n) that are split over the ranks of `parts`; None if each rank has all of them.
 
-    `num_same` ranks find the same gradient of the weight, and contribute their share of it each; others find parts of
-    it. `used` is the part of the weight for this rank's features where it holds more; rows that share a key-value head
-    count it once each, as often as any other.
+    `num_same` ranks compute the same gradient of the weight, and each contributes its share; other ranks compute
+    parts of it. `used` is the part of the weight for this rank's features, if it holds more. A key-value head that
+    several rows share counts once for each of them, as often as any other.
     """
 
     def __init__(
@@ -266,7 +267,7 @@ class Norm(nn.Module):
         self._parts, self._num_same, self._used = parts, num_same, used
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise x: by its mean square without a bias, by mean and variance with one."""
+        """Normalise x: by its mean square if there is no bias, otherwise by mean and variance."""
         weight = share(self.weight, self._num_same)
         weight = weight + self.offset if self.offset else weight
         weight = weight if self._used is None else weight[self._used]
@@ -290,7 +291,7 @@ def _mean(x: Tensor, parts: AxisComm) -> Tensor:
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Tokens (B, S) to the residual stream; a rank looks up the part of the vocabulary that it has."""
+    """Tokens (B, S) to the residual stream. A rank looks up its part of the vocabulary."""
 
     def __init__(
         self, weight: nn.Parameter, positions: nn.Parameter | None, part: slice, axis: TensorAxis, scale: float = 1.0
@@ -301,13 +302,13 @@ class VocabParallelEmbedding(nn.Module):
         self._axis = axis
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Look up tokens (B, S), at `positions` (B, S) or else 0 .. S-1.
+        """Look up tokens (B, S) at `positions` (B, S), by default 0 .. S-1.
 
-        Raises `ModelError` when one exceeds the learned positions.
+        Raises `ModelError` for a position beyond the learned ones.
         """
         axis = self._axis
         elsewhere = (tokens < self._part.start) | (tokens >= self._part.stop)
-        # Rows of other ranks are zero here and come in by the sum.
+        # Other ranks' rows are zero here and are added by the sum.
         found = F.embedding((tokens - self._part.start).masked_fill(elsewhere, 0), self.weight)
         found = scaled(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.scale)  # (B, S, H)
         if axis.splits_tokens:
@@ -334,9 +335,9 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class VocabParallelHead(nn.Module):
-    """Residual stream to the loss input: normalised hidden states (B, S, H) on every rank.
+    """Residual stream to the input of the loss: normalised hidden states (B, S, H) on every rank.
 
-    The product with the output matrix is the loss's own (terrace.runtime.tensor.loss): logits never exist whole.
+    The loss multiplies with the output matrix (terrace.runtime.tensor.loss), so whole logits are never allocated.
     """
 
     def __init__(self, weight: nn.Parameter, norm: nn.Module, axis: TensorAxis, divisor: float = 1.0) -> None:
@@ -347,13 +348,13 @@ class VocabParallelHead(nn.Module):
         self._axis = axis
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Normalise x, wherever its tokens stand, and gather it from rows and columns."""
+        """Normalise x, and gather its tokens and features."""
         x = self.norm(x)
         return self._axis.whole(x if self.divisor == 1.0 else x / self.divisor)
 
 
 class ValueParallelHead(nn.Module):
-    """Residual stream to values (B, S), the same on every rank, each of which has the score whole."""
+    """Residual stream to values (B, S), equal on every rank. Each rank holds the whole score matrix."""
 
     def __init__(self, score: nn.Linear, norm: Norm, axis: TensorAxis) -> None:
         super().__init__()
@@ -362,6 +363,6 @@ class ValueParallelHead(nn.Module):
         self._axis = axis
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Normalise x, gather it, multiply; every rank finds the whole gradient of values and passes on its share."""
+        """Normalise x, gather it, multiply. Every rank gets the values' whole gradient, and passes on its share."""
         values: Tensor = self.score(self._axis.whole(self.norm(x))).squeeze(-1)
         return share(values.to(torch.promote_types(values.dtype, torch.float32)), self._axis.both.degree)

@@ -1,12 +1,12 @@
-"""Products that overlap with the messages of a region, in parts (FLUX, 2406.06858, at the level of chunks).
+"""Products that overlap with a region's messages, in chunks (as FLUX, 2406.06858, does in tiles).
 
-    forward    while a part of the gathered input is multiplied, the next one is under way;
-               while a part of the result is summed over the rows, the next one is multiplied
-    backward   while a part of the gathered gradient is multiplied, the next one is under way;
+    forward    the next part of the input is gathered while one is multiplied;
+               the next part of the result is multiplied while one is summed over the rows
+    backward   the next part of the output gradient is gathered while one is multiplied;
                the message of the input gradient travels while the weight gradients are computed (AxisComm)
 
-A part holds the same tokens of every rank's slice, so each is gathered or summed by itself with the same results as the
-whole message. Shape legend: T tokens, R rows, m = T/R tokens of a rank, n inner features, H hidden.
+A part holds the same tokens of every rank's slice, so each can be gathered or summed separately with the same result
+as the whole message. Shape legend: T tokens, R rows, m = T/R tokens of a rank, n inner features, H hidden.
 """
 
 from collections.abc import Sequence
@@ -25,16 +25,14 @@ from terrace.runtime.tensor.regathered import RegatheredInput
 
 
 def arriving_linear(x: Tensor, weight: nn.Parameter, held: RegatheredInput, shape: Sequence[int]) -> Tensor:
-    """`F.linear(x, weight)` for a region's input x (B, S, H) while parts of x still arrive."""
+    """`F.linear(x, weight)` for a region's input x (B, S, H), while parts of x still arrive."""
     return apply(_Arriving, x, weight, held, shape)
 
 
 def product_scatter(
     x: Tensor, weight: nn.Parameter, more: Tensor | None, comm: AxisComm, held: RegatheredInput
 ) -> Tensor:
-    """This rank's part (m, H) of the sum over the rows of x (T, n) times the transposed weight (H, n), plus `more`
-    (T, H).
-    """
+    """Reduce-scatter the product of x (T, n) and the transposed weight (H, n), plus `more` (T, H), to (m, H)."""
     return apply(_ProductScatter, x, weight, more, comm, held)
 
 

@@ -1,4 +1,4 @@
-"""The gathered input of a region: attention or MLP between the residual stream and back, under sequence parallelism."""
+"""The gathered input of a region (attention or MLP) under sequence parallelism."""
 
 from collections.abc import Iterator
 
@@ -13,11 +13,11 @@ from terrace.runtime.tensor.axis_comm import AxisComm, mapped
 
 
 class RegatheredInput:
-    """Gathered input of a region: dropped after its forward, gathered again for its weight gradients.
+    """Gathered input of a region: dropped after its forward, and gathered again for its weight gradients.
 
-    A rank thus keeps only its own part of every input (Korthikanti et al. 2205.05198, section 4.2.2). Autograd has
-    saved views of the whole, so the storage stays the same and is empty in between. It is refilled through a view with
-    a version counter of its own, since the values do not change.
+    So a rank keeps only its own part of every input (Korthikanti et al. 2205.05198, section 4.2.2). Autograd has
+    saved views of the whole input, so its storage object stays and is empty in between. It is refilled through a view
+    with a separate version counter, because the values do not change.
     """
 
     def __init__(self, drops: bool, num_chunks: int) -> None:
@@ -29,16 +29,16 @@ class RegatheredInput:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of one of them, padded."""
+        """Tokens of one rank, with padding."""
         return self._whole.shape[1]
 
     @property
     def is_arriving(self) -> bool:
-        """Whether parts of the input are still under way."""
+        """Whether parts of the input are still in flight."""
         return bool(self._arriving)
 
     def start(self, whole: Tensor, x: Tensor, comm: AxisComm) -> None:
-        """Begin to gather x (m, ...) into `whole` (n m, ...), part by part, each of all ranks."""
+        """Start to gather x (m, ...) into `whole` (n m, ...), in parts that each hold tokens of all ranks."""
         self.comm, self._whole = comm, whole.view(comm.degree, *x.shape)
         for start, stop in chunk_bounds(x.shape[0], self.num_chunks):
             # A part holds the same tokens of every rank, which are not contiguous in the whole.
@@ -46,7 +46,7 @@ class RegatheredInput:
             self._arriving.append((start, stop, part, comm.start_gather(part, x[start:stop])))
 
     def parts(self) -> Iterator[tuple[int, int, Tensor]]:
-        """(start, stop, values of all ranks) in order of arrival; they are in the whole input then."""
+        """Wait for each part, copy it to the whole input, and yield (start, stop, values of all ranks)."""
         for start, stop, part, flight in self._arriving:
             self.comm.wait(flight)
             # Later products and the backward read the whole input.
@@ -55,7 +55,7 @@ class RegatheredInput:
         self._arriving = []
 
     def hold(self, whole: Tensor, x: Tensor) -> None:
-        """Remember the input (n m, ...) and this rank's part of it, x (m, ...)."""
+        """Store what `drop` and `refill` need: the whole input (n m, ...) and this rank's part, x (m, ...)."""
         if self.drops:
             self._part = x.detach()
             self._storage = whole.untyped_storage()
@@ -65,19 +65,19 @@ class RegatheredInput:
             self._again.set_(self._storage, 0, whole.shape, whole.stride())
 
     def drop(self) -> None:
-        """Free the whole input: the region's forward is done."""
+        """Free the whole input, after the region's forward."""
         if self.drops:
             self._storage.resize_(0)
 
     def refill(self, comm: AxisComm) -> None:
-        """Begin to gather it again."""
+        """Start to gather the input again."""
         if self.drops:
             # The same storage grows again, so views saved by autograd see the values.
             self._storage.resize_(self._num_bytes)
             self._refill = comm.start_gather(self._again, self._part)
 
     def await_refilled(self, comm: AxisComm) -> None:
-        """Wait until it is there; only the first caller of a region waits."""
+        """Wait for `refill`; only the first caller in a region waits."""
         if self._refill is not None:
             comm.in_block.computes(ComputeKind.INPUT_GRADIENTS)  # by autograd, since the gather was begun
             comm.wait(self._refill)
@@ -85,7 +85,7 @@ class RegatheredInput:
 
 
 def gather_input(x: Tensor, comm: AxisComm, held: RegatheredInput) -> Tensor:
-    """Gather the input of a region, x (m, ...) of all ranks; `held` may drop it until the region's backward."""
+    """All-gather the input of a region, x (m, ...). `held` may drop it until the region's backward."""
 
     def forward(x: Tensor) -> Tensor:
         if held.num_chunks == 1:
@@ -105,7 +105,7 @@ def gather_input(x: Tensor, comm: AxisComm, held: RegatheredInput) -> Tensor:
 
 
 def reduce_output(x: Tensor, comm: AxisComm, held: RegatheredInput) -> Tensor:
-    """Reduce-scatter x, the output of a region; its backward begins to gather the dropped input again."""
+    """Reduce-scatter x, the output of a region. The backward starts to gather the dropped input again."""
 
     def forward(x: Tensor) -> Tensor:
         held.drop()
@@ -121,7 +121,7 @@ def reduce_output(x: Tensor, comm: AxisComm, held: RegatheredInput) -> Tensor:
 
 
 def await_input(y: Tensor, comm: AxisComm, held: RegatheredInput) -> Tensor:
-    """Identity in forward; its backward waits until the sequence-parallel input has been gathered again."""
+    """Identity; the backward waits until the region's input has been gathered again."""
 
     def backward(gradient: Tensor) -> Tensor:
         held.await_refilled(comm)

@@ -1,4 +1,4 @@
-"""Tokens of a mixture under the tensor axis: each row routes a part of them."""
+"""Mixtures under the tensor axis: each row rank routes a part of the tokens."""
 
 from torch import Tensor
 
@@ -8,10 +8,10 @@ from terrace.runtime.tensor.modules import TensorAxis, padded
 
 
 def routed_in_parts(routed: Map, axis: TensorAxis) -> Map:
-    """`routed` of a mixture, (T, H) to (T, H), so that each row routes its own part of the tokens, without padding.
+    """Wrap a mixture's `routed`, (T, H) to (T, H), so that each row rank routes its own tokens, without padding.
 
-    With sequence parallelism the tokens are a part already, padded at the end. Else all rows have the same: results
-    are gathered, and so are the gradients of the tokens.
+    With sequence parallelism the tokens are already a part, padded at the end. Otherwise all rows have the same
+    tokens: results, and gradients of the tokens, are gathered.
     """
     rows = axis.rows
 

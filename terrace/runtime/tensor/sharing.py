@@ -1,4 +1,4 @@
-"""Memory that the rows of a tensor axis share, where their messages are fused with products."""
+"""Shared memory between the rows of a tensor axis, for messages fused with products."""
 
 import socket
 
@@ -9,9 +9,9 @@ from terrace.runtime.comm import Comm
 
 
 def fused_operators(comm: Comm) -> symmetric.Operators | None:
-    """The operators of a plan with fused tensor messages, on memory that is shared now; None of another plan.
+    """The fused operators, with newly shared memory; None if the plan does not fuse tensor messages.
 
-    Every rank calls this. Raises `PlanError` where the ranks of a line share no memory.
+    Every rank calls this. Raises `PlanError` if the ranks of a line are on several hosts.
     """
     program = comm.program
     if not program.plan.fuses_tensor:
