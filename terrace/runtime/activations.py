@@ -1,4 +1,4 @@
-"""Activations and their gradients between blocks: within a rank, and from and to other stages."""
+"""Activations and activation gradients that pass between blocks, within a rank or between stages."""
 
 import math
 from collections import deque
@@ -23,7 +23,7 @@ Key = tuple[bool, int, int]  # (whether a gradient, block that made it, micro-ba
 
 @dataclass
 class Kept:
-    """A micro-batch's pass through a block, from its forward to its backward."""
+    """What a block keeps for one micro-batch from its forward to its backward."""
 
     inputs: Tensor
     output: Tensor | None  # with its graph; None when the backward computes it, or does so again
@@ -31,11 +31,11 @@ class Kept:
 
 
 class Activations:
-    """The activations and gradients of one step that exist or are arriving, until the block that reads them runs.
+    """Activations and gradients of one step, each held from when it is computed or received until a block takes it.
 
-    `edges` has what cuts an activation that crosses stages into parts, where an axis does. It travels in the format of
-    its class on the tier between the two stages; `origins` are the blocks whose output or input gradient this rank
-    sends.
+    On an edge between stages, `edges` splits an activation over the ranks of an axis, where one does. Messages use
+    the wire format of their class on the tier between the two stages. `origins` are the blocks whose output or input
+    gradient this rank sends.
     """
 
     def __init__(self, program: Program, comm: Comm, origins: Mapping[int, Origin], edges: Sequence[EdgeComm]) -> None:
@@ -46,15 +46,15 @@ class Activations:
         self._leaving: deque[tuple[Pending, Tensor]] = deque()  # with the values that must stay until they have left
 
     def put(self, key: Key, values: Tensor) -> None:
-        """Keep the output of a block."""
+        """Store the output of a block."""
         self._made[key] = values
 
     def arriving(self, key: Key) -> Pending | None:
-        """The message that brings `key`, if another stage made it."""
+        """The pending receive of `key`, or None if this stage computes it."""
         return self._arriving[key][0] if key in self._arriving else None
 
     def take(self, key: Key) -> Tensor:
-        """Hand over the values of `key`; a message that brings them must be over."""
+        """Remove and return the values of `key`. A receive of them must have completed."""
         # Made on this stage.
         if key not in self._arriving:
             return self._made.pop(key)
@@ -75,7 +75,7 @@ class Activations:
         self._arriving[now.backward, now.block, now.micro] = pending, values
 
     def send(self, now: Instruction, counter: int) -> None:
-        """Begin the message of a SEND, and drop values that have left meanwhile."""
+        """Start the message of a SEND, and drop the buffers of sends that have completed."""
         values, edge = self._made.pop((now.backward, now.block, now.micro)).detach(), self._program.edge
         if tuple(values.shape) != edge.shape:
             raise ModelError(
@@ -97,5 +97,5 @@ class Activations:
             self._leaving.popleft()[0].ticket.wait()  # raises the error of a failed send
 
     def leaving(self) -> Pending | None:
-        """The oldest message that was not waited for, None when none is left; the caller waits for it."""
+        """Remove and return the oldest send not yet waited for, or None. The caller waits for it."""
         return self._leaving.popleft()[0] if self._leaving else None

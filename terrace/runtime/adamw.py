@@ -1,8 +1,8 @@
 """AdamW on the slice of one flat buffer that this rank owns.
 
-torch's fused AdamW does the arithmetic, as the function: making the class's object imports torch._dynamo, which takes a
-process seconds. This file only cuts the slice where the matrices end, because weight decay applies to matrices only,
-and keeps the state as whole slices, as checkpoints store it.
+The arithmetic is torch's functional fused AdamW: constructing its optimizer class would import torch._dynamo, which
+takes seconds. This file splits the slice where the matrices end, because only matrices take weight decay, and keeps
+each state as one tensor per slice, as checkpoints store it.
 """
 
 import torch
@@ -14,7 +14,7 @@ from terrace.runtime.states import ADAMW
 
 
 class ShardedAdamW(Elementwise):
-    """AdamW, also for what Muon leaves to it, then with its share of the learning rate."""
+    """AdamW. For parameters that Muon does not update, the learning rate is scaled by `adamw_share`."""
 
     @property
     def group(self) -> str:

@@ -1,4 +1,4 @@
-"""Applying the in-block axes of a plan to the blocks of a rank, in their documented order."""
+"""Applies the in-block axes of a plan to the blocks of a rank, in their documented order."""
 
 from collections.abc import Callable, Sequence
 
@@ -27,7 +27,7 @@ Applied = tuple[InBlockAxis | None, Blocks, Objective]
 def apply_axes(
     blocks: Blocks, objective: Objective, comm: Comm, clock: Clock, weights: WeightGradients
 ) -> tuple[list[InBlockAxis], Blocks, Objective]:
-    """The in-block axes of a rank, and the blocks and the objective that it runs in place of `blocks`, `objective`.
+    """Apply the in-block axes. Returns the axes, and the blocks and the objective that replace the given ones.
 
     Raises `ModelError` for blocks that an axis cannot be applied to.
     """

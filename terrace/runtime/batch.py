@@ -1,4 +1,4 @@
-"""Micro-batches: whole rows, or a rank's part of rows that are spread over ranks."""
+"""Micro-batches: whole rows, or one rank's part of rows that are split over ranks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -14,18 +14,18 @@ from terrace.sequence.token_layout import TokenLayout
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One micro-batch: inputs and labels, both (B, S), of whole rows; with a `token_layout`, this rank's part (1, T).
+    """One micro-batch. Inputs and labels are whole rows (B, S) or, with a `token_layout`, this rank's tokens (1, T).
 
-    With `reads`, inputs are one row (1, T) and labels another (1, N): label n belongs to the output at token
-    `reads[0, n]`, int64, so that a token may have several labels, or none. Losses of token numbers and of values know
-    them, and models without routers.
+    `reads`, int64 (1, N), lets a token have any number of labels: inputs are then one row (1, T), labels are (1, N),
+    and label n belongs to the output at token `reads[0, n]`. Only losses of token numbers or values support it, in
+    models without routers.
 
-    `positions`, int64 of the inputs' shape, count the tokens of each document from 0, where a row holds several.
-    `places`, alike, are the places of the tokens in the run (`places_of`), the same under every plan, and -1 for tokens
-    that take no part in choices of routers; models without any need none. `shares`, alike, fp64, weigh tokens in
-    losses of routers (`shares_of`); only a part of rows needs them. `columns`, of the labels' shape, are read by a loss
-    of token numbers; `weights`, fp64, alike, are the counted labels' shares of the loss' divisor, 1 each if left out
-    (terrace.runtime.objective); losses of routers have the same divisor, and `shares` know them.
+    The other fields are optional. `positions`, int64 of the inputs' shape: position of each token in its document,
+    for rows that hold several. `places`, int64 of the same shape: index of each token in the run (`places_of`), equal
+    under every plan, -1 for tokens that routers do not choose for; only models with routers need it. `shares`, fp64
+    of the same shape: weight of each token in router losses (`shares_of`), only for a part of rows. `columns`, of the
+    labels' shape: further inputs of a loss of token numbers. `weights`, fp64 of the labels' shape: what each counted
+    label adds to the divisor of the loss, 1 by default (terrace.runtime.objective); `shares` already include them.
     """
 
     inputs: Tensor
@@ -39,7 +39,7 @@ class Batch:
     reads: Tensor | None = field(default=None, kw_only=True)
 
     def to(self, device: torch.device) -> "Batch":
-        """The batch on a device; from pinned memory the host does not wait."""
+        """Copy to a device; from pinned memory without blocking the host."""
         moved = {
             each.name: value.to(device, non_blocking=True)
             for each in fields(self)
@@ -51,9 +51,10 @@ class Batch:
         return replace(self, columns=columns, **moved)  # type: ignore[arg-type]  # tensors alone
 
     def with_places(self, first_row: int, ignored: int = IGNORE_INDEX, lengths: Tensor | None = None) -> "Batch":
-        """This micro-batch of whole rows, the first of which is row `first_row` of the run, with its places.
+        """Set `places` of this micro-batch of whole rows, whose first row is row `first_row` of the run.
 
-        Tokens whose place is -1 keep it; behind the first `lengths` (B) of their rows all are padding, and have it too.
+        Tokens whose place is -1 keep it. With `lengths` (B), tokens at or after their row's length are padding and
+        get -1 too.
         """
         rows = torch.arange(first_row, first_row + len(self.labels), device=self.labels.device)
         places = places_of(rows, self.labels, self.positions, ignored=ignored)
@@ -65,11 +66,11 @@ class Batch:
         return replace(self, places=places)
 
     def shares_of_tokens(self, ignored: int = IGNORE_INDEX) -> Tensor:
-        """The `shares` of this micro-batch of whole rows, (B, S)."""
+        """`shares` of this micro-batch of whole rows, (B, S)."""
         return shares_of(self.labels, self.positions, ignored=ignored, places=self.places, weights=self.weights)
 
     def document_begins(self) -> tuple[int, ...]:
-        """Indices of the tokens that documents begin with, row after row; every row begins one."""
+        """Flat indices of the first token of each document; every row begins one."""
         num, sequence = self.labels.shape
         # Without positions every row is one document.
         if self.positions is None:
@@ -77,7 +78,7 @@ class Batch:
         return tuple(torch.nonzero(document_begins(self.positions).flatten()).flatten().tolist())
 
     def local(self, token_layout: TokenLayout) -> "Batch":
-        """A rank's part of a whole micro-batch, (1, T), padded at the end with tokens that do not count."""
+        """This rank's tokens of a whole micro-batch, (1, T), padded at the end with tokens that do not count."""
         positions = self.positions
         if positions is None:
             # A part of a row still needs its tokens' places in the row.
@@ -102,10 +103,10 @@ class Batch:
 
 
 def places_of(rows: Tensor, labels: Tensor, positions: Tensor | None = None, *, ignored: int = IGNORE_INDEX) -> Tensor:
-    """Places in the run of the tokens of whole rows with labels (B, S), int64 (B, S).
+    """Indices in the run of the tokens of whole rows with labels (B, S); int64 (B, S).
 
-    `rows` (B) number the rows through all global batches, in the order of terrace.data.batches. Documents, which
-    `positions` tell apart, have the place -1 if all their labels are ignored; so does padding.
+    `rows` (B) are row numbers counted through all global batches, in the order of terrace.data.batches. A document
+    (as `positions` delimit them) whose labels are all ignored gets -1, and so does padding.
     """
     documents, counts = _labels_of_documents(labels, positions, ignored)
     places = rows.unsqueeze(1) * labels.shape[1] + torch.arange(labels.shape[1], device=labels.device)
@@ -120,10 +121,11 @@ def shares_of(
     places: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """The labels of the document of each token over its tokens, for whole rows with labels (B, S); fp64 (B, S).
+    """Weight of each token in router losses: counted labels of its document / tokens of it. fp64 (B, S).
 
-    So a document weighs as much in losses of routers, which are sums over its tokens, as in the divisor of the main
-    loss: with `weights` (B, S) the sum of these. Tokens with a place of -1 in `places` (B, S) are none.
+    With `weights` (B, S) the numerator is their sum over the counted labels. A document then weighs as much in a
+    router loss, a sum over tokens, as in the divisor of the main loss. Tokens with -1 in `places` (B, S) are not
+    counted.
     """
     documents, counts = _labels_of_documents(labels, positions, ignored, weights)
     taking = torch.ones_like(documents) if places is None else (places >= 0).flatten().long()
@@ -135,7 +137,7 @@ def shares_of(
 def _labels_of_documents(
     labels: Tensor, positions: Tensor | None, ignored: int, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The document of each token, (B S), and the labels of each document, or the sum of their `weights`."""
+    """Document index of each token, (B S), and each document's number of counted labels or sum of their weights."""
     begins = torch.zeros(labels.shape, dtype=torch.bool, device=labels.device)
     begins[:, 0] = True
     if positions is not None:

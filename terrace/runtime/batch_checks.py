@@ -12,14 +12,14 @@ from terrace.runtime.objective import TokenObjective, ValueObjective
 
 
 def check_batches(batches: Sequence[Batch], modules: Iterable[nn.Module], objective: object) -> None:
-    """Raise `ModelError` for tensors of a batch whose shapes differ, or that blocks or objective do not take."""
+    """Raise `ModelError` for tensors of the wrong shape, or that the blocks or the objective do not support."""
     _check_positions(batches, modules)
     _check_columns(batches)
     _check_reads(batches, objective)
 
 
 def _check_positions(batches: Sequence[Batch], modules: Iterable[nn.Module]) -> None:
-    """Raise `ModelError` when positions are not one a token, or a block of `modules` takes none."""
+    """Raise `ModelError` if positions are not one per token, or a block of `modules` does not accept them."""
     # Inputs may be features; labels are one a token, unless `reads` says which tokens have some.
     given = [
         (batch.labels if batch.reads is None else batch.inputs, batch.positions)
@@ -49,7 +49,7 @@ def _check_positions(batches: Sequence[Batch], modules: Iterable[nn.Module]) -> 
 
 
 def _check_columns(batches: Sequence[Batch]) -> None:
-    """Raise `ModelError` when columns or weights are not of the labels' shape."""
+    """Raise `ModelError` if columns or weights differ from the labels in shape."""
     for batch in batches:
         weights = {} if batch.weights is None else {"weights": batch.weights}
         for name, column in {**batch.columns, **weights}.items():
@@ -61,7 +61,7 @@ def _check_columns(batches: Sequence[Batch]) -> None:
 
 
 def _check_reads(batches: Sequence[Batch], objective: object) -> None:
-    """Raise `ModelError` for labels with `reads` under a loss that does not use them, or `reads` of another shape."""
+    """Raise `ModelError` if the loss does not support `reads`, or they have the wrong shape or dtype."""
     for batch in batches:
         if batch.reads is None:
             continue

@@ -1,18 +1,18 @@
-"""8-bit codes of optimizer states, dynamic with a scale for each block (Dettmers et al., arXiv 2110.02861, section 2).
+"""8-bit codes of optimizer states: dynamic quantization with one scale per block (arXiv 2110.02861, section 2).
 
-A block of 256 elements has the scale s, its largest magnitude in fp32. An element x is stored as the number of the grid
-point nearest to x / s. Grid points are dense near 1 and reach down to 5.5e-7: of each decade 10^(i - 6), i = 0 .. 6,
-they are the middles of equal parts of [0.1, 1], 2^i parts where states have signs, 2^(i + 1) where they have none.
+A block of 256 elements has a scale s, its largest magnitude in fp32. An element x is stored as the index of the grid
+point nearest to x / s. Grid points are dense near 1 and reach down to 5.5e-7. In each decade 10^(i - 6), i = 0 .. 6,
+they are the midpoints of equal parts of [0.1, 1]: 2^i parts for signed states, 2^(i + 1) for unsigned ones.
 
-    signed     0 and 127 magnitudes, of which the largest is 1: the code is a signed byte
-    unsigned   0, 254 magnitudes and 1: the code is a byte
+    signed     0 and 127 magnitudes, the largest of which is 1; int8
+    unsigned   0, 254 magnitudes and 1; uint8
 
-Both grids end in exactly 1 on either side, where the paper's has -0.993. So the largest magnitude is kept, and decoded
-values have the same codes and scale again: a state that is decoded for a checkpoint and coded again has the same bits.
+Both grids end in exactly +-1, where the paper's ends in -0.993. So the largest magnitude is exact, and encoding
+decoded values gives the same codes and scale: a state survives a checkpoint bit by bit.
 
-Unsigned states are second moments, which divide. A value that fp32 cannot tell from zero beside the largest of the
-block is stored as zero, and a value below the smallest point is rounded up to it: a moment that vanished would turn a
-small first moment into a step of any size.
+Unsigned states are second moments, which divide. A value that rounds to 0 in units of the block's largest in fp32 is
+stored as zero; any other value below the smallest point is rounded up to it, because a second moment of 0 would turn
+a small first moment into an update of any size.
 """
 
 from functools import lru_cache
@@ -29,9 +29,10 @@ _BUCKET_BITS, _NUM_BUCKETS = 16, (0x3F800000 >> 16) + 1
 
 
 class Grid(NamedTuple):
-    """Points in ascending order (n), and for each bucket of magnitudes the last point that is nearest to any smaller.
+    """Points in ascending order (n), fp32, with a lookup table from magnitudes to points.
 
-    `middles` (n) are where the next point begins to be nearer; of the last point it is inf. All fp32.
+    `middles` (n), fp32, are the upper bounds of the range that rounds to each point, inf for the last. `buckets`,
+    int32, hold the index of the point nearest to the lower end of each bucket of magnitudes.
     """
 
     points: Tensor
@@ -41,7 +42,7 @@ class Grid(NamedTuple):
 
 @lru_cache(maxsize=8)
 def grid(signed: bool, device: torch.device) -> Grid:
-    """The grid of magnitudes, on a device."""
+    """The grid of magnitudes on a device."""
     points = [0.0]
     for decade in range(_DECADES):
         parts = 2 ** (decade + (0 if signed else 1))
@@ -56,10 +57,10 @@ def grid(signed: bool, device: torch.device) -> Grid:
 
 
 def encode(values: Tensor, lead: int, signed: bool, codes: Tensor, scales: Tensor) -> None:
-    """Code `values` (n), fp32, of which the first `lead` lie before the range, and those beyond `codes` after it.
+    """Encode `values[lead : lead + codes.numel()]`, fp32; the rest of `values` must be zero.
 
-    n is a multiple of a block. `codes` has a byte an element, int8 or uint8, `scales` an fp32 a block. `values` is
-    scratch memory afterwards; elements outside of the range must be zero.
+    The length of `values` is a multiple of the block size. `codes` has a byte per element, int8 or uint8, `scales` an
+    fp32 per block. Overwrites `values`.
     """
     found = grid(signed, values.device)
     blocks = values.view(len(scales), STATE_BLOCK)
@@ -81,7 +82,7 @@ def encode(values: Tensor, lead: int, signed: bool, codes: Tensor, scales: Tenso
 
 
 def decode(codes: Tensor, scales: Tensor, lead: int, signed: bool, out: Tensor) -> None:
-    """Write the elements of `codes` into `out` (n), fp32, from `lead` on; the others are zero. n is as for `encode`."""
+    """Decode `codes` into `out`, fp32, from element `lead` on, and zero the rest. Its length is as in `encode`."""
     points = grid(signed, out.device).points
     out[:lead].zero_()
     out[lead + codes.numel() :].zero_()

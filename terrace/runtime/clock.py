@@ -1,4 +1,4 @@
-"""Time of a step by category: one mark after each activity, on the host or on the CUDA stream."""
+"""Step time by category, from marks on the host or on the CUDA stream."""
 
 import time
 from abc import ABC, abstractmethod
@@ -8,31 +8,31 @@ import torch
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until a device has done all that it was given; a CPU has."""
+    """Synchronize with a device. Does nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class Clock(ABC):
-    """Attributes the time since the last mark to a category; `doing` is the category of the current computation."""
+    """Adds the time since the last mark to a category; `doing` is the category of the current computation."""
 
     doing = "forward"
 
     @abstractmethod
     def start(self) -> None:
-        """Begin a step."""
+        """Start the times of a step."""
 
     @abstractmethod
     def mark(self, category: str) -> None:
-        """Attribute the time since the last mark, or since the start, to `category`."""
+        """Add the time since the last mark, or since the start, to `category`."""
 
     @abstractmethod
     def totals(self) -> dict[str, float]:
-        """Seconds by category since the start; on CUDA this waits for the device."""
+        """Seconds per category since the start. Synchronizes on CUDA."""
 
 
 class HostClock(Clock):
-    """For a CPU: instructions run when they are called."""
+    """For a CPU, where calls are synchronous."""
 
     def __init__(self) -> None:
         self._totals: dict[str, float] = defaultdict(float)

@@ -28,11 +28,11 @@ _EXCHANGE_TIMEOUTS = 5
 
 
 class Comm:
-    """Sends every message of one rank, counts its bytes, and holds it to the rates of a `pacer`.
+    """Owns the process groups, lanes and collectives of one rank, and counts the bytes that it sends.
 
-    Every rank of the world makes one at the same point, from programs of the same plan; `torch.distributed` must be
-    initialised when the world has more than one rank. `meter` counts memory, of messages here and of model state
-    elsewhere.
+    Every rank of the world constructs one at the same point, from programs of the same plan; `torch.distributed` must
+    be initialised when the world has more than one rank. `pacer` limits messages to the rates of their tiers. `meter`
+    counts memory: of messages here, of model state elsewhere.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Comm:
                 ledger=self.ledger,
                 pacer=pacer,
             )
-        # Messages of tensor and context ranks get a lane of their own: they must not queue behind a block's gather or
+        # Messages of tensor and context ranks have their own lane: they must not queue behind a block's gather or
         # reduction.
         has_inside = program.tensor.degree > 1 or self.context_group is not None
         indexes = {*self.groups.lanes} | ({INSIDE} if has_inside else set())
@@ -82,24 +82,24 @@ class Comm:
             self._inside = new_group(inside, limit)
 
     def stage_p2p(self, ledger: Ledger, pacer: Pace = UNPACED) -> StageP2P:
-        """Messages between stages, counted in `ledger`; the caller closes it."""
+        """Point-to-point messages between stages, counted in `ledger`. The caller closes it."""
         program = self.program
         return StageP2P(self.groups, program.mesh, self.rank, tiers=program.layout.tiers, ledger=ledger, pacer=pacer)
 
     def exchange(self, value: Any) -> list[Any]:
-        """The `value` of every rank, in rank order; it is small and can be written as JSON. Every rank calls this."""
+        """Gather `value`, small and JSON-serializable, from every rank, in rank order. Every rank calls this."""
         return [value] if self._world is None else gather_plain(value, self.device, self._world)
 
     def exchange_inside(self, value: Any) -> list[Any]:
-        """As `exchange`, of the ranks that make steps together with this one: its island, or all."""
+        """As `exchange`, among the ranks that step together with this one: its island, or all."""
         return [value] if self._inside is None else gather_plain(value, self.device, self._inside)
 
     def exchange_tensors(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """The CPU tensors of every rank, in rank order. Every rank calls this."""
+        """Gather the CPU tensors of every rank, in rank order. Every rank calls this."""
         return [list(tensors)] if self._world is None else gather_tensors(tensors, self.device, self._world)
 
     def of_first(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Rank 0's CPU tensor; others give one of its shape and dtype. Every rank calls this."""
+        """Broadcast rank 0's CPU tensor; other ranks pass one of its shape and dtype. Every rank calls this."""
         if self._world is None:
             return tensor
         there = tensor.to(self.device)
@@ -107,7 +107,7 @@ class Comm:
         return there.cpu()
 
     def participants(self, instruction: Instruction) -> tuple[int, ...]:
-        """The ranks that take part in a message, sorted; the watchdog is told them while this rank waits."""
+        """The ranks that take part in a message, sorted, for the watchdog to report."""
         if instruction.peer >= 0:
             return tuple(sorted((self.rank, self.program.peer(self.rank, instruction))))
         if instruction.op is Op.OUTER_COUNT:
@@ -122,7 +122,7 @@ class Comm:
         return self._peers[key]
 
     def close(self) -> None:
-        """Stop the lanes. The groups stay with the world."""
+        """Stop the lanes. The process groups are not destroyed."""
         # After a failure the others may wait for ranks that are gone.
         failed = self.stages.failed or any(lane.failed for lane in self.lanes.values())
         for lane in self.lanes.values():

@@ -1,13 +1,12 @@
-"""Blocks through `torch.compile`: each whole, or the parts between its products.
+"""Blocks through `torch.compile`: whole blocks, or only the parts between matrix products.
 
-**Whole blocks** where a plan lets a block be one piece. A block's parameters keep their storage while it is freed and
-gathered, so a compiled block reads the current values. A compiled backward computes all weight gradients itself.
+**Whole blocks** where the plan allows it. A block's parameters keep their storage when they are freed and gathered,
+so a compiled block reads current values. A compiled backward computes all weight gradients itself.
 
 **Parts** everywhere else: norms, the product of a gated activation, rotary positions, and the gradient of a chunk of
-logits. Matrix products, messages and attention between them stay as they are, so their weight gradients are recorded
-and computed when the program says (terrace.runtime.linear), a backward may have two parts, ranks may talk in the middle
-of a layer, and operations may be recomputed alone. Parts that have kernels of their own (terrace.model.liger_parts)
-stay as they are.
+logits. Matrix products, messages and attention stay eager. So weight gradients can be computed later, when the
+program says (terrace.runtime.linear), a backward can run in two parts, ranks can communicate inside a layer, and
+single operations can be recomputed. Parts that run as liger kernels (terrace.model.liger_parts) are left alone.
 """
 
 import re
@@ -44,9 +43,9 @@ _FIX = "install its compiler (C++ with linker and OpenMP, CXX names one; on CUDA
 
 
 def why_parts(programs: Sequence[Program], has_kernels: bool = False) -> str:
-    """Why blocks of these programs are compiled in parts; empty where whole blocks can be.
+    """Why blocks of these programs are compiled in parts; empty if whole blocks can be.
 
-    With `has_kernels` some of their parts have kernels of their own.
+    `has_kernels` says that some of their parts run as liger kernels.
     """
     program = programs[0]
     if has_kernels:
@@ -65,13 +64,13 @@ def why_parts(programs: Sequence[Program], has_kernels: bool = False) -> str:
 
 
 def compiles_words(programs: Sequence[Program], has_kernels: bool = False) -> str:
-    """A line on whether blocks are compiled whole or in parts, and why; arguments as for `why_parts`."""
+    """One line for the user: whether blocks are compiled whole or in parts, and why. Arguments as for `why_parts`."""
     why = why_parts(programs, has_kernels)
     return f"torch.compile: the parts between products, since {why}" if why else "torch.compile: whole blocks"
 
 
 def check_compiler(device: torch.device) -> None:
-    """Compile a small function; raises `ConfigError` with the reason where this machine cannot."""
+    """Compile a small function. Raises `ConfigError` with the reason if that fails."""
     try:
         # A trial now: a missing compiler would otherwise show in the first step, on every rank.
         if device.type == "cpu":
@@ -94,7 +93,7 @@ def _no_compiler(why: str) -> ConfigError:
 
 
 def reason_of(error: BaseException) -> str:
-    """Why torch.compile has failed, in a line: the compiler and the first line that it or its linker printed."""
+    """Why torch.compile failed, in one line: the compiler and the first line that it or its linker printed."""
     text = str(error).strip()
     command, output = (found[1] if (found := each.search(text)) else "" for each in (_COMMAND, _OUTPUT))
     if command and output:
@@ -104,10 +103,9 @@ def reason_of(error: BaseException) -> str:
 
 @contextmanager
 def compiler_named() -> Iterator[None]:
-    """Inside, an error of torch.compile is a `TrainingError` of one line.
+    """Turns an error of torch.compile into a one-line `TrainingError`.
 
-    The trial of `check_compiler` may be in torch's cache, so that a compiler that has failed since then first shows in
-    the first step.
+    `check_compiler` may have hit torch's cache, so a broken compiler may first show in the first step.
     """
     try:
         yield
@@ -123,9 +121,9 @@ def compiler_named() -> Iterator[None]:
 
 
 def compile_blocks(modules: Iterable[nn.Module], backend: str = "inductor") -> None:
-    """Compile each block at its first run.
+    """Compile each block at its first call.
 
-    Functions that depend on where documents begin stay uncompiled: every batch would compile them again.
+    Functions that depend on document boundaries stay eager: they would be recompiled for every batch.
     """
     plans = ((each, "attend") for each in (Documents, BlockMasked))
     made = ((attention.PerMicroBatch, "get"), (AttentionPlans, "made"))
@@ -142,7 +140,7 @@ def compile_blocks(modules: Iterable[nn.Module], backend: str = "inductor") -> N
 
 
 def compile_parts(modules: Iterable[nn.Module], backend: str = "inductor") -> int:
-    """Compile the parts of blocks of `terrace.model`, each at its first run; returns how many there are."""
+    """Compile the parts of blocks of `terrace.model`, each at its first call. Returns the number of parts."""
     number = 0
     for each in (each for module in modules for each in module.modules()):
         if isinstance(each, (RMSNorm, nn.LayerNorm)) and not is_served(each, "normal"):

@@ -16,8 +16,8 @@ from terrace.model.spec import BlockSpec, freeze
 def describe(blocks: Sequence[nn.Module], names: Sequence[str], frozen: Sequence[str] = ()) -> tuple[BlockSpec, ...]:
     """Specs of `blocks`.
 
-    `frozen` holds patterns over `block.parameter`; a parameter with `requires_grad` off is frozen as well. Raises
-    `ModelError` for a pattern without a match.
+    `frozen` holds patterns matched against `block.parameter`; parameters without `requires_grad` are frozen too.
+    Raises `ModelError` for a pattern without a match.
     """
     owners: dict[int, int] = {}
     specs = []
@@ -37,9 +37,9 @@ def describe(blocks: Sequence[nn.Module], names: Sequence[str], frozen: Sequence
 
 
 def with_dims(specs: Sequence[BlockSpec], declared: Sequence[BlockSpec]) -> tuple[BlockSpec, ...]:
-    """`specs` with the dims of parameters and the computations that `declared`, specs of the same blocks, give.
+    """`specs` with the parameter dims and the computations of `declared`, specs of the same blocks.
 
-    Raises `ModelError` when they are not the same parameters.
+    Raises `ModelError` if parameters differ in name or shape.
     """
     if not declared:
         return tuple(specs)
@@ -59,7 +59,7 @@ def with_dims(specs: Sequence[BlockSpec], declared: Sequence[BlockSpec]) -> tupl
 
 
 def replace_parameters(blocks: Sequence[nn.Module], replacements: Mapping[int, nn.Parameter]) -> None:
-    """Swap parameters in place, by the identity of the old one, wherever in `blocks` it appears."""
+    """Replace parameters in place, under all their names. `replacements` maps ids of old parameters to new ones."""
     for block in blocks:
         for module in block.modules():
             # Duplicates included: a tied parameter is replaced under each of its names.

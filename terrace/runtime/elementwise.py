@@ -1,6 +1,6 @@
-"""The part that AdamW, Lion and SGD share: the states of a slice, read, updated and written chunk by chunk.
+"""Base of AdamW, Lion and SGD: reads, updates and writes the states of a slice chunk by chunk.
 
-Their update of an element depends on that element alone, so any slice of a flat buffer is updated by itself.
+The update of an element depends on that element alone, so any slice of a flat buffer can be updated separately.
 """
 
 import torch
@@ -13,11 +13,10 @@ from terrace.runtime.stored import State, Storage, chunks
 
 
 class Elementwise:
-    """An optimizer of `master`, the elements from `start` on of a flat buffer; the buffer's first `num_decayed`
-    elements take weight decay.
+    """Updates `master`, a slice of a flat buffer from `start` on; the buffer's first `num_decayed` elements decay.
 
-    `gradient` is the memory where the finished gradient of the same elements stands at `update`. Both are 1-D and of
-    one length. `storage` says how states are kept; None: in the dtype of `gradient`.
+    `gradient` (1-D, as long as `master`) holds the finished gradient of the same elements when `update` is called.
+    `storage` is how states are stored, in the dtype of `gradient` by default.
     """
 
     def __init__(
@@ -40,7 +39,7 @@ class Elementwise:
 
     @property
     def group(self) -> str:
-        """The group of its states (`KINDS`)."""
+        """Name of its group of states (`KINDS`)."""
         return self._config.update
 
     @property
@@ -53,7 +52,7 @@ class Elementwise:
 
     @torch.no_grad()
     def update(self, lr: float, muon_momentum: Tensor | None = None) -> None:
-        """One step with learning rate `lr`."""
+        """Take one step."""
         for part in chunks(self.states, self.master.numel(), self._start, self.master.device):
             values = [state.read(part) for state in self.states]
             # A part may lie before, across or after the end of the decayed elements.
@@ -64,5 +63,5 @@ class Elementwise:
         self.num_steps += 1
 
     def _step(self, values: list[Tensor], gradient: Tensor, num_decayed: int, lr: float) -> None:
-        """Update the values of all states, parameters first; the first `num_decayed` parameters decay."""
+        """Update `values` in place: one tensor per state, parameters first. The first `num_decayed` elements decay."""
         raise NotImplementedError

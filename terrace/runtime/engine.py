@@ -1,4 +1,4 @@
-"""The engine: blocks, a plan and a world, ready to step."""
+"""The engine, which runs training steps of blocks under a plan."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -56,16 +56,18 @@ _Key = tuple[MessageClass, str]  # of bytes: message class and tier
 
 
 class Engine:
-    """Trains `blocks` under `plan` on this rank's part of `cluster`: a `Comm`, a `ModelState` and a `StepRunner`.
+    """Trains `blocks` under `plan` on one rank of `cluster`. Owns a `Comm`, a `ModelState` and a `StepRunner`.
 
     Every rank of the world constructs it at the same point; `torch.distributed` must be initialised when the world
-    has more than one rank. The parameters of `blocks` are replaced by views of flat buffers, in the compute
-    dtype. Initial values come from `initial`, or else from the blocks as they are, which then must be the same on
-    every rank. With a pipeline a rank keeps only the states of its stage's blocks. Tensor and pipeline axes need the
-    dims of parameters, from the specs `declared`, and the length of a `sequence`; the modules that then run in place of
-    `blocks` are `state.modules`. A `pacer` slows every message to the rate of its tier. A message that takes longer
-    than `timeout` is an error. `compiled` runs blocks, or their parts, through `torch.compile`. `balance` names losses
-    of routers and moves their bias, `seed` draws noise. Rank 0 verifies stages against each other if not `verified`.
+    has more than one rank. The parameters of `blocks` are replaced by views of flat buffers in the compute dtype.
+    Initial values come from `initial` or else from the blocks, which must then be equal on every rank. In a pipeline
+    a rank keeps only the states of its stage's blocks.
+
+    Tensor and pipeline axes need the parameter dims in `declared` and the `sequence` length; `state.modules` are the
+    modules that then run in place of `blocks`. `pacer` slows messages to the rates of their tiers; a message that
+    takes longer than `timeout` is an error. With `compiled`, blocks or their parts run through `torch.compile`.
+    `balance` configures router losses and bias updates, `seed` the noise. Unless `verified`, rank 0 verifies the
+    stages against each other.
 
     Raises `PlanError`, `ProgramError` or `ModelError` before anything is allocated.
     """
@@ -153,12 +155,11 @@ class Engine:
         self.island = self.runner.island
 
     def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
-        """Run one training step on this rank's micro-batches, with the exchange of islands that is due at its end.
+        """Run one training step on this rank's micro-batches, and the exchange between islands due at its end.
 
-        Blocks get the positions of a batch, if it has any, as a second argument; the tensors must not change
-        meanwhile. Raises `ModelError` when a block takes no positions. Raises `NonFiniteError` on every rank of the
-        island when loss or gradient are inf or nan: the state is then as before, and the error names rank, micro-batch
-        and block.
+        Positions of a batch are passed to blocks as a second argument. The tensors must not change during the step.
+        Raises `ModelError` if a block does not accept positions. Raises `NonFiniteError` on every rank of the island
+        if loss or gradient is inf or nan: the state is unchanged, and the error names rank, micro-batch and block.
         """
         self.settle()
         result = self._run(batches, lr, self._exchanging(self.island.next()))
@@ -168,7 +169,7 @@ class Engine:
         return result
 
     def finish(self) -> list[OuterResult]:
-        """End a run of islands: they exchange all that they have not, and have the same parameters after it.
+        """Exchange all pending changes between islands, after which they have equal parameters.
 
         Every rank calls this, after the same step. Does nothing without islands.
         """
@@ -184,7 +185,7 @@ class Engine:
         return results
 
     def _exchanging(self, exchange: Exchange) -> Program:
-        """The training program with an exchange at its end; few differ in a cycle, and each is kept."""
+        """The training program with `exchange` at its end, cached; a cycle has only a few."""
         found = self._programs.get(exchange)
         if found is None:
             found = self._programs[exchange] = exchanging(self.program, exchange)
@@ -192,11 +193,11 @@ class Engine:
         return found
 
     def evaluate(self, batches: Sequence[Batch], program: Program | None = None) -> StepResult:
-        """Mean loss and tokens of micro-batches, as many as a step has; the state does not change, `grad_norm` is 0.
+        """Mean loss and token count of one step's micro-batches. The state does not change; `grad_norm` is 0.
 
-        Every rank calls this. `program` is of forwards (terrace.program.forward_programs); the default one is built
-        at the first call, for a pipeline from the programs of all stages. Raises `ProgramError` for a program of
-        another phase, cluster, plan or model, and else as `step` does.
+        Every rank calls this. `program` is a forward program (terrace.program.forward_programs), by default built at
+        the first call, in a pipeline from the programs of all stages. Raises `ProgramError` for a program of another
+        phase, cluster, plan or model, and otherwise as `step`.
         """
         if program is None:
             if self._forward is None:
@@ -221,17 +222,17 @@ class Engine:
         return result
 
     def score(self, batches: Sequence[Batch]) -> list[TokenNumbers]:
-        """Token numbers of micro-batches, as many as a step has, in their order; on other stages than the last, none.
+        """Token numbers of each of one step's micro-batches; empty on stages other than the last.
 
-        Every rank calls this. The state does not change; other than that as `evaluate`. Raises `ModelError` unless the
-        engine's objective is a `TokenObjective`, and under a plan that gives ranks parts of rows.
+        Every rank calls this. The state does not change. Raises `ModelError` unless the engine's objective is a
+        `TokenObjective`, and under a plan that splits rows over ranks; otherwise as `evaluate`.
         """
         objective, found = reading_tokens(self.runner.objective)
         self._read(batches, objective)
         return found
 
     def values(self, batches: Sequence[Batch]) -> list[Tensor]:
-        """Values (B, S) of micro-batches, else as `score`; the engine's objective is a `ValueObjective`."""
+        """Values (B, S) of each micro-batch. Needs a `ValueObjective`; otherwise as `score`."""
         objective, found = reading_values(self.runner.objective)
         self._read(batches, objective)
         return found
@@ -246,7 +247,7 @@ class Engine:
             self.runner.objective = own
 
     def stage_programs(self) -> list[Program]:
-        """The training programs of all stages; raises `ProgramError` where this rank's has orders of its own."""
+        """The training programs of all stages. Raises `ProgramError` if this rank's has a custom order."""
         program = self.program
         if program.stage.num_stages == 1:
             return [program]
@@ -295,7 +296,7 @@ class Engine:
         return replace(found, loss_scale=sums.loss_scale) if self.state.loss_scale.scaling else found
 
     def examine(self, batches: Sequence[Batch]) -> Examination:
-        """Run a step up to its CLIP and look at every block's results; nothing is updated. Every rank calls this."""
+        """Run a step up to its CLIP and check the results of every block. Nothing is updated. Every rank calls this."""
         self.settle()
         return self._examined(self._taken(batches, self.program), self.program, random_state(self.device))
 
@@ -306,7 +307,7 @@ class Engine:
         return found
 
     def _count_undeclared(self) -> None:
-        # No program declares the bytes of a step that was given up: after CLIP nothing is under way.
+        # No program declares the bytes of a step that was given up; after CLIP nothing is in flight.
         sent = Counter(self.comm.ledger.total())
         sent.subtract(self._declared())
         self._given_up.update(sent)
@@ -314,7 +315,7 @@ class Engine:
 
     @property
     def talks_inside(self) -> bool:
-        """Whether blocks send messages while they run: other ranks then wait for a block that runs here."""
+        """Whether blocks communicate while they run, so that other ranks wait for a block that runs here."""
         return bool(self.axes)
 
     def drain(self) -> None:
@@ -323,9 +324,9 @@ class Engine:
         self.runner.drain()
 
     def check_bytes(self) -> None:
-        """Drain, then compare the ledger with the programs that were run.
+        """Drain, then compare the bytes sent with those that the executed programs declare.
 
-        Raises `ProgramError` when a byte was sent that no program declares, or the reverse.
+        Raises `ProgramError` if they differ.
         """
         self.drain()
         measured, expected = self.comm.ledger.total(), self._declared()
@@ -346,10 +347,10 @@ class Engine:
         return Counter(expected) + self._given_up
 
     def report(self, time_s: dict[str, float]) -> StepReport:
-        """The measured report of a step with these times; bytes are the mean over all training steps so far.
+        """The measured report of a step that took `time_s`. Bytes are means over all training steps so far.
 
-        Exchanges of islands at the end of steps count, in whole cycles if there are any; evaluations, restoring and the
-        end of a run do not.
+        Exchanges between islands are included, over whole cycles once there is one; evaluations, restores and
+        `finish` are not.
         """
         steps, behind = self._of_cycles
         rest = self._of_steps() - behind if steps else Counter[_Key]()
@@ -360,19 +361,19 @@ class Engine:
 
     @property
     def steps_bytes(self) -> Counter[_Key]:
-        """Bytes that this rank has sent so far, by message class and tier, without those of evaluations."""
+        """Bytes that this rank's training steps have sent so far, by message class and tier."""
         sent = Counter(self.comm.ledger.total())
         sent.subtract(self._outside)
         return sent
 
     def _of_steps(self) -> Counter[_Key]:
-        """Bytes that the training steps so far declare."""
+        """Bytes that the programs of the training steps so far declare."""
         return self._declared() - self._outside
 
     def refresh(self) -> None:
-        """Run the restoring program: every working copy from the master parameters, as after loading a checkpoint."""
+        """Run the restoring program: refresh all working copies from the masters, as after a checkpoint load."""
         self._is_refreshed = True
-        self.drain()  # a refresh under way would bring old values after the new ones
+        self.drain()  # a refresh in flight would overwrite new values with old ones
         program = restoring_program(self.program)
         verify(program, self.rank)
         with torch.no_grad():
@@ -381,13 +382,13 @@ class Engine:
         self.drain()
 
     def settle(self) -> None:
-        """Have the parameters of the next step: of the first, too, rounded ones, as when it is resumed. All ranks."""
+        """Bring parameters up to date for the next step; refresh them before the first if messages round. All ranks."""
         self.state.recover()
         if not self._is_refreshed:
             self.refresh()
 
     def close(self) -> None:
-        """Stop the lanes. The groups stay with the world."""
+        """Stop the lanes. The process groups are not destroyed."""
         self.comm.close()
         self.passages.remove()
         for axis in self.axes:

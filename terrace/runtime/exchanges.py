@@ -1,4 +1,4 @@
-"""Messages between islands on one rank's lanes: unlike others, they may be under way over the end of a program."""
+"""Messages between islands on one rank's lanes. Unlike others they may be in flight when a program ends."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AwaitedExchange:
-    """Words for the exchange that a rank waits for; it crosses the slow link, so it may take far longer than others."""
+    """The exchange that a rank waits for, in words. It crosses the slow link, so it may take long."""
 
     instruction: Instruction
     fragment: int
@@ -43,7 +43,7 @@ class _UnderWay(Pending):
 
 
 class _OnHost(Ticket):
-    """A ticket that the host waits for, also with a GPU: an exchange late by minutes shows where it is waited for."""
+    """Blocks the host, on a GPU too, so that a watchdog sees where a rank waits for a late exchange."""
 
     def __init__(self, ticket: Ticket) -> None:
         self._ticket = ticket
@@ -58,7 +58,7 @@ class _OnHost(Ticket):
 
 
 class Exchanges:
-    """Carries out OUTER_COUNT and OUTER_START and waits for both; `submit`, `each` and `wait` are the step runner's."""
+    """Runs OUTER_COUNT and OUTER_START, and waits for both. `submit`, `each` and `wait` are the step runner's."""
 
     def __init__(
         self,
@@ -74,34 +74,32 @@ class Exchanges:
         self._changes: dict[int, _UnderWay] = {}  # block -> its change
 
     def count(self, program: Program, now: Instruction, counter: int) -> None:
-        """Tell, at `counter`, the numbers of the exchanges that start."""
+        """Send the figures of the exchanges that start in this program."""
         exchange, (transfer,) = program.exchange, program.message(now).transfers
         self._await_heard(exchange.arrives, counter)  # their results are read now
         heard = self._submit(self._island.telling(program, self._collectives, transfer), None)
         self._heard |= {fragment: self._under_way(heard, fragment) for fragment in exchange.starts}
 
     def start(self, now: Instruction) -> None:
-        """Send the change of a block."""
+        """Send a block's change."""
         fragment = self._island.outer.fragment(now.block)
         work = self._each(now, self._island.sending(now.block, self._collectives))
         self._changes[now.block] = self._under_way(self._submit(work, self._heard[fragment]), fragment)
 
     def arrived(self, block: int, counter: int) -> None:
-        """Wait at `counter` for the mean of a block's changes; one that is not under way arrived before the run was
-        resumed.
-        """
+        """Wait for the mean of a block's changes. Returns at once if none is in flight (it arrived before a resume)."""
         if block in self._changes:
             self._await(self._changes.pop(block), counter)
 
     def ended(self, program: Program, counter: int) -> None:
-        """Wait for the numbers of the exchanges that a program has applied, which it tells next."""
+        """Wait for the figures of the exchanges that a program has applied: its results report them."""
         exchange = program.exchange
         # A stage without a block in their fragments has waited for none of their messages.
         if exchange.waits or not exchange.starts:
             self._await_heard(exchange.applies, counter)
 
     def drain(self, counter: int) -> None:
-        """Wait for all that is under way, and leave it to be applied."""
+        """Wait for everything in flight; the results can be applied later."""
         self._await_heard(list(self._heard), counter)
         for pending in self._changes.values():
             self._await(pending, counter)

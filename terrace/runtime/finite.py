@@ -1,8 +1,8 @@
-"""Where a step first computes inf or nan: the step runs again, up to its CLIP, and results of blocks are checked.
+"""Finds where a step first computes inf or nan: reruns it up to its CLIP, checking every block's results.
 
-A step whose sums are not finite is given up before its updates (terrace.runtime.step_sums). Parameters, residuals and
-micro-batches are then as they were, and so are the random numbers here: the second run computes the same. While it
-runs, instance attributes of the runner hide the methods of its class; steps that are not examined are unaffected.
+A step whose sums are not finite is given up before its updates (terrace.runtime.step_sums). Parameters, residuals,
+micro-batches and the random state are then as before it, so the second run computes the same. During that run,
+instance attributes of the runner override methods of its class; other steps are unaffected.
 """
 
 import math
@@ -33,7 +33,7 @@ Finding = list[Any]
 
 
 class NonFiniteError(TrainingError):
-    """A step with inf or nan, given up before anything was updated; `result` has its figures, if it was this rank's."""
+    """A step with inf or nan, given up before any update. `result` is set on ranks that gave it up."""
 
     def __init__(self, text: str, result: StepResult | None = None) -> None:
         super().__init__(text)
@@ -42,7 +42,7 @@ class NonFiniteError(TrainingError):
 
 @dataclass(frozen=True)
 class NotFinite:
-    """A training step that was given up on this rank, and this rank's first finding."""
+    """A training step that this rank gave up, with its first finding."""
 
     result: StepResult
     first: Finding | None
@@ -50,10 +50,11 @@ class NotFinite:
 
 @dataclass(kw_only=True)
 class Visit:
-    """The passes of one micro-batch through one block on one rank.
+    """Forward and backward of one micro-batch through one block on one rank.
 
-    `loss` is the sum over the labels, of the last block alone. `gradient_norm` is of the block's parameters, from this
-    micro-batch alone, not divided by tokens. `bad` names the first result that is not finite, if there is one.
+    `loss` is the sum over the labels, in the last block only. `gradient_norm` is the norm of the gradient of the
+    block's parameters from this micro-batch alone, not divided by tokens. `bad` names the first result that is not
+    finite.
     """
 
     rank: int
@@ -66,7 +67,7 @@ class Visit:
 
 @dataclass(kw_only=True)
 class Examination:
-    """A rank's visits in the order of their forwards, and everything that was not finite."""
+    """A rank's visits in the order of their forwards, and all results that were not finite."""
 
     visits: dict[tuple[int, int], Visit] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
@@ -77,10 +78,10 @@ class Examination:
 
 
 def examine(runner: StepRunner, state: ModelState, batches: Sequence[Batch], program: Program) -> Examination:
-    """Run a training step again up to its CLIP; nothing is updated.
+    """Run a training step again up to its CLIP. Nothing is updated.
 
-    The caller restores the random state of the first run. `batches` are the micro-batches as the engine's axes cut
-    them. Every rank calls this.
+    The caller restores the random state of the first run. `batches` are the micro-batches after the engine's axes
+    have split them. Every rank calls this.
     """
     found = _Watch(runner, state)
     runner.gives_up = True
@@ -96,7 +97,7 @@ def examine(runner: StepRunner, state: ModelState, batches: Sequence[Batch], pro
 
 
 def agree(comm: Comm, problem: NotFinite | None) -> None:
-    """Raise `NonFiniteError` on every rank of the island, with its first finding; all of its ranks call this."""
+    """Raise `NonFiniteError` on every rank of the island if one has a problem. All of its ranks call this."""
     own = (
         None
         if problem is None
@@ -124,7 +125,7 @@ def agree(comm: Comm, problem: NotFinite | None) -> None:
 
 
 def words(finding: Finding) -> str:
-    """A finding as part of a sentence: the result that is not finite, the rank and the micro-batch."""
+    """A finding as part of a sentence: which result is not finite, on which rank, in which micro-batch."""
     micro, phase, _, rank, said = finding
     return f"{said}, on rank {rank}" + (f" in micro-batch {micro}" if phase != _SUM else "")
 
@@ -156,7 +157,7 @@ class _Watch:
             runner._handlers = handlers
 
     def look_at_sums(self) -> None:
-        """Look at the gradients that are summed up over micro-batches and ranks, if nothing was found before them."""
+        """Check gradients summed over micro-batches and ranks, unless an earlier result was not finite."""
         if self.examination.findings:
             return
         for index, flats in self._state.flats.items():

@@ -1,9 +1,8 @@
-"""Flat parameters: parameters of a block in one storage, a slice of which each rank keeps.
+"""Flat parameters: parameters of a block in one storage, of which each rank keeps a shard.
 
-The module's parameters are views of the flat storage. Freeing takes the memory of that storage away and
-gathering gives the *same* storage memory (terrace.runtime.pages), so that whatever autograd saved (a transposed view of
-a weight, say) sees the refilled values. The views are made with `set_`, not by slicing: slices would
-share the flat tensor's version counter, and a refill would look like an illegal in-place change.
+The module's parameters are views of the storage. Freeing releases its memory and gathering refills the *same* storage
+(terrace.runtime.pages), so tensors saved by autograd see the values. Views are made with `set_`: slices would share a
+version counter, and a refill would look like an illegal in-place change.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,12 +38,11 @@ Initial = Callable[[ParamSpec], Tensor]
 class FlatParam:
     """One flat buffer of a block on one rank: its parameters, their gradient and optimizer state.
 
-    `full` is the padded buffer of all elements (without memory while freed), `shard` the slice of the params
-    tier, `secondary` the slice of the params_backward tier if the plan has one. A state of all elements is `full`
-    itself. Matrices come first: they take weight
-    decay. Of a trainable buffer, `grads` is the accumulated gradient, sharded on the grads tier, in `plan.sums`;
-    `owned` is its slice that this rank's optimizer updates. A gradient buffer in the compute dtype exists only from a
-    block's backward to its reduction, unless gradients are accumulated in `grads` itself.
+    `full` is the padded buffer of all elements (no memory while freed), `shard` this rank's slice on the params tier,
+    `secondary` its slice on the params_backward tier, if any; a slice of everything is `full` itself. Matrices come
+    first: they take weight decay. If trainable, `grads` is the accumulated gradient in `plan.sums`, sharded on the
+    grads tier, and `owned` the slice of it that the optimizer updates. A separate gradient buffer exists only from a
+    block's backward to its reduction, and not if gradients accumulate in `grads`.
     """
 
     def __init__(
@@ -62,7 +60,7 @@ class FlatParam:
     ) -> None:
         """Allocate the buffers of block `name`; `is_copy` says that another stage owns the block.
 
-        `pages` has the memory of those that come and go, `scaling` the format of products, if they take 8 bits.
+        `pages` provides the memory of buffers that come and go, `scaling` the format of products that run in 8 bits.
         """
         layout = self.layout = spec.layout
         self.name, self.spec, self.is_copy = name, spec, is_copy
@@ -106,9 +104,9 @@ class FlatParam:
         self.optimizer: Optimizer = NoOptimizer()
 
     def initialise(self, initial: Initial, config: OptimizerConfig, noise: Noise | None = None) -> None:
-        """Set the parameters from `initial`; make the gradient and the optimizer state of a trainable buffer.
+        """Set the parameters from `initial`; allocate gradient and optimizer state if trainable.
 
-        `noise` rounds states in bf16, if the plan has any. Holds all elements of the buffer on the CPU while it works.
+        `noise` rounds bf16 states. Temporarily holds the whole buffer on the CPU.
         """
         # In fp32 at least, so that the master copy is not rounded through the compute dtype.
         values = torch.zeros(self.padded, dtype=torch.float64 if self._values == torch.float64 else torch.float32)
@@ -127,7 +125,7 @@ class FlatParam:
         self._meter.add("outer", sum(each.nbytes for each in self.outer_states))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters by name; their values are there only while gathered."""
+        """The parameters by name. They have values only while gathered."""
         for spec, parameter in zip(self.spec.params, self.parameters, strict=True):
             yield spec.name, parameter
 
@@ -136,13 +134,13 @@ class FlatParam:
         return self.layout.slice(tier, self.coordinates, self.padded)
 
     def part_within(self, tier: int, base: int, numel: int | None = None) -> slice:
-        """The same slice, relative to the slice of an inner tier `base`; `numel` elements in place of the buffer's."""
+        """The same slice, relative to the slice of an inner tier `base`; of a buffer of `numel` elements, if given."""
         # A slice on an outer tier lies inside the slice on an inner one.
         inner, outer = (self.layout.slice(each, self.coordinates, numel or self.padded) for each in (base, tier))
         return slice(outer.start - inner.start, outer.stop - inner.start)
 
     def is_first(self, tier: int) -> bool:
-        """Whether this rank is the first in its island of the ranks with the same slice of a state on `tier`."""
+        """Whether this rank is the first of its island's ranks that hold the same slice of a state on `tier`."""
         return not self.is_copy and not any(self.coordinates[tier + 1 : self.layout.island + 1])
 
     def gather(self, collectives: Collectives, transfer: Transfer, secondary: bool) -> None:
@@ -160,12 +158,12 @@ class FlatParam:
             self.secondary.copy_(self._full_piece(layout.params_backward))
 
     def materialise(self) -> None:
-        """Allocate the full buffer; its content is undefined until gathered."""
+        """Allocate the full buffer, uninitialised."""
         self._meter.add("gathered", self.full.nbytes)
         self._pages.fill(self.full)
 
     def free(self) -> None:
-        """Drop the full parameters, unless they stay."""
+        """Release the full parameters, unless the layout keeps them."""
         if not self.layout.frees:
             return
         self._pages.give(self.full)
@@ -178,11 +176,11 @@ class FlatParam:
 
     @property
     def is_open(self) -> bool:
-        """Whether the buffer is there."""
+        """Whether a gradient buffer is allocated."""
         return self._buffer is not None
 
     def open_gradient(self) -> None:
-        """Allocate a buffer that accumulates the gradients of the next backwards."""
+        """Allocate a buffer that accumulates the gradients of the following backwards."""
         assert self.spec.trainable, f"block {self.name} has nothing to train"
         # One may still be reduced while the next is opened.
         device = self.full.device
@@ -192,7 +190,7 @@ class FlatParam:
         self.gradients.open(self._buffer)
 
     def take_gradient(self) -> Tensor | None:
-        """Hand over the gradient buffer for `reduce` and then `release`; None if `grads` accumulates in place."""
+        """Return the gradient buffer, to be reduced and then released; None if gradients accumulate in `grads`."""
         # Ownership moves to the lane: the next backward opens a new buffer.
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
@@ -213,13 +211,13 @@ class FlatParam:
         self._is_fresh &= transfer.columns is not None and transfer.columns[1] < self.padded // slices_of(self.layout)
 
     def release(self, buffer: Tensor) -> None:
-        """Take the memory of a reduced gradient buffer, which the caller drops."""
+        """Free the memory of a reduced gradient buffer. The caller drops its reference."""
         self._pages.give(buffer)
         self._spare.append(buffer)
         self._meter.add("grads_full", -buffer.nbytes)
 
     def tie(self, stages: StageP2P, stage: int) -> None:
-        """Add the accumulated gradient of the same slice on another stage. The same bits on both."""
+        """Add another stage's accumulated gradient of the same slice. Both stages end with the same bits."""
         theirs = torch.empty_like(self.grads)
         self._meter.add("buffers", theirs.nbytes)
         # Both directions are posted before either is waited for, or the two stages would block each other.
@@ -258,13 +256,13 @@ class FlatParam:
         collectives.gather_columns(transfer, self._columns(piece(layout.optimizer), transfer), own, self.origin)
 
     def _columns(self, values: Tensor, transfer: Transfer) -> Tensor:
-        """A transfer's part of `values`, a slice of the buffer: (slices, columns); all of them as they are."""
+        """The columns of `values`, a slice of the buffer, in a transfer: (slices, columns), or `values` for all."""
         if transfer.columns is None:
             return values
         return values.view(-1, self.padded // slices_of(self.layout))[:, slice(*transfer.columns)]
 
     def end_gradients(self, *, undo: bool) -> None:
-        """After the last message of a step's gradients: let their rounding residuals stand, or give the step up."""
+        """Commit the rounding residuals of a step's gradients; with `undo`, restore them and drop the gradients."""
         if not self.spec.trainable:
             return
         if not undo:
@@ -279,7 +277,7 @@ class FlatParam:
         self._is_fresh = True
 
     def prepare_muon_momentum(self, scale: Tensor) -> None:
-        """Scale the gradient, put Muon's momentum in its place, and allocate it for whole matrices."""
+        """Replace the gradient by the scaled matrix for Muon, and allocate the buffer that gathers whole matrices."""
         optimizer = self.optimizer
         if not isinstance(optimizer, ShardedMuon):
             return
@@ -300,7 +298,7 @@ class FlatParam:
         collectives.gather(transfer, lambda tier: momentum[self.part(tier)], self.origin)
 
     def update(self, scale: Tensor, lr: float) -> None:
-        """Scale the gradient and step the optimizer; the working copy is stale until refreshed."""
+        """Scale the gradient and step the optimizer. The working copy is stale until refreshed."""
         # Under Muon the gradient was scaled before ORTHOGONALISE.
         if not self.spec.num_orthogonal:
             self.owned.mul_(scale.to(self.owned.dtype))
@@ -313,12 +311,12 @@ class FlatParam:
 
     @property
     def outer_state(self) -> OuterState:
-        """The outer loop of the slice that the optimizer owns; only under a plan with islands."""
+        """Outer optimizer state of this rank's slice. Only under a plan with islands."""
         (found,) = self.outer_states
         return found
 
     def exchange(self, collectives: Collectives, transfer: Transfer, weight: Tensor) -> None:
-        """Send the change of this island's parameters; its mean over islands takes its place."""
+        """Replace the change of this island's parameters by its mean over islands."""
         layout = self.layout
 
         def part(tier: int) -> slice:
@@ -328,7 +326,7 @@ class FlatParam:
         self.outer_state.exchange(collectives, transfer, part, weight, inner=inner, outermost=outermost)
 
     def publish(self) -> None:
-        """Round the master parameters into this rank's part of the working copy; codes wait for their scales."""
+        """Round the masters into this rank's slice of the working copy; 8-bit codes first need their scales."""
         if not self.spec.trainable:
             return
         if self.codes is not None:
@@ -340,7 +338,7 @@ class FlatParam:
             self._shard_piece(self.layout.optimizer).copy_(self.optimizer.master)
 
     def refresh(self, collectives: Collectives, transfer: Transfer) -> None:
-        """Bring the new parameters of the other ranks into the working copy."""
+        """Gather the other ranks' new parameters into the working copy."""
         if self.codes is not None and self.spec.trainable:
             largest = collectives.largest(transfer, self._magnitudes)
             self._encode(self.codes, self.optimizer.master, self.layout.optimizer, largest)

@@ -1,13 +1,13 @@
-"""A rank's part of the parameters with the values that forwards compute with, which a gather may have rounded.
+"""A rank's shard of the parameters as forwards see it, which the wire formats of a gather may have rounded.
 
-Training gathers parameters in the formats of their messages, and every member rounds its own part as well
-(terrace.comm.collectives). What generates must have the same values:
+Training gathers parameters in wire formats, and every rank rounds its own shard as well (terrace.comm.collectives).
+Generation must use the same values:
 
-    a dtype        rounds each element: done here, on the rank's own part
-    a block format of the rank's whole part, or of blocks that end where parts do: coded and decoded here
-    one of blocks across the parts of several ranks, which came over an outer tier in another format: gathered
+    a dtype          rounds each element: done here, on the rank's shard
+    a block format   whose blocks are the rank's whole shard or end where shards do: encoded and decoded here
+    a block format   whose blocks span several ranks' shards, after an outer tier in another format: gathered
 
-The last is the gather of a forward, so its bytes are declared as those of one.
+The last is a forward's gather, and its bytes are declared like those.
 """
 
 from typing import TYPE_CHECKING
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def gather_of(engine: "Engine", block: int, flat: "FlatParam") -> Transfer | None:
-    """The gather of a flat buffer before a forward; None where it changes no value."""
+    """The gather of a flat buffer before a forward; None if it changes no value."""
     place = engine.state.flats[block].index(flat)
     transfers = engine.program.message(Instruction(Op.GATHER, block)).transfers
     found = next((each for each in transfers if each.flat == place), None)
@@ -39,7 +39,7 @@ def _rounds(transfer: Transfer, dtype: torch.dtype) -> bool:
 
 
 def forward_values(engine: "Engine", block: int, flat: "FlatParam") -> Tensor:
-    """This rank's part of `flat` on the parameters' tier, as forwards have it; `flat.shard` where nothing rounds.
+    """This rank's shard of `flat` as forwards see it; `flat.shard` itself if nothing rounds it.
 
     Every rank of the engine calls this for the same buffers in the same order, since some may be gathered.
     """
@@ -62,7 +62,7 @@ def forward_values(engine: "Engine", block: int, flat: "FlatParam") -> Tensor:
 
 
 def in_dtypes(values: Tensor, transfer: Transfer) -> Tensor:
-    """`values`, wherever they lie, as a gather in dtypes rounds them."""
+    """Round `values`, on any device, as a gather in dtypes does."""
     for hop in transfer.gathering:
         values = values.to(DTYPES[hop.wire.codec]).to(values.dtype)
     return values

@@ -1,4 +1,4 @@
-"""Messages of gradients on the lanes of a rank; those in gaps part by part, in the order of program.gap_queue."""
+"""Gradient messages on the lanes of a rank, sent whole or, in gaps, part by part in the order of program.gap_queue."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,32 +13,32 @@ Carry = Callable[[FlatParam, Transfer], None]
 
 
 class PartsTicket(Ticket):
-    """All parts of a message."""
+    """Ticket of a message that is sent in parts."""
 
     def __init__(self, num_parts: int) -> None:
         self.left = num_parts  # parts that have not left
         self._tickets: list[Ticket] = []
 
     def add(self, ticket: Ticket | None) -> None:
-        """A part has left; None for one without elements."""
+        """Record that a part was submitted; its ticket is None if it has no elements."""
         self.left -= 1
         if ticket is not None:
             self._tickets.append(ticket)
 
     @property
     def newest(self) -> Ticket | None:
-        """The last part that has left; parts end in their order."""
+        """Ticket of the last part submitted. Parts complete in order."""
         return self._tickets[-1] if self._tickets else None
 
     def wait(self) -> None:
-        """Block until later work may read the result; raises the error of the work."""
+        """Block until later work may read the result. Raises an error of the work."""
         assert not self.left, f"{self.left} parts of a message are waited for that have not left"
         for ticket in self._tickets:
             ticket.wait()
 
     @property
     def is_done(self) -> bool:
-        """Whether all parts have ended."""
+        """Whether all parts have completed."""
         return not self.left and all(ticket.is_done for ticket in self._tickets)
 
 
@@ -51,24 +51,24 @@ class _Message:
 
 
 class GapMessages:
-    """Messages of which some parts have not left."""
+    """Messages with parts not yet submitted."""
 
     def __init__(self) -> None:
         self._held = Held[_Message]()
 
     def hold(self, lane: Lane, works: Sequence[Work | None], after: Ticket | None) -> PartsTicket:
-        """Let part 0 leave, and hold the others. Every part starts after the newest part of `after` at that time."""
+        """Submit part 0 and hold the others. Each part starts after the newest part of `after` at its submission."""
         message = _Message(PartsTicket(len(works)), lane, works, after)
         self._held.hold(message, len(works))
         self.leave(0)
         return message.ticket
 
     def leave(self, gap: int) -> None:
-        """The parts of a gap leave."""
+        """Submit the parts due at a gap."""
         self._leave(self._held.due(gap))
 
     def rest(self) -> None:
-        """All parts leave: the pass is over."""
+        """Submit all remaining parts, at the end of the pass."""
         self._leave(self._held.rest())
 
     def _leave(self, parts: Sequence[tuple[_Message, int]]) -> None:
@@ -78,7 +78,7 @@ class GapMessages:
 
 
 def carried(flats: Sequence[FlatParam], transfers: Sequence[Transfer], carry: Carry) -> Work:
-    """A message of a block on its lane: the transfers of its flat parameters, one after the other."""
+    """Work that carries a block's message: the transfers of its flat parameters, in order."""
 
     def work() -> None:
         for transfer in transfers:
@@ -88,12 +88,12 @@ def carried(flats: Sequence[FlatParam], transfers: Sequence[Transfer], carry: Ca
 
 
 def newest_of(ticket: Ticket | None) -> Ticket | None:
-    """The ticket at this time: of a message in gaps, that of the newest part."""
+    """`ticket` itself, or the newest part's if the message is sent in parts."""
     return ticket.newest if isinstance(ticket, PartsTicket) else ticket
 
 
 def behind(ticket: Ticket | None, work: Work) -> Work:
-    """`work` on a lane, after a message on another."""
+    """`work` that first waits for a message on another lane."""
     if ticket is None:
         return work
 

@@ -1,4 +1,4 @@
-"""Values of every rank, gathered as JSON or as tensors: nothing that another process sent is unpickled."""
+"""Gathers values of every rank as JSON or as tensors. Nothing from another process is unpickled."""
 
 import json
 from collections.abc import Sequence
@@ -12,16 +12,16 @@ from terrace.comm.byte_views import as_bytes
 
 
 def gather_plain(value: Any, device: torch.device, group: Any = None) -> list[Any]:
-    """`value` of every rank, in rank order; every rank of `group` (default: the world) calls this.
+    """Gather `value` from every rank of `group` (default: the world), in rank order. Each of them calls this.
 
-    A value is one of JSON's: None, texts, numbers, lists, and dictionaries by text. Raises `TypeError` for another.
+    Raises `TypeError` for a value that JSON cannot hold.
     """
     raw = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     return [json.loads(bytes(each.cpu().numpy())) for each in gather_bytes(raw, group)]
 
 
 def gather_tensors(tensors: Sequence[Tensor], device: torch.device, group: Any = None) -> list[list[Tensor]]:
-    """The CPU `tensors` of every rank, in rank order: any number, of any shapes and dtypes."""
+    """Gather the CPU `tensors` of every rank, in rank order. Number, shapes and dtypes may differ between ranks."""
     kinds = [[str(each.dtype).removeprefix("torch."), list(each.shape)] for each in tensors]
     parts = [as_bytes(each.reshape(-1)) for each in tensors if each.numel()]
     own = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
@@ -39,7 +39,7 @@ def gather_tensors(tensors: Sequence[Tensor], device: torch.device, group: Any =
 
 
 def gather_bytes(own: Tensor, group: Any = None) -> list[Tensor]:
-    """One-dimensional uint8 tensors of every rank, of any lengths."""
+    """Gather a 1-D uint8 tensor from every rank. Lengths may differ."""
     size = torch.tensor([own.numel()], device=own.device)
     sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, size, group=group)

@@ -1,4 +1,4 @@
-"""Places of a flat parameter's gradients in one buffer."""
+"""Gradients of a flat parameter as views of one buffer."""
 
 from collections.abc import Sequence
 
@@ -6,18 +6,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-# A parameter of a class of its own answers for `grad` through Python, unless it counts as a plain tensor.
+# Attributes of a parameter subclass go through Python, unless it is treated as a plain tensor.
 _AsPlain = torch._C.DisableTorchFunctionSubclass
 
 
 class GradientViews:
     """Gradients of parameters as views of one uninitialised buffer.
 
-    The first gradient of a parameter is written to its view and later ones are added. This spares the pass that would
-    set the buffer to zero, and the pass that would read the zeros. Autograd's gradients come through a hook, which
-    copies the first. Weight gradients that the runtime computes ask for their place by `gradient_of`
-    (terrace.runtime.linear). A buffer of another dtype than the parameters', fp32 for bf16, gets the same gradients;
-    torch then allows no `grad` that is a view of it, and `grad` stays empty.
+    The first gradient of a parameter is written to its view, later ones are added. This saves the pass that would
+    zero the buffer and the pass that would read the zeros. Autograd's gradients come through a hook, which copies the
+    first. Weight gradients that the runtime computes go straight to the view from `gradient_of`
+    (terrace.runtime.linear). A buffer of another dtype than the parameters', such as fp32 for bf16, gets the same
+    gradients, but torch allows no `grad` of another dtype, so `grad` stays None.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], extents: Sequence[tuple[int, int]]) -> None:
@@ -31,14 +31,14 @@ class GradientViews:
         self._converts = False
 
     def open(self, buffer: Tensor) -> None:
-        """Collect the gradients of the next backwards in `buffer` (padded elements), until `close`."""
+        """Collect the gradients of the following backwards in `buffer` (padded size), until `close`."""
         # Padding is reduced and counted in norms like any element, so it must be zero.
         buffer[self._extents[-1][1] :].zero_()
         self._detach()
         self._converts = buffer.dtype != self._parameters[0].dtype
         self._missing = dict(zip(map(id, self._parameters), self._views_of(buffer), strict=True))
         self._written = {}
-        # Hooks stay for the life of the parameters; `_missing` tells whether a buffer is open.
+        # Hooks stay for the lifetime of the parameters; `_missing` says whether a buffer is open.
         if not self._hooks:
             self._hooks = [
                 parameter.register_post_accumulate_grad_hook(self._collect)  # type: ignore[no-untyped-call]
@@ -48,7 +48,7 @@ class GradientViews:
 
     def _collect(self, parameter: Tensor) -> None:
         # Autograd also calls this without a gradient to add, as for a weight whose gradient is recorded.
-        # The cheap question first: a parameter of a class of its own answers for `grad` through Python.
+        # The cheap test first: reading `grad` of a parameter subclass goes through Python.
         if id(parameter) in self._missing and parameter.grad is not None:
             gradient = parameter.grad
             self.gradient_of(parameter)[0].copy_(gradient)
@@ -58,7 +58,7 @@ class GradientViews:
             parameter.grad = None
 
     def gradient_of(self, parameter: Tensor) -> tuple[Tensor, bool]:
-        """The view of `parameter`, and whether it is still uninitialised: the caller writes or adds at once."""
+        """The view of `parameter`, and whether it is uninitialised: the caller then writes it now, otherwise adds."""
         view = self._missing.pop(id(parameter), None)
         if view is not None:
             self._write(parameter, view)
@@ -67,11 +67,11 @@ class GradientViews:
         return self._written[id(parameter)], False
 
     def written(self, parameter: Tensor) -> Tensor | None:
-        """The gradient of `parameter` so far; None without one, or without a buffer."""
+        """The gradient of `parameter` so far, or None."""
         return self._written.get(id(parameter))
 
     def fill_missing(self) -> None:
-        """Set the gradient of parameters that got none to zero; later ones are added."""
+        """Zero the gradient of parameters that have none yet; later ones are added."""
         for parameter in self._parameters if self._missing else ():
             view = self._missing.pop(id(parameter), None)
             if view is not None:
@@ -84,7 +84,7 @@ class GradientViews:
                 parameter.grad = view
 
     def close(self) -> None:
-        """Set missing gradients to zero and detach the parameters from the buffer."""
+        """Zero missing gradients and detach the parameters from the buffer."""
         self.fill_missing()
         self._written = {}
         self._detach()
@@ -103,7 +103,7 @@ class GradientViews:
         return self._laid_out[-1][1]
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """The part of `buffer` that belongs to each parameter, in the parameter's shape."""
+        """Each parameter's slice of `buffer`, in the parameter's shape."""
         return [
             buffer[start:stop].view(parameter.shape)
             for parameter, (start, stop) in zip(self._parameters, self._extents, strict=True)

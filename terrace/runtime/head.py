@@ -1,21 +1,19 @@
-"""The last block of a decoder with its loss, a chunk of tokens at a time: logits never exist whole.
+"""A decoder's last block with its loss, a chunk of tokens at a time, so that the whole logits are never allocated.
 
 The logits of a chunk are computed, replaced in place by their gradient, and multiplied back:
 
     x = h W^T,   loss += logsumexp(x) - x[label],   dx = softmax(x) - onehot(label),   dh = dx W,   dW += dx^T h
 
-The loss is a sum, so its gradient is one and depends on no later result: the three products of forward and backward
-run in sequence in the block's BACKWARD, and its FORWARD computes nothing. The number of products is that with whole
-logits; the memory is one chunk's, whatever the vocabulary. (Keeping a log-sum per token and
-computing the logits again in the backward, as Wijmans et al. do, arXiv 2411.09009, would be a fourth product; taking
-the weight gradient in the forward would need its buffer there.)
+The loss is a sum, so the gradient of each chunk needs no later result: all three products run in the block's
+BACKWARD, and its FORWARD computes nothing. There are as many products as with whole logits, and the memory is that of
+one chunk. (Keeping a log-sum per token and recomputing logits in the backward, as Wijmans et al. do, arXiv
+2411.09009, would add a fourth product; computing the weight gradient in the forward would need its buffer there.)
 
-The weight gradient of a chunk is added at once, also in a backward that holds back its other weight gradients, since
-holding it would keep the gradient of the logits. A bf16 gradient would round once per chunk, so it is first summed in
-fp32.
+A chunk's weight gradient is added at once, even in a backward that defers other weight gradients, because deferring
+it would keep the gradient of the logits. A bf16 gradient would round once per chunk, so chunks are summed in fp32.
 
-`terrace.model.decoder.token_loss` of the head's logits is the same number, whole; the tensor axis has a form of its
-own (terrace.runtime.tensor.loss).
+`terrace.model.decoder.token_loss` of whole logits gives the same number. The tensor axis has its own form
+(terrace.runtime.tensor.loss).
 
 Shape legend: N tokens, H hidden, V vocabulary.
 """
@@ -33,17 +31,17 @@ from terrace.runtime.linear import record_product, record_sum
 
 
 class LossBackward(Protocol):
-    """(Input of the block, labels, scale) -> sum of the losses."""
+    """(Input of the block, labels, scale) -> sum of the losses, unscaled."""
 
     def __call__(self, inputs: Tensor, labels: Tensor, scale: float = 1.0) -> Tensor: ...
 
 
 def chunked_head(module: nn.Module, objective: object) -> LossBackward | None:
-    """A function that runs a last block, its loss and both backwards in chunks; None for blocks without this form.
+    """A function that runs a last block, its loss and both backwards in chunks, or None.
 
-    `terrace.model.decoder.Head` with `token_loss` has it. The function takes the block's input (B, S, H), sets its
-    `grad`, and takes labels (B, S); gradients of parameters go to the same place as in any backward, all times a
-    scale. Its result, a scalar, is not scaled and has no graph.
+    Only a `terrace.model.decoder.Head` with `token_loss` has one. It takes the block's input (B, S, H) and labels (B,
+    S), and sets the input's `grad`. All gradients, which go where any backward's go, are multiplied by `scale`. It
+    returns the unscaled loss, a scalar without a graph.
     """
     if objective is not decoder.token_loss or type(module) is not decoder.Head:
         return None
@@ -65,7 +63,7 @@ def chunked_head(module: nn.Module, objective: object) -> LossBackward | None:
 
 @torch.no_grad()
 def head_loss(module: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
-    """The sum of the losses of a decoder's head on its input (B, S, H) and labels (B, S), in the same chunks."""
+    """Summed loss of a decoder's head for input (B, S, H) and labels (B, S), in chunks, without gradients."""
     assert isinstance(module, decoder.Head), "only a decoder's head has its loss in chunks"
     hidden, flat_labels, matrix = module.entering(inputs).flatten(0, 1), labels.flatten(), module.weight.detach()
     num_rows = chunk_rows(len(matrix), hidden.device.type)
@@ -84,11 +82,12 @@ def loss_and_gradients(
     to_gradient: Callable[[Tensor, Tensor, float], Tensor] = decoder.to_gradient,
     cap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The sum of the cross entropies of hidden states (N, H) against labels (N), and `scale` times its gradient (N, H).
+    """Summed cross entropy, its gradient times `scale` (N, H), and the weight gradient if it was not recorded.
 
-    The gradient of `weight` (V, H), if it trains, is recorded; without a queue, as with compiled blocks, it is
-    returned. Labels are as for `token_loss`, `to_gradient` as in `terrace.model.decoder`. Losses and softmax are
-    computed in fp32 at least, products in the dtype of `hidden`. `cap` bounds the logits; 0 is no cap.
+    Takes hidden states (N, H) and labels (N). The gradient of a trainable `weight` (V, H) is recorded, and returned
+    only if there is no queue, as with compiled blocks. Labels are as for `token_loss`, `to_gradient` as in
+    `terrace.model.decoder`. Losses and softmax are computed in fp32 at least, products in the dtype of `hidden`.
+    `cap` bounds the logits; 0 is no cap.
     """
     matrix = weight.detach()
     num_rows = chunk_rows(len(matrix), hidden.device.type)
@@ -117,10 +116,10 @@ def loss_and_gradients(
 def add_weight_gradient(
     weight: Tensor, products: Iterable[tuple[Tensor, Tensor]], num_chunks: int, needed: bool, at_once: bool = False
 ) -> Tensor | None:
-    """Record the sum of dx^T h over the chunks dx (n, V), h (n, H); return it if there is no queue, else None.
+    """Record the sum of dx^T h over the chunks dx (n, V), h (n, H). Returns it if there is no queue, else None.
 
-    Each chunk is used before the next is computed; with `needed` false they are computed and dropped. A single chunk
-    may be held by the queue, unless `at_once`. In half precision several chunks are summed in fp32.
+    Each chunk is used before the next is computed. If not `needed`, chunks are computed and dropped. The queue may
+    defer a single chunk, unless `at_once`. In half precision, several chunks are summed in fp32.
     """
     total: Tensor | None = None
     wide = torch.promote_types(weight.dtype, torch.float32) if num_chunks > 1 else weight.dtype
@@ -146,11 +145,11 @@ def gradients_through_logits(
     of_weight: bool,
     cap: float = 0.0,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of hidden states (N, H) and of an output matrix (V, H), through their logits, a chunk at a time.
+    """Gradients of hidden states (N, H) and of an output matrix (V, H) from the gradient of their logits, in chunks.
 
-    `to_gradient` turns the logits (n, V) of the tokens in a slice into their gradient, in place. `logits` are of all
-    tokens, capped, where they were kept; each chunk's are computed again otherwise. The matrix's gradient is recorded
-    as by `add_weight_gradient`. None where one is not asked for.
+    `to_gradient` replaces the logits (n, V) of a slice of tokens by their gradient, in place. `logits` are the kept,
+    capped logits of all tokens; if None, each chunk is recomputed. The matrix's gradient is recorded as by
+    `add_weight_gradient`. Gradients that are not requested are None.
     """
     matrix = weight.detach()
     gradient = torch.empty_like(hidden) if of_hidden else None

@@ -1,4 +1,4 @@
-"""A mesh axis with messages inside blocks: the protocol of the tensor and the context axis."""
+"""Interface of a mesh axis that sends messages inside blocks: the tensor and the context axis."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -11,41 +11,41 @@ from terrace.runtime.in_block_comm import InBlockComm
 
 
 class EdgeComm(Protocol):
-    """Cuts an activation that leaves a stage, and makes one that arrives whole again."""
+    """Splits an activation before it is sent to another stage, and gathers a received one."""
 
     @property
     def place(self) -> int:
-        """Which part this rank sends and receives."""
+        """Index of the part that this rank sends and receives."""
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Gather the parts x (m) of all ranks, (n m)."""
+        """Gather x (m) from all ranks, (n m)."""
 
 
 class InBlockAxis:
-    """An axis that has put its modules or its attention into the blocks of a rank.
+    """An axis that has replaced modules or attention in the blocks of a rank.
 
-    A new axis overrides the methods that concern it. The step runner calls them on every axis, in the order of
-    application, and knows nothing else about an axis.
+    An axis overrides only the methods that it needs. The step runner calls them on every axis, in order of
+    application, and knows nothing else about it.
     """
 
     in_block: InBlockComm
 
     @property
     def declared(self) -> Mapping[tuple[MessageClass, str], int]:
-        """Bytes sent so far by (message class, tier), where no formula of the plan gives them."""
+        """Bytes sent so far by (message class, tier), for messages whose size the plan alone does not give."""
         return {}
 
     @property
     def edge(self) -> EdgeComm | None:
-        """Collectives for the activations that cross stages, if this axis cuts them into parts."""
+        """Collectives for activations that cross stages, if this axis splits them."""
         return None
 
     def take(self, batches: Sequence[Batch], *, trains: bool = True) -> Sequence[Batch]:
-        """This rank's part of the micro-batches of a step, or of its forwards alone."""
+        """This rank's part of the micro-batches of a training step, or of an evaluation if not `trains`."""
         return batches
 
     def begin(self, micro: int, batch: Batch, recomputed: bool) -> None:
-        """Prepare for a block that runs on a micro-batch; `recomputed` blocks run again in their backward."""
+        """Prepare for a block to run on a micro-batch; `recomputed` if its forward runs again in the backward."""
 
     def remove(self) -> None:
-        """Undo replacements that would keep the blocks from running without the engine."""
+        """Undo changes that would keep the blocks from running without the engine."""

@@ -1,11 +1,11 @@
-"""Messages inside a block, whichever axis they are of, in the order in which computing issues them.
+"""Messages inside a block, on any axis, in the order in which the computation issues them.
 
 Messages of tensor and context ranks have a lane of their own. Routed messages cross tiers that messages between
-blocks cross too, so they take the lanes of those: all ranks of a stage issue all of them in one order.
+blocks cross too, so they share those lanes: all ranks of a stage issue all of them in the same order.
 
-They are part of computing: while one is awaited, the clock counts its seconds apart from the pass around it. The order
-of sends, waits and the computing between them is the block's own program (terrace.program.block_program), which the
-simulator plays; a recording of a step is compared with it in tests.
+Waits happen in the middle of a pass, and the clock counts them separately from it. The order of sends, waits and the
+computation between them is the block's own program (terrace.program.block_program), which the simulator plays; tests
+compare it with a recording of a step.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ def _ignore(ranks: tuple[int, ...]) -> None:
 
 
 def _nothing(gap: int) -> None:
-    """No gradients leave."""
+    """No-op gap callback."""
 
 
 @dataclass
@@ -33,7 +33,7 @@ class InFlight:
 
 @dataclass
 class InBlockComm:
-    """The lanes of messages inside blocks, the clock, and the weight gradients that are held back."""
+    """Sends messages inside blocks on `lanes`, and runs deferred weight gradients while they travel."""
 
     lanes: Mapping[int, Lane]
     clock: Clock
@@ -43,7 +43,7 @@ class InBlockComm:
     recording: list[BlockStep] | None = field(default=None, repr=False)  # steps as they are issued, if a list is given
 
     def submit(self, work: Callable[[], None], *messages: InBlockMessage, after: InFlight | None = None) -> InFlight:
-        """Put `work`, which carries `messages` of one axis, on their lane; it starts when `after` has arrived."""
+        """Submit `work`, which carries `messages` of one axis, to their lane. It starts when `after` has arrived."""
         send, lane = Send(messages), self.lanes[messages[0].lane]
         if self.recording is not None:
             self.recording.append(send)
@@ -59,7 +59,7 @@ class InBlockComm:
     def wait(self, flight: InFlight, ranks: tuple[int, ...], *, computes: bool = False) -> None:
         """Wait for messages from `ranks`.
 
-        The clock counts the seconds as waiting for the messages' class, or with `computes` as part of the pass.
+        The clock counts the time as waiting for the messages' class or, if `computes`, as part of the pass.
         """
         # Computing up to here belongs to the pass around the message.
         self.clock.mark(self.clock.doing)
@@ -72,24 +72,24 @@ class InBlockComm:
             self.recording.append(Await(flight.send))
 
     def computes(self, kind: ComputeKind, number: int = 0) -> None:
-        """Record a piece of computing behind which messages may hide."""
+        """Record a piece of computation that messages can overlap with."""
         if self.recording is not None:
             self.recording.append(Compute(kind, number))
 
     def gap(self, number: int) -> None:
-        """Let parts of the gradients before this backward leave."""
+        """Send the parts of earlier gradients that are due at this gap of the backward."""
         if self.recording is not None:
             self.recording.append(Gap(number))
         self.at_gap(number)
 
     def fill(self, kind: ComputeKind, number: int) -> None:
-        """Compute the weight gradients held back so far, which are `kind`, unless the other half of a backward does."""
+        """Run the weight gradients deferred so far, recorded as `kind`, unless a BACKWARD_WEIGHT will."""
         if self.weights.current is not None and self.weights.current.fills:
             self.computes(kind, number)
             self.weights.current.run()
 
     def compute_weight_gradients(self) -> None:
-        """Compute the weight gradients that are held back, while a message travels."""
+        """Run the deferred weight gradients while a message travels."""
         self.computes(ComputeKind.WEIGHT_GRADIENTS)
         # Outside a step no queue exists.
         if self.weights.current is not None:

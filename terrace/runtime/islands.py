@@ -1,7 +1,7 @@
-"""An island among the others: the exchanges that are due, and the numbers that travel with its changes.
+"""One island among the others: when it exchanges, and the figures that travel with its changes.
 
-Nothing crosses the outer tier in a step but an exchange. Tokens, losses, norms of changes and digests of the anchor
-therefore ride with it (terrace.plan.routes.OUTER_FIGURES), summed over the island first.
+Only exchanges cross the outer tier. Tokens, losses, norms of changes and digests of the anchor therefore travel with
+them (terrace.plan.routes.OUTER_FIGURES), summed over the island first.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,15 +24,15 @@ from terrace.runtime.outer_numbers import CHANGE, MEAN, MEANWHILE
 
 
 class DivergedError(TrainingError):
-    """Islands that must hold the same bits do not."""
+    """Islands that must hold the same bits differ."""
 
 
 class Island:
-    """This rank's island among all; a single one never exchanges."""
+    """This rank's island. A single island never exchanges."""
 
     def __init__(self, state: ModelState) -> None:
         self.outer, self.numbers, self._flats = state.program.plan.outer, state.outer_numbers, state.trainable
-        self._digests: dict[int, Tensor] = {}  # block -> digests of its anchor on all islands, of exchanges under way
+        self._digests: dict[int, Tensor] = {}  # block in flight -> digests of its anchor on all islands
         self._ended: list[OuterResult] = []
 
     def next(self) -> Exchange:
@@ -40,16 +40,16 @@ class Island:
         return self.outer.exchange(self.numbers.num_steps, self.numbers.under_way)
 
     def closing(self) -> list[Exchange]:
-        """The exchanges that end the run here."""
+        """The exchanges that complete all pending ones now, at the end of a run."""
         return closing(self.numbers.under_way, self.numbers.changed)
 
     def telling(self, program: Program, collectives: Collectives, transfer: Transfer) -> Callable[[], None]:
-        """Take the changes of an exchange that begins; the work on its lane that tells and hears their numbers."""
+        """Take the changes of an exchange that starts. Returns the lane work that gathers its figures."""
         numbers = self.take(program)
         return lambda: self.hear(program, collectives.gather_islands(transfer, numbers))
 
     def sending(self, block: int, collectives: Collectives) -> Carry:
-        """The work of an exchange's lane on the change of a block, once its numbers are heard."""
+        """The lane work that exchanges a block's change, once the figures have arrived."""
 
         def exchange(flat: FlatParam, transfer: Transfer) -> None:
             flat.exchange(collectives, transfer, self.numbers.weight(self.outer.fragment(block)))
@@ -57,7 +57,7 @@ class Island:
         return exchange
 
     def apply(self, program: Program, block: int) -> None:
-        """Take the outer step of a block whose mean has arrived."""
+        """Take the outer step of a block whose mean change has arrived."""
         fragment, exchange = self.outer.fragment(block), program.exchange
         self._check(program, outer_blocks(program, fragment))
         stretch = self.numbers.stretch(fragment) if self.outer.penalty else None
@@ -68,7 +68,7 @@ class Island:
                 self.numbers.told[fragment, MEANWHILE : MEAN + 1] += squares
 
     def take(self, program: Program) -> Tensor:
-        """This rank's part of the numbers of the exchange that begins, fp64; changes are then in their messages."""
+        """Take the changes of the exchange that starts. Returns this rank's part of its figures, fp64."""
         starts, figures, digests = program.exchange.starts, list[Tensor](), list[Tensor]()
         self._end(program.exchange.arrives)  # before a lane hears of the next exchange of the same fragments
         for fragment in starts:
@@ -79,7 +79,7 @@ class Island:
         return torch.cat([*figures, *(digest.view(1) for digest in digests)])
 
     def _taken(self, block: int, fragment: int) -> Tensor:
-        """Adds the squared norm of a block's change to the numbers; its digest."""
+        """Take a block's change: add its squared norm to the figures, return the digest of the anchor."""
         digest = self.numbers.told.new_zeros(())
         for flat in self._flats(block):
             state = flat.outer_state
@@ -90,7 +90,7 @@ class Island:
         return digest
 
     def hear(self, program: Program, numbers: Tensor) -> None:
-        """Keep the `numbers` (islands, n) of an exchange. Runs on a lane, so nothing of them goes to the host here."""
+        """Store the figures (islands, n) of an exchange. Runs on a lane, so it must not synchronize with the host."""
         starts, size = program.exchange.starts, len(OUTER_FIGURES)
         blocks = [block for fragment in starts for block in outer_blocks(program, fragment)]
         self._digests |= zip(blocks, numbers[:, size * len(starts) :].unbind(1), strict=True)
@@ -98,7 +98,7 @@ class Island:
             self.numbers.hear(fragment, numbers[:, size * place : size * (place + 1)])
 
     def _check(self, program: Program, blocks: Sequence[int]) -> None:
-        """Raise `DivergedError` where islands do not hold the same anchor of a block."""
+        """Raise `DivergedError` if islands hold different anchors of a block."""
         # Others were looked at already, or are from before the checkpoint that the run was resumed from.
         heard = {block: self._digests.pop(block) for block in blocks if block in self._digests}
         if not heard:
@@ -114,7 +114,7 @@ class Island:
                 )
 
     def applied(self, exchange: Exchange) -> list[OuterResult]:
-        """The results of the fragments that `exchange` applies, once its program has run and its numbers are heard."""
+        """Results of the fragments that `exchange` applies, after its program has run and its figures have arrived."""
         self._end((() if exchange.starts else exchange.arrives) + (exchange.starts if exchange.waits else ()))
         ended, self._ended = self._ended, []
         return ended
@@ -126,6 +126,6 @@ class Island:
 
 
 def outer_blocks(program: Program, fragment: int) -> list[int]:
-    """The blocks of the whole model, of all stages, that train in a fragment."""
+    """The trainable blocks of a fragment, over all stages."""
     outer, blocks = program.plan.outer, enumerate(program.blocks)
     return [index for index, block in blocks if block.num_trainable and outer.fragment(index) == fragment]

@@ -1,23 +1,22 @@
-"""Weight gradients computed by the runtime: when the program says, into their place in the flat gradient.
+"""Weight gradients that the runtime computes when the program says, directly in the flat gradient.
 
-The backward of y = x W^T + b has two parts. The backward of the block goes on with the first; nothing in the
-block waits for the second:
+The backward of y = x W^T + b has two parts. Only the first is needed to continue the backward of the block:
 
     input gradient    dx = dy W                           computed at once
     weight gradient   dW += dy^T x,  db += sum of dy      recorded in a `WeightQueue`, computed when that is run
 
-The split follows zero-bubble pipelines (Qi et al. 2401.10241, section 2). A record holds dy, x and the
-parameter: running it needs neither the graph nor the values of the weights, which may be freed by then. The
-product is written into the gradient buffer itself: the first one of a unit there (`mm(out=)`), later ones
-added by the product (`addmm_`). No other tensor of the weight's size is made. Where the buffer has a wider dtype,
-products are rounded to their own, part by part, and added in the buffer's.
+The split follows zero-bubble pipelines (Qi et al. 2401.10241, section 2). A record holds dy, x and the parameter;
+running it needs neither the graph nor the values of the weights, which may be freed by then. The product is written
+to the gradient buffer: the first one of a unit with `mm(out=)`, later ones with `addmm_`. No other tensor of the
+weight's size is allocated, unless the buffer has a wider dtype: products are then rounded to their own dtype, part by
+part, and added in the buffer's.
 
 Model code is unchanged. Matrices, and stacks of them, that a `WeightGradients` owns become `Matrix` parameters, which
-take `F.linear`, and so `nn.Linear`, `grouped_linear` of stacks, and on a CPU `F.embedding`, to the functions below.
-Every other use of a weight, and every other parameter, goes through autograd and the hook of `GradientViews`, into the
-same buffer and in any mix with this.
+dispatch `F.linear` (and so `nn.Linear`), `grouped_linear` and, on a CPU, `F.embedding` to the functions below. Every
+other use of a weight, and every other parameter, goes through autograd and the hook of `GradientViews` into the same
+buffer; both kinds may be mixed.
 
-Shape legend: N rows (all leading dims), I inputs and O outputs of the layer, E parts of a stack, V vocabulary, H
+Shape legend: N rows (all leading dims), I inputs and O outputs of the layer, E matrices of a stack, V vocabulary, H
 hidden.
 """
 
@@ -37,10 +36,10 @@ from terrace.runtime.weight_records import Product, Record, Sink, StackProduct, 
 class WeightQueue:
     """The weight gradients of one backward, in the order of its layers.
 
-    Without `hold` a record is run when it is added: nothing is kept, and dy is still in the cache. With it,
-    records wait for `run` and hold their dy and x, which must not change until then. Any thread may add, as
-    autograd does on CUDA, but not while another runs the queue. With `fills` they may run while routed messages
-    travel; without, they are of the other half of a backward.
+    Without `hold` a record runs when it is added: nothing is kept, and dy is still in the cache. With `hold`, records
+    wait for `run` and keep their dy and x, which must not change until then. Any thread may add records (autograd
+    uses its own on CUDA), but not while another runs the queue. `fills` says that they may run while routed messages
+    travel; otherwise they belong to a separate BACKWARD_WEIGHT.
     """
 
     def __init__(self, sinks: Mapping[int, Sink], hold: bool, fills: bool = False) -> None:
@@ -52,11 +51,11 @@ class WeightQueue:
         return len(self._records)
 
     def __contains__(self, parameter: Tensor) -> bool:
-        """Whether a gradient of `parameter` may be recorded here."""
+        """Whether gradients of `parameter` can be recorded here."""
         return id(parameter) in self._sinks
 
     def add(self, record: Record, at_once: bool = False) -> None:
-        """Take a record; one that is to be run at once is never held."""
+        """Add a record; with `at_once` it runs now."""
         if self._hold and not at_once:
             record.hold()
             self._records.append(record)
@@ -67,12 +66,11 @@ class WeightQueue:
             record.run(self._sinks)
 
     def run(self) -> None:
-        """Compute the recorded gradients in order, and drop each record's tensors.
+        """Compute the recorded gradients in order, and release each record's tensors.
 
-        May be called at any time after the block's gradient buffer was opened and before it is reduced, also in the
-        middle of the backward that records, from a function that has just started a message; later records wait
-        for the next call. On CUDA the work is enqueued on the current stream, which must be the stream of the
-        backward, and the host does not wait.
+        May be called any time between the opening and the reduction of the block's gradient buffer, even during the
+        backward that records, from a function that has just started a message; records added later wait for the next
+        call. On CUDA the work is enqueued on the current stream, which must be the backward's, without synchronizing.
         """
         if not self._records:
             return
@@ -84,9 +82,9 @@ class WeightQueue:
 
 
 class WeightGradients:
-    """Joins the matrices of one engine to the queue of the backward that is running.
+    """Connects the matrices of one engine to the queue of the running backward.
 
-    A backward outside `recorded_in`, such as one that a user starts by hand, leaves every gradient to autograd.
+    A backward outside `recorded_in`, such as one that a user starts, leaves every gradient to autograd.
     """
 
     def __init__(self) -> None:
@@ -95,7 +93,7 @@ class WeightGradients:
         self.current: WeightQueue | None = None
 
     def own(self, parameters: Iterable[Tensor], sink: Sink) -> None:
-        """Record the gradients of `parameters` from now on, for the views of `sink`."""
+        """Record the gradients of `parameters` from now on, into the views of `sink`."""
         for parameter in parameters:
             self._sinks[id(parameter)] = sink
             if parameter.requires_grad and parameter.dim() in (2, 3):
@@ -109,7 +107,7 @@ class WeightGradients:
         return WeightQueue(self._sinks, hold, fills)
 
     def recorded_in(self, queue: WeightQueue) -> "_Recorded":
-        """Record in `queue` the weight gradients of the backward that the body of a `with` runs."""
+        """Context in which a backward records its weight gradients in `queue`."""
         return _Recorded(self, queue)
 
 
@@ -126,15 +124,15 @@ class _Recorded:
 
 
 def record_product(weight: Tensor, output_gradient: Tensor, inputs: Tensor, at_once: bool = False) -> bool:
-    """Record the weight gradient of dy (N, O) and x (..., I) in the current queue; returns whether a queue took it.
+    """Record the weight gradient of dy (N, O) and x (..., I) in the current queue. Returns False if there is none.
 
-    With `at_once` it is computed before this returns, and dy and x may change then.
+    With `at_once` it is computed before this returns, after which dy and x may change.
     """
     return _record(weight, Product(output_gradient, inputs, weight), at_once)
 
 
 def record_sum(weight: Tensor, gradient: Tensor) -> bool:
-    """Add a computed weight gradient, in any dtype; returns whether a queue took it."""
+    """Add a computed weight gradient, in any dtype. Returns False if there is no queue."""
     return _record(weight, Sum(gradient, gradient, weight), at_once=True)
 
 
@@ -148,7 +146,7 @@ def _record(weight: Tensor, record: Record, at_once: bool) -> bool:
 
 
 class Matrix(nn.Parameter):
-    """A trainable matrix, or stack of matrices, with recordable products."""
+    """A trainable matrix, or stack of matrices, whose products are recorded."""
 
     gradients: WeightGradients
 
@@ -160,7 +158,7 @@ class Matrix(nn.Parameter):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run `func`, or its recording form in this module where it has one that fits."""
+        """Run `func`, or this module's recording version of it where one applies."""
         # Compilers trace the plain operator.
         own = _FUNCTIONS.get(func)
         if own is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -212,9 +210,7 @@ _FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
 
 
 def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """`once_differentiable` only where the backward's own graph is recorded: its mode switch costs as much as a small
-    product.
-    """
+    """`once_differentiable` only if grad mode is on: its mode switch costs as much as a small product."""
     guarded = once_differentiable(backward)
 
     def run(ctx: Any, *gradients: Tensor) -> Any:
@@ -224,7 +220,7 @@ def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Linear(torch.autograd.Function):
-    """x (..., I), weight (O, I), bias (O) to (..., O)."""
+    """x (..., I), weight (O, I), bias (O) -> (..., O)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Matrix, bias: Tensor | None, gradients: WeightGradients) -> Any:
@@ -259,7 +255,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """x (N, I) sorted by part, weight (E, O, I) to (N, O)."""
+    """x (N, I) sorted by matrix, weight (E, O, I) -> (N, O)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Matrix, counts: tuple[int, ...], gradients: WeightGradients) -> Any:
@@ -284,7 +280,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 class _Embedding(torch.autograd.Function):
-    """tokens (...), weight (V, H) to (..., H)."""
+    """tokens (...), weight (V, H) -> (..., H)."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Matrix, gradients: WeightGradients) -> Any:

@@ -4,7 +4,7 @@
     w = w - lr (sign(c) + weight_decay w)
     m = beta2 m + (1 - beta2) g
 
-One moment, and nothing that couples elements, so any slice is updated by itself.
+It has one moment and is elementwise, so any slice can be updated separately.
 """
 
 import torch

@@ -1,10 +1,10 @@
-"""The scale of the loss in fp16, whose gradients would else be zero below 6e-8: dynamic loss scaling.
+"""Dynamic loss scaling for fp16, whose gradients would otherwise underflow to zero below 6e-8.
 
-Backwards begin with the scale in place of one, so every gradient is scaled, and CLIP divides norm and gradients by it.
-A step whose gradients are not finite, though its loss is, is skipped: the same sums are on all ranks, so all skip it,
-and nothing has been updated. Then the scale is halved; after 2,000 finite steps in a row it is doubled, as by
-torch.amp.GradScaler (Micikevicius et al. 1710.03740, section 3.2). Scales are powers of two, so that scaling rounds
-nothing that stays in range.
+Backwards start from the scale instead of 1, so every gradient is scaled; CLIP divides norm and gradients by it. A
+step with finite loss but non-finite gradients is skipped before any update, on all ranks, since all see the same
+sums. The scale is then halved; after 2,000 finite steps in a row it is doubled, as by torch.amp.GradScaler
+(Micikevicius et al. 1710.03740, section 3.2). Scales are powers of two, so that scaling does not round values that
+stay in range.
 
 The scaled loss is a sum over tokens, not a mean, so scales are lower than usual by the tokens of a micro-batch.
 """
@@ -23,9 +23,9 @@ _LEAST = 2.0**-24  # below it no gradient of a finite loss can be too large: som
 
 @dataclass
 class LossScale:
-    """The scale of the next step, the finite steps since it changed, and all steps that were skipped.
+    """The scale of the next step, the finite steps since it last changed, and the number of skipped steps.
 
-    One that is not `scaling` stays 1, and no step is skipped.
+    Without `scaling` the scale stays 1, and no step is skipped.
     """
 
     value: float = FIRST
@@ -40,11 +40,11 @@ class LossScale:
 
     @staticmethod
     def one() -> "LossScale":
-        """The scale of gradients that are not scaled."""
+        """A constant scale of 1."""
         return LossScale(1.0, scaling=False)
 
     def stepped(self) -> None:
-        """After a step that was finite."""
+        """Count a finite step."""
         if not self.scaling:
             return
         self.finite += 1
@@ -52,26 +52,26 @@ class LossScale:
             self.value, self.finite = self.value * GROWTH, 0
 
     def skips(self, loss: float) -> bool:
-        """After a step that was not: whether it is skipped, rather than an error. The scale is then lower."""
+        """After a non-finite step: lower the scale and return True if it is skipped, False if it is an error."""
         if not self.scaling or not math.isfinite(loss) or self.value * BACKOFF < _LEAST:
             return False
         self.value, self.finite, self.skipped = self.value * BACKOFF, 0, self.skipped + 1
         return True
 
     def take(self, other: "LossScale") -> None:
-        """Go on as another does, of a checkpoint; begin anew after a run without."""
+        """Continue from a checkpoint's loss scale; start anew if its run had none."""
         if self.scaling:
             begun = other if other.scaling else LossScale()
             self.value, self.finite, self.skipped = begun.value, begun.finite, begun.skipped
 
     @property
     def table(self) -> dict[str, Any]:
-        """For a manifest; empty for a scale that stays 1."""
+        """For a manifest; empty without scaling."""
         return {"value": self.value, "finite": self.finite, "skipped": self.skipped} if self.scaling else {}
 
     @staticmethod
     def parse(table: Mapping[str, Any]) -> "LossScale":
-        """The inverse; raises `ValueError` for a state that no run has."""
+        """Inverse of `table`. Raises `ValueError` for an invalid state."""
         if not table:
             return LossScale.one()
         value, finite, skipped = (table[name] for name in ("value", "finite", "skipped"))

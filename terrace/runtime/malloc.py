@@ -1,8 +1,9 @@
-"""Memory that activations free is kept by the C library for the next micro-batch.
+"""Makes the C library keep the memory of freed activations for the next micro-batch.
 
-By default glibc returns the top of a heap to the kernel whenever it is free, and large buffers with their own mappings,
-until it has learnt their sizes. Activations come and go with every micro-batch, and new memory is zeroed by the kernel
-page by page. Buffers of whole blocks are kept apart (terrace.runtime.pages), so a heap holds freed activations.
+By default glibc returns free memory at the top of a heap to the kernel, and gives large buffers their own mappings
+until it has adapted to their sizes. Activations are freed and allocated in every micro-batch, and the kernel would
+zero new memory page by page. Buffers of whole blocks are managed separately (terrace.runtime.pages), so a heap holds
+freed activations.
 """
 
 import ctypes
@@ -13,7 +14,7 @@ _LARGEST_BYTES = 32 << 20  # the most that glibc takes from a heap
 
 
 def keep_freed_memory() -> bool:
-    """Return the free memory now, and none from then on, in the whole process; False where the C library is another."""
+    """Return free memory to the kernel now and never again in this process. False if the C library is not glibc."""
     try:
         library = ctypes.CDLL(None)
         mallopt, trim = library.mallopt, library.malloc_trim

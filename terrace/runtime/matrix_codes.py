@@ -1,9 +1,9 @@
-"""Working copies that are the codes of products in 8-bit floats (terrace.plan.products).
+"""Working copies stored as the 8-bit float codes that products take (terrace.plan.products).
 
-A matrix has one scale for its products, whichever ranks hold parts of it. So the ranks find its largest magnitude
-first, each of its part of the masters and then all together, and every rank codes its own part with the scale of the
-whole. A product takes codes and scale as they are. Masters are rounded to the compute dtype before anything else, so
-that codes are those of a whole matrix in that dtype (`quantise` of terrace.runtime.scaled_products), bit for bit.
+A matrix has one scale, whichever ranks hold parts of it. Each rank finds the largest magnitude of its part of the
+masters, the ranks combine them, and every rank encodes its own part with the scale of the whole matrix. A product
+uses codes and scale directly. Masters are first rounded to the compute dtype, so that codes equal those of the whole
+matrix in that dtype (`quantise` of terrace.runtime.scaled_products), bit for bit.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,10 +15,10 @@ from terrace.runtime.scaled_products import factor_of
 
 
 class MatrixCodes:
-    """The scales of the matrices of one flat buffer on one rank, and how parts of these become codes.
+    """Scales of the matrices in one flat buffer on one rank, and the encoding of slices of that buffer.
 
-    `extents` are the (start, stop) of each matrix in the buffer; the rest is padding. `scales` (M, 1, 1) are fp32, one
-    for each matrix, on every rank the same once `settle` has the largest magnitudes of all.
+    `extents` are the (start, stop) of each matrix in the buffer; the rest is padding. `scales` (M, 1, 1), fp32, are
+    equal on every rank once `settle` has been called with the global magnitudes.
     """
 
     def __init__(
@@ -29,19 +29,19 @@ class MatrixCodes:
         self._factors = torch.ones(len(extents), device=device)
 
     def magnitudes(self, values: Tensor, start: int) -> Tensor:
-        """The largest magnitude of each matrix (M), fp32, in `values`, those of the buffer from `start` on."""
+        """Largest magnitude of each matrix (M), fp32, in `values`, the elements of the buffer from `start` on."""
         found = torch.zeros_like(self._factors)
         for number, part, _ in self._parts(start, values.numel()):
             found[number] = values[part].to(self._compute).abs().amax()
         return found
 
     def settle(self, largest: Tensor) -> None:
-        """Take the largest magnitudes (M) of whole matrices."""
+        """Set the scales from the largest magnitudes (M) of whole matrices."""
         self._factors = factor_of(largest, self.dtype).to(self._factors.device)
         self.scales.copy_(self._factors.reciprocal()[:, None, None])
 
     def encode(self, values: Tensor, start: int, out: Tensor) -> None:
-        """Write the codes of `values`, those of the buffer from `start` on, into `out`, uint8; of padding zeros."""
+        """Encode `values`, the elements of the buffer from `start` on, into `out`, uint8; padding becomes 0."""
         end = 0
         for _, part, factor in self._parts(start, values.numel()):
             out[part].view(self.dtype).copy_((values[part].to(self._compute) * factor).to(self.dtype))

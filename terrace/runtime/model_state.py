@@ -31,13 +31,13 @@ InitialValue = Callable[[str, str, tuple[int, ...]], Tensor]  # (block name, par
 
 
 class ModelState:
-    """Flat parameters of the blocks that one rank holds, and the modules with parameters that are views of them.
+    """Flat parameters of the blocks that one rank holds, and the modules whose parameters are views of them.
 
-    `blocks` are the modules of the whole model as this rank runs them, `specs` the same blocks whole. Parameters of the
-    held blocks are replaced by views of flat buffers, in the compute dtype. Initial values come from `initial`, or else
-    from `values`, the parameters of each whole block, which then must be the same on every rank. `meter` counts the
-    memory of the state by category, `seed` draws the bits of stochastic rounding. `edges` are the origins of the
-    messages to other stages; `choices` has the tokens of each choice (E) in the last step, int64, by block.
+    `blocks` are the modules of the whole model as this rank runs them, `specs` describe them unsplit. Parameters of
+    the held blocks are replaced by views of flat buffers in the compute dtype. Initial values come from `initial`, or
+    else from `values`, the unsplit parameters of each block, which must then be equal on every rank. `meter` counts
+    the memory of the state by category, `seed` is for stochastic rounding. `edges` are the origins of messages to
+    other stages; `choices` maps a block to its tokens per router choice in the last step, int64 (E).
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ModelState:
         values = values or [dict(block.named_parameters()) for block in blocks]
         self.modules = {index: blocks[index] for index in held}
         self.loss_scale = LossScale.of(program.plan)
-        self.lent: Callable[[], None] | None = None  # brings back working copies that a hand-over has lent
+        self.lent: Callable[[], None] | None = None  # takes back working copies lent to a hand-over
         scaling = Scaling.of(program.plan, torch.device(device))
         pages = Pages(program.state_bytes["gathered"] + program.state_bytes["grads_full"])
         self.flats: dict[int, tuple[FlatParam, ...]] = {}
@@ -125,11 +125,11 @@ class ModelState:
             yield from flats
 
     def seed(self, loss: Tensor) -> Tensor:
-        """The gradient of a loss that its backward begins with."""
+        """The gradient that the backward of a loss starts from."""
         return torch.full_like(loss, self.loss_scale.value)
 
     def recover(self) -> None:
-        """Have the memory of working copies back that a hand-over has lent (terrace.runtime.reshard)."""
+        """Take back the memory of working copies that a reshard has borrowed (terrace.runtime.reshard)."""
         lent, self.lent = self.lent, None
         if lent is not None:
             lent()
@@ -139,12 +139,12 @@ class ModelState:
         return [flat for flat in self.flats[block] if flat.spec.trainable]
 
     def named_parameters(self, block: int) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of a block by name; their values are there only while gathered."""
+        """The parameters of a block by name. They have values only while gathered."""
         for flat in self.flats[block]:
             yield from flat.named_parameters()
 
     def gather(self, collectives: Collectives) -> None:
-        """Materialise the full parameters of every block that is not resident anyway, until each is freed."""
+        """Materialise the full parameters of every block that does not stay gathered; the caller frees them."""
         self.recover()
         for index, flats in self.flats.items():
             for transfer in self.program.message(Instruction(Op.GATHER, index)).transfers:
@@ -152,7 +152,7 @@ class ModelState:
 
 
 def check_settings(plan: Plan, settings: OptimizerConfig) -> None:
-    """Raise `PlanError` where a plan is for another optimizer than the settings."""
+    """Raise `PlanError` if plan and settings name different optimizers."""
     if plan.update != settings.update:
         raise PlanError(
             f"the plan is for the optimizer {plan.update!r}, the settings are of {settings.update!r}: give both the "

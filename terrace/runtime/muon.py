@@ -27,11 +27,10 @@ from terrace.runtime.stored import State, Storage, chunks
 
 
 class ShardedMuon:
-    """Muon over the parts of the matrices `extents` in `master`, AdamW over the elements behind them.
+    """Muon for the matrices `extents` in `master`, AdamW for the elements after them.
 
-    `master` is the slice of the flat buffer that begins at `start`, `gradient` the memory where the finished gradient
-    of the same elements stands at `prepare`. `compute` is the dtype of Newton-Schulz; `storage` says how states are
-    kept.
+    `master` is the slice of the flat buffer from `start` on. `gradient` holds the finished gradient of the same
+    elements when `prepare` is called. `compute` is the dtype of Newton-Schulz, `storage` how states are stored.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class ShardedMuon:
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Add the gradient to the momentum, and replace it by the matrix to orthogonalise."""
+        """Add the gradient to the momentum, then replace it by G + momentum M."""
         decay = self._config.momentum_or_default
         for part in chunks([self._momentum], self._num_matrix, self._start, self.master.device):
             gradient, momentum = self._gradient[part], self._momentum.read(part)
@@ -102,7 +101,7 @@ class ShardedMuon:
 
     @torch.no_grad()
     def update(self, lr: float, muon_momentum: Tensor | None = None) -> None:
-        """One step; `muon_momentum` is the gathered flat buffer, None where the slice is the whole buffer."""
+        """Take one step. `muon_momentum` is the gathered flat buffer; None if the slice is the whole buffer."""
         config = self._config
         source, first = (self._gradient, self._start) if muon_momentum is None else (muon_momentum, 0)
         for shape, start, stop in self._extents:
@@ -123,10 +122,10 @@ class ShardedMuon:
 
 
 def newton_schulz(matrix: Tensor, num_steps: int) -> Tensor:
-    """U V^T, approximately, for the singular value decomposition U S V^T of a matrix (n, m).
+    """Approximates U V^T, where U S V^T is the singular value decomposition of a matrix (n, m).
 
-    Jordan's quintic iteration: singular values end between 0.7 and 1.2, and zero stays zero. Singular values far below
-    `NORM_EPS` end near zero too, so that a matrix whose gradient has vanished stands still.
+    Jordan's quintic iteration: singular values end between 0.7 and 1.2, and zero stays zero. Singular values far
+    below `NORM_EPS` end near zero too, so that a matrix whose gradient has vanished is not updated.
     """
     a, b, c = COEFFICIENTS
     # X X^T is smallest with the short side first.

@@ -1,13 +1,13 @@
 """Random bits for stochastic rounding to bf16, the same under every plan.
 
 A value x between two neighbours a < b of its dtype becomes b with probability (x - a) / (b - a), so that its
-expectation is x: a parameter in bf16 follows updates far smaller than its own rounding step, where rounding to the
-nearest would drop each of them (Gupta et al., arXiv 1502.02551; of bf16 Zamirai et al., arXiv 2010.06192). fp32 to bf16
-drops 16 bits, so 16 random bits are added below the bits that stay, and the sum is cut off.
+expectation is x: a bf16 parameter follows updates far smaller than its rounding step, each of which round-to-nearest
+would drop (Gupta et al., arXiv 1502.02551; for bf16 Zamirai et al., arXiv 2010.06192). fp32 to bf16 drops 16 bits, so
+16 random bits are added to the dropped ones, and the sum is truncated.
 
-The bits are a counter's hash: of the seed, the parameter's name, the state, the number of the step, and the element's
-place in the whole parameter. So they depend neither on the ranks nor on the order of work, and a resumed run draws the
-same. Four elements in a row share the 64 bits of one SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+The bits are a hash of the seed, the parameter's name, the state, the step number, and the element's index in the
+whole parameter. So they depend neither on the ranks nor on the order of work, and a resumed run draws the same. Four
+consecutive elements share the 64 bits of one SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
 """
 
 import hashlib
@@ -28,7 +28,7 @@ _ELEMENTS_OF_WORD = 4
 
 @dataclass(frozen=True)
 class _Placed:
-    """A parameter in a flat buffer: elements from `start` on have the places of a slice at `offsets` of the whole."""
+    """A rank's slice of a parameter (`shape`, at `offsets` of `whole`), stored at element `start` of a flat buffer."""
 
     name: str
     start: int
@@ -38,9 +38,9 @@ class _Placed:
 
 
 class Noise:
-    """Random bits of the elements of a flat buffer of `block`.
+    """Random bits for the elements of a flat buffer of `block`.
 
-    `params` are the buffer's parameters in order, `offsets` where a rank's slice of each begins in the whole.
+    `params` are the buffer's parameters in order, `offsets` the start of this rank's slice of each, by dim.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Noise:
         self._starts = [placed.start for placed in self._placed]
 
     def bits(self, state: str, step: int, start: int, stop: int, device: torch.device) -> Tensor:
-        """Numbers from 0 to 65535, int32, for rounding elements [start, stop) of the buffer in a step (from 1)."""
+        """Integers from 0 to 65535, int32, for rounding elements [start, stop) of the buffer in `step` (from 1)."""
         found = torch.zeros(stop - start, dtype=torch.int32, device=device)  # of padding, which is zero: no matter
         for placed, first, last in self._parts(start, min(stop, self._numel)):
             key = _key(f"{self._prefix}.{placed.name}/{state}", step)
@@ -74,7 +74,7 @@ class Noise:
 
 
 def round_to_bf16(values: Tensor, bits: Tensor, out: Tensor) -> None:
-    """Write fp32 `values` into `out`, bf16, rounded by random `bits`; values that bf16 can hold stay as they are."""
+    """Write fp32 `values` into `out`, bf16, rounded by random `bits`. Values that bf16 represents are unchanged."""
     out.copy_((values.view(torch.int32) + bits).bitwise_and_(_KEPT).view(torch.float32))
 
 
@@ -98,7 +98,7 @@ def _bits(placed: _Placed, key: int, start: int, stop: int, device: torch.device
 
 
 def _places(placed: _Placed, elements: Tensor) -> Tensor:
-    """Place in the whole parameter, in row-major order, of elements of the slice."""
+    """Row-major index in the whole parameter of elements of the slice."""
     found, stride = torch.zeros_like(elements), 1
     for size, whole, offset in reversed(list(zip(placed.shape, placed.whole, placed.offsets, strict=True))):
         found.add_(elements.remainder(size).add_(offset), alpha=stride)
@@ -107,7 +107,7 @@ def _places(placed: _Placed, elements: Tensor) -> Tensor:
 
 
 def _hashed(words: Tensor, key: int) -> Tensor:
-    """SplitMix64's output for each counter; `words` is scratch memory afterwards."""
+    """SplitMix64's output for each counter. Overwrites `words`."""
     found = words.mul_(_signed(_GAMMA)).add_(_signed(key))
     for shift, factor in ((30, _MIX), (27, _MIX_2), (31, 1)):
         # Shifts of int64 repeat the sign, which an unsigned one does not.
@@ -118,6 +118,6 @@ def _hashed(words: Tensor, key: int) -> Tensor:
 
 
 def _signed(word: int) -> int:
-    """The int64 of the same bits, products of which wrap as unsigned ones do."""
+    """The int64 with the same bits. Its products wrap like unsigned ones."""
     word &= (1 << 64) - 1
     return word - (1 << 64) if word >> 63 else word

@@ -1,4 +1,4 @@
-"""The norm of a long row, and whether values are finite."""
+"""Norms of long tensors, and a check for finite values."""
 
 import math
 
@@ -12,7 +12,7 @@ def squared_norm(values: Tensor) -> Tensor:
     """Sum of squares of a 1-D tensor as an fp64 scalar.
 
     A single fp32 sum over a large shard is several percent too low on a CPU, by an amount that depends on the shard
-    size and so on the plan. Therefore rows of a few thousand are summed in the tensor's dtype, and the rows in fp64.
+    size and so on the plan. Therefore rows of 4096 are summed in the tensor's dtype, and the rows in fp64.
     """
     cut = values.numel() // _NORM_ROW * _NORM_ROW
     rows, rest = values[:cut].view(-1, _NORM_ROW), values[cut:]
@@ -23,7 +23,7 @@ def squared_norm(values: Tensor) -> Tensor:
 
 
 def is_finite(values: Tensor) -> bool:
-    """Whether a tensor of floats holds neither inf nor nan; allocates nothing of its size."""
+    """Whether a float tensor has neither inf nor nan. Allocates nothing of its size."""
     if not values.numel():
         return True
     # nan passes on to both.

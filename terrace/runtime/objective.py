@@ -1,7 +1,7 @@
-"""Objectives of a step: a loss of the last block's output, or of numbers by token and the columns of a batch.
+"""Training objectives: a loss of the last block's output, or of per-token numbers and the columns of a batch.
 
-Losses are sums, divided once over all ranks and micro-batches: by the number of labels that count, or by the sum of a
-batch's `weights` (`num_counted`). No divisor is of one micro-batch.
+Losses are sums, divided once, over all ranks and micro-batches, by the number of labels that count or by the sum of
+the batches' `weights` (`num_counted`), never per micro-batch.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ Numbers = Callable[[nn.Module, Tensor, Tensor], TokenNumbers]  # of (last block,
 
 
 def head_numbers(module: nn.Module, inputs: Tensor, labels: Tensor) -> TokenNumbers:
-    """The numbers of a decoder's head on its input (B, S, H). Raises `ModelError` for another block."""
+    """Token numbers from a decoder's head and its input (B, S, H). Raises `ModelError` for another block."""
     if not isinstance(module, decoder.Head):
         raise ModelError(
             f"losses of token numbers need a decoder's Head as last block, not {type(module).__name__}: give a loss of "
@@ -32,9 +32,9 @@ def head_numbers(module: nn.Module, inputs: Tensor, labels: Tensor) -> TokenNumb
 
 @dataclass(frozen=True)
 class TokenObjective:
-    """A loss of token numbers: `loss` takes the numbers of a micro-batch and the batch, and returns a sum, a scalar.
+    """A loss of token numbers: `loss` maps the numbers of a micro-batch and the batch to a sum, a scalar.
 
-    `numbers` has them from the last block; a tensor axis puts its own form there.
+    `numbers` computes them from the last block; a tensor axis replaces it.
     """
 
     loss: Callable[[TokenNumbers, Batch], Tensor]
@@ -47,7 +47,7 @@ class TokenObjective:
 
 @dataclass(frozen=True)
 class ValueObjective:
-    """A loss of values by token: `loss` takes those of a micro-batch, (B, S), and the batch, and returns a sum."""
+    """A loss of per-token values: `loss` maps the values of a micro-batch, (B, S), and the batch to a sum."""
 
     loss: Callable[[Tensor, Batch], Tensor]
 
@@ -60,12 +60,12 @@ Objective = OutputLoss | TokenObjective | ValueObjective
 
 
 def _read(inputs: Tensor, batch: Batch) -> Tensor:
-    """The part of the last block's input that has labels: a last block treats each token by itself."""
+    """The last block's input at the tokens that have labels; a last block processes each token separately."""
     return inputs if batch.reads is None else inputs.index_select(1, batch.reads[0])
 
 
 def check_objective(last: nn.Module, objective: object) -> None:
-    """Raise `ModelError` where a loss of values has no head of values as `last` block, or the reverse."""
+    """Raise `ModelError` unless the loss is a loss of values exactly if the last block is a `ValueHead`."""
     if isinstance(last, decoder.ValueHead) != isinstance(objective, ValueObjective):
         raise ModelError(
             f"a loss of values needs a ValueHead as last block, and a ValueHead such a loss; this is a "
@@ -74,9 +74,9 @@ def check_objective(last: nn.Module, objective: object) -> None:
 
 
 def reading_tokens(objective: object) -> tuple[TokenObjective, list[TokenNumbers]]:
-    """`objective` with a loss that puts the numbers of each micro-batch into the list.
+    """`objective` with a loss that appends the numbers of each micro-batch to the returned list.
 
-    Raises `ModelError` for another than a `TokenObjective`.
+    Raises `ModelError` unless it is a `TokenObjective`.
     """
     found = list[TokenNumbers]()
     if not isinstance(objective, TokenObjective):
@@ -103,19 +103,19 @@ def reading_values(objective: object) -> tuple[ValueObjective, list[Tensor]]:
 
 
 def cross_entropy(numbers: TokenNumbers, batch: Batch) -> Tensor:
-    """SUM of the cross entropies of a micro-batch: `token_loss` as a loss of token numbers."""
+    """Sum of the cross entropies of a micro-batch: `token_loss` in terms of token numbers."""
     return -numbers.log_probs.sum()
 
 
 def ignored_label(objective: object) -> int:
-    """The label that does not count: the `ignore_index` of a loss module or of `functools.partial`, else -100."""
+    """The label that is not counted: `ignore_index` of a loss module or `functools.partial`, or else -100."""
     given = objective.keywords if isinstance(objective, partial) else {}
     found = given.get("ignore_index", getattr(objective, "ignore_index", decoder.IGNORE_INDEX))
     return found if isinstance(found, int) else decoder.IGNORE_INDEX
 
 
 def num_counted(batch: Batch, ignored: int) -> Tensor:
-    """Contribution of a micro-batch to the divisor of losses and gradients, an fp64 scalar."""
+    """What a micro-batch adds to the divisor of losses and gradients, an fp64 scalar."""
     counted = batch.labels != ignored
     if batch.weights is None:
         return counted.sum().double()

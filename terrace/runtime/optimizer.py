@@ -1,4 +1,4 @@
-"""The protocol of the optimizers, and the choice of one for a flat parameter."""
+"""The optimizer protocol, and the choice of an optimizer for a flat parameter."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -17,7 +17,7 @@ from terrace.runtime.stored import State, Storage
 
 
 class Optimizer(Protocol):
-    """Updates `master`, a slice of a flat buffer, from the gradient in memory given at construction."""
+    """Updates `master`, a slice of a flat buffer, from the gradient buffer given at construction."""
 
     master: Tensor
 
@@ -33,18 +33,18 @@ class Optimizer(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of state, without `master`."""
+        """Bytes of all states except `master`."""
 
     @property
     def parts(self) -> list[StatePart]:
-        """The state that a checkpoint stores; block-coded states are decoded into copies, unless they are open."""
+        """The state that a checkpoint stores. Block-coded states are decoded into copies, unless already decoded."""
 
     def update(self, lr: float, muon_momentum: Tensor | None = None) -> None:
-        """One step with learning rate `lr`; `muon_momentum` is the gathered flat buffer, under Muon."""
+        """Take one step. Under Muon, `muon_momentum` is the gathered flat buffer."""
 
 
 class NoOptimizer:
-    """The optimizer of frozen parameters: it has no state and is never asked for an update."""
+    """Stands in for the optimizer of frozen parameters. It has no state and must not be updated."""
 
     def __init__(self) -> None:
         self.master, self.states, self.parts = torch.empty(0), tuple[State, ...](), list[StatePart]()
@@ -64,10 +64,10 @@ def make_optimizer(
     compute: torch.dtype,
     storage: Storage,
 ) -> Optimizer:
-    """The optimizer of the slice `master` that begins at `start` of its flat buffer.
+    """Make the optimizer of `master`, the slice from `start` on of its flat buffer.
 
-    The first `num_decayed` elements of the buffer take weight decay; `extents` are its matrices that Muon updates.
-    `storage` says how states are kept.
+    The buffer's first `num_decayed` elements take weight decay; `extents` are the matrices that Muon updates.
+    `storage` is how states are stored.
     """
     if config.name == "lion":
         return ShardedLion(master, gradient, num_decayed, config, start=start, storage=storage)

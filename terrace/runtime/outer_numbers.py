@@ -1,6 +1,6 @@
-"""The numbers of an outer loop on one rank: its place among islands, its own figures, and those of all islands.
+"""Figures of the outer loop on one rank: its position among islands, its own figures, and those of all islands.
 
-They are tensors that keep their storage, since checkpoints copy them as they copy parameters.
+Tensors keep their storage, because checkpoints copy them like parameters.
 """
 
 import torch
@@ -18,16 +18,17 @@ _UNDER_WAY, _CHANGED = range(2)
 
 
 class OuterNumbers:
-    """With F fragments and I islands, fp64 but for `marks`:
+    """Figures and marks of the exchanges between I islands, for F fragments. fp64 except `marks`.
 
-    `told` (F, 5) has this rank's part of the figures since a fragment's last exchange began, which are summed over the
-    island; `heard` (F, I, 6) the figures of all islands in its last exchange, the same on all ranks, and BEFORE;
-    `marks` (F, 2), int64 on the CPU, whether it is under way, and whether steps were made since it began. `island` is
-    among `num_islands`, `place` among the `num_ranks` of the island, `num_steps` of the run.
+    `told` (F, 5) is this rank's share of the figures since each fragment's last exchange began, to be summed over the
+    island. `heard` (F, I, 6) holds all islands' figures of its last exchange, equal on all ranks, and BEFORE. `marks`
+    (F, 2), int64 on the CPU, say whether an exchange is in flight and whether steps were made since it began.
+    `island` is the index among `num_islands`, `place` this rank's index among the island's `num_ranks`; `num_steps`
+    counts the run's steps.
     """
 
     def __init__(self, outer: Outer, world: Layout, rank: int, device: torch.device) -> None:
-        """`world` joins all ranks."""
+        """`world` is the layout of all ranks."""
         ranks, num = island_ranks(world, rank), outer.fragments
         self.place, self.num_ranks = ranks.index(rank), len(ranks)
         self.island, self.num_islands = world.island_of(world.coordinates(rank)), world.num_islands
@@ -37,14 +38,14 @@ class OuterNumbers:
         self.marks = torch.zeros(num, 2, dtype=torch.int64)
 
     def begin_again(self, num_steps: int) -> None:
-        """As at the start of a run, after `num_steps` steps of it."""
+        """Reset to the start of a run, at step `num_steps`."""
         self.num_steps = num_steps
         for values in (self.told, self.heard, self.marks):
             values.zero_()
 
     @property
     def under_way(self) -> set[int]:
-        """Fragments whose exchange is under way."""
+        """Fragments whose exchange is in flight."""
         return self._marked(_UNDER_WAY)
 
     @property
@@ -56,17 +57,17 @@ class OuterNumbers:
         return {fragment for fragment, is_marked in enumerate(self.marks[:, mark].tolist()) if is_marked}
 
     def stepped(self, loss: Tensor, num_tokens: Tensor) -> None:
-        """A step of the island has a mean `loss` over `num_tokens`, both fp64 scalars."""
+        """Count a step of the island, of mean `loss` over `num_tokens`, both fp64 scalars."""
         self.num_steps += 1
         if not len(self.marks):  # one island exchanges nothing
             return
-        if not self.place:  # one rank tells the tokens of its island, which all its ranks know
+        if not self.place:  # one rank reports the island's tokens, which all its ranks know
             self.told[:, TOKENS] += num_tokens
             self.told[:, LOSS] += loss * num_tokens
         self.marks[:, _CHANGED] = 1
 
     def begin(self, fragment: int) -> Tensor:
-        """An exchange begins; this rank's part of its figures (5)."""
+        """Start an exchange. Returns this rank's share of its figures (5)."""
         assert not self.marks[fragment, _UNDER_WAY], "an exchange is under way"
         figures = self.told[fragment].clone()
         self.told[fragment] = 0.0
@@ -74,27 +75,27 @@ class OuterNumbers:
         return figures
 
     def hear(self, fragment: int, figures: Tensor) -> None:
-        """Keep the `figures` (I, 5) of the exchange that has begun."""
+        """Store the `figures` (I, 5) of the exchange in flight."""
         heard = self.heard[fragment]
         heard[:, BEFORE] = heard[:, CHANGE]
         heard[:, :BEFORE] = figures
 
     def end(self, fragment: int) -> None:
-        """An exchange is over."""
+        """Complete an exchange."""
         self.marks[fragment, _UNDER_WAY] = 0
 
     def weight(self, fragment: int) -> Tensor:
-        """w_i of this island, fp64."""
+        """Weight w_i of this island in the mean, fp64."""
         tokens = self.heard[fragment, :, TOKENS]
         return tokens[self.island] / tokens.sum().clamp(min=1.0)
 
     def stretch(self, fragment: int) -> Tensor:
-        """Lambda of the staleness gap penalty, fp64: 1 before there was a change."""
+        """Lambda of the staleness gap penalty, fp64; 1 before the first change."""
         meanwhile, before = self.heard[fragment, :, MEANWHILE], self.heard[fragment, :, BEFORE]
         return 1.0 + torch.where(before > 0.0, meanwhile / before, 0.0).sqrt().mean()
 
     def result(self, fragment: int) -> OuterResult:
-        """The newest exchange of a fragment that was heard."""
+        """Result of a fragment's last exchange whose figures have arrived."""
         figures = self.heard[fragment].cpu()  # at once: on CUDA the host waits for computing each time it reads one
         tokens, before = figures[:, TOKENS].sum(), figures[:, BEFORE].mean().sqrt()
         return OuterResult(

@@ -1,18 +1,18 @@
-"""The state of the outer loop for a rank's slice of a flat buffer, and the outer step on it.
+"""Outer optimizer state for a rank's slice of a flat buffer, and the outer step.
 
-Per fragment of the model, with anchor a and momentum v that all islands share, and island i's parameters x_i:
+Per fragment of the model, with anchor a and momentum v equal on all islands, and island i's parameters x_i:
 
     start    d_i = ref_i - x_i ;  s_i = x_i
     mean     D = sum_i w_i d_i ,  w_i = valid tokens of i since its last start / those of all
     apply    D <- D / Lambda ;  v <- clip(beta v + D, -phi, phi) ;  u = D + beta v | v | D ;  a <- a - eta u
     merge    x_i <- a + keep (x_i - s_i) ;  ref_i <- a
 
-u is of Nesterov's momentum, of momentum, of an average (DiLoCo 2311.08105, CO2 2401.16265). Without a delay x_i is s_i
-when the mean arrives, and nothing of it is kept. Where the next exchange starts as this one is applied (a delay of a
-whole cycle), it sends s_i - x_i from before the merge, and ref_i is s_i, which moves with x_i.
+The three forms of u are Nesterov momentum, momentum, and averaging (DiLoCo 2311.08105, CO2 2401.16265). Without a
+delay x_i is still s_i when the mean arrives, so s_i is not kept. If the next exchange starts when this one is applied
+(a delay of a whole cycle), it sends s_i - x_i from before the merge, and ref_i is s_i, which moves with x_i.
 
-Lambda is the staleness gap penalty (after gap-aware 1909.10802): 1 + the mean over islands of |x_i - s_i| / |d_i|, both
-of the exchange before. The present ones would have to cross the link while everybody waits.
+Lambda is the staleness gap penalty (after gap-aware 1909.10802): 1 + the mean over islands of |x_i - s_i| / |d_i|,
+both from the previous exchange, because the current ones would have to cross the link while every rank waits.
 """
 
 from collections.abc import Callable
@@ -34,10 +34,10 @@ Piece = Callable[[int], slice]  # of a rank's slice, by tier
 
 
 class OuterState:
-    """The outer loop of one slice: `anchor`, `momentum` and `start` like the gradient, (n,) each.
+    """Outer optimizer of one slice. `anchor`, `momentum` and `start` are like the gradient, (n,).
 
-    `message` is the memory of the change and of its mean: the gradient's, free between steps, unless a delay lets the
-    exchange run beside them. `x` is the island's parameters in the master dtype.
+    `message` holds the change and then its mean. It is the gradient's memory, which is free between steps, or
+    separate if a delay lets the exchange overlap with steps. `x` is the island's parameters in the master dtype.
     """
 
     def __init__(self, outer: Outer, x: Tensor, gradient: Tensor, origin: Origin) -> None:
@@ -50,21 +50,21 @@ class OuterState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slices, without the gradient's."""
+        """Bytes of all slices, without the gradient's memory."""
         return self.outer.num_slices * self.anchor.nbytes
 
     @property
     def shared(self) -> dict[str, Tensor]:
-        """State that all islands have alike, without the anchor, by kind."""
+        """State that is equal on all islands, by kind, without the anchor."""
         return {} if self.momentum is None else {OUTER_MOMENTUM: self.momentum}
 
     @property
     def own(self) -> dict[str, Tensor]:
-        """State of this island between steps, without its parameters, by kind."""
+        """State of this island between steps, by kind, without its parameters."""
         return {} if self.start is None else {OUTER_START: self.start, OUTER_MESSAGE: self.message}
 
     def begin_again(self) -> None:
-        """From the anchor, as if the last exchange were just over."""
+        """Reset to the anchor, as just after an exchange."""
         self.x.copy_(self.anchor)
         if self.start is not None:
             self.start.copy_(self.anchor)
@@ -72,11 +72,11 @@ class OuterState:
         self.go_on()
 
     def go_on(self) -> None:
-        """From the slices as they are, between steps: no change is in `message`."""
+        """Continue from restored slices, between steps, with no change in `message`."""
         self._has_change = False
 
     def take(self) -> Tensor:
-        """Put this island's change into `message`; its squared norm, fp64."""
+        """Write this island's change into `message`. Returns its squared norm, fp64."""
         if not self._has_change:
             ref = self.start if self.start is not None and self.outer.sends_last else self.anchor
             torch.sub(ref, self.x, out=self.message)
@@ -88,10 +88,10 @@ class OuterState:
     def exchange(
         self, collectives: Collectives, transfer: Transfer, part: Piece, weight: Tensor, *, inner: int, outermost: int
     ) -> None:
-        """`message` becomes the weighted mean over islands, as every member decodes it. Runs on a lane.
+        """Replace `message` by its weighted mean over islands, as every rank decodes it. Runs on a lane.
 
-        `part` gives the elements that replicas inside an island share out, by tier: from `inner`, the island's, to the
-        `outermost`.
+        `part(tier)` is this rank's share of the elements among the island's replicas, for tiers from `inner` (the
+        island's) to `outermost`.
         """
 
         def piece(tier: int) -> Tensor:
@@ -105,9 +105,9 @@ class OuterState:
         self.origin.keep()
 
     def apply(self, stretch: Tensor | None, *, waits: bool, moved: bool) -> Tensor:
-        """Take the outer step; squared norms (2), fp64, of x_i - s_i and of the mean. The working copy is then stale.
+        """Take the outer step. Returns squared norms (2), fp64, of x_i - s_i and of the mean.
 
-        `stretch` is Lambda; `moved` says that x_i may differ from s_i.
+        `stretch` is Lambda; `moved` says that x_i may differ from s_i. The working copy is stale afterwards.
         """
         outer, mean = self.outer, self.message
         norm = squared_norm(mean)  # before the penalty: it is compared with the norms of changes
@@ -142,7 +142,7 @@ class OuterState:
             self.anchor.sub_(self.momentum, alpha=outer.rate)
 
     def digest(self) -> Tensor:
-        """A number of the anchor's bits, fp64: equal on ranks with the same slice, and so summed over islands."""
+        """Checksum of the anchor's bits, an fp64 integer that can be summed over ranks. Equal for equal slices."""
         bits = self.anchor.view(torch.int32)
         total = torch.zeros((), dtype=torch.int64, device=bits.device)
         for start in range(0, bits.numel(), _DIGESTED):

@@ -1,4 +1,4 @@
-"""The program that a rank runs, built for it or given to it."""
+"""Builds or checks the program of a rank."""
 
 from collections.abc import Sequence
 
@@ -25,11 +25,11 @@ def own_program(
     given: Program | None = None,
     verified: bool = False,
 ) -> Program:
-    """The verified program of this rank: the `given` one, or else a new one.
+    """The verified program of this rank: `given`, or else a new one.
 
     Every rank verifies its own program. Rank 0 also verifies the stages of a new pipeline against each other, unless
-    they are `verified` already: lowering is a pure function of values that all ranks share, so its verdict holds for
-    all. Raises `ProgramError` if the program is wrong, or was built for another run.
+    `verified`: lowering is a pure function of values that all ranks share, so one verdict holds for all. Raises
+    `ProgramError` if the program is wrong or was built for another run.
     """
     mesh = Mesh.of(cluster, plan)
     stage = mesh.stage(rank)

@@ -1,11 +1,10 @@
-"""Memory of buffers that come and go with a block: its gathered parameters and its gradients.
+"""Memory of a block's gathered parameters and gradients, which are allocated and freed all the time.
 
-Memory that is freed and asked for again is new to the kernel, which zeroes it page by page as it is written. A heap
+Memory that is freed and allocated again is new to the kernel, which zeroes it page by page as it is written. A heap
 that keeps it holds several times the bytes of its tensors, since blocks differ in size and activations lie between
-them. Here a large buffer on a CPU has addresses of its own for good, and pages only while it is filled: filling it
-takes the pages of buffers that were given back, of whatever size (mremap(2)). Autograd may keep views of a buffer, and
-no more pages are held than were filled at one time. Other buffers are freed and allocated by torch, in the same storage
-object.
+them. Here each large CPU buffer keeps its addresses forever, and has pages only while it is filled: filling moves
+pages from released buffers of any size (mremap(2)). So autograd may keep views of a buffer, and no more pages are
+held than were filled at one time. Other buffers are allocated and freed by torch, in the same storage object.
 """
 
 import ctypes
@@ -18,7 +17,7 @@ from mmap import MADV_DONTNEED, MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, mmap
 import torch
 from torch import Tensor
 
-LEAST_BYTES = 1 << 20  # smaller ones come from malloc, which keeps them; a guess
+LEAST_BYTES = 1 << 20  # smaller buffers use malloc, which keeps their memory; a guess
 _LARGE_PAGE = 2 << 20
 _MADV_HUGEPAGE = 14  # of madvise(2), on Linux
 _NORESERVE = 0x4000  # of mmap(2): addresses without pages are no promise of memory
@@ -26,9 +25,9 @@ _MOVE = 1 | 2 | 4  # of mremap(2): MAYMOVE, FIXED, DONTUNMAP
 
 
 class Pages:
-    """The buffers of a rank that come and go. Thread-safe: lanes fill buffers, the step gives them back.
+    """The temporary buffers of a rank. Thread-safe: lanes fill buffers, the step releases them.
 
-    Pages that would make more than `limit_bytes` of filled and kept buffers go back to the system.
+    Pages that would take filled and kept buffers over `limit_bytes` are returned to the system.
     """
 
     def __init__(self, limit_bytes: int = 0) -> None:
@@ -39,7 +38,7 @@ class Pages:
         self._lock = threading.Lock()
 
     def make(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer that has no memory, or torch's, which `give` takes."""
+        """A buffer for `fill` and `give`, without memory if its pages can be moved, otherwise from torch."""
         size = _whole_pages(numel * dtype.itemsize)
         if device.type != "cpu" or size < LEAST_BYTES or not _moves_pages():
             return torch.empty(numel, dtype=dtype, device=device)
@@ -56,7 +55,7 @@ class Pages:
         return torch.frombuffer(memory, dtype=dtype, count=numel, offset=skipped)  # holds on to the mapping
 
     def fill(self, buffer: Tensor) -> None:
-        """Give `buffer` its memory; its values are undefined."""
+        """Give `buffer` its memory, uninitialised."""
         begin = buffer.data_ptr()
         if begin not in self._sizes:
             buffer.untyped_storage().resize_(buffer.nbytes)
@@ -82,7 +81,7 @@ class Pages:
         return taken
 
     def give(self, buffer: Tensor) -> None:
-        """Take the memory of `buffer` away until it is filled again."""
+        """Release the memory of `buffer` until it is filled again."""
         begin = buffer.data_ptr()
         if begin not in self._sizes:
             buffer.untyped_storage().resize_(0)

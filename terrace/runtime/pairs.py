@@ -1,7 +1,7 @@
-"""Learning from pairs of responses, a preferred and a rejected one: losses, and objectives of an engine.
+"""Training on pairs of a preferred and a rejected response: losses, and objectives for an engine.
 
-Losses are SUMS over pairs, to be divided by all pairs of a step. A micro-batch for the objectives has whole pairs: rows
-2 k and 2 k + 1 are the preferred and the rejected response to one prompt.
+Losses are sums over pairs, to be divided by the number of pairs in a step. A micro-batch for the objectives holds
+whole pairs: rows 2 k and 2 k + 1 are the preferred and the rejected response to one prompt.
 
 Shape legend: P pairs, B = 2 P rows of a micro-batch, S tokens of a row.
 """
@@ -22,9 +22,9 @@ REFERENCE = "reference"  # the column with the reference's log-probability of a 
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """Sum of -ln sigmoid(r_chosen - r_rejected) over rewards (P) each (Ouyang et al., 2203.02155, eq. 1).
+    """Sum of -ln sigmoid(r_chosen - r_rejected) over pairs of rewards (P) (Ouyang et al., 2203.02155, eq. 1).
 
-    Raises `DataError` for tensors of other shapes.
+    Raises `DataError` if shapes differ.
     """
     check_shapes(chosen=chosen, rejected=rejected)
     return -F.logsigmoid(chosen - rejected).sum()
@@ -35,8 +35,8 @@ def dpo(
 ) -> Tensor:
     """Sum of -ln sigmoid(beta (margin - reference's margin)) over pairs (Rafailov et al., 2305.18290, eq. 7).
 
-    All are log-probabilities of whole responses, (P): sums over their tokens. A margin is that of the
-    preferred response over the rejected one. Raises `DataError` for tensors of other shapes.
+    Arguments are log-probabilities (P) of whole responses, summed over their tokens. A margin is the preferred
+    response's minus the rejected one's. Raises `DataError` if shapes differ.
     """
     check_shapes(
         chosen=chosen, rejected=rejected, reference_chosen=reference_chosen, reference_rejected=reference_rejected
@@ -46,29 +46,29 @@ def dpo(
 
 @dataclass(eq=False)
 class PairFigures:
-    """Sums over the pairs that a rank has seen since they were taken: right ones, margins of rewards, pairs.
+    """Sums over pairs since the last `take` on this rank: correct pairs, reward margins, number of pairs.
 
-    A pair is right where the preferred response has the higher reward; under DPO the reward of a response is
-    beta (ln pi - ln pi_reference).
+    A pair is correct if the preferred response has the higher reward. Under DPO the reward of a response is beta (ln
+    pi - ln pi_reference).
     """
 
     sums: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
 
     def add(self, chosen: Tensor, rejected: Tensor) -> None:
-        """Count pairs with rewards (P) each."""
+        """Count pairs with these rewards, (P) each."""
         margins = (chosen - rejected).detach().double()
         seen = torch.stack([(margins > 0).sum().double(), margins.sum(), margins.new_tensor(float(len(margins)))])
         self.sums = self.sums.to(seen.device) + seen
 
     def take(self) -> list[float]:
-        """The sums so far, which begin anew."""
+        """Return the sums and reset them."""
         taken: list[float] = self.sums.tolist()
         self.sums = torch.zeros_like(self.sums)
         return taken
 
 
 def reward_objective(figures: PairFigures) -> ValueObjective:
-    """Bradley-Terry of the values at the one label of each row."""
+    """Bradley-Terry loss of the values at each row's single label."""
 
     def loss(values: Tensor, batch: Batch) -> Tensor:
         # All other tokens add nothing; choosing the one by a mask would wait for the device.
@@ -81,7 +81,7 @@ def reward_objective(figures: PairFigures) -> ValueObjective:
 
 
 def dpo_objective(figures: PairFigures, beta: float) -> TokenObjective:
-    """DPO of the labels of each row, with the reference's log-probabilities in the column `REFERENCE`."""
+    """DPO loss of each row's labels, with the reference's log-probabilities in the column `REFERENCE`."""
 
     def loss(numbers: TokenNumbers, batch: Batch) -> Tensor:
         policy = numbers.log_probs.sum(1)
@@ -96,9 +96,9 @@ def dpo_objective(figures: PairFigures, beta: float) -> TokenObjective:
 
 
 def reward_batch(batch: Batch) -> Batch:
-    """A micro-batch of pairs whose rows have their reward at the last token of the response.
+    """A micro-batch of pairs whose rows take their reward at the response's last token.
 
-    That is where the last label points; each row adds 1/2 to the divisor.
+    That token is the one that the last label names. Each row adds 1/2 to the divisor.
     """
     places = torch.arange(batch.labels.shape[1])
     last = torch.where(batch.labels != IGNORE_INDEX, places, -1).amax(1, keepdim=True) + 1
@@ -108,7 +108,7 @@ def reward_batch(batch: Batch) -> Batch:
 
 
 def dpo_batch(batch: Batch, reference: Tensor) -> Batch:
-    """A micro-batch of pairs with the `reference` log-probability of each row's response, (B); divisor as above."""
+    """A micro-batch of pairs with each response's `reference` log-probability, (B). Rows add 1/2 to the divisor."""
     counted = batch.labels != IGNORE_INDEX
     # At the first label alone, so that sums over a row are exact.
     is_first = counted & (counted.cumsum(1) == 1)

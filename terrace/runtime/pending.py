@@ -1,4 +1,4 @@
-"""Communication under way."""
+"""Communication in flight."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from terrace.program.instruction import Instruction
 
 @dataclass
 class Pending:
-    """Communication under way, and the instruction that issued it."""
+    """Communication in flight, and the instruction that issued it."""
 
     ticket: Ticket
     counter: int  # its position in the program
@@ -16,5 +16,5 @@ class Pending:
 
     @property
     def doing(self) -> object:
-        """Words of a watchdog for a rank that waits for it."""
+        """What a watchdog reports for a rank that waits for it."""
         return self.instruction

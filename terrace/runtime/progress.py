@@ -1,10 +1,10 @@
-"""The callback that a watchdog follows a rank by."""
+"""The callback through which a watchdog follows a rank."""
 
 from typing import Protocol
 
 
 class Progress(Protocol):
-    """Called with the instruction that a rank is at; `waiting_on` holds the ranks it waits for, itself included."""
+    """Called with a rank's current instruction; `waiting_on` are the ranks of the message it waits for."""
 
     def __call__(self, counter: int, instruction: object, waiting_on: tuple[int, ...]) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Saving and restoring a device's random state, so that a recomputed dropout drops the same elements."""
+"""Saves and restores a device's random state, so that recomputed dropout draws the same mask."""
 
 import torch
 from torch import Tensor

@@ -1,17 +1,17 @@
-"""Operations whose results are dropped, and computed again when their backward needs them.
+"""Operations whose results are dropped and recomputed when the backward needs them.
 
-y = f(x), and g reads y. Autograd would keep x, the inner results that f keeps, and y for g. Here it keeps a `_Place`
+y = f(x), and g reads y. Autograd would save x, the intermediate results of f, and y for g. Here it saves a `_Place`
 for each of these tensors, and the replay of f keeps x alone:
 
     forward     y = f(x), g(y)                    y is freed as soon as g has run
-    backward    the first node that asks for a place runs f once more on x: its tensors go to the places that are left
-                each is freed with the node that kept it
+    backward    the first node that unpacks a place reruns f on x, which fills all places that still exist
+                each tensor is freed with the node that saved it
 
-The backward goes through the nodes of the first forward, so it has the bits of a backward of kept tensors; f draws no
-random numbers and sends no messages. Weight gradients that are held back hold the tensors that were computed again.
-Torch does not check that saved tensors behind hooks stay unchanged; nothing in a layer writes in place.
+The backward uses the nodes of the first forward, so it gives the same bits as with saved tensors; f draws no random
+numbers and sends no messages. Deferred weight gradients hold the recomputed tensors. Torch does not check that
+tensors saved through hooks stay unchanged; nothing in a layer writes in place.
 
-Installed from outside: `install` replaces the `run` of layers (terrace.model.operation).
+Model code is unchanged: `install` replaces the `run` of layers (terrace.model.operation).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ from terrace.runtime.returning import mark_returning
 
 
 class _Place:
-    """A tensor that autograd would keep; `values` are there from the replay until the node that kept it is done."""
+    """Stands for a tensor that autograd would save. Has `values` from the replay until its node is freed."""
 
     def __init__(self, replay: "_Replay", view: tuple[Sequence[int], Sequence[int], int] | None) -> None:
         self.replay, self.view = replay, view  # shape, strides and offset in the result's storage; None: not of it
@@ -48,7 +48,7 @@ class _Replay:
         self._result: StorageWeakRef | None = None
 
     def first(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        """Run for the first time."""
+        """Run the operation for the first time."""
         with saved_tensors_hooks(self._save, _values):
             result = self._operation(*inputs)
         self._result = StorageWeakRef(result.untyped_storage())  # type: ignore[no-untyped-call]
@@ -64,13 +64,13 @@ class _Replay:
         return self._result is not None and self._result.cdata == saved.untyped_storage()._cdata
 
     def read(self, saved: Tensor) -> _Place:
-        """The place of a view of the result."""
+        """A place for a view of the result."""
         place = _Place(self, (tuple(saved.shape), saved.stride(), int(saved.storage_offset())))
         self._read.append(ref(place))
         return place
 
     def again(self) -> None:
-        """Run once more, and fill the places that are left."""
+        """Rerun the operation and fill the places that still exist."""
         found: list[Tensor] = []
 
         def save(saved: Tensor) -> None:
@@ -100,13 +100,13 @@ def _values(kept: object) -> Tensor:
 
 
 class Replays:
-    """Runs operations of a rank's layers that are computed again."""
+    """Runs the recomputed operations of a rank's layers."""
 
     def __init__(self) -> None:
         self._open: list[_Replay] = []  # whose readers run: the norm of a region, and an operation inside it
 
     def join(self, layer: DecoderLayer, operations: Sequence[str]) -> None:
-        """Run some of `terrace.plan.recompute.OPERATIONS` of a layer here."""
+        """Run these `terrace.plan.recompute.OPERATIONS` of a layer through this object."""
         for operation in operations:
             match operation:
                 case "attention":
@@ -120,7 +120,7 @@ class Replays:
     def run(
         self, operation: Callable[..., Tensor], inputs: tuple[Tensor, ...], reader: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """`reader(operation(*inputs))`, of which autograd keeps the inputs and the reader's own results."""
+        """`reader(operation(*inputs))`, for which autograd saves only the inputs and the reader's own tensors."""
         if not torch.is_grad_enabled():
             return reader(operation(*inputs))
         replay = _Replay(operation, inputs)
@@ -140,9 +140,9 @@ class Replays:
 
 
 def install(modules: Mapping[int, nn.Module], program: Program) -> None:
-    """Give the layers of a rank, by block index, the operations that the plan recomputes in them.
+    """Make the layers of a rank, by block index, recompute the operations that the plan names.
 
-    Raises `ModelError` for a block that is no decoder layer.
+    Raises `ModelError` for a block that is not a decoder layer.
     """
     replays = Replays()
     for index, module in modules.items():

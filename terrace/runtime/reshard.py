@@ -1,10 +1,10 @@
-"""Hands the parameters of an engine over to replicas for generation, between two steps.
+"""Sends the parameters of an engine to generation replicas, between two steps.
 
-Its instructions are a program (terrace.program.hand_over), verified before the first hand-over and run by `play`
-(terrace.runtime.reshard_messages); its bytes are declared to the engine. A rank sends values from its part of the flat
-buffers, or from its slices if they came over an outer tier, and holds the messages of one instruction a lane at a time.
-Values travel in the dtype of the working copies (message class `reshard`): copies of these, or of the masters, rounded
-as a refresh and the gather of a forward round them, so that what generates is what trains.
+The messages are a program (terrace.program.hand_over), verified once and run by `play`
+(terrace.runtime.reshard_messages); its bytes are declared to the engine. A rank sends values from its shard of the
+flat buffers, or from its slices if they came over an outer tier, and holds one instruction's messages per lane at a
+time. Values are in the dtype of the working copies (message class `reshard`), taken from these or from the masters,
+and rounded like a refresh and the gather of a forward, so that generation sees the values that training does.
 """
 
 from collections.abc import Sequence
@@ -33,9 +33,9 @@ _Loan = tuple[Tensor, list[tuple[Tensor, Tensor]]]
 
 
 class HandOver:
-    """The hand-over of one rank's engine. Every rank of the world has one and calls its methods at the same points.
+    """Hand-over of one rank's engine. All ranks of the world construct one and call its methods at the same points.
 
-    `group` has the ranks of this rank's replica in the order of their slices, None of one rank.
+    `group` is this rank's replica, with ranks in the order of their slices; None for a replica of one rank.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class HandOver:
         timeout: timedelta = timedelta(minutes=10),
         source: Literal["params", "optimizer"] = "params",
     ) -> None:
-        """Plan it, to replicas of `rows` tensor ranks.
+        """Plan the hand-over to replicas of `rows` tensor ranks.
 
-        `source` are the working copies, or the masters of the optimizer, which are there before a refresh under way has
-        arrived, and of which a rank may have fewer. Raises `PlanError` where blocks or ranks cannot have such replicas,
-        and for masters whose refresh rounds the values that others get.
+        `source` selects the working copies or the optimizer's masters. Masters need not wait for a refresh in flight,
+        but a rank may hold fewer of them. Raises `PlanError` if blocks or ranks do not allow such replicas, and for
+        masters if a gather or refresh format would give other ranks rounded values.
         """
         program, self._engine, self._rank = engine.program, engine, engine.rank
         if source == "optimizer":
@@ -59,8 +59,8 @@ class HandOver:
             held[stage].update(blocks)
         specs = engine.state.specs
         self.transition = Transition.of(program.cluster, program.plan, specs, program.flats, held, rows, source)
-        # Elsewhere parameters are others; a replica inside an island has all it needs there.
-        # All replicas, so that every rank raises.
+        # Parameters differ between islands, so a replica must lie inside one. All replicas are checked, so that every
+        # rank raises.
         for replica in self.transition.replicas:
             island = island_ranks(program.world_layout, replica[0])
             if not set(replica) <= set(island):
@@ -78,15 +78,15 @@ class HandOver:
 
     @property
     def sent_bytes(self) -> dict[tuple[MessageClass, str], int]:
-        """Bytes that this rank sends in a hand-over, by message class and tier."""
+        """Bytes that this rank sends per hand-over, by message class and tier."""
         return self.program.sent_bytes
 
     def run(self, *, lend: bool = False) -> list[Slices]:
-        """This rank's slices of every block's parameters, as the forwards of the next step have them.
+        """Return this rank's slices of every block's parameters, with the values that the next step's forwards use.
 
-        With `lend`, a flat buffer whose parameters all lie in these slices gives up its memory; the engine takes it
-        back, with the values, when it is next used. On tensor x pipeline ranks a rank thus has its slices alone, M/g,
-        and never more than one block's own part beside those it has made. Slices must keep their values till then.
+        With `lend`, a flat buffer whose parameters all lie in these slices releases its memory; the engine restores
+        it from them when it is next used, so slices must not change until then. On tensor x pipeline ranks a rank
+        then holds just its slices, M/g, and at most one block's own shard besides.
         """
         self._engine.settle()
         # A refresh writes into flat buffers, which a loan leaves without memory.
@@ -107,15 +107,15 @@ class HandOver:
         return [own.slices for own in parts]
 
     def _parts(self, block: int) -> BlockParts:
-        """Boxes of a block that this rank holds, and its slices, filled where it holds them."""
+        """The boxes of a block that this rank holds, and its slices, filled where it holds their values."""
         return BlockParts.of(
             self.transition, block, self._rank, held_boxes(self._engine, block, self._source), self._engine.comm.device
         )
 
     def _lend(self, block: int, parts: BlockParts, loans: list["_Loan"]) -> None:
-        """Take the memory of working copies that the slices have; the parts to send are read there.
+        """Release the working copies whose values the slices hold; values to send are then read from the slices.
 
-        Where a gather rounds, slices have other values than the working copy, which then stays.
+        Where a gather rounds, slices differ from the working copy, which is then kept.
         """
         for flat in self._engine.state.flats.get(block, ()):
             if gather_of(self._engine, block, flat) is not None:

@@ -1,8 +1,8 @@
-"""A hand-over to ranks of another pool: those of one world train and send, those of another receive and generate.
+"""Hand-over to another pool of ranks: one world trains and sends, another receives and generates.
 
 Both sides plan the same transition (terrace.plan.transition, `Apart`) and run its program over gloo groups that span
-both worlds, one a tier, so parameters cross a slow tier once and the ranks that generate pass them on among themselves.
-The ranks that train keep theirs: nothing is lent.
+both worlds, one per tier. Parameters cross a slow tier once, and generating ranks pass them on to each other.
+Training ranks keep their parameters: nothing is lent.
 """
 
 from collections.abc import Sequence
@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 
 
 class HandOverApart:
-    """One rank's side of the hand-over: with an `engine` it sends, else it receives.
+    """One rank's side of the hand-over: it sends if it has an `engine`, otherwise it receives.
 
-    `rank` is its number in its own pool. All ranks of both pools make it at the same time, since they meet at `store`,
-    and call `run` at the same points. Slices are made on `device`; messages go by the host, over gloo.
+    `rank` is the rank in its own pool. All ranks of both pools construct it at the same time (they rendezvous at
+    `store`) and call `run` at the same points. Slices are allocated on `device`; messages go through the host, over
+    gloo.
     """
 
     def __init__(
@@ -58,11 +59,11 @@ class HandOverApart:
 
     @property
     def sent_bytes(self) -> dict[tuple[MessageClass, str], int]:
-        """Bytes that this rank sends in a hand-over, by message class and tier."""
+        """Bytes that this rank sends per hand-over, by message class and tier."""
         return self.program.sent_bytes
 
     def run(self) -> list[Slices]:
-        """Send the parameters as they are after the last step, or receive this rank's slices of every block."""
+        """Send the current parameters, or receive and return this rank's slices of every block."""
         engine = self._engine
         if engine is not None:
             engine.settle()
@@ -78,6 +79,6 @@ class HandOverApart:
 
 
 def local_replica(transition: Transition, apart: Apart, rank: int) -> Sequence[int]:
-    """The ranks of the replica that `rank` of the generating pool is in, numbered in that pool, by slice."""
+    """The ranks, in the generating pool and in slice order, of the replica that `rank` of that pool belongs to."""
     found = next(replica for replica in transition.replicas if apart.first + rank in replica)
     return [each - apart.first for each in found]

@@ -1,7 +1,7 @@
-"""Messages of a hand-over: a rank's parts of blocks, and its program played over lanes.
+"""Messages of a hand-over: what a rank holds and needs of each block, and the execution of its program on lanes.
 
-    for one block of every stage, and then the next, from the outermost tier inward, each tier on a lane of its own:
-        values for a peer -> one buffer -> sent and received all at once -> into the slices
+    for one block of every stage, and then the next, from the outermost tier inward, each tier on its own lane:
+        values for a peer -> one buffer -> all sent and received together -> into the slices
 
 An `Exchange` carries tensors over a tier: over a process group of the world (`within`), or over one that joins two
 pools, each a world of its own (`between`).
@@ -45,7 +45,7 @@ _Key = tuple[int, torch.dtype]  # a peer, and the dtype of its message
 
 @dataclass(frozen=True, kw_only=True)
 class BlockParts:
-    """A rank's part of a block: (parameter, box, values) in its flat buffers, and by parameter its slice."""
+    """What a rank holds of a block, as (parameter, box, values) from its flat buffers, and the slices that it needs."""
 
     dtypes: dict[str, torch.dtype]
     own: list[Own]
@@ -54,7 +54,7 @@ class BlockParts:
 
     @staticmethod
     def of(transition: Transition, block: int, rank: int, own: list[Own], device: torch.device) -> "BlockParts":
-        """The part of a rank that holds `own`; its slices are filled where it holds them."""
+        """The parts of a rank that holds `own`, whose values are copied into the slices that they overlap."""
         dtypes = {name: DTYPES[dtype] for name, dtype in transition.dtypes[transition.alike[block]].items()}
         boxes = {name: parts[0] for name, parts in transition.needs(block)[rank].items()}
         slices = {name: torch.empty(sizes(box), dtype=dtypes[name], device=device) for name, box in boxes.items()}
@@ -65,12 +65,12 @@ class BlockParts:
         return BlockParts(dtypes=dtypes, own=own, boxes=boxes, slices=slices)
 
     def place(self, move: Move) -> Tensor:
-        """The box of a move in the slice, which contains it."""
+        """View of the slice at the box of a move."""
         return self.slices[move.parameter][inside(move.box, self.boxes[move.parameter])]
 
     def read(self, move: Move) -> Tensor:
-        """Values of a move that this rank sends."""
-        # What a rank needs is in its slice by now; else it lies in its flat buffers, in one box or several.
+        """The values that this rank sends in a move."""
+        # Values that this rank needs too are in its slice by now; others are in its flat buffers, in one or more boxes.
         need = self.boxes.get(move.parameter)
         if need is not None and overlap(move.box, need) == move.box:
             return self.place(move)
@@ -84,7 +84,7 @@ class BlockParts:
 
 
 def held_boxes(engine: "Engine", block: int, source: Literal["params", "optimizer"] = "params") -> list[Own]:
-    """Boxes of a block's parameters with the values that this rank sends, which are those that forwards have."""
+    """Boxes of a block's parameters that this rank holds, with the values that forwards use."""
     found = list[Own]()
     for flat in engine.state.flats.get(block, ()):
         if source == "params" or not flat.spec.trainable:
@@ -97,7 +97,7 @@ def held_boxes(engine: "Engine", block: int, source: Literal["params", "optimize
 
 
 def boxes_of(engine: "Engine", flat: "FlatParam", start: int, held: Tensor) -> list[Own]:
-    """Boxes of parameters in `held`, the elements of a flat buffer from `start` on."""
+    """The boxes of parameters in `held`, the elements of a flat buffer from `start` on."""
     slices_of, found = partial(rank_slices, mesh=engine.program.mesh, rank=engine.rank), list[Own]()
     for part in flat_boxes(flat.spec.params, start, start + held.numel(), slices_of):
         first = part.start - start
@@ -119,9 +119,10 @@ def play(
     *,
     by_host: bool = False,
 ) -> None:
-    """Run a rank's program over the exchange of each tier; `parts` are by block, and their slices are filled.
+    """Run a rank's program over the exchange of each tier, filling the slices of `parts` (by block).
 
-    Exchanges that go `by_host` block it, so that a stream as lane would keep the tiers waiting for each other.
+    `by_host` exchanges block the host, so each tier then needs a thread as its lane, or tiers would wait for each
+    other.
     """
     lanes = {tier: make_lane(device, by_host=by_host) for tier in exchanges}
     tickets = dict[tuple[int, ...], Ticket]()  # of the newest instruction of blocks
@@ -148,7 +149,7 @@ def _exchange(
     ledger: Ledger,
     pacer: Pace,
 ) -> None:
-    """Send and receive `moves`, all over one tier: one message to each peer, or one a dtype."""
+    """Send and receive `moves` over one tier, as one message per peer and dtype."""
     sends, receives = defaultdict[_Key, list[_PartMove]](list), defaultdict[_Key, list[_PartMove]](list)
     for parts, move in moves:
         dtype = parts.dtypes[move.parameter]
@@ -177,7 +178,7 @@ def _exchange(
 
 
 def within(group: dist.ProcessGroup) -> Exchange:
-    """Over a group of the world, whose ranks are the program's."""
+    """Exchange over a group whose ranks are the program's."""
 
     def exchange(sends: Ends, receives: Ends) -> None:
         # All at once: one after the other, two ranks could each wait for the other's receive.
@@ -190,7 +191,7 @@ def within(group: dist.ProcessGroup) -> Exchange:
 
 
 def between(group: Any, places: Mapping[int, int]) -> Exchange:
-    """Over a gloo group of two pools, by way of the host; `places` are those of the program's ranks in it."""
+    """Exchange through the host over a gloo group of two pools; `places` maps program ranks to group ranks."""
 
     def exchange(sends: Ends, receives: Ends) -> None:
         leaving = [(peer, values.cpu()) for peer, values in sends]

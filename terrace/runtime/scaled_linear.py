@@ -1,11 +1,11 @@
-"""Linear layers whose three products take 8-bit floats (terrace.runtime.scaled_products).
+"""Linear layers whose three matrix products run in 8-bit floats (terrace.runtime.scaled_products).
 
-A matrix that is a `ScaledMatrix` takes `F.linear` to the functions below, and a stack `grouped_linear`, with
-and without gradients: an evaluation and a recomputed forward then have the bits of the first. As with any `Matrix`
-(terrace.runtime.linear), the input gradient is computed at once and the weight gradient is a record, which holds codes
-of dy and of x alone. Each operand is quantised once (terrace.runtime.scaled_operands).
+A `ScaledMatrix` dispatches `F.linear`, or `grouped_linear` for a stack, to the functions below, with and without
+gradients, so that an evaluation and a recomputed forward give the bits of the first. As with any `Matrix`
+(terrace.runtime.linear), the input gradient is computed at once, and the weight gradient is recorded; the record
+holds only codes of dy and x. Each operand is quantised once (terrace.runtime.scaled_operands).
 
-Shape legend: N rows (all leading dims), I inputs and O outputs, E parts of a stack.
+Shape legend: N rows (all leading dims), I inputs and O outputs, E matrices of a stack.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ from terrace.runtime.scaled_products import Codes, multiply
 from terrace.runtime.scaling import Scaling
 from terrace.runtime.weight_records import OperandRecord, Record, Sink
 
-# Functions of a tensor besides its attributes that tell or change no value.
+# Tensor functions, besides attributes, that neither read nor change values.
 _READS_NO_VALUES = frozenset(
     [
         *("__get__", "__set__", "__hash__", "detach", "dim", "size", "stride", "numel", "storage_offset", "data_ptr"),
@@ -38,10 +38,9 @@ _READS_NO_VALUES = frozenset(
 
 
 class ScaledMatrix(Matrix):
-    """A matrix, or stack of them, whose products as the weight of a linear layer take 8 bits.
+    """A matrix, or stack of matrices, whose products as the weight of a linear layer run in 8 bits.
 
-    With a `scale` (1, 1) its values are codes (terrace.runtime.matrix_codes), which nothing else than those products
-    may read.
+    With a `scale` (1, 1) its values are codes (terrace.runtime.matrix_codes), which only those products may read.
     """
 
     scaling: Scaling
@@ -55,7 +54,7 @@ class ScaledMatrix(Matrix):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run `func`, a linear layer with this weight in 8 bits; raises `PlanError` for another that reads codes."""
+        """Run a linear layer with this weight in 8 bits, or any other `func`: `PlanError` if that reads codes."""
         own = _FUNCTIONS.get(func)
         if own is not None:
             return own(*args, **(kwargs or {}))
@@ -77,9 +76,9 @@ def scale_matrices(
     scaling: Scaling,
     scales: Sequence[Tensor] | None = None,
 ) -> None:
-    """Give the parameters of block `index` that take 8 bits that form; the objects stay the same.
+    """Make `ScaledMatrix`es, in place, of the parameters of block `index` whose products run in 8 bits.
 
-    `scales` (1, 1) are those of parameters that are codes.
+    `scales`, (1, 1) each, are given if the parameters are stored as codes.
     """
     for number, (spec, parameter) in enumerate(named):
         if is_scaled(blocks, index, spec):
@@ -91,7 +90,7 @@ def scale_matrices(
 
 @dataclass
 class ScaledProduct(Record):
-    """The weight gradient dy^T x of a layer, or of each matrix of a stack; rounded to `dtype` before it is added."""
+    """The weight gradient dy^T x of a layer, or of each matrix of a stack, rounded to `dtype` before it is added."""
 
     weight: ScaledMatrix  # (O, I), or a stack (E, O, I)
     gradients: Sequence[Codes]  # (O, N) of each matrix
@@ -100,15 +99,15 @@ class ScaledProduct(Record):
     dtype: torch.dtype
 
     def hold(self) -> None:
-        """Remember the version of an input that comes again; codes are nobody else's."""
+        """Remember the version of an input that will be filled again. Codes belong to this record alone."""
         self._versions = self._current_versions()
 
     def release(self) -> None:
-        """Check that the input is as it was held."""
+        """Check that the input has not changed."""
         assert self._versions == self._current_versions(), "x was changed before the weight gradient was taken"
 
     def run(self, sinks: Mapping[int, Sink]) -> None:
-        """Compute the products, each into its place."""
+        """Compute the products into the gradient buffer."""
         gradient, first = sinks[id(self.weight)].gradient_of(self.weight)
         parts = gradient.unbind() if gradient.dim() == 3 else (gradient,)
         for part, found in zip(parts, self.products(), strict=True):
@@ -118,7 +117,7 @@ class ScaledProduct(Record):
                 part.zero_()
 
     def products(self) -> Iterator[Tensor | None]:
-        """The gradient (O, I) of each matrix, None where it has no rows."""
+        """The gradient (O, I) of each matrix; None if it has no rows."""
         inputs = columns_of(self.inputs) if self.again is None else self.again.take(self.inputs[0])
         for gradient, entered in zip(self.gradients, inputs, strict=True):
             yield multiply(gradient, entered, self.dtype) if gradient.values.numel() else None
@@ -138,7 +137,7 @@ def _grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Any:
 
 
 class _Scaled(torch.autograd.Function):
-    """x (..., I), weight (O, I), bias (O) to (..., O); or x (N, I) sorted by part, weight (E, O, I) to (N, O)."""
+    """x (..., I), weight (O, I), bias (O) -> (..., O); or x (N, I) sorted by matrix, weight (E, O, I) -> (N, O)."""
 
     @staticmethod
     def forward(
@@ -180,7 +179,7 @@ class _Scaled(torch.autograd.Function):
 
 
 def _multiplied(rows: Sequence[Codes], weight: ScaledMatrix, dtype: torch.dtype, *, transposed: bool = False) -> Tensor:
-    """Rows (N, I) times their matrices (O, I), (N, O); if `transposed`, rows (N, O) to (N, I)."""
+    """Rows (N, I) times their matrices (O, I) -> (N, O); if `transposed`, rows (N, O) -> (N, I)."""
     values, scaling = weight.detach(), weight.scaling
 
     def product(codes: Codes, matrix: Tensor) -> Tensor:
@@ -198,7 +197,7 @@ def _multiplied(rows: Sequence[Codes], weight: ScaledMatrix, dtype: torch.dtype,
 
 
 def _outside(record: ScaledProduct) -> Tensor:
-    """The weight gradient of a backward outside of a step; raises `PlanError` where autograd would round it."""
+    """The weight gradient of a backward outside a step. Raises `PlanError` if autograd would round it to 8 bits."""
     weight = record.weight
     if weight.scale is not None:
         raise PlanError(

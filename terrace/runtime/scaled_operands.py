@@ -1,13 +1,13 @@
-"""Operands of products in 8-bit floats: each is quantised once for all products that take it.
+"""Operands of products in 8-bit floats. Each is quantised once for all products that use it.
 
-    y  = x W^T     codes of x over its features        once for all layers with the same input
-    dW = dy^T x    codes of x over its tokens          once for them as well, and kept in the place of x
-    dx = dy W      codes of dy over its features       and over its tokens for dW: both from one quantisation
+    y  = x W^T     codes of x along features     once for all layers with the same input
+    dW = dy^T x    codes of x along tokens       also once for them, and saved instead of x
+    dx = dy W      codes of dy along features    and along tokens for dW, both from one quantisation
 
-With one scale the codes of a transposed matrix are its codes, transposed. With scales of rows they are others, made
-from the same matrix. Either way a layer keeps a byte an element for its backward, the codes over tokens, and none of x
-itself. Where x comes again anyway (terrace.runtime.returning), a layer keeps x, which takes no memory, and the first
-weight gradient that reads it makes the codes for all.
+With one scale, the codes of a transposed matrix are its codes, transposed. With scales per row they differ, and are
+computed from the same matrix. Either way a layer saves the codes along tokens, one byte per element, and not x
+itself. If x will be filled again anyway (terrace.runtime.returning), a layer saves x, which costs no memory, and the
+first weight gradient that reads it computes the codes for all.
 
 Shape legend: N rows (all leading dims), I inputs and O outputs of a layer.
 """
@@ -24,9 +24,9 @@ from terrace.runtime.scaled_products import Codes, encode
 
 
 class Operand:
-    """A matrix (M, K) with its codes for products over K, `rows`, and over M, `columns`; each is made once.
+    """A matrix (M, K) with its codes for products over K, `rows`, and over M, `columns`, each computed once.
 
-    With a `scale` (1, 1) the matrix is codes already.
+    With a `scale` (1, 1) the matrix is already codes.
     """
 
     def __init__(self, matrix: Tensor, dtype: torch.dtype, by_row: bool, scale: Tensor | None = None) -> None:
@@ -41,7 +41,7 @@ class Operand:
 
     @cached_property
     def columns(self) -> Codes:
-        """Codes (K, M) of the transposed matrix."""
+        """Codes (K, M), of the transposed matrix."""
         if self._by_row:
             return encode(self._matrix.t(), self._dtype, self._by_row)
         codes, scale = self.rows
@@ -49,14 +49,14 @@ class Operand:
 
 
 def operands_of(x: Tensor, counts: Sequence[int] | None, dtype: torch.dtype, by_row: bool) -> list[Operand]:
-    """Rows x (..., K) as one operand, or as one for each of the neighbouring rows that `counts` numbers."""
+    """x (..., K) as one operand, or, with `counts`, as consecutive groups of rows, one operand each."""
     rows = x.detach().reshape(-1, x.shape[-1])
     parts = (rows,) if counts is None else torch.split(rows, list(counts))
     return [Operand(part, dtype, by_row) for part in parts]
 
 
 class Entered:
-    """The input x (..., I) of layers, or of stacks with rows by `counts`."""
+    """The quantised input x (..., I) of layers; for stacks, `counts` are the rows of each matrix."""
 
     def __init__(self, x: Tensor, counts: tuple[int, ...] | None, dtype: torch.dtype, by_row: bool) -> None:
         self.counts = counts
@@ -65,11 +65,11 @@ class Entered:
 
     @property
     def rows(self) -> list[Codes]:
-        """Codes (N, I), of the rows of each matrix."""
+        """Codes (N, I) of the rows of each matrix."""
         return [each.rows for each in self._operands]
 
     def kept(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Tensors that a layer keeps of its input for its weight gradient: those of `columns_of`, or x itself."""
+        """Tensors that a layer saves for its weight gradient: codes, for `columns_of`, or x itself."""
         if self.again is None:
             return tuple(tensor for each in self._operands for tensor in each.columns)
         self.again.num_readers += 1
@@ -77,12 +77,12 @@ class Entered:
 
 
 def columns_of(kept: Sequence[Tensor]) -> list[Codes]:
-    """Codes (I, N) over the rows of each matrix, from the tensors that `Entered.kept` gives without `again`."""
+    """Codes (I, N) of the rows of each matrix, from the codes that `Entered.kept` returned."""
     return [Codes(*pair) for pair in zip(kept[::2], kept[1::2], strict=True)]
 
 
 class Again:
-    """Codes over rows of an input that comes again: made for the first weight gradient, dropped after the last."""
+    """Codes (I, N) of an input that is filled again: computed for the first weight gradient, dropped after the last."""
 
     def __init__(self, counts: tuple[int, ...] | None, dtype: torch.dtype, by_row: bool) -> None:
         self.num_readers = 0
@@ -91,7 +91,7 @@ class Again:
         self._num_left = 0
 
     def take(self, x: Tensor) -> list[Codes]:
-        """The codes (I, N) of x (..., I), which is there again; each reader calls this once a backward."""
+        """The codes (I, N) of x (..., I), which is filled again. Each reader calls this once per backward."""
         if not self._num_left:
             self._found, self._num_left = [each.columns for each in operands_of(x, *self._form)], self.num_readers
         self._num_left -= 1
@@ -102,9 +102,9 @@ class Again:
 
 
 class LastEntered:
-    """The input that was quantised last: layers that read the same one run one after the other.
+    """Cache of the last quantised input, because layers with the same input run one after the other.
 
-    It is forgotten with the tensor, when another one is quantised, and at the end of a block (`Scaling.forget_after`),
+    It is cleared when the tensor dies, when another is quantised, and at the end of a block (`Scaling.forget_after`),
     so no codes stay in memory.
     """
 
@@ -114,7 +114,7 @@ class LastEntered:
         self._tensor: ReferenceType[Tensor] | None = None
 
     def of(self, x: Tensor, counts: tuple[int, ...] | None, make: Callable[[], Entered]) -> Entered:
-        """What `make` returned for x as it is now, called only for another one."""
+        """The cached result for x at its current version, otherwise a new one from `make`."""
         if x.is_inference():  # it has no version
             return make()
         key = id(x), x._version, counts
@@ -124,7 +124,7 @@ class LastEntered:
         return self._found
 
     def forget(self) -> None:
-        """Let go of it."""
+        """Clear the cache."""
         self._key = self._found = self._tensor = None
 
     def _forget(self, reference: ReferenceType[Tensor]) -> None:

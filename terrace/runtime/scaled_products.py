@@ -1,6 +1,6 @@
-"""Products of matrices in 8-bit floats, with scales computed from the operands as they are.
+"""Matrix products in 8-bit floats, with scales computed from the current operands.
 
-An operand A (M, K) becomes codes and a scale, for all of it or for each of its M rows:
+An operand A (M, K) is stored as codes and a scale, for the whole or for each of its M rows:
 
     r = largest (1 / max |A|),  codes = fp8(A r),  scale = 1 / r        in fp32, rounded half to even
 
@@ -8,13 +8,13 @@ where `largest` is 448 in e4m3 and 57344 in e5m2. No scale is taken from an earl
 
     A B^T ~ (codes_A codes_B^T) scale_A scale_B^T                   added up in fp32, then rounded to the result's dtype
 
-so a scale of rows is never inside a sum. Each part of a stack has products of its own, with its rows alone. inf or
-nan in an operand makes nan of every element that shares its scale. A product takes both operands with K last, since the
-matrix units of Hopper read 8-bit operands in no other order. So a weight gradient takes both operands transposed
-(terrace.runtime.scaled_operands), and an input gradient the weight.
+so a row's scale is never inside a sum. Each matrix of a stack has its own product, with only its rows. inf or nan in
+an operand makes every element that shares its scale nan. Both operands need K last, the only order in which Hopper's
+matrix units read 8-bit operands: a weight gradient transposes both operands (terrace.runtime.scaled_operands), an
+input gradient the weight.
 
-On a GPU the product is torch.nn.functional.scaled_mm, without fast accumulation, and the quantisation one compiled
-kernel and a reduction. Elsewhere codes are turned back into fp32 and multiplied: the same definition, exactly.
+On a GPU the product is torch.nn.functional.scaled_mm without fast accumulation, and quantisation is one compiled
+kernel and a reduction. Elsewhere codes are converted to fp32 and multiplied, which is exactly the same definition.
 Formats follow Micikevicius et al. 2209.05433: e4m3 for activations and weights, e5m2 for gradients.
 """
 
@@ -40,7 +40,7 @@ class Codes(NamedTuple):
 
 
 def encode(x: Tensor, dtype: torch.dtype, by_row: bool) -> Codes:
-    """The codes of x (M, K), which may be transposed, in an 8-bit dtype."""
+    """The codes of x (M, K), which may be a transposed view, in an 8-bit dtype."""
     if not x.numel():
         return Codes(x.new_empty(x.shape, dtype=dtype), x.new_ones((len(x) if by_row else 1, 1), dtype=torch.float32))
     codes, scale = (compiled_quantise if x.device.type == "cuda" else quantise)(x, dtype, by_row)
@@ -48,7 +48,7 @@ def encode(x: Tensor, dtype: torch.dtype, by_row: bool) -> Codes:
 
 
 def multiply(left: Codes, right: Codes, dtype: torch.dtype) -> Tensor:
-    """The product (M, N) of operands (M, K) and (N, K), in `dtype`."""
+    """The product (M, N) of codes (M, K) and (N, K), in `dtype`."""
     if not left.values.numel() or not right.values.numel():
         return left.scale.new_zeros((len(left.values), len(right.values)), dtype=dtype)
     product = on_device if left.values.device.type == "cuda" else emulated
@@ -56,14 +56,14 @@ def multiply(left: Codes, right: Codes, dtype: torch.dtype) -> Tensor:
 
 
 def quantise(x: Tensor, dtype: torch.dtype, by_row: bool) -> tuple[Tensor, Tensor]:
-    """Codes (M, K) of x in an 8-bit dtype, laid out as x is, and their scales in fp32, (M, 1) or (1, 1)."""
+    """Codes (M, K) of x in an 8-bit dtype, in the memory layout of x, and their scales in fp32, (M, 1) or (1, 1)."""
     factor = factor_of(x.abs().amax(1 if by_row else (0, 1), keepdim=True), dtype)
     # A factor with dims: a number without any would leave the product in the dtype of x, which rounds before fp8 does.
     return (x * factor).to(dtype), factor.reciprocal()
 
 
 def factor_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """Factors, fp32, that make codes in an 8-bit dtype of values, from largest magnitudes; a scale is 1 / factor."""
+    """Factors, fp32, by which values are multiplied before conversion to an 8-bit dtype. A scale is 1 / factor."""
     return largest.float().clamp(min=_LEAST).reciprocal() * torch.finfo(dtype).max
 
 
@@ -74,7 +74,7 @@ def emulated(left: Tensor, right: Tensor, scale: Tensor, other_scale: Tensor, dt
 
 
 def on_device(left: Tensor, right: Tensor, scale: Tensor, other_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same by torch's operator."""
+    """The same with torch's operator."""
     by_row = scale.numel() > 1 or other_scale.numel() > 1
     recipe = F.ScalingType.RowWise if by_row else F.ScalingType.TensorWise
     if by_row:  # an operand of one row
@@ -92,7 +92,7 @@ def _padded(codes: Tensor) -> Tensor:
 
 
 def compiled_quantise(x: Tensor, dtype: torch.dtype, by_row: bool) -> tuple[Tensor, Tensor]:
-    """`quantise` by compiled kernels. Eager operators would pass over fp32 copies: four times the bytes."""
+    """`quantise` as compiled kernels. Eager operators would write fp32 copies: four times the bytes."""
     dense = x if x.is_contiguous() else x.t()
     if by_row or not dense.is_contiguous():
         return _in_form(x, dtype, by_row)
@@ -112,11 +112,12 @@ def _in_form(x: Tensor, dtype: torch.dtype, by_row: bool) -> tuple[Tensor, Tenso
 
 @cache
 def _compiled(*form: object) -> Callable[[Tensor, torch.dtype, bool], tuple[Tensor, Tensor]]:
-    """`quantise`, compiled for operands of a form.
+    """`quantise`, compiled for operands of one form.
 
-    All that torch.compile makes of a code object counts against one limit (`torch._dynamo.config.recompile_limit`, 8),
-    and what comes then runs uncompiled after a warning. Two formats, two orders of dims, square operands, stacks with
-    one row and parts of a stack are more together, so each form has a copy of the code.
+    All graphs that torch.compile makes of a code object count against one limit
+    (`torch._dynamo.config.recompile_limit`, 8), after which it runs eagerly with a warning. Two formats, two dim
+    orders, square operands, stacks with one row and matrices of a stack exceed it, so each form compiles its own copy
+    of the code.
     """
     code = quantise.__code__.replace(co_name=quantise.__name__)
     return torch.compile(FunctionType(code, quantise.__globals__), dynamic=True)

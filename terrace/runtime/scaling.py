@@ -1,4 +1,4 @@
-"""How the operands of a rank's products become 8-bit floats (terrace.runtime.scaled_products)."""
+"""How a rank converts operands of products to 8-bit floats (terrace.runtime.scaled_products)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,9 +16,9 @@ _ADA, _HOPPER = (8, 9), (9, 0)  # first with 8-bit floats; first whose kernels s
 
 @dataclass(frozen=True)
 class Scaling:
-    """Scales of rows or of the whole, and the dtypes of values and of gradients; one object for all matrices of a rank.
+    """Scales per row or per matrix, and the 8-bit dtypes of values and gradients, for all matrices of a rank.
 
-    It has the input that was quantised last, so that layers with the same input share its codes.
+    It caches the last quantised input, so that layers with the same input share its codes.
     """
 
     by_row: bool
@@ -28,7 +28,7 @@ class Scaling:
 
     @staticmethod
     def of(plan: Plan, device: torch.device) -> "Scaling | None":
-        """The scaling of a plan's products, None without; raises `PlanError` where the device has none."""
+        """The scaling of a plan's products, or None. Raises `PlanError` if the device does not support it."""
         if plan.products is None:
             return None
         wanted = parse_products(plan.products)
@@ -38,24 +38,24 @@ class Scaling:
         return Scaling(wanted.by_row, values, values if wanted.gradients == "e4m3" else gradients)
 
     def forget_after(self, block: nn.Module) -> None:
-        """Let go of the last input whenever `block` has run: autograd may keep the tensor to the backward."""
+        """Clear the cached input whenever `block` has run: autograd may keep the tensor alive until the backward."""
         block.register_forward_hook(lambda *_: self.last.forget())
 
     def entered(self, x: Tensor, counts: tuple[int, ...] | None = None) -> Entered:
-        """x (..., I) as the input of a layer, whose rows are split by `counts` if it is a stack."""
+        """x (..., I) as the input of a layer; for a stack, `counts` are the rows of each matrix."""
         return self.last.of(x, counts, lambda: Entered(x, counts, self.values, self.by_row))
 
     def of_weight(self, matrix: Tensor, scale: Tensor | None) -> Operand:
-        """A matrix (O, I); with a `scale` (1, 1) it is codes already."""
+        """A weight (O, I) as an operand; with a `scale` (1, 1) it is already codes."""
         return Operand(matrix, self.values, self.by_row, scale)
 
     def of_gradient(self, output_gradient: Tensor, counts: Sequence[int] | None) -> list[Operand]:
-        """The gradient (N, O) of a layer's result, rows of each matrix by `counts` if it is a stack."""
+        """Output gradient (N, O) as operands; for a stack, `counts` are the rows of each matrix."""
         return operands_of(output_gradient, counts, self.gradients, self.by_row)
 
 
 def _check_gpu(wanted: ProductFormat, compute: str, device: torch.device) -> bool:
-    """Whether the device takes the "fnuz" forms (AMD's MI300); raises `PlanError` where it has no such products."""
+    """Whether the device uses the "fnuz" formats (AMD's MI300). Raises `PlanError` if it has no such products."""
     asked, found = f"products = {wanted.name!r}", torch.cuda.get_device_properties(device)
     if torch.version.hip is not None:
         architecture = str(found.gcnArchName).split(":")[0]

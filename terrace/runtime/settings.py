@@ -1,4 +1,4 @@
-"""Settings of the runtime that a user writes. No torch here: they are checked before it is loaded."""
+"""Runtime settings that users write. No torch here: they are checked before it is imported."""
 
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -13,10 +13,10 @@ LARGEST = 1e6  # of a rate or a coefficient: nobody means a larger one; a guess
 class OptimizerConfig:
     """The optimizer and its hyper-parameters.
 
-    `name` is adamw (Loshchilov and Hutter, arXiv 1711.05101), lion (Chen et al., arXiv 2302.06675), muon (Jordan 2024;
-    Liu et al., arXiv 2502.16982), which updates the matrices of layers and leaves the rest to AdamW, or sgd. `lr` is
-    the peak rate; under muon `adamw_lr` is the rate of AdamW, by default the same. `clip` bounds the global gradient
-    norm; 0 turns clipping off. Raises `ConfigError` for values out of range, and for options without effect.
+    `name` is adamw (Loshchilov and Hutter, arXiv 1711.05101), lion (Chen et al., arXiv 2302.06675), muon (Jordan
+    2024; Liu et al., arXiv 2502.16982), which updates the matrices of layers and leaves the rest to AdamW, or sgd.
+    `lr` is the peak learning rate; under muon `adamw_lr` is AdamW's, by default the same. `clip` bounds the global
+    gradient norm; 0 turns clipping off. Raises `ConfigError` for values out of range, and for options without effect.
     """
 
     name: Literal["adamw", "lion", "muon", "sgd"] = "adamw"  # the rule of an update
@@ -60,7 +60,7 @@ class OptimizerConfig:
 
     @property
     def update(self) -> Update:
-        """The update rule, as `plan.update` names it: which states a parameter has depends on it."""
+        """The update rule as `plan.update` names it; it determines which states a parameter has."""
         return "sgd+momentum" if self.name == "sgd" and self.momentum else self.name
 
     @property
@@ -71,7 +71,7 @@ class OptimizerConfig:
 
     @property
     def adamw_share(self) -> float:
-        """The learning rate of AdamW as a multiple of the step's rate."""
+        """AdamW's learning rate as a multiple of the step's."""
         return 1.0 if self.adamw_lr is None else self.adamw_lr / self.lr
 
 

@@ -4,8 +4,8 @@
     v = momentum v + g
     w = w - lr v
 
-Weight decay is decoupled, as in every optimizer here; without momentum that is torch's coupled decay. v begins at zero.
-Without momentum v is the gradient, and there is no state.
+Weight decay is decoupled, as in every optimizer here; without momentum this equals torch's coupled decay. v starts at
+zero. Without momentum v is the gradient, and there is no state.
 """
 
 import torch

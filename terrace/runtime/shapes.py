@@ -1,4 +1,4 @@
-"""Shapes that must agree."""
+"""Checks that shapes agree."""
 
 from torch import Tensor
 
@@ -6,7 +6,7 @@ from terrace.base.errors import DataError
 
 
 def check_shapes(**tensors: Tensor) -> None:
-    """Raise `DataError` unless all have one shape: torch would broadcast a single number over all the others."""
+    """Raise `DataError` unless all shapes are equal: torch would broadcast a scalar over the others."""
     first, *others = tensors
     for name in others:
         if tensors[name].shape != tensors[first].shape:

@@ -1,9 +1,9 @@
-"""The kinds of optimizer state of each parameter, by its group. No torch here.
+"""The kinds of optimizer state that each group of parameters has. No torch here.
 
-A group stands for an update rule: parameters of one group have the same kinds of state, each of the parameter's shape.
-`master` is the parameter itself in the master dtype and comes first. A new optimizer adds its groups here, says in
-`group_of` which parameters belong to them, and returns its tensors as `StatePart`s (`terrace/runtime/elementwise.py`);
-checkpoints then store and restore them under any plan.
+A group stands for an update rule: parameters of one group have the same kinds of state, each of the parameter's
+shape. `master` is the parameter itself in the master dtype and comes first. A new optimizer adds its groups here,
+says in `group_of` which parameters belong to them, and returns its tensors as `StatePart`s
+(`terrace/runtime/elementwise.py`); checkpoints then store and restore them under any plan.
 """
 
 from terrace.model.params import ParamSpec
@@ -30,7 +30,7 @@ def is_trained(spec: ParamSpec) -> bool:
 
 
 def group_of(spec: ParamSpec, optimizer: OptimizerConfig, in_layer: bool) -> str:
-    """The group of a parameter under an optimizer's settings; `in_layer`: of a layer, not of the ends."""
+    """The group of a parameter; `in_layer` says that it belongs to a layer, not to the first or last block."""
     if not is_trained(spec):
         return FROZEN
     if optimizer.name == "muon":

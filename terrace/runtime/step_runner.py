@@ -1,9 +1,9 @@
-"""The step runner: carries a program out on blocks.
+"""The step runner executes a program on the blocks of a rank.
 
-A block's forward runs on a detached input and its backward is an explicit call, so a gather, a free, a reduction or a
-recomputation happens where the program says and nowhere else; no hook is involved. A backward has two parts, which a
-program may run apart: the input gradient, and the weight gradients (terrace.runtime.linear). Communication goes to the
-lane of the outermost tier it crosses; an instruction waits only for its operands:
+A block's forward runs on a detached input, and its backward is an explicit call, so a gather, a free, a reduction or
+a recomputation happens exactly where the program says; no hooks are involved. A backward has two parts, which a
+program may run apart: the input gradient, and the weight gradients (terrace.runtime.linear). Communication goes to
+the lane of the outermost tier it crosses. An instruction waits only for its operands:
 
     FORWARD, BACKWARD   the gathers (for whole parameters, the refreshes) of its parameters; another stage's message
     BACKWARD            all reductions but the newest, so that at most one gradient is in flight
@@ -14,7 +14,7 @@ lane of the outermost tier it crosses; an instruction waits only for its operand
     CLIP                every SYNC, and COUNT
     UPDATE              the ORTHOGONALISE of its block, under Muon
     OUTER_START         on its lane: the OUTER_COUNT before it
-    OUTER_APPLY         the OUTER_START of its block, in this program or one before, and the refresh of the step before
+    OUTER_APPLY         the OUTER_START of its block, in this program or an earlier one, and the last step's refresh
 """
 
 from collections import Counter, deque
@@ -55,11 +55,11 @@ Gradient = tuple[FlatParam, Tensor]  # a gradient buffer on its way to be reduce
 
 
 class StepRunner:
-    """Carries programs out on one rank, one after the other.
+    """Executes programs on one rank, one after the other.
 
-    `axes` are the in-block axes that were applied to the modules of `state`; their messages use the same `clock` and
-    `weights`, and `passages` tell its mixtures which micro-batch runs, whose tokens `load` counts. With `compiled`
-    autograd computes the weight gradients; otherwise the runtime does, when the program says.
+    `axes` are the in-block axes applied to the modules of `state`; their messages use the same `clock` and `weights`.
+    `passages` tell the mixtures which micro-batch runs; `load` counts their tokens. With `compiled`, autograd
+    computes the weight gradients; otherwise the runtime does, when the program says.
     """
 
     def __init__(
@@ -115,12 +115,12 @@ class StepRunner:
         self.gives_up = False  # at the next CLIP of a training step, whatever its sums
 
     def run(self, batches: Sequence[Batch], lr: float = 0.0, program: Program | None = None) -> StepSums:
-        """Run a program; `batches` are this rank's micro-batches, if it has any.
+        """Run a program on this rank's micro-batches.
 
-        Refreshes may still be under way after it. The sums are of the newest CLIP, in this program or one before.
-        Raises `GivenUp` on every rank, in place of the updates, where the sums of a training step are not finite.
+        Refreshes may still be in flight afterwards. Returns the sums of the last CLIP, in this program or an earlier
+        one. Raises `GivenUp` on every rank, before the updates, if the sums of a training step are not finite.
 
-        `program` is any verified program for the blocks and the plan of the default, the program of `comm`.
+        `program` may be any verified program for the same blocks and plan; the default is the program of `comm`.
         """
         program = self._program = program or self._comm.program
         assert len(batches) == program.num_micros, f"{len(batches)} micro-batches for {program.num_micros}"
@@ -146,7 +146,7 @@ class StepRunner:
         self._progress(self._counter, self._now, ranks)
 
     def drain(self) -> None:
-        """Wait for all messages under way."""
+        """Wait for all messages in flight."""
         while self._refreshes:
             self._wait(self._refreshes.popitem()[1], "wait refresh")
         self._exchanges.drain(self._counter)
@@ -224,14 +224,14 @@ class StepRunner:
         self._clock.mark(self._clock.doing)
 
     def _backward(self, now: Instruction) -> None:
-        # Weight gradients run as they come up and hold nothing, unless they can overlap a message inside the block.
+        # Weight gradients run at once and keep nothing, unless they can overlap with a message inside the block.
         self._backward_input(now, hold=bool(self._axes), fills=True)
         self._backward_weight(now)
 
     def _backward_input(self, now: Instruction, hold: bool = True, fills: bool = False) -> None:
-        # Computes the gradient of the block's input, and of parameters that are not weights of linear layers. With
-        # `hold` the weight gradients wait for `_backward_weight`, and keep the output gradient and the input of each
-        # layer in memory. Messages, other passes and the FREE of the block may run before that; its REDUCE must not.
+        # Computes gradients of the block's input and of parameters that are not weights of linear layers. With `hold`,
+        # weight gradients are deferred to `_backward_weight`, which keeps each layer's output gradient and input in
+        # memory. Messages, other passes and the block's FREE may run in between; its REDUCE must not.
         self._clock.doing = "backward"
         self._await_parameters(now.block)
         self._open_gradients(now.block)

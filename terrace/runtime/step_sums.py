@@ -1,4 +1,4 @@
-"""The sums of a step: one rank's part before CLIP's message, and the figures that the total gives."""
+"""Sums of a step: one rank's values before CLIP's message, and the figures computed from their total."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepSums:
-    """The results of CLIP: mean loss and gradient norm over the valid tokens of the global batch.
+    """Results of CLIP: mean loss and gradient norm over the valid tokens of the global batch.
 
-    Under a plan with islands, CLIP sums over one island, and these are of its part of the batch. `figures` end with
-    squared error and square of every lossy message class since the previous CLIP.
+    Under a plan with islands, CLIP sums over one island and its part of the batch. `figures` end with the squared
+    error and the square of every lossy message class since the previous CLIP.
     """
 
     loss: Tensor
@@ -37,8 +37,9 @@ class StepSums:
 
     @staticmethod
     def of(total: Tensor, num_of_routers: int = 0, loss_scale: float = 1.0) -> "StepSums":
-        """The figures of `total`: squared norm, loss, tokens and sums of routers of the ranks of CLIP, then rounding
-        errors. The norm is of gradients that are `loss_scale` times too large.
+        """Figures from `total`, summed over CLIP's ranks: squared norm, loss, tokens, router sums, rounding errors.
+
+        Gradients are scaled by `loss_scale`, which is divided out of the norm.
         """
         # Losses and gradients are sums over tokens: one division by the global count makes them means.
         (squared, loss, count), rest = total[:3].unbind(), total[3:]
@@ -51,28 +52,26 @@ class StepSums:
 
     @property
     def is_finite(self) -> bool:
-        """Whether loss, norm and rounding errors are; a block format shows inf and nan in the last alone."""
+        """Whether loss, norm and rounding errors are finite; in a block format only the last show inf and nan."""
         return all(map(math.isfinite, self.figures))
 
     def scale(self, clip_norm: float) -> Tensor:
-        """Factor that makes the summed, scaled gradient a mean whose norm is at most `clip_norm`; 0 does not clip."""
+        """Factor that turns the summed, scaled gradient into a mean of norm at most `clip_norm`; 0 does not clip."""
         clip = (clip_norm / (self.grad_norm + 1e-6)).clamp(max=1.0) if clip_norm > 0 else 1.0
         return clip / torch.where(self.num_tokens > 0, self.num_tokens, 1.0) / self.loss_scale
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """One step: mean loss over the valid tokens of the global batch, its gradient norm before clipping.
+    """One step: mean loss over the valid tokens of the global batch, and its gradient norm before clipping.
 
-    Under a plan with islands, loss, norm and tokens are of this rank's island and its part of the batch. Where batches
-    have `weights`, their sum, rounded, stands for the tokens.
-    `router_losses` are added to the loss for their gradient alone, and divided by the same number of tokens; `dropped`
-    counts choices of routers beyond a capacity, where they have one.
-    `quantisation_error` is the relative error of each message class that travelled in a block format between
-    the CLIP of the previous step and the CLIP of this one: the figure of REFRESH is the previous step's. `loads` are of
-    the routers of this rank's stage; None without any, and for an evaluation or a step that was given up.
-    `outer` has the exchanges of islands that were applied. `loss_scale` is that of a step in fp16, which was `skipped`,
-    with nothing updated, where its gradients were not finite.
+    Under a plan with islands, loss, norm and tokens are those of this rank's island. If batches have `weights`,
+    `num_tokens` is their rounded sum. `router_losses` contribute only their gradient, and are divided by the same
+    number of tokens; `dropped` counts router choices beyond capacity, if there is one. `quantisation_error` is the
+    relative error of each message class sent in a block format between the previous step's CLIP and this one's, so
+    REFRESH's is the previous step's. `loads` are those of the routers on this rank's stage; None without routers, in
+    an evaluation, and in a step that was given up. `outer` are the exchanges between islands that were applied. In
+    fp16, `loss_scale` is the step's, and the step was `skipped`, without updates, if its gradients were not finite.
     """
 
     loss: float
@@ -96,7 +95,7 @@ def step_result(
     loads: Loads | None,
     outer: Sequence[OuterResult],
 ) -> StepResult:
-    """The result of a step, from its sums and further facts; `rounding` are the classes of its errors."""
+    """The result of a step; `rounding` are the message classes of its rounding errors."""
     names, balance = passages.names, passages.balance
     (loss, norm, count), rest = sums.figures[:3], sums.figures[3:]
     of_routers, errors = dict(zip(names, rest, strict=False)), list(rest[len(names) :])
@@ -114,7 +113,7 @@ def step_result(
 
 
 class GivenUp(Exception):  # noqa: N818  (every rank expects it and raises its own error)
-    """A step ended at its CLIP, with nothing updated and the same `sums` on every rank."""
+    """A step ended at its CLIP, without updates and with the same `sums` on every rank."""
 
     def __init__(self, sums: StepSums) -> None:
         super().__init__()
@@ -122,7 +121,7 @@ class GivenUp(Exception):  # noqa: N818  (every rank expects it and raises its o
 
 
 def end_gradients(flats: Iterable[FlatParam], edges: Iterable[Origin], sums: StepSums, gives_up: bool) -> None:
-    """After CLIP: let the gradients stand, or raise `GivenUp` if `gives_up` or the sums are not finite.
+    """After CLIP: commit the gradients, or raise `GivenUp` if `gives_up` or the sums are not finite.
 
     `edges` are the origins of the messages to other stages.
     """
@@ -145,7 +144,7 @@ def own_sums(
     *,
     counts_loss: bool,
 ) -> Tensor:
-    """Squared gradient norm of `flats`; `loss` and valid tokens unless another rank counts them; `of_routers`: fp64."""
+    """Squared gradient norm of `flats`; loss and valid tokens, unless another rank counts them; router sums. fp64."""
     ignored = ignored_label(objective)
     # Not `* 0`: zero times an infinite norm or loss is nan.
     nothing = torch.zeros_like(loss)

@@ -1,13 +1,13 @@
-"""Optimizer states as they are stored: as they are, in bf16, or in 8-bit blocks.
+"""Storage of optimizer states: in full precision, in bf16, or in 8-bit blocks.
 
-An update works on values in the dtype of the gradient (fp32, or fp64). Of a state that is stored otherwise it reads a
-chunk, which fits into a CPU's cache, updates it, and writes it back rounded; so no state is ever there whole in fp32.
+An update works on values in the dtype of the gradient (fp32, or fp64). From a state stored otherwise it reads a chunk
+that fits into a CPU's cache, updates it, and writes it back rounded, so no whole state ever exists in fp32.
 
     Exact        the values themselves: `read` returns memory that the update changes in place
     Rounded      bf16, written with stochastic rounding (terrace.runtime.noise)
-    Blocks       8 bits and a scale for each block of the flat buffer (terrace.runtime.block_codes)
+    Blocks       8-bit codes and a scale per block of the flat buffer (terrace.runtime.block_codes)
 
-Chunks begin and end where blocks of the flat buffer do, so each block is coded once in an update.
+Chunks begin and end at blocks of the flat buffer, so each block is encoded once per update.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,29 +35,29 @@ class State(Protocol):
 
     @property
     def is_coded(self) -> bool:
-        """Whether `tensor` is no memory of the state, unless it is open."""
+        """Whether `tensor` is a decoded copy, unless opened."""
 
     @property
     def nbytes(self) -> int: ...
 
     @property
     def tensor(self) -> Tensor:
-        """The state as a tensor (n): its memory, or while it is not open the decoded values of blocks."""
+        """The state (n): its memory, or for `Blocks` that are not open a decoded copy."""
 
     def read(self, part: slice) -> Tensor:
-        """Values of a part, to be changed and given to `write`."""
+        """Values of a slice, to be changed and passed to `write`."""
 
     def write(self, part: slice, values: Tensor, step: int) -> None:
-        """Store the values of a part after step number `step`, from 1."""
+        """Store the values of a slice after step number `step`, from 1."""
 
     def open(self) -> None:
-        """Let `tensor` be memory that `close` stores."""
+        """Make `tensor` writable memory, which `close` stores."""
 
     def close(self) -> None: ...
 
 
 class Exact:
-    """A state that is stored in the dtype in which it is updated."""
+    """A state stored in the dtype of the update."""
 
     is_exact, is_coded = True, False
 
@@ -72,7 +72,7 @@ class Exact:
         return self.tensor[part]
 
     def write(self, part: slice, values: Tensor, step: int) -> None:
-        """Nothing: `read` returned the state itself."""
+        """Does nothing: `read` returned the state itself."""
 
     def open(self) -> None: ...
 
@@ -80,7 +80,7 @@ class Exact:
 
 
 class Rounded:
-    """A state in bf16, of the elements from `start` on of the buffer of `noise`."""
+    """A bf16 state of the elements from `start` on of the buffer of `noise`."""
 
     is_exact, is_coded = False, False
 
@@ -105,9 +105,9 @@ class Rounded:
 
 
 class Blocks:
-    """A state in blocks of 8-bit codes, of `numel` elements from `start` on of a flat buffer; zero at first.
+    """A state in blocks of 8-bit codes, for `numel` elements of a flat buffer from `start` on, initially zero.
 
-    `signed`: its values may be negative.
+    `signed` says that its values may be negative.
     """
 
     is_exact, is_coded = False, True
@@ -149,7 +149,7 @@ class Blocks:
         return buffer[lead : lead + part.stop - part.start]
 
     def _place(self, part: slice) -> tuple[slice, int, int]:
-        """Blocks of a part, elements of the first before it, and elements of all."""
+        """The blocks of a slice, the elements of their first that precede it, and the elements of all these blocks."""
         first, last = self._lead + part.start, self._lead + part.stop
         if first == last:  # a rank may have no element of a state
             return slice(0, 0), 0, 0
@@ -158,20 +158,20 @@ class Blocks:
 
 
 class Storage:
-    """How the states of a flat buffer's slice are stored: `states` as in a plan, with `noise` where any is in bf16.
+    """How the states of a flat buffer's slice are stored: in format `states` of the plan, with `noise` for bf16.
 
-    `dtype` is that of updates.
+    `dtype` is the dtype of updates.
     """
 
     def __init__(self, dtype: torch.dtype, states: str | None = None, noise: Noise | None = None) -> None:
         self._dtype, self._states, self._noise = dtype, states, noise
 
     def parameters(self, values: Tensor, start: int) -> State:
-        """The parameters that are updated, in `values`, from element `start` of the buffer on."""
+        """The state of the parameters that are updated: `values`, from element `start` of the buffer on."""
         return Exact(values) if values.dtype == self._dtype else self._rounded(values, "master", start)
 
     def zeros(self, name: str, numel: int, start: int, device: torch.device, *, signed: bool = True) -> State:
-        """A new state of `numel` elements from element `start` of the buffer on; `signed`: it may be negative."""
+        """A new state of `numel` elements from element `start` of the buffer on; `signed` if it may be negative."""
         if self._states is None:
             return Exact(torch.zeros(numel, dtype=self._dtype, device=device))
         if self._states == BLOCK_STATES:
@@ -184,7 +184,7 @@ class Storage:
 
 
 def chunks(states: Sequence[State], numel: int, start: int, device: torch.device) -> Iterator[slice]:
-    """Parts of a slice that begins at `start` of its flat buffer, in which an update takes its states."""
+    """The slices in which an update processes its states, for a slice of the flat buffer that begins at `start`."""
     if all(state.is_exact for state in states):
         yield slice(0, numel)
         return
@@ -199,7 +199,7 @@ def chunks(states: Sequence[State], numel: int, start: int, device: torch.device
 
 @contextmanager
 def opened(states: Sequence[State]) -> Iterator[None]:
-    """Let the tensors of states be memory, whose values they have at the end."""
+    """Make the tensors of states writable for a `with` block, and store them at its end."""
     for state in states:
         state.open()
     try:

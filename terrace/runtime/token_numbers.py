@@ -1,13 +1,13 @@
-"""Log-probabilities of labels and entropies, by token, of a decoder's head, for losses other than cross entropy.
+"""Per-token log-probabilities of labels and entropies from a decoder's head, for losses other than cross entropy.
 
 With logits x = h W^T, Z = sum of exp(x), p = exp(x) / Z, a token with label y has
 
     log-probability  l = x[y] - log Z         dl/dx = onehot(y) - p
     entropy          e = -sum p log p         de/dx = -p (log p + e)
 
-Logits are there a chunk of tokens at a time. A loss may need the numbers of all tokens before any gradient is known:
-several chunks are computed again in the backward; where one chunk is all, it is kept. `terrace.runtime.head` is the
-form of the cross entropy, whose gradient is known at once.
+Logits exist for one chunk of tokens at a time. A loss may need the numbers of all tokens before any gradient is
+known, so the backward recomputes the logits, unless a single chunk covers all and is kept. Cross entropy, whose
+gradient is known at once, has its own form (terrace.runtime.head).
 
 Shape legend: N tokens, B rows, S tokens of a row, H hidden, V vocabulary.
 """
@@ -30,9 +30,9 @@ OPERANDS = 5
 
 @dataclass(frozen=True, eq=False)
 class TokenNumbers:
-    """By token of a micro-batch, (B, S) in fp32 at least; 0 where a label does not count.
+    """Per-token numbers of a micro-batch, (B, S) in fp32 at least; 0 where the label is ignored.
 
-    `entropies` are None where a tensor axis cuts the vocabulary.
+    `entropies` are None if a tensor axis splits the vocabulary.
     """
 
     log_probs: Tensor
@@ -40,7 +40,7 @@ class TokenNumbers:
 
 
 def token_numbers(hidden: Tensor, weight: nn.Parameter, labels: Tensor, cap: float = 0.0) -> TokenNumbers:
-    """The numbers of normalised hidden states (B, S, H) before an output matrix (V, H), for labels (B, S).
+    """Token numbers from normalised hidden states (B, S, H), an output matrix (V, H) and labels (B, S).
 
     Labels are as for `terrace.model.decoder.token_loss`; `cap` bounds the logits, 0 is no cap.
     """
@@ -105,7 +105,7 @@ class _Numbers(Function):
 def _gradient(
     log_chances: Tensor, at: Tensor, entropies: Tensor, of_log_probs: Tensor | None, of_entropies: Tensor | None
 ) -> Tensor:
-    """Gradient of logits from their log-probabilities (n, V), labels, entropies and the numbers' gradients (n)."""
+    """Gradient of logits from their log-probabilities (n, V), labels, entropies and both numbers' gradients (n)."""
     chances = log_chances.exp()
     gradient = torch.zeros_like(chances)
     if of_entropies is not None:

@@ -1,18 +1,18 @@
-"""Measured times of each instruction of a step: the counterpart of a simulated recording.
+"""Measures the time of each instruction of a step, as a recording that can be compared with a simulated one.
 
     with tracer.step():
         engine.step(batches, lr)
     recordings = tracer.recordings()
 
-Steps that are not traced are unaffected. While a step is traced, instance attributes of the runner and the clock hide
-the methods of their classes and record each mark of the clock, each piece of work on a lane and each message to another
-stage; afterwards they are deleted. On a CPU times are the host's; on CUDA they are events on the streams, read when all
-is done, so that tracing never makes the host wait. A message between stages is recorded when it is sent; on NCCL, where
-torch sends it on a stream of its own, only the wait for it is recorded.
+Other steps are unaffected. While a step is traced, instance attributes of the runner and the clock override methods
+of their classes, to record each mark of the clock, each piece of work on a lane and each message to another stage;
+afterwards they are deleted. On a CPU times are the host's; on CUDA they are events on the streams, read at the end,
+so that tracing never makes the host wait. A message between stages is recorded when it is sent; with NCCL, where
+torch sends it on its own stream, only the wait for it is recorded.
 
-Compute is the work of the stream between two marks: a wait, or a pass up to its end. Routed messages are on the
-lanes that they take, at the position of the pass they are part of. Messages of tensor and context ranks inside a block
-appear as the waits for them.
+Compute spans are the time between two marks: a wait, or a pass up to its end. Routed messages appear on the lanes
+that they use, at the position of their pass. Messages of tensor and context ranks inside a block appear as the waits
+for them.
 """
 
 import time
@@ -69,9 +69,9 @@ class Tracer:
         self._steps.append((step, self._engine.report(self._engine.clock.totals())))
 
     def recordings(self) -> list[Recording]:
-        """A recording of every traced step, the messages that the step before left included.
+        """A recording of every traced step, including messages that the previous step left in flight.
 
-        To be called once, after `Engine.drain`: messages that the last step left have then ended.
+        Call once, after `Engine.drain`, when the last step's messages have completed.
         """
         wait_for(self._engine.device)
         before, found = _Step(), list[Recording]()

@@ -1,4 +1,4 @@
-"""Forwards between two steps that leave no trace in the second."""
+"""Forwards between two steps that do not affect the second."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from terrace.runtime.random_state import random_state, restored
 
 @contextmanager
 def undisturbed(modules: Iterable[nn.Module], errors: ErrorLog, device: torch.device) -> Iterator[None]:
-    """Around an evaluation: modules are in evaluation mode, and random state and rounding figures stay as they are."""
+    """Context for an evaluation: modules in eval mode; random state and rounding figures are restored afterwards."""
     # Only modules in training mode are switched back: others may have been set to eval on purpose.
     training = [module for module in modules if module.training]
     for module in training:

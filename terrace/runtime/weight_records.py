@@ -1,4 +1,4 @@
-"""Weight gradients that wait to be computed: a record keeps the operands of one of them.
+"""Records of weight gradients to be computed later, each with the operands of one.
 
 Shape legend: N rows (all leading dims), I inputs and O outputs of a matrix, E matrices of a stack, V vocabulary.
 """
@@ -14,20 +14,20 @@ from terrace.model.product_parts import part_rows
 
 
 class Sink(Protocol):
-    """Where gradients are kept; `GradientViews` is one."""
+    """Provides gradient buffers; `GradientViews` is one."""
 
     def gradient_of(self, parameter: Tensor) -> tuple[Tensor, bool]:
-        """The gradient of `parameter`, and whether it is the caller who gives it its first values."""
+        """The gradient of `parameter`, and whether it is uninitialised: the caller then writes it, otherwise adds."""
 
 
 class Record:
-    """Gradients that wait to be computed: those of a weight, of its bias, or of both."""
+    """Deferred gradients of a weight, of its bias, or of both."""
 
     def hold(self) -> None:
-        """Remember what must not change until the record runs."""
+        """Remember the versions of tensors that must not change until the record runs."""
 
     def release(self) -> None:
-        """Check that it has not changed."""
+        """Check that these tensors have not changed."""
 
     def run(self, sinks: Mapping[int, Sink]) -> None:
         """Add the gradients to the views in `sinks`, by the `id` of a parameter."""
@@ -36,7 +36,7 @@ class Record:
 
 @dataclass
 class OperandRecord(Record):
-    """dy and x of one weight gradient, and of a bias's; weight and bias are None where absent or not trained."""
+    """dy and x of the gradients of a weight and a bias; these are None where absent or not trained."""
 
     output_gradient: Tensor  # (N, O)
     inputs: Tensor | None  # (..., I), or tokens (...)
@@ -44,11 +44,11 @@ class OperandRecord(Record):
     bias: Tensor | None = None  # (O)
 
     def hold(self) -> None:
-        """Remember the versions of dy and x, to check them when the record runs."""
+        """Remember the versions of dy and x, to be checked when the record runs."""
         self._versions = self._current_versions()
 
     def release(self) -> None:
-        """Check that dy and x are as they were held."""
+        """Check that dy and x have not changed."""
         assert self._versions == self._current_versions(), "dy or x was changed before the weight gradient was taken"
 
     def run(self, sinks: Mapping[int, Sink]) -> None:
@@ -80,7 +80,7 @@ class Product(OperandRecord):
 
 @dataclass
 class StackProduct(OperandRecord):
-    """The weight gradients of a stack: a product for each of its matrices, of neighbouring rows."""
+    """The weight gradients of a stack: one product for each matrix and its consecutive rows."""
 
     counts: Sequence[int] = ()  # rows of each matrix, E of them
 
@@ -95,7 +95,7 @@ class StackProduct(OperandRecord):
 
 
 class Sum(OperandRecord):
-    """A weight gradient that other code has summed up; it stands for dy and for x."""
+    """A weight gradient summed elsewhere, passed in place of dy and x."""
 
     def _run_weight(self, inputs: Tensor, gradient: Tensor, first: bool) -> None:
         if first:
@@ -105,7 +105,7 @@ class Sum(OperandRecord):
 
 
 class TableRows(OperandRecord):
-    """The gradient of an embedding (V, O): only the rows of its tokens are touched."""
+    """The gradient of an embedding (V, O): adds only to the rows of its tokens."""
 
     def _run_weight(self, inputs: Tensor, gradient: Tensor, first: bool) -> None:
         tokens, rows = inputs.reshape(-1), self.output_gradient
