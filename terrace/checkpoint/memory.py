@@ -71,7 +71,7 @@ def memory_folder(run: str, run_folder: Path, host: str) -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """Create a folder for this user alone, or use an existing one. Raises `OSError` if others have access to it."""
+    """Create a folder that only this user may access, or use an existing one. Raises `OSError` if others may."""
     with suppress(FileExistsError):
         folder.mkdir(mode=_PRIVATE_FOLDER)
     if not _is_private(folder):

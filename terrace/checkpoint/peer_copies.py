@@ -238,10 +238,10 @@ class PeerCopies:
 
 
 def gather_files(state: ModelState, checkpoint: Checkpoint, world: World, exchange: Callable[[Any], list[Any]]) -> int:
-    """Move the files that this host's ranks need into a checkpoint's memory folder. Returns bytes over all ranks.
+    """Move the files that this host's ranks need into a checkpoint's memory folder.
 
-    Every rank calls this, after the first rank of every host has placed its files. Raises `CheckpointError` on every
-    rank if a file is on no host or arrives damaged.
+    Returns the bytes that all ranks received. Every rank calls this, after the first rank of every host has placed
+    its files. Raises `CheckpointError` on every rank if a file is on no host or arrives damaged.
     """
     slices = slices_of(state.program.mesh, state.rank)
     needed = set[str]()

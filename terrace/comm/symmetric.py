@@ -23,8 +23,8 @@ class Operators:
     """Products among the ranks of a group, which is passed by name.
 
     `gather` takes x (m, K), matrices (K, N) and the group; it returns the x of all ranks (n m, K), in rank order, and
-    its products (n m, N). `scatter` takes x (n m, K), a matrix (K, N) and the group, and returns this rank's part (m,
-    N). `share` allocates a number of bytes shared by the ranks of a group; call it before any product.
+    its products (n m, N). `scatter` takes x (n m, K), a matrix (K, N) and the group, and returns this rank's part
+    (m, N). `share` allocates a number of bytes shared by the ranks of a group; call it before any product.
     """
 
     gather: Callable[[Tensor, Sequence[Tensor], str], tuple[Tensor, list[Tensor]]]

@@ -14,7 +14,7 @@ from terrace.runtime.states import ADAMW
 
 
 class ShardedAdamW(Elementwise):
-    """AdamW. For parameters that Muon does not update, the learning rate is scaled by `adamw_share`."""
+    """AdamW. Under Muon it updates the other parameters, with `adamw_share` of the learning rate."""
 
     @property
     def group(self) -> str:

@@ -10,9 +10,9 @@ they are the midpoints of equal parts of [0.1, 1]: 2^i parts for signed states, 
 Both grids end in exactly +-1, where the paper's ends in -0.993. So the largest magnitude is exact, and encoding
 decoded values gives the same codes and scale: a state survives a checkpoint bit by bit.
 
-Unsigned states are second moments, which divide. A value that rounds to 0 in units of the block's largest in fp32 is
-stored as zero; any other value below the smallest point is rounded up to it, because a second moment of 0 would turn
-a small first moment into an update of any size.
+Unsigned states are second moments, which divide. A value is stored as zero only if x / s is zero in fp32; any other
+value below the smallest point is rounded up to it, because a second moment of 0 would turn a small first moment into an
+update of any size.
 """
 
 from functools import lru_cache

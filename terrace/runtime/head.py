@@ -39,8 +39,8 @@ class LossBackward(Protocol):
 def chunked_head(module: nn.Module, objective: object) -> LossBackward | None:
     """A function that runs a last block, its loss and both backwards in chunks, or None.
 
-    Only a `terrace.model.decoder.Head` with `token_loss` has one. It takes the block's input (B, S, H) and labels (B,
-    S), and sets the input's `grad`. All gradients, which go where any backward's go, are multiplied by `scale`. It
+    Only a `terrace.model.decoder.Head` with `token_loss` has one. It takes the block's input (B, S, H) and labels
+    (B, S), and sets the input's `grad`. All gradients, which go where any backward's go, are multiplied by `scale`. It
     returns the unscaled loss, a scalar without a graph.
     """
     if objective is not decoder.token_loss or type(module) is not decoder.Head:

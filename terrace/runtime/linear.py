@@ -8,8 +8,8 @@ The backward of y = x W^T + b has two parts. Only the first is needed to continu
 The split follows zero-bubble pipelines (Qi et al. 2401.10241, section 2). A record holds dy, x and the parameter;
 running it needs neither the graph nor the values of the weights, which may be freed by then. The product is written
 to the gradient buffer: the first one of a unit with `mm(out=)`, later ones with `addmm_`. No other tensor of the
-weight's size is allocated, unless the buffer has a wider dtype: products are then rounded to their own dtype, part by
-part, and added in the buffer's.
+weight's size is allocated. If the buffer has a wider dtype, products are computed in their own dtype, part by part,
+and added in the buffer's.
 
 Model code is unchanged. Matrices, and stacks of them, that a `WeightGradients` owns become `Matrix` parameters, which
 dispatch `F.linear` (and so `nn.Linear`), `grouped_linear` and, on a CPU, `F.embedding` to the functions below. Every

@@ -78,7 +78,7 @@ class ExpertAxis(InBlockAxis):
         return self._declared
 
     def remove(self) -> None:
-        """Make each mixture run its local experts alone again."""
+        """Restore mixtures that run all experts on this rank."""
         for mixture in self._programs:
             mixture.spread, mixture.shares_waits = here, False
 
@@ -144,7 +144,7 @@ class ExpertAxis(InBlockAxis):
         return found[0]
 
     def declare(self, message: RoutedMessage, ways: Sequence[Way]) -> None:
-        """Declare the bytes of a message of some pieces, from their routes alone."""
+        """Declare the bytes of a message of some pieces, computed from their routes."""
         line, over = self._line(message), self._over(message)[1]
         hops = (_hop_of(way, message) for way in ways)
         rows = sum(hop.sent if message.message_class is MessageClass.DISPATCH else hop.returned for hop in hops)

@@ -39,7 +39,7 @@ class SharedChoices(InBlockAxis):
             gating.add_up = self._add_up
 
     def remove(self) -> None:
-        """Let each rank count its own tokens alone again."""
+        """Let each rank count only its own tokens again."""
         for gating in self._gatings:
             gating.add_up = None
 

@@ -245,7 +245,7 @@ class _Cutter:
         self._gathered = operation.target
 
     def nothing(self, operation: Operation) -> None:
-        """Leave the module alone: it has no parameters, and runs on a part of its operands as on the whole."""
+        """Keep the module: it has no parameters, and runs on a part of its operands as on the whole."""
 
     def _enter(self, region: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         # transformers gives its attention hidden states by name, and its MLP by place.
