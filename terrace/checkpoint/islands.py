@@ -33,7 +33,7 @@ class Islands:
     num: int
     ranks: int
     every: int
-    fragments: int  # 0: a single island, of whose own there is nothing beside the model
+    fragments: int  # 0: a single island, without state of its own
     delay: int
     momentum: bool  # whether the outer optimizer has one
 

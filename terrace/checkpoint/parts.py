@@ -32,7 +32,7 @@ class Held:
     start: int
     values: Mapping[str, Tensor]
     is_first: bool  # of the ranks that hold the same: the one that writes
-    island: int | None = None  # of whose own state this is; None: of the model
+    island: int | None = None  # the island whose own state this is; None: the model's state
 
 
 @dataclass(frozen=True, kw_only=True)

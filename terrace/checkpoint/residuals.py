@@ -75,7 +75,7 @@ def digest(program: Program) -> str:
     table = {name: values[name] for name in fields}
     # Stacks have buffers of their own, and each part of a gradient has residuals of its own.
     table |= {name: values[name] for name in OF_STACKS if values[name]}
-    if MessageClass.PIPELINE_BACKWARD in wires:  # of which the sequences say how large they are
+    if MessageClass.PIPELINE_BACKWARD in wires:  # their size depends on the sequence length
         table |= {"edge": program.edge.numel}
     if (cycle := plan.outer).has_islands:
         table["outer"] = (cycle.tier, cycle.every, cycle.fragments, cycle.delay)

@@ -57,7 +57,7 @@ def save(engine: "Engine", run_folder: Path, step: int, facts: Mapping[str, Any]
                 shutil.rmtree(partial, ignore_errors=True)
             raise CheckpointError(not_written(folder, failed[0]))
 
-    # All ranks agree after each phase, so that none goes on where another has failed.
+    # All ranks agree after each phase, so that none continues after another has failed.
     agree(attempt(lambda: clear_leftovers(folder.parent)) if engine.rank == 0 else None)
     snapshot = snapshot_of(engine.state)
     snapshot.take()

@@ -129,7 +129,7 @@ class _StreamTicket(Ticket):
         self.computing = computing  # the stream that submitted the work, whose memory it reads
 
     def wait(self) -> None:
-        # The host goes on; only the stream waits.
+        # Only the stream waits, not the host.
         stream = torch.cuda.current_stream(self.computing.device)
         stream.wait_event(self.event)
         # Another lane's wait does not make computing wait, which would fill the memory again.

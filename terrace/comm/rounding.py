@@ -98,7 +98,7 @@ class ErrorLog:
         self._device = device
         self._lock = threading.Lock()  # a lane may add to the sums of a message under way while they are taken
         self._sums: dict[_Key, Tensor] = {}
-        self._made: dict[_Key, torch.cuda.Event] = {}  # on CUDA, when the sums of a message under way are there
+        self._made: dict[_Key, torch.cuda.Event] = {}  # on CUDA: recorded once a message's sums are computed
         self._last: dict[_Key, Tensor] = {}
         self._visits: dict[tuple[_Key, str], int] = defaultdict(int)
         self._is_aside = False

@@ -62,7 +62,7 @@ class StageP2P:
         begin_s = self._pacer.begin()
 
         def blocking() -> None:
-            # Held back before it leaves: the receiver only waits.
+            # Paced before sending, because the receiver just waits.
             self._pacer.sent(tier, values.nbytes, 1, begin_s)
             dist.send(values, peer, group=group)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from terrace.plan.state_formats import STATE_BLOCK
 
 _DECADES = 7
-# Magnitudes of at most 1 in steps of their upper 16 bits as fp32, the last of which begins at 1.
+# Buckets of magnitudes up to 1 with equal upper 16 bits in fp32; the last begins at 1.
 _BUCKET_BITS, _NUM_BUCKETS = 16, (0x3F800000 >> 16) + 1
 
 

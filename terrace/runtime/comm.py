@@ -73,7 +73,7 @@ class Comm:
         indexes = {*self.groups.lanes} | ({INSIDE} if has_inside else set())
         self.lanes: dict[int, Lane] = {lane: make_lane(self.device) for lane in sorted(indexes)}
         self._peers: dict[tuple[tuple[int, Layout], ...], tuple[int, ...]] = {}
-        # Groups of their own, since the world's may have no timeout.
+        # Separate groups, because the world's may have no timeout.
         limit = _EXCHANGE_TIMEOUTS * timeouts.together
         apart = limit + timeouts.apart if has_islands else limit
         self._world = new_group(None, apart) if cluster.world_size > 1 else None
@@ -123,7 +123,7 @@ class Comm:
 
     def close(self) -> None:
         """Stop the lanes. The process groups are not destroyed."""
-        # After a failure the others may wait for ranks that are gone.
+        # After a failure a lane may be waiting for a rank that has exited.
         failed = self.stages.failed or any(lane.failed for lane in self.lanes.values())
         for lane in self.lanes.values():
             lane.close(wait=not failed)

@@ -189,7 +189,7 @@ class _Watch:
             before = {name: view.clone() for name, view in self._gradients(now.block)}
             total, runner._loss = runner._loss, torch.zeros_like(runner._loss)
             run(now, **options)
-            # A head with its loss in chunks computes the loss here, and has no forward of its own.
+            # A head with a chunked loss computes it here, and has no forward.
             if gives_input_gradient and runner._chunked is not None and now.block == len(self._names) - 1:
                 visit.loss = float(runner._loss)
                 if not math.isfinite(visit.loss):

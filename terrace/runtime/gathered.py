@@ -31,7 +31,7 @@ def gather_tensors(tensors: Sequence[Tensor], device: torch.device, group: Any =
         for name, shape in kinds_there:
             like = torch.empty(shape, dtype=getattr(torch, name))
             mine, left = left[: like.nbytes], left[like.nbytes :]
-            # Copied into a tensor of its own: a slice of bytes may begin where its dtype cannot.
+            # Copied to a new tensor: a slice of bytes may be misaligned for its dtype.
             like.view(-1).view(torch.uint8).copy_(mine)
             there.append(like)
         found.append(there)

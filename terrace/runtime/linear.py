@@ -97,7 +97,7 @@ class WeightGradients:
         for parameter in parameters:
             self._sinks[id(parameter)] = sink
             if parameter.requires_grad and parameter.dim() in (2, 3):
-                # The class changes and not the object: modules, and lists made of them, have it already.
+                # Change the class, not the object: modules and lists already hold the object.
                 if not isinstance(parameter, Matrix):  # a kind of it stays one
                     parameter.__class__ = Matrix
                 assert isinstance(parameter, Matrix)

@@ -49,7 +49,7 @@ def own_program(
         program = given
     elif rank == 0 and mesh.total("pipeline") > 1 and not verified:
         programs = build_stages(cluster, plan, specs, num_micros, sequence)
-        # A rank whose inputs differ would not see it in programs that it built itself: one verdict is enough.
+        # A rank with different inputs would not notice in programs that it built itself, so one verdict is enough.
         verify_stages(programs)
         program = programs[stage]
     else:

@@ -68,7 +68,7 @@ class Pages:
                 begin += self._take(begin, end - begin)
 
     def _take(self, begin: int, missing: int) -> int:
-        # From one of the same size, or the newest, whose values may still be in the cache.
+        # From a buffer of the same size, or else the newest, which may still be in the cache.
         alike = (source for source, size in self._kept.items() if size == missing)
         source = next(alike, None) or next(reversed(self._kept))
         size = self._kept.pop(source)

@@ -103,7 +103,7 @@ class Replays:
     """Runs the recomputed operations of a rank's layers."""
 
     def __init__(self) -> None:
-        self._open: list[_Replay] = []  # whose readers run: the norm of a region, and an operation inside it
+        self._open: list[_Replay] = []  # replays whose readers are running: a region's norm, and an operation inside it
 
     def join(self, layer: DecoderLayer, operations: Sequence[str]) -> None:
         """Run these `terrace.plan.recompute.OPERATIONS` of a layer through this object."""

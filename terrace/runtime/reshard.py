@@ -70,7 +70,7 @@ class HandOver:
                 )
         self.program, self._source = hand_over_program(program.cluster, self.transition, self._rank), source
         verify_hand_over(self.program)
-        # Groups of its own, since the world's may have no timeout.
+        # Separate groups, because the world's may have no timeout.
         tiers = sorted({each.tier for each in self.program.instructions})
         self._groups = {tier: new_group(None, timeout) for tier in tiers}
         (own,) = (replica for replica in self.transition.replicas if self._rank in replica)

@@ -134,7 +134,7 @@ def play(
         for ticket in tickets.values():
             ticket.wait()
     finally:
-        # After a failure a lane may wait for a rank that is gone.
+        # After a failure a lane may be waiting for a rank that has exited.
         failed = any(lane.failed for lane in lanes.values())
         for lane in lanes.values():
             lane.close(wait=not failed)

@@ -6,7 +6,7 @@ from typing import Literal
 from terrace.base.errors import ConfigError
 from terrace.plan.update import Update
 
-LARGEST = 1e6  # of a rate or a coefficient: nobody means a larger one; a guess
+LARGEST = 1e6  # limit of a rate or a coefficient; a guess
 
 
 @dataclass(frozen=True, kw_only=True)

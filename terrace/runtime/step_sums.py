@@ -125,7 +125,7 @@ def end_gradients(flats: Iterable[FlatParam], edges: Iterable[Origin], sums: Ste
 
     `edges` are the origins of the messages to other stages.
     """
-    # All ranks have the same sums, so all go on or none; nothing has been updated yet.
+    # All ranks have the same sums, so all decide the same; nothing has been updated yet.
     given_up = gives_up or not sums.is_finite
     for flat in flats:
         flat.end_gradients(undo=given_up)

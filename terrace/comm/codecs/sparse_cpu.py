@@ -20,7 +20,7 @@ from terrace.plan.wire import SPARSE_BLOCK, WireFormat
 __all__ = ["decode", "decode_add", "encode"]  # decoding is the definition's
 
 CHUNK = 64 * SPARSE_BLOCK  # elements: measured best; fewer pay more for calls than they gain from the cache
-_GROUPS = 256  # at least as many as elements that are kept of a block
+_GROUPS = 256  # at least the number of kept elements per block
 _SHIFT = SPARSE_BLOCK.bit_length() - 1
 
 _local = threading.local()
@@ -50,7 +50,7 @@ def encode(values: Tensor, wire: WireFormat, out: Tensor, residual: Tensor | Non
 
 
 def _inputs(values: Tensor, residual: Tensor | None) -> Tensor:
-    # What is coded, fp32: with feedback the residual's own memory, of which the decoded values are then taken away.
+    # The values to encode, fp32. With feedback they are in the residual's memory, and decoded values are subtracted.
     if values.dtype != torch.float32:
         values = _scratch()[0][: len(values)].copy_(values)
     return values if residual is None else residual.add_(values)

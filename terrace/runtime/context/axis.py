@@ -45,7 +45,7 @@ class ContextAxis(InBlockAxis):
         self._num_positions = next((param.shape[0] for param in of_embedding), 0)  # 0: not learned
         self._declared: dict[tuple[MessageClass, str], int] = defaultdict(int)
         self._layouts: list[DeviceLayout] = []
-        self._micro = 0  # whose layout the passes take
+        self._micro = 0  # index of the current micro-batch in `_layouts`
         # Kept to restore the blocks on `remove`.
         self._replaced: list[tuple[PlannedAttention, Plans]] = [(attention, attention.plans) for attention in modules]
         layers = [_OfWindow(self, index) for index in range(len(windows))]

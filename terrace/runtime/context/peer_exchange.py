@@ -21,7 +21,7 @@ from terrace.runtime.context.row_coder import RowCoder
 from terrace.runtime.in_block_comm import InBlockComm, InFlight
 from terrace.sequence.token_layout import Exchange, Run, merged_runs, num_rows
 
-Give = Callable[[int], Sequence[Tensor]]  # member of the group -> the tensors whose rows it is given
+Give = Callable[[int], Sequence[Tensor]]  # group member -> the tensors from which rows are sent to it
 
 
 class Rows:

@@ -58,7 +58,7 @@ def count_prefixes(experts: Tensor, num_experts: int, degrees: Sequence[int]) ->
     counts = [(~none).any(1).sum().view(1)]
     for degree in degrees:
         units *= degree
-        unit_of = (experts // (num_experts // units)).masked_fill(none, units)  # (T, k); the last is nobody's
+        unit_of = (experts // (num_experts // units)).masked_fill(none, units)  # (T, k); index `units` is for no expert
         has = torch.zeros(len(experts), units + 1, dtype=torch.bool, device=experts.device).scatter_(1, unit_of, True)
         counts.append(has[:, :units].sum(0))
     return torch.cat(counts)

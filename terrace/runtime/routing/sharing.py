@@ -31,7 +31,7 @@ class SharedChoices(InBlockAxis):
 
     def __init__(self, comm: AxisComm, plan: Plan, blocks: Iterable[nn.Module]) -> None:
         self.in_block, self._comm = comm.in_block, comm
-        # Gathered as the numbers of norms are, whose bytes the plan declares; these are whole.
+        # Gathered like statistics of norms, with the element size that the plan declares, but as integers.
         self._dtype = torch.int32 if number_bytes(plan) == torch.int32.itemsize else torch.int64
         routers = (module for block in blocks for module in block.modules() if isinstance(module, Router))
         self._gatings: set[Gating] = {router.gating for router in routers if router.gating is not None}

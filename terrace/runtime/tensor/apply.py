@@ -132,7 +132,7 @@ def _cut_loss(objective: Objective, cutter: "_Cutter", axis: TensorAxis) -> Obje
 class _Cutter:
     """Replaces modules of blocks in place, block by block; the first and the last block may be replaced themselves."""
 
-    head: modules.VocabParallelHead  # whose product is the loss's own, with logits of at most `cap`
+    head: modules.VocabParallelHead  # the loss computes its product, with logits bounded by `cap`
     cap: float
 
     def __init__(self, program: Program, rank: int, axis: TensorAxis) -> None:
