@@ -77,16 +77,13 @@ def predict_once(engine: Engine, run: RunConfig, cluster: Cluster) -> list[StepR
 
 
 def played_once(engine: Engine, play: Callable[[], Prediction]) -> list[StepReport]:
-    """The reports of a prediction that rank 0 makes for all. Every rank calls this."""
+    """Runs `play` on rank 0 alone and broadcasts its reports. Every rank calls this."""
     own = [plain(report) for report in play().reports] if engine.rank == 0 else None
     return [read_plain(report) for report in engine.comm.exchange(own)[0]]
 
 
 def measure(engine: Engine, layer: Work, flops: int, progress: Progress = lambda what: None) -> Cluster:
-    """The cluster of `engine` with measured constants; `layer` is a computation of `flops` FLOPs.
-
-    Otherwise like `calibrate`.
-    """
+    """Like `calibrate`, with the given computation `layer` of `flops` FLOPs in place of a decoder layer."""
     cluster, plan = engine.program.cluster, engine.program.plan
     layer_s = _mean_seconds(engine, layer)
     # Two operands are read and one written.
@@ -103,8 +100,8 @@ def measure(engine: Engine, layer: Work, flops: int, progress: Progress = lambda
         progress(group.tier)
         links[group.tier] = _latency_and_bandwidth(engine, group)
     progress("messages between computation")
-    # The slowest rank's layer, since all must make the same number of calls. A difference of two means needs more of
-    # them than a mean.
+    # Repeats follow the slowest rank's layer time, so that all ranks make the same number of calls. A difference of two
+    # means needs more samples than a mean.
     round_s = len(groups) * max(engine.comm.exchange(layer_s))
     repeats = max(_FEWEST, min(_REPEATS, int(2 * _BUDGET_S / round_s))) if groups else 0
     own["skew"] = _skew_s(engine, groups, layer, layer_s, repeats)
@@ -130,8 +127,8 @@ def measure(engine: Engine, layer: Work, flops: int, progress: Progress = lambda
         source=_SOURCE,
     )
     measured = {name: (next(figures), next(figures)) for name in links}
-    # Tiers inside a stage get the skew on top; tiers only between stages do not, since the simulation plays their
-    # waits.
+    # Tiers inside a stage include the skew. Tiers used only between stages do not: the simulation already models the
+    # waits there.
     skews = dict.fromkeys((group.tier for group in groups), mean["skew"])
     tiers = [
         _measured(tier, measured[tier.name][0] + skews.get(tier.name, 0.0), measured[tier.name][1], engine.comm.pacer)
@@ -165,8 +162,8 @@ def _measured(tier: Tier, latency_s: float, bandwidth_bytes_per_s: float, pacer:
 
 
 def _layer(engine: Engine, run: RunConfig) -> tuple[Work, int]:
-    # One layer forward on a rank's local tokens. It attends locally: exchanges of the context axis are priced apart.
-    # Where layers differ in their windows, a layer with the widest stands for all.
+    # One layer forward on a rank's local tokens, with local attention: context-axis exchanges are priced separately. If
+    # layers differ in their windows, one with the widest window represents all.
     config = one_layer(run.model)
     dtype = DTYPES[run.plan.compute]
     blocks = build_blocks(config)
@@ -189,7 +186,7 @@ def _layer(engine: Engine, run: RunConfig) -> tuple[Work, int]:
 
 
 def layer_flops_per_s(engine: Engine, run: RunConfig) -> float:
-    """FLOP/s of a decoder layer's forward on this rank, now; it waits for no other rank."""
+    """FLOP/s of a decoder layer's forward, measured now on this rank alone; not collective."""
     layer, flops = _layer(engine, run)
     layer()
     wait_for(engine.device)
@@ -317,9 +314,10 @@ def _mean_seconds(engine: Engine, work: Work, repeats: int | None = None) -> flo
 
 
 def _window_seconds(engine: Engine, work: Work) -> float:
-    """Seconds of a call: the median over windows of calls.
+    """Seconds per call of `work`: the median over several time windows.
 
-    Another program's burst lengthens some windows. While the median is far from the shortest window, more are measured.
+    A burst of another program lengthens some windows, so more are measured while the median is far from the shortest
+    one.
     """
     windows: list[float] = []
     begin = time.perf_counter()

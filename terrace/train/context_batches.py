@@ -43,9 +43,9 @@ ReadRows = Callable[[Ids], Arrays]
 
 @dataclass(frozen=True, kw_only=True)
 class LocalMicro:
-    """A rank's part of a micro-batch, its arrays int64 (1, T); padding is token 0 at position 0 without a label.
+    """A rank's part of a micro-batch: int64 arrays of shape (1, T), padded with token 0 at position 0 without a label.
 
-    `places` and `shares` are those of terrace.runtime.batch, where they were asked for.
+    `places` and `shares` are as in terrace.runtime.batch; None if not requested.
     """
 
     inputs: Ids
@@ -58,7 +58,7 @@ class LocalMicro:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalStep:
-    """A rank's micro-batches of a step, and the step's balance as in `StepRecord.balance`."""
+    """A rank's micro-batches of one step, and the step's balance (`StepRecord.balance`)."""
 
     micros: list[LocalMicro]
     balance: float
@@ -135,7 +135,9 @@ class ContextBatches:
 
 
 def document_begins(rows: Arrays, sequence: int) -> npt.NDArray[np.bool_]:
-    """Whether a document begins at each token, row after row; the same rule as in terrace.model.attention."""
+    """Whether a document begins at each token, as a flat array over all rows; the same rule as in
+    terrace.model.attention.
+    """
     begins = np.zeros((len(rows[0]), sequence), dtype=bool)
     begins[:, 0] = True
     if len(rows) == 3:
@@ -145,9 +147,9 @@ def document_begins(rows: Arrays, sequence: int) -> npt.NDArray[np.bool_]:
 
 
 def local_micro(token_layout: TokenLayout, sequence: int, first_row: int | None, read: ReadRows) -> LocalMicro:
-    """The local tokens of a token layout; `read` is called with the rows that contain them, ascending.
+    """The local tokens of a token layout. `read` gets the indices of the rows that contain them, ascending.
 
-    Row 0 is row `first_row` of the run; without it there are no places.
+    `first_row` is the run-wide index of row 0; without it, `places` is None.
     """
     rows = rows_of(token_layout.tokens, sequence)
     inputs, labels, *given = read(rows)
@@ -182,13 +184,13 @@ def local_micro(token_layout: TokenLayout, sequence: int, first_row: int | None,
 
 
 def rows_of(runs: Sequence[Run], sequence: int) -> Ids:
-    """Rows that contain the tokens, ascending; tokens are counted row after row."""
+    """Indices of the rows that contain the tokens of `runs`, ascending. Tokens are numbered row after row."""
     touched = [np.arange(start // sequence, -(-stop // sequence)) for start, stop in runs]
     return np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *touched]))
 
 
 def placed(tokens: Sequence[Run], runs: Sequence[Run]) -> tuple[Run, ...]:
-    """Token indices in the global batch, for tokens numbered through the concatenated `runs`."""
+    """Maps token ranges numbered within the concatenation of `runs` to token ranges in the global batch."""
     firsts = [0, *accumulate(stop - start for start, stop in runs)]
     found: list[Run] = []
     for start, stop in tokens:
@@ -203,9 +205,9 @@ def placed(tokens: Sequence[Run], runs: Sequence[Run]) -> tuple[Run, ...]:
 
 
 def ring_seconds(parts: Parts, sequence: int, ring: int, cost: WorkCost) -> list[float]:
-    """Seconds of attention to one row on each ring rank; gaps between documents count as documents, too."""
-    # Cut the row at documents and at chunks; each piece belongs to the ring rank of its chunk, and its pairs are those
-    # of the document up to its end minus those up to its start.
+    """Attention seconds of one row on each ring rank. Gaps between documents count as documents."""
+    # Cut the row at document and chunk boundaries. Each piece belongs to the ring rank of its chunk; its pairs are the
+    # document's pairs up to the piece's end minus those up to its start.
     chunk = chunk_tokens(sequence, ring)
     bounds = sorted({0, sequence, *(bound for part in parts for bound in part)})
     edges = np.unique([*bounds, *range(0, sequence, chunk)])
@@ -220,7 +222,7 @@ def ring_seconds(parts: Parts, sequence: int, ring: int, cost: WorkCost) -> list
 
 
 def assigned_seconds(segments: Sequence[Segment], num_ring_ranks: int, cost: WorkCost) -> list[float]:
-    """Seconds of attention of each ring rank; the ranks of a ring have equal shares of its segment."""
+    """Attention seconds of each ring rank. The ranks of a ring share its segment equally."""
     seconds = [0.0] * num_ring_ranks
     for segment in segments:
         # A ring divides the pairs of its segment evenly.
@@ -231,7 +233,7 @@ def assigned_seconds(segments: Sequence[Segment], num_ring_ranks: int, cost: Wor
 
 
 def evenness(seconds: Sequence[Sequence[float]], alike_s: float) -> float:
-    """Seconds of the busiest ring rank over the mean ring rank, summed over micro-batches.
+    """Time of the busiest ring rank over the mean ring rank, summed over micro-batches; 1.0 is perfectly even.
 
     `alike_s` is the time of all other work, which is equal on every ring rank.
     """

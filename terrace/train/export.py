@@ -1,4 +1,4 @@
-"""From a checkpoint to a Hugging Face folder."""
+"""Exports a checkpoint to a Hugging Face folder."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -79,14 +79,14 @@ _FILLED = 0  # the id that fills the rows of pairs (terrace.data.pairs); no text
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFacts:
-    """Files that replace those of the run's source, and keys of config.json."""
+    """Tokenizer files that replace those of the run's source, and token ids for config.json."""
 
     files: Mapping[str, bytes] = field(default_factory=dict)
     ids: Mapping[str, int | None] = field(default_factory=dict)
 
 
 def token_facts(source: Path | None, config: ModelConfig, end_of_text: int | None) -> TokenFacts:
-    """The facts of a run whose files for an export are in `source`."""
+    """The `TokenFacts` of an export of a run whose tokenizer files are in `source`."""
     if source is None or not (source / TOKENIZER).is_file():
         return TokenFacts(ids={"pad_token_id": _FILLED} if has_scalar_head(config) else {})
     tokenizer = load_tokenizer(source)
