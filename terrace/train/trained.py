@@ -1,4 +1,4 @@
-"""A trained model for use in one process: the newest checkpoint of a run, or a Hugging Face folder."""
+"""A trained model in one process, from a run's newest checkpoint or a Hugging Face folder."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -30,9 +30,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """A model with values, its tokenizer, its training sequence length, and the tokens that end a text or a turn.
+    """A model with its tokenizer, its training sequence length, and the tokens that end a text or a turn.
 
-    `tokenizer_path` and `template_path` lead to the chat template that it was trained with.
+    `tokenizer_path` and `template_path` locate the chat template that it was trained with.
     """
 
     config: ModelConfig
@@ -92,7 +92,8 @@ def with_values(
     where: Path,
     names: list[str] | None = None,
 ) -> list[nn.Module]:
-    """The model's blocks with values of (block, parameter), from `where`; `names` are the blocks' names.
+    """Builds the model's blocks from (block, parameter, value) triples. `where` is named in errors; `names` are the
+    blocks' names.
 
     Raises `CheckpointError` naming a parameter with inf or nan.
     """
@@ -113,7 +114,7 @@ def with_values(
 
 
 def check_tokenizer(checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
-    """Raises `CheckpointError` when a checkpoint was trained with another tokenizer."""
+    """Raises `CheckpointError` if the checkpoint was trained with another tokenizer."""
     trained_with = checkpoint.facts.get("tokenizer")
     if trained_with != tokenizer.fingerprint:
         raise CheckpointError(

@@ -1,7 +1,7 @@
 """`terrace.Trainer`: a user's own blocks under any plan, in the user's own loop.
 
-`terrace train` brings its data, loop and models; the trainer brings none of them. It takes modules that run one after
-the other, a loss, a plan and a cluster, and runs one step per call.
+Unlike `terrace train`, the trainer has no data, loop or models of its own: it takes modules that run one after the
+other, a loss, a plan and a cluster, and runs one step per call.
 """
 
 import math
@@ -163,7 +163,7 @@ class Trainer:
 
     @property
     def device(self) -> torch.device:
-        """Device of this rank; batches are moved there."""
+        """Device of this rank. Batches are moved there."""
         return self._joined.device
 
     def step(
@@ -204,9 +204,9 @@ class Trainer:
             return evaluated(self.engine, passes)
 
     def report(self) -> TrainerReport:
-        """A step of this rank, predicted and measured: bytes and times are means of the steps so far.
+        """The predicted and the measured step of this rank; bytes and times are means over the steps so far.
 
-        The times of the first step, in which blocks are timed, are left out if there are others.
+        Times leave out the first step, in which blocks are timed, if there are others.
         """
         time_s = {category: total / max(1, self._num_timed) for category, total in self._time_s.items()}
         return TrainerReport(predicted=self.predicted, measured=self.engine.report(time_s), num_steps=self.num_steps)
@@ -300,7 +300,7 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Closes, except after an error that other ranks may not share: then threads end with the process."""
+        """Closes, except after an error: other ranks may not share it, and the threads end with the process."""
         # After an error the other ranks may still wait, so closing could hang.
         if kind is None:
             self.close()
@@ -381,11 +381,11 @@ class Trainer:
 
 
 def whole_values(engine: Engine) -> Iterator[tuple[str, str, Tensor]]:
-    """(block, parameter, value) of the whole model on every rank: CPU tensors, in the master dtype if trained.
+    """Yields (block, parameter, value) of the whole model on every rank: CPU tensors, in the master dtype if trained.
 
-    With islands these are the anchor, which every island has after `Engine.finish`.
-    Every rank calls this and consumes all of it. One block is in flight at a time: each rank sends the boxes that it is
-    the first to hold, as for a checkpoint.
+    With islands these are the anchor's values, which every island holds after `Engine.finish`. Every rank calls this
+    and consumes all of it. One block is in flight at a time: each rank sends the boxes of which it is the first holder,
+    as for a checkpoint.
     """
     # Refreshes of the last step may still write parameters.
     engine.drain()
