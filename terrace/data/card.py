@@ -1,6 +1,6 @@
-"""The dataset card of a folder: the `configs` in the YAML block of its README.md, or in `.huggingface.yaml`.
+"""The dataset card of a folder: the `configs` in the YAML block of README.md, or in `.huggingface.yaml`.
 
-A configuration names the files of its splits by patterns, or a folder whose names say them.
+A configuration names the files of its splits by patterns, or a folder in which file names identify the splits.
 """
 
 import re
@@ -29,7 +29,9 @@ _NOT_READ = frozenset(
 
 @dataclass(frozen=True)
 class Config:
-    """A configuration: patterns of files by split, None where names say the splits, relative to `folder`."""
+    """A configuration. `patterns` maps splits to file patterns relative to `folder`; None if file names identify the
+    splits.
+    """
 
     name: str
     patterns: Mapping[str, Sequence[str]] | None
@@ -44,7 +46,7 @@ class Card:
     default: str | None
 
     def config(self, wanted: str) -> Config:
-        """The configuration `wanted`, or the default one. Raises `DataError` if that does not exist."""
+        """The configuration `wanted`, or the default one. Raises `DataError` if it does not exist."""
         chosen = wanted or self.default
         if chosen is not None and chosen in self.configs:
             return self.configs[chosen]
@@ -57,9 +59,9 @@ class Card:
 
 
 def read_card(root: Path) -> Card | None:
-    """The card of a folder; None where there is none, or one without configurations.
+    """The card of a folder; None if there is none, or it has no configurations.
 
-    Raises `DataError` for one that is damaged, or that asks for a way of reading that Terrace does not have.
+    Raises `DataError` for a damaged card, and for options of reading that Terrace does not support.
     """
     for path, is_yaml in ((root / _OWN_YAML, True), (root / CARD, False)):
         if not path.is_file():
@@ -157,7 +159,7 @@ def _wrong(path: Path, rule: str) -> DataError:
 
 
 def matches(pattern: str, names: Iterable[str]) -> list[str]:
-    """The `names` that a pattern means: * within a name, ** for any folders, ? and [...] for a character."""
+    """The `names` that match a pattern: * within a name, ** for any folders, ? and [...] for one character."""
     parts = pattern.split("/")
     num_special = _num_special(parts)
     split = ((name, name.split("/")) for name in names)
