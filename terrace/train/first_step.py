@@ -48,7 +48,8 @@ class FirstStep:
     @contextmanager
     def watching(self, engine: Engine) -> Iterator[None]:
         """Watches the blocks of `engine` while the body runs. Raises `ModelError` for a block that cannot be
-        trained."""
+        trained.
+        """
         modules = engine.state.modules
         handles = [self._watch(index, modules[index], engine.load) for index in engine.program.stage.own]
         # Running statistics would differ between ranks, so any changed buffer is refused.
