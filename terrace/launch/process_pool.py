@@ -1,7 +1,7 @@
-"""Process pool on this machine that runs functions as worlds: the parent's side.
+"""Pool of processes on this machine that run functions as worlds: the parent's side.
 
-The parent hosts the store, so the store survives the death of any rank. A failed call ends the processes that took part
-in it, and the next call starts fresh ones.
+The parent hosts the store, which therefore survives the death of any rank. A failed call ends the processes that took
+part in it, and the next call starts fresh ones.
 """
 
 import multiprocessing
@@ -84,7 +84,7 @@ class ProcessPool:
         return [int(member.process.pid) for member in self._members if member is not None]
 
     def ask_to_stop(self, name: str) -> None:
-        """Ask the ranks of the current or next call to end it in order; `name` is the signal that caused it."""
+        """Asks the ranks of the current or next call to stop in order; `name` is the signal that caused it."""
         ask(*self._world(), name)
 
     def beats(self, world_size: int) -> HeartbeatStore:
@@ -92,12 +92,12 @@ class ProcessPool:
         return beats_of(*self._world(), world_size)
 
     def _world(self) -> tuple[Any, Seal]:
-        """The store and the seal of the world of the current or next call."""
+        """The store and the seal for the world of the current or next call."""
         call = f"job/{max(1, self._num_jobs)}"
         return PrefixStore(f"{call}/world", self._store), self._seal.within(call)
 
     def close(self) -> None:
-        """End every process; harmless when repeated."""
+        """Ends every process. May be called twice."""
         for member in filter(None, self._members):
             with suppress(OSError):
                 member.link.send("quit")
@@ -113,7 +113,7 @@ class ProcessPool:
         backend: str = "gloo",
         first_device: int = 0,
     ) -> list[Any]:
-        """Run `function(world, *arguments)` on `world_size` ranks; returns their results in rank order.
+        """Runs `function(world, *arguments)` on `world_size` ranks. Returns their results in rank order.
 
         With backend nccl each rank uses a CUDA device, in order from `first_device` on. Raises one error for all ranks;
         no process of a failed call survives.
@@ -228,11 +228,11 @@ class ProcessPool:
 
 
 def one_error(reports: list[Report], deaths: list[str]) -> Exception:
-    """The one error raised by a failed call.
+    """The single error raised for a failed call.
 
-    A rank's own error comes first, since the other errors follow from it; then a watchdog's verdict; then a process
-    that died without a report; then an unexplained lost connection. All are one line but an error that no rule here
-    knows, a bug of ours, which keeps its traceback.
+    In order of preference: a rank's own error, since others follow from it; a watchdog's verdict; a process that died
+    without a report; an unexplained lost connection. All are one line, except for an unexpected error, a bug of ours,
+    which keeps its traceback.
     """
     kinds: dict[str, list[Report]] = {}
     for report in reports:
@@ -271,7 +271,7 @@ def _without_server(end: str | None) -> HangError:
 
 
 def _end_of_server(patience_s: float = 0.0) -> str | None:
-    """How the fork server of ranks ended, in words; None where it is there still after `patience_s`."""
+    """How the fork server ended, in words; None if it is still running after `patience_s`."""
     deadline_s = time.monotonic() + patience_s
     while (end := _end_of_server_now()) is None and time.monotonic() < deadline_s:
         time.sleep(0.01)

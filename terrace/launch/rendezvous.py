@@ -1,8 +1,8 @@
 """The store of a world, and the meeting of its ranks under a launcher.
 
-Torchrun's agents keep one store over restarts, and their restart counts differ between machines, so ranks agree on a
-name space for each life of the world instead of deriving it: every rank knocks with a fresh token and its facts, rank 0
-answers each token with the name of the life, and says go when all are in.
+Torchrun's agents keep one store over restarts, and their restart counts differ between machines. So ranks agree on a
+name space for each lifetime of the world instead of deriving it: every rank knocks with a fresh token and its facts,
+rank 0 answers each token with the name space, and gives the go-ahead when all are in.
 """
 
 import ipaddress
@@ -37,10 +37,10 @@ _HEARD_S = 10.0
 
 
 def host_store(address: str, port: int, timeout_s: float) -> Store:
-    """Server of the store, and a client of it; port 0 takes a free one.
+    """Starts the store's server, and returns a client of it. Port 0 takes a free port.
 
-    For a loopback address it listens there only: torch's own server listens on every interface. Raises `ConfigError`
-    for a port that is in use or is none.
+    For a loopback address it listens only there, whereas torch's own server listens on every interface. Raises
+    `ConfigError` for a port that is in use or invalid.
     """
     own = _loopback(address)
     try:
@@ -74,11 +74,11 @@ def open_store(
     *,
     agent_hosts: bool = False,
 ) -> Store:
-    """Client of the store at `address`, whose server may be up to `timeout_s` late.
+    """Connects to the store at `address`, whose server may start up to `timeout_s` late.
 
-    With `agent_hosts` it is torchrun's, which was there before the ranks: it may be some seconds late. `say` gets a
-    line after some seconds without an answer. Raises `ConfigError` for an address that does not resolve, `HangError`
-    when nothing answers, or something that is no store.
+    With `agent_hosts` the server is torchrun's, which runs before the ranks, so the limit is a few seconds. `say` gets
+    a line after some seconds without an answer. Raises `ConfigError` for an address that does not resolve, and
+    `HangError` if nothing answers, or something that is not a store.
     """
     begin_s, told = time.monotonic(), False
     if not 1 <= port <= _LAST_PORT:
@@ -130,7 +130,9 @@ def _loopback(address: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """Outcome of a meeting: the world's life, the seal for its values, this rank's number, and where every rank is."""
+    """Outcome of a meeting: the name space of this lifetime (`life`), the seal for its values, this rank's number, and
+    where every rank is.
+    """
 
     life: str
     seal: Seal
@@ -181,15 +183,15 @@ def meet(
     say: Callable[[str], None] = lambda text: None,
     late: str = "",
 ) -> Meeting:
-    """Meet the other ranks; every rank calls this with the number that the launcher gave it.
+    """Meets the other ranks. Every rank calls this with the number that the launcher gave it.
 
-    A rank that cannot take part gives its error in place of its facts, and raises it when rank 0 has heard. Ranks that
-    do not join within seconds are named in a line for `say`, with the advice `late`.
+    A rank that cannot take part passes its error in place of its facts, and raises it once rank 0 has received it.
+    Ranks that do not join within seconds are named in a line for `say`, with the advice `late`.
 
-    Ranks whose order puts a machine's ranks apart get new numbers if `renumber`. Raises `ConfigError` on rank 0, and
-    `SystemExit` on the others, for ranks that cannot take part, run other code, share a device or may not be
-    renumbered; `ConfigError` for a rank without the run's secret; `HangError` for ranks that do not come within
-    `timeout_s`.
+    With `renumber`, ranks get new numbers if the launcher's numbers separate the ranks of a machine. Raises
+    `ConfigError` on rank 0, and `SystemExit` on the others, for ranks that cannot take part, run other code, share a
+    device or may not be renumbered; `ConfigError` for a rank without the run's secret; `HangError` for ranks that do
+    not come within `timeout_s`.
     """
     if rank == 0:
         return _Host(store, world_size, seal, timeout_s, say, late).meet(facts, renumber)
