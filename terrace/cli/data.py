@@ -1,4 +1,4 @@
-"""`terrace data lengths`: lengths of a corpus' documents, and the cost of balance policies on them."""
+"""`terrace data lengths`: document lengths of a corpus, and what the balance policies cost on them."""
 
 import argparse
 import math

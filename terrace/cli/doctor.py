@@ -1,6 +1,6 @@
 """`terrace doctor`: facts about this machine, the parts Terrace will use and why, and fixes for missing ones.
 
-With a model, a cluster or a plan it also checks that they fit together. `--network` starts the ranks and measures the
+Given a model, a cluster or a plan, it also checks that they fit together. `--network` starts the ranks and measures the
 links of every tier.
 """
 

@@ -78,7 +78,7 @@ def add_parser(commands: Any) -> None:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose a trained model and how it is loaded."""
+    """Adds the options that choose a trained model and how it is loaded."""
     parser.add_argument(
         "folder",
         metavar="FOLDER",

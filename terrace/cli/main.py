@@ -50,7 +50,7 @@ EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_CLOSED, EXIT_TERMINATED = 1,
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
+    """Runs one command and returns its exit code."""
     with printable_output(), _changed_files_said():
         return _run(arguments)
 
@@ -152,7 +152,7 @@ def _check_working_folder() -> None:
 
 
 def _surroundings(error: OSError) -> str:
-    """An error of the machine that no command has foreseen, wherever a file is first looked at."""
+    """Error text for an unexpected error of the machine (disk, memory, file limits), with a fix."""
     reason = error.strerror or str(error)
     if "temporary directory" in reason:  # of tempfile, which has tried them all
         fix = "set TMPDIR to a folder with room"
@@ -200,8 +200,8 @@ class _Parser(argparse.ArgumentParser):
         return super()._get_values(action, arg_strings)
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        # An empty name, as of an unset variable of a shell, would be the working folder.
-        # Defaults come this way, too.
+        # An empty value, as from an unset shell variable, would mean the working folder. Defaults pass through here,
+        # too.
         wanted = arg_string or action.default == "" or action.dest in _MAY_BE_EMPTY or action.nargs == argparse.PARSER
         if not wanted:
             option = action.option_strings[-1] if action.option_strings else action.metavar

@@ -1,6 +1,6 @@
-"""Options that only have an effect beside another option: one table for all commands, and one error for a breach.
+"""Options that have an effect only together with another option: one table for all commands, and one error.
 
-Keys of a run, which may stand in a file, have theirs in terrace.train.effects; how tokens are drawn, in
+Keys of a run, which may be set in a file, are checked in terrace.train.effects; sampling options in
 terrace.generation.request.
 """
 
@@ -11,7 +11,9 @@ from terrace.base.errors import ConfigError
 
 
 class Partner(NamedTuple):
-    """`option` needs one of `needs`, options that are given or have the value behind a blank: `--format dcp`."""
+    """`option` requires one of `needs`: options that are given, or that have the value after the blank (`--format
+    dcp`).
+    """
 
     option: str
     needs: tuple[str, ...]
@@ -37,7 +39,7 @@ PARTNERS: dict[str, tuple[Partner, ...]] = {
 
 
 def check_partners(command: str, options: argparse.Namespace) -> None:
-    """Raise `ConfigError` for the first option of a command that is given without any of the options it needs."""
+    """Raises `ConfigError` for the first option that is given without any of the options it needs."""
     for partner in PARTNERS.get(command, ()):
         value = _value(options, partner.option)
         if not _is_given(value) or any(_is_there(options, need) for need in partner.needs):

@@ -1,4 +1,4 @@
-"""`terrace plan`: search the plans of a model on a cluster, show the best with reasons, and write it for `terrace
+"""`terrace plan`: searches plans of a model on a cluster, shows the best with reasons, and writes it for `terrace
 train`.
 """
 
@@ -119,7 +119,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Search, print, write; returns 0."""
+    """Searches, prints and writes; returns 0."""
     for name in ("best", "limit"):
         check_count(f"--{name}", getattr(options, name))
     check_price(options.price)
@@ -182,8 +182,8 @@ def _own_plan(options: argparse.Namespace, rest: Sequence[str], task: Task) -> "
 class Answers(NamedTuple):
     """Answers beyond the best plan.
 
-    `own` compares the user's own plan; `used` says whether allowed cuts of tensor messages and products in 8 bits are
-    used, `stored` the same of narrow optimizer states.
+    `own` compares the user's own plan. `used` and `stored` are lines on what the user
+    allowed, and whether it is used: narrow tensor messages and 8-bit products, and narrow optimizer states.
     """
 
     tokens: int | None

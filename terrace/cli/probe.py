@@ -1,4 +1,4 @@
-"""`terrace probe`: measure this machine, or the ranks of this job, and write the results as a cluster file.
+"""`terrace probe`: measures this machine, or the ranks of this job, and writes the results as a cluster file.
 
 Without a launcher the ranks are local processes, as in `terrace train`; under torchrun this process is one of them.
 """
@@ -84,7 +84,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def check_out(path: Path, force: bool) -> None:
-    """Raise `ConfigError` unless a file can be written there, or if it exists without `force`."""
+    """Raises `ConfigError` if no file can be written at `path`, or one exists and `force` is not set."""
     check_writable("--out", path)
     if path.suffix != ".toml":
         raise ConfigError(f"--out {path} must end in .toml: a cluster is found by that")
@@ -93,7 +93,7 @@ def check_out(path: Path, force: bool) -> None:
 
 
 def show_constants(probed: Probed, path: Path) -> None:
-    """Print the constants that a probe found, and the file at `path` that has them."""
+    """Prints the constants found by a probe, and the file at `path` that holds them."""
     title = f"cluster {probed.cluster.name}, probed with {counted(probed.cluster.world_size, 'rank')} at once"
     table = new_table(title, ("constant", "before", "now", "mark", "fit error"), left=("constant", "mark"))
     for row in probed.rows:

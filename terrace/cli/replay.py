@@ -1,4 +1,4 @@
-"""`terrace replay RUN --step N`: a step of a run again, with every block's results looked at. RUN is only read."""
+"""`terrace replay RUN --step N`: repeats a step of a run and inspects every block's results. RUN is only read."""
 
 import argparse
 import math

@@ -1,4 +1,4 @@
-"""`terrace scale`: predicted curve of a plan from one member of the outermost tier to many."""
+"""`terrace scale`: the predicted scaling curve of a plan, from one member of the outermost tier to many."""
 
 import argparse
 from collections.abc import Sequence
@@ -109,7 +109,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _hidden_words(points: Sequence[Point]) -> str:
-    """The messages between nodes on whose hiding the largest size that runs rests, in a paragraph; "" for none."""
+    """A paragraph on messages between nodes that the largest feasible size relies on hiding; "" if there are none."""
     ran = [(point.task, point.plan) for point in points if point.plan]
     if not ran:
         return ""
@@ -131,7 +131,7 @@ def _made_for(options: argparse.Namespace, task: Task, planned: Planned | None) 
 
 
 def _plan(task: Task, name: str | None) -> tuple[Plan, str]:
-    """The plan of a name, a file or a search, for the largest size, and its words."""
+    """The plan for the largest size, from a name, a file or a search, and a description."""
     if name is not None and name not in PRESETS:
         plan = command_plan(section("plan", name), task.cluster)
         words = f"params {plan.params}, grads {plan.grads}, optimizer {plan.optimizer}"

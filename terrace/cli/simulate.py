@@ -1,4 +1,4 @@
-"""`terrace simulate`: simulate the programs that would run, and show a step from several sides; nothing is run.
+"""`terrace simulate`: simulates the programs that would run and shows a step from several sides; nothing is executed.
 
 `terrace explain` is the former name of `terrace simulate --view program`.
 """
