@@ -31,7 +31,7 @@ _LONGEST_S = 1800.0  # to check the files of a machine
 @dataclass(frozen=True, kw_only=True)
 class _Told:
     copies: tuple[str, ...] = ()  # manifests
-    damaged: tuple[str, ...] = ()  # files of the copy that was asked for
+    damaged: tuple[str, ...] = ()  # files of the requested copy
     wrong: tuple[str, ...] = ()  # lines about damage
 
 

@@ -204,7 +204,7 @@ def keys_of(section: str) -> list[Key]:
             default = field.default_factory()
         if default_run is not None:
             default = getattr(default_run, field.name)
-        is_absent = default == field.metadata.get("absent")  # `None`, or what stands for it
+        is_absent = default == field.metadata.get("absent")  # `None`, or its substitute
         shown = "required" if default is dataclasses.MISSING else "none" if is_absent else json.dumps(default)
         others = _others(section, field.name, default)
         kind_of_key = kind_words(hints[field.name])

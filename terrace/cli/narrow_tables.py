@@ -101,7 +101,7 @@ def _table(table: Table, columns: Sequence[_Measured], num_names: int, width: in
     for number, (each, wide) in enumerate(zip(columns, widths, strict=True)):
         made = each.column.copy()
         made.header = _broken(each.heading, _HEADINGS, wide)
-        # Folded: a word wider than its column goes on in the next line.
+        # Folded: a word wider than its column continues on the next line.
         made.width, made.no_wrap, made.overflow, made._index = wide, False, "fold", number
         found.columns.append(made)
     for place, row in enumerate(table.rows):

@@ -47,7 +47,7 @@ def _drop(stream: Any) -> None:
 
 
 class _Guarded:
-    # A standard stream; None stands for one that the caller has closed. `lost` hears of the first failure alone.
+    # A standard stream, None if the caller has closed it. `lost` is called on the first failure only.
     def __init__(self, stream: TextIO | None, lost: Callable[[OSError], None]) -> None:
         self.whole: TextIO = stream or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # as long as the process
         self.lost = lost

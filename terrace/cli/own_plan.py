@@ -20,7 +20,7 @@ from terrace.report.uncertainty import is_tie
 from terrace.simulate.bands import band_of
 from terrace.train.layers import section
 
-DEFAULT = "three-level"  # the plan of `terrace train` that is told nothing
+DEFAULT = "three-level"  # the default plan of `terrace train`
 _DTYPES = ("compute", "messages", "products", "master", "optimizer_states")
 
 

@@ -18,7 +18,7 @@ class Partner(NamedTuple):
     option: str
     needs: tuple[str, ...]
     shows_value: bool = False
-    # The error names only so many of `needs`: the command itself refuses the option beside the others.
+    # Number of `needs` that the error names; the command itself refuses the option with the others.
     says: int | None = None
 
 
@@ -53,7 +53,7 @@ def check_partners(command: str, options: argparse.Namespace) -> None:
 def _is_there(options: argparse.Namespace, need: str) -> bool:
     name, _, wanted = need.partition(" ")
     value = _value(options, name)
-    # A word in capitals stands for any value.
+    # A word in capitals matches any value.
     return _is_given(value) if not wanted or wanted.isupper() else value == wanted
 
 

@@ -182,8 +182,8 @@ def _own_plan(options: argparse.Namespace, rest: Sequence[str], task: Task) -> "
 class Answers(NamedTuple):
     """Answers beyond the best plan.
 
-    `own` compares the user's own plan. `used` and `stored` are lines on what the user
-    allowed, and whether it is used: narrow tensor messages and 8-bit products, and narrow optimizer states.
+    `own` compares the user's own plan. `used` and `stored` are lines on whether the search used what the user allowed:
+    narrow tensor messages and 8-bit products, and narrow optimizer states.
     """
 
     tokens: int | None

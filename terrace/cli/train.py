@@ -54,7 +54,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     with refusals_told():
         table = _table(options, rest)
         config = parse_run(table)
-        # A run that goes on keeps the keys of its own file.
+        # A resumed run keeps the keys of its own file.
         files = file_layers(options.config, options.plan) if options.resume in (None, AUTO) else {}
         check_effects(config, files, parse_overrides(rest))
         # A resumed run has its rate, unless it is given another.

@@ -159,7 +159,7 @@ class StepView:
             mean = f"the mean of a cycle is {seconds(self.predicted.step_s)}"
             title += f"; drawn without the exchanges of islands, {mean}"
         if self.is_pipelined:
-            # One rank stands for the step, and stages send different amounts.
+            # One rank represents the step, and stages send different amounts.
             sent = max(self.predicted.expected_bytes, key=lambda each: sum(each.values()))
             return stages_page(recorded, sent, found, subtitle=title, advice=advice, cycle=self._cycle)
         recording, curve = recorded.recordings[0], recorded.curves[0]

@@ -31,7 +31,7 @@ def within(limit_s: float, work: Callable[[], T], words: str) -> T:
     def call() -> None:
         try:
             found.append(work())
-        except BaseException as error:  # handed on below, whatever it is
+        except BaseException as error:  # raised again below
             raised.append(error)
 
     # A daemon, since the end of the process must not wait for it.

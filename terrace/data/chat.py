@@ -50,7 +50,7 @@ class ChatReader:
         Raises `DataError` naming the place for a line that is not a conversation, has no assistant text, or is refused
         by the template.
         """
-        # The template's process is asked for many at once: a switch to it and back costs more than a rendering.
+        # Conversations are rendered in batches: switching processes costs more than a rendering.
         for batch in _batches(lines):
             records, bad = [], None
             for line, where in batch:
@@ -123,7 +123,7 @@ class ChatReader:
         earlier = record["messages"][: record[NUM_ASKED]]
         num_turns = len([message for message in earlier if message["role"] == "assistant"])
         if not num_turns or not self.template.of(record["tools"]).has_tags:
-            return num_turns  # told by prefixes, every turn has text
+            return num_turns  # found by prefixes, every turn has text
         # Tags may mark nothing of a turn, or several parts of it.
         try:
             _, spans = self.template.render(earlier, record["tools"], record["variables"], add_generation_prompt=True)
@@ -142,7 +142,7 @@ class ChatReader:
         talk = talk_of(record, where, self.template)
         if not any(message["role"] == "assistant" for message in talk["messages"]):
             raise DataError(f"{where}: the assistant says nothing, so nothing is left to train on; drop the line")
-        # Before rendering: afterwards the template's own special tokens could not be told from forged ones.
+        # Before rendering: afterwards forged special tokens would look like the template's own.
         for text in texts_of(talk):
             check_chat_text(text, where, self.encoder)
         return talk

@@ -39,7 +39,7 @@ class ChatEncoder(Protocol):
     """Maps text to ids and to the characters that each id stands for."""
 
     around: TextTokens  # of a prompt with its completion
-    unknown: int | None  # the token of what has none
+    unknown: int | None  # the token for unknown characters
 
     def encode(self, text: str) -> tuple[Ids, Ids, Ids]:
         """Ids, the first character of each, and one past its last; arrays of shape (num_tokens,)."""

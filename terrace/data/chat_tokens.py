@@ -129,7 +129,7 @@ def read_chats(
     reader = ChatReader(template, load_encoder(tokenizer_path, tokenizer))
     try:
         yield from reader.read(_chats(files))
-    finally:  # also where no more are asked for
+    finally:  # also if the caller stops early
         if line := reader.left_out.line(path):
             progress(line)
 

@@ -37,7 +37,7 @@ class Feeder(Generic[T]):
             self._left = 0
             raise error
         self._left -= 1
-        return value  # type: ignore[return-value]  # it is there unless there is an error
+        return value  # type: ignore[return-value]  # set unless there is an error
 
     def close(self) -> None:
         """Ends the thread and drops prepared steps, without waiting for a read that hangs. May be called twice."""
@@ -48,7 +48,7 @@ class Feeder(Generic[T]):
         for step in range(first, end):
             try:
                 made: tuple[T | None, BaseException | None] = (self._make(step), None)
-            except BaseException as error:  # whatever it is, it belongs to the step that asked for it
+            except BaseException as error:  # raised in the step that needs the batch
                 made = (None, error)
             # Closed meanwhile, or an error: nothing more to make.
             if not self._put(made) or made[1] is not None:

@@ -34,7 +34,7 @@ class Unit:
     kind: Form
     first: int
     end: int
-    ends_document: bool  # False: its last document goes on in the next unit
+    ends_document: bool  # False: its last document continues in the next unit
     num_bytes: int  # of the file, for progress
     column: str = "text"  # the key of a record that holds its text
     separator: str = ""  # of fields of csv, or of the documents of a text

@@ -124,7 +124,7 @@ def chat_row(row: Row, where: str) -> dict[str, Any]:
             f"{where} has no form of a conversation (keys: {shown_keys(row)}); the forms are "
             f"{', '.join(each.words() for each in CHATS)}: rename its keys"
         )
-    # Which of the two is meant cannot be told.
+    # It is ambiguous which of the two is meant.
     if form.asked == "messages" and row.get("completion") is not None:
         raise DataError(f"{where} has 'messages' beside 'completion'; keep one of the two forms")
     # As data for KTO have it; training would teach the answer.

@@ -227,7 +227,7 @@ def _answers(renderers: dict[int, Renderer], asked: dict[str, Any], most_s: int)
 def serve(most_s: int) -> None:
     """Answers each line of standard input with one line per conversation, up to the first refusal."""
     try:
-        import jinja2.sandbox  # noqa: F401  # before the limits, and the parent is told if it is missing
+        import jinja2.sandbox  # noqa: F401  # before the limits; the parent is informed if it is missing
     except ImportError:
         print(json.dumps({"missing": "jinja2"}), flush=True)
         return

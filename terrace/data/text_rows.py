@@ -28,7 +28,7 @@ class TextRows:
     ) -> None:
         self._documents, self._sequence, self._context = documents, sequence, context
         starts, stops = _texts(documents, begin, end)
-        # A text is w, its tokens behind the one before them: w has one token more than are predicted.
+        # w is a text's tokens with the preceding one: one token more than are predicted.
         self._shift = int(context is not None)
         predicted = np.maximum(stops - starts + self._shift - 1, 0)
         num_windows = -(-predicted // sequence)

@@ -36,7 +36,7 @@ def agreeing(files: Mapping[str, bytes], tokenizer: FileTokenizer) -> dict[str, 
     except DataError:  # tokens that do not exist, which is why the run names others
         there = None
     here = tokenizer.text_tokens
-    # `transformers` puts before a text what tokenizer.json says, whatever add_bos_token is.
+    # `transformers` prepends what tokenizer.json says, regardless of add_bos_token.
     puts = (put_before(whole.get("post_processor"), tokenizer.vocabulary.path) or ()) == here.begin
     config = dict(tables.get(CONFIG_FILE, {"tokenizer_class": "PreTrainedTokenizerFast"}))
     # lm-eval begins a text with the bos_token, wherever the template has it from.
@@ -98,7 +98,7 @@ def ending(files: Mapping[str, bytes], ends: Sequence[int]) -> dict[str, bytes]:
     tables = {name: _parsed(name, files[name]) for name in (GENERATION_FILE, "config.json") if name in files}
     declared = next((ids for table in tables.values() if (ids := declared_ids(table.get("eos_token_id")))), ())
     more = [end for end in ends if end not in declared]
-    # One end of a text stands in config.json, whatever else is there.
+    # A single end of text is in config.json in any case.
     if not more or (not declared and len(ends) == 1):
         return {}
     return {GENERATION_FILE: _written({**tables.get(GENERATION_FILE, {}), "eos_token_id": [*declared, *more]})}

@@ -62,7 +62,7 @@ class FlightRecorder:
             except (OSError, RuntimeError) as error:
                 problem[:] = [str(error).split("\n")[0]]
 
-        # Of its own, since the caller ends the process, whatever becomes of the disk.
+        # In its own thread, since the caller ends the process even if the disk hangs.
         writer = threading.Thread(target=write, name="flight recorder", daemon=True)
         writer.start()
         writer.join(LIMIT_S)

@@ -261,13 +261,13 @@ class _Host:
     def _gathered(self) -> list[Facts]:
         num_seen, told, begin_s = 0, False, time.monotonic()
         while self._store.add(f"{self._life}/in", 0) < self._world_size - 1 or not self._all_in():
-            # One counter is asked for between knocks, not a key for every rank.
+            # One counter is polled between knocks, not a key per rank.
             num_knocks = self._store.add("knocks", 0)
             if num_knocks != num_seen:
                 num_seen = num_knocks
                 self._answer()
             for rank, knock in self._knocks.items():
-                # Of a rank of this life: one that has heard the answer.
+                # Only from a rank of this lifetime, which has received the answer.
                 if knock.refusal and self._is_in(rank):
                     raise ConfigError(knock.refusal)
             waited_s = time.monotonic() - begin_s
@@ -314,7 +314,7 @@ class _Host:
 
     def _refuse(self) -> None:
         self._tell(_Go(refused=True))
-        # The store may be in this process: it stays until those that were answered have heard.
+        # The store may be in this process, so it stays until the ranks have read their answers.
         deadline_s = time.monotonic() + _HEARD_S
         while self._store.add(f"{self._life}/heard", 0) < len(self._knocks) and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)

@@ -148,7 +148,7 @@ def refuse(error: TerraceError) -> None:
     Rank 0 raises the error if it joins within seconds, and the other ranks end. Does nothing outside a launcher, and on
     rank 0, whose own output is the one that users read.
     """
-    with suppress(TerraceError, RuntimeError):  # without the others: they cannot be told
+    with suppress(TerraceError, RuntimeError):  # the others cannot be reached
         own = _place()
         if own is None or own.rank == 0:
             return

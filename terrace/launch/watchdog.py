@@ -305,7 +305,7 @@ class Watchdog:
                 verdict = self._look(cause)
                 # The step went on while heartbeats were read: slow, not stalled.
                 moved_on = cause == "stalled" and self._position is not position and self._departure.state is None
-                # All ranks are heard again: the machine had slept.
+                # All ranks publish again: the machine was suspended.
                 heard = cause == "silent" and not self.lookout.is_silent
                 if moved_on or heard or (patient and verdict.startswith("stop ")):
                     self._heartbeats.withdraw(attempt)

@@ -95,7 +95,7 @@ def serve(link: "Connection[Any, Any]", port: int) -> None:
         try:
             send(_run(job, port, send))
         except BaseException as error:
-            with suppress(OSError):  # nobody is there: the parent was killed, and ended what the job waited for
+            with suppress(OSError):  # the parent was killed, which ended what the job waited for
                 send(failure(job.number, job.rank, error))
             sys.stdout.flush()
             sys.stderr.flush()

@@ -203,7 +203,7 @@ def _codec_bytes_per_s(engine: Engine) -> float:
     }
     if not wires:
         return 0.0
-    # One codec stands for all; choosing it by name makes the choice the same on every rank.
+    # One codec represents all; choosing it by name gives every rank the same choice.
     wire = min(wires, key=lambda each: each.name)
     values = torch.randn((1, _LARGE_BYTES // 2), device=engine.device).to(DTYPES[plan.compute])
     coded = torch.empty((1, wire.message_bytes(values.numel())), dtype=torch.uint8, device=engine.device)

@@ -158,7 +158,7 @@ def predict(engine: Engine, seconds: Mapping[int, float], progress: Callable[[st
     side = torch.ones(_PRODUCT, _PRODUCT, dtype=DTYPES[program.plan.compute], device=engine.device)
     cluster = measure(engine, lambda: side @ side, 2 * _PRODUCT**3, progress)
     measured: dict[int, list[float]] = defaultdict(list)
-    # Ranks of one stage time the same blocks; the mean stands for all.
+    # Ranks of one stage time the same blocks, so their mean is used.
     for own in engine.comm.exchange(list(seconds.items())):
         for block, block_s in own:
             measured[block].append(block_s)

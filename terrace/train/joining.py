@@ -29,7 +29,7 @@ from terrace.train.job import device_of
 from terrace.train.layers import section
 from terrace.train.patience import APART, Patience
 
-FITTED = "local"  # the preset that stands for this machine, whatever number of ranks run on it
+FITTED = "local"  # the preset for this machine, with any number of ranks
 _JOIN_TIMEOUT_S = 600.0
 _DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 

@@ -162,7 +162,7 @@ def compare_ranks(
     of_ranks = engine.comm.exchange(own)
     stages: tuple[tuple[StepReport, StepReport], ...] = ()
     if is_pipelined:
-        # The first data and tensor rank stands for its stage.
+        # The first data and tensor rank represents its stage.
         firsts = (of_ranks[mesh.at_stage(0, stage)] for stage in range(len(predicted)))
         stages = tuple(zip(predicted, map(read_plain, firsts), strict=True))
     rank = max(range(len(of_ranks)), key=lambda each: own_seconds(of_ranks[each]["time_s"]))

@@ -135,7 +135,7 @@ def reference_of(engine: Engine, batches: Batches, micro_batch: int, idle: Calla
     for first in range(0, rows.num_samples, size):
         # Micro-batches are dealt to data ranks in turn: (num_micros, degree, micro_batch).
         at = np.arange(first, first + size, dtype=np.int64).reshape(num_micros, degree, micro_batch)
-        # The last pass goes on with the first samples, whose numbers are there already.
+        # The last pass is filled up with the first samples, which are already scored.
         micros = [_batch(engine, batches, each % rows.num_samples, int(each[0])) for each in at[:, place]]
         scores = [numbers.log_probs.sum(1).double().cpu() for numbers in engine.score(micros)]
         idle(f"scoring pairs with the starting weights, {min(first + size, rows.num_samples)} of {rows.num_samples}")

@@ -35,7 +35,7 @@ class Profiler:
     def __init__(self, engine: Engine, run: RunConfig, cluster: Cluster, folder: Path) -> None:
         self._engine, self._run, self._cluster, self._folder = engine, run, cluster, folder / FOLDER
         mesh = engine.program.mesh
-        # Ranks of one stage run the same program, so the first one stands for them.
+        # Ranks of one stage run the same program, so the first one represents them.
         speaks = engine.rank in {mesh.at_stage(0, stage) for stage in range(engine.program.stage.num_stages)}
         asked = run.train.profile
         self._steps = parse_steps(asked) if asked is not None and speaks else range(0)

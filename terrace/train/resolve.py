@@ -25,7 +25,7 @@ def parse_run(table: Mapping[str, Any]) -> RunConfig:
     run, free = checked_run(table), free_numbers(table)
     if not free:
         return run
-    # Imported here: a run that goes on names its numbers, and needs no planner to be read.
+    # Imported here: a resumed run has its numbers, so reading it needs no planner.
     from terrace.planner.micro_and_unit import with_best_numbers
     from terrace.train.prediction import given_step
 

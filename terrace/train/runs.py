@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 CONFIG = "config.toml"
 ACTOR = "actor"  # the folder of a run of feedback with the checkpoints of its model
-FEEDBACK = "rl"  # facts of a checkpoint, by which a run of feedback goes on
+FEEDBACK = "rl"  # key of the facts with which a run of feedback resumes
 Command = Literal["train", "rl"]
 
 

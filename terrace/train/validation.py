@@ -21,7 +21,7 @@ from terrace.train.keys import TrainConfig
 from terrace.train.metrics import read_metrics
 from terrace.train.micro_batches import MicroBatches
 
-Passed = Callable[[int], None]  # told the number of each pass
+Passed = Callable[[int], None]  # receives the number of each pass
 
 
 def eval_batches_of(run: RunConfig, batches: Batches, sources: tuple[EvalSource, ...]) -> list[EvalBatches]:
