@@ -37,7 +37,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Print the script; returns 0."""
+    """Prints the script; returns 0."""
     if rest:
         raise ConfigError(f"unknown argument {rest[0]!r}; see terrace completion --help")
     print({"bash": bash, "zsh": zsh, "fish": fish}[options.shell](all_words()), end="")

@@ -73,7 +73,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Print the histogram and the costs of the policies; returns 0."""
+    """Prints the histogram and the cost of each policy; returns 0."""
     path, rest = take_word(rest)
     if path is not None and options.data is not None:
         raise ConfigError(f"{path} and --data {options.data} both name the corpus: leave one out")

@@ -51,7 +51,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Print the findings; returns 0, or 1 if one of them blocks."""
+    """Prints the findings; returns 0, or 1 if one of them blocks."""
     options.seconds = _USUAL_S if options.seconds is None else options.seconds
     if not (math.isfinite(options.seconds) and 0 < options.seconds <= _MOST_S):
         raise ConfigError(f"--seconds {options.seconds:g} must be above 0 and at most {_MOST_S:g}")

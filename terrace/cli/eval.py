@@ -72,7 +72,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Print loss, perplexity and bits per byte; returns 0."""
+    """Prints loss, perplexity and bits per byte; returns 0."""
     if rest:
         raise ConfigError(f"unknown argument {rest[0]!r}; see terrace eval --help")
     for name in ("context", "documents"):

@@ -25,7 +25,7 @@ def check_writable(option: str, path: Path) -> None:
 
 
 def check_page(option: str, path: Path) -> None:
-    """Raise `ConfigError` unless the name of a page's file ends in .html or .htm."""
+    """Raises `ConfigError` unless the name of a page's file ends in .html or .htm."""
     if path.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(f"{option} {path}: a page is written as HTML; name a file that ends in .html")
 

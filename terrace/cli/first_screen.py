@@ -29,7 +29,7 @@ _WIDTH = 80  # of a terminal
 
 
 def show_plan(job: RunJob, verbose: bool = False) -> None:
-    """Print the model, the data, the plan and its predicted cost."""
+    """Prints the model, the data, the plan and its predicted cost."""
     run, blocks = job.run, job.run.blocks()
     count = sum(block.num_trainable + block.num_frozen for block in blocks)
     lines = [

@@ -98,7 +98,7 @@ def chosen(world: World, run_folder: Path, here: Held) -> Checkpoint | None:
             copies[host] = without(copies[host], found.text, told.damaged)
             _name(host, told.wrong)
             is_whole = is_whole and not told.damaged
-        # Without the damaged files, another host's may still make the step whole.
+        # Without the damaged files, another host's may still complete the step.
         if is_whole:
             return found
     if are_any:
@@ -122,7 +122,7 @@ def placed(job: RunJob, here: Held | None, world: World) -> RunJob:
 
 
 def _ask(world: World, text: str) -> int:
-    # Number of the question to check a copy; without text it is the last.
+    # Number of the request to check a copy; an empty text is the last request.
     number = int(world.store.add("copies/asked", 1))
     key = _question(number)
     world.store.set(key, world.seal.close(key, text))

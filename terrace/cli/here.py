@@ -79,7 +79,7 @@ def _torch_is_for_cpus() -> bool:
 
 
 def _say(text: str) -> None:
-    # Once for all ranks of a launcher, and apart from a command's output.
+    # Printed once for all ranks of a launcher, separately from a command's output.
     from terrace.launch.launchers import rank_of
 
     if text and rank_of(variables_here()) == "0":

@@ -60,7 +60,7 @@ def together(world: World) -> Iterator[None]:
         raise
     except BaseException as error:
         with suppress(RuntimeError):  # the store is gone
-            # The first one counts: a second may follow from it.
+            # Only the first error counts: later ones may follow from it.
             world.store.compare_set(_REFUSED, "", world.seal.close(_REFUSED, json.dumps(_as_told(world, error))))
             _wait_until_heard(world)
         raise

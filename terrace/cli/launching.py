@@ -39,7 +39,7 @@ def check_alone(command: str, instead: str = "") -> None:
     if launcher is None or variables[launcher.world_size] == "1":
         return
     rank = rank_of(variables)
-    # Rank 0 says it for all of them. A text that is no rank may be that of every process.
+    # Rank 0 prints it for all. A rank that is not a number may be the same on every process.
     if rank.isdecimal() and int(rank):
         sys.exit(2)
     raise ConfigError(

@@ -101,7 +101,7 @@ def _run(arguments: Sequence[str] | None) -> int:
             # Here, since --help needs none of it.
             import_module("terrace.cli.partners").check_partners(_FORMER.get(options.command, options.command), options)
         code: int = options.run(options, rest)
-        # A closed pipe shows itself here, inside the try, not at interpreter exit.
+        # A closed pipe raises here, inside the try, not at interpreter exit.
         sys.stdout.flush()
     except BrokenPipeError:
         return EXIT_CLOSED
@@ -121,7 +121,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         if error.errno is None:
             raise
         print(f"terrace: error: {_surroundings(error)}", file=sys.stderr)
-        # A name that no file can have is bad input; anything else may be well the next time.
+        # An impossible file name is bad input; any other error may not recur.
         return EXIT_BAD_INPUT if error.errno in (errno.ENAMETOOLONG, errno.ELOOP) else EXIT_FAILED
     except KeyboardInterrupt:
         return _ended(Terminated("SIGINT"))
@@ -184,7 +184,7 @@ def _check_command(word: str) -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    # Errors go the way of all others: one line, exit code 2. Abbreviations would break with every new option.
+    # Errors are handled like all others: one line, exit code 2. Abbreviations would break with every new option.
     def __init__(self, **options: Any) -> None:
         super().__init__(**{**options, "allow_abbrev": False})
 
@@ -226,7 +226,7 @@ def _parser(named: Sequence[str] = ()) -> argparse.ArgumentParser:
         for name, words in HELP.items():
             commands.add_parser(name, help=words)
         return parser
-    # Errors list all commands; a command needs its own module alone.
+    # Errors list all commands; a command needs only its own module.
     modules = [_FORMER.get(name, name) for name in named]
     for name in modules if modules and modules[0] in _COMMANDS else _COMMANDS:
         import_module(f"terrace.cli.{name}").add_parser(commands)

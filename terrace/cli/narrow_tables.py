@@ -31,7 +31,7 @@ def fitted(table: Table, width: int) -> list[Table]:
         groups, rest = [columns], []
     while rest or not groups:
         shown = list(names)
-        # One column at least: where even that is too wide, it breaks words.
+        # At least one column: if even that is too wide, words are broken.
         while rest and (len(shown) == len(names) or _width([*shown, rest[0]], 1) <= width):
             shown.append(rest.pop(0))
         groups.append(shown)

@@ -20,7 +20,7 @@ def nothing_words(space: Space, found: Found, pinned: Sequence[str], limit: int)
     search's limit.
     """
     task, axes = space.task, space.axes
-    # The search is of one island, the user's options are of all.
+    # The search covers one island, the user's options all of them.
     batch, ranks = task.whole_batch, task.whole_cluster.world_size
     # On the data axis alone the error can name numbers that work.
     if found.nearest is None and tuple(axes) == ("data",) and batch % ranks:

@@ -177,13 +177,13 @@ def _occupy(descriptor: int) -> None:
 
 @contextmanager
 def sigterm_raises() -> Iterator[None]:
-    """Turn SIGTERM into `Terminated` inside the block; does nothing outside the main thread."""
+    """Turns SIGTERM into `Terminated` inside the block; does nothing outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def end(*_: object) -> None:
-        # Once: the way out must not be interrupted.
+        # Only once: the shutdown must not be interrupted.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise Terminated
 
@@ -191,5 +191,5 @@ def sigterm_raises() -> Iterator[None]:
     try:
         yield
     finally:
-        # The caller's handler comes back, also after an exception.
+        # The caller's handler is restored, also after an exception.
         signal.signal(signal.SIGTERM, before)

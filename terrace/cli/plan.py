@@ -173,7 +173,7 @@ def _own_plan(options: argparse.Namespace, rest: Sequence[str], task: Task) -> "
     keys = parse_overrides(rest, of_run=False).get("plan")
     if options.plan is None and keys is None:
         return None
-    # Reading a plan as a run does takes as many modules as a run; most calls compare nothing.
+    # Imported here: reading a plan as a run does needs all of a run's modules, and most calls compare nothing.
     from terrace.cli.own_plan import own_plan
 
     return own_plan(task, options.plan, keys)
@@ -296,7 +296,7 @@ def _write(task: Task, plan: Plan, shown: Estimate, options: argparse.Namespace)
 
 
 def _chosen(task: Task, best: Estimate) -> Plan:
-    # With the stages and the chunks that were priced, so that they run.
+    # Written with the stages and chunks that were priced, so that exactly these run.
     return replace(plan_of(task, best.candidate), **best.chosen)
 
 

@@ -212,10 +212,10 @@ def _sources(config: RunConfig, tokenizer: Tokenizer) -> tuple[tuple[Source, ...
 
 
 def tidy(folder: Path, saves: Sequence[Path]) -> None:
-    """Remove what a killed run left in its folder, whose checkpoints are in the folders `saves`.
+    """Removes what a killed run left in its folder and in `saves`, the folders that hold its checkpoints.
 
-    Also for a run that has nothing left to train and so starts no ranks, which would do the same. Raises
-    `CheckpointError` where another run writes there.
+    Needed for a run with nothing left to train, whose ranks are not started to do the same. Raises `CheckpointError` if
+    another run writes there.
     """
     clear_all_abandoned()
     # Fails if another run writes there: its rank 0 holds the lock to the end.
@@ -231,7 +231,7 @@ def tidy(folder: Path, saves: Sequence[Path]) -> None:
 
 
 def _changes(step: int, earlier: Mapping[str, Any] | None, config: RunConfig) -> tuple[str, ...]:
-    # A schedule may be changed by one key and show in another number.
+    # One key may change a schedule, and the effect show in another number.
     jump = rate_jump(step, earlier, config.train, config.optimizer)
     return (*changes(earlier, tomllib.loads(run_toml(config))), *filter(None, [jump]))
 
@@ -250,7 +250,7 @@ def changes(
         before, after = (_flat(table.get(section, {}), section) for table in (old, new))
         for key in sorted(before.keys() | after.keys()):
             values = (before.get(key), after.get(key))
-            # An empty list is as a key that an earlier version did not know; 0 and false need not be.
+            # An empty list equals a key unknown to an earlier version; 0 and false may not.
             if values[0] != values[1] and not all(value in (None, []) for value in values):
                 found.append(f"{key} {before.get(key, 'unset')!s} -> {after.get(key, 'unset')!s}")
     return tuple(found)

@@ -60,7 +60,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Probe and write the file; returns 0."""
+    """Probes and writes the file; returns 0."""
     cluster = read_cluster(options.cluster or UNNAMED, rest, "a probe takes only --cluster.key VALUE", options.ranks)
     if not (math.isfinite(options.seconds) and options.seconds > 0):
         raise ConfigError(f"--seconds {options.seconds:g} must be a number above 0: 60 is enough for most machines")
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     def check() -> None:
         check_out(options.out, options.force)
 
-    # The file is checked inside: under a launcher only one rank may look at it.
+    # The file is checked inside, because under a launcher only one rank may check it.
     samples = probing.run(cluster, options.seconds, check)
     if samples is not None:  # on the one rank that writes
         probed = assemble(cluster, samples)

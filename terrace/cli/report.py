@@ -55,7 +55,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Write or serve the page; returns 0."""
+    """Writes or serves the page; returns 0."""
     if rest:
         raise ConfigError(f"unknown argument {rest[0]!r}; see terrace report --help")
     _check(options)

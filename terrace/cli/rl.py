@@ -57,7 +57,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Learn, or explain; returns 0."""
+    """Learns, or explains; returns 0."""
     _check_explain(options)
     resume, going_on = resumed(options)
     if not options.explain:

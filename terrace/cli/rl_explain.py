@@ -27,7 +27,7 @@ def placed(config: RlConfig) -> RlConfig:
     console = Terminal()
     console.print(roles_table(best.report, config.cluster, f"the fastest placement: {groups_words(best.report)}"))
     print(f"{iteration_words(best.report)}\n")
-    # The search does not know all that a run's algorithm asks of a plan.
+    # The search does not know every requirement of a run's algorithm on a plan.
     found = parse(to_toml_table(placed_run(config, best.placement)))
     check_roles(found)
     return found

@@ -39,7 +39,7 @@ class Record:
 
     def __init__(self, folder: Path, config: RlConfig, first_step: int) -> None:
         for name in (METRICS, CALLS, SAMPLES):
-            # Samples of step 0 are written again by a run that begins again.
+            # A run that starts over writes the samples of step 0 again.
             kept = [line for line in _read(folder / name) if _is_done(line, first_step)]
             write_atomic(folder / name, "".join(map(_sealed, kept)))
         self._files = {name: (folder / name).open("a", encoding="utf-8") for name in (METRICS, CALLS, SAMPLES)}

@@ -60,7 +60,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Print both curves; returns 0."""
+    """Prints both curves; returns 0."""
     check_price(options.price)
     if options.picture is not None:
         check_output("--picture", options.picture, options)
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.plan in PRESETS:
         known, words = partial(_of_preset, options.plan), f"{words.split('; ')[0]}; numbers for each size"
     curves = {scaling: curve(task, known, sizes, scaling, made_for.world_size) for scaling in titles}
-    # A curve without a point would print two tables of objections; one error says the same.
+    # A curve without points would print two tables of errors; a single error suffices.
     if not any(point.estimate for points in curves.values() for point in points):
         raise PlanError(f"plan {plan.name!r} runs at no size: {curves['strong'][-1].reason}")
     if options.picture is not None:  # first, so that a file that cannot be written is all there is to read
@@ -126,7 +126,7 @@ def _made_for(options: argparse.Namespace, task: Task, planned: Planned | None) 
     # The cluster whose batch the task has.
     if planned is None or options.batch is not None:
         return task.cluster
-    # The share of another cluster's devices is that of the option's.
+    # With --cluster, the batch counts as made for that cluster.
     return parse_cluster(dict(planned.cluster)) if options.cluster is None else task.cluster
 
 

@@ -80,7 +80,7 @@ class Screen:
         print(f"{origin}: {quantity(rate, 'FLOP/s')} per rank in {where}\n  {links}")
 
     def _note_lost(self, words: str) -> None:
-        # Disks that are full may be the same one.
+        # Both failures may come from the same full disk.
         with suppress(OSError):
             append_event(self._job.folder, "note", step=self._step, text=words)
 

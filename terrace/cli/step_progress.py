@@ -87,7 +87,7 @@ def step_words(record: StepRecord, num_steps: int, seconds_left: float, width: i
     if record.balance is not None:
         parts.append(f"balance {record.balance:.2f}")
     if record.peak_memory_bytes:
-        # The first kind is the one that counts: allocated on CUDA, resident on a CPU.
+        # The first kind is the relevant one: allocated on CUDA, resident on a CPU.
         name, size = next(iter(record.peak_memory_bytes.items()))
         parts.append(f"{quantity(size, 'B')} {name}")
     parts.append(f"{clock(seconds_left)} left")

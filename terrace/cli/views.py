@@ -81,7 +81,7 @@ class StepView:
     def of(run: RunConfig, options: argparse.Namespace) -> "StepView":
         """View of a run. Raises the `TerraceError` of a step that cannot run."""
         programs = checked_programs(run)
-        # Checked here, since the programs tell the number of stages.
+        # Checked here, since the number of stages comes from the programs.
         if not 0 <= options.stage < len(programs):
             last = len(programs) - 1
             held = f"stages 0 to {last}" if last else "no pipeline, so one stage: leave --stage out"

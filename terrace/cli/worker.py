@@ -109,7 +109,7 @@ def run_rank(world: World, job: RunJob, verbose: bool = False) -> str | None:
 
 
 def _log_of(rank: int, job: RunJob) -> Path | None:
-    # Rank 0 is the screen's.
+    # Rank 0's output goes to the screen.
     return job.folder / FOLDER / f"rank-{rank:05d}.log" if rank and job.run.train.rank_logs else None
 
 

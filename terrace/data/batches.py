@@ -234,7 +234,7 @@ class Batches:
 
     def held(self) -> tuple[Ids, Ids]:
         """Source and sample of every held-out row, source by source."""
-        # Each source's lie at the end of its samples.
+        # Held-out samples are the last ones of each source.
         firsts = [order.num_samples for order in self._orders]
         found = [np.arange(first, first + held) for first, held in zip(firsts, self._held, strict=True)]
         return np.repeat(np.arange(len(found)), self._held), np.concatenate(found)

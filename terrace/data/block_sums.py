@@ -53,7 +53,7 @@ class BlockSums:
             digest.update(self._sums[first : first + _PART].data)
         if digest.hexdigest() != tokens.sums_digest:
             raise DataError(f"{tokens.sums} is damaged; delete it, and it will be made again with its tokens")
-        # A byte a block, 1 once it agrees: bytes are looked up at a tenth of the price of an array's elements.
+        # One byte per block, 1 once verified. Looking up a byte costs a tenth of looking up an array's element.
         self._agrees = bytearray(num_blocks)
 
     def check(self, first: int, end: int) -> None:

@@ -89,7 +89,7 @@ def made_once(
         if description is None:
             target.parent.mkdir(parents=True, exist_ok=True)
             with _alone(target):
-                # The process that was waited for may have made them.
+                # The process that held the lock may have made them.
                 description = _current(described, files, kind, originals)
                 if description is None:
                     if described.exists() and _exist(*files):
@@ -121,7 +121,7 @@ def _made(
     is_settled, before = originals.is_settled(), originals.stamp()
     made = make(written)
     contents = originals.contents()
-    # The cache is found by what the files were before.
+    # The cache is identified by the files' earlier state.
     if originals.stamp() != before:
         raise DataError(f"data {originals.path} changed while it was read; try again when nothing writes to it")
     stamp = before if is_settled else ""
@@ -141,7 +141,7 @@ def _current(
     if originals.contents() != description.contents:
         return None
     if is_settled:
-        # A cache that may not be written is compared again the next time.
+        # A read-only cache is compared again next time.
         with suppress(OSError):
             _write(described, replace(description, stamp=stamp))
     return description

@@ -126,7 +126,7 @@ def _config(path: Path, entry: Mapping[str, Any]) -> Config:
         raise _wrong(path, f"data_dir or sep of {name!r} is no text")
     patterns = None if given is None else _patterns(path, name, given)
     for pattern in (folder, *(each for those in (patterns or {}).values() for each in those)):
-        # A card is a stranger's: it does not choose files elsewhere on this machine.
+        # A card is untrusted and must not choose files elsewhere on this machine.
         if "://" in pattern or pattern.startswith(("/", "~")) or ".." in pattern.split("/"):
             raise _wrong(path, f"{name!r} names {pattern!r}, which is not in the folder: download it into the folder")
     return Config(name, patterns, folder.strip("/").removeprefix("./"), separators[0] if separators else "")
@@ -172,7 +172,7 @@ def _num_special(parts: Sequence[str]) -> int:
 
 
 def _fits(pattern: Sequence[str], name: Sequence[str]) -> bool:
-    # Places in the pattern that the parts read so far may have led to: many ** cost no more than few.
+    # Positions in the pattern that the parts so far can match, so many ** cost no more than few.
     last, places = len(pattern) - 1, {0}
     for part in name:
         for place in range(last):

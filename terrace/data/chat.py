@@ -57,7 +57,7 @@ class ChatReader:
                 try:
                     records.append((self._checked(line, where), where))
                 except DataError as error:
-                    # The lines before it may have errors of the template's, and come first.
+                    # Earlier lines may have template errors, which come first.
                     bad = error
                     break
             yield from self._made(records)
@@ -119,7 +119,7 @@ class ChatReader:
         return last
 
     def _num_earlier(self, record: Mapping[str, Any], where: str) -> int:
-        # Stretches of text that the assistant says in the messages that ask.
+        # Number of the assistant's text ranges in the prompt's messages.
         earlier = record["messages"][: record[NUM_ASKED]]
         num_turns = len([message for message in earlier if message["role"] == "assistant"])
         if not num_turns or not self.template.of(record["tools"]).has_tags:

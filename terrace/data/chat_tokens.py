@@ -106,7 +106,7 @@ class Tokenized:
             return token_file(target, description, target.with_suffix(".mask"))
 
         found = made_once(target, (".tokens", ".mask", ".starts"), CorpusDescription, make, opened, originals)
-        # Said of a cache, too: each run is trained on it.
+        # Reported for a cached file, too: every run trains on it.
         if left_out:
             self.progress(left_out)
         return found

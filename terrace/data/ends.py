@@ -42,14 +42,14 @@ def turn_end(tokenizer: Tokenizer, tokenizer_path: str | Path, template_path: st
     except DataError:
         return None  # nothing can be asked in it either
     talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
-    # Some templates want a system's message.
+    # Some templates require a system message.
     for messages in (talk, [{"role": "system", "content": "?"}, *talk]):
         try:
             text, _ = template.render(messages)
         except TemplateRefusalError:
             continue
         special = tokenizer.vocabulary.special
-        # Of tokens that begin alike, the longest.
+        # The longest of the tokens with a common prefix.
         names = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
         mark = re.search(names, text.rpartition(_SAID)[2]) if _SAID in text else None
         return None if mark is None else special[mark[0]]

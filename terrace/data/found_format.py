@@ -69,7 +69,7 @@ def first_record(path: str | Path, split: str = "") -> Mapping[str, Any]:
             return {}
         columns = tuple(dict.fromkeys(("text", *CHAT_COLUMNS, *PAIR_COLUMNS)))
         return next(records(file, columns, ""), ({}, ""))[0]
-    # Whoever reads the data says what is wrong with it.
+    # The reader of the data reports what is wrong.
     except (DataError, OSError):
         return {}
 
@@ -80,7 +80,7 @@ def _is_long(path: Path) -> bool:
 
 
 def _of_source(source: Mapping[str, Any], split: Any, on_pairs: bool) -> Format:
-    # A column that somebody names holds a text.
+    # A column named by the user holds text.
     if source.get("column", "text") != "text" or not isinstance(source.get("path"), str) or not source["path"]:
         return "text"
     return found_format(source["path"], split if isinstance(split, str) else "", on_pairs=on_pairs)

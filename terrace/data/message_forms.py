@@ -161,7 +161,7 @@ def _as_object(function: Mapping[str, Any]) -> Any:
     arguments = function["arguments"]
     if not isinstance(arguments, str):
         return arguments
-    # A call without arguments has an empty text in some APIs.
+    # In some APIs a call without arguments has an empty string.
     if arguments.strip() in ("", "null"):
         return {}
     words = f"'arguments' of the call of {function.get('name')!r}"

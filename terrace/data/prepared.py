@@ -75,7 +75,7 @@ def prepare_eval_sources(
 
 
 def _tokens(spec: SourceSpec, data: DataConfig, tokenizer: Tokenizer, progress: Callable[[str], None]) -> TokenFile:
-    # What of a folder is read, and what is left out, before hours are spent on it.
+    # Reports what is read of a folder, before hours are spent on it.
     if not is_indexed(spec.path) and (words := find_data(spec.path, spec.split).words):
         progress(words)
     # Said, since a record may have several forms, and its format may not have been named.

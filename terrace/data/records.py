@@ -149,14 +149,14 @@ def _decoded(decoder: json.JSONDecoder, text: "_Ahead", number: int) -> tuple[An
     while True:
         try:
             value, end = decoder.raw_decode(text.held, text.at)
-            # A number at the end of what is held may go on.
+            # A number at the end of the held text may continue.
             if end < len(text.held) or not text.more():
                 return value, end
         except (ValueError, RecursionError) as error:
             where = f"{text.path}: record {number}"
             if isinstance(error, RecursionError):
                 raise DataError(f"{where} is not valid JSON (brackets are nested too deeply); repair it") from error
-            # The record may only be cut off; what is held doubles, so that all attempts cost twice the last.
+            # The record may be incomplete. The held text doubles, so all attempts together cost twice the last one.
             if len(text.held) - text.at > MAX_LINE_BYTES or not text.more():
                 reason = getattr(error, "msg", error)
                 raise DataError(f"{where} is not valid JSON ({reason}), or the file is cut off; repair it") from error

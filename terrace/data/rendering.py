@@ -68,7 +68,7 @@ class Renderers:
                 return work()
             except _EndedError:
                 code = self._close()
-                # Idle for a while, it ended; its other ends are the template's work.
+                # It ends itself when idle; any other end is caused by the template.
                 if code == -signal.SIGALRM:
                     continue
                 why = f"ends the process that renders it ({code})"

@@ -273,7 +273,7 @@ def _parted(row: Row, talks: Sequence[Messages], where: str) -> dict[str, Any]:
     """Splits two conversations into their common beginning and the two continuations."""
     chosen, rejected = talks
     num = 0
-    # Each keeps its last message, which answers.
+    # Each keeps its last message, the answer.
     while num < min(len(chosen), len(rejected)) - 1 and chosen[num] == rejected[num]:
         num += 1
     if not num and chosen and rejected and chosen[:1] != rejected[:1]:

@@ -80,7 +80,7 @@ def _named(state: Path, table: dict[str, Any], key: str) -> list[Path]:
 
 
 def _check_inside(path: Path, named: Path) -> None:
-    # A stranger's data set does not choose files elsewhere on this machine.
+    # A data set is untrusted and must not choose files elsewhere on this machine.
     if leaves(named, path.parent):
         raise _damaged(path, f"it names {named.name}, which lies elsewhere")
 

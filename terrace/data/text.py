@@ -21,7 +21,7 @@ _WINDOW_BYTES = 1 << 16  # searched for a place to cut a text
 def text_units(file: Path, size: int, unit_bytes: int, separator: str = "") -> list[Unit]:
     """Units of a text file of `size` bytes, with `separator` between its documents; "" makes the file one document."""
     places = [0]
-    # In a row of separators that overlap themselves, which of them counts is only known from the beginning.
+    # If a separator can overlap itself, only reading from the beginning tells which matches count.
     if any(separator.startswith(separator[index:]) for index in range(1, len(separator))):
         unit_bytes = size
     with file.open("rb") as stream:

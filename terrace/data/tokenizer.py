@@ -182,7 +182,7 @@ class FileTokenizer:
         effect.
         """
         begin, end = self.text_tokens.begin, self.text_tokens.end
-        # Several tokens before a text cannot be named, and are found again.
+        # Several tokens before a text cannot be named in a key, so they are searched for again.
         bos: bool | str = AUTO if len(begin) > 1 else self.name(begin[0]) if begin else False
         return bos, AUTO if end is None else self.name(end)
 

@@ -201,7 +201,7 @@ def _looked_at(unit: Unit, marks: Iterable[str], noted: Noted) -> Iterator[Docum
 def _groups(units: Iterable[Unit], num_done: int) -> Iterator[tuple[int, list[Unit]]]:
     held: list[Unit] = []
     for number, unit in enumerate(units, start=1):
-        # Done by the process that was killed.
+        # Already written by the killed process.
         if number <= num_done:
             continue
         held.append(unit)

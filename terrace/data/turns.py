@@ -87,7 +87,7 @@ def _of_turn(turn: Any, where: str) -> Iterator[Any]:
 
 def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
     made = {key: value for key, value in turn.items() if value is not None}
-    # Weights are not taken into account; one that says so changes nothing.
+    # A weight that equals the default changes nothing, so it is dropped.
     if made.get("weight") == (1 if made["role"] == ASSISTANT else 0):
         del made["weight"]
     return made

@@ -41,7 +41,7 @@ def bind(numa: int, nodes: Path = _NODES) -> set[int]:
             return set()
         os.sched_setaffinity(0, own)
     except (OSError, ValueError):
-        # Some systems show no nodes, and some containers forbid the move: a rank is right on any core.
+        # Some systems show no nodes, and some containers forbid the move; a rank works on any core.
         return set()
     return own
 

@@ -24,7 +24,7 @@ _SIZE, _FORMER_SIZE = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"  # 
 _JSON = "_json"
 _NUM_RECORDS = 2000  # torch 2.13's own default; some 1 MB as JSON
 LIMIT_S = 5.0  # to write a file; a disk may hang, too
-# The JSON form of one recorder is better than the pickle of the other; a recorder without a record gives way.
+# JSON is preferred to a pickle; a recorder without records is skipped.
 _FUNCTIONS = {
     "nccl": ("_dump_nccl_trace_json", "_dump_fr_trace_json", "_dump_nccl_trace", "_dump_fr_trace"),
     "gloo": ("_dump_fr_trace_json", "_dump_fr_trace"),
@@ -93,7 +93,7 @@ def flight_recorder(folder: Path) -> tuple[FlightRecorder | None, str]:
     """
     if _size() <= 0:
         return None, ""
-    # Here, since whoever only wants the settings starts without torch.
+    # Imported here, since callers that only need the settings start without torch.
     import torch
     import torch.distributed as dist
 

@@ -42,7 +42,7 @@ def fork_server_ahead(module: str) -> Iterator[None]:
     try:
         yield
     finally:
-        # A server that still imports would end only later, and hold the output of a command that has failed.
+        # A server that is still importing would end only later, and hold the output of a failed command.
         server = _server()
         if server._forkserver_pid is not None:
             with suppress(ProcessLookupError):
@@ -66,7 +66,7 @@ def start_fork_server(module: str = "__main__") -> None:
     # Gloo would otherwise look up the machine's name on the network, and NCCL would listen on an outer interface.
     for name in loopback:
         defaults |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
-    # It would let through what is held back below.
+    # It would undo the blocking of signals below.
     with _defaults_in_environment(safe_environment()):
         multiprocessing.resource_tracker.ensure_running()
     # A job may send stop signals to all its processes, but the ranks end with the fork server, so it ignores them. A

@@ -115,7 +115,7 @@ def diagnose(before: Sequence[Heartbeat], after: Sequence[Heartbeat], window_s: 
     moved = {
         new.rank for old, new in zip(before, after, strict=True) if (old.position, old.text) != (new.position, new.text)
     }
-    # A rank that waits for nobody holds up all that wait for it; one that moved between the readings does so least.
+    # A rank that waits for nobody holds up all that wait for it, least likely if it moved between the readings.
     free = [beat for beat in after if beat.state in ("computing", "idle", "left")]
     if free:
         culprit = min(free, key=lambda beat: (beat.rank in moved, beat.rank not in awaited, beat.position, beat.rank))

@@ -134,7 +134,7 @@ class ProcessPool:
         self._num_jobs += 1
         members = [self._member(rank) for rank in range(world_size)]
         num_threads = max(1, num_cores() // world_size)
-        # Without a limit of its own a call relies on its watchdogs; only torch wants a number all the same.
+        # A call without a limit relies on its watchdogs; torch needs a number in any case.
         limit_s = timeout_s or _TORCH_LIMIT_S
         deaths: list[str] = []
         seal = self._seal.within(f"job/{self._num_jobs}")
@@ -147,7 +147,7 @@ class ProcessPool:
         done = {report.rank: report for report in reports if report.kind == "done"}
         if len(done) == world_size:
             for member in members:
-                # A rank may be killed after it has reported: its result is here.
+                # A rank may be killed after it has reported; its result has arrived.
                 with suppress(OSError):
                     member.link.send("end")
             return [pickle.loads(done[rank].payload) for rank in range(world_size)]
@@ -252,7 +252,7 @@ def one_error(reports: list[Report], deaths: list[str]) -> Exception:
     if deaths:
         ranks = f"; {in_words(report.rank for report in lost)} lost the connection" if lost else ""
         return HangError("; ".join(deaths) + ranks)
-    # Their peers had ended, or stood still, before any watchdog looked on.
+    # Their peers had ended, or stopped, before any watchdog was watching.
     message = lost[0].message.split("\n")[0]
     return HangError(f"{in_words(report.rank for report in lost)} {LOST_PEER}: {message}")
 
@@ -265,7 +265,7 @@ def _death(rank: int, code: int | None) -> str:
 
 def _without_server(end: str | None) -> HangError:
     how, program = end or "does not answer", multiprocessing.spawn.get_executable()
-    # What a signal ends was alive; what exits by itself has said why, or could not even begin.
+    # A process ended by a signal was alive; one that exited by itself has reported why, or could not even begin.
     fix = "start the run again" if "killed" in how else f"its own lines say why; it runs {os.fsdecode(program or b'')}"
     return HangError(f"the fork server of the ranks {how}, and all ranks with it: {fix}")
 
@@ -283,7 +283,7 @@ def _end_of_server_now() -> str | None:
     if pid is None:
         return None
     try:
-        # Left to be waited for by multiprocessing, which then starts another.
+        # multiprocessing waits for it, and then starts another.
         end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return "ended"

@@ -149,7 +149,7 @@ def _came(store: Store, key: str, patience_s: float) -> bool:
     try:
         store.wait([key], timedelta(seconds=patience_s))
     except dist.DistError:
-        # A store that is gone fails at once.
+        # A lost store fails at once.
         if time.monotonic() - begin_s < patience_s / 2:
             raise
         return False
@@ -280,7 +280,7 @@ class _Host:
         return [self._knocks[rank].facts for rank in range(1, self._world_size)]
 
     def _answer_all(self) -> None:
-        # Of those that come within seconds: without an answer they would wait for a rank 0 that is gone.
+        # For ranks that come within seconds: without an answer they would wait for a rank 0 that has ended.
         deadline_s = time.monotonic() + _QUIET_S
         while len(self._knocks) < self._world_size - 1 and time.monotonic() < deadline_s:
             self._answer()
@@ -301,7 +301,7 @@ class _Host:
         return self._inner.open(key, bytes(self._store.get(f"{self._life}/{key}")), f"rank {rank}") == knock.token
 
     def _answer(self) -> None:
-        # Keys that an earlier life left in the store answer no fresh token, so they cannot be mistaken for this life's.
+        # Keys of an earlier lifetime answer no fresh token, so they cannot be mistaken for current ones.
         for rank in range(1, self._world_size):
             key = f"knock/{rank}"
             raw = bytes(self._store.get(key)) if self._store.check([key]) else b""

@@ -53,7 +53,7 @@ class Seal:
         return text
 
     def _hash(self, key: str, text: str) -> str:
-        # Lengths first, so that no other division into parts has the same message.
+        # Lengths first, so that no other split into parts gives the same message.
         parts = [part.encode(errors="surrogatepass") for part in (self.scope, key, text)]
         message = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
         return hmac.digest(self.secret, message, "sha256").hex()

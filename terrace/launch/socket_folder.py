@@ -77,7 +77,7 @@ def _owned_folder() -> Path:
 def _owned_folder_in(parent: Path) -> Path:
     while True:
         new = Path(tempfile.mkdtemp(prefix=_NEW, dir=parent))
-        # Another start may take it for abandoned until it is locked: then a new one is made.
+        # Until it is locked, another process may remove it as abandoned; then a new one is made.
         with suppress(FileNotFoundError):
             # Open until this process ends, for its lock. Renamed when locked, so that nobody takes it for abandoned.
             handle = os.open(new, os.O_RDONLY | os.O_CLOEXEC)

@@ -30,7 +30,7 @@ from terrace.launch.seal import Seal
 from terrace.launch.signals import SIGNALS, handled
 from terrace.launch.world import World
 
-# A launcher passes on a signal that the ranks got as well, when it was sent to all processes of a job.
+# If a signal goes to all processes of a job, ranks also get it from their launcher.
 _SAME_S = 2.0
 _LOOKS_A_STEP = 512  # ranks that may ask the store in one step: a guess
 _REQUESTED, _AGREED, _BEGUN = "stop/asked", "stop/agreed", "stop/begun"
@@ -163,7 +163,7 @@ class Vote:
             why, text = self._wish
             # No rank can be past the look at this step, so all of them see the wish before it ends.
             step = num_done if self._alone else num_done + self._ahead
-            # The first that asks decides; whoever asks later in the same step would decide the same.
+            # The first request decides; later ones in the same step would decide the same.
             stop = self._seal.close(_AGREED, json.dumps(asdict(Stop(step=step, why=why, text=text))))
             self._store.compare_set(_AGREED, "", stop)
             self._settled = True

@@ -63,7 +63,7 @@ class _Seconds(NamedTuple):
                 f"a timeout of {timeout_s:g} s is too short to watch {world_size} ranks: "
                 f"make it at least {int(2 * window_s) + 1} s"
             )
-        # More often before the first step, where a stop is not voted on: two looks decide, and the user waits for them.
+        # More often before the first step: there is no vote on a stop there, and the user waits for two looks.
         return cls(max(interval_s / 2, least_s), interval_s, window_s, timeout_s)
 
 
@@ -189,7 +189,7 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        # Leaving is published, or the others would take a finished rank for a dead one.
+        # Leaving is published; otherwise the others would consider a finished rank dead.
         if self._departure.state is None:
             self._leave("failed" if error else "left", error)
         self._closing = True
@@ -263,7 +263,7 @@ class Watchdog:
             return "stalled" if in_order and is_still else "stopped"
         if self._departure.state is not None:
             return "error" if self._departure.state == "dragged" and not self._departure.is_answered.is_set() else None
-        # Without its store a run cannot end in order: it ends now, not after a long measurement or step.
+        # Without its store a run cannot end in order, so it ends now, not after a long measurement or step.
         if self._mute_s >= self._seconds.window:
             return "stalled"
         if self.lookout.is_silent:
@@ -272,7 +272,7 @@ class Watchdog:
             return None
         if is_still:
             return "stalled"
-        # A rank that no failing rank talks to hears of the end here.
+        # A rank without messages to a failing rank learns of the end here.
         with suppress(RuntimeError):
             if self._still.seconds >= self._seconds.window and self._heartbeats.verdict() is not None:
                 return "settled"
@@ -303,7 +303,7 @@ class Watchdog:
                 return verdict
             if self._heartbeats.elect(attempt):
                 verdict = self._look(cause)
-                # The step went on while heartbeats were read: slow, not stalled.
+                # The step advanced while heartbeats were read, so it was slow, not stalled.
                 moved_on = cause == "stalled" and self._position is not position and self._departure.state is None
                 # All ranks publish again: the machine was suspended.
                 heard = cause == "silent" and not self.lookout.is_silent
@@ -336,7 +336,7 @@ class Watchdog:
             if not self._begun:
                 return f"stop {told} before its first step; {self._stops}"
             return f"stop {told} at {self._describe(self._position, None).where()}; no rank was missing"
-        # After an error of a rank's own, the last collectives tell nothing.
+        # If the rank's own error ended it, the last collectives are of no use.
         return f"failed {verdict.message}" if verdict.rule == "failed" else f"hang {verdict.message}{self._kept}"
 
     def _own_words(self) -> str:
@@ -350,7 +350,7 @@ class Watchdog:
         return f"{host} stopped: the store it hosts does not answer ({first}); {self._own_words()}"
 
     def _die(self, message: str, code: int) -> None:
-        # From this thread, as the main one may block in a collective for ever.
+        # From this thread, because the main thread may block in a collective forever.
         if self._on_hang is not None:
             self._on_hang(message)
         elif code == EXIT_HANG or message.startswith(f"rank {self._rank} "):  # one line for a plain stop

@@ -100,7 +100,7 @@ def serve(link: "Connection[Any, Any]", port: int) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
-        # The parent says when every rank is done: only then may connections close.
+        # The parent reports when every rank is done; only then may connections close.
         inbox.get()
         dist.destroy_process_group()
         # An engine is a reference cycle that keeps its process groups alive, whose gloo threads wake up a hundred times
@@ -147,7 +147,7 @@ def _listen(link: "Connection[Any, Any]", inbox: "queue.SimpleQueue[PoolJob | st
         try:
             inbox.put(link.recv())
         except (EOFError, OSError):
-            # The folder of a parent that was killed would else stay until the next start.
+            # Otherwise the folder of a killed parent would stay until the next start.
             clear_all_abandoned()
             os._exit(1)
 
@@ -157,7 +157,7 @@ def _die_with_the_forkserver() -> None:
         return
     lifeline = getattr(getattr(multiprocessing.forkserver, "_forkserver", None), "_forkserver_alive_fd", None)
     if lifeline is not None:
-        # The fork server stays while any process holds its lifeline, so this process gives its end away.
+        # The fork server lives while any process holds its lifeline, so this process closes its end.
         os.close(lifeline)
         multiprocessing.forkserver._forkserver._forkserver_alive_fd = None  # type: ignore[attr-defined]
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""Cost of attention on a run's devices and links, for the balancer of `balance = "cost"`.
+"""Attention cost on a run's devices and links, for the balancer of `balance = "cost"`.
 
-These figures decide how documents are assigned, and another assignment adds numbers in another order. Checkpoints
-therefore keep them, so that a resumed run has the same bits, as long as cluster, plan and model are the same.
+The cost decides how documents are assigned to ranks, and another assignment sums in another order. Checkpoints
+therefore store it, so that a resumed run has the same bits as long as cluster, plan and model are the same.
 """
 
 import hashlib

@@ -1,11 +1,11 @@
-"""A one-second measurement at the start of a run, so that the prediction is about this machine.
+"""Measures this machine for about a second at the start of a run, so that the prediction fits it.
 
-Measured on all ranks at once, since they may share cores and links: the FLOP/s that one decoder layer reaches in its
-forward, memory bandwidth, and per tier latency and bandwidth of an all-gather (from a small and a large message, back
-to back). Every latency also gets the extra cost of messages that alternate with computation, as in a step: a rank waits
-for partners that are not quite ready, while another may use the core. On a tier used only between pipeline stages,
-every stage sends to the next one and then to the previous one, all pairs at once; the simulation has the waits
-between stages, so nothing is added there. The result is the cluster with these constants in place of its own.
+All ranks measure at once, since they may share cores and links: the FLOP/s of one decoder layer's forward, memory
+bandwidth, and per tier the latency and bandwidth of an all-gather (from a small and a large message, back to back).
+Each latency also includes the extra cost of messages that alternate with computation, as in a step: a rank waits for
+partners that are not quite ready, while another may use the core. On a tier used only between pipeline stages, every
+stage sends to the next one and then to the previous one, all pairs at once; the simulation models the waits between
+stages, so nothing is added there. The result is the cluster with these constants in place of its own.
 """
 
 import math
@@ -60,7 +60,7 @@ Progress = Callable[[str], None]
 
 
 def calibrate(engine: Engine, run: RunConfig, progress: Progress = lambda what: None) -> Cluster:
-    """`run.cluster` with measured constants, the same on every rank. Every rank calls this.
+    """`run.cluster` with measured constants, equal on all ranks. Every rank calls this.
 
     `progress` receives the name of each measurement before it starts.
     """
@@ -69,7 +69,7 @@ def calibrate(engine: Engine, run: RunConfig, progress: Progress = lambda what: 
 
 
 def predict_once(engine: Engine, run: RunConfig, cluster: Cluster) -> list[StepReport]:
-    """The predicted step of every stage, simulated by rank 0 alone, since its cost grows with the stages.
+    """The predicted step of every stage, simulated by rank 0 alone, because its cost grows with the number of stages.
 
     Every rank calls this.
     """
@@ -293,7 +293,7 @@ def _gather(engine: Engine, group: TierGroup, num_bytes: int) -> Work:
 
 
 def _message_s(engine: Engine, message: Work) -> float:
-    # Over a slow link one takes longer than all others together may.
+    # Over a slow link, one call may exceed the whole budget.
     once_s = _mean_seconds(engine, message, 1)
     return _mean_seconds(engine, message, _REPEATS) if max(engine.comm.exchange(once_s)) < _BUDGET_S else once_s
 

@@ -1,7 +1,7 @@
 """The configuration of a run: its sections, read from tables and written as TOML.
 
-`terrace.train.layers` makes the tables, `terrace.train.rules` holds the rules across sections, and
-`terrace.train.resolve` chooses the numbers that a plan leaves out.
+`terrace.train.layers` makes the tables, `terrace.train.rules` checks rules across sections, and `terrace.train.resolve`
+chooses the numbers that a plan leaves out.
 """
 
 from collections.abc import Mapping

@@ -1,9 +1,9 @@
 """Local micro-batches of a rank on the context axis: its tokens of each micro-batch, and its token layout.
 
-Made on the host before the step, as a function of the step, the plan and the cost of attention. Every rank computes the
+Made on the host before the step, as a function of the step, the plan and the attention cost. Every rank computes the
 same assignment and reads only the rows of its own tokens. Under `balance = "tokens"` a micro-batch consists of the data
-rank's own rows, cut the same way every time (terrace.sequence.static). Under `balance = "cost"` the rows of all data
-ranks are one set of documents: rows are dealt to the micro-batches of the step, then the documents of each to ring
+rank's own rows, always cut the same way (terrace.sequence.static). Under `balance = "cost"` the rows of all data ranks
+form one set of documents: rows are distributed to the micro-batches of the step, then the documents of each to ring
 ranks (terrace.sequence.balanced). Padding and documents without a label are left out.
 
 Shape legend: B rows of a micro-batch of a data rank, S tokens of a row, T local tokens of a rank.
@@ -86,8 +86,8 @@ class ContextBatches:
         first_row = step * self._batches.batch if with_places else None
         parts = self._batches.parts(step)
         if self._plan.balance == "cost":
-            # Rows are dealt to micro-batches by attention seconds, so that each micro-batch can be balanced.
-            # A row's cost is the attention within its documents.
+            # Rows are distributed to micro-batches by attention seconds, so that each micro-batch can be balanced. A
+            # row's cost is the attention within its documents.
             costs = [sum(self._cost.whole_s(stop - start) for start, stop in row) for row in parts]
             made = [self._assigned(step, parts, rows, first_row) for rows in micro_steps(costs, self._num_micros)]
         else:
@@ -167,7 +167,7 @@ def local_micro(token_layout: TokenLayout, sequence: int, first_row: int | None,
     ]
     end = 0
     for start, stop in token_layout.tokens:
-        # The rows between the first and the last of a run are all there, so that it is one run here, too.
+        # All rows between the first and the last of a run are present, so it stays one run.
         first = int(np.searchsorted(rows, start // sequence)) * sequence + start % sequence
         for target, source in zip(held, arrays, strict=True):
             target[0, end : end + stop - start] = source.reshape(-1)[first : first + stop - start]

@@ -52,7 +52,7 @@ def _warmup_steps(run: RunConfig) -> str:
 
 
 def why_no_sample(run: RunConfig) -> str:
-    """Why a run writes no sample at its end, and the remedy; "" if it does."""
+    """Why a run generates no sample at its end, and the remedy; "" if it does."""
     if not is_causal(run.model):
         return "the experts of a token depend on later tokens, so nothing can be sampled: leave it out"
     if has_scalar_head(run.model):

@@ -81,7 +81,7 @@ def evaluate_chats(
     context: int | None = None,
     progress: Callable[[Evaluation], None] | None = None,
 ) -> Evaluation:
-    """As `evaluate`, on conversations as `terrace.data.chat_tokens.read_chats` yields them.
+    """Like `evaluate`, on conversations as `terrace.data.chat_tokens.read_chats` yields them.
 
     Only the tokens that training would train are predicted, each from its own conversation. Raises `DataError` for a
     conversation longer than `context`.
@@ -116,7 +116,7 @@ def _summed(
 
     # RoPE beyond `rope_limit` depends on the length of the row, so windows that may be longer share none.
     alone = 0 < rope_limit(model.config) < context
-    # Texts are a stream: counts are running, and no window is kept.
+    # Texts are streamed: counts are accumulated, and no window is kept.
     for row in _rows(windows, 1 if alone else max(context, _ROW_TOKENS)):
         nats += _nats(model, row)
         num_tokens += sum(window.num_predicted for window in row)

@@ -1,7 +1,6 @@
-"""A run's own evaluation, repeated in one process with the parameters of its newest checkpoint.
+"""Repeats a run's own evaluation in one process, with the parameters of its newest checkpoint.
 
-The data are its hold-out and the sources of `data.eval`, in the rows that the run itself evaluates
-(terrace.train.validation).
+The data are its hold-out and the sources of `data.eval`, in the same rows as during the run (terrace.train.validation).
 """
 
 from collections.abc import Callable, Iterator

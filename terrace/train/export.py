@@ -24,7 +24,7 @@ from terrace.train.adapted import lora_of, merged_values
 def export(
     checkpoint: Checkpoint, folder: Path, dtype: str, shard_bytes: int, source: Path | None, end_of_text: int | None
 ) -> list[str]:
-    """Writes the model of a checkpoint to `folder`; returns the names of the files.
+    """Writes the model of a checkpoint to `folder`. Returns the file names.
 
     Takes the arguments of `write_pretrained`. Raises `CheckpointError` for an unreadable checkpoint, and `ModelError`
     as `write_pretrained` does.
@@ -45,7 +45,7 @@ def export(
 
 
 def export_adapter(checkpoint: Checkpoint, folder: Path, base: str) -> list[str]:
-    """Writes the adapters of a checkpoint to `folder` as `peft` does; returns the names of the files.
+    """Writes the adapters of a checkpoint to `folder` in `peft`'s format. Returns the file names.
 
     `base` names the base model. Raises `CheckpointError` for a checkpoint that has no adapters or is unreadable, and
     `ModelError` as `write_adapter` does.

@@ -37,7 +37,7 @@ def model_facts(stored: Mapping[str, Any], config: ModelConfig) -> tuple[dict[st
     """The facts of a checkpoint's model (table `stored`) and of `config`, each by name, as input for `check_facts`."""
     model = to_table(config)
     names = (*model, *(stored.keys() - model.keys()))
-    # A key that one of them leaves out, such as a gate that is the family's own, is another value too.
+    # A key that only one of them has, such as a family's own gate, counts as a difference.
     there, here = (
         {f"model.{name}": table.get(name, OWN_KEYS.get(name)) for name in names} for table in (stored, model)
     )

@@ -71,7 +71,7 @@ class FirstStep:
 
     def _watch(self, index: int, block: nn.Module, load: Load) -> RemovableHandle:
         def look(module: nn.Module, inputs: tuple[Any, ...], output: object) -> None:
-            # A module may serve as several blocks, and running it again comes by here.
+            # A module may serve as several blocks, and running it again calls this hook.
             if index in self.seconds:
                 return
             self._check(index, output)

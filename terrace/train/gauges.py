@@ -58,7 +58,7 @@ class Gauges:
             self._loads.add(step, result.loads)
         if step == self._second and self._engine.rank == 0 and self._used.is_measured_here:
             self._check_peak(step_s)
-        # Each island makes steps of its own.
+        # Each island runs its own steps.
         tokens_per_s = self._engine.program.layout.num_islands * num_tokens / step_s
         return {
             "tokens_per_s": tokens_per_s,

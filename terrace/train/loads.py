@@ -49,7 +49,7 @@ class LoadsFile:
         for layer, counts in zip(loads.layers, loads.counts, strict=True):
             before = self._sums.get(layer, [0] * len(counts))
             self._sums[layer] = [a + b for a, b in zip(before, counts, strict=True)]
-        # A save ends a part, so that a resume from it has all steps before it.
+        # A save ends a line's range, so that a resume from it keeps all earlier steps.
         if step % self._every == 0 or step % self._save_every == 0 or step == self._num_steps:
             with _writing(self._path), self._path.open("a", encoding="utf-8") as file:
                 file.write(_line(LoadsOfSteps(first=self._first, last=step, counts=self._sums)))

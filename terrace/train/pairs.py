@@ -96,7 +96,7 @@ class Learning:
         def step_of(step: int) -> StepBatches:
             micros = made.step(step).micros
             micros = self._with_reference(step, micros) if is_dpo else [reward_batch(micro) for micro in micros]
-            # Of all texts, prompts too. They are counted here, beside the steps.
+            # Tokens of whole sequences, prompts included, counted on the host.
             num_tokens = sum(length for parts in batches.parts(step) for _, length in parts)
             return StepBatches(micros, None, num_tokens)
 

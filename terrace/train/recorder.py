@@ -109,7 +109,7 @@ def append_event(run_folder: Path, name: str, /, **facts: Any) -> None:
     line = sealed_json(json.dumps({"time": time.time(), "event": name, **facts}))
     with (run_folder / EVENTS).open("ab+") as file:
         if file.tell():
-            # The last byte tells whether the file ends with a whole line.
+            # The last byte shows whether the file ends with a complete line.
             file.seek(-1, os.SEEK_END)
         torn = file.read(1) not in (b"", b"\n")  # a crash cut the last line short
         file.write(f"{chr(10) * torn}{line}".encode())

@@ -79,7 +79,7 @@ def replay_rank(world: World, job: RunJob, number: int) -> Replayed:
 
 
 def _figures(engine: Engine, micros: list[Batch], lr: float) -> tuple[float, float]:
-    # The whole step, with an update that nobody keeps: its sums over all ranks are those of the run.
+    # The whole step, with an update that is discarded, so that sums over all ranks are those of the run.
     try:
         result = engine.step(micros, lr)
     except NonFiniteError as error:

@@ -238,7 +238,7 @@ class Steps:
     def _saved_first(self) -> Iterator[None]:
         try:
             yield
-        # All ranks of an island raise this after the same step, and others still write their parts: the save can end.
+        # All ranks of an island raise this after the same step while others still write, so the save can finish.
         except TrainingError:
             self.saves.finish()
             self.copies.close()

@@ -77,7 +77,7 @@ def load_trained(
 def load_blocks(
     checkpoint: Checkpoint, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> tuple[ModelConfig, list[nn.Module]]:
-    """The model of a checkpoint as plain single-device blocks, its adapters folded in."""
+    """The model of a checkpoint as plain single-device blocks, with adapters merged into the base weights."""
     config = parse_model(checkpoint.facts["model"])
     return config, with_values(
         config, merged_values(checkpoint), device, dtype, checkpoint.folder, list(checkpoint.layout)
@@ -100,7 +100,7 @@ def with_values(
     blocks = build_blocks(config)
     specs = block_specs(config)
     wanted = dict(zip(names or [spec.name for spec in specs], blocks, strict=True))
-    # Rounding would take the steps away by which counts move a parameter.
+    # Rounding would lose the small steps of a parameter that is moved by counts.
     moved = {param.name for spec in specs for param in spec.params if param.is_moved}
     replacements: dict[int, nn.Parameter] = {}
     for block, name, value in values:
@@ -133,7 +133,7 @@ def _of_run(folder: Path, dtype: torch.dtype, tokenizer: str | None, device: tor
     checkpoint.verify()
     path = tokenizer or run.tokenizer
     own = load_tokenizer(path, run.bos, run.eos)
-    # The tokenizer of a task has no file but the run's copy of it, which `check_source` knows.
+    # A task's tokenizer exists only as the run's copy, which `check_source` verifies.
     if tokenizer is not None or run.command == "train":
         check_tokenizer(checkpoint, own)
     config, blocks = load_blocks(checkpoint, device, dtype)
