@@ -6,9 +6,9 @@ it enters step k + 1, and no rank ends a step before all have entered it, becaus
 So all ranks read the key in time and stop after the same step.
 
 In a large world ranks read the key only every few steps, to limit the load on the store. Islands (terrace.plan.outer)
-read it when one of their fragments is due to be exchanged, since the store is across a slow link. Until a rank has
-started its next exchange, no island is further ahead of it than the delay. So a rank that wants to stop writes the
-first exchange step that is at least that late.
+read it when one of their fragments has its turn, since the store is across a slow link. Until a rank has started the
+exchange of its next turn, no island is more than the exchange's delay past that step. So a rank that wants to stop
+writes the first turn that is at least that late.
 
 Before the first step (reading a checkpoint, measuring) nothing would be lost, so a request ends the ranks at once.
 """

@@ -3,10 +3,9 @@
     train.metrics = ["tensorboard", "wandb"]
 
 Names are the same everywhere, with a slash after their kind: `train/loss`, `perf/tokens_per_s`, `time/forward`,
-`bytes/node`, `memory/params`, `quantisation/sync`, `eval/holdout/loss`.
-Each package is imported only when requested, on rank 0. A resumed
-run continues in the same place: ids given by a service are kept in `trackers.json` of the run folder. Accounts, servers
-and offline modes are configured by the packages' own environment variables.
+`bytes/node`, `memory/params`, `quantisation/sync`, `eval/holdout/loss`. Each package is imported only when requested,
+on rank 0. A resumed run continues the same curves: ids assigned by a service are kept in `trackers.json` of the run
+folder. Accounts, servers and offline modes are configured by the packages' own environment variables.
 """
 
 import importlib

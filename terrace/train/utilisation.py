@@ -5,9 +5,10 @@
 
 **Model FLOPs** are needed by the mathematics of a step (Chowdhery et al. 2204.02311, appendix B), with causal attention
 counted exactly. A weight matrix of n elements that T tokens pass costs 2nT forward, 2nT for the gradient of its input
-and, unless it is frozen, 2nT for its own gradient; of a stack a token passes k parts. Attention costs 4P per
-element of the queries forward and twice as much backward, with P the visible (query, key) pairs: B S (S + 1) / 2 for B
-causal sequences of S tokens, less under a sliding window. The embedding lookup, norms and activations count nothing.
+and, unless it is frozen, 2nT for its own gradient. In a stack of experts a token passes k of the matrices. Attention
+costs 4P per element of the queries forward and twice as much backward, with P the visible (query, key) pairs: B S (S +
+1) / 2 for B causal sequences of S tokens, less under a sliding window. The embedding lookup, norms and activations are
+not counted.
 
 **Hardware FLOPs** are these and once more the forward of every recomputed block, or the attention of layers that
 recompute it alone (Korthikanti et al. 2205.05198, section 6, but there with the full square B S^2 of attention, which
