@@ -1,6 +1,6 @@
-"""Options and plan names of other trainers, other commands and earlier versions, translated to a command's own.
+"""Translates option and plan names of other trainers, other commands and earlier versions to a command's own.
 
-`--plan fsdp`, `--lr` and `plan --seq` are examples. Each translation is printed. An option has the same name in all
+Examples are `--plan fsdp`, `--lr` and `plan --seq`. Each translation is printed. An option has the same name in all
 commands (tests/cli/test_names_of_options.py).
 """
 
@@ -68,7 +68,7 @@ _RUN = ("--run", "--folder")
 
 
 def translated(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(`words` with Terrace's own names, a line for each that has changed).
+    """Returns `words` with Terrace's own names, and a line for each change.
 
     A `--plan` value that is the path of a file is not translated.
     """

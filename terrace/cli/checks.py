@@ -1,4 +1,4 @@
-"""Checks of a run before it starts: all of them for `terrace doctor`, one as a warning of `terrace train`."""
+"""Checks of a run before it starts: all of them for `terrace doctor`, one as a warning in `terrace train`."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -25,13 +25,13 @@ from terrace.train.config import RunConfig
 from terrace.train.prediction import resolved_run
 
 _LIMIT = 400  # plans that the doctor simulates, as many as terrace plan
-# The start of a run must not wait for a search. On up to _SMALL_WORLD ranks _FEW simulations take a few tenths of a
-# second; if pricing the plan itself took longer than _SOON_S, the search is left out.
+# The start of a run must not wait for a search. On up to _SMALL_WORLD ranks, _FEW simulations take a few tenths of a
+# second; if pricing the plan itself took longer than _SOON_S, the search is skipped.
 _SMALL_WORLD, _FEW, _SOON_S = 32, 40, 0.1
 
 
 def check_run(run: RunConfig, machine: Machine, plan_command: str) -> list[Finding]:
-    """Findings about a run with readable parts; `plan_command` is the command that searches for a faster plan."""
+    """Findings about a run whose parts can be read; `plan_command` is the command that searches for a faster plan."""
     try:
         known = resolved_run(run)
         checked_programs(known)
@@ -105,7 +105,7 @@ def _local_bytes(run: RunConfig) -> int:
 
 
 def check_devices_here(run: RunConfig, num_devices: int) -> None:
-    """Raise `PlanError` for a run on CUDA devices that this machine has not."""
+    """Raises `PlanError` if a run needs more CUDA devices than this machine has."""
     ranks = run.cluster.world_size
     if run.cluster.device.backend == "cuda" and num_devices < ranks:
         raise PlanError(
@@ -116,10 +116,10 @@ def check_devices_here(run: RunConfig, num_devices: int) -> None:
 
 
 def check_memory_here(run: RunConfig, device_bytes: Sequence[int], memory_bytes: int) -> None:
-    """Raise `PlanError` for local ranks that this machine's memory cannot hold.
+    """Raises `PlanError` if this machine's memory cannot hold the local ranks.
 
-    `device_bytes`: the memory of each CUDA device; with fewer of these than ranks, the ranks share `memory_bytes`.
-    The headroom of the cluster's device stays free in both.
+    `device_bytes` is the memory of each CUDA device; if there are fewer devices than ranks, the ranks share
+    `memory_bytes`. The headroom of the cluster's device stays free in both cases.
     """
     run, ranks = resolved_run(run), run.cluster.world_size
     if len(device_bytes) >= ranks:
@@ -164,10 +164,10 @@ def _speed(run: RunConfig, plan_command: str) -> Iterator[Finding]:
 
 
 def slow_warning(run: RunConfig, cluster: Cluster, limit_s: float = _SOON_S) -> str | None:
-    """Warning for a run with a step mostly waiting on one tier, with a faster plan; otherwise None.
+    """Warning for a run whose step mostly waits on one tier, with a faster plan; None otherwise.
 
     `cluster` has the constants measured at the start of the run. Takes well under a second: if a search would take
-    longer, the warning names `terrace doctor` instead of a plan.
+    longer, the warning refers to `terrace doctor` instead of naming a plan.
     """
     begin_s = time.perf_counter()
     try:

@@ -1,7 +1,6 @@
 """`terrace completion SHELL`: completion of commands and options for bash, zsh and fish.
 
-The words are those of the argument parsers, and the keys that `terrace keys` lists, so a script that is made anew knows
-every option.
+Words come from the argument parsers and from the keys of `terrace keys`, so a regenerated script knows every option.
 """
 
 import argparse
@@ -19,7 +18,7 @@ _TAKE_KEYS = ("train", "simulate", "explain", "doctor", "rl")  # commands with -
 
 @dataclass(frozen=True)
 class Words:
-    """Words that may follow a command: names of its actions, options with their help, and values of options."""
+    """Words that may follow a command: names of its actions, options with their help, and option values."""
 
     actions: Mapping[str, str]  # name -> help
     options: Mapping[str, str]  # every option string -> help
@@ -38,7 +37,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Print the script; returns 0."""
+    """Prints the script; returns 0."""
     if rest:
         raise ConfigError(f"unknown argument {rest[0]!r}; see terrace completion --help")
     print({"bash": bash, "zsh": zsh, "fish": fish}[options.shell](all_words()), end="")
@@ -46,7 +45,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def all_words() -> dict[tuple[str, ...], Words]:
-    """The words of the whole command line, by the words that lead to them."""
+    """The words of the whole command line; each key is the sequence of words typed before them."""
     # Imported here: the module imports this one.
     from terrace.cli.keys import SECTIONS, dotted
     from terrace.cli.main import HELP, whole_parser
@@ -61,7 +60,7 @@ def all_words() -> dict[tuple[str, ...], Words]:
 
 
 def words_of(parser: argparse.ArgumentParser, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Words]]:
-    """The words of `parser`, which the words `path` lead to, and of the parsers inside it."""
+    """The words of `parser`, reached by typing `path`, and of its subparsers."""
     actions: dict[str, str] = {}
     options: dict[str, str] = {}
     choices: dict[str, tuple[str, ...]] = {}
@@ -85,7 +84,7 @@ def words_of(parser: argparse.ArgumentParser, path: tuple[str, ...]) -> Iterator
 
 
 def bash(found: Mapping[tuple[str, ...], Words]) -> str:
-    """A completion function for bash; file names follow where no word fits."""
+    """A completion function for bash; completes file names if no word fits."""
     lines = ["_terrace() {", '    local word="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}" path=""']
     lines += [
         "    local at",
@@ -117,12 +116,12 @@ def bash(found: Mapping[tuple[str, ...], Words]) -> str:
 
 
 def zsh(found: Mapping[tuple[str, ...], Words]) -> str:
-    """The function for bash, which zsh runs through its own emulation."""
+    """The bash function, run by zsh's own bash emulation."""
     return "autoload -U +X bashcompinit && bashcompinit\n" + bash(found)
 
 
 def fish(found: Mapping[tuple[str, ...], Words]) -> str:
-    """A `complete` line for each word."""
+    """One `complete` line per word, for fish."""
     lines = []
     for path, words in found.items():
         inner = [*words.actions] if any((*path, name) in found for name in words.actions) else []

@@ -1,4 +1,4 @@
-"""`terrace data lengths`: lengths of a corpus' documents, and the cost of balance policies on them."""
+"""`terrace data lengths`: document lengths of a corpus, and what the balance policies cost on them."""
 
 import argparse
 import math
@@ -73,7 +73,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Print the histogram and the costs of the policies; returns 0."""
+    """Prints the histogram and the cost of each policy; returns 0."""
     path, rest = take_word(rest)
     if path is not None and options.data is not None:
         raise ConfigError(f"{path} and --data {options.data} both name the corpus: leave one out")

@@ -1,4 +1,4 @@
-"""`terrace data prepare`: tokenise the data of a run before its job."""
+"""`terrace data prepare`: tokenises a run's data before its job starts."""
 
 import argparse
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ def add_action(actions: Any) -> None:
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Make the missing files of the cache, and print them; returns 0."""
+    """Makes the missing cache files and prints their names; returns 0."""
     config = resolve_run(options, rest)
     # After the options are checked: these need numpy and a tokenizer.
     from terrace.data.prepared import prepare_eval_sources, prepare_sources

@@ -1,6 +1,6 @@
 """`terrace doctor`: facts about this machine, the parts Terrace will use and why, and fixes for missing ones.
 
-With a model, a cluster or a plan it also checks that they fit together. `--network` starts the ranks and measures the
+Given a model, a cluster or a plan, it also checks that they fit together. `--network` starts the ranks and measures the
 links of every tier.
 """
 
@@ -51,7 +51,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Print the findings; returns 0, or 1 if one of them blocks."""
+    """Prints the findings; returns 0, or 1 if one of them blocks."""
     options.seconds = _USUAL_S if options.seconds is None else options.seconds
     if not (math.isfinite(options.seconds) and 0 < options.seconds <= _MOST_S):
         raise ConfigError(f"--seconds {options.seconds:g} must be above 0 and at most {_MOST_S:g}")

@@ -1,8 +1,9 @@
-"""Elastic runs: the command's cluster fitted to the number of started ranks.
+"""Elastic runs: fits the command's cluster to the number of started ranks.
 
-From the outermost tier inward, the first tier that can be resized to use all ranks gets the new size, and tiers outside
-it get size 1. The plan is read again for that cluster. The batch stays; if a rank's share of it is no multiple of
-plan.micro_batch, the micro-batch becomes the largest smaller divisor; one that the plan leaves out is chosen anew.
+From the outermost tier inward, the first tier that can be resized to use all ranks gets the new size, and the tiers
+outside it get size 1. The plan is parsed again for that cluster. The batch stays: if a rank's share of it is no
+multiple of plan.micro_batch, the micro-batch becomes the largest smaller divisor. A micro-batch that the plan leaves
+out is chosen anew.
 """
 
 import math
@@ -33,7 +34,7 @@ def fitted_cluster(cluster: Cluster, num_ranks: int) -> Cluster:
 
 
 def fitted_run(table: Mapping[str, Any], num_ranks: int) -> tuple[RunConfig, str]:
-    """(the run of a table on `num_ranks` ranks, description of the changes); no description if the ranks fit.
+    """The run of `table` on `num_ranks` ranks, and a description of the changes; "" if the ranks fit already.
 
     Raises `PlanError` if the plan does not fit them.
     """

@@ -72,7 +72,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Print loss, perplexity and bits per byte; returns 0."""
+    """Prints loss, perplexity and bits per byte; returns 0."""
     if rest:
         raise ConfigError(f"unknown argument {rest[0]!r}; see terrace eval --help")
     for name in ("context", "documents"):
@@ -181,7 +181,9 @@ def _of_chats(options: argparse.Namespace) -> "Evaluation":
 
 
 def _say_files(path: str, split: str) -> None:
-    """Say what of a folder is read. Fails for a path without documents, before the weights, which may take a while."""
+    """Prints which files of a folder are read. Fails early for a path without documents, since loading weights may take
+    a while.
+    """
     from terrace.data.files import find_data
 
     if words := find_data(path, split).words:

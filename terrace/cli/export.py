@@ -66,7 +66,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Write the folder; returns 0."""
+    """Writes the folder; returns 0."""
     if rest:
         raise ConfigError(f"unknown argument {rest[0]!r}; see terrace export --help")
     _check_together(options)

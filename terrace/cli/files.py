@@ -1,4 +1,4 @@
-"""Output files named by options: checked before any work is done, so that no result is lost at the end."""
+"""Checks output files named by options before any work is done, so that no result is lost at the end."""
 
 import os
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from terrace.base.files import resolved, write_atomic
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Raise `ConfigError` unless a file can be written at `path`; `option` is named in the error."""
+    """Raises `ConfigError`, naming `option`, if no file can be written at `path`."""
     try:
         if path.is_dir():
             raise IsADirectoryError(0, "it is a folder")
@@ -25,13 +25,13 @@ def check_writable(option: str, path: Path) -> None:
 
 
 def check_page(option: str, path: Path) -> None:
-    """Raise `ConfigError` unless the name of a page's file ends in .html or .htm."""
+    """Raises `ConfigError` unless the name of a page's file ends in .html or .htm."""
     if path.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(f"{option} {path}: a page is written as HTML; name a file that ends in .html")
 
 
 def check_not_read(option: str, path: Path, inputs: Mapping[str, str | None]) -> None:
-    """Raise `ConfigError` if `path` is one of the command's `inputs` (option -> path); names `option` in the error."""
+    """Raises `ConfigError`, naming `option`, if `path` is one of the command's `inputs` (option -> path)."""
     for name, given in inputs.items():
         if given is None:
             continue
@@ -42,7 +42,7 @@ def check_not_read(option: str, path: Path, inputs: Mapping[str, str | None]) ->
 
 
 def write_file(option: str, path: Path, content: str) -> None:
-    """Write the file named by `option`; raises `ConfigError` on failure."""
+    """Writes the file named by `option`. Raises `ConfigError` on failure."""
     try:
         write_atomic(path, content)
     except OSError as error:
@@ -55,6 +55,6 @@ def _unwritable(option: str, path: Path, error: OSError | ValueError) -> ConfigE
 
 
 def check_count(option: str, value: int | None, bits: int = 63) -> None:
-    """Raise `ConfigError` for a count below 1 or of more than `bits` bits; None is an option that is left out."""
+    """Raises `ConfigError` for a count below 1 or of more than `bits` bits. None is an omitted option."""
     if value is not None and not 1 <= value < 1 << bits:
         raise ConfigError(f"{option} {value} must be at least 1 and below 2^{bits}")

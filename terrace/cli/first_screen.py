@@ -1,7 +1,7 @@
 """The terminal output before a run's processes start.
 
-One line per fact: model, data, batch, plan, memory and messages, dtype; with the lines that the ranks print before the
-first loss, ten. Warnings follow. `verbose` adds the tables of plan, memory and messages.
+One line per fact: model, data, batch, plan, memory and messages, dtype. With the lines that the ranks print before the
+first loss there are ten. Warnings follow. `verbose` adds tables of plan, memory and messages.
 """
 
 import sys
@@ -29,7 +29,7 @@ _WIDTH = 80  # of a terminal
 
 
 def show_plan(job: RunJob, verbose: bool = False) -> None:
-    """Print the model, the data, the plan and its predicted cost."""
+    """Prints the model, the data, the plan and its predicted cost."""
     run, blocks = job.run, job.run.blocks()
     count = sum(block.num_trainable + block.num_frozen for block in blocks)
     lines = [
@@ -97,7 +97,7 @@ def _pace_words() -> list[str]:
 
 
 def dtype_words(run: RunConfig, verbose: bool = False) -> list[str]:
-    """Why a run computes in its dtype, and the cost of the other dtype; empty where only one is possible."""
+    """Why a run computes in its dtype, and what the other dtype would cost; empty if only one is possible."""
     plan, device = run.plan, run.cluster.device
     if plan.products is not None and device.backend == "cpu":
         return [
@@ -145,7 +145,7 @@ def _peak_words(run: RunConfig, verbose: bool) -> list[str]:
 def data_words(job: RunJob, verbose: bool = True) -> str:
     """One line on the data, plus one per source of a mixture and one per packed source.
 
-    Without `verbose`, packed sources that lose documents are the only ones with lines of their own.
+    Without `verbose`, a packed source has its own line only if it loses documents.
     """
     run, train = job.run, job.run.train
     uses = Batches(job.sources, train.sequence, run.rows, train.seed, run.data.holdout).uses(train.steps)
@@ -182,7 +182,7 @@ def _packed_words(use: SourceUse, sequence: int) -> list[str]:
 
 
 def _fates(use: SourceUse) -> list[str]:
-    """Counts of a packed source's documents that are cut, dropped or left out, in words."""
+    """How many of a packed source's documents are too long or left out, in words."""
     tally, fates = use.tally, list[str]()
     if tally is not None and tally.num_too_long:
         fates.append(f"{tally.num_too_long} longer than a sequence")

@@ -1,4 +1,4 @@
-"""Copies in the memory of machines, at the start of a run: hosts list their files, rank 0 chooses.
+"""Restores from copies in the memory of machines when a run starts: hosts list their files, rank 0 chooses.
 
 every host      lists of the files in its memory -> store
 rank 0          newest step of which all boxes are listed -> store
@@ -31,19 +31,19 @@ _LONGEST_S = 1800.0  # to check the files of a machine
 @dataclass(frozen=True, kw_only=True)
 class _Told:
     copies: tuple[str, ...] = ()  # manifests
-    damaged: tuple[str, ...] = ()  # files of the copy that was asked for
+    damaged: tuple[str, ...] = ()  # files of the requested copy
     wrong: tuple[str, ...] = ()  # lines about damage
 
 
 def check_partners(world: World, run: RunConfig, is_new: bool) -> None:
-    """Raise `ConfigError` for a new run with `train.peer_copies` whose ranks have no partners on other machines."""
+    """Raises `ConfigError` for a new run with `train.peer_copies` whose ranks have no partners on other machines."""
     sizes = [tier.size for tier in run.cluster.tiers]
     if is_new and run.train.peer_copies and find_partners(sizes, world.machines) is None:
         raise ConfigError(one_machine(world.machines))
 
 
 def offer(world: World, run_folder: Path | None) -> Held | None:
-    """Tell rank 0 which copies this host holds; returns them on the host's first rank. Every rank calls this."""
+    """Reports this host's copies to rank 0, and returns them on the host's first rank. Every rank calls this."""
     host = world.hosts[world.rank]
     if world.hosts.index(host) != world.rank:
         return None
@@ -55,7 +55,7 @@ def offer(world: World, run_folder: Path | None) -> Held | None:
 
 @contextmanager
 def checks_end(world: World) -> Iterator[None]:
-    """On rank 0, around `chosen`: hosts whose files are not asked for any more go on, whatever is raised."""
+    """On rank 0, around `chosen`: releases the other hosts from `check_when_asked`, whatever is raised."""
     try:
         yield
     finally:
@@ -63,7 +63,9 @@ def checks_end(world: World) -> Iterator[None]:
 
 
 def check_when_asked(world: World, here: Held | None) -> None:
-    """Check this host's files of the copies that rank 0 asks for, until it has chosen. Every rank but 0 calls this."""
+    """Checks this host's files of each copy that rank 0 asks for, until rank 0 has chosen. Every rank but
+    0 calls this.
+    """
     # Only the first rank of a host reads its files.
     if here is None:
         return
@@ -75,10 +77,10 @@ def check_when_asked(world: World, here: Held | None) -> None:
 
 
 def chosen(world: World, run_folder: Path, here: Held) -> Checkpoint | None:
-    """The newest checkpoint in the memory of all hosts together; rank 0 calls this and names damaged files.
+    """The newest checkpoint in the memory of all hosts together, or None. Rank 0 calls this, and reports damaged files.
 
-    Files are checked from the newest step on, until one is whole. A run keeps its copies until its end, so they count
-    also where it makes no more (`train.peer_copies = 0`).
+    Copies are verified from the newest step backwards until one is complete. A run keeps its copies until it ends, so
+    they are used even if it makes no more (`train.peer_copies = 0`).
     """
     if not run_id(run_folder):
         return None
@@ -96,7 +98,7 @@ def chosen(world: World, run_folder: Path, here: Held) -> Checkpoint | None:
             copies[host] = without(copies[host], found.text, told.damaged)
             _name(host, told.wrong)
             is_whole = is_whole and not told.damaged
-        # Without the damaged files, another host's may still make the step whole.
+        # Without the damaged files, another host's may still complete the step.
         if is_whole:
             return found
     if are_any:
@@ -120,7 +122,7 @@ def placed(job: RunJob, here: Held | None, world: World) -> RunJob:
 
 
 def _ask(world: World, text: str) -> int:
-    # Number of the question to check a copy; without text it is the last.
+    # Number of the request to check a copy; an empty text is the last request.
     number = int(world.store.add("copies/asked", 1))
     key = _question(number)
     world.store.set(key, world.seal.close(key, text))

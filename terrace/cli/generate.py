@@ -78,7 +78,7 @@ def add_parser(commands: Any) -> None:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose a trained model and how it is loaded."""
+    """Adds the options that choose a trained model and how it is loaded."""
     parser.add_argument(
         "folder",
         metavar="FOLDER",
@@ -98,7 +98,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Print each prompt with its continuation; returns 0."""
+    """Prints each prompt with its continuation; returns 0."""
     if rest:
         fix = (
             "see terrace generate --help"
@@ -124,7 +124,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     # After the options are checked: importing torch takes seconds.
     from terrace.train.generate import chat_prompt, generate_texts
 
-    # A prompt from a shell may hold bytes that are no text.
+    # A prompt from a shell may contain bytes that are not valid text.
     for prompt in options.prompt:
         check_text("--prompt", prompt)
     for stop in options.stop:
@@ -145,7 +145,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _as_options(words: str) -> str:
-    # As they are written here: --top-k 3 for top_k = 3.
+    # Named as options: --top-k 3 for top_k = 3.
     for name in SAMPLING:
         words = words.replace(f"{name} = ", f"--{name.replace('_', '-')} ")
     return words

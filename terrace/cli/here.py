@@ -1,4 +1,4 @@
-"""`--cluster auto`, and the cluster of a command that names none: `auto` where a GPU is, else `local`."""
+"""`--cluster auto`, and the default cluster of a command: `auto` on a machine with GPUs, else `local`."""
 
 import sys
 from collections.abc import Callable
@@ -18,9 +18,9 @@ Find = Callable[[], "Gpus | None"]
 
 
 def cluster_here(value: Any, ranks: int | None = None, find: Find | None = None) -> Any:
-    """The table of this machine where the value of a section `cluster` is "auto"; any other value as it is.
+    """Resolves a `cluster` value of "auto" to the table of this machine; other values are returned unchanged.
 
-    `UNNAMED` is "auto" where GPUs are, and enough of them for `ranks`; else "local". `find` looks for them.
+    `UNNAMED` means "auto" if this machine has GPUs, enough of them for `ranks`, else "local". `find` looks for GPUs.
     """
     if value not in (AUTO, UNNAMED):
         return value
@@ -44,7 +44,7 @@ def cluster_here(value: Any, ranks: int | None = None, find: Find | None = None)
 
 
 def named_table(name: str, ranks: int | None = None) -> dict[str, Any]:
-    """The table of `auto`, a preset, a file, or of the cluster that a command takes where none is named."""
+    """The cluster table for `auto`, a preset, a file, or `UNNAMED`."""
     found = cluster_here(name, ranks)
     return cluster_table(found) if isinstance(found, str) else dict(found)
 
@@ -79,7 +79,7 @@ def _torch_is_for_cpus() -> bool:
 
 
 def _say(text: str) -> None:
-    # Once for all ranks of a launcher, and apart from a command's output.
+    # Printed once for all ranks of a launcher, separately from a command's output.
     from terrace.launch.launchers import rank_of
 
     if text and rank_of(variables_here()) == "0":

@@ -1,4 +1,4 @@
-"""A job as text, for ranks that did not prepare it: read by the strict schema, never unpickled."""
+"""A job as text, for ranks that did not prepare it: parsed by a strict schema, never unpickled."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ class _Sources:
 
 
 def job_text(job: RunJob) -> str:
-    """The job as JSON; `read_job` gives an equal one back."""
+    """The job as JSON; `read_job` restores an equal one."""
     return json.dumps(dump(_JobText(**vars(job) | {"run": run_toml(job.run)})))
 
 
@@ -42,7 +42,7 @@ def read_job(text: str) -> RunJob:
 
 
 def sources_text(sources: Sequence[Source], eval_sources: Sequence[EvalSource] = ()) -> str:
-    """Prepared sources as JSON, for the ranks of the same machine; `read_sources` gives equal ones back."""
+    """Prepared sources as JSON, for the ranks of this machine; `read_sources` restores equal ones."""
     return json.dumps(dump(_Sources(sources=tuple(sources), eval_sources=tuple(eval_sources))))
 
 
@@ -53,7 +53,7 @@ def read_sources(text: str) -> tuple[tuple[Source, ...], tuple[EvalSource, ...]]
 
 
 def section_digests(run: RunConfig) -> dict[str, str]:
-    """A digest of every section of a configuration, by which ranks notice that theirs differ."""
+    """A digest of every section of a configuration, by which ranks detect differences."""
     table = tomllib.loads(run_toml(run))
     return {
         name: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]

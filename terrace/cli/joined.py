@@ -1,4 +1,4 @@
-"""Steps that the ranks of a command take together once they have joined, and limits before they start."""
+"""Preparation steps that a command's ranks take together after joining, and limits checked before they start."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ _REFUSED, _READY = "prepare/refused", "prepare/ready"  # in the store
 
 
 def check_local(cluster: Cluster) -> None:
-    """Raise `ConfigError` for a cluster with more ranks than one machine may start."""
+    """Raises `ConfigError` for a cluster with more ranks than one machine may start."""
     if cluster.world_size > _MAX_LOCAL_RANKS:
         raise ConfigError(
             f"cluster {cluster.name!r} has {cluster.world_size} ranks, and one machine starts at most "
@@ -35,7 +35,7 @@ def check_local(cluster: Cluster) -> None:
 
 
 def check_world(world: World, cluster: Cluster) -> None:
-    """Raise `ConfigError` unless the launcher's ranks are the cluster's, in number and on their machines."""
+    """Raises `ConfigError` unless the launcher's ranks match the cluster, in number and by machine."""
     if world.world_size != cluster.world_size:
         raise ConfigError(
             f"{were(world.world_size, 'rank')} started, but cluster {cluster.name!r} has "
@@ -47,11 +47,12 @@ def check_world(world: World, cluster: Cluster) -> None:
 
 @contextmanager
 def together(world: World) -> Iterator[None]:
-    """Around preparations of all ranks: either all of them leave the body, or none does and rank 0 tells why.
+    """Context manager for preparations on all ranks: either all of them leave the body, or none does and rank 0 reports
+    why.
 
-    After an error of one rank the others end where they wait for it, in `one_makes` or at the end of the body: rank 0
-    raises the same error with the rank's name, the others exit. Ranks are not watched here: the launcher ends the job
-    if one is killed.
+    If one rank fails, the others end at their next wait, in `one_makes` or at the end of the body. Rank 0 raises the
+    same error with the rank's name; the others exit. No watchdog runs yet: if a rank is killed, the launcher ends the
+    job.
     """
     try:
         yield
@@ -59,7 +60,7 @@ def together(world: World) -> Iterator[None]:
         raise
     except BaseException as error:
         with suppress(RuntimeError):  # the store is gone
-            # The first one counts: a second may follow from it.
+            # Only the first error counts: later ones may follow from it.
             world.store.compare_set(_REFUSED, "", world.seal.close(_REFUSED, json.dumps(_as_told(world, error))))
             _wait_until_heard(world)
         raise
@@ -69,14 +70,14 @@ def together(world: World) -> Iterator[None]:
 
 
 def awaited(world: World, key: str, of: str = "another rank", limit_s: float = _PREPARE_LIMIT_S) -> str:
-    """The text that `of` writes into the store; in a body of `together`, whose refusals end the wait."""
+    """Waits for the text under `key`, written by `of`. Inside `together`; an error of another rank ends the wait."""
     _wait_for(lambda: world.store.check([key]) or _is_refused(world), limit_s)
     _end_if_refused(world)
     return world.seal.open(key, bytes(world.store.get(key)), of)
 
 
 def one_makes(world: World, key: str, mine: bool, make: Callable[[], str]) -> str:
-    """Text of `make`, called on one rank (`mine`) and sent to the others through the store; in a body of `together`.
+    """Calls `make` on the rank with `mine` set, and broadcasts its text through the store. Inside `together`.
 
     Raises `ConfigError` for a text that no rank of this run wrote.
     """
@@ -110,7 +111,7 @@ def _wait_until_heard(world: World) -> None:
 
 
 def _as_told(world: World, error: BaseException) -> tuple[str, str]:
-    """The class of an error, and its message with the rank's name."""
+    """Class name of an error, and its message with the rank's name."""
     text = str(error) if isinstance(error, TerraceError) else first_line(error)
     where = f" on {world.hosts[world.rank]}" if world.hosts else ""
     return type(error).__name__, f"{text} (rank {world.rank}{where})"

@@ -1,7 +1,8 @@
-"""`terrace keys [SECTION | SECTION.KEY | WORD]`: keys of runs with type, default and one line, for every command.
+"""`terrace keys [SECTION | SECTION.KEY | WORD]`: the keys of runs with type, default and description, for every
+command.
 
-The lines are the comments beside the fields of the dataclasses that read the keys, so there is one text for both, and
-defaults are those that a run takes: of `terrace train` from its default file, of `terrace rl` from its dataclasses.
+Descriptions are the comments beside the dataclass fields, so each is written once. Defaults are those of a run: of
+`terrace train` from its default file, of `terrace rl` from its dataclasses.
 """
 
 import argparse
@@ -86,7 +87,7 @@ _RATES: Mapping[str, Mapping[str, str]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Key:
-    """A key; `default` is a value as JSON, or says that there is none, and `others` are those of other runs."""
+    """A key. `default` is JSON, or says that there is none; `others` lists defaults of other kinds of runs."""
 
     name: str
     kind: str
@@ -117,8 +118,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Print the keys; returns 0."""
-    # As on other command lines a key may have its dashes.
+    """Prints the keys; returns 0."""
+    # As on other command lines, a key may have leading dashes.
     if options.asked is None and len(rest) == 1 and rest[0].startswith("--") and "." in rest[0]:
         options.asked, rest = rest[0].removeprefix("--"), ()
     if rest:
@@ -146,7 +147,7 @@ def _is_in(name: str, asked: str | None) -> bool:
 
 
 def _found(asked: str) -> list[tuple[str, Key]]:
-    """Keys with this dotted name, else with this in their name, else in their line."""
+    """The key with this dotted name, else keys with the word in their name, else in their description."""
     every = [(section, key) for section in SECTIONS for key in keys_of(section)]
     word = asked.lower().replace("-", "_")
     tests: list[Callable[[str, Key], bool]] = [
@@ -176,7 +177,7 @@ def _wrapped(text: str, first: str, later: str) -> str:
 
 
 def dotted(command: str | None = None) -> dict[str, str]:
-    """The line of every key by its dotted name; with a `command`, of those that it takes as --SECTION.KEY."""
+    """Description of every key by dotted name; with `command`, only of those that it accepts as --SECTION.KEY."""
     of_rl = [name for name in (*_OF_RL, *_ALSO_OF_RL) if name not in _LISTS]
     of_train = [name for name in _OF_TRAIN if name not in _LISTS]
     sections = {None: [*SECTIONS], "rl": of_rl}.get(command, of_train)
@@ -203,7 +204,7 @@ def keys_of(section: str) -> list[Key]:
             default = field.default_factory()
         if default_run is not None:
             default = getattr(default_run, field.name)
-        is_absent = default == field.metadata.get("absent")  # `None`, or what stands for it
+        is_absent = default == field.metadata.get("absent")  # `None`, or its substitute
         shown = "required" if default is dataclasses.MISSING else "none" if is_absent else json.dumps(default)
         others = _others(section, field.name, default)
         kind_of_key = kind_words(hints[field.name])
@@ -212,7 +213,7 @@ def keys_of(section: str) -> list[Key]:
 
 
 def _others(section: str, name: str, default: Any) -> str:
-    """The defaults of a key where they differ from its own: on loaded weights, of an algorithm, of a task."""
+    """Defaults of a key that differ from its usual one: for loaded weights, an algorithm or a task."""
     key, found = f"{section}.{name}", list[str]()
     for objective, words in _RATES.get(key, {}).items():
         found.append(f"{usual_rate('adamw', objective, adapters=False):g} {words}")
@@ -231,7 +232,7 @@ def _others(section: str, name: str, default: Any) -> str:
 
 
 def kind_words(hint: Any) -> str:
-    """A type in words: `"a" | "b"` for a Literal, else "integer", "list", "table" and the like."""
+    """A type in words: `"a" | "b"` for a Literal, else "integer", "list", "table" and so on."""
     origin = typing.get_origin(hint)
     if origin is typing.Literal:
         return " | ".join(json.dumps(value) for value in typing.get_args(hint))
@@ -243,7 +244,7 @@ def kind_words(hint: Any) -> str:
 
 
 def _comments(kind: type[Any]) -> Iterator[tuple[str, str]]:
-    """Each field of the dataclass `kind` with its comment: beside it, or in the lines above."""
+    """Yields each field of the dataclass `kind` with its comment, beside it or in the lines above."""
     source = inspect.getsource(kind)
     comments = {
         token.start[0]: token.string.removeprefix("#").strip()

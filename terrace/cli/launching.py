@@ -11,14 +11,16 @@ from terrace.probe.environment import variables_here
 
 
 def num_machines(cluster: Cluster) -> int:
-    """Machines of a cluster by the names of its tiers; without such a name, the members of its outermost tier."""
+    """Number of machines in a cluster, from the names of its tiers; without a machine tier, the size of the outermost
+    tier.
+    """
     sizes = [tier.size for tier in cluster.tiers]
     named = [index for index, tier in enumerate(cluster.tiers) if tier.name in MACHINE_TIERS]
     return math.prod(sizes[named[-1] + 1 :]) if named else sizes[-1]
 
 
 def torchrun(cluster: Cluster, command: str) -> str:
-    """`command` of terrace under torchrun, to be given on each machine of the cluster."""
+    """The torchrun command line for a terrace `command`, to be run on each machine of the cluster."""
     nodes = num_machines(cluster)
     places = f"--nproc-per-node {cluster.world_size // nodes}"
     if nodes > 1:
@@ -27,16 +29,17 @@ def torchrun(cluster: Cluster, command: str) -> str:
 
 
 def check_alone(command: str, instead: str = "") -> None:
-    """Refuse a command that starts its ranks itself under a launcher, each process of which would start all of them.
+    """Refuses to run under a launcher a command that starts its ranks itself, because each process would start all of
+    them.
 
-    Raises `ConfigError` on rank 0, and ends the other ranks; `instead` says how other machines take part.
+    Raises `ConfigError` on rank 0, and ends the other ranks. `instead` says how other machines take part.
     """
     variables = variables_here()
     launcher = launcher_of(variables)
     if launcher is None or variables[launcher.world_size] == "1":
         return
     rank = rank_of(variables)
-    # Rank 0 says it for all of them. A text that is no rank may be that of every process.
+    # Rank 0 prints it for all. A rank that is not a number may be the same on every process.
     if rank.isdecimal() and int(rank):
         sys.exit(2)
     raise ConfigError(

@@ -50,7 +50,7 @@ EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_CLOSED, EXIT_TERMINATED = 1,
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
+    """Runs one command and returns its exit code."""
     with printable_output(), _changed_files_said():
         return _run(arguments)
 
@@ -101,7 +101,7 @@ def _run(arguments: Sequence[str] | None) -> int:
             # Here, since --help needs none of it.
             import_module("terrace.cli.partners").check_partners(_FORMER.get(options.command, options.command), options)
         code: int = options.run(options, rest)
-        # A closed pipe shows itself here, inside the try, not at interpreter exit.
+        # A closed pipe raises here, inside the try, not at interpreter exit.
         sys.stdout.flush()
     except BrokenPipeError:
         return EXIT_CLOSED
@@ -121,7 +121,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         if error.errno is None:
             raise
         print(f"terrace: error: {_surroundings(error)}", file=sys.stderr)
-        # A name that no file can have is bad input; anything else may be well the next time.
+        # An impossible file name is bad input; any other error may not recur.
         return EXIT_BAD_INPUT if error.errno in (errno.ENAMETOOLONG, errno.ELOOP) else EXIT_FAILED
     except KeyboardInterrupt:
         return _ended(Terminated("SIGINT"))
@@ -152,7 +152,7 @@ def _check_working_folder() -> None:
 
 
 def _surroundings(error: OSError) -> str:
-    """An error of the machine that no command has foreseen, wherever a file is first looked at."""
+    """Error text for an unexpected error of the machine (disk, memory, file limits), with a fix."""
     reason = error.strerror or str(error)
     if "temporary directory" in reason:  # of tempfile, which has tried them all
         fix = "set TMPDIR to a folder with room"
@@ -184,7 +184,7 @@ def _check_command(word: str) -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    # Errors go the way of all others: one line, exit code 2. Abbreviations would break with every new option.
+    # Errors are handled like all others: one line, exit code 2. Abbreviations would break with every new option.
     def __init__(self, **options: Any) -> None:
         super().__init__(**{**options, "allow_abbrev": False})
 
@@ -200,8 +200,8 @@ class _Parser(argparse.ArgumentParser):
         return super()._get_values(action, arg_strings)
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        # An empty name, as of an unset variable of a shell, would be the working folder.
-        # Defaults come this way, too.
+        # An empty value, as from an unset shell variable, would mean the working folder. Defaults pass through here,
+        # too.
         wanted = arg_string or action.default == "" or action.dest in _MAY_BE_EMPTY or action.nargs == argparse.PARSER
         if not wanted:
             option = action.option_strings[-1] if action.option_strings else action.metavar
@@ -226,7 +226,7 @@ def _parser(named: Sequence[str] = ()) -> argparse.ArgumentParser:
         for name, words in HELP.items():
             commands.add_parser(name, help=words)
         return parser
-    # Errors list all commands; a command needs its own module alone.
+    # Errors list all commands; a command needs only its own module.
     modules = [_FORMER.get(name, name) for name in named]
     for name in modules if modules and modules[0] in _COMMANDS else _COMMANDS:
         import_module(f"terrace.cli.{name}").add_parser(commands)

@@ -1,8 +1,8 @@
-"""Tables wider than the screen: columns move together, texts break into lines, and columns without room go below.
+"""Fits tables wider than the screen: columns move closer, text wraps, and columns without room go into a table below.
 
-Figures are never cut. A cell of a right-aligned column stays in one line, or breaks behind a comma. Columns that have
-no room stand in a further table below, with the columns that name its rows. A screen too narrow even for that breaks
-words.
+Numbers are never cut. A cell of a right-aligned column stays on one line, or breaks after a comma. Columns without room
+are put in a further table below, together with the columns that name its rows. If even that is too wide, words are
+broken.
 """
 
 import copy
@@ -21,7 +21,7 @@ _WORDS, _FIGURES, _HEADINGS = (re.compile(each) for each in (r"\s*\S+\s*", r".+?
 
 
 def fitted(table: Table, width: int) -> list[Table]:
-    """The tables to print in place of one that is wider than `width`; its cells are strings or `Text`."""
+    """The tables to print in place of one wider than `width`. Cells are strings or `Text`."""
     columns = [_Measured(column) for column in table.columns if any(map(_lines, column.cells))]
     if not columns:
         return [table]
@@ -31,7 +31,7 @@ def fitted(table: Table, width: int) -> list[Table]:
         groups, rest = [columns], []
     while rest or not groups:
         shown = list(names)
-        # One column at least: where even that is too wide, it breaks words.
+        # At least one column: if even that is too wide, words are broken.
         while rest and (len(shown) == len(names) or _width([*shown, rest[0]], 1) <= width):
             shown.append(rest.pop(0))
         groups.append(shown)
@@ -39,7 +39,9 @@ def fitted(table: Table, width: int) -> list[Table]:
 
 
 class _Measured:
-    """A column and its widths: `whole`; then with a heading in lines, with cells of a readable width, and the least."""
+    """A column and its widths: `whole` is unwrapped; `floors` are the minimum with a wrapped heading, with readable
+    cells, and with everything wrapped.
+    """
 
     def __init__(self, column: Column) -> None:
         self.column, self.cells = column, list(column.cells)
@@ -63,7 +65,7 @@ def _longest(lines: Sequence[str]) -> int:
 
 
 def _names(columns: Sequence[_Measured], width: int) -> list[_Measured]:
-    """The columns that name the rows: the first, and texts that follow a first text, in at most half of the width."""
+    """The columns that name the rows: the first, and following text columns if it is text, within half of the width."""
     texts = list(takewhile(lambda column: column.is_text, columns[:-1]))
     while len(texts) > 1 and _width(texts, 1) > width // 2:
         texts.pop()
@@ -76,7 +78,7 @@ def _width(columns: Sequence[_Measured], floor: int) -> int:
 
 
 def _widths(columns: Sequence[_Measured], width: int) -> list[int]:
-    """A width for each column: headings are broken first, then the last text, then the others."""
+    """A width for each column. Headings wrap first, then the last text column, then the others."""
     room, widths = width - len(columns) - 1, [column.whole for column in columns]
     every = range(len(columns))
     last = [place for place in every if columns[place].is_text][-1:]
@@ -90,7 +92,7 @@ def _widths(columns: Sequence[_Measured], width: int) -> list[int]:
 
 
 def _table(table: Table, columns: Sequence[_Measured], num_names: int, width: int, *, is_first: bool) -> Table:
-    """A table of some columns; but for the first, without a title and without rows whose further cells are empty."""
+    """A table of some of the columns. All but the first table lack the title, and rows whose other cells are empty."""
     found = copy.copy(table)
     found.columns, found.rows, found.padding = [], [], (0, 0, 0, 0)
     found.title = table.title if is_first else None
@@ -99,7 +101,7 @@ def _table(table: Table, columns: Sequence[_Measured], num_names: int, width: in
     for number, (each, wide) in enumerate(zip(columns, widths, strict=True)):
         made = each.column.copy()
         made.header = _broken(each.heading, _HEADINGS, wide)
-        # Folded: a word wider than its column goes on in the next line.
+        # Folded: a word wider than its column continues on the next line.
         made.width, made.no_wrap, made.overflow, made._index = wide, False, "fold", number
         found.columns.append(made)
     for place, row in enumerate(table.rows):
@@ -117,7 +119,7 @@ def _table(table: Table, columns: Sequence[_Measured], num_names: int, width: in
 
 
 def _broken(lines: Sequence[str], breaks: re.Pattern[str], width: int) -> str:
-    """Lines of at most `width`, broken where `breaks` allows it."""
+    """`lines` wrapped to `width`, only at matches of `breaks`."""
     found = list[str]()
     for line in lines:
         now = ""

@@ -1,4 +1,4 @@
-"""Why `terrace plan` found nothing, in one line with the fix."""
+"""Why `terrace plan` found nothing, in one line with a fix."""
 
 from collections.abc import Sequence
 
@@ -16,11 +16,11 @@ from terrace.report.plans import plan_words
 
 
 def nothing_words(space: Space, found: Found, pinned: Sequence[str], limit: int) -> str:
-    """The error where a search found no plan that fits; `pinned` are the pins as they were written, `limit` that of
-    the search.
+    """The error for a search that found no fitting plan. `pinned` are the pins as the user wrote them, `limit` is the
+    search's limit.
     """
     task, axes = space.task, space.axes
-    # The search is of one island, the user's options are of all.
+    # The search covers one island, the user's options all of them.
     batch, ranks = task.whole_batch, task.whole_cluster.world_size
     # On the data axis alone the error can name numbers that work.
     if found.nearest is None and tuple(axes) == ("data",) and batch % ranks:
@@ -78,5 +78,5 @@ def _sizes_that_divide(task: Task) -> str:
 
 
 def axes_words(names: Sequence[str]) -> str:
-    """`data axis`, `data, tensor axes`."""
+    """`data axis`, or `data, tensor axes`."""
     return f"{', '.join(names)} {'axis' if len(names) == 1 else 'axes'}"

@@ -29,7 +29,7 @@ AUTO = "auto"  # of --resume
 
 
 def resumed(options: argparse.Namespace) -> tuple[Path | None, bool]:
-    """(The run folder of --resume, whether a run in --folder goes on if there is one)."""
+    """The run folder of --resume, and whether to continue an existing run in --folder."""
     going_on = options.resume == AUTO
     if going_on and options.folder is None:
         raise ConfigError("--resume auto needs a folder: give --folder FOLDER")
@@ -80,7 +80,7 @@ def resolve_run(options: argparse.Namespace, rest: Sequence[str]) -> RunConfig:
 
 
 def run_table(options: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
-    """Table of the options and the dotted overrides in `rest`, not yet validated."""
+    """The run's table from the options and the dotted overrides in `rest`, not yet validated."""
     given, overrides = flags(options, "model", "cluster", "plan", "data"), parse_overrides(rest)
     # Looked up once, since this machine may be asked.
     here = cache(partial(cluster_here, ranks=options.ranks))
@@ -96,7 +96,7 @@ def _once(here: Callable[[str], Any], value: Any) -> Any:
 
 
 def flags(options: argparse.Namespace, *names: str) -> dict[str, str | None]:
-    """Values of the options `names`; raises `ConfigError` for one that is no text."""
+    """Values of the options `names`. Raises `ConfigError` for a value that is not valid text."""
     found = {name: getattr(options, name) for name in names}
     for name, value in found.items():
         if value is not None:
@@ -105,7 +105,7 @@ def flags(options: argparse.Namespace, *names: str) -> dict[str, str | None]:
 
 
 def check_task(options: argparse.Namespace, rest: Sequence[str]) -> None:
-    """Raise `ConfigError` if a plan file is the only description of the run and has no task."""
+    """Raises `ConfigError` if a plan file alone describes the run and has no task."""
     # `train` has defaults for all of these, but a report on a model that the user did not choose would mislead.
     if options.config is not None or options.plan is None or not os.path.isfile(options.plan):
         return

@@ -1,12 +1,12 @@
-"""Standard output that may be closed, full or in another encoding; and the signal that ends a run.
+"""Makes standard output robust: closed, full, or in another encoding; also turns SIGTERM into an exception.
 
-While a command runs, standard output and error spell out control characters, since most lines hold names from files.
-Terrace's own drawing (colours, a line in place) goes to `raw_stream`.
+While a command runs, standard output and error show control characters in escaped form, since most lines hold names
+from files. Terrace's own drawing (colours, a line in place) goes to `raw_stream`.
 
-A standard output that cannot be written (a full disk, a descriptor that the caller closed) ends a command in one line,
-unless the command has said `outlive_output`: hours of training are worth more than their screen. Standard error that
-cannot be written is given up in silence, since nothing is left to say it on. A reader of standard
-output that is gone (`| head`) is a `BrokenPipeError`.
+If standard output cannot be written (a full disk, a descriptor that the caller closed), the command ends with a
+one-line error, unless it has called `outlive_output`: hours of training are worth more than their screen. Errors on
+standard error are ignored, since there is nowhere left to report them. If the reader of standard output is gone (`|
+head`), `BrokenPipeError` is raised.
 """
 
 import errno
@@ -24,9 +24,9 @@ from terrace.base.printable import printable
 
 
 class Terminated(BaseException):
-    """A stop signal arrived; `words` name the checkpoint that is saved, if any.
+    """A stop signal arrived. `words` name the saved checkpoint, if any.
 
-    Not an `Exception`: no handler on the way out may swallow it.
+    Not an `Exception`, so that no handler on the way out swallows it.
     """
 
     def __init__(self, name: str = "SIGTERM", words: str = "saved checkpoints are complete") -> None:
@@ -47,7 +47,7 @@ def _drop(stream: Any) -> None:
 
 
 class _Guarded:
-    # A standard stream; None stands for one that the caller has closed. `lost` hears of the first failure alone.
+    # A standard stream, None if the caller has closed it. `lost` is called on the first failure only.
     def __init__(self, stream: TextIO | None, lost: Callable[[OSError], None]) -> None:
         self.whole: TextIO = stream or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # as long as the process
         self.lost = lost
@@ -91,9 +91,9 @@ def _ends_the_command(error: OSError) -> None:
 
 
 def outlive_output(say: Callable[[str], None]) -> None:
-    """From now on the command goes on where standard output cannot be written; `say` gets a line on it, once.
+    """From now on the command continues if standard output cannot be written; `say` gets one line about it.
 
-    A reader that is gone still ends it: whoever closed the pipe wanted no more.
+    A closed pipe still ends the command: the reader wanted no more.
     """
     guard = raw_stream(sys.stdout)
     if not isinstance(guard, _Guarded):
@@ -121,13 +121,13 @@ class _Spelled:
 
 
 def raw_stream(stream: Any) -> Any:
-    """The stream below a standard stream of `printable_output`; any other as it is."""
+    """The original stream below a `printable_output` stream; other streams are returned unchanged."""
     raw: Any = getattr(stream, "raw_stream", stream)
     return raw
 
 
 def on_a_terminal() -> Callable[[str], None]:
-    """A function that shows words on one line of stderr, each call over the last; it does nothing off a terminal."""
+    """A function that shows text on one line of stderr, each call replacing the last; does nothing off a terminal."""
 
     def show(words: str) -> None:
         import shutil  # here, since few commands show progress
@@ -140,8 +140,8 @@ def on_a_terminal() -> Callable[[str], None]:
 
 @contextmanager
 def printable_output() -> Iterator[None]:
-    """Inside the block, standard output and error take any text: control characters are spelled out, and characters
-    missing in the terminal's encoding are shown as `?`.
+    """Makes standard output and error accept any text in the body: control characters are escaped, and characters
+    missing in the terminal's encoding become `?`.
     """
     before = sys.stdout, sys.stderr
     for number in range(3):
@@ -177,13 +177,13 @@ def _occupy(descriptor: int) -> None:
 
 @contextmanager
 def sigterm_raises() -> Iterator[None]:
-    """Turn SIGTERM into `Terminated` inside the block; does nothing outside the main thread."""
+    """Turns SIGTERM into `Terminated` inside the block; does nothing outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def end(*_: object) -> None:
-        # Once: the way out must not be interrupted.
+        # Only once: the shutdown must not be interrupted.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise Terminated
 
@@ -191,5 +191,5 @@ def sigterm_raises() -> Iterator[None]:
     try:
         yield
     finally:
-        # The caller's handler comes back, also after an exception.
+        # The caller's handler is restored, also after an exception.
         signal.signal(signal.SIGTERM, before)

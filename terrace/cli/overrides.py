@@ -1,4 +1,4 @@
-"""Dotted overrides of a command line, `--section.key VALUE`: needs no configuration of a run."""
+"""Dotted overrides on a command line, `--section.key VALUE`. Needs no configuration of a run."""
 
 import argparse
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ CLUSTER_EPILOG = "Any key of the cluster can be set as --cluster.key VALUE, e.g.
 
 
 def add_headroom(parser: argparse.ArgumentParser) -> None:
-    """Add `--headroom`, a short name of `--cluster.device.headroom`."""
+    """Adds `--headroom`, short for `--cluster.device.headroom`."""
     parser.add_argument(
         "--headroom",
         metavar="SHARE|BYTES",
@@ -25,9 +25,9 @@ def add_headroom(parser: argparse.ArgumentParser) -> None:
 
 
 def read_cluster(name: str, rest: Sequence[str], instead: str, ranks: int | None = None) -> Cluster:
-    """Cluster `name` with the dotted overrides in `rest` and, if given, `ranks` ranks.
+    """Cluster `name` with the dotted overrides in `rest` and, if given, resized to `ranks` ranks.
 
-    `instead` says where other keys belong.
+    `instead` tells the user where other keys belong.
     """
     overrides = parse_overrides(rest, of_run=False)
     for section in overrides:
@@ -40,7 +40,7 @@ def read_cluster(name: str, rest: Sequence[str], instead: str, ranks: int | None
 def parse_overrides(rest: Sequence[str], *, of_run: bool = True) -> dict[str, Any]:
     """Nested tables from `--a.b VALUE` and `--a.b=VALUE`. Raises `ConfigError` for any other word.
 
-    `of_run`: all sections of a run can be set, so that an error may suggest one.
+    With `of_run` all sections of a run can be set, so an error may suggest one.
     """
     table: dict[str, Any] = {}
     words = list(rest)
@@ -68,9 +68,9 @@ def parse_overrides(rest: Sequence[str], *, of_run: bool = True) -> dict[str, An
 
 
 def take_word(rest: Sequence[str]) -> tuple[str | None, list[str]]:
-    """(the first positional word in `rest` or None, the remaining words).
+    """The first positional word in `rest`, or None, and the remaining words.
 
-    A bare word is positional unless it is the value of the `--section.key` before it.
+    A bare word is positional unless it is the value of the preceding `--section.key`.
     """
     words = list(rest)
     index = 0

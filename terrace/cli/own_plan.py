@@ -1,4 +1,4 @@
-"""The plan that `terrace plan` compares with those it finds: `--plan FILE|NAME`, `--plan.key VALUE`, or both."""
+"""The user's plan that `terrace plan` compares with those it finds: `--plan FILE|NAME`, `--plan.key VALUE`, or both."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,18 +20,18 @@ from terrace.report.uncertainty import is_tie
 from terrace.simulate.bands import band_of
 from terrace.train.layers import section
 
-DEFAULT = "three-level"  # the plan of `terrace train` that is told nothing
+DEFAULT = "three-level"  # the default plan of `terrace train`
 _DTYPES = ("compute", "messages", "products", "master", "optimizer_states")
 
 
 class OwnPlan(NamedTuple):
-    """A plan that the user gives, with the numbers that it leaves out, and its cost."""
+    """A plan given by the user, with its missing numbers filled in, and its cost."""
 
     plan: Plan
     cost: Cost
 
     def words(self, task: Task, best: Cost) -> str:
-        """Seconds and memory of the user's plan beside the best that was found."""
+        """Time and memory of the user's plan compared with the best plan found."""
         plan, cost = self
         longer, device = 100 * (cost.step_s / best.step_s - 1), task.cluster.device
         compared = f"{abs(longer):.1f} % {'longer' if longer >= 0 else 'shorter'} than the best"
@@ -46,10 +46,10 @@ class OwnPlan(NamedTuple):
 
 
 def own_plan(task: Task, name: str | None, keys: Any) -> OwnPlan:
-    """The plan of the options, priced for a task.
+    """The user's plan, priced for a task.
 
-    `keys` is the table of `--plan.key VALUE`. Micro-batch and unit that are left out are the fastest that fit, as for
-    a run; dtypes are the task's. Raises `PlanError` or `ConfigError` for a plan that cannot run.
+    `keys` is the table of `--plan.key VALUE`. Missing micro-batch and unit become the fastest that fit, as for a run;
+    missing dtypes are the task's. Raises `PlanError` or `ConfigError` for a plan that cannot run.
     """
     if not isinstance(keys or {}, Mapping):
         raise ConfigError(f"--plan.{keys!r}: set a key of the plan, as --plan.key VALUE")

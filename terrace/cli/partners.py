@@ -1,6 +1,6 @@
-"""Options that only have an effect beside another option: one table for all commands, and one error for a breach.
+"""Options that have an effect only together with another option: one table for all commands, and one error.
 
-Keys of a run, which may stand in a file, have theirs in terrace.train.effects; how tokens are drawn, in
+Keys of a run, which may be set in a file, are checked in terrace.train.effects; sampling options in
 terrace.generation.request.
 """
 
@@ -11,12 +11,14 @@ from terrace.base.errors import ConfigError
 
 
 class Partner(NamedTuple):
-    """`option` needs one of `needs`, options that are given or have the value behind a blank: `--format dcp`."""
+    """`option` requires one of `needs`: options that are given, or that have the value after the blank (`--format
+    dcp`).
+    """
 
     option: str
     needs: tuple[str, ...]
     shows_value: bool = False
-    # The error names only so many of `needs`: the command itself refuses the option beside the others.
+    # Number of `needs` that the error names; the command itself refuses the option with the others.
     says: int | None = None
 
 
@@ -37,7 +39,7 @@ PARTNERS: dict[str, tuple[Partner, ...]] = {
 
 
 def check_partners(command: str, options: argparse.Namespace) -> None:
-    """Raise `ConfigError` for the first option of a command that is given without any of the options it needs."""
+    """Raises `ConfigError` for the first option that is given without any of the options it needs."""
     for partner in PARTNERS.get(command, ()):
         value = _value(options, partner.option)
         if not _is_given(value) or any(_is_there(options, need) for need in partner.needs):
@@ -51,7 +53,7 @@ def check_partners(command: str, options: argparse.Namespace) -> None:
 def _is_there(options: argparse.Namespace, need: str) -> bool:
     name, _, wanted = need.partition(" ")
     value = _value(options, name)
-    # A word in capitals stands for any value.
+    # A word in capitals matches any value.
     return _is_given(value) if not wanted or wanted.isupper() else value == wanted
 
 

@@ -1,4 +1,4 @@
-"""`terrace plan`: search the plans of a model on a cluster, show the best with reasons, and write it for `terrace
+"""`terrace plan`: searches plans of a model on a cluster, shows the best with reasons, and writes it for `terrace
 train`.
 """
 
@@ -119,7 +119,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Search, print, write; returns 0."""
+    """Searches, prints and writes; returns 0."""
     for name in ("best", "limit"):
         check_count(f"--{name}", getattr(options, name))
     check_price(options.price)
@@ -173,7 +173,7 @@ def _own_plan(options: argparse.Namespace, rest: Sequence[str], task: Task) -> "
     keys = parse_overrides(rest, of_run=False).get("plan")
     if options.plan is None and keys is None:
         return None
-    # Reading a plan as a run does takes as many modules as a run; most calls compare nothing.
+    # Imported here: reading a plan as a run does needs all of a run's modules, and most calls compare nothing.
     from terrace.cli.own_plan import own_plan
 
     return own_plan(task, options.plan, keys)
@@ -182,8 +182,8 @@ def _own_plan(options: argparse.Namespace, rest: Sequence[str], task: Task) -> "
 class Answers(NamedTuple):
     """Answers beyond the best plan.
 
-    `own` compares the user's own plan; `used` says whether allowed cuts of tensor messages and products in 8 bits are
-    used, `stored` the same of narrow optimizer states.
+    `own` compares the user's own plan. `used` and `stored` are lines on whether the search used what the user allowed:
+    narrow tensor messages and 8-bit products, and narrow optimizer states.
     """
 
     tokens: int | None
@@ -296,7 +296,7 @@ def _write(task: Task, plan: Plan, shown: Estimate, options: argparse.Namespace)
 
 
 def _chosen(task: Task, best: Estimate) -> Plan:
-    # With the stages and the chunks that were priced, so that they run.
+    # Written with the stages and chunks that were priced, so that exactly these run.
     return replace(plan_of(task, best.candidate), **best.chosen)
 
 

@@ -54,25 +54,27 @@ OF_NUMBERS = ("train", "optimizer", "plan", "lora", "balance")  # sections of a 
 
 
 class CompleteError(CheckpointError):
-    """The run has made all its steps."""
+    """The run has already completed all its steps."""
 
 
 def goes_on(folder: Path | None, resume: Path | None, asked: bool) -> bool:
-    """Whether a run in `folder` is continued if there is one: as `asked`, and where a launcher starts it once more."""
+    """Whether to continue an existing run in `folder`: if `asked`, or if a launcher restarts the ranks."""
     return asked or (folder is not None and resume is None and is_restarted())
 
 
 def check_command(folder: Path, command: Command) -> None:
-    """Raise `CheckpointError` where the run in `folder` is one of the other command, whose files would be replaced.
+    """Raises `CheckpointError` if the run in `folder` belongs to the other command, whose files would be replaced.
 
-    Settings that cannot be read do not keep a run from going on (`earlier_table`).
+    Unreadable settings do not prevent a resume (`earlier_table`).
     """
     with suppress(ConfigError):
         table_to_resume(folder, command)
 
 
 def check_left(folder: Path, done: int, steps: int, key: str) -> None:
-    """Raise `CompleteError` where the checkpoint in `folder` is after the last of a run's `steps`, which `key` sets."""
+    """Raises `CompleteError` if the checkpoint in `folder` is already at the run's last step; `key` sets the number of
+    steps.
+    """
     if done >= steps:
         raise CompleteError(
             f"{folder} is after step {done} of {steps}, so nothing is left to train: ask for more with --{key} N"
@@ -80,7 +82,7 @@ def check_left(folder: Path, done: int, steps: int, key: str) -> None:
 
 
 def say_complete(complete: CompleteError, going_on: bool) -> None:
-    """Say that a run is complete; raises it where the user asked for more."""
+    """Prints that a run is complete, or raises `complete` if the user asked for more."""
     # A launcher may restart a complete run once too often; a user gets an error with the fix.
     if not going_on:
         raise complete
@@ -94,11 +96,12 @@ def prepare(
     going_on: bool = False,
     memory: Checkpoint | None = None,
 ) -> RunJob:
-    """Job of the ranks: verifies the program, tokenises the data, checks everything that will be read and written.
+    """Prepares the ranks' job: verifies the program, tokenises the data, and checks everything that will be read and
+    written.
 
-    With `going_on` the run continues from `folder`'s checkpoint, or from that in `memory` if the disk has no later one,
-    or begins there. Raises `CompleteError` if nothing is
-    left to train, and `TerraceError` for anything that cannot work; then no run folder is made.
+    With `going_on` the run continues from `folder`'s checkpoint, or from the one in `memory` if the disk has no later
+    one, or else starts there. Raises `CompleteError` if nothing is left to train, and `TerraceError` for anything that
+    cannot work; no run folder is made then.
     """
     there = resume or (folder if going_on and folder is not None and (folder / "config.toml").is_file() else None)
     if there is not None:
@@ -114,8 +117,8 @@ def prepare(
     plan = resolved_run(config).plan
     if said := gaps_words(config.plan, plan):
         print(said, flush=True)
-    # Kept, so that on other figures, too, a resumed run multiplies the same parts and rounds the same parts of
-    # gradients. It may have other stages, so its file names none that nobody gave.
+    # Stored, so that on other constants, too, a resumed run multiplies the same parts and rounds the same parts of
+    # gradients. It may have other stages, so its file only names stages that the user gave.
     kept = config.plan.with_routing_of(plan)
     config = replace(config, plan=kept)
     is_compiled = compiles(config)
@@ -170,8 +173,8 @@ def prepare(
 def compiles(config: RunConfig) -> bool:
     """Whether the run compiles its blocks: if `train.compile` is true, and by default on CUDA.
 
-    Where the default cannot be had, a line is printed with the reason. Raises `ConfigError` where `train.compile` is
-    true and this machine cannot compile.
+    If the default is not available, prints a line with the reason. Raises `ConfigError` if `train.compile` is true and
+    this machine cannot compile.
     """
     asked, device = config.train.compile, torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if asked is False or (asked is None and device.type == "cpu"):
@@ -196,7 +199,7 @@ def _check_kernels(config: RunConfig) -> None:
 
 
 def _sources(config: RunConfig, tokenizer: Tokenizer) -> tuple[tuple[Source, ...], tuple[EvalSource, ...]]:
-    """The data that is trained on and the data that is only evaluated, tokenised and checked."""
+    """The tokenised and checked data: training sources, and sources for evaluation only."""
     with passing_lines() as progress:
         sources = prepare_sources(config.data, tokenizer, config.train.sequence, progress)
         evaluated = prepare_eval_sources(config.data, tokenizer, config.train.sequence, progress)
@@ -209,10 +212,10 @@ def _sources(config: RunConfig, tokenizer: Tokenizer) -> tuple[tuple[Source, ...
 
 
 def tidy(folder: Path, saves: Sequence[Path]) -> None:
-    """Remove what a killed run left in its folder, whose checkpoints are in the folders `saves`.
+    """Removes what a killed run left in its folder and in `saves`, the folders that hold its checkpoints.
 
-    Also for a run that has nothing left to train and so starts no ranks, which would do the same. Raises
-    `CheckpointError` where another run writes there.
+    Needed for a run with nothing left to train, whose ranks are not started to do the same. Raises `CheckpointError` if
+    another run writes there.
     """
     clear_all_abandoned()
     # Fails if another run writes there: its rank 0 holds the lock to the end.
@@ -228,7 +231,7 @@ def tidy(folder: Path, saves: Sequence[Path]) -> None:
 
 
 def _changes(step: int, earlier: Mapping[str, Any] | None, config: RunConfig) -> tuple[str, ...]:
-    # A schedule may be changed by one key and show in another number.
+    # One key may change a schedule, and the effect show in another number.
     jump = rate_jump(step, earlier, config.train, config.optimizer)
     return (*changes(earlier, tomllib.loads(run_toml(config))), *filter(None, [jump]))
 
@@ -236,9 +239,9 @@ def _changes(step: int, earlier: Mapping[str, Any] | None, config: RunConfig) ->
 def changes(
     old: Mapping[str, Any] | None, new: Mapping[str, Any], sections: Sequence[str] = OF_NUMBERS
 ) -> tuple[str, ...]:
-    """Settings of a resumed run that may change its numbers and differ from the earlier start's: `key old -> new`.
+    """Settings that may change a resumed run's numbers and differ from the earlier start: `key old -> new`.
 
-    Data, model and ranks are compared with the checkpoint, and named elsewhere.
+    Data, model and ranks are compared with the checkpoint, and reported elsewhere.
     """
     if not old:
         return ("the settings of the earlier start cannot be read, so changes of them are not known",)
@@ -247,7 +250,7 @@ def changes(
         before, after = (_flat(table.get(section, {}), section) for table in (old, new))
         for key in sorted(before.keys() | after.keys()):
             values = (before.get(key), after.get(key))
-            # An empty list is as a key that an earlier version did not know; 0 and false need not be.
+            # An empty list equals a key unknown to an earlier version; 0 and false may not.
             if values[0] != values[1] and not all(value in (None, []) for value in values):
                 found.append(f"{key} {before.get(key, 'unset')!s} -> {after.get(key, 'unset')!s}")
     return tuple(found)
@@ -261,7 +264,7 @@ def _flat(table: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def earlier_table(folder: Path) -> dict[str, Any] | None:
-    """The settings of a run's earlier start; None where there was none, without keys where they cannot be read."""
+    """The settings of a run's earlier start; None if there was none, empty if they cannot be read."""
     path = folder / "config.toml"
     try:
         return read_table(path, folder) if path.is_file() and path.stat().st_size else None
@@ -281,7 +284,7 @@ def _to_resume(
 
 
 def check_same_run(checkpoint: Checkpoint, config: RunConfig, sources: Sequence[Source], tokenizer: Tokenizer) -> None:
-    """Raise `CheckpointError` if a checkpoint is of another model, data or order than a run."""
+    """Raises `CheckpointError` if a checkpoint has another model, data or sample order than the run."""
     folder = checkpoint.folder
     check_model(folder, checkpoint.layout, config.blocks(), config.optimizer)
     # Every fact that decides the sequence of batches or the model must be the same.
@@ -347,9 +350,9 @@ def _check_disk(folder: Path, config: RunConfig) -> None:
 
 
 def new_folder(folder: Path | None, going_on: bool = False) -> Path:
-    """Make a run folder, by default one of the time of day; raises `ConfigError` for one that cannot be had."""
-    # An empty config.toml claims the folder at once, so that no two runs take the same one. A run that is going on also
-    # takes the folder of a run that ended before its first checkpoint.
+    """Makes a run folder, by default named after the current time. Raises `ConfigError` if it cannot be made."""
+    # An empty config.toml claims the folder at once, so that no two runs take the same one. With `going_on` the folder
+    # of a run that ended before its first checkpoint is taken over, too.
     if going_on and folder is not None and (folder / "config.toml").is_file():
         return folder
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")

@@ -1,4 +1,4 @@
-"""`terrace probe`: measure this machine, or the ranks of this job, and write the results as a cluster file.
+"""`terrace probe`: measures this machine, or the ranks of this job, and writes the results as a cluster file.
 
 Without a launcher the ranks are local processes, as in `terrace train`; under torchrun this process is one of them.
 """
@@ -60,7 +60,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Probe and write the file; returns 0."""
+    """Probes and writes the file; returns 0."""
     cluster = read_cluster(options.cluster or UNNAMED, rest, "a probe takes only --cluster.key VALUE", options.ranks)
     if not (math.isfinite(options.seconds) and options.seconds > 0):
         raise ConfigError(f"--seconds {options.seconds:g} must be a number above 0: 60 is enough for most machines")
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     def check() -> None:
         check_out(options.out, options.force)
 
-    # The file is checked inside: under a launcher only one rank may look at it.
+    # The file is checked inside, because under a launcher only one rank may check it.
     samples = probing.run(cluster, options.seconds, check)
     if samples is not None:  # on the one rank that writes
         probed = assemble(cluster, samples)
@@ -84,7 +84,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def check_out(path: Path, force: bool) -> None:
-    """Raise `ConfigError` unless a file can be written there, or if it exists without `force`."""
+    """Raises `ConfigError` if no file can be written at `path`, or one exists and `force` is not set."""
     check_writable("--out", path)
     if path.suffix != ".toml":
         raise ConfigError(f"--out {path} must end in .toml: a cluster is found by that")
@@ -93,7 +93,7 @@ def check_out(path: Path, force: bool) -> None:
 
 
 def show_constants(probed: Probed, path: Path) -> None:
-    """Print the constants that a probe found, and the file at `path` that has them."""
+    """Prints the constants found by a probe, and the file at `path` that holds them."""
     title = f"cluster {probed.cluster.name}, probed with {counted(probed.cluster.world_size, 'rank')} at once"
     table = new_table(title, ("constant", "before", "now", "mark", "fit error"), left=("constant", "mark"))
     for row in probed.rows:

@@ -1,4 +1,4 @@
-"""Ranks of `terrace probe` and of `terrace doctor --network`: started here, or joined under a launcher."""
+"""Runs the ranks of `terrace probe` and `terrace doctor --network`: started here, or joined under a launcher."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -19,15 +19,15 @@ T = TypeVar("T")
 
 
 def run(cluster: Cluster, seconds: float, check: Callable[[], None]) -> Samples | None:
-    """Measure with local processes, or as one rank of a launcher's world; None on all ranks except the first.
+    """Measures with local processes, or as one rank of a launcher's world. Returns None on all ranks except the first.
 
-    `check` raises for an unusable output file: once, before anything is started or measured.
+    `check` raises for an unusable output file. It is called once, before anything is started or measured.
     """
     return _on_all_ranks(cluster, run_rank, (cluster, seconds), check, print)
 
 
 def run_links(cluster: Cluster, seconds: float, *, quiet: bool) -> list[MeasuredTier] | None:
-    """Like `run`, for the links only; prints no progress if `quiet`."""
+    """Like `run`, for the links only. Prints no progress if `quiet`."""
     say = _nothing if quiet else print
     return _on_all_ranks(cluster, run_links_rank, (cluster, seconds, quiet), lambda: None, say)
 
@@ -69,7 +69,7 @@ def run_rank(world: World, cluster: Cluster, seconds: float) -> Samples:
 
 
 def run_links_rank(world: World, cluster: Cluster, seconds: float, quiet: bool) -> list[MeasuredTier]:
-    """One rank of `run_links`; top-level for the same reason."""
+    """One rank of `run_links`; top-level, so that a child process can import it."""
     with printable_output():
         return measure_links(world, cluster, seconds, _say if world.rank == 0 and not quiet else _nothing)
 

@@ -1,4 +1,4 @@
-"""Validated programs of a run: the first step of every command that trains or simulates."""
+"""Builds and validates the programs of a run, the first step of every command that trains or simulates."""
 
 from terrace.base.errors import ConfigError, PlanError
 from terrace.model.block_operations import layer_operations
@@ -18,10 +18,11 @@ _newest: list[tuple[Step, list[Program]]] = []
 
 
 def checked_programs(config: RunConfig) -> list[Program]:
-    """Program of each stage of a run.
+    """The program of each stage of a run.
 
-    Raises `ProgramError` for one that breaks a rule or does not fit, and `PlanError` for a pipeline schedule with more
-    activations than fit on a device. The newest programs are kept: a run is checked, and then shown.
+    Raises `ProgramError` for a program that breaks a rule or does not fit, and `PlanError` for a pipeline schedule
+    whose activations do not fit on a device. The latest programs are cached, because a run is first checked and then
+    shown.
     """
     step = step_of(config)
     if _newest and _newest[0][0] == step:
@@ -37,7 +38,9 @@ def checked_programs(config: RunConfig) -> list[Program]:
 
 
 def check_passes(config: RunConfig, is_what: str) -> None:
-    """Raise `ConfigError` for a step with too many passes to be listed; one that is only predicted may have any."""
+    """Raises `ConfigError` for a step with too many passes to list; a step that is only predicted may have
+    any number.
+    """
     num_micros, num_blocks = config.num_micros(), len(config.blocks())
     if num_micros * num_blocks > _MOST_PASSES:
         raise ConfigError(
@@ -47,7 +50,7 @@ def check_passes(config: RunConfig, is_what: str) -> None:
 
 
 def forget_programs() -> None:
-    """Frees the kept programs: the process that waits for a run would hold them to its end."""
+    """Frees the cached programs, which the process that waits for a run would otherwise keep."""
     _newest.clear()
 
 

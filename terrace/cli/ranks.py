@@ -20,9 +20,9 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
 
 
 def with_ranks(ranks: int | None, overrides: dict[str, Any], cluster: Any) -> dict[str, Any]:
-    """Dotted overrides with sizes of the tiers of `cluster`, a table, for `ranks` ranks; None leaves them as they are.
+    """`overrides` with tier sizes that resize `cluster` (a table) to `ranks` ranks; unchanged if `ranks` is None.
 
-    Raises `ConfigError` beside overrides that give a size themselves.
+    Raises `ConfigError` if the overrides already set a size.
     """
     if ranks is None:
         return overrides

@@ -1,6 +1,6 @@
 """`terrace rehearse run|check|clean`: an emulated cluster on this machine, and programs run inside it.
 
-Messages of the rehearsal itself go to stderr; stdout belongs to the program.
+The rehearsal's own messages go to stderr; stdout belongs to the program.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def add_parser(commands: Any) -> None:
 
 
 def split_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(arguments of this command, the command after `--`)."""
+    """This command's arguments, and the command after `--`."""
     if "--" not in words or list(words[:1]) != ["rehearse"]:
         return list(words), []
     # argparse drops `--`, so the words are split before it sees them.
@@ -173,8 +173,8 @@ def _clean(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _run_paced(options: argparse.Namespace, rest: Sequence[str], command: Sequence[str]) -> int:
-    # The command emulates its own cluster: no network is built, so options that describe one have no effect.
-    # No option is ignored silently.
+    # The command emulates its own cluster and builds no network, so options that describe one have no effect. No option
+    # is ignored silently.
     given = [f"--{name}" for name in ("cluster", "counters") if getattr(options, name) is not None] + list(rest[:1])
     if given:
         raise ConfigError(
@@ -253,7 +253,7 @@ _WAYS = {
 
 
 def counts_table(wiring: Wiring, carried: Counts) -> Table:
-    """Bytes sent over each tier: in total, by rank, and over shared uplinks."""
+    """Bytes sent over each tier: in total, per rank, and over shared uplinks."""
     title = f"bytes sent on cluster {wiring.cluster.name} at scale {wiring.scale:g}, headers included"
     headings = ("tier", "all ranks", "mean of a rank", "most of a rank", "uplinks")
     table = new_table(title, headings, left=("tier", "uplinks"))
@@ -283,7 +283,7 @@ def figures_table(wiring: Wiring, found: list[Figure]) -> Table:
 
 
 def lost_delays(wiring: Wiring, lost: tuple[str, ...]) -> list[str]:
-    """One line for each tier without its emulated latency, with the reason."""
+    """One line for each tier whose latency is not emulated, with the reason."""
     lines = []
     for net in wiring.nets:
         wanted = seconds(net.tier.latency_s)

@@ -1,4 +1,4 @@
-"""Changes with which a model fits where a plan does not, found by searches: another plan, fewer pins, or more nodes."""
+"""Searches for changes that make a model fit: another plan, fewer pins, or more nodes."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,15 +15,15 @@ from terrace.planner.task import Task
 from terrace.report.plans import plan_words
 from terrace.report.tables import seconds
 
-# A guess at how long a user waits for the advice of an error. With all axes a size takes one or two seconds, so about
-# ten sizes are searched.
+# A guess at how long a user waits for the advice in an error. With all axes, one cluster size takes a second or two, so
+# about ten sizes are searched.
 LONGEST_S = 30.0
 
 
 def fitting_words(task: Task, limit: int, plan_command: str = "") -> str:
-    """The fastest plan of a task that fits, in words, or else the fewest nodes; at most `limit` plans are simulated.
+    """The fastest plan that fits, in words, or else the fewest nodes. At most `limit` plans are simulated.
 
-    `plan_command` writes such a plan.
+    `plan_command` is the command that writes such a plan.
     """
     space, patience = Space(task=task), _patience("the plan does not fit; looking for one that does")
     try:
@@ -38,9 +38,9 @@ def fitting_words(task: Task, limit: int, plan_command: str = "") -> str:
 
 
 def freer_words(space: Space, pinned: Sequence[str], limit: int) -> str:
-    """Pins that a search without a result may leave out so that some plan fits, or else the fewest nodes.
+    """Which pins of a failed search to drop so that some plan fits, or else the fewest nodes.
 
-    `pinned` are its pins as they were written.
+    `pinned` are the pins as the user wrote them.
     """
     task = space.task
     pins, axes = f"without {' and '.join(pinned)}", "with --axes all"
@@ -69,7 +69,7 @@ def _patience(words: str) -> Patience:
 
 
 def nodes_words(space: Space, limit: int, patience: Patience | None = None) -> str:
-    """The fewest members of the outermost tier with which some plan of a space fits, in words."""
+    """The smallest outermost tier with which some plan of the space fits, in words."""
     patience = _patience("") if patience is None else patience
     task, larger = space.task, least_nodes(space, limit=limit, patience=patience)
     if larger.estimate is None and not larger.out_of_time and tuple(space.axes) == ("data",):

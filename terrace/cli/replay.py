@@ -1,4 +1,4 @@
-"""`terrace replay RUN --step N`: a step of a run again, with every block's results looked at. RUN is only read."""
+"""`terrace replay RUN --step N`: repeats a step of a run and inspects every block's results. RUN is only read."""
 
 import argparse
 import math
@@ -26,7 +26,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Print the table of a step; returns 0."""
+    """Prints the table of a step; returns 0."""
     if rest:
         raise ConfigError(f"unknown argument {rest[0]!r}; see terrace replay --help")
     config = read_trained(options.folder, "which draws anew: replay takes a run of terrace train")

@@ -1,4 +1,4 @@
-"""`terrace report`: one or several runs, finished or not, as one HTML page; --watch serves it while they run."""
+"""`terrace report`: one or several runs, finished or not, as an HTML page; --watch serves it while they run."""
 
 import argparse
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _PORTS = 1 << 16
 
 
 class _Page(NamedTuple):
-    """A page, the status lines and missing parts that the command prints, and the runs if there are several."""
+    """A page, with the status lines and missing parts to print, and the compared runs if there are several."""
 
     text: str
     status: Sequence[str]
@@ -55,7 +55,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Write or serve the page; returns 0."""
+    """Writes or serves the page; returns 0."""
     if rest:
         raise ConfigError(f"unknown argument {rest[0]!r}; see terrace report --help")
     _check(options)

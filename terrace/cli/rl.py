@@ -1,6 +1,6 @@
 """`terrace rl`: learning from feedback. Everything is checked before the first process starts.
 
-The controller is this process. Roles are in local processes, in this one where the cluster has one rank, or on the
+This process is the controller. Roles run in local processes, in this process if the cluster has one rank, or on the
 machines of a Ray cluster.
 """
 
@@ -57,7 +57,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Learn, or explain; returns 0."""
+    """Learns, or explains; returns 0."""
     _check_explain(options)
     resume, going_on = resumed(options)
     if not options.explain:

@@ -1,5 +1,5 @@
-"""`terrace rl --explain`: the predicted seconds of an iteration, by role, stage and pool; with `--place auto` also the
-fastest placement. Nothing is started.
+"""`terrace rl --explain`: the predicted seconds of an iteration by role, stage and pool, and with `--place auto` the
+fastest placement. Starts nothing.
 """
 
 from terrace.base.errors import ConfigError
@@ -14,9 +14,9 @@ from terrace.rl.resolve import parse
 
 
 def placed(config: RlConfig) -> RlConfig:
-    """The run in the fastest placement that the search finds, which is printed.
+    """The run in the fastest placement that the search finds, which is also printed.
 
-    Raises `ConfigError` for a run that has its own pools, or plans of single roles.
+    Raises `ConfigError` for a run with its own pools or per-role plans.
     """
     if config.pool or config.plans:
         raise ConfigError(
@@ -27,14 +27,16 @@ def placed(config: RlConfig) -> RlConfig:
     console = Terminal()
     console.print(roles_table(best.report, config.cluster, f"the fastest placement: {groups_words(best.report)}"))
     print(f"{iteration_words(best.report)}\n")
-    # The search does not know all that a run's algorithm asks of a plan.
+    # The search does not know every requirement of a run's algorithm on a plan.
     found = parse(to_toml_table(placed_run(config, best.placement)))
     check_roles(found)
     return found
 
 
 def explain(config: RlConfig, *, search: bool) -> None:
-    """Print the price of the run's placement, and with `search` the best beside it; refuses the same input as a run."""
+    """Prints the predicted cost of the run's placement, and with `search` the best placement. Refuses what a run would
+    refuse.
+    """
     check_roles(config)
     flow, cluster, console = dataflow_of(config), config.cluster, Terminal()
     report = price(flow, placement_of(config), cluster)

@@ -1,6 +1,6 @@
-"""The record of a run of `terrace rl` in its folder: numbers, calls and samples of its steps, and its prediction.
+"""Records a run of `terrace rl` in its folder: metrics, calls and samples per step, and the prediction.
 
-Lines are sealed, a step each. A run that goes on drops the lines of steps that it repeats, of all files.
+Each line is sealed and holds one step. On resume, lines of repeated steps are dropped from all files.
 """
 
 import json
@@ -26,7 +26,7 @@ METRICS, CALLS, SAMPLES = "metrics.jsonl", "calls.jsonl", "samples.jsonl"
 
 @contextmanager
 def recording(folder: Path, config: RlConfig, first_step: int) -> Iterator["Record"]:
-    """The record of a run that has done `first_step` steps, closed at its end."""
+    """The record of a run that has completed `first_step` steps, closed at the end of the body."""
     record = Record(folder, config, first_step)
     try:
         yield record
@@ -35,18 +35,18 @@ def recording(folder: Path, config: RlConfig, first_step: int) -> Iterator["Reco
 
 
 class Record:
-    """The files of a run, and the trackers that it names."""
+    """The record files of a run, and its trackers."""
 
     def __init__(self, folder: Path, config: RlConfig, first_step: int) -> None:
         for name in (METRICS, CALLS, SAMPLES):
-            # Samples of step 0 are written again by a run that begins again.
+            # A run that starts over writes the samples of step 0 again.
             kept = [line for line in _read(folder / name) if _is_done(line, first_step)]
             write_atomic(folder / name, "".join(map(_sealed, kept)))
         self._files = {name: (folder / name).open("a", encoding="utf-8") for name in (METRICS, CALLS, SAMPLES)}
         self._trackers = open_trackers(config.run.metrics, folder, to_toml_table(config), first_step)
 
     def step(self, step: int, metrics: Metrics, calls: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
-        """A step: its numbers, its calls (`terrace.rl.call_lines`), and its samples, if it has any."""
+        """Writes a step: its metrics, its calls (`terrace.rl.call_lines`), and its samples, if any."""
         self._write(CALLS, {"step": step, **calls})
         self.samples(step, samples)
         self._write(METRICS, {"step": step, **metrics})
@@ -54,14 +54,14 @@ class Record:
             tracker.log(metrics, step)
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Samples (`terrace.rl.samples`), if there are any; those of step 0 are from before the first."""
+        """Writes samples (`terrace.rl.samples`), if any. Those of step 0 were taken before the first step."""
         if samples:
             self._write(SAMPLES, {"step": step, "samples": samples})
             for tracker in self._trackers.values():
                 tracker.write("samples", markdown(samples), step)
 
     def close(self) -> None:
-        """Close the files and the trackers."""
+        """Closes the files and the trackers."""
         for file in self._files.values():
             file.close()
         for tracker in self._trackers.values():
@@ -75,9 +75,10 @@ class Record:
 def write_prediction(
     folder: Path, report: "IterationReport | None", phases: Mapping[str, Sequence[str]], *, is_measured: bool
 ) -> None:
-    """Write `prediction.json`: seconds of a step and by stage, the `phases` of a stage, bytes of a hand-over by tier.
+    """Writes `prediction.json`: seconds per step and per stage, each stage's `phases`, and bytes of a hand-over by
+    tier.
 
-    `is_measured`: by a probed cluster. Without a report a file of an earlier start leaves.
+    `is_measured`: the cluster was probed. Without a report, the file of an earlier start is removed.
     """
     if report is None:
         with suppress(FileNotFoundError):
@@ -95,7 +96,7 @@ def write_prediction(
 
 
 def markdown(samples: Iterable[Mapping[str, Any]]) -> str:
-    """Samples as a block of code, so that no mark in a response acts."""
+    """Samples as a code block, so that no markup in a response takes effect."""
     lines = list[str]()
     for sample in samples:
         numbers = {"reward": sample["reward"], **sample["parts"]}

@@ -1,4 +1,4 @@
-"""A run of `terrace rl` on this machine: its folder, runtime, screen and metrics."""
+"""A run of `terrace rl` on this machine: folder, runtime, screen and metrics."""
 
 import math
 import os
@@ -87,9 +87,10 @@ def run(
     going_on: bool = False,
     verbose: bool = False,
 ) -> None:
-    """Run it in a new `folder`, or go on in `resume`, in processes of this machine or on the Ray cluster at `ray`.
+    """Runs `config` in a new `folder`, or continues in `resume`, in processes of this machine or on the Ray cluster at
+    `ray`.
 
-    With `going_on`, or where Slurm starts the job once more, a run in `folder` is continued. Raises the `TerraceError`
+    With `going_on`, or if Slurm restarts the job, an existing run in `folder` is continued. Raises the `TerraceError`
     of the first mistake, and `Terminated` after a signal.
     """
     outlive_output(_say_loud)
@@ -134,7 +135,7 @@ def _run(
 
 
 def _checked(config: RlConfig, ray: str | None) -> RunInputs:
-    """What a run reads, once all of it has been looked at; raises the `TerraceError` of the first mistake."""
+    """The inputs of a run, once all of them are checked. Raises the `TerraceError` of the first mistake."""
     inputs = inputs_of(config)
     check_roles(config)
     _check_devices(config, ray)
@@ -158,7 +159,7 @@ def _columns(prompts: PromptSource) -> Iterable[Collection[str]]:
 def _learned(
     inputs: RunInputs, runtime: Runtime, folder: Path, checkpoint: Checkpoint | None, asked: StopRequest
 ) -> str | None:
-    """The run, to its last step: its last words; None where it is `asked` to stop before."""
+    """Runs to the last step and returns the closing words; None if it was `asked` to stop earlier."""
     config, earlier = inputs.config, earlier_table(folder)
     if not earlier:
         for name, content in _source_of(inputs).items():
@@ -195,7 +196,7 @@ def _learned(
 
 
 def _source_of(inputs: RunInputs) -> dict[str, bytes]:
-    """The files that commands need to use the model, beside its weights."""
+    """The files, besides its weights, that commands need to use the model."""
     weights = inputs.config.weights
     if isinstance(inputs.tokenizer, SortTokenizer):
         return with_sums(inputs.tokenizer.files())
@@ -207,7 +208,7 @@ def _say_loud(words: str) -> None:
 
 
 def _predicted(config: RlConfig) -> IterationReport | TerraceError:
-    """The predicted step, or why there is none: a run that can go on does not fail for it."""
+    """The predicted step, or the error that prevents one, which must not fail a run that could continue."""
     try:
         return predicted(config)
     except TerraceError as error:
@@ -223,7 +224,7 @@ def _toml(config: RlConfig) -> str:
 
 
 def inputs_of(config: RlConfig) -> RunInputs:
-    """Prompts and tokenizer of a run; raises `DataError`, `ConfigError` or `ModelError` where they do not fit."""
+    """Prompts and tokenizer of a run. Raises `DataError`, `ConfigError` or `ModelError` if they do not fit."""
     if config.run.task:
         task = SortPrompts(config.run.seed)
         tokenizer: Tokenizer = SortTokenizer()
@@ -301,7 +302,7 @@ def _check_devices(config: RlConfig, ray: str | None) -> None:
 
 
 def _unused_gpus(config: RlConfig, ray: str | None) -> str:
-    """A line on GPUs of this machine that the run leaves idle; empty where there are none."""
+    """A line on GPUs of this machine that the run leaves idle; "" if there are none."""
     num = len(local_devices())
     if not num or ray is not None or config.cluster.device.backend == "cuda":
         return ""
@@ -324,7 +325,7 @@ def _words(config: RlConfig) -> str:
 
 
 def _pages(config: RlConfig, verbose: bool) -> str:
-    """A line on the pages of keys and values of a replica, where it is asked for or they cannot be mapped."""
+    """A line on a replica's key-value pages, if `verbose` or if they cannot be mapped."""
     rows, dtype = config.run.rows, DTYPES[config.plan.compute]
     device = torch.device("cuda" if config.cluster.device.backend == "cuda" else "cpu")
     shape = cache_shape(block_specs(config.model), rows)
@@ -354,7 +355,7 @@ def _line(step: int, found: Metrics) -> str:
 
 
 def _summary(found: Totals, folder: Path) -> str:
-    """Mean seconds by phase, idle ranks, lag, and the hand-over's bytes, predicted and measured."""
+    """Mean seconds by phase, idle ranks, lag, and predicted and measured bytes of the hand-over."""
     phases = [(name.removeprefix("time/"), found.mean(name)) for name in found.names if name.startswith("time/")]
     lines = [f"\nseconds of a step, mean of {counted(found.num_steps, 'step')}"]
     lines += [f"    {name:14s} {value:8.3f}" for name, value in sorted(phases, key=lambda each: -each[1])]

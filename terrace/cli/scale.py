@@ -1,4 +1,4 @@
-"""`terrace scale`: predicted curve of a plan from one member of the outermost tier to many."""
+"""`terrace scale`: the predicted scaling curve of a plan, from one member of the outermost tier to many."""
 
 import argparse
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Print both curves; returns 0."""
+    """Prints both curves; returns 0."""
     check_price(options.price)
     if options.picture is not None:
         check_output("--picture", options.picture, options)
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.plan in PRESETS:
         known, words = partial(_of_preset, options.plan), f"{words.split('; ')[0]}; numbers for each size"
     curves = {scaling: curve(task, known, sizes, scaling, made_for.world_size) for scaling in titles}
-    # A curve without a point would print two tables of objections; one error says the same.
+    # A curve without points would print two tables of errors; a single error suffices.
     if not any(point.estimate for points in curves.values() for point in points):
         raise PlanError(f"plan {plan.name!r} runs at no size: {curves['strong'][-1].reason}")
     if options.picture is not None:  # first, so that a file that cannot be written is all there is to read
@@ -109,7 +109,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _hidden_words(points: Sequence[Point]) -> str:
-    """The messages between nodes on whose hiding the largest size that runs rests, in a paragraph; "" for none."""
+    """A paragraph on messages between nodes that the largest feasible size relies on hiding; "" if there are none."""
     ran = [(point.task, point.plan) for point in points if point.plan]
     if not ran:
         return ""
@@ -126,12 +126,12 @@ def _made_for(options: argparse.Namespace, task: Task, planned: Planned | None) 
     # The cluster whose batch the task has.
     if planned is None or options.batch is not None:
         return task.cluster
-    # The share of another cluster's devices is that of the option's.
+    # With --cluster, the batch counts as made for that cluster.
     return parse_cluster(dict(planned.cluster)) if options.cluster is None else task.cluster
 
 
 def _plan(task: Task, name: str | None) -> tuple[Plan, str]:
-    """The plan of a name, a file or a search, for the largest size, and its words."""
+    """The plan for the largest size, from a name, a file or a search, and a description."""
     if name is not None and name not in PRESETS:
         plan = command_plan(section("plan", name), task.cluster)
         words = f"params {plan.params}, grads {plan.grads}, optimizer {plan.optimizer}"

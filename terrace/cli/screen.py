@@ -1,4 +1,4 @@
-"""Terminal output of `terrace train`, and the result files of the run folder."""
+"""Terminal output of `terrace train`, and the result files in the run folder."""
 
 import json
 import math
@@ -35,9 +35,9 @@ from terrace.train.recorder import append_event
 
 
 class Screen:
-    """Observer on rank 0: a progress line, then the comparison, the run folder's files, the verdict, the next commands.
+    """Observer on rank 0: a progress line, then the comparison, the result files, the verdict and the next commands.
 
-    `verbose` adds the figures behind the prediction and the utilisation, and details of the start.
+    `verbose` adds the constants behind prediction and utilisation, and details of the start.
     """
 
     def __init__(self, job: RunJob, verbose: bool = False) -> None:
@@ -80,7 +80,7 @@ class Screen:
         print(f"{origin}: {quantity(rate, 'FLOP/s')} per rank in {where}\n  {links}")
 
     def _note_lost(self, words: str) -> None:
-        # Disks that are full may be the same one.
+        # Both failures may come from the same full disk.
         with suppress(OSError):
             append_event(self._job.folder, "note", step=self._step, text=words)
 
@@ -172,7 +172,7 @@ class Screen:
 
 
 def slowest_words(slowest: SlowestRank, of_rank_0: Mapping[str, float], num_stages: int) -> str:
-    """The rank with the most own work, beside rank 0, whose seconds the table above shows."""
+    """The rank with the most own work, compared with rank 0, whose seconds the table above shows."""
     own_s = own_seconds(slowest.measured_s)
     if slowest.rank == 0:
         return f"rank 0 has most work of its own, {seconds(own_s)} of a step; every other waits longer"
@@ -220,7 +220,7 @@ _LONGEST = 40  # characters of a prompt in a command
 
 
 def next_commands(job: RunJob) -> tuple[str, str]:
-    """Two commands: the page of the run, and a use of its model."""
+    """Two commands for the user: the run's page, and a use of its model."""
     run, folder = job.run, quote(str(job.folder))
     report = f"{job.command} report {folder}"
     # A model with a score in place of logits generates no text, nor does one whose experts depend on later tokens.

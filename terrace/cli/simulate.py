@@ -1,4 +1,4 @@
-"""`terrace simulate`: simulate the programs that would run, and show a step from several sides; nothing is run.
+"""`terrace simulate`: simulates the programs that would run and shows a step from several sides; nothing is executed.
 
 `terrace explain` is the former name of `terrace simulate --view program`.
 """
@@ -64,7 +64,7 @@ def _add_options(parser: argparse.ArgumentParser, view: str) -> None:
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Print the view and write the files; return 0."""
+    """Prints the view and writes the files; returns 0."""
     plan, rest = take_word(rest)
     if plan is not None:
         if options.plan is not None:
@@ -120,7 +120,7 @@ def _outputs(options: argparse.Namespace) -> dict[str, Path]:
     names = list(outputs)
     for index, name in enumerate(names):
         for other in names[:index]:
-            # Resolved, since two names may lead to one file.
+            # Resolved, since two paths may name one file.
             if outputs[name].resolve() == outputs[other].resolve():
                 raise ConfigError(f"--{other} and --{name} both name {outputs[other]}: name two files")
     if "page" in outputs:

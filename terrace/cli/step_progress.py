@@ -28,7 +28,7 @@ _SPARE = (r"\S+ \S+ (resident|allocated)$", "lr ", "norm ", "balance ")
 
 
 class ProgressLine:
-    """Progress of steps: a line in place on a terminal, and permanent lines now and then, also elsewhere."""
+    """Progress of steps: on a terminal, a line updated in place; permanent lines at intervals, also elsewhere."""
 
     def __init__(self, console: Console, num_steps: int, log_every: int) -> None:
         self._console, self._num_steps, self._log_every = console, num_steps, log_every
@@ -51,7 +51,7 @@ class ProgressLine:
             print(line[:width], end="", flush=True)
 
     def above(self, text: str) -> None:
-        """Print a permanent line above the progress line."""
+        """Prints a permanent line above the progress line."""
         self._permanent(text)
 
     def _permanent(self, text: str) -> None:
@@ -69,7 +69,7 @@ class ProgressLine:
 
 
 def step_words(record: StepRecord, num_steps: int, seconds_left: float, width: int = 1 << 30) -> str:
-    """One-line summary of a step, without memory, learning rate, norm and balance where `width` is too small."""
+    """One-line summary of a step. If `width` is too small, memory, learning rate, norm and balance are left out."""
     parts = [
         f"step {record.step:>{len(str(num_steps))}}/{num_steps}",
         f"loss {record.loss:.3f}",
@@ -87,7 +87,7 @@ def step_words(record: StepRecord, num_steps: int, seconds_left: float, width: i
     if record.balance is not None:
         parts.append(f"balance {record.balance:.2f}")
     if record.peak_memory_bytes:
-        # The first kind is the one that counts: allocated on CUDA, resident on a CPU.
+        # The first kind is the relevant one: allocated on CUDA, resident on a CPU.
         name, size = next(iter(record.peak_memory_bytes.items()))
         parts.append(f"{quantity(size, 'B')} {name}")
     parts.append(f"{clock(seconds_left)} left")
@@ -114,7 +114,7 @@ def clock(seconds_left: float) -> str:
 
 
 def utilisation_words(used: Utilisation) -> str:
-    """Constants from which MFU and HFU of a run are computed."""
+    """The constants behind a run's MFU and HFU."""
     flops, peak = used.flops, quantity(used.peak_flops_per_s, "FLOP/s")
     return (
         f"MFU = {quantity(flops.model, 'FLOP')} / (seconds of a step x {used.num_devices} x {peak}): "
@@ -131,7 +131,9 @@ _FIRST_S, _LATER = 5.0, 3.0  # off a terminal: time of the first line, and the r
 
 @contextmanager
 def passing_lines(now: Callable[[], float] = time.monotonic) -> Iterator[Callable[[str], None]]:
-    """A function that prints messages; on a terminal, `Passing` ones are overwritten, the last when the block ends."""
+    """A function that prints messages. On a terminal, `Passing` ones are overwritten, the last at the end
+    of the body.
+    """
     raw, live = raw_stream(sys.stdout), sys.stdout.isatty()
     begin_s, next_s, stands = now(), _FIRST_S, False
 

@@ -1,4 +1,4 @@
-"""Options of `terrace plan` and `terrace scale` for the task: model, cluster, batch, sequence."""
+"""Options of `terrace plan` and `terrace scale` that describe the task: model, cluster, batch, sequence."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ TASK_EPILOG = "Any figure of the cluster can be set as --cluster.key VALUE, e.g.
 
 
 def add_task_options(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    """Add the options that describe a task; if not `required`, a plan's file may supply them."""
+    """Adds the options that describe a task; if not `required`, a plan file may supply them."""
     parser.add_argument("--model", metavar="PATH", required=required, help="Hugging Face config.json, or its folder")
     parser.add_argument("--cluster", metavar="NAME|FILE", required=required, help="cluster preset or TOML file")
     parser.add_argument(
@@ -49,7 +49,7 @@ def add_task_options(parser: argparse.ArgumentParser, required: bool = True) -> 
 def read_task(
     options: argparse.Namespace, rest: Sequence[str], planned: Planned | None = None, also: Sequence[str] = ()
 ) -> Task:
-    """Task from the options; a plan's own task fills in missing options. `also` are sections that others read.
+    """Task from the options; a plan's own task fills in missing ones. `also` names sections that the caller parses.
 
     Raises a `TerraceError` for an impossible task.
     """
@@ -88,7 +88,7 @@ def read_task(
 
 
 def faster_dtype(cluster: Cluster) -> str:
-    """The dtype in which the device is faster, as a user would choose."""
+    """The dtype with the higher peak on the device."""
     peaks = cluster.device.peak_flops_per_s
     return max(("bf16", "fp32"), key=lambda dtype: peaks.get(dtype, 0.0))
 
@@ -116,13 +116,13 @@ def task_words(task: Task) -> str:
 
 
 def check_price(price: float | None) -> None:
-    """Raise `ConfigError` for a `--price` that is none."""
+    """Raises `ConfigError` for an invalid `--price`."""
     if price is not None and not 0 < price < 1e9:
         raise ConfigError(f"--price {price} must be a positive number")
 
 
 def check_output(option: str, path: Path, options: argparse.Namespace) -> None:
-    """Raise `ConfigError` unless `option`'s file can be written; called before any work, so that no result is lost."""
+    """Raises `ConfigError` if `option`'s file cannot be written. Called before any work, so that no result is lost."""
     check_writable(option, path)
     # With --force an output could otherwise overwrite the command's own input.
     check_not_read(option, path, {name: getattr(options, name, None) for name in ("plan", "model", "cluster")})

@@ -1,4 +1,6 @@
-"""The console of commands that draw tables: apart from terrace.cli.output, since `terrace --help` needs no rich."""
+"""The console of commands that draw tables. Separate from terrace.cli.output, because `terrace --help`
+needs no rich.
+"""
 
 import re
 import shutil
@@ -17,7 +19,7 @@ _PLAIN_WIDTH = 120  # of a file or a pipe, which have no width
 
 
 class _Trimmed:
-    """A stream that gets no blanks before line ends: rich fills every line of a table."""
+    """A stream that strips trailing blanks, with which rich pads every line of a table."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -30,10 +32,10 @@ class _Trimmed:
 
 
 class Terminal(Console):
-    """Console that raises `BrokenPipeError` when its reader is gone, where rich would exit.
+    """Console that raises `BrokenPipeError` if its reader is gone; rich would exit.
 
-    Off a terminal, lines have COLUMNS characters, by default 120, and no blanks at their ends. Markup is off: names
-    come from files, and may hold brackets and colons.
+    Off a terminal, lines have COLUMNS characters, by default 120, and no trailing blanks. Markup is off: names come
+    from files, and may contain brackets and colons.
     """
 
     def __init__(self, *, stderr: bool = False) -> None:
@@ -46,7 +48,7 @@ class Terminal(Console):
         super().__init__(file=trimmed, markup=False, emoji=False, width=width)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print `objects`; a table that is too wide as `terrace.cli.narrow_tables` fits it."""
+        """Prints `objects`; a table that is too wide is first fitted by `terrace.cli.narrow_tables`."""
         for each in objects:
             for shown in self._shown(each) if isinstance(each, Table) else [each]:
                 super().print(shown, **options)
@@ -64,9 +66,9 @@ class Terminal(Console):
         return fitted(table, self.width)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Callback of rich, for every text that is shown."""
+        """Called by rich for every text that is shown."""
         return super().render_str(printable(text), **options)
 
     def on_broken_pipe(self) -> NoReturn:
-        """Callback of rich."""
+        """Called by rich if the pipe is broken."""
         raise BrokenPipeError

@@ -1,4 +1,4 @@
-"""`terrace train`: check everything, show the plan, start the ranks, compare prediction and measurement.
+"""`terrace train`: checks everything, shows the plan, starts the ranks, and compares prediction with measurement.
 
 Without a launcher the ranks are local processes; under torchrun (srun, mpirun) this process is one rank. Everything
 that can be checked is checked before the first process starts and before torch is loaded.
@@ -50,11 +50,11 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Train; returns 0."""
+    """Trains; returns 0."""
     with refusals_told():
         table = _table(options, rest)
         config = parse_run(table)
-        # A run that goes on keeps the keys of its own file.
+        # A resumed run keeps the keys of its own file.
         files = file_layers(options.config, options.plan) if options.resume in (None, AUTO) else {}
         check_effects(config, files, parse_overrides(rest))
         # A resumed run has its rate, unless it is given another.

@@ -50,7 +50,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Write the folder; returns 0."""
+    """Writes the folder; returns 0."""
     if rest:
         raise ConfigError(f"unknown argument {rest[0]!r}; see terrace upcycle --help")
     check_count("--shard-bytes", options.shard_bytes)

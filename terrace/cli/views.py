@@ -1,4 +1,4 @@
-"""Views of a step: sections printed by `terrace simulate`, and files written by it."""
+"""Views of a step: sections that `terrace simulate` prints, and files that it writes."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -67,9 +67,9 @@ from terrace.train.prediction import step_of
 
 @dataclass(frozen=True)
 class StepView:
-    """A step of a run with a plan that leaves nothing out, ready to print and write.
+    """A step of a run with a fully resolved plan, ready to print and write.
 
-    Computes only the parts needed by a view: `program` predicts, `step` also records and tries changes.
+    Computes only what a view needs: `program` predicts, `step` also records and tries changes.
     """
 
     run: RunConfig
@@ -79,9 +79,9 @@ class StepView:
 
     @staticmethod
     def of(run: RunConfig, options: argparse.Namespace) -> "StepView":
-        """View of a run; raises the `TerraceError` of a step that cannot run."""
+        """View of a run. Raises the `TerraceError` of a step that cannot run."""
         programs = checked_programs(run)
-        # Checked here, since the programs tell the number of stages.
+        # Checked here, since the number of stages comes from the programs.
         if not 0 <= options.stage < len(programs):
             last = len(programs) - 1
             held = f"stages 0 to {last}" if last else "no pipeline, so one stage: leave --stage out"
@@ -98,12 +98,12 @@ class StepView:
 
     @cached_property
     def recorded(self) -> RecordedStep:
-        """The step with the recording of each stage."""
+        """The predicted step, with a recording of each stage."""
         return record_predicted(self.predicted)
 
     @cached_property
     def candidates(self) -> list[Change]:
-        """Single changes, shortest step first."""
+        """Single changes of the plan, shortest step first."""
         return changes(step_of(self.run), base=self.predicted)
 
     @property
@@ -131,7 +131,7 @@ class StepView:
 
     @cached_property
     def misfit(self) -> str:
-        """The memory that a rank lacks under the plan, in a line; "" where it fits."""
+        """A line on the memory that a rank lacks under the plan; "" if it fits."""
         run = self.run
         job, device = Job(cluster=run.cluster, plan=run.plan, num_micros=run.num_micros()), run.cluster.device
         stage, memory = fullest_stage(job, run.blocks(), run.train.sequence)
@@ -142,7 +142,7 @@ class StepView:
 
     @cached_property
     def hidden(self) -> str:
-        """The messages between nodes that the step rests on hiding; "" where it does not."""
+        """A line on messages between nodes that the step relies on hiding; "" if there are none."""
         return hidden_words(hidden_between_nodes(self.predicted, self.recorded.recordings))
 
     @cached_property
@@ -159,7 +159,7 @@ class StepView:
             mean = f"the mean of a cycle is {seconds(self.predicted.step_s)}"
             title += f"; drawn without the exchanges of islands, {mean}"
         if self.is_pipelined:
-            # One rank stands for the step, and stages send different amounts.
+            # One rank represents the step, and stages send different amounts.
             sent = max(self.predicted.expected_bytes, key=lambda each: sum(each.values()))
             return stages_page(recorded, sent, found, subtitle=title, advice=advice, cycle=self._cycle)
         recording, curve = recorded.recordings[0], recorded.curves[0]
@@ -181,7 +181,7 @@ class StepView:
         return stages_trace_json(recorded.recordings, recorded.curves, name=name, step_s=recorded.step_s)
 
     def csv(self, path: Path) -> str:
-        """Write the order of a pipeline's tasks; returns a line for the user."""
+        """Writes the task order of a pipeline as CSV. Returns a line for the user."""
         if not self.is_pipelined:
             raise ConfigError(f"--csv {path}: the plan has no pipeline axis, so there is no order; leave --csv out")
         write_file("--csv", path, to_csv(self.orders))
@@ -198,7 +198,7 @@ def step_words(run: RunConfig) -> str:
 
 
 def _paragraph(text: str) -> None:
-    """Print a text and an empty line; nothing for no text."""
+    """Prints a text and an empty line, unless the text is empty."""
     if text:
         print(f"{filled(text)}\n")
 
@@ -210,7 +210,7 @@ def show_plan(view: StepView) -> None:
 
 
 def show_alternatives(view: StepView) -> None:
-    """The predicted steps of other divisions of stacks."""
+    """Predicted steps of other divisions of stacks."""
     _paragraph(alternatives_words(view.predicted))
 
 
@@ -221,7 +221,7 @@ def show_blocks(view: StepView) -> None:
 
 
 def show_memory(view: StepView) -> None:
-    """Memory of one rank, of each stage."""
+    """Memory of a rank, for each stage."""
     room = view.run.cluster.device.room_words
     held = [report.memory_bytes for report in view.predicted.reports]
     if view.is_pipelined:
@@ -235,7 +235,7 @@ def show_memory(view: StepView) -> None:
 
 
 def show_bytes(view: StepView) -> None:
-    """Bytes sent by a rank, of each stage."""
+    """Bytes sent by a rank, for each stage."""
     tiers, sent = view.programs[0].layout.tiers, view.predicted.expected_bytes
     for table in stage_bytes_tables(sent, tiers) if view.is_pipelined else [bytes_table(sent[0], tiers)]:
         view.console.print(table)
@@ -246,7 +246,7 @@ def show_bytes(view: StepView) -> None:
 
 
 def show_inside(view: StepView) -> None:
-    """Messages inside the blocks."""
+    """Messages inside blocks."""
     program = view.programs[view.stage]
     if program.tensor.degree > 1:
         view.console.print(inside_table(program))
@@ -262,14 +262,14 @@ def show_inside(view: StepView) -> None:
 
 
 def show_time(view: StepView) -> None:
-    """Seconds by category, of each stage."""
+    """Seconds by category, for each stage."""
     reports = view.predicted.reports
     view.console.print(stage_time_table(reports) if view.is_pipelined else time_table(reports[0]))
     print(f"{predicted_words(view.predicted.step_s, view.band)}\n")
 
 
 def show_cycle(view: StepView) -> None:
-    """The steps of a cycle of islands, and how far their exchanges hide."""
+    """The steps of a cycle of islands, and how much of their exchanges is hidden."""
     cycle = view.predicted.cycle
     if cycle is not None:
         view.console.print(cycle_table(cycle))
@@ -278,7 +278,7 @@ def show_cycle(view: StepView) -> None:
 
 
 def show_exposed(view: StepView) -> None:
-    """Exposed messages."""
+    """Messages that nothing hides."""
     exposed, tiers = view.recorded.exposed_s, view.programs[0].layout.tiers
     which = f"stage {view.predicted.busiest}, the busiest" if view.is_pipelined else "no pipeline, so no bubble"
     if exposed:
@@ -289,7 +289,7 @@ def show_exposed(view: StepView) -> None:
 
 
 def show_order(view: StepView) -> None:
-    """Order of each stage's tasks, and the same over time."""
+    """The task order of each stage, as a list and over time."""
     if not view.is_pipelined:
         return
     view.console.print(f"schedule {view.orders.schedule}: the tasks of every stage in order", style="bold")
@@ -335,7 +335,7 @@ def show_misfit(view: StepView) -> None:
 
 
 def show_advice(view: StepView) -> None:
-    """Critical path and best next change."""
+    """The critical path and the best next change."""
     if not view.is_pipelined:
         print(filled(f"{critical_words(view.recorded.path)}\n{view.advice}") + "\n")
         return

@@ -1,4 +1,4 @@
-"""Ranks of `terrace train`: started here, or joined under a launcher."""
+"""Runs the ranks of `terrace train`: started here, or joined under a launcher."""
 
 import signal
 import socket
@@ -46,10 +46,10 @@ def run(
     verbose: bool = False,
     fit: Fit,
 ) -> None:
-    """Train with local processes, or as one rank of a launcher's world.
+    """Trains with local processes, or as one rank of a launcher's world.
 
-    With `going_on`, or if a launcher restarts its ranks, an existing run in `folder` is continued. Then, and with
-    `resume`, the run is fitted to the number of started ranks. `verbose` prints tables at the start.
+    With `going_on`, or if a launcher restarts its ranks, an existing run in `folder` is continued. In that case, and
+    with `resume`, `fit` adapts the run to the number of started ranks. `verbose` prints tables at the start.
     """
     # Ranks note it in their run's folder; this process may have none yet.
     outlive_output(lambda words: print(f"terrace: {words}", file=sys.stderr, flush=True))
@@ -76,7 +76,7 @@ def run(
         raise ConfigError(one_machine(()))
     check_local(config.cluster)
     devices = local_devices()
-    if pace() is None:  # a rehearsal stands for the cluster on purpose
+    if pace() is None:  # a rehearsal emulates the cluster on purpose
         check_devices_here(config, len(devices))
     check_memory_here(config, devices, memory_bytes())
     try:
@@ -86,13 +86,13 @@ def run(
         return
     show_plan(job, verbose)
     with sigterm_raises():
-        # The parent only waits: a signal here is passed on to the ranks, which end after the same step, or at once
-        # before the first one.
+        # The parent only waits. A signal is passed on to the ranks, which stop after the same step, or at once before
+        # the first.
         _end(launch_local(config.cluster.world_size, run_rank, (job, verbose), stoppable=True), job)
 
 
 def run_rank(world: World, job: RunJob, verbose: bool = False) -> str | None:
-    """One rank; rank 0 prints. Returns the name of the signal that ended the run, or None.
+    """Runs one rank; rank 0 prints. Returns the name of the signal that ended the run, or None.
 
     Top-level, so that a child process can import it.
     """
@@ -109,14 +109,14 @@ def run_rank(world: World, job: RunJob, verbose: bool = False) -> str | None:
 
 
 def _log_of(rank: int, job: RunJob) -> Path | None:
-    # Rank 0 is the screen's.
+    # Rank 0's output goes to the screen.
     return job.folder / FOLDER / f"rank-{rank:05d}.log" if rank and job.run.train.rank_logs else None
 
 
 def joined_job(
     world: World, config: RunConfig, folder: Path | None, resume: Path | None, going_on: bool
 ) -> RunJob | None:
-    """The job of this rank of a launcher's world; None if nothing is left to train. Every rank calls this."""
+    """The job of this rank in a launcher's world; None if nothing is left to train. Every rank calls this."""
     here = offer(world, folder)
 
     def prepare_here() -> str:

@@ -1,1 +1,1 @@
-"""Data: text tokenised once, then the batch of any step on any number of ranks."""
+"""Data: tokenised once, then batched for any step on any number of ranks."""

@@ -7,9 +7,9 @@ A sample is a row of `sequence` tokens, made from the documents of one source (t
 samples at a steady rate by weight (terrace.data.mixture). Each source is shuffled by its own `SampleOrder` and so has
 its own epochs; a small source with a large weight has short ones.
 
-Step s takes the global positions s*batch ... (s+1)*batch - 1. Micro-batch m of data rank r holds `micro_batch`
-consecutive ones from (m*num_data_ranks + r)*micro_batch. The micro-batches of all ranks together are therefore the
-global batch, whatever the world size; every rank has equally many, and any step can be made without the steps before.
+Step s takes the global positions s*batch ... (s+1)*batch - 1. Micro-batch m of data rank r holds the `micro_batch`
+consecutive positions from (m*num_data_ranks + r)*micro_batch on. Together the ranks' micro-batches are the global
+batch, whatever the world size. Every rank has equally many, and any step can be made without the steps before it.
 """
 
 import math
@@ -31,8 +31,8 @@ from terrace.data.sources import Documented, TooLong
 from terrace.data.text_rows import TextRows
 from terrace.data.token_file import TokenFile
 
-# A permutation of few positions costs little more than that of one (terrace.data.order), so a rank's next steps are
-# placed together, up to this number of rows.
+# Permuting a few positions costs little more than permuting one (terrace.data.order), so a rank's next steps are looked
+# up together, up to this number of rows.
 _ROWS_PLACED_AHEAD = 4096
 
 Ids = npt.NDArray[np.int64]
@@ -41,7 +41,7 @@ Arrays = tuple[Ids, ...]  # inputs, labels and, where documents are kept apart, 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A prepared corpus and its share in a run."""
+    """A prepared corpus, and its weight in a run."""
 
     tokens: TokenFile
     name: str = ""
@@ -50,9 +50,10 @@ class Source:
     too_long: TooLong = "refuse"
 
     def packing(self, sequence: int, holdout: float = 0) -> Packing:
-        """Packing of whole documents into sequences; computed on the first call, then kept in a file.
+        """Packs whole documents into sequences. Computed on the first call, then kept in a file.
 
-        Documents that are split are held out before; of others the last sequences can be.
+        If documents are split, held-out documents are packed separately; otherwise the last sequences serve as the
+        hold-out.
         """
         assert self.documents == "whole", "only whole documents are packed"
         # Indexed data are not in the cache, but their starts are; the digest tells contents of one name apart.
@@ -61,11 +62,11 @@ class Source:
 
     @property
     def is_split(self) -> bool:
-        """Whether parts of one document may lie in several sequences of whole documents."""
+        """Whether a document longer than a sequence is split over several packed sequences."""
         return self.documents == "whole" and self.too_long == "split"
 
     def samples(self, sequence: int, holdout: float = 0) -> Windows | Packed | PairRows | TextRows:
-        """Samples of this source. Raises `DataError` if it has none."""
+        """The samples of this source. Raises `DataError` if it has none."""
         if self.documents == "pairs":
             return PairRows(self._opened(), sequence)
         if self.documents == "whole":
@@ -76,14 +77,14 @@ class Source:
         return open_documents(self.tokens, self.name)
 
     def facts(self) -> dict[str, Any]:
-        """Facts that decide which tokens of this source a step sees; stored in checkpoints."""
+        """Facts, stored in checkpoints, that decide which tokens of this source a step reads."""
         too_long = {"too_long": self.too_long} if self.documents == "whole" else {}
         return {"digest": self.tokens.digest, "weight": self.weight, "documents": self.documents, **too_long}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceUse:
-    """A source's share in a run."""
+    """How much of a source a run uses."""
 
     name: str
     num_samples: int  # that are trained on, in an epoch
@@ -105,11 +106,11 @@ class _Placed(NamedTuple):
 class Batches:
     """Training batches of a token file or of weighted sources, and the held-out samples, which are never trained on.
 
-    `holdout` is a share of each source's samples if below 1, else their number; they are its last ones. Of documents
-    that are split, whole documents are held out, as many as fill that share or number. Where text is cut into windows,
-    the first held-out window shares one token with training: the last label there, only an input here. Ids of every row
-    are held against `vocab_size`. Raises `DataError` for sizes below one, a source without a whole sample, and a
-    holdout that leaves nothing to train on.
+    `holdout` is a share of each source's samples if below 1, else their number; the last samples are held out. If
+    documents are split, as many whole documents are held out as fill that share or number. If text is cut into windows,
+    the first held-out window shares one token with training, where it is the last label. Ids of every row are checked
+    against `vocab_size`. Raises `DataError` for sizes below one, a source without a whole sample, and a holdout that
+    leaves nothing to train on.
     """
 
     def __init__(
@@ -151,7 +152,7 @@ class Batches:
         self._ahead: _Placed | None = None
 
     def uses(self, num_steps: int) -> list[SourceUse]:
-        """Use of each source by the first `num_steps` steps."""
+        """How much of each source the first `num_steps` steps use."""
         # Counted, not iterated: the blend repeats after one period.
         taken = self._blend.counts(num_steps * self.batch)
         return [
@@ -168,7 +169,7 @@ class Batches:
     def micro_batches(self, step: int, data_rank: int, num_data_ranks: int, micro_batch: int) -> list[Arrays]:
         """The micro-batches of a data rank in `step`; each array is int64 of shape (micro_batch, sequence).
 
-        Raises `DataError` when batch / (num_data_ranks * micro_batch), their number, is not whole.
+        Raises `DataError` unless batch is a multiple of num_data_ranks * micro_batch.
         """
         if micro_batch < 1 or num_data_ranks < 1 or self.batch % (num_data_ranks * micro_batch):
             raise DataError(
@@ -190,24 +191,26 @@ class Batches:
 
     @property
     def pairs(self) -> PairRows | None:
-        """The rows of a run on pairs; None of another run."""
+        """The rows of a run on pairs; None for other runs."""
         (rows, *_) = self._samples
         return rows if isinstance(rows, PairRows) else None
 
     def of_samples(self, samples: Ids) -> Arrays:
-        """Rows of samples of the only source, shape (n,): the arrays of `rows`."""
+        """Gathers `samples`, shape (n,), of the only source; returns arrays as `rows` does."""
         return self.gather(np.zeros_like(samples), samples)
 
     def samples_of(self, step: int, data_rank: int, num_data_ranks: int, micro_batch: int) -> Ids:
-        """Samples of a data rank's rows in `step`, micro-batch after micro-batch, of whichever source."""
+        """Sample numbers of a data rank's rows in `step`, micro-batch after micro-batch, each within its source."""
         return self._placed_ahead(step, data_rank, num_data_ranks, micro_batch)[1]
 
     def parts(self, step: int) -> list[Parts]:
-        """For every row of the global batch of `step`, its documents that have a label. Reads no tokens."""
+        """For every row of the global batch of `step`, the column ranges of its documents with labels. Reads no
+        tokens.
+        """
         return self.parts_of(*self._placed(np.arange(step * self.batch, (step + 1) * self.batch, dtype=np.int64)))
 
     def parts_of(self, sources: Ids, samples: Ids) -> list[Parts]:
-        """The same for samples of sources, both of shape (n,)."""
+        """Like `parts`, for given sources and samples, both of shape (n,)."""
         of_rows: list[Parts] = [()] * len(samples)
         for source in np.unique(sources):
             chosen = np.flatnonzero(sources == source)
@@ -216,9 +219,9 @@ class Batches:
         return of_rows
 
     def holdout(self, indices: npt.ArrayLike) -> Arrays:
-        """Held-out samples, source by source; the arrays are int64 of shape (num_indices, sequence).
+        """Held-out samples, source by source. The arrays are int64 of shape (num_indices, sequence).
 
-        `indices`, shape (num_indices,), lie in 0 ... num_holdout_samples - 1; raises `DataError` otherwise.
+        Raises `DataError` unless all `indices`, shape (num_indices,), lie in 0 ... num_holdout_samples - 1.
         """
         chosen = np.atleast_1d(np.asarray(indices, dtype=np.int64))
         outside = chosen[(chosen < 0) | (chosen >= self.num_holdout_samples)]
@@ -231,7 +234,7 @@ class Batches:
 
     def held(self) -> tuple[Ids, Ids]:
         """Source and sample of every held-out row, source by source."""
-        # Each source's lie at the end of its samples.
+        # Held-out samples are the last ones of each source.
         firsts = [order.num_samples for order in self._orders]
         found = [np.arange(first, first + held) for first, held in zip(firsts, self._held, strict=True)]
         return np.repeat(np.arange(len(found)), self._held), np.concatenate(found)
@@ -260,7 +263,7 @@ class Batches:
         return sources, indices
 
     def gather(self, sources: Ids, samples: Ids) -> Arrays:
-        """Rows of samples of sources, both of shape (n,): the arrays of `rows`."""
+        """Gathers rows by source and sample, both of shape (n,); returns arrays as `rows` does."""
         shape = len(samples), self.sequence
         inputs, labels = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.int64)
         positions = np.empty(shape, dtype=np.int64) if self.has_positions else None
@@ -272,8 +275,8 @@ class Batches:
         return (inputs, labels) if positions is None else (inputs, labels, positions)
 
     def _check_vocab(self, vocab_size: int, sources: Ids, samples: Ids, inputs: Ids, labels: Ids) -> None:
-        # An id without a row would be looked up beyond the embedding. Labels are inputs but for the last of a row, or
-        # ignored, which is negative. A negative id is huge as an unsigned number.
+        # An id without an embedding row would read out of bounds. Labels are inputs except for a row's last one, or
+        # ignored, which is negative. A negative id becomes huge as an unsigned number.
         if not inputs.size or max(inputs.view(np.uint64).max(), labels.max()) < vocab_size:
             return
         largest = np.maximum(inputs.max(axis=1), labels.max(axis=1))
@@ -288,7 +291,7 @@ class Batches:
 
 
 def rows_of_rank(batch: int, data_rank: int, num_data_ranks: int, micro_batch: int) -> Ids:
-    """Rows of a global batch that a data rank has, micro-batch after micro-batch."""
+    """Rows of a global batch that belong to a data rank, micro-batch after micro-batch."""
     # Micro-batches are dealt to data ranks in turn, so the global batch is the same for any number of ranks.
     micros = np.arange(data_rank, batch // micro_batch, num_data_ranks)
     return (micros[:, None] * micro_batch + np.arange(micro_batch)).ravel()

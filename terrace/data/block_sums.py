@@ -1,8 +1,8 @@
-"""Checksums of a token file: every block is held against its own when it is first read.
+"""Checksums of a token file. Each block is verified when it is first read.
 
-`NAME.sums` is little-endian uint32: the CRC-32 of each block of `BLOCK_TOKENS` tokens, of their ids and then of their
-mask, and last the CRC-32 of the document starts. Its own hash is in the description, so that equal hashes mean equal
-tokens, wherever they are read.
+`NAME.sums` is little-endian uint32: the CRC-32 of each block of `BLOCK_TOKENS` tokens (ids, then mask), and last the
+CRC-32 of the document starts. Its own hash is in the description, so equal hashes mean equal tokens wherever they are
+read.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ def write_sums(tokens: TokenFile) -> str:
 
 
 class BlockSums:
-    """The checksums of a token file, and the blocks that were found to agree with them.
+    """The checksums of a token file, and which blocks have been verified.
 
     Raises `DataError` for a damaged file of checksums.
     """
@@ -53,11 +53,11 @@ class BlockSums:
             digest.update(self._sums[first : first + _PART].data)
         if digest.hexdigest() != tokens.sums_digest:
             raise DataError(f"{tokens.sums} is damaged; delete it, and it will be made again with its tokens")
-        # A byte a block, 1 once it agrees: bytes are looked up at a tenth of the price of an array's elements.
+        # One byte per block, 1 once verified. Looking up a byte costs a tenth of looking up an array's element.
         self._agrees = bytearray(num_blocks)
 
     def check(self, first: int, end: int) -> None:
-        """Raises `DataError` unless the tokens `first` ... `end` - 1 are those that were written."""
+        """Raises `DataError` if the tokens `first` ... `end` - 1 differ from those that were written."""
         low, high = first // BLOCK_TOKENS, -(-end // BLOCK_TOKENS)
         if self._agrees.find(0, low, high) < 0:
             return
@@ -69,7 +69,7 @@ class BlockSums:
             self._agrees[block] = 1
 
     def check_starts(self) -> None:
-        """Raises `DataError` unless the document starts are those that were written."""
+        """Raises `DataError` if the document starts differ from those that were written."""
         if _sum_of_starts(self._tokens) != self._sums[-1]:
             raise self._damaged(self._tokens.starts, "documents begin elsewhere than was written")
 

@@ -1,9 +1,9 @@
-"""Calls into a package that may not return.
+"""Calls a package function that may not return.
 
-The patterns of a tokenizer.json are regular expressions of a stranger, and those of `tokenizers` backtrack: a line of a
-hundred characters can take centuries. The package holds no lock of the interpreter while it works, so the
-call runs in a thread that can be left behind; it ends with the process. Where the package gives up, it panics: its own
-report, which goes to the descriptor of standard error, is dropped, since the error says it in a line.
+The regular expressions of a tokenizer.json are untrusted, and those of `tokenizers` backtrack: a line of a hundred
+characters can take centuries. The package releases the interpreter lock while it works, so the call runs in a thread
+that can be abandoned and ends with the process. When the package gives up, it panics; the panic report on the standard
+error descriptor is dropped, since the error already says it in one line.
 """
 
 import os
@@ -20,7 +20,8 @@ _lock = threading.Lock()  # of the descriptor
 
 
 def within(limit_s: float, work: Callable[[], T], words: str) -> T:
-    """The result of `work`, or its error; one that is no `Exception` is a panic.
+    """Runs `work` with a time limit and returns its result or raises its error; an error that is no `Exception` is a
+    panic.
 
     Raises `DataError` with `words` if it takes longer than `limit_s`.
     """
@@ -30,7 +31,7 @@ def within(limit_s: float, work: Callable[[], T], words: str) -> T:
     def call() -> None:
         try:
             found.append(work())
-        except BaseException as error:  # handed on below, whatever it is
+        except BaseException as error:  # raised again below
             raised.append(error)
 
     # A daemon, since the end of the process must not wait for it.
@@ -48,7 +49,7 @@ def within(limit_s: float, work: Callable[[], T], words: str) -> T:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether an error is a panic of Rust, whose class no module exports."""
+    """Whether an error is a Rust panic, whose class no module exports."""
     return type(error).__name__ == "PanicException"
 
 

@@ -1,7 +1,7 @@
-"""Cached token files: how they are named, described, found again and written.
+"""Cached token files: naming, describing, finding and writing them.
 
-A description, `NAME.json`, is written last: where it exists, the files beside it are complete. It holds its own
-checksum and the hash of theirs (terrace.data.block_sums).
+The description, `NAME.json`, is written last: if it exists, the files beside it are complete. It holds its own checksum
+and the hash of theirs (terrace.data.block_sums).
 """
 
 import errno
@@ -26,7 +26,7 @@ from terrace.data.token_file import TokenFile
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """Facts of a cache. The last three are filled in by `made_once`."""
+    """Facts of a cached file. `made_once` fills in the last three fields."""
 
     format: str
     max_token: int
@@ -39,7 +39,7 @@ class Description:
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusDescription(Description):
-    """Description of a corpus tokenised here; `corpus` is for people."""
+    """Description of a tokenised corpus; `corpus` is for display only."""
 
     corpus: str
     tokenizer: str
@@ -56,14 +56,14 @@ AnyDescription = TypeVar("AnyDescription", bound=Description)
 
 
 def cache_file(cache_dir: str | Path, name: str, identity: object, suffix: str = ".tokens") -> Path:
-    """Path of a cached file; its key is a hash of `identity`, so another source or tokenizer is another file."""
+    """Path of a cached file. The key is a hash of `identity`, so another source or tokenizer gets another file."""
     # JSON gives equal identities equal bytes in every process, unlike Python's hash.
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
     return Path(cache_dir) / f"{name}-{key}{suffix}"
 
 
 def file_stem(path: str | Path, default: str) -> str:
-    """Stem of `path` with characters that are safe in a file name, at most 40 of them."""
+    """Stem of `path`, reduced to at most 40 characters that are safe in file names."""
     return re.sub(r"[^A-Za-z0-9_-]+", "-", Path(path).stem)[:40].strip("-") or default
 
 
@@ -76,12 +76,12 @@ def made_once(
     originals: Originals,
     progress: Callable[[str], None] = lambda text: None,
 ) -> TokenFile:
-    """The token file that `opened` makes of the description of `target` with `suffixes`.
+    """The token file at `target`, as `opened` builds it from the description; `suffixes` are those of its files.
 
-    `make` makes the files where one is missing, and where `originals` have changed since they were made; it may
-    note in its argument how many `num_bytes` it has written. Waits for another process that makes them. Raises
-    `DataError` for a damaged description, damaged checksums or document starts, originals that change meanwhile, and
-    where the folder cannot be written; an error leaves no file.
+    `make` writes the files if one is missing, or if `originals` have changed since; it may record the `num_bytes`
+    written in its argument. Waits for another process that is making them. Raises `DataError` for a damaged
+    description, damaged checksums or document starts, originals that change meanwhile, and a folder that cannot be
+    written. An error leaves no file behind.
     """
     described, *files = (target.with_suffix(suffix) for suffix in (".json", *suffixes, ".sums"))
     with writing(target) as written:
@@ -89,7 +89,7 @@ def made_once(
         if description is None:
             target.parent.mkdir(parents=True, exist_ok=True)
             with _alone(target):
-                # The process that was waited for may have made them.
+                # The process that held the lock may have made them.
                 description = _current(described, files, kind, originals)
                 if description is None:
                     if described.exists() and _exist(*files):
@@ -121,7 +121,7 @@ def _made(
     is_settled, before = originals.is_settled(), originals.stamp()
     made = make(written)
     contents = originals.contents()
-    # The cache is found by what the files were before.
+    # The cache is identified by the files' earlier state.
     if originals.stamp() != before:
         raise DataError(f"data {originals.path} changed while it was read; try again when nothing writes to it")
     stamp = before if is_settled else ""
@@ -131,7 +131,7 @@ def _made(
 def _current(
     described: Path, files: Sequence[Path], kind: type[AnyDescription], originals: Originals
 ) -> AnyDescription | None:
-    """The description, if all files are there and were made from `originals` as they are now."""
+    """The description if all files exist and were made from `originals` as they are now, else None."""
     if not _exist(described, *files):
         return None
     description = _read(described, kind)
@@ -141,7 +141,7 @@ def _current(
     if originals.contents() != description.contents:
         return None
     if is_settled:
-        # A cache that may not be written is compared again the next time.
+        # A read-only cache is compared again next time.
         with suppress(OSError):
             _write(described, replace(description, stamp=stamp))
     return description
@@ -178,7 +178,7 @@ def _exist(*files: Path) -> bool:
 
 @contextmanager
 def _alone(target: Path) -> Iterator[None]:
-    """Waits until no other process makes `target`, and keeps others waiting."""
+    """Holds the lock on making `target` while the body runs, waiting for another process that holds it."""
     path = _lock_of(target)
     while True:
         with os.fdopen(open_own(path, os.O_RDWR | os.O_CREAT), "r+") as lock:
@@ -211,7 +211,7 @@ def _lock_of(target: Path) -> Path:
 
 
 def token_file(target: Path, description: CorpusDescription, mask: Path | None = None) -> TokenFile:
-    """The token file that `target` and its description make up."""
+    """The token file at `target` with its description."""
     return TokenFile(
         path=target,
         dtype=description.dtype,
@@ -232,7 +232,9 @@ def id_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
 
 @contextmanager
 def writing(target: Path) -> Iterator[dict[str, int]]:
-    """Turns an `OSError` inside the block into a `DataError` with its fix; the block may note `num_bytes` written."""
+    """Turns an `OSError` in the body into a `DataError` with its fix. The body may record `num_bytes` written in the
+    yielded dict.
+    """
     noted = {"num_bytes": 0}
     try:
         yield noted

@@ -1,6 +1,6 @@
-"""The dataset card of a folder: the `configs` in the YAML block of its README.md, or in `.huggingface.yaml`.
+"""The dataset card of a folder: the `configs` in the YAML block of README.md, or in `.huggingface.yaml`.
 
-A configuration names the files of its splits by patterns, or a folder whose names say them.
+A configuration names the files of its splits by patterns, or a folder in which file names identify the splits.
 """
 
 import re
@@ -29,7 +29,9 @@ _NOT_READ = frozenset(
 
 @dataclass(frozen=True)
 class Config:
-    """A configuration: patterns of files by split, None where names say the splits, relative to `folder`."""
+    """A configuration. `patterns` maps splits to file patterns relative to `folder`; None if file names identify the
+    splits.
+    """
 
     name: str
     patterns: Mapping[str, Sequence[str]] | None
@@ -44,7 +46,7 @@ class Card:
     default: str | None
 
     def config(self, wanted: str) -> Config:
-        """The configuration `wanted`, or the default one. Raises `DataError` if that does not exist."""
+        """The configuration `wanted`, or the default one. Raises `DataError` if it does not exist."""
         chosen = wanted or self.default
         if chosen is not None and chosen in self.configs:
             return self.configs[chosen]
@@ -57,9 +59,9 @@ class Card:
 
 
 def read_card(root: Path) -> Card | None:
-    """The card of a folder; None where there is none, or one without configurations.
+    """The card of a folder; None if there is none, or it has no configurations.
 
-    Raises `DataError` for one that is damaged, or that asks for a way of reading that Terrace does not have.
+    Raises `DataError` for a damaged card, and for options of reading that Terrace does not support.
     """
     for path, is_yaml in ((root / _OWN_YAML, True), (root / CARD, False)):
         if not path.is_file():
@@ -124,7 +126,7 @@ def _config(path: Path, entry: Mapping[str, Any]) -> Config:
         raise _wrong(path, f"data_dir or sep of {name!r} is no text")
     patterns = None if given is None else _patterns(path, name, given)
     for pattern in (folder, *(each for those in (patterns or {}).values() for each in those)):
-        # A card is a stranger's: it does not choose files elsewhere on this machine.
+        # A card is untrusted and must not choose files elsewhere on this machine.
         if "://" in pattern or pattern.startswith(("/", "~")) or ".." in pattern.split("/"):
             raise _wrong(path, f"{name!r} names {pattern!r}, which is not in the folder: download it into the folder")
     return Config(name, patterns, folder.strip("/").removeprefix("./"), separators[0] if separators else "")
@@ -157,7 +159,7 @@ def _wrong(path: Path, rule: str) -> DataError:
 
 
 def matches(pattern: str, names: Iterable[str]) -> list[str]:
-    """The `names` that a pattern means: * within a name, ** for any folders, ? and [...] for a character."""
+    """The `names` that match a pattern: * within a name, ** for any folders, ? and [...] for one character."""
     parts = pattern.split("/")
     num_special = _num_special(parts)
     split = ((name, name.split("/")) for name in names)
@@ -170,7 +172,7 @@ def _num_special(parts: Sequence[str]) -> int:
 
 
 def _fits(pattern: Sequence[str], name: Sequence[str]) -> bool:
-    # Places in the pattern that the parts read so far may have led to: many ** cost no more than few.
+    # Positions in the pattern that the parts so far can match, so many ** cost no more than few.
     last, places = len(pattern) - 1, {0}
     for part in name:
         for place in range(last):

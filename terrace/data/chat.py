@@ -1,12 +1,12 @@
-"""Chat data: from a line of JSON to tokens and a mask of the tokens that are trained on.
+"""Chat data: from a JSON record to tokens and a mask of trained tokens.
 
-A line has any form of terrace.data.row_forms: messages, perhaps with tools, or a prompt and its completion. Messages go
-through the tokenizer's chat template, and the assistant's text is trained on. Prompt and completion are plain text,
-concatenated, between the tokens that begin and end a text; the completion and that end are trained on.
+A record has any form of terrace.data.row_forms: messages, perhaps with tools, or a prompt and its completion. Messages
+are rendered by the tokenizer's chat template, and the assistant's text is trained on. Prompt and completion are plain
+text, concatenated, between the tokens that begin and end a text; the completion and the end token are trained on.
 
-The whole text of a conversation is tokenised at once. Special tokens of the template count as such and none are added,
-so the ids are those that a model sees when the same template is used to talk to it. A token is trained on if any of its
-characters is the assistant's.
+A conversation is tokenised as a whole. Special tokens written by the template are encoded as such and none are added,
+so the ids are those seen at inference with the same template. A token is trained on if any of its characters is the
+assistant's.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -40,24 +40,24 @@ class ChatReader:
     left_out: LeftOut = field(default_factory=LeftOut)  # of what was read so far
 
     def tokens(self, line: Line, where: str) -> tuple[Ids, Mask]:
-        """Ids of the conversation in `line`, and a mask that is 1 for trained tokens; raises as `read` does."""
+        """Ids of the conversation in `line`, and a mask that is 1 for trained tokens. Raises as `read` does."""
         ids, mask, _ = next(self.read([(line, where)]))
         return ids, mask
 
     def read(self, lines: Iterable[tuple[Line, str]]) -> Iterator[tuple[Ids, Mask, str]]:
-        """Ids, mask and place of each conversation in `lines` (line, place).
+        """Yields ids, mask and place of each conversation in `lines`, pairs (line, place).
 
         Raises `DataError` naming the place for a line that is not a conversation, has no assistant text, or is refused
         by the template.
         """
-        # The template's process is asked for many at once: a switch to it and back costs more than a rendering.
+        # Conversations are rendered in batches: switching processes costs more than a rendering.
         for batch in _batches(lines):
             records, bad = [], None
             for line, where in batch:
                 try:
                     records.append((self._checked(line, where), where))
                 except DataError as error:
-                    # The lines before it may have errors of the template's, and come first.
+                    # Earlier lines may have template errors, which come first.
                     bad = error
                     break
             yield from self._made(records)
@@ -91,7 +91,9 @@ class ChatReader:
             yield ids, self._answers(record, mask, where) if record.get(NUM_ASKED) else mask, where
 
     def _check_rendered(self, record: Mapping[str, Any], place: int, text: str, where: str) -> None:
-        """Raises `DataError` if `text`, up to the end of the assistant's message at `place`, holds nothing of it."""
+        """Raises `DataError` if the template renders nothing of the assistant's message at `place`, so that `text` only
+        has an empty turn.
+        """
         messages, blank = record["messages"], {"role": "assistant", "content": ""}
         try:
             bare, _ = self.template.render([*messages[:place], blank], record["tools"], record["variables"])
@@ -104,7 +106,7 @@ class ChatReader:
             )
 
     def _answers(self, record: Mapping[str, Any], mask: Mask, where: str) -> Mask:
-        """The mask without the assistant's turns among the messages that ask."""
+        """The mask without the assistant's turns that belong to the prompt."""
         starts = np.flatnonzero(np.diff(mask, prepend=0) == 1)
         num_earlier = self._num_earlier(record, where)
         if len(starts) <= num_earlier:
@@ -117,11 +119,11 @@ class ChatReader:
         return last
 
     def _num_earlier(self, record: Mapping[str, Any], where: str) -> int:
-        # Stretches of text that the assistant says in the messages that ask.
+        # Number of the assistant's text ranges in the prompt's messages.
         earlier = record["messages"][: record[NUM_ASKED]]
         num_turns = len([message for message in earlier if message["role"] == "assistant"])
         if not num_turns or not self.template.of(record["tools"]).has_tags:
-            return num_turns  # told by prefixes, every turn has text
+            return num_turns  # found by prefixes, every turn has text
         # Tags may mark nothing of a turn, or several parts of it.
         try:
             _, spans = self.template.render(earlier, record["tools"], record["variables"], add_generation_prompt=True)
@@ -140,7 +142,7 @@ class ChatReader:
         talk = talk_of(record, where, self.template)
         if not any(message["role"] == "assistant" for message in talk["messages"]):
             raise DataError(f"{where}: the assistant says nothing, so nothing is left to train on; drop the line")
-        # Before rendering: afterwards the template's own special tokens could not be told from forged ones.
+        # Before rendering: afterwards forged special tokens would look like the template's own.
         for text in texts_of(talk):
             check_chat_text(text, where, self.encoder)
         return talk
@@ -169,8 +171,8 @@ class ChatReader:
         mask = np.zeros(len(ids), dtype=np.uint8)
         # Characters are compared, since a token may cross the border of a span.
         for first, end in spans:
-            # Any overlap counts: a token may begin before the assistant's first character. One without characters
-            # belongs to the next.
+            # Any overlap counts: a token may begin before the assistant's first character. A token without characters
+            # belongs to the next one.
             inside = np.flatnonzero((np.maximum(ends, firsts + 1) > first) & (firsts < end))
             if inside.size:
                 mask[inside[0] : inside[-1] + 1] = 1
@@ -194,7 +196,7 @@ def _batches(lines: Iterable[tuple[Line, str]]) -> Iterator[list[tuple[Line, str
 
 
 def talk_of(record: Mapping[str, Any], where: str, template: ChatTemplate) -> dict[str, Any]:
-    """`record` with its messages checked, and with the tools and the variables that it gives the template.
+    """`record` with its messages checked, and with the tools and variables for the template.
 
     Raises `DataError` naming `where`.
     """
@@ -207,14 +209,16 @@ def talk_of(record: Mapping[str, Any], where: str, template: ChatTemplate) -> di
 
 
 def texts_of(talk: Mapping[str, Any]) -> Iterator[str]:
-    """All texts of what `talk_of` has made: JSON text may spell characters otherwise, and parts stand together."""
+    """All texts of a `talk_of` result, also as they read with JSON strings decoded and the parts of a content
+    joined.
+    """
     messages = talk["messages"]
     yield from texts_in([messages, [with_objects(message) for message in messages], talk["tools"], talk["variables"]])
     yield from (text_of(message["content"]) for message in messages if isinstance(message.get("content"), list))
 
 
 def check_chat_text(text: str, where: str, encoder: ChatEncoder) -> None:
-    """Raises `DataError`, naming `where`, for a text that no message can hold: one with a special token, say."""
+    """Raises `DataError` naming `where` if no message can hold `text`, for example because of a special token in it."""
     try:
         # JSON may spell half a surrogate pair, which has no UTF-8.
         text.encode("utf-8")
@@ -232,7 +236,7 @@ def check_chat_text(text: str, where: str, encoder: ChatEncoder) -> None:
 
 
 def check_messages(messages: Any, where: str, template: str) -> None:
-    """Raises `DataError`, naming `where`, unless these are messages that a `template` can be asked to render."""
+    """Raises `DataError` naming `where` unless `messages` can be rendered by a `template`."""
     if not isinstance(messages, list):
         raise DataError(f"{where}: 'messages' must be a list, not {kind_of(messages)}; write one message an entry")
     if not messages:
@@ -272,7 +276,7 @@ def _check_parts(parts: list[Any], here: str) -> None:
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """The texts of a value of JSON, at any depth."""
+    """All strings in a JSON value, at any depth, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

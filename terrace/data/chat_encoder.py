@@ -1,4 +1,4 @@
-"""From the text of a conversation to token ids, and to the characters of the text that each token stands for.
+"""From the text of a conversation to token ids, and to the characters that each token stands for.
 
 A token's characters decide whether it is trained on (terrace.data.chat), so they are those that the token means, not
 all that the `tokenizers` package reports for it:
@@ -6,11 +6,11 @@ all that the `tokenizers` package reports for it:
 - An added token with `lstrip` or `rstrip` reports the white space that it swallows; it means its own spelling alone.
 - A post-processor with `trim_offsets` reports a token that begins with a space without it, and a token of spaces
   as empty; trimming is switched off.
-- Unknown characters next to each other become bytes that all report the whole stretch; each means its own character.
+- Adjacent unknown characters become bytes that all report the whole stretch; each means its own character.
 - One token for several unknown characters (not words) means the first: a prompt that ends after it has the same token.
-- A BPE model that drops unknown characters does not count them in what follows; they are counted here.
+- A BPE model that drops unknown characters does not count them in later offsets; they are counted here.
 
-What a normalizer or a prefix inserts stands for the character that it comes from or is put before.
+What a normalizer or a prefix inserts is assigned to the character that it comes from or precedes.
 """
 
 import itertools
@@ -39,17 +39,17 @@ class ChatEncoder(Protocol):
     """Maps text to ids and to the characters that each id stands for."""
 
     around: TextTokens  # of a prompt with its completion
-    unknown: int | None  # the token of what has none
+    unknown: int | None  # the token for unknown characters
 
     def encode(self, text: str) -> tuple[Ids, Ids, Ids]:
-        """Ids with the first character of each and one past its last; each array of shape (num_tokens,)."""
+        """Ids, the first character of each, and one past its last; arrays of shape (num_tokens,)."""
 
     def forged(self, text: str) -> str | None:
-        """A special token that is spelled out in `text`; None if there is none."""
+        """A special token that is spelled out in `text`, or None."""
 
 
 class ByteEncoder:
-    """Encodes text as UTF-8 bytes; there are no special tokens."""
+    """Encodes text as UTF-8 bytes, without special tokens."""
 
     around = ByteTokenizer.text_tokens
     unknown: int | None = None
@@ -65,7 +65,7 @@ class ByteEncoder:
 
 
 class SpecialEncoder:
-    """A Hugging Face tokenizer that reads special tokens in the text as such."""
+    """A Hugging Face tokenizer that encodes special tokens in the text as such."""
 
     def __init__(self, encoder: "FileEncoder", around: TextTokens) -> None:
         # A tokenizer.json may ask for truncation and padding, which would cut or fill conversations silently.
@@ -117,7 +117,7 @@ class SpecialEncoder:
         return next((self._respelled[index] for index in there if index in self._respelled), None)
 
     def _shift(self, text: str, encoding: "Encoding", offsets: Offsets) -> None:
-        """Count in `offsets`, in place, the characters that the model has dropped."""
+        """Corrects `offsets`, in place, for the characters that the model has dropped."""
         spelled = {character: self._normalised(character) for character in set(text)}
         known = self._encoder.model.token_to_id
         dropped = {each for each, made in spelled.items() if each != " " and all(known(part) is None for part in made)}
@@ -137,7 +137,7 @@ class SpecialEncoder:
         return made.removeprefix(_SPACE) if len(made) > 1 else made  # a normalizer may put it before a text
 
     def _divide_runs(self, text: str, ids: Ids, offsets: Offsets) -> None:
-        """Give the bytes of a run of unknown characters, in place, the character that each is of."""
+        """Assigns to each byte of a run of unknown characters, in place, its own character."""
         wide = np.isin(ids, list(self._byte)) & (offsets[:, 1] - offsets[:, 0] > 1)
         places = np.flatnonzero(wide).tolist()
         for (first, end), group in itertools.groupby(places, key=lambda place: tuple(offsets[place].tolist())):
@@ -149,7 +149,7 @@ class SpecialEncoder:
                 offsets[run, 1] = np.array(owners) + 1
 
     def _owners(self, text: str, first: int, end: int, spelled: str) -> list[tuple[str, int]]:
-        """Each character of `spelled`, which text[first:end] is normalised to, with the place of its original."""
+        """Each character of `spelled`, the normalised text[first:end], with the index of its original character."""
         if len(spelled) == end - first:
             return list(zip(spelled, range(first, end), strict=True))
         if end - first > _LONGEST_RESPELLED:
@@ -167,7 +167,7 @@ class SpecialEncoder:
 
 
 def load_encoder(path: str | Path, tokenizer: Tokenizer) -> ChatEncoder:
-    """Encoder for chats of the tokenizer at `path`, which `tokenizer` has read without error."""
+    """Chat encoder of the tokenizer at `path`, which has been loaded as `tokenizer`."""
     if str(path) == BYTES:
         return ByteEncoder()
     from tokenizers import Tokenizer as FileEncoder
@@ -179,8 +179,9 @@ def load_encoder(path: str | Path, tokenizer: Tokenizer) -> ChatEncoder:
 def _spelled_from(
     text: str, place: int, tokens: list[str], spelled: dict[str, str], dropped: set[str]
 ) -> list[tuple[int, int]] | None:
-    """The characters of each of `tokens`, which spell `text` from `place` on without those that are `dropped`; None if
-    they do not, as where a normalizer composes characters.
+    """The character range of each of `tokens`, which spell `text` from `place` on, skipping `dropped` characters.
+
+    None if they do not spell it, for example because a normalizer composes characters.
     """
     found = []
     for token in tokens:
@@ -214,7 +215,7 @@ def _own_characters(text: str, first: int, end: int, token: "AddedToken") -> tup
 
 
 def _unknown(encoder: "FileEncoder") -> int | None:
-    """The token of unknown characters."""
+    """Id of the unknown token, or None."""
     name = getattr(encoder.model, "unk_token", None)
     if name is not None:
         return encoder.token_to_id(name)
@@ -224,7 +225,7 @@ def _unknown(encoder: "FileEncoder") -> int | None:
 
 
 def _drops(encoder: "FileEncoder") -> bool:
-    """Whether characters without a token vanish; where texts become bytes first, all have one."""
+    """Whether the model drops characters without a token; none are if text is first turned into bytes."""
     if _kind(encoder) != "BPE" or encoder.model.byte_fallback:
         return False
     steps = [step for step in (encoder.normalizer, encoder.pre_tokenizer) if step is not None]
@@ -248,7 +249,7 @@ def _untrimmed(encoder: "FileEncoder") -> None:
 
 
 def _trims(state: Any) -> bool:
-    """Switch off, in place, every `trim_offsets` of a post-processor's `state`; whether there was one."""
+    """Switches off, in place, every `trim_offsets` in a post-processor's state. Returns whether one was on."""
     found = state.get("trim_offsets") is True
     if found:
         state["trim_offsets"] = False

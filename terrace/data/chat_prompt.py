@@ -1,4 +1,4 @@
-"""Messages as the beginning of a conversation that the assistant goes on with, by a chat template."""
+"""Chat prompts: messages rendered by a chat template, up to the assistant's next answer."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,17 +17,17 @@ Asked = Mapping[str, Any]  # messages, perhaps with tools: a row of terrace.data
 
 @dataclass(frozen=True)
 class ChatPrompts:
-    """Prompts in the chat template of a tokenizer."""
+    """Renders prompts with a tokenizer's chat template."""
 
     tokenizer: Tokenizer
     template: ChatTemplate
     encoder: ChatEncoder
 
     def rendered(self, asked: Sequence[tuple[Asked, str]]) -> Iterator[tuple[str, list[int]]]:
-        """The text and the ids of each conversation in `asked` (row, place), up to where the assistant answers.
+        """Yields text and ids of each conversation in `asked`, pairs (row, place), up to the assistant's answer.
 
-        Raises `DataError`, naming the place, for messages that are none, for a text that training refuses, such as a
-        special token, and for messages that the template refuses.
+        Raises `DataError` naming the place for invalid messages, for a text that training refuses, such as a special
+        token, and for messages that the template refuses.
         """
         talks = [talk_of(row, where, self.template) for row, where in asked]
         for talk, (_, where) in zip(talks, asked, strict=True):
@@ -44,14 +44,17 @@ class ChatPrompts:
 
 
 def chat_prompts(tokenizer: Tokenizer, tokenizer_path: str | Path, template_path: str | Path = "") -> ChatPrompts:
-    """Prompts in the template of `template_path`, or the tokenizer's own; raises `DataError` without one."""
+    """Chat prompts with the template at `template_path`, or the tokenizer's own. Raises `DataError` if there is
+    none.
+    """
     template = load_template(tokenizer_path, template_path)
     return ChatPrompts(tokenizer, template, load_encoder(tokenizer_path, tokenizer))
 
 
 def chat_ids(tokenizer: Tokenizer, tokenizer_path: str | Path, template_path: str | Path, message: str) -> list[int]:
-    """Ids of a conversation that a user begins with `message`, up to where the assistant answers; raises `DataError` as
-    `ChatPrompts.rendered` does.
+    """Ids of a conversation that a user begins with `message`, up to the assistant's answer.
+
+    Raises `DataError` as `ChatPrompts.rendered` does.
     """
     asked = {"messages": [{"role": "user", "content": message}]}
     _, ids = next(chat_prompts(tokenizer, tokenizer_path, template_path).rendered([(asked, "the message")]))

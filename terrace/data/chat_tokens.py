@@ -1,7 +1,7 @@
 """Chat data tokenised once: the files of a text corpus (terrace.data.tokens) plus a mask.
 
-A conversation is a document. The key is a hash of the tokenizer, the chat template, the separators of csv, and the
-path, size and modification time of every source file (terrace.data.originals).
+Each conversation is a document. The cache key is a hash of the tokenizer, the chat template, the csv separators, and
+the path, size and modification time of every source file (terrace.data.originals).
 """
 
 import hashlib
@@ -41,12 +41,12 @@ def prepare_chat(
     split: str = "",
     progress: Callable[[str], None] = lambda text: None,
 ) -> TokenFile:
-    """The token file of the conversations in `path`, a file or a folder of records; made if it is not in the cache.
+    """The token file of the conversations in `path`, a file or a folder of records; made if not cached.
 
-    `split` chooses a split of a folder; `progress` receives a line on what is left out. Prompts and completions need no
-    template. Raises `DataError`, naming file and record, for one that is not a conversation, has nothing to train on or
-    is refused by the template; also for a missing template, a damaged cache, and a folder that cannot be written. An
-    error leaves no file behind.
+    `split` chooses a split of a folder; `progress` receives a line on what is left out. Prompts with completions need
+    no template. Raises `DataError`, naming file and record, for a record that is not a conversation, has nothing to
+    train on or is refused by the template; also for a missing template, a damaged cache, and a folder that cannot be
+    written. An error leaves no file behind.
     """
     files = record_files(path, split, "chat")
     needed = _needs_template(files)
@@ -58,7 +58,7 @@ def prepare_chat(
 
 @dataclass(frozen=True)
 class Tokenized:
-    """The maker of tokens of conversations, and their place in the cache."""
+    """Tokenises conversations into the cache."""
 
     tokenizer: Tokenizer
     tokenizer_path: str | Path
@@ -75,10 +75,10 @@ class Tokenized:
         files: Sequence[DataFile],
         read: Callable[[ChatReader], Iterable[tuple[Ids, Mask, str]]],
     ) -> TokenFile:
-        """The token file of the conversations that `read` makes of `files`, those of `split` in `path`; made if it is
-        not in the cache.
+        """The token file of the conversations that `read` yields from `files`, those of `split` in `path`; made if not
+        cached.
 
-        `kind` and `version` name the form of its content. Raises `DataError` as `prepare_chat` does.
+        `kind` and `version` identify the format of the content. Raises `DataError` as `prepare_chat` does.
         """
         tokenizer = self.tokenizer
         originals, dtype = Originals(path, lambda: find_documents(path, split)), id_dtype(tokenizer.vocab_size)
@@ -106,7 +106,7 @@ class Tokenized:
             return token_file(target, description, target.with_suffix(".mask"))
 
         found = made_once(target, (".tokens", ".mask", ".starts"), CorpusDescription, make, opened, originals)
-        # Said of a cache, too: each run is trained on it.
+        # Reported for a cached file, too: every run trains on it.
         if left_out:
             self.progress(left_out)
         return found
@@ -120,16 +120,16 @@ def read_chats(
     split: str = "",
     progress: Callable[[str], None] = lambda text: None,
 ) -> Iterator[tuple[Ids, Mask, str]]:
-    """Ids, mask and place of each conversation in `path`, without a cache; the errors are those of `prepare_chat`.
+    """Yields ids, mask and place of each conversation in `path`, without a cache. Raises as `prepare_chat` does.
 
-    At the end `progress` receives a line on what is left out of those that were read.
+    At the end `progress` receives a line on what was left out of the conversations read.
     """
     files = record_files(path, split, "chat")
     template = load_template(tokenizer_path, template_path, needed=_needs_template(files))
     reader = ChatReader(template, load_encoder(tokenizer_path, tokenizer))
     try:
         yield from reader.read(_chats(files))
-    finally:  # also where no more are asked for
+    finally:  # also if the caller stops early
         if line := reader.left_out.line(path):
             progress(line)
 
@@ -200,14 +200,14 @@ def rows_of(
     columns: tuple[str, ...],
     made: Callable[[Mapping[str, Any], str], dict[str, Any]],
 ) -> Iterator[tuple[dict[str, Any], str]]:
-    """The records of `files`, of tables with `columns`, each as `made` of it, and its place."""
+    """Yields each record of `files`, converted by `made`, with its place. Of tables only `columns` are read."""
     for file in files:
         for record, where in records(file, columns, "with the keys of a known form"):
             yield checked_json(made(record, where), where), where
 
 
 def record_files(path: str | Path, split: str, form: Literal["chat", "pairs"]) -> tuple[DataFile, ...]:
-    """The files of records at `path`, for `data.format = form`. Raises `DataError` for other files."""
+    """The files of records at `path`. Raises `DataError` for files that cannot hold `data.format = form`."""
     needed = {"chat": "conversations", "pairs": "pairs"}[form]
     if path == STDLIB:
         raise DataError(

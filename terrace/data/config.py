@@ -1,4 +1,4 @@
-"""The `[data]` section of a run's configuration, as a list of sources. Pure: imports no torch, no numpy."""
+"""The `[data]` section of a run's configuration, resolved to a list of sources. Imports no torch, no numpy."""
 
 import math
 import os
@@ -144,7 +144,7 @@ class DataConfig:
         )
 
     def eval_sources(self) -> tuple[SourceSpec, ...]:
-        """The sources that are only evaluated, with defaults resolved. Raises `ConfigError` for one that cannot be."""
+        """The sources that are only evaluated, with defaults resolved. Raises `ConfigError` for an invalid one."""
         return tuple(
             self._evaluated(name, EvalConfig(path=given) if isinstance(given, str) else given)
             for name, given in self.eval.items()

@@ -1,5 +1,7 @@
-"""The tokenizer.json of a folder that has its tokenizer in another form alone: SentencePiece, tiktoken, or a vocabulary
-with merges. `transformers` converts it, once, where it is installed; otherwise the error has the line that does so.
+"""Makes the tokenizer.json of a folder whose tokenizer has only another form: SentencePiece, tiktoken, or a vocabulary
+with merges.
+
+`transformers` converts it once, if installed; otherwise the error names the command that does so.
 """
 
 import importlib
@@ -14,14 +16,16 @@ from terrace.base.foreign import check_file
 from terrace.base.sealed import ChangedFile
 
 FILE = "tokenizer.json"
-# Names that `transformers` reads, and those that families give to tiktoken's format, whose pattern and special tokens
-# only their own code knows.
+# Files that `transformers` can convert, and names used for tiktoken's format, whose pattern and special tokens are only
+# defined in the family's own code.
 _READ = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json")
 _OTHERS = ("*.tiktoken", "tiktoken.model")
 
 
 def other_form(folder: Path) -> Path | None:
-    """The file of `folder` that holds its tokenizer in another form, where it has no tokenizer.json."""
+    """The file that holds the tokenizer of `folder` in another form; None if it has a tokenizer.json, or no such
+    file.
+    """
     if (folder / FILE).exists():
         return None
     found = [folder / name for name in _READ if (folder / name).is_file()]
@@ -29,9 +33,9 @@ def other_form(folder: Path) -> Path | None:
 
 
 def tokenizer_file(path: Path) -> Path:
-    """The tokenizer.json at `path`, or in the folder `path`; made if the folder has another form alone.
+    """The tokenizer.json at `path` or in the folder `path`, converted if the folder has only another form.
 
-    Raises `DataError` where that needs packages that are not installed, fails, or cannot be written.
+    Raises `DataError` if the conversion needs packages that are not installed, fails, or cannot be written.
     """
     if path.suffix in (".model", ".tiktoken") and path.is_file():
         raise DataError(f"tokenizer {path} is one file of a tokenizer: name its folder, {path.parent}")

@@ -1,8 +1,8 @@
 """From a path to the text of its documents.
 
-A text file is one document, or several behind one another with a separator between them; each record of JSON or csv
-and each row of a table is one. terrace.data.files finds the files. Unreadable or malformed parts of a corpus are never
-skipped: they are errors that name file and line.
+A text file is one document, or several with a separator between them. Each record of JSON or csv and each row of a
+table is a document. terrace.data.files finds the files. Unreadable or malformed parts of a corpus are never skipped:
+they raise errors that name file and line.
 """
 
 from collections.abc import Iterator
@@ -35,13 +35,13 @@ def read_documents(path: str | Path, column: str = "text", split: str = "", *, s
 def read_pieces(
     path: str | Path, column: str = "text", split: str = "", *, separator: str = ""
 ) -> Iterator[DocumentPart]:
-    """Yields the documents of the corpus `path` in pieces of bounded size; an empty document has one piece without
+    """Yields the documents of the corpus `path` in pieces of bounded size. An empty document yields one piece without
     text.
 
-    `column` is the key, or the column, of the text in a record; `separator` stands between the documents of a text. At
-    most a record of JSON or csv, or a thousand rows of a table, are whole in memory. Raises `DataError` for text that
-    is not UTF-8 (file and byte), a bad line of JSON (file and line), a row without text (file and row), and a corpus of
-    white space only.
+    `column` is the key, or the column, of the text in a record; `separator` stands between the documents of a text
+    file. At most one record of JSON or csv, or a thousand rows of a table, are in memory at a time. Raises `DataError`
+    for text that is not UTF-8 (file and byte), a bad line of JSON (file and line), a row without text (file and row),
+    and a corpus of white space only.
     """
     has_text = False
     for unit in corpus_units(path, column, split, separator=separator):
@@ -54,9 +54,9 @@ def read_pieces(
 
 
 def corpus_units(path: str | Path, column: str = "text", split: str = "", *, separator: str = "") -> Iterator[Unit]:
-    """Yields the parts of a corpus that are read independently, in order.
+    """Yields the units of a corpus, parts that can be read independently, in order.
 
-    Raises `DataError` for a damaged table, one without the column, and a line that is too long.
+    Raises `DataError` for a damaged table, a table without the column, and a line that is too long.
     """
     files = find_data(path, split).files
     if column != "text" and not any(file.holds_records for file in files):

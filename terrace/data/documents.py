@@ -26,9 +26,9 @@ class Documents:
         return len(self.starts)
 
     def check(self, first: int, end: int) -> None:
-        """Raises `DataError` unless tokens `first` ... `end` - 1 and their mask are those that were written.
+        """Raises `DataError` if tokens `first` ... `end` - 1 or their mask differ from what was written.
 
-        To be called before they are read.
+        Call it before reading them.
         """
         if self.sums is not None:
             self.sums.check(first, end)

@@ -1,8 +1,8 @@
-"""The tokens that end generated text, for sampling, feedback and export alike, and the one that pads rows.
+"""The tokens that end generated text, for sampling, feedback and export alike, and the token that pads rows.
 
-A text ends with the tokenizer's end of text, or with a token that the files of the model declare. An assistant's turn
-ends with the first special token that the chat template writes behind what the assistant says, which need not be one of
-these: many base models end a text with <|endoftext|> and are trained on turns that end with <|im_end|>.
+A text ends with the tokenizer's end of text, or with a token that the model's files declare. An assistant's turn ends
+with the first special token that the chat template writes after the assistant's text. That may be another token: many
+base models end a text with <|endoftext|> and are trained on turns that end with <|im_end|>.
 """
 
 import re
@@ -21,8 +21,8 @@ _FILLERS = ("pad_token", "unk_token", "bos_token")
 def ends_of(
     tokenizer: Tokenizer, tokenizer_path: str | Path, template_path: str | Path = "", folder: Path | None = None
 ) -> tuple[int, ...]:
-    """Ids that end a text or a turn: the tokenizer's end of text, those that files of `folder` declare, and the end of
-    the assistant's turn in the chat template, of `template_path` or the tokenizer's own.
+    """Ids that end a text or a turn: the tokenizer's end of text, those declared in `folder`, and the end of the
+    assistant's turn in the chat template (of `template_path`, or the tokenizer's own).
     """
     found = {tokenizer.text_tokens.end, turn_end(tokenizer, tokenizer_path, template_path)}
     tables = read_tables(folder)
@@ -32,7 +32,9 @@ def ends_of(
 
 
 def turn_end(tokenizer: Tokenizer, tokenizer_path: str | Path, template_path: str | Path = "") -> int | None:
-    """The special token with which a chat template ends the assistant's turn; None without a template or a token."""
+    """The special token with which a chat template ends the assistant's turn; None if there is no template or no such
+    token.
+    """
     if not isinstance(tokenizer, FileTokenizer):
         return None
     try:
@@ -40,14 +42,14 @@ def turn_end(tokenizer: Tokenizer, tokenizer_path: str | Path, template_path: st
     except DataError:
         return None  # nothing can be asked in it either
     talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
-    # Some templates want a system's message.
+    # Some templates require a system message.
     for messages in (talk, [{"role": "system", "content": "?"}, *talk]):
         try:
             text, _ = template.render(messages)
         except TemplateRefusalError:
             continue
         special = tokenizer.vocabulary.special
-        # Of tokens that begin alike, the longest.
+        # The longest of the tokens with a common prefix.
         names = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
         mark = re.search(names, text.rpartition(_SAID)[2]) if _SAID in text else None
         return None if mark is None else special[mark[0]]
@@ -55,10 +57,10 @@ def turn_end(tokenizer: Tokenizer, tokenizer_path: str | Path, template_path: st
 
 
 def filler(tokenizer: FileTokenizer, folder: Path, ends: tuple[int, ...]) -> str | None:
-    """A special token that can pad a row, since no text ends with it: `transformers` takes the last token of a text as
-    the last that is not this one. None where every special token ends texts.
+    """A special token that can pad rows because no text ends with it; None if every special token ends texts.
 
-    Declared ones of `folder` come first, then names that say what they are for.
+    `transformers` takes the last token other than this one as the end of a text. Tokens declared in `folder` are
+    preferred, then those with telling names.
     """
     config = read_tables(folder).get(CONFIG_FILE, {})
     special = tokenizer.vocabulary.special

@@ -1,7 +1,7 @@
-"""Rows that a run is evaluated on: its hold-out, and sources that are read for nothing else.
+"""The rows that a run is evaluated on: its hold-out, and sources used for evaluation only.
 
-Texts are cut as `terrace eval` cuts them (terrace.data.text_rows), conversations are packed as in training. Which rows
-are evaluated does not depend on the ranks.
+Texts are cut as `terrace eval` cuts them (terrace.data.text_rows); conversations are packed as in training. The choice
+of rows does not depend on the ranks.
 """
 
 from dataclasses import dataclass
@@ -36,10 +36,10 @@ class EvalSource(Source):
 
 
 class EvalBatches:
-    """The rows of one source in batches of `batch`, as terrace.data.batches deals out those of a step.
+    """The rows of one source in batches of `batch`, distributed to ranks as in terrace.data.batches.
 
-    At most `most_batches` of them (0: all); then the rows are spread evenly over the source. The last batch is filled
-    up with rows of padding, without labels.
+    At most `most_batches` batches (0: all), with rows spread evenly over the source. The last batch is filled up with
+    padding rows without labels.
     """
 
     pairs: PairRows | None = None  # not evaluated
@@ -54,13 +54,15 @@ class EvalBatches:
         self.num_batches = -(-self.num_rows // batch)
 
     def micro_batches(self, step: int, data_rank: int, num_data_ranks: int, micro_batch: int) -> list[Arrays]:
-        """The micro-batches of a data rank in batch `step`: arrays int64 (micro_batch, sequence)."""
+        """The micro-batches of a data rank in batch `step`: int64 arrays of shape (micro_batch, sequence)."""
         whole = self.rows(step, rows_of_rank(self.batch, data_rank, num_data_ranks, micro_batch))
         ends = range(micro_batch, len(whole[0]) + 1, micro_batch)
         return [tuple(array[end - micro_batch : end] for array in whole) for end in ends]
 
     def rows(self, step: int, rows: Ids) -> Arrays:
-        """Rows `rows` (n,) of batch `step`: inputs, labels and maybe positions, int64 (n, sequence)."""
+        """Rows `rows` (n,) of batch `step`: inputs, labels and, if the source has them, positions; int64 (n,
+        sequence).
+        """
         numbers = step * self.batch + rows
         real = numbers < self.num_rows
         filled = self._of.gather(self._sources[numbers[real]], self._samples[numbers[real]])
@@ -73,7 +75,7 @@ class EvalBatches:
         return tuple(found)
 
     def parts(self, step: int) -> list[Parts]:
-        """For every row of batch `step`, its documents that have a label."""
+        """For every row of batch `step`, the column ranges of its documents with labels."""
         chosen = slice(step * self.batch, (step + 1) * self.batch)
         found = self._of.parts_of(self._sources[chosen], self._samples[chosen])
         return found + [()] * (self.batch - len(found))
@@ -87,9 +89,9 @@ class EvalBatches:
 def eval_batches(
     batches: Batches, sources: tuple[EvalSource, ...], batch: int, most_batches: int, vocab_size: int
 ) -> list[EvalBatches]:
-    """The hold-out of the training `batches`, if there is one, then each of `sources`.
+    """The hold-out of the training `batches`, if any, then each of `sources`.
 
-    Raises `DataError` for one without a token to predict.
+    Raises `DataError` for a source without a token to predict.
     """
     found = list[EvalBatches]()
     if batches.num_holdout_samples:

@@ -1,8 +1,8 @@
 """A thread that makes the batches of the next steps while the current one runs.
 
-Steps are made in order and at most `depth` ahead, so memory is bounded. An error in the thread is raised by `next`, in
-the step that would have used the batch. The thread is a daemon: it never keeps a process alive, and `close` ends it at
-once. It touches no device except to pin host memory.
+Steps are made in order, at most `depth` ahead, so memory is bounded. An error in the thread is raised by `next` at the
+step it belongs to. The thread is a daemon, so it never keeps a process alive, and `close` ends it at once. It touches
+no device except to pin host memory.
 """
 
 import queue
@@ -17,7 +17,7 @@ _POLL_S = 0.1  # how long a closed feeder's thread may linger when its queue is 
 
 
 class Feeder(Generic[T]):
-    """Makes `make(step)` for every step from `first` up to `end` ahead of time, in a thread."""
+    """Calls `make(step)` ahead of time, in a thread, for every step from `first` up to `end`."""
 
     def __init__(self, make: Callable[[int], T], first: int, end: int, depth: int = 2) -> None:
         assert depth >= 1, f"depth {depth}"
@@ -29,7 +29,7 @@ class Feeder(Generic[T]):
         self._thread.start()
 
     def next(self) -> T:
-        """The batches of the next step, waiting if necessary. Raises the error that making them raised."""
+        """The batches of the next step; waits for them if necessary. Raises the error raised by `make`."""
         assert self._left > 0, "no step is left to feed"
         value, error = self._made.get()
         # No further step is made after an error.
@@ -37,10 +37,10 @@ class Feeder(Generic[T]):
             self._left = 0
             raise error
         self._left -= 1
-        return value  # type: ignore[return-value]  # it is there unless there is an error
+        return value  # type: ignore[return-value]  # set unless there is an error
 
     def close(self) -> None:
-        """Ends the thread and drops prepared steps. May be called twice. Does not wait for a read that hangs."""
+        """Ends the thread and drops prepared steps, without waiting for a read that hangs. May be called twice."""
         self._closed.set()
         self._thread.join(_LEAVE_S)
 
@@ -48,7 +48,7 @@ class Feeder(Generic[T]):
         for step in range(first, end):
             try:
                 made: tuple[T | None, BaseException | None] = (self._make(step), None)
-            except BaseException as error:  # whatever it is, it belongs to the step that asked for it
+            except BaseException as error:  # raised in the step that needs the batch
                 made = (None, error)
             # Closed meanwhile, or an error: nothing more to make.
             if not self._put(made) or made[1] is not None:

@@ -23,11 +23,11 @@ _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idl
 
 
 def find_data(path: str | Path, split: str = "") -> Found:
-    """The files of the corpus `path` with their forms, and a line on a folder: what is read and what is left out.
+    """The files of the corpus `path` with their forms. For a folder, also a line on what is read and what is left out.
 
-    The string "stdlib" is the special name; a folder of that name is `./stdlib`. `split` chooses a split of a folder: a
-    name, or CONFIGURATION:NAME, or CONFIGURATION: alone; if empty, "train". Raises `DataError` for a path that is
-    missing, unreadable, compressed, empty or without any file of a known form, and for a missing split.
+    The string "stdlib" is the special name; a folder of that name is `./stdlib`. `split` chooses a split of a folder:
+    NAME, CONFIGURATION:NAME, or CONFIGURATION: alone; if empty, "train". Raises `DataError` for a path that is missing,
+    unreadable, compressed, empty or without a file of a known form, and for a missing split.
     """
     if path == STDLIB:
         return Found(tuple(DataFile(file, "text") for file in _find_stdlib()))
@@ -60,12 +60,12 @@ def find_data(path: str | Path, split: str = "") -> Found:
 
 
 def find_documents(path: str | Path, split: str = "") -> list[Path]:
-    """Paths of all files that the corpus `path` is read from; raises as `find_data` does."""
+    """Paths of all files that belong to the corpus `path`. Raises as `find_data` does."""
     return [each for file in find_data(path, split).files for each in file.all_paths]
 
 
 def separators(files: Iterable[DataFile]) -> list[str]:
-    """The separators of fields in files of csv. A dataset card may name one, so they are part of a cache's key."""
+    """The field separators of csv files. A dataset card may set them, so they are part of a cache's key."""
     return sorted({file.separator for file in files})
 
 

@@ -1,13 +1,12 @@
 """From a folder to the files of a split, each with its form.
 
 The rules are those of `datasets.load_dataset(folder)`: the dataset card (terrace.data.card), else the names of files
-and folders (terrace.data.splits), and of a split's files those of the commonest form. What is not read is said in a
-line.
+and folders (terrace.data.splits); of a split's files, those of the most common form. A line reports what is not read.
 
-Three things differ, since folders of text are trained on, too. A document of a .txt file is the file, not the line. In
-a folder without a file that `datasets` reads, prose (.md, .rst, ...) and source are documents, and names are splits
-only where one of them is train's. And a folder with more files of source code than of data is source: names of its
-files, such as test_x.py and train.py, are no splits.
+Three rules differ, since folders of text are trained on, too. A .txt file is one document, not one per line. In a
+folder without a file that `datasets` reads, prose (.md, .rst, ...) and source files are documents, and names are splits
+only if one of them is train's. A folder with more source files than data files is source: file names such as test_x.py
+and train.py are no splits.
 """
 
 import os
@@ -42,7 +41,7 @@ _MOST_SAID = 8  # kinds of files on a line
 
 @dataclass(frozen=True)
 class Found:
-    """The files of a corpus; of a folder also the split, and a line on what is read and what is left out."""
+    """The files of a corpus. For a folder also the split, and a line on what is read and what is left out."""
 
     files: tuple[DataFile, ...]
     split: str = ""
@@ -51,7 +50,7 @@ class Found:
 
 @dataclass
 class _Listing:
-    """The files of a folder that are not hidden, by names relative to it, in order."""
+    """The non-hidden files of a folder, by names relative to it, in order."""
 
     root: Path
     names: list[str] = field(default_factory=list)
@@ -61,7 +60,7 @@ class _Listing:
 
 
 def find_in_folder(root: Path, split: str) -> Found:
-    """The files of `split` in the folder `root`, as terrace.data.files.find_data."""
+    """The files of `split` in the folder `root`, as for terrace.data.files.find_data."""
     saved = find_saved(root, split)
     if saved is not None:
         others = [f"the split {other}" for other in saved.others]
@@ -170,7 +169,7 @@ def _prose(known: Sequence[str]) -> list[str]:
 
 
 def _readable(listing: _Listing, names: Sequence[str], separator: str) -> list[DataFile]:
-    """The files among `names` that have the commonest form; raises `DataError` where none does."""
+    """The files among `names` of the most common form. Raises `DataError` if there are none."""
     root = listing.root
     for name in names:
         # Skipping it silently would lose text.
@@ -200,7 +199,7 @@ def _data_file(path: Path, separator: str = "") -> DataFile | None:
 
 
 def _left(listing: _Listing, read: Set[str], chosen: str, splits: Mapping[str, Sequence[str]]) -> list[str]:
-    """Files of a folder that are not read, in words: other splits, then other files by their kind."""
+    """Files of a folder that are not read, in words: other splits, then other files by kind."""
     left, said = list[str](), set[str]()
     for split, names in splits.items():
         others = set(names) - read
@@ -268,5 +267,5 @@ def _suffix(name: str) -> str:
 
 
 def _kind(name: str) -> str:
-    """The suffix of a name, without that of a compression."""
+    """The suffix of a file name, without that of a compression."""
     return _suffix(os.path.splitext(name)[0]) if is_packed(Path(name)) else _suffix(name)

@@ -1,6 +1,6 @@
-"""The form of a file of data: by its suffix, and of JSON by its first character, too.
+"""The form of a data file, by its suffix, and for JSON also by its first character.
 
-`datasets` reads files of `RECORD_SUFFIXES` and `.txt`; the other suffixes are prose and source, each file a document.
+`datasets` reads files of `RECORD_SUFFIXES` and `.txt`. The other suffixes are prose and source, one document per file.
 """
 
 from collections import Counter
@@ -34,7 +34,9 @@ _PREFERRED = (".parquet", ".arrow", ".jsonl", ".json", ".csv")
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file and how it is read; a "selection" is the state.json of a saved data set, with the `parts` it names."""
+    """A file and how it is read. A "selection" is the state.json of a saved data set, with the `parts` that it
+    names.
+    """
 
     path: Path
     form: Form
@@ -47,14 +49,13 @@ class DataFile:
 
     @property
     def all_paths(self) -> tuple[Path, ...]:
-        """Every file that is read."""
         return (self.path, *self.parts)
 
 
 def data_file(path: Path, separator: str = "") -> DataFile | None:
-    """The file at `path` with its form; None for JSON that holds no records. A suffix that is not known is prose.
+    """The file at `path` with its form; None for JSON without records. An unknown suffix counts as prose.
 
-    Raises `OSError` for a file of JSON that cannot be read.
+    Raises `OSError` for a JSON file that cannot be read.
     """
     suffix = path.suffix.lower()
     if suffix in CSV_SEPARATORS:
@@ -73,7 +74,7 @@ def is_packed(path: Path) -> bool:
 
 
 def commonest(suffixes: Iterable[str]) -> frozenset[str]:
-    """The suffixes of the form that most files have, by the rule of `datasets`."""
+    """The suffixes of the most common form, by the rule of `datasets`."""
     counts = Counter(suffixes)
     first = max(counts, key=lambda suffix: (counts[suffix], *(suffix == each for each in _PREFERRED), suffix))
     for family in (JSON_SUFFIXES, frozenset(CSV_SEPARATORS)):

@@ -1,7 +1,7 @@
-"""The format of data whose user names none: what the first record is.
+"""The format of data for which the user names none, by its first record.
 
-A record with a text is text. One without, in a form of terrace.data.row_forms, is a conversation or a preference.
-Anything else stays text, whose reader names what is wrong. Pure: imports no torch, no numpy.
+A record with a "text" is text. Otherwise, if it has a form of terrace.data.row_forms, it is a conversation or a
+preference. Anything else is taken as text, whose reader reports what is wrong. Imports no torch, no numpy.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ _MOST_BYTES = 1 << 24  # of a first line; a longer one is hardly a conversation
 
 
 def found_format(path: str | Path, split: str = "", *, on_pairs: bool = False) -> Format:
-    """The format of the corpus `path`, of preferences before conversations if a run is `on_pairs`."""
+    """The format of the corpus `path`. If `on_pairs`, preferences are tried before conversations."""
     first = first_record(path, split)
     if isinstance(first.get("text"), str):
         return "text"
@@ -29,7 +29,7 @@ def found_format(path: str | Path, split: str = "", *, on_pairs: bool = False) -
 
 
 def with_formats(data: Any, *, on_pairs: bool = False) -> Any:
-    """The section `data` of a run's table with the formats of sources that neither it nor they name."""
+    """The section `data` of a run's table, with formats found for the sources that name none."""
     if not isinstance(data, Mapping) or "format" in data:
         return data
     made, split = dict(data), data.get("split", "")
@@ -50,7 +50,7 @@ def with_formats(data: Any, *, on_pairs: bool = False) -> Any:
 
 
 def record_words(path: str | Path, split: str, chosen: Format) -> str:
-    """The form in which conversations or preferences are read, by the first record; "" for text."""
+    """How conversations or preferences are read, by the first record; "" for text."""
     if chosen == "text":
         return ""
     if chosen == "pairs":
@@ -60,7 +60,7 @@ def record_words(path: str | Path, split: str, chosen: Format) -> str:
 
 
 def first_record(path: str | Path, split: str = "") -> Mapping[str, Any]:
-    """The first record of a corpus without nulls; an empty one where there is none, or it cannot be read."""
+    """The first record of a corpus, without nulls; empty if there is none, or it cannot be read."""
     if str(path) == STDLIB:
         return {}
     try:
@@ -69,7 +69,7 @@ def first_record(path: str | Path, split: str = "") -> Mapping[str, Any]:
             return {}
         columns = tuple(dict.fromkeys(("text", *CHAT_COLUMNS, *PAIR_COLUMNS)))
         return next(records(file, columns, ""), ({}, ""))[0]
-    # Whoever reads the data says what is wrong with it.
+    # The reader of the data reports what is wrong.
     except (DataError, OSError):
         return {}
 
@@ -80,14 +80,14 @@ def _is_long(path: Path) -> bool:
 
 
 def _of_source(source: Mapping[str, Any], split: Any, on_pairs: bool) -> Format:
-    # A column that somebody names holds a text.
+    # A column named by the user holds text.
     if source.get("column", "text") != "text" or not isinstance(source.get("path"), str) or not source["path"]:
         return "text"
     return found_format(source["path"], split if isinstance(split, str) else "", on_pairs=on_pairs)
 
 
 def _with_format(source: Any, split: Any, column: Any, general: str) -> Any:
-    """A source, a path or a table, with its format unless it names one, or has the `general` one."""
+    """A source, a path or a table, with its format added unless it names one, or the format is `general`."""
     table = {"path": source} if isinstance(source, str) else source
     if not isinstance(table, Mapping) or "format" in table:
         return source

@@ -38,7 +38,7 @@ def is_indexed(path: str | Path) -> bool:
 
 
 def indexed_files(path: str | Path) -> tuple[Path, Path]:
-    """The ids and the index of the data set that `path` names."""
+    """The ids file and the index file of the data set that `path` names."""
     prefix = _prefix(path)
     ids_file, index_file = (prefix.with_name(prefix.name + suffix) for suffix in _SUFFIXES)
     return ids_file, index_file
@@ -47,8 +47,8 @@ def indexed_files(path: str | Path) -> tuple[Path, Path]:
 def open_indexed(path: str | Path, cache_dir: str | Path) -> TokenFile:
     """The token file of an indexed data set.
 
-    Its ids are taken to be those of the run's tokenizer. Raises `DataError` for a file that is missing, damaged, of
-    another version, of ids that are not integers, or with more than text in it.
+    Its ids are assumed to be those of the run's tokenizer. Raises `DataError` for a file that is missing, damaged, of
+    another version, with ids that are not integers, or with more than text in it.
     """
     prefix = _prefix(path)
     ids_file, index_file = indexed_files(path)

@@ -1,8 +1,8 @@
-"""Counts of the text that a chat template or a tokenizer leaves out of conversations, for one warning.
+"""Counts what a chat template or a tokenizer leaves out of conversations, for one warning.
 
-A template may drop reasoning, calls or a system's message, or cut or change a text; a model is then trained on less
-than the data hold. White space between words does not count, as many templates trim it, nor does the way in which JSON
-spells a character. A text is looked for as a whole, so one that is spread over more than two places counts as left out.
+A template may drop reasoning, calls or a system message, or cut or change a text; the model is then trained on less
+than the data hold. White space between words is ignored, because many templates trim it, and so is the JSON spelling of
+characters. A text is searched for as a whole; one spread over more than two places counts as left out.
 """
 
 import json
@@ -24,14 +24,16 @@ _SHOWN = 60  # characters of an example
 
 @dataclass
 class LeftOut:
-    """Counts of conversations by what is left out of them, each with its first example."""
+    """Counts of conversations by what is left out, each with its first example."""
 
     num_conversations: int = 0
     found: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     def note(self, record: Mapping[str, Any], text: str, turns: Spans | None, where: str) -> list[int]:
-        """Count a conversation that was rendered as `text`, with the characters of each turn of the assistant if the
-        template tells them apart. Returns the places of the messages whose turns hold nothing of them.
+        """Counts a conversation rendered as `text`. `turns` are the character spans of the assistant's turns, if the
+        template marks them.
+
+        Returns the indices of messages whose turns contain none of their text.
         """
         self.num_conversations += 1
         rendering, spans = _Rendering(text), iter(turns or ())
@@ -54,12 +56,12 @@ class LeftOut:
         return empty
 
     def note_unknown(self, characters: str, where: str) -> None:
-        """Count a conversation with `characters` of the assistant that the tokenizer has no tokens for."""
+        """Counts a conversation whose assistant text has `characters` without tokens."""
         if characters:
             self._add("characters of the assistant that the tokenizer has no token for", characters, where)
 
     def line(self, path: object) -> str:
-        """One line on what is left out of the data at `path`; empty if nothing is."""
+        """One line on what is left out of the data at `path`; "" if nothing is."""
         if not self.found:
             return ""
         parts = [
@@ -82,7 +84,9 @@ class _Rendering:
         self._squeezed: dict[tuple[int, int], str] = {}
 
     def missing(self, piece: str, span: tuple[int, int] | None) -> tuple[str, bool]:
-        """The part of `piece` that is not in the rendering (in `span`, if one is given), and whether that is all."""
+        """The part of `piece` that is missing in the rendering (within `span`, if given), and whether that is all of
+        it.
+        """
         first, end = span or (0, len(self._text))
         if self._text.find(piece.strip(), first, end) >= 0:
             return "", False
@@ -110,7 +114,7 @@ class _Rendering:
 
 
 def unknown_characters(text: str, spans: Spans, firsts: Ids, ends: Ids) -> str:
-    """The characters of `text` in `spans` that none of the tokens from `firsts` to `ends` means, without spaces."""
+    """The characters of `text` in `spans` that no token covers, without spaces; tokens cover `firsts` ... `ends`."""
     edges = np.zeros(len(text) + 1, dtype=np.int64)
     np.add.at(edges, firsts, 1)
     np.subtract.at(edges, ends, 1)
@@ -127,7 +131,7 @@ def _counts(text: str, place: int) -> bool:
 
 
 def _pieces(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The texts of a message, each with words for what it is."""
+    """The texts of a message, each with a description."""
     role = message["role"]
     content = message.get("content")
     for part in content if isinstance(content, list) else [content]:
@@ -165,7 +169,7 @@ def _function(tool: Any) -> Mapping[str, Any]:
 
 
 def _longest(is_there: Callable[[int], bool], most: int) -> int:
-    """The largest size, up to `most`, at which something `is_there`, as it is at all smaller ones."""
+    """The largest size up to `most` at which `is_there` holds; it must hold at all smaller sizes."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,10 +1,10 @@
-"""Messages in the forms that chat templates take them in.
+"""Converts messages to the forms that chat templates accept.
 
-Data hold the arguments of a call as an object, as the `transformers` package has them, or as JSON text, as OpenAI's API
-has them; tables, which have no place for objects of different keys, hold lists of calls and tools as JSON text, too.
-Templates print an object as JSON, and would encode a text once more; others concatenate a text, and would print an
-object as Python does. A content may be a text, or a list of parts, which not all templates know. So a template is given
-objects and parts first, and other forms where it fails at them or prints them as Python.
+Data hold the arguments of a call as an object, as in `transformers`, or as JSON text, as in OpenAI's API. Tables, which
+cannot hold objects of different keys, also hold lists of calls and tools as JSON text. Some templates print an object
+as JSON, and would encode a text twice; others concatenate a text, and would print an object as Python does. A content
+may be a text, or a list of parts, which not all templates support. So a template is given objects and parts first, and
+other forms if it fails or prints them as Python.
 """
 
 import json
@@ -21,7 +21,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Form:
-    """Messages; a template that prints one of `unfit`, or not all of `parts`, cannot take them in this form."""
+    """One form of the messages. The template cannot take it if it prints one of `unfit`, or not all of `parts`."""
 
     messages: Messages
     unfit: tuple[str, ...] = ()
@@ -29,7 +29,7 @@ class Form:
 
 
 def forms_of(messages: Messages) -> list[Form]:
-    """The forms of `messages` for a template, each to be tried where it cannot take those before.
+    """The forms of `messages` to try with a template, in order.
 
     Raises `DataError` as `with_objects` does.
     """
@@ -55,7 +55,7 @@ def forms_of(messages: Messages) -> list[Form]:
 
 
 def with_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`message` with its calls as objects. Raises `DataError` where they are neither these nor JSON text of them."""
+    """`message` with its calls as objects. Raises `DataError` if they are neither objects nor JSON text of objects."""
     made = dict(message)
     if isinstance(calls := made.get("tool_calls"), str):
         made["tool_calls"] = calls = decoded(calls, list, "'tool_calls'")
@@ -67,33 +67,32 @@ def with_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def with_objects(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`message` with its calls and their arguments as objects. Raises `DataError` where they are neither these nor JSON
-    text of them.
+    """`message` with its calls and their arguments as objects. Raises `DataError` if they are neither objects nor JSON
+    text of objects.
     """
     return _with_arguments(with_calls(message), _as_object)
 
 
 def text_of(parts: Sequence[Mapping[str, Any]]) -> str:
-    """The parts of a content as one text."""
+    """Joins the parts of a content."""
     return "".join(part["text"] for part in parts)
 
 
 def calls_of(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The name and the arguments, as objects, of each call in `message`."""
+    """Name and arguments (as objects) of each call in `message`."""
     return _functions(with_objects(message))
 
 
 def tools_of(tools: Any) -> Any:
-    """`tools` as a list of objects. Raises `DataError` where it is neither that nor JSON text of it."""
+    """`tools` as a list of objects. Raises `DataError` if it is neither that nor JSON text of it."""
     tools = decoded(tools, list, "'tools'")
     return [_changed(decoded(tool, dict, "an entry of 'tools'"), _with_parameters) for tool in tools]
 
 
 def given(record: Mapping[str, Any], template: str) -> dict[str, Any]:
-    """Arguments for a `template`, given by its source, besides the messages of a record: "tools", a list or None, and
-    further "variables".
+    """Arguments for a template besides the messages: "tools", a list or None, and further "variables".
 
-    Raises `DataError` for calls, tools and variables in another form than those that are known.
+    `template` is the template's source. Raises `DataError` for calls, tools and variables of an unknown form.
     """
     for number, message in enumerate(record["messages"], start=1):
         try:
@@ -114,7 +113,7 @@ def given(record: Mapping[str, Any], template: str) -> dict[str, Any]:
 
 
 def decoded(value: Any, kind: type, words: str) -> Any:
-    """`value`, parsed if it is JSON text. Raises `DataError` if that is not of the `kind` list or dict."""
+    """`value`, parsed if it is JSON text. Raises `DataError` if the result is not of type `kind`, list or dict."""
     found = value
     if isinstance(value, str):
         try:
@@ -162,7 +161,7 @@ def _as_object(function: Mapping[str, Any]) -> Any:
     arguments = function["arguments"]
     if not isinstance(arguments, str):
         return arguments
-    # A call without arguments has an empty text in some APIs.
+    # In some APIs a call without arguments has an empty string.
     if arguments.strip() in ("", "null"):
         return {}
     words = f"'arguments' of the call of {function.get('name')!r}"

@@ -1,4 +1,4 @@
-"""The source of each sample of a run: several sources with weights, blended evenly.
+"""The source of each sample of a run: several weighted sources, blended evenly.
 
 A weight is a share of the samples. Weights are exact: written as integers without a common divisor, c_0, c_1, ..., they
 sum to the **period** M, and every M consecutive samples from a multiple of M hold exactly c_i of source i. Inside a
@@ -7,9 +7,9 @@ period each source keeps its pace: after n samples it has given more than n w_i 
 index floor(j / w_i), else the source would be a whole sample ahead, nor after index ceil((j + 1) / w_i) - 1, else a
 whole sample behind.
 
-One period is computed once and kept as two arrays, so any position of a run costs O(1).
+One period is computed once and kept as two arrays, so looking up a position costs O(1).
 
-Source: Baruah, Cohen, Plaxton and Varvel 1996 (proportionate progress: the windows, and that they can always be kept).
+Source: Baruah, Cohen, Plaxton and Varvel 1996 (proportionate progress: the windows, and that they can always be met).
 """
 
 import heapq
@@ -30,8 +30,8 @@ Ids = npt.NDArray[np.int64]
 def parts_of(weights: Sequence[float]) -> tuple[int, ...]:
     """The weights as the smallest integers in the same proportion.
 
-    Each weight counts as the decimal that is written. Raises `DataError` for a weight that is not positive and finite,
-    and for weights whose period is longer than `MAX_PERIOD`.
+    Weights are taken as the decimals written by the user. Raises `DataError` for a weight that is not positive and
+    finite, and for weights whose period is longer than `MAX_PERIOD`.
     """
     for weight in weights:
         if not 0 < weight < math.inf:
@@ -54,7 +54,7 @@ def parts_of(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 class Blend:
-    """The source of every position of a run, and the number of samples that the source gave before it."""
+    """The source of every position of a run, and how many samples that source gave before it."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         self.parts = parts_of(weights)
@@ -62,9 +62,9 @@ class Blend:
         self._source, self._before = _period(self.parts)
 
     def place(self, positions: Ids) -> tuple[Ids, Ids]:
-        """Source of each of the global `positions`, shape (n,), and its index among that source's samples.
+        """Source of each of the global `positions`, shape (n,), and the index of its sample within that source.
 
-        The indices of a source count from 0 without a gap.
+        Indices of a source count from 0 without gaps.
         """
         # Every period is alike, so a position needs only its place in one.
         periods, offsets = np.divmod(positions, len(self._source))
@@ -72,7 +72,7 @@ class Blend:
         return sources, periods * self._of_source[sources] + self._before[offsets]
 
     def counts(self, num_samples: int) -> list[int]:
-        """Number of samples that each source gives among the first `num_samples`."""
+        """Number of samples of each source among the first `num_samples`."""
         periods, rest = divmod(num_samples, len(self._source))
         inside = np.bincount(self._source[:rest], minlength=len(self.parts))
         return [periods * part + int(count) for part, count in zip(self.parts, inside, strict=True)]

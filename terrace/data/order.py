@@ -11,9 +11,8 @@ permutation is a Feistel network with cycle walking:
   next member below n is a permutation of 0 ... n - 1, and as n > 2^(b-1) fewer than two
   encryptions are needed on average.
 
-Keys come from a hash of (seed, epoch, source). A position costs O(1) and no state is kept between calls, so a run
-resumes at any step at once, and the order cannot depend on the number of ranks. The shuffle is for statistics, not
-secrecy.
+Keys come from a hash of (seed, epoch, source). A position costs O(1) and no state is kept between calls, so a run can
+resume at any step, and the order does not depend on the number of ranks. The shuffle serves statistics, not secrecy.
 
 Sources: Luby and Rackoff 1988 (Feistel permutations), Black and Rogaway 2002 (cycle walking), the 64-bit finaliser of
 MurmurHash3 (constants of `_mix`).
@@ -27,9 +26,9 @@ import numpy.typing as npt
 
 from terrace.base.errors import DataError
 
-# Eight keys fill one 64-byte hash. Four rounds suffice in theory for large halves. For halves of one or
-# two bits eight make each sample equally likely at each position (tested), but not each whole order: the
-# frequencies of the 120 orders of five samples spread by an eighth or so. Too few samples to matter.
+# Eight keys fill one 64-byte hash. In theory four rounds suffice for large halves. With halves of one or two bits,
+# eight rounds make each sample equally likely at each position (tested), but not each whole order: the frequencies of
+# the 120 orders of five samples vary by about an eighth. That few samples do not matter.
 _NUM_ROUNDS = 8
 
 
@@ -37,10 +36,8 @@ _NUM_ROUNDS = 8
 class SampleOrder:
     """The sample at every position of a run over `num_samples` samples, whatever the world size.
 
-    Sources of a mixture, numbered by `source`, have orders of their own: sources of equal size would else always meet
-    sample by sample.
-
-    Raises `DataError` when there is no sample.
+    Each source of a mixture, numbered by `source`, has its own order; otherwise sources of equal size would always be
+    paired sample by sample. Raises `DataError` if there is no sample.
     """
 
     num_samples: int
@@ -97,7 +94,7 @@ def _encrypt(values: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64], num_b
 
 
 def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Spreads every input bit over the 64 output bits; products wrap modulo 2^64 on purpose."""
+    """Spreads every input bit over the 64 output bits. Products wrap modulo 2^64 on purpose."""
     values = values ^ (values >> np.uint64(33))
     values *= np.uint64(0xFF51AFD7ED558CCD)
     values ^= values >> np.uint64(33)

@@ -1,8 +1,8 @@
-"""The files that a cache is made from, and whether they have changed since they were read.
+"""The files that a cache is made from, and whether they have changed since.
 
-Path, size and modification time find a cache; they prove nothing, since copies and backups may keep all three. No
-program can set the change time of a file's inode: while it is the same, so is the content. Where it differs, as on
-another machine or after a copy, contents are compared by their hash, at about a gigabyte a second.
+Path, size and modification time identify a cache but prove nothing, because copies and backups may preserve all three.
+The change time of a file's inode cannot be set by programs: while it is the same, so is the content. If it differs, as
+on another machine or after a copy, contents are compared by hash, at about a gigabyte per second.
 """
 
 import hashlib
@@ -21,17 +21,17 @@ _SETTLED_S = 2.0  # a file may change again within a tick of its file system's c
 
 @dataclass(frozen=True)
 class Originals:
-    """The files of the corpus `path`, as `find` lists them at each call."""
+    """The files of the corpus `path`; `find` lists them anew at each call."""
 
     path: str | Path
     find: Callable[[], Sequence[Path]]
 
     def identity(self) -> list[tuple[str, int, int]]:
-        """Path, size and modification time of each file. Raises `DataError` where one cannot be read."""
+        """Path, size and modification time of each file. Raises `DataError` if a file cannot be read."""
         return [(str(file.resolve()), status.st_size, status.st_mtime_ns) for file, status in self._statuses()]
 
     def stamp(self) -> str:
-        """Equal at two times only if no file was written, replaced, added or removed between them."""
+        """A fingerprint that stays equal only if no file was written, replaced, added or removed."""
         facts = [
             f"{os.fspath(file)!r} {status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
             for file, status in self._statuses()
@@ -39,7 +39,7 @@ class Originals:
         return hashlib.blake2b("\n".join(facts).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
     def is_settled(self) -> bool:
-        """Whether the next change will show in the stamp."""
+        """Whether all files are old enough that the next change will alter the stamp."""
         return all(time.time() - status.st_ctime > _SETTLED_S for _, status in self._statuses())
 
     def contents(self) -> str:

@@ -1,11 +1,11 @@
 """Packs whole documents into sequences with as little padding as possible.
 
-Best fit decreasing: documents go by falling length, each into the fullest sequence that still has room for it, else
-into a new one. Documents of one length are interchangeable, so a whole run of them is placed at once: the work grows
-with the number of different lengths, at most `sequence`, not with the number of documents.
+Best fit decreasing: documents in order of decreasing length, each into the fullest sequence that still has room for it,
+else into a new one. Documents of equal length are placed as a run, so the work grows with the number of distinct
+lengths, at most `sequence`, not with the number of documents.
 
-A document of L tokens takes L - 1 positions: its last token is only a label. The result depends only on the documents
-and `sequence`. It is computed once and kept with the token file.
+A document of L tokens takes L - 1 positions, because its last token is only a label. The result depends only on the
+documents and `sequence`. It is computed once and kept with the token file.
 
 Source: Johnson 1974 (best fit decreasing needs at most 11/9 of the fewest sequences, and a few); Ding et al. 2404.10830
 (its use for training text, and the grouping by length).
@@ -35,7 +35,7 @@ Ids = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Tally:
-    """Counts of documents by outcome. A segment is a document, or the part of one that is kept."""
+    """Counts of documents by outcome. A segment is a document, or the kept part of one."""
 
     num_documents: int
     num_too_long: int  # longer than a sequence: cut, split or dropped
@@ -52,8 +52,8 @@ class Tally:
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """Sequence i holds segments `offsets[i]` ... `offsets[i + 1] - 1`, each of `lengths` positions from token `starts`
-    on.
+    """Segments `offsets[i]` ... `offsets[i + 1] - 1` form sequence i. Each takes `lengths` positions, from token
+    `starts` on.
     """
 
     offsets: Ids  # (num_sequences + 1,)
@@ -65,9 +65,10 @@ class Packing:
 def pack(documents: Documents, sequence: int, too_long: TooLong, holdout: float = 0.0) -> Packing:
     """Packs `documents` into sequences of `sequence` positions.
 
-    Documents that are split lie in several sequences. The hold-out is packed by itself into the last sequences, and has
-    as many documents as fill `holdout`: a share of all positions, or from 1 on a number of sequences. Raises
-    `DataError` for a document that is too long under "refuse", and when nothing is left to train on.
+    Documents that are too long are split over several sequences, cut or dropped, as `too_long` says. Held-out documents
+    are packed separately into the last sequences; as many are held out as fill `holdout`, a share of all positions if
+    below 1, else a number of sequences. Raises `DataError` for a document that is too long under "refuse", and if
+    nothing is left to train on.
     """
     starts, places, num_too_long = _segments(documents, sequence, too_long)
     trained = _is_trained(documents, starts, places)
@@ -101,8 +102,8 @@ def pack(documents: Documents, sequence: int, too_long: TooLong, holdout: float 
 
 
 def packed(documents: Documents, sequence: int, too_long: TooLong, beside: Path, holdout: float = 0.0) -> Packing:
-    """The packing kept beside the file `beside`, whose name stands for the contents of `documents`; made if there is
-    none.
+    """Loads the packing kept beside the file `beside`, or packs and saves it. The name `beside` identifies the contents
+    of `documents`.
 
     Raises `DataError` as `pack` does, for a damaged file, and for a folder that cannot be written.
     """
@@ -125,8 +126,8 @@ def packed(documents: Documents, sequence: int, too_long: TooLong, beside: Path,
 def best_fit(lengths: Ids, capacity: int) -> tuple[Ids, Ids]:
     """Indices of `lengths`, shape (n,), ordered by sequence, and the offset of each sequence among them.
 
-    Lengths lie in 1 ... capacity. Sequences come in a shuffled order that depends only on their number, so that the
-    last ones are like the first; so do items of equal length.
+    Lengths lie in 1 ... capacity. Sequences are shuffled in a way that depends only on their number, so the last ones
+    resemble the first; so are items of equal length.
     """
     # Shuffled before the stable sort, so that equal lengths are in no particular order.
     shuffled = SampleOrder(len(lengths), 0).sample(np.arange(len(lengths)))
@@ -150,8 +151,8 @@ def best_fit(lengths: Ids, capacity: int) -> tuple[Ids, Ids]:
     for begin, end in pairwise(bounds):
         length, here = int(falling[begin]), begin
         while here < end:
-            # The fullest sequences with enough room take as many documents of the run as fit; without any, new ones are
-            # opened.
+            # The fullest sequences with enough room each take as many documents of the run as fit; if there are none,
+            # new ones are opened.
             at = bisect_left(free, length)
             if at < len(free):
                 room = free.pop(at)
@@ -205,7 +206,7 @@ def _segments(documents: Documents, sequence: int, too_long: TooLong) -> tuple[I
 
 
 def _held_out(documents: Documents, starts: Ids, places: Ids, sequence: int, holdout: float) -> npt.NDArray[np.bool_]:
-    """Segments of held-out documents: documents are drawn until they fill the share or number asked for."""
+    """Mask of the segments of held-out documents, drawn until they fill the requested share or number."""
     if not holdout:
         return np.zeros(len(starts), dtype=bool)
     owners = np.searchsorted(documents.starts, starts, side="right") - 1

@@ -1,8 +1,8 @@
 """Preferences tokenised once: pairs of responses to one prompt, the preferred before the rejected one.
 
-A record is a preference of any form (terrace.data.row_forms). Each becomes two documents of a chat corpus
-(terrace.data.chat_tokens), 2 k and 2 k + 1, whose masks have the response alone: in a conversation, what the assistant
-says behind the prompt, which both have in common.
+A record is a preference of any form (terrace.data.row_forms). Each becomes documents 2 k and 2 k + 1 of a chat corpus
+(terrace.data.chat_tokens), whose masks cover only the response: in a conversation, the assistant's text after the
+common prompt.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,10 +31,11 @@ def prepare_pairs(
     split: str = "",
     progress: Callable[[str], None] = lambda text: None,
 ) -> TokenFile:
-    """The token file of the pairs in `path`, a file or a folder of records; made if it is not in the cache.
+    """The token file of the pairs in `path`, a file or a folder of records; made if not cached.
 
-    `split` chooses a split of a folder; `progress` receives a line on what is left out. Texts need no template. Raises
-    `DataError`, naming file and record, for one that is no pair, else as `terrace.data.chat_tokens.prepare_chat`.
+    `split` chooses a split of a folder; `progress` receives a line on what is left out. Plain texts need no template.
+    Raises `DataError`, naming file and record, for a record that is not a pair, and otherwise as
+    `terrace.data.chat_tokens.prepare_chat`.
     """
     files = record_files(path, split, "pairs")
     needed = any(isinstance(row["chosen"], list) for row, _ in _rows(files))
@@ -55,7 +56,7 @@ def _rows(files: Iterable[DataFile]) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _members(row: Mapping[str, Any], where: str) -> list[tuple[dict[str, Any], str]]:
-    """The two members of a pair, each as a row of chat data and its place."""
+    """The two members of a pair, each as a row of chat data with its place."""
     if row["chosen"] == row["rejected"]:
         raise DataError(f"{where}: 'chosen' and 'rejected' are equal, so nothing is preferred; drop the record")
     return [(_member(row, key), f"{where}: {key!r}") for key in MEMBERS]

@@ -1,7 +1,7 @@
 """Rows of pairs: sample 2 k is the preferred response to the k-th prompt, sample 2 k + 1 the rejected one.
 
-A row is one document, its prompt and response, padded at the end; no document is cut. Labels are those of the
-response. The order of a run permutes pairs, so both members of a pair follow one another.
+A row is one document, prompt and response, padded at the end and never cut. Only the response has labels. A run
+permutes pairs, so both members of a pair are adjacent.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ Ids = npt.NDArray[np.int64]
 
 
 class PairRows:
-    """The rows of a corpus of pairs; raises `DataError` for one with a document longer than `sequence`."""
+    """The rows of a corpus of pairs. Raises `DataError` for a document longer than `sequence`."""
 
     has_positions = False
 
@@ -45,12 +45,12 @@ class PairRows:
         labels[: length - 1][is_label] = self._documents.ids[start + 1 : start + length][is_label]
 
     def parts(self, samples: Ids) -> list[Parts]:
-        """Trained parts of each row of `samples`: its document."""
+        """Trained parts of each row of `samples`: the whole document."""
         return [((0, int(self.lengths[sample])),) for sample in samples]
 
 
 class PairOrder:
-    """The sample at every position of a run: a permutation of pairs, both members of each in turn."""
+    """The sample at every position of a run: a permutation of pairs, with the two members of a pair adjacent."""
 
     def __init__(self, num_samples: int, seed: int) -> None:
         self.num_samples = num_samples

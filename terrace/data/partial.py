@@ -1,8 +1,8 @@
-"""A token file while it is written; after a kill, writing continues from the last journal entry.
+"""A token file while it is being written. After a kill, writing continues from the last journal entry.
 
-Hidden files lie next to the target: `.NAME.tokens.partial` and `.NAME.starts.partial`, which only grow, and
-`.NAME.journal.json`, which says how much of both is sound. The process that continues truncates the rest and reads the
-ids once for their checksum and digest.
+Hidden files lie beside the target: `.NAME.tokens.partial` and `.NAME.starts.partial`, which only grow, and
+`.NAME.journal.json`, which records how much of both is valid. The process that continues truncates the rest, and reads
+the ids once for their checksum and digest.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ _READ_BYTES = 1 << 24
 
 @dataclass(kw_only=True)
 class Noted:
-    """Progress of a token file, and running facts of its ids."""
+    """The journal: progress of a token file, and running statistics of its ids."""
 
     stamp: str  # of the files of the corpus
     num_units: int = 0  # finished units of it
@@ -45,7 +45,7 @@ class Noted:
 
 
 class Partial:
-    """The ids and document starts of `target` while they are written; use it inside `made_once`."""
+    """The ids and document starts of `target` while they are written. Use inside `made_once`."""
 
     def __init__(self, target: Path, stamp: str) -> None:
         self.target = target
@@ -82,7 +82,7 @@ class Partial:
         noted.begins = ends_document or (noted.begins and not ids.size)
 
     def note(self, num_units: int) -> None:
-        """Makes the written data durable: the next process continues after `num_units` units of the corpus."""
+        """Makes the written data durable. The next process continues after `num_units` units of the corpus."""
         self.noted.num_units = num_units
         self._sync()
         # The journal may only count bytes that are on the disk.
@@ -97,7 +97,7 @@ class Partial:
         self._journal.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Closes the files; the journal stays for the process that continues."""
+        """Closes the files. The journal stays for the process that continues."""
         for file in self._files:
             try:
                 file.close()

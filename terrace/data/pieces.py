@@ -1,7 +1,7 @@
-"""Documents in pieces of bounded size, and the parts of a corpus that are read independently.
+"""Documents in pieces of bounded size, and the units of a corpus that are read independently.
 
-A `Unit` is a part of one file. The units of a corpus depend only on its files, never on the reader, so any number of
-processes gets the same pieces.
+A `Unit` is a part of one file. The units of a corpus depend only on its files, so any number of processes gets the same
+pieces.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +20,7 @@ _NAMED_KEYS = 8  # enough to see what a record is
 
 @dataclass(frozen=True)
 class DocumentPart:
-    """A part of a document that is tokenised on its own; most documents are one piece."""
+    """A part of a document that is tokenised on its own. Most documents are one piece."""
 
     text: str  # empty only for an empty document
     ends_document: bool
@@ -28,20 +28,20 @@ class DocumentPart:
 
 @dataclass(frozen=True)
 class Unit:
-    """A part of a file: bytes `first` to `end` of text, else row groups or record batches `first` to `end`."""
+    """A part of a file, from `first` to `end`: bytes of text, else row groups or record batches."""
 
     file: Path
     kind: Form
     first: int
     end: int
-    ends_document: bool  # False: its last document goes on in the next unit
+    ends_document: bool  # False: its last document continues in the next unit
     num_bytes: int  # of the file, for progress
     column: str = "text"  # the key of a record that holds its text
     separator: str = ""  # of fields of csv, or of the documents of a text
 
 
 def check_text(text: object, column: str, where: str) -> str:
-    """Passes `text` through. Raises `DataError` when it is not a string, or cannot be written as UTF-8."""
+    """Returns `text`. Raises `DataError` if it is not a string, or cannot be written as UTF-8."""
     if not isinstance(text, str):
         kind = "null" if text is None else type(text).__name__
         fix = 'read conversations with data.format = "chat"' if kind == "list" else "convert it or drop the record"
@@ -56,7 +56,7 @@ def check_text(text: object, column: str, where: str) -> str:
 
 
 def json_object(line: str, where: Callable[[], str], form: str) -> dict[str, Any]:
-    """The object in a line of JSON, which has the `form`. Raises `DataError` for anything else."""
+    """The object in a line of JSON. Raises `DataError`, which describes the expected `form`, for anything else."""
     try:
         record = parse_json(line)
     except (ValueError, RecursionError) as error:
@@ -74,7 +74,7 @@ def kind_of(value: Any) -> str:
 
 
 def shown_keys(there: Iterable[object]) -> str:
-    """The first keys of a record, or columns of a table, as they stand in an error."""
+    """The first keys of a record, or columns of a table, as shown in an error."""
     keys = list(map(repr, there))
     return ", ".join([*keys[:_NAMED_KEYS], *["..."] * (len(keys) > _NAMED_KEYS)]) or "none"
 
@@ -92,10 +92,10 @@ def unreadable(path: Path, error: OSError) -> DataError:
 
 
 def cut(blocks: Iterable[str], *, ends_document: bool = True) -> Iterator[DocumentPart]:
-    """Cuts one document after a line end if there is one, else before a space, else anywhere.
+    """Cuts one document into pieces: after a line end if there is one, else before a space, else anywhere.
 
     Most tokenizers also split at line ends, so few ids, if any, differ from those of the uncut document. The cuts
-    depend only on the text. A document without text has one piece without text, unless it is only a part of one
+    depend only on the text. A document without text yields one piece without text, unless it is only part of a document
     (`ends_document` False).
     """
     cutter = Cutter()
@@ -105,7 +105,7 @@ def cut(blocks: Iterable[str], *, ends_document: bool = True) -> Iterator[Docume
 
 
 class Cutter:
-    """`cut` for blocks that come one by one; after `end` the next document begins."""
+    """`cut` for blocks fed one by one. After `end` the next document begins."""
 
     def __init__(self) -> None:
         self._held, self._any_text = "", False
@@ -128,7 +128,7 @@ class Cutter:
 
 
 def _place(text: str, start: int) -> int:
-    """Where the piece of `text` that begins at `start` ends."""
+    """End of the piece of `text` that begins at `start`."""
     at = text.rfind("\n", start, start + PIECE_CHARACTERS) + 1
     if at > start:
         return at

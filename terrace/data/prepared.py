@@ -1,4 +1,4 @@
-"""The prepared data of a run: its sources with their token files, and the facts that a checkpoint keeps of them."""
+"""The prepared data of a run: its sources with their token files, and the facts kept in checkpoints."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +29,7 @@ _BEFORE_SOURCES: Mapping[str, Any] = {"weight": 1.0, "documents": "join"}
 def prepare_sources(
     data: DataConfig, tokenizer: Tokenizer, sequence: int, progress: Callable[[str], None] = lambda text: None
 ) -> tuple[Source, ...]:
-    """Tokenises and packs every source of `data` that is not in the cache; `progress` receives messages.
+    """Tokenises and packs every source of `data` that is not cached. `progress` receives messages.
 
     Raises `DataError` for data that cannot be read, tokenised, packed or written.
     """
@@ -56,7 +56,7 @@ def prepare_sources(
 def prepare_eval_sources(
     data: DataConfig, tokenizer: Tokenizer, sequence: int, progress: Callable[[str], None] = lambda text: None
 ) -> tuple[EvalSource, ...]:
-    """The same for the sources of `data.eval`."""
+    """Like `prepare_sources`, for the sources of `data.eval`."""
     sources, around = list[EvalSource](), tokenizer.text_tokens
     for spec in data.eval_sources():
         source = EvalSource(
@@ -75,7 +75,7 @@ def prepare_eval_sources(
 
 
 def _tokens(spec: SourceSpec, data: DataConfig, tokenizer: Tokenizer, progress: Callable[[str], None]) -> TokenFile:
-    # What of a folder is read, and what is left out, before hours are spent on it.
+    # Reports what is read of a folder, before hours are spent on it.
     if not is_indexed(spec.path) and (words := find_data(spec.path, spec.split).words):
         progress(words)
     # Said, since a record may have several forms, and its format may not have been named.
@@ -91,7 +91,7 @@ def _tokens(spec: SourceSpec, data: DataConfig, tokenizer: Tokenizer, progress: 
 
 
 def data_facts(sources: Sequence[Source], holdout: float) -> dict[str, Any]:
-    """Facts that, with seed, batch and sequence, decide which tokens a step sees; stored in checkpoints."""
+    """Facts, stored in checkpoints, that together with seed, batch and sequence decide which tokens a step reads."""
     orders = {"orders": _OWN_ORDERS} if len(sources) > 1 else {}
     held = {"held": _HELD} if holdout and any(source.is_split for source in sources) else {}
     return {"data": [source.facts() for source in sources], "holdout": holdout, **orders, **held}
@@ -126,7 +126,7 @@ def compare_facts(there: Mapping[str, Any], sources: Sequence[Source], holdout: 
 
 
 def _check_distinct(specs: Sequence[SourceSpec]) -> None:
-    """Raises `DataError` for a file that would be read twice, by a link or by another path to it."""
+    """Raises `DataError` for a file that would be read twice, through a link or another path."""
     seen: dict[tuple[int, int, str], tuple[Path, str]] = {}
     for spec in specs:
         for file in indexed_files(spec.path) if is_indexed(spec.path) else find_documents(spec.path, spec.split):

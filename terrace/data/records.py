@@ -1,7 +1,7 @@
-"""Records of files: lines and lists of JSON, rows of csv and of tables.
+"""Reads records from files: JSON lines and lists, rows of csv and of tables.
 
-A list of JSON is read record by record, a row of csv may go over several lines. All values of csv are texts, as
-written: an empty one is "", and "NA" is a text.
+A JSON list is read record by record; a csv row may span several lines. All csv values are strings, as written: an empty
+one is "", and "NA" is text.
 """
 
 import csv
@@ -21,7 +21,7 @@ _FORM = '{"text": ...}'
 
 
 def read_record_unit(unit: Unit) -> Iterator[DocumentPart]:
-    """Yields the pieces of the texts of a list of JSON or of csv; a record without text yields a piece without text.
+    """Yields the pieces of the texts in a JSON list or a csv file. A record without text yields a piece without text.
 
     Raises `DataError` naming the file and the record.
     """
@@ -33,9 +33,9 @@ def read_record_unit(unit: Unit) -> Iterator[DocumentPart]:
 
 
 def records(file: DataFile, columns: tuple[str, ...], form: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """The records of `file`, each with its place; those of a table have the `columns` that are there.
+    """Yields the records of `file`, each with its place. Of a table only the existing ones of `columns` are read.
 
-    Raises `DataError` for a file or a record that cannot be read; `form` shows how a record looks.
+    Raises `DataError` for a file or a record that cannot be read; `form` describes the expected record.
     """
     if file.form == "lines":
         for line, where in _lines(file.path):
@@ -49,7 +49,7 @@ def records(file: DataFile, columns: tuple[str, ...], form: str) -> Iterator[tup
 
 
 def _lines(file: Path) -> Iterator[tuple[str, str]]:
-    """The lines that are not empty, each with its place."""
+    """The non-empty lines, each with its place."""
     try:
         with file.open("rb") as stream:
             for number, raw in enumerate(stream, start=1):
@@ -114,7 +114,9 @@ def _csv_lines(path: Path) -> Iterator[str]:
 
 
 def array_records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
-    """The records of a file that is one list of JSON, each with its place; a text alone is a record with a "text"."""
+    """Yields the records of a file that is one JSON list, each with its place. A string becomes a record with a
+    "text".
+    """
     for number, value in enumerate(_values(path), start=1):
         where = f"{path}: record {number}"
         if isinstance(value, str):
@@ -147,28 +149,28 @@ def _decoded(decoder: json.JSONDecoder, text: "_Ahead", number: int) -> tuple[An
     while True:
         try:
             value, end = decoder.raw_decode(text.held, text.at)
-            # A number at the end of what is held may go on.
+            # A number at the end of the held text may continue.
             if end < len(text.held) or not text.more():
                 return value, end
         except (ValueError, RecursionError) as error:
             where = f"{text.path}: record {number}"
             if isinstance(error, RecursionError):
                 raise DataError(f"{where} is not valid JSON (brackets are nested too deeply); repair it") from error
-            # The record may only be cut off; what is held doubles, so that all attempts cost twice the last.
+            # The record may be incomplete. The held text doubles, so all attempts together cost twice the last one.
             if len(text.held) - text.at > MAX_LINE_BYTES or not text.more():
                 reason = getattr(error, "msg", error)
                 raise DataError(f"{where} is not valid JSON ({reason}), or the file is cut off; repair it") from error
 
 
 class _Ahead:
-    """The text of a file from a place on, as much of it as is needed."""
+    """The text of a file from the current position on, read as far as needed."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.held, self.at = path, "", 0
         self._blocks = read_blocks(Unit(path, "array", 0, path.stat().st_size, True, 0))
 
     def more(self) -> bool:
-        """Reads on, until at least twice as much is held; False at the end of the file."""
+        """Reads on until at least twice as much text is held. Returns False at the end of the file."""
         found, size, wanted = [self.held[self.at :]], 0, len(self.held) - self.at
         self.at = 0
         while size <= wanted and (block := next(self._blocks, None)) is not None:
@@ -178,7 +180,7 @@ class _Ahead:
         return size > 0
 
     def next(self) -> str:
-        """The next character that is not white space, "" at the end."""
+        """The next character that is not white space, without consuming it; "" at the end."""
         while True:
             while self.at < len(self.held):
                 if not self.held[self.at].isspace():

@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 class TemplateRefusalError(Exception):
-    """An objection of a template, or of its use on one conversation; the caller adds the line of the data."""
+    """A template refuses a conversation, or cannot be used. The caller adds the line of the data."""
 
 
 class _EndedError(Exception):
@@ -27,7 +27,7 @@ class _EndedError(Exception):
 
 
 class Renderers:
-    """The process; started when it is needed, and again when a template has ended it."""
+    """The rendering process, started on demand and restarted if a template has ended it."""
 
     def __init__(self, most_s: int = template_process.PROCESSOR_S) -> None:
         self._most_s, self._lock = most_s, threading.Lock()
@@ -36,16 +36,16 @@ class Renderers:
         self._known: dict[str, tuple[int, bool]] = {}  # template -> its number there, whether it has tags
 
     def has_tags(self, source: str, name: str, tokens: Mapping[str, Any]) -> bool:
-        """Whether a template has generation tags; raises `TemplateRefusalError` for one that cannot be compiled."""
+        """Whether a template has generation tags. Raises `TemplateRefusalError` if it cannot be compiled."""
         with self._lock:
             return self._retried(name, lambda: self._introduced(source, name, tokens)[1])
 
     def ask(
         self, source: str, name: str, tokens: Mapping[str, Any], asked: Mapping[str, Any]
     ) -> tuple[list[Any], TemplateRefusalError | None]:
-        """Texts of the `conversations` in `asked`, up to the first that the template refuses, and the refusal.
+        """Renders the `conversations` in `asked`. Returns the results up to the first refusal, and the refusal or None.
 
-        Raises `DataError` without Jinja.
+        Raises `DataError` if Jinja is not installed.
         """
         made: list[Any] = []
 
@@ -68,7 +68,7 @@ class Renderers:
                 return work()
             except _EndedError:
                 code = self._close()
-                # Idle for a while, it ended; its other ends are the template's work.
+                # It ends itself when idle; any other end is caused by the template.
                 if code == -signal.SIGALRM:
                     continue
                 why = f"ends the process that renders it ({code})"
@@ -98,8 +98,8 @@ class Renderers:
 
     def _start(self) -> None:
         self._known, self._owner = {}, os.getpid()
-        # -P: modules of the child's own folder must not stand for Python's. A session of its own: Ctrl-C is for this
-        # process, whose end is the end of the child's input.
+        # -P: modules in the child's own folder must not shadow Python's. The child has its own session, so Ctrl-C
+        # reaches only this process; when it ends, the child's input ends.
         self._process = subprocess.Popen(
             (sys.executable, "-P", template_process.__file__, str(self._most_s)),
             stdin=subprocess.PIPE,
@@ -157,5 +157,5 @@ class Renderers:
 
 @functools.lru_cache(maxsize=1)
 def renderers() -> Renderers:
-    """One process for all templates."""
+    """The process shared by all templates."""
     return Renderers()

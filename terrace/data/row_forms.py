@@ -1,13 +1,12 @@
-"""Rows of data sets in the forms that people publish them in, made into the three that Terrace works with.
+"""Converts rows of data sets, in the forms in which they are published, to the three forms that Terrace uses.
 
-conversation    {"messages": [...]}, or {"prompt": text, "completion": text}, plain text that needs no template
-preference      {"prompt": ..., "chosen": ..., "rejected": ...}, three texts or three lists of messages
-prompt          a text, or messages that the assistant is to answer
+    conversation    {"messages": [...]}, or {"prompt": text, "completion": text}, plain text that needs no template
+    preference      {"prompt": ..., "chosen": ..., "rejected": ...}, three texts or three lists of messages
+    prompt          a text, or messages that the assistant is to answer
 
-`CHATS` and `QUESTIONS` are the tables of forms; the first that fits a row counts, keys that it does not name are
-ignored, and a null value counts as absent. A list of messages may be JSON text, as in csv, which has no lists. A row of
-no form is refused with the keys that it has and the forms that there are. What a message may hold is checked where it
-is rendered (terrace.data.chat).
+`CHATS` and `QUESTIONS` list the forms. The first that fits a row is used, keys that it does not name are ignored, and
+null counts as absent. A list of messages may be JSON text, as in csv, which has no lists. A row of no form is refused
+with its keys and the list of forms. Messages are checked where they are rendered (terrace.data.chat).
 """
 
 import json
@@ -33,8 +32,10 @@ _MATERIAL = ("input", "context")
 
 @dataclass(frozen=True)
 class Form:
-    """A form of a row: the text or the list of turns `asked`, with the first `material` that is there and belongs to
-    it, and the text `answered`, if the list does not hold the answers, too.
+    """A form of a row. The key `asked` holds the question or a list of turns, `answered` the answer if the list does
+    not include it.
+
+    The first of the keys `material` that is present is added to the question.
     """
 
     asked: str
@@ -50,7 +51,7 @@ class Form:
         return all(row.get(key) is not None for key in self.keys)
 
     def words(self) -> str:
-        """Its keys, and its name if it has one."""
+        """The form's keys, with its name if it has one."""
         keys = " and ".join(map(repr, self.keys))
         return f"{keys} ({self.name})" if self.name else keys
 
@@ -89,7 +90,7 @@ QUESTIONS = (
 
 
 def columns(forms: Sequence[Form], *more: str) -> tuple[str, ...]:
-    """The keys that forms read, for tables, which are read by column."""
+    """All keys that `forms` read; tables are read by column."""
     keys = [key for form in forms for key in (*form.keys, *form.material)]
     return tuple(dict.fromkeys((*keys, *more, *FOR_TEMPLATE, "history", *_SYSTEM_TEXTS)))
 
@@ -99,18 +100,18 @@ PAIR_COLUMNS = columns(QUESTIONS, "prompt", *MEMBERS)
 
 
 def chat_form(row: Row) -> Form | None:
-    """The form in which a row is a conversation, if any."""
+    """The form in which a row is a conversation, or None."""
     found = next((form for form in CHATS if form.fits(row)), None)
     return SPELLED if found is None and spelled_turns(row.get("text")) else found
 
 
 def is_pair(row: Row) -> bool:
-    """Whether a row has the members of a preference."""
+    """Whether a row has both members of a preference."""
     return all(row.get(key) is not None for key in MEMBERS)
 
 
 def chat_row(row: Row, where: str) -> dict[str, Any]:
-    """A row as a conversation: messages, or a text and its completion.
+    """A row as a conversation: messages, or a prompt and its completion.
 
     Raises `DataError`, naming the place `where`, for a row of no form, and for values that do not fit its form.
     """
@@ -123,7 +124,7 @@ def chat_row(row: Row, where: str) -> dict[str, Any]:
             f"{where} has no form of a conversation (keys: {shown_keys(row)}); the forms are "
             f"{', '.join(each.words() for each in CHATS)}: rename its keys"
         )
-    # Which of the two is meant cannot be told.
+    # It is ambiguous which of the two is meant.
     if form.asked == "messages" and row.get("completion") is not None:
         raise DataError(f"{where} has 'messages' beside 'completion'; keep one of the two forms")
     # As data for KTO have it; training would teach the answer.
@@ -145,10 +146,10 @@ def chat_row(row: Row, where: str) -> dict[str, Any]:
 
 
 def pair_row(row: Row, where: str) -> dict[str, Any]:
-    """A row as a preference: three texts, or the messages of the prompt and of each member behind it.
+    """A row as a preference: three texts, or the messages of the prompt and of each member after it.
 
-    Members that hold their whole conversations have the common beginning as their prompt. Raises `DataError` as
-    `chat_row` does, and where members hold conversations that begin in different ways.
+    If members hold whole conversations, their common beginning becomes the prompt. Raises `DataError` as `chat_row`
+    does, and if the members' conversations begin differently.
     """
     row = _with_lists(row, where)
     missing = [key for key in MEMBERS if row.get(key) is None]
@@ -181,9 +182,9 @@ def pair_row(row: Row, where: str) -> dict[str, Any]:
 
 
 def prompt_row(row: Row, column: str, where: str) -> str | dict[str, Any]:
-    """The prompt of a row: the text of `column`, or messages with their tools.
+    """The prompt of a row: the text in `column`, or messages with their tools.
 
-    Where the column is "prompt" and absent, a conversation in another form is asked up to its last answer. Raises
+    If the column is "prompt" and absent, a conversation in another form becomes a prompt up to its last answer. Raises
     `DataError` as `chat_row` does.
     """
     row = _with_lists(row, where)
@@ -209,7 +210,7 @@ def prompt_row(row: Row, column: str, where: str) -> str | dict[str, Any]:
 
 
 def checked_json(row: dict[str, Any], where: str) -> dict[str, Any]:
-    """The row; raises `DataError` for values without a form in JSON, such as the times and bytes of tables."""
+    """Returns the row. Raises `DataError` for values that JSON cannot hold, such as times and bytes in tables."""
     for key, value in row.items():
         try:
             json.dumps(value)
@@ -219,7 +220,9 @@ def checked_json(row: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _asked(row: Row, form: Form, where: str) -> Messages:
-    """The messages of a list, or of a text with its material, behind the system's text and earlier turns."""
+    """The messages of a prompt: a list of turns, or a text with its material, after the system message and earlier
+    turns.
+    """
     value = row[form.asked]
     if isinstance(value, list):
         turns = messages_of(value, where, form.asked)
@@ -238,7 +241,7 @@ def _asked(row: Row, form: Form, where: str) -> Messages:
 
 
 def _with_lists(row: Row, where: str) -> Row:
-    """`row` with its lists of messages that are JSON text as lists."""
+    """`row` with lists of messages that are JSON text parsed."""
     texts = ("prompt", "completion", *MEMBERS)
     found = {key: turns for key in (*_LISTS, *texts) if (turns := listed_turns(row.get(key), f"{where}: {key!r}"))}
     # These may be meant as texts, unless what they belong to is a list, too.
@@ -257,7 +260,7 @@ def _history(row: Row, where: str) -> Messages:
 
 
 def _responses(value: Any, where: str, key: str) -> Messages:
-    """The messages of an answer: a text, a message, or a list of them."""
+    """The messages of an answer, which is a text, a message, or a list of messages."""
     turns = [value] if isinstance(value, Mapping) else value
     if isinstance(turns, list) and all(isinstance(turn, Mapping) and {"role", "from"} & turn.keys() for turn in turns):
         return messages_of(turns, where, key)
@@ -267,10 +270,10 @@ def _responses(value: Any, where: str, key: str) -> Messages:
 
 
 def _parted(row: Row, talks: Sequence[Messages], where: str) -> dict[str, Any]:
-    """Two conversations as the beginning that they have in common and what follows."""
+    """Splits two conversations into their common beginning and the two continuations."""
     chosen, rejected = talks
     num = 0
-    # Each keeps its last message, which answers.
+    # Each keeps its last message, the answer.
     while num < min(len(chosen), len(rejected)) - 1 and chosen[num] == rejected[num]:
         num += 1
     if not num and chosen and rejected and chosen[:1] != rejected[:1]:

@@ -1,7 +1,7 @@
-"""From a sample's number to its row: inputs, labels and, where documents are kept apart, positions.
+"""From a sample's number to its row: inputs, labels and, if documents are kept apart, positions.
 
-Rows are filled one by one, document by document: each is a copy of runs, which costs little more than its bytes, and
-sources of a mixture need not be sorted out.
+Rows are filled one by one, document by document. Copying runs of tokens costs little more than copying their bytes, and
+samples need not be sorted by source.
 
 Three ways to make sequences of documents, chosen by `data.documents`:
 
@@ -9,14 +9,14 @@ Three ways to make sequences of documents, chosen by `data.documents`:
     separate  the same windows; attention stays within a document, and the last token of a document has no label.
     whole     whole documents, packed (terrace.data.packing); attention stays within a document.
 
-A **position** is a token's index within the part of its document that is in the row, so 0 starts a document, also at
-the start of a window that cuts one: the tokens before it are not there to attend to. Padding is a document of its own
-without labels.
+A **position** is a token's index within the part of its document that is in the row. It is 0 at the start of a
+document, and also at the start of a window that cuts one: the tokens before it are not visible. Padding is a document
+of its own without labels.
 
-Where the data have a mask (1: trained on), labels of masked tokens are ignored.
+If the data have a mask (1: trained on), labels of masked tokens are ignored.
 
-The *trained parts* of a row are its documents that have a label: half-open ranges of columns, ascending, known without
-reading a token.
+The *trained parts* of a row are its documents that have a label, as ascending half-open column ranges. They are known
+without reading a token.
 """
 
 from itertools import pairwise
@@ -38,8 +38,8 @@ Parts = tuple[tuple[int, int], ...]  # of a row
 class Windows:
     """Sample i is the window of tokens i*sequence ... (i+1)*sequence, both included.
 
-    Its first `sequence` tokens are the input, its last `sequence` the labels, so every token except the first of the
-    file is a label of exactly one window. A tail shorter than a window is not used.
+    Its first `sequence` tokens are the input, its last `sequence` tokens the labels, so every token except the first of
+    the file is a label in exactly one window. A tail shorter than a window is not used.
     """
 
     def __init__(self, documents: Documents, sequence: int, *, separate: bool) -> None:
@@ -60,7 +60,9 @@ class Windows:
         self._ids, self._mask = documents.ids, documents.mask
 
     def fill(self, sample: int, inputs: Ids, labels: Ids, positions: Ids | None) -> None:
-        """Writes the row of `sample` into arrays of shape (sequence,); joined documents count as one in `positions`."""
+        """Writes the row of `sample` into arrays of shape (sequence,). In `positions`, joined documents count as
+        one.
+        """
         first, end = sample * self._sequence, (sample + 1) * self._sequence
         self._documents.check(first, end + 1)
         inputs[:] = self._ids[first:end]
@@ -92,7 +94,7 @@ class Windows:
         return tuple((begin, end) for begin, end in pairwise(bounds) if has_label[begin:end].any())
 
     def _inside(self, first: int) -> list[int]:
-        """Columns 1 ... sequence at which documents start, in the window from token `first` on."""
+        """Columns 1 ... sequence at which documents start, for the window that begins at token `first`."""
         # side="right": a document that begins with the window needs no mark.
         low, high = self._starts.searchsorted((first, first + self._sequence), side="right")
         columns: list[int] = (self._starts[low:high] - first).tolist()
@@ -129,7 +131,9 @@ class Packed:
         positions[end:] = self._count[: self._sequence - end]
 
     def parts(self, samples: Ids) -> list[Parts]:
-        """Trained parts of each row of `samples`, shape (n,): all documents, since others are not packed."""
+        """Trained parts of each row of `samples`, shape (n,): all documents, since only documents with a label are
+        packed.
+        """
         packing = self._packing
         bounds = zip(packing.offsets[samples].tolist(), packing.offsets[samples + 1].tolist(), strict=True)
         return [tuple(pairwise([0, *np.cumsum(packing.lengths[low:high]).tolist()])) for low, high in bounds]

@@ -1,8 +1,8 @@
-"""Folders that `save_to_disk` of the `datasets` library wrote.
+"""Folders written by `save_to_disk` of the `datasets` library.
 
-Each split is a folder with a `state.json` that names its Arrow files; several have a `dataset_dict.json` above them.
-Versions before 2.0 also saved selections: `state.json` then names files of row numbers, and the data set has those rows
-of the Arrow files in that order.
+Each split is a folder with a `state.json` that names its Arrow files; a set of splits has a `dataset_dict.json` above
+them. Versions before 2.0 also saved selections: `state.json` then names files of row numbers, and the data set consists
+of those rows of the Arrow files, in that order.
 """
 
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ _PARTS, _ROWS = "_data_files", "_indices_data_files"
 
 @dataclass(frozen=True)
 class Saved:
-    """The files of a split, with the names of the splits that are not read."""
+    """The files of a split, and the names of the other splits."""
 
     files: tuple[DataFile, ...]
     split: str
@@ -30,7 +30,7 @@ class Saved:
 
 
 def find_saved(root: Path, split: str) -> Saved | None:
-    """The split of a folder that `save_to_disk` wrote; None for any other folder.
+    """The split of a folder written by `save_to_disk`; None for any other folder.
 
     Raises `DataError` for a missing split and for files that are missing or damaged.
     """
@@ -48,7 +48,7 @@ def find_saved(root: Path, split: str) -> Saved | None:
 
 
 def selection_parts(state: Path) -> tuple[list[Path], list[Path]]:
-    """The Arrow files that a state.json names, and those of the rows that are selected."""
+    """The Arrow files and the row-number files named by a state.json."""
     table = _read(state)
     return _named(state, table, _PARTS), _named(state, table, _ROWS)
 
@@ -80,7 +80,7 @@ def _named(state: Path, table: dict[str, Any], key: str) -> list[Path]:
 
 
 def _check_inside(path: Path, named: Path) -> None:
-    # A stranger's data set does not choose files elsewhere on this machine.
+    # A data set is untrusted and must not choose files elsewhere on this machine.
     if leaves(named, path.parent):
         raise _damaged(path, f"it names {named.name}, which lies elsewhere")
 

@@ -1,4 +1,4 @@
-"""A source of data as a user writes it, and with defaults resolved. Pure: imports no torch, no numpy."""
+"""Data sources as users write them, and with defaults resolved. Imports no torch, no numpy."""
 
 import os
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ TooLong = Literal["refuse", "cut", "split", "drop"]
 
 @dataclass(frozen=True, kw_only=True)
 class SourceConfig:
-    """An entry of `data.mixture`. Missing keys default to those of `[data]`; weights are in any unit."""
+    """An entry of `data.mixture`. Missing keys default to those of `[data]`; weights have any unit."""
 
     path: str  # a file or a folder
     weight: float = 1.0  # share of the sequences, in any unit
@@ -60,12 +60,12 @@ class SourceSpec:
 
 
 def absolute(path: str) -> str:
-    """A path of data as an absolute one."""
+    """Makes a data path absolute; the special name `stdlib` stays."""
     return path if path == STDLIB else os.path.abspath(path)
 
 
 def eval_beside(folder: Path, sources: Any) -> Any:
-    """The table `data.eval` of a file, with relative paths resolved against the file's folder."""
+    """The table `data.eval` of a file, with paths resolved relative to the file's folder."""
     if not isinstance(sources, Mapping):
         return sources
     found = dict[str, Any]()
@@ -79,7 +79,7 @@ def eval_beside(folder: Path, sources: Any) -> Any:
 
 
 def beside(folder: Path, mixture: Any) -> Any:
-    """The mixture of a file, with relative paths resolved against the file's folder."""
+    """The mixture of a file, with paths resolved relative to the file's folder."""
     if not isinstance(mixture, list):
         return mixture  # not a mixture: the check of types says so
     return [_entry_beside(folder, entry) if isinstance(entry, Mapping) else entry for entry in mixture]

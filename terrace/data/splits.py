@@ -1,14 +1,15 @@
-"""The splits of a folder by the names of its files and folders, as the `datasets` library reads them.
+"""The splits of a folder, from the names of its files and folders, as the `datasets` library reads them.
 
-The first of these rules that finds a file decides, and what it does not find belongs to no split:
+The first of these rules that finds a file decides; files that it does not match belong to no split:
 
 1. `data/SPLIT-00000-of-00002.*`, for any name of a split
 2. a folder that is named for train, validation or test, at any depth, and whatever lies in it
 3. a file that is named for one of them
 4. else everything is the split "train"
 
-A name is named for a split if one of its keywords stands there between separators: `train`, `my-train`, `test_2`.
-Unlike in `datasets`, `Test` is `test`: data of a test must not become training data by a capital letter.
+A file or folder is named for a split if one of the split's keywords appears in its name between separators: `train`,
+`my-train`, `test_2`. Unlike in `datasets`, `Test` is `test`: a capital letter must not turn test data into training
+data.
 """
 
 import re
@@ -38,9 +39,10 @@ _WORD_BORDERS = re.compile(rf"{_BORDER}|_")
 
 
 def splits_of(root: object, names: Sequence[str]) -> dict[str, list[str]]:
-    """The splits that `names`, relative to the folder `root`, name; empty if they name none.
+    """Maps splits to those of `names` (relative to the folder `root`) that belong to them; empty if no name identifies
+    a split.
 
-    A name may be in several, or in none. Raises `DataError` for shards whose split has no name.
+    A name may belong to several splits, or to none. Raises `DataError` for shards whose split name is invalid.
     """
     shards: dict[str, list[str]] = {}
     for name in names:
@@ -62,9 +64,9 @@ def is_for_training(folder: str) -> bool:
 
 
 def choose_split(root: object, wanted: str, there: Sequence[str]) -> str:
-    """The split `wanted`; if that is empty, "train", or the only one that is there, unless that is held out.
+    """The split `wanted`. If it is empty: the only split, unless it is held out, else "train".
 
-    Raises `DataError` for a split that is not there.
+    Raises `DataError` if that split does not exist.
     """
     only = there[0] if len(there) == 1 and not is_held_out(there[0]) else TRAIN
     chosen = wanted or only
@@ -82,7 +84,7 @@ def is_split(name: object) -> bool:
 
 
 def is_held_out(split: str) -> bool:
-    """Whether a split is named for validation or test, as `test_sft` is."""
+    """Whether a split's name marks it as validation or test, such as `test_sft`."""
     return any(_HELD_WORD.fullmatch(word) for word in _WORD_BORDERS.split(split))
 
 

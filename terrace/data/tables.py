@@ -22,9 +22,9 @@ _STREAM_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 
 def table_units(of: DataFile, size: int, unit_bytes: int, column: str) -> list[Unit]:
-    """Units of a Parquet or Arrow file: each a run of its row groups or record batches; a selection is one unit.
+    """Units of a Parquet or Arrow file, each a run of row groups or record batches. A selection is one unit.
 
-    Raises `DataError` for a damaged file and one without `column`, or where that holds no strings.
+    Raises `DataError` for a damaged file, and for one whose `column` is missing or does not hold strings.
     """
     file = of.path
     if of.form == "selection":
@@ -46,7 +46,7 @@ def table_units(of: DataFile, size: int, unit_bytes: int, column: str) -> list[U
 
 
 def read_table_unit(unit: Unit) -> Iterator[DocumentPart]:
-    """Yields the pieces of the rows of `unit`; a row without text yields a piece without text.
+    """Yields the pieces of the rows of `unit`. A row without text yields a piece without text.
 
     Raises `DataError` naming the file and the row, counted from 0.
     """
@@ -109,10 +109,10 @@ def _check_column(file: Path, schema: Any, column: str) -> None:
 
 
 def table_records(of: DataFile, columns: tuple[str, ...]) -> Iterator[tuple[dict[str, Any], str]]:
-    """The rows of a table, or of a saved selection, with those of `columns` that it has, and the place of each.
+    """Yields the rows of a table or a saved selection, limited to `columns`, with their places.
 
-    Nulls are left out, at any depth: a table gives all its records the same keys. Raises `DataError` for a damaged file
-    and for one without any of `columns`.
+    Nulls are dropped at any depth, because a table gives all its records the same keys. Raises `DataError` for a
+    damaged file and for one without any of `columns`.
     """
     number = 0
     for batch in _columns(of, columns):
@@ -188,7 +188,7 @@ def _batches(file: Path) -> Iterator[tuple[Any, Iterator[Any]]]:
 
 @contextmanager
 def _selected(state: Path) -> Iterator[tuple[Any, Iterator[tuple[Any, int]]]]:
-    """The schema of a saved selection, and its rows in order: a batch, and a row of it."""
+    """The schema of a saved selection, and its rows in order, each as a batch and a row index in it."""
     parts, indices = selection_parts(state)
     with ExitStack() as opened:
         found = [opened.enter_context(_batches(part)) for part in parts]

@@ -1,19 +1,19 @@
 """A tokenizer's chat template: renders messages to text and marks the characters of the assistant.
 
 A Hugging Face folder has the template in `chat_template.jinja` or, older, under `chat_template` of
-`tokenizer_config.json`, which also names the special tokens that it may use. Of several by name, `default` is taken,
-and `tool_use` for conversations with tools. A template is somebody else's Jinja program, so it runs in Jinja's sandbox,
-in a process with limits of memory and time (terrace.data.template_process), with the messages, the tools, the special
-tokens, and the helpers that templates expect: `raise_exception`, `strftime_now`, a `tojson` that keeps characters as
-they are, loop controls.
+`tokenizer_config.json`, which also names the special tokens that it may use. Of several named templates, `default` is
+used, and `tool_use` for conversations with tools. A template is an untrusted Jinja program, so it runs in Jinja's
+sandbox, in a process with limits of memory and time (terrace.data.template_process). It is given the messages, the
+tools, the special tokens, and the helpers that templates expect: `raise_exception`, `strftime_now`, a `tojson` that
+keeps characters as they are, and loop controls.
 
 The assistant's text is found in one of two ways:
 
 - A template with `{% generation %}` ... `{% endgeneration %}` marks it. Marks are put around each such part, and
   removed from the text after rendering.
-- Otherwise by prefixes: the conversation before an assistant turn, with the generation prompt, must be a prefix of the
-  one that ends with the turn, and that a prefix of the whole conversation; the text between the two ends is the turn. A
-  template that renders earlier turns anew, such as one that drops old reasoning, has no such prefixes and is refused.
+- Otherwise by prefixes: the conversation before an assistant turn, rendered with the generation prompt, must be a
+  prefix of the conversation up to the end of that turn, which must be a prefix of the whole; the text between the two
+  ends is the turn. A template that rewrites earlier turns, such as one that drops old reasoning, is refused.
 """
 
 import functools
@@ -48,7 +48,9 @@ _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template and the special tokens it may name; another of its folder may be for conversations with tools."""
+    """A template and the special tokens it may name. `with_tools` is another template of the folder, for conversations
+    with tools.
+    """
 
     source: str
     tokens: Mapping[str, Any] = field(default_factory=dict)
@@ -57,7 +59,7 @@ class ChatTemplate:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for two templates only if they render alike."""
+        """Equal for two templates only if they render identically."""
         sources = [self.source] if self.with_tools is None else [self.source, self.with_tools]
         whole = json.dumps([*sources, sorted(self.tokens.items())])
         return f"chat-1-{hashlib.sha256(whole.encode()).hexdigest()}"
@@ -74,14 +76,14 @@ class ChatTemplate:
 
     @functools.cached_property
     def has_tags(self) -> bool:
-        """Whether `{% generation %}` marks the assistant's text; raises as `check` does."""
+        """Whether `{% generation %}` marks the assistant's text. Raises as `check` does."""
         try:
             return renderers().has_tags(self.source, self.name, self.tokens)
         except TemplateRefusalError as error:
             raise DataError(str(error)) from error
 
     def check(self) -> None:
-        """Raises `DataError` when this is not a template, or Jinja is not installed."""
+        """Raises `DataError` if this is not a valid template, or Jinja is not installed."""
         for each in (self, self._for_tools):
             assert each.has_tags in (True, False)
 
@@ -93,10 +95,9 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = False,
     ) -> tuple[str, Spans | None]:
-        """Text of `messages`, and the spans between generation tags; None where the template has no tags.
+        """Renders `messages`. Returns the text and the spans between generation tags, None if the template has no tags.
 
-        Raises `TemplateRefusalError` with the template's message, or for a template that takes too long or too much
-        memory.
+        Raises `TemplateRefusalError` with the template's message, or if it takes too long or too much memory.
         """
         talk = (messages, tools, variables or {})
         made = self.of(tools)._made([talk], prompting=add_generation_prompt, spans=False)
@@ -104,17 +105,18 @@ class ChatTemplate:
         return text, None if spans is None else [(first, end) for first, end in spans]
 
     def prompts(self, conversations: Conversations) -> Iterator[str]:
-        """Texts of conversations (messages, tools) up to where the assistant answers.
+        """Yields the texts of conversations (messages, tools, variables) up to the assistant's answer.
 
-        Raises `TemplateRefusalError` as `render` does, after the texts before.
+        Raises `TemplateRefusalError` as `render` does, after yielding the texts before the refused one.
         """
         for text, _ in self._in_order(conversations, prompting=True, spans=False):
             yield text
 
     def assistant_spans(self, conversations: Conversations) -> Iterator[tuple[str, Spans]]:
-        """Texts of conversations (messages, tools, variables) and the character spans of the assistant.
+        """Yields the text of each conversation (messages, tools, variables) with the character spans of the assistant.
 
-        Raises `TemplateRefusalError` as `render` does, or when the prefixes do not agree, after the texts before.
+        Raises `TemplateRefusalError` as `render` does, or if the prefixes do not agree, after yielding the texts
+        before.
         """
         for text, spans in self._in_order(conversations, spans=True):
             yield text, [(first, end) for first, end in spans]
@@ -134,10 +136,9 @@ class ChatTemplate:
 
 
 def load_template(tokenizer: str | Path, path: str | Path = "", *, needed: bool = True) -> ChatTemplate:
-    """The template in the file `path`, or else the one in the folder of `tokenizer`, with its special tokens.
+    """The template in the file `path`, or else in the folder of `tokenizer`, with its special tokens.
 
-    If not `needed`, a missing one is empty. Raises `DataError` when there is none, it is not a template, or Jinja is
-    not installed.
+    If not `needed`, it is left empty. Raises `DataError` if there is none, it is invalid, or Jinja is not installed.
     """
     folder = None
     # The template lies in the tokenizer's folder.
@@ -193,7 +194,9 @@ def _own_template(
 
 
 def _sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The templates of `folder` by name. Files stand for all in the configuration, as with `transformers`."""
+    """The templates of `folder` by name. Template files replace all templates in the configuration, as in
+    `transformers`.
+    """
     files = {file.stem: file for file in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
     if (folder / TEMPLATE_FILE).is_file():
         files.setdefault("default", folder / TEMPLATE_FILE)
@@ -217,5 +220,5 @@ def _read(path: Path, within: Path | None = None) -> str:
 
 
 def marks_in(text: str) -> bool:
-    """Whether `text` holds the code points that serve as marks here."""
+    """Whether `text` contains a code point that is used as a mark here."""
     return BEGIN in text or END in text

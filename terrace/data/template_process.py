@@ -1,11 +1,12 @@
-"""A process that renders chat templates, with limits of memory and processor time; run as a program.
+"""The process that renders chat templates, with limits of memory and processor time; run as a program.
 
-A template is somebody else's Jinja program. The sandbox keeps it from Python, not from loops without end or texts
-without bounds, and a filter that does not return can only be ended with its process. So templates run in a child, which
-is asked in lines of JSON by its parent (terrace.data.rendering) and ends with it. It imports nothing of Terrace.
+A template is an untrusted Jinja program. The sandbox keeps it from Python, but not from endless loops or unbounded
+text, and a filter that does not return can only be ended with its process. So templates run in a child process, which
+its parent (terrace.data.rendering) asks in lines of JSON, and which ends with the parent. It imports nothing of
+Terrace.
 
-A conversation is an object with the `forms` of its messages, of which the first that the template can print counts
-(terrace.data.message_forms), its `tools`, and further `variables` of the template.
+A conversation is an object with the `forms` of its messages (terrace.data.message_forms), of which the first that the
+template can print is used, its `tools`, and further `variables` of the template.
 """
 
 import json
@@ -31,11 +32,11 @@ REASONING = ("reasoning_content", "thinking", "reasoning")  # one thing under th
 
 
 class RefusedError(Exception):
-    """An objection of a template, or of its use on one conversation."""
+    """A template refuses a conversation, or cannot be used."""
 
 
 class Renderer:
-    """A compiled template; raises `RefusedError` when made from a source that is none."""
+    """A compiled template. Raises `RefusedError` for an invalid source."""
 
     def __init__(self, source: str, name: str, tokens: Mapping[str, Any]) -> None:
         from jinja2 import TemplateError, nodes
@@ -76,12 +77,12 @@ class Renderer:
             raise RefusedError(f"{name} is no chat template: {_one_line(error)}") from error
 
     def render(self, talk: Mapping[str, Any], prompting: bool) -> tuple[str, list[tuple[int, int]] | None]:
-        """Text of a conversation, and the spans between generation tags; None where the template has no tags."""
+        """Text of a conversation, and the spans between generation tags, None if the template has no tags."""
         messages, text = self._settled(talk, prompting)
         return text, self._tagged(messages, talk, text, prompting) if self.has_tags else None
 
     def assistant_spans(self, talk: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
-        """Text of a conversation and the character spans of the assistant."""
+        """Text of a conversation, and the character spans of the assistant."""
         messages, whole = self._settled(talk, False)
         # Generation tags mark the turns exactly, so no prefixes are needed.
         if self.has_tags:
@@ -104,7 +105,7 @@ class Renderer:
         return whole, spans
 
     def _settled(self, talk: Mapping[str, Any], prompting: bool) -> tuple[Messages, str]:
-        """The messages of a conversation in the first form that the template can print, and the text."""
+        """The messages of a conversation in the first form that the template can print, and the rendered text."""
         self._now = datetime.now()  # one time for all renderings of a conversation
         first: RefusedError | None = None
         partial: tuple[Messages, str] | None = None
@@ -224,9 +225,9 @@ def _answers(renderers: dict[int, Renderer], asked: dict[str, Any], most_s: int)
 
 
 def serve(most_s: int) -> None:
-    """Answer each line of standard input on standard output: a line for each conversation, up to the first refusal."""
+    """Answers each line of standard input with one line per conversation, up to the first refusal."""
     try:
-        import jinja2.sandbox  # noqa: F401  # before the limits, and the parent is told if it is missing
+        import jinja2.sandbox  # noqa: F401  # before the limits; the parent is informed if it is missing
     except ImportError:
         print(json.dumps({"missing": "jinja2"}), flush=True)
         return

@@ -1,7 +1,7 @@
-"""Text and JSONL files, read in parts: where a file may be cut, and the pieces of a part.
+"""Reads text and JSONL files in units: where a file may be cut, and the pieces of a unit.
 
-A text file is one document; its parts are cut after a line end, else before a space, else between two characters, near
-every `UNIT_BYTES`. A JSONL file is cut between lines.
+A text file is one document. Near every `UNIT_BYTES` it is cut after a line end, else before a space, else between two
+characters. A JSONL file is cut between lines.
 """
 
 import codecs
@@ -19,9 +19,9 @@ _WINDOW_BYTES = 1 << 16  # searched for a place to cut a text
 
 
 def text_units(file: Path, size: int, unit_bytes: int, separator: str = "") -> list[Unit]:
-    """Units of a text file of `size` bytes, whose documents have `separator` between them; if empty, it is one."""
+    """Units of a text file of `size` bytes, with `separator` between its documents; "" makes the file one document."""
     places = [0]
-    # In a row of separators that overlap themselves, which of them counts is only known from the beginning.
+    # If a separator can overlap itself, only reading from the beginning tells which matches count.
     if any(separator.startswith(separator[index:]) for index in range(1, len(separator))):
         unit_bytes = size
     with file.open("rb") as stream:
@@ -54,7 +54,7 @@ def line_units(file: Path, size: int, unit_bytes: int, column: str) -> list[Unit
 
 
 def read_text(unit: Unit) -> Iterator[DocumentPart]:
-    """Yields the pieces of a part of a text file. Raises `DataError` naming the byte that is not UTF-8."""
+    """Yields the pieces of a unit of a text file. Raises `DataError` naming the byte that is not UTF-8."""
     if unit.separator:
         yield from _separated(unit)
     else:
@@ -62,9 +62,9 @@ def read_text(unit: Unit) -> Iterator[DocumentPart]:
 
 
 def read_lines(unit: Unit) -> Iterator[DocumentPart]:
-    """Yields the pieces of the lines of a part of a JSONL file; a line without text yields a piece without text.
+    """Yields the pieces of the lines in a unit of a JSONL file. A line without text yields a piece without text.
 
-    At most one line is whole in memory. Raises `DataError` for a bad line, naming the file and the line.
+    At most one whole line is in memory. Raises `DataError` for a bad line, naming the file and the line.
     """
     offset = unit.first
     try:
@@ -134,7 +134,7 @@ def read_blocks(unit: Unit) -> Iterator[str]:
 
 
 def _separated(unit: Unit) -> Iterator[DocumentPart]:
-    """The pieces of the documents between separators; one line end on each side of a separator belongs to neither."""
+    """The pieces of the documents between separators. A line end directly before or after a separator is dropped."""
     cutter, held, is_fresh, any_text = Cutter(), "", unit.first > 0, False
     # The end of what is held may be a line end before a separator, and the beginning of one.
     most_held = len(unit.separator) + 2
@@ -154,12 +154,12 @@ def _separated(unit: Unit) -> Iterator[DocumentPart]:
 
 
 def _without_first(text: str, is_fresh: bool) -> str:
-    """`text` without the line end behind a separator."""
+    """`text` without the line end that follows a separator."""
     return text.removeprefix("\r").removeprefix("\n") if is_fresh else text
 
 
 def _behind(stream: IO[bytes], nominal: int, separator: bytes) -> int:
-    """The place behind the first separator that ends after `nominal`; the end of the file if there is none."""
+    """Offset after the first separator that ends beyond `nominal`, or the end of the file."""
     offset = max(0, nominal - len(separator) + 1)
     stream.seek(offset)
     held = b""

@@ -1,8 +1,8 @@
-"""Texts cut into the windows in which they are evaluated.
+"""Texts cut into windows for evaluation.
 
-Every token of a text is predicted once, in windows of `sequence` tokens, behind the token that begins texts; the last
-window of a text reaches back and predicts only the tokens that are left, as in terrace.train.evaluate. Short windows
-share a row, each a document of its own.
+Every token of a text is predicted once, in windows of `sequence` tokens, after the token that begins texts. The last
+window of a text reaches back and predicts only the remaining tokens, as in terrace.train.evaluate. Short windows share
+a row, each as a document of its own.
 """
 
 from itertools import pairwise
@@ -19,7 +19,7 @@ Ids = npt.NDArray[np.int64]
 
 
 class TextRows:
-    """Sample i is row i of the windows of all texts. Raises `DataError` where no token is predicted."""
+    """Sample i is row i of the windows of all texts. Raises `DataError` if no token is predicted."""
 
     has_positions = True
 
@@ -28,7 +28,7 @@ class TextRows:
     ) -> None:
         self._documents, self._sequence, self._context = documents, sequence, context
         starts, stops = _texts(documents, begin, end)
-        # A text is w, its tokens behind the one before them: w has one token more than are predicted.
+        # w is a text's tokens with the preceding one: one token more than are predicted.
         self._shift = int(context is not None)
         predicted = np.maximum(stops - starts + self._shift - 1, 0)
         num_windows = -(-predicted // sequence)
@@ -78,7 +78,7 @@ class TextRows:
 
 
 def _texts(documents: Documents, begin: tuple[int, ...], end: int | None) -> tuple[Ids, Ids]:
-    """First token of each text in the corpus, and the one after its last: without the tokens put around it."""
+    """First token of each text in the corpus and one past its last, without the tokens put around it."""
     ids, starts = documents.ids, documents.starts.astype(np.int64)
     stops = np.append(starts[1:], len(ids))
     has_begin = stops - starts >= len(begin)

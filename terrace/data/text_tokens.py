@@ -27,10 +27,10 @@ END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
 @dataclass(frozen=True, kw_only=True)
 class TextTokens:
-    """Ids around a text, and where each comes from, in words.
+    """Token ids around a text, and a description of where each comes from.
 
-    `context` stands before the first token when a text is evaluated: the token that begins texts, or the declared
-    `bos_token`, or else the end of the text before.
+    `context` precedes the first token when a text is evaluated: the token that begins texts, or the declared
+    `bos_token`, or else the end-of-text token.
     """
 
     begin: tuple[int, ...] = ()
@@ -42,7 +42,7 @@ class TextTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """Tokens of a tokenizer.json by name; `special` are those that it declares as such."""
+    """Tokens of a tokenizer.json by name; `special` are those declared as special."""
 
     path: Path
     special: Mapping[str, int]
@@ -50,11 +50,11 @@ class Vocabulary:
 
     @property
     def guess(self) -> int | None:
-        """The end of text by its name."""
+        """The end-of-text token, guessed by its name."""
         return next((self.special[name] for name in END_OF_TEXT_NAMES if name in self.special), None)
 
     def named(self, token: str, source: str) -> int:
-        """Id of `token`. Raises `DataError` naming the `source` of the token if there is none."""
+        """Id of `token`. Raises `DataError`, naming the `source` of the token, if it is not in the vocabulary."""
         found = self.id_of(token)
         if found is None:
             raise DataError(
@@ -67,10 +67,10 @@ class Vocabulary:
 def find_text_tokens(
     vocabulary: Vocabulary, post_processor: Mapping[str, Any] | None, files: Tables, bos: bool | str, eos: str
 ) -> TextTokens:
-    """The tokens around a text by the `files` beside a tokenizer, unless `bos` or `eos` say otherwise.
+    """The tokens around a text according to the `files` beside a tokenizer, unless `bos` or `eos` override them.
 
-    `bos` is "auto", true (the folder's `bos_token`), false or a token, `eos` "auto" or a token. Raises `DataError` for
-    a token that is not in the vocabulary, and for true where the folder has no `bos_token`.
+    `bos` is "auto", true (the folder's `bos_token`), false or a token; `eos` is "auto" or a token. Raises `DataError`
+    for a token that is not in the vocabulary, and for true if the folder has no `bos_token`.
     """
     end, end_from = _end(vocabulary, files, eos)
     begin, begin_from = _begin(vocabulary, post_processor, files.get(CONFIG_FILE, {}), bos)
@@ -81,7 +81,7 @@ def find_text_tokens(
 
 
 def read_tables(folder: Path | None) -> dict[str, dict[str, Any]]:
-    """The files of `folder` that say which tokens stand around a text. Raises `DataError` for one that is damaged."""
+    """The files of `folder` that declare the tokens around a text. Raises `DataError` for a damaged one."""
     if folder is None:
         return {}
     try:
@@ -93,7 +93,7 @@ def read_tables(folder: Path | None) -> dict[str, dict[str, Any]]:
 
 
 def state_of(part: Any) -> Mapping[str, Any] | None:
-    """A post-processor or decoder of the `tokenizers` package as its JSON."""
+    """The JSON state of a post-processor or decoder of the `tokenizers` package."""
     if part is None:
         return None
     state = json.loads(part.__getstate__())
@@ -102,7 +102,7 @@ def state_of(part: Any) -> Mapping[str, Any] | None:
 
 
 def token_text(config: Mapping[str, Any], key: str) -> str | None:
-    """A token of a tokenizer_config.json, which is a text, or a table that describes it."""
+    """A token of a tokenizer_config.json, given as a string or as a table with "content"."""
     token = config.get(key)
     text = token.get("content") if isinstance(token, Mapping) else token
     return text if isinstance(text, str) else None
@@ -150,7 +150,7 @@ def _begin(
 
 
 def put_before(processor: Mapping[str, Any] | None, path: Path) -> tuple[int, ...] | None:
-    """Ids that a post-processor puts before a text; None where it has no template of texts."""
+    """Ids that a post-processor puts before a text; None if it has no template for texts."""
     kind = None if processor is None else processor.get("type")
     if processor is None or kind not in ("Sequence", "TemplateProcessing", "BertProcessing", "RobertaProcessing"):
         return None

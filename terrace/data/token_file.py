@@ -13,8 +13,8 @@ Stored = Literal["uint8", "int16", "uint16", "int32", "uint32", "int64"]
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFile:
-    """A prepared corpus. `digest` is a hash of its contents, equal on every machine that has the same data;
-    `sums_digest` is the hash of its checksums (terrace.data.block_sums).
+    """A prepared corpus. `digest` is a hash of its contents, equal on every machine with the same data; `sums_digest`
+    is the hash of its checksums (terrace.data.block_sums).
     """
 
     path: Path
@@ -42,7 +42,7 @@ class TokenFile:
         return _map(self.starts, np.dtype(np.int64), self.num_documents, "starts of documents")
 
     def open_mask(self) -> "np.memmap[tuple[int], np.dtype[np.uint8]] | None":
-        """Maps the mask read-only, uint8 of shape (num_tokens,), 1 for trained tokens; None if every token is trained
+        """Maps the mask read-only, uint8 of shape (num_tokens,), 1 for trained tokens; None if all tokens are trained
         on.
 
         Raises `DataError` as `open` does.
@@ -61,7 +61,7 @@ class TokenFile:
         return _map(self.sums, np.dtype(np.uint32), count, "checksums")
 
     def check_vocab(self, vocab_size: int) -> None:
-        """Raises `DataError` when an id of this file has no row in a vocabulary of `vocab_size`."""
+        """Raises `DataError` if this file has an id outside a vocabulary of `vocab_size`."""
         if self.max_token >= vocab_size:
             raise DataError(
                 f"{self.path} holds token id {self.max_token}, but the model's vocab_size is {vocab_size}; "

@@ -1,10 +1,10 @@
 """From text to token ids and back.
 
-Two tokenizers: raw UTF-8 bytes, which need nothing, and any Hugging Face `tokenizer.json`, through the `tokenizers`
-package. A special token that happens to be spelled out in data ("<|endoftext|>") is text there, so that data cannot
-forge the end of a document. In a prompt, which its user writes, it is the special token.
+Two tokenizers: raw UTF-8 bytes, which need no file, and any Hugging Face `tokenizer.json`, through the `tokenizers`
+package. If the data spell out a special token ("<|endoftext|>"), it is encoded as plain text, so that data cannot forge
+the end of a document. In a prompt, written by the user, it is the special token.
 
-`text_tokens` stand around a text in training, evaluation and generation alike; terrace.data.text_tokens finds them.
+`text_tokens` surround a text in training, evaluation and generation alike; terrace.data.text_tokens finds them.
 """
 
 import hashlib
@@ -35,19 +35,19 @@ _LIMIT_S, _PER_S = 5.0, 20_000
 
 
 class Tokenizer(Protocol):
-    """Interface that preparing data needs of a tokenizer."""
+    """The tokenizer interface used in preparing data."""
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id that it can give."""
+        """One more than the largest possible id."""
 
     @property
     def text_tokens(self) -> TextTokens:
-        """The ids put around each document; without an end, documents follow each other unmarked."""
+        """The ids put around each document. Without an end token, documents follow each other unmarked."""
 
     @property
     def fingerprint(self) -> str:
-        """Equal for two tokenizers only if they encode alike and put the same tokens around a text."""
+        """Equal for two tokenizers only if they encode identically and put the same tokens around a text."""
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
         """Ids of `text`, shape (num_tokens,), without any special token."""
@@ -56,13 +56,13 @@ class Tokenizer(Protocol):
         """Ids of every text, as `encode` gives them."""
 
     def encode_prompt(self, text: str, *, begins_text: bool = True) -> npt.NDArray[np.int64]:
-        """Ids of a prompt, in which special tokens count as such.
+        """Ids of a prompt, in which special tokens are encoded as such.
 
-        The tokens that begin a text come first if the prompt `begins_text` and does not spell them out itself.
+        The tokens that begin a text are prepended if the prompt `begins_text` and does not spell them out itself.
         """
 
     def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
-        """Text of `ids`; broken UTF-8 becomes U+FFFD. Special tokens are left out unless kept."""
+        """Text of `ids`; invalid UTF-8 becomes U+FFFD. Special tokens are dropped unless kept."""
 
 
 class ByteTokenizer:
@@ -110,10 +110,9 @@ class FileTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
-        """Ids of every text; the package uses all cores.
+        """Ids of every text, encoded on all cores.
 
-        Raises `DataError` for a text that the tokenizer cannot express in its vocabulary, such as one without an
-        unknown word.
+        Raises `DataError` for a text that the vocabulary cannot express, for example because there is no unknown token.
         """
         given = list(texts)
         encoded = self._called(
@@ -179,15 +178,17 @@ class FileTokenizer:
         return str(self._encoder.id_to_token(token))
 
     def as_keys(self) -> tuple[bool | str, str]:
-        """`data.bos` and `data.eos` that name the tokens found, so that later changes of the folder do not count."""
+        """Values for `data.bos` and `data.eos` that pin the tokens found, so that later changes of the folder have no
+        effect.
+        """
         begin, end = self.text_tokens.begin, self.text_tokens.end
-        # Several tokens before a text cannot be named, and are found again.
+        # Several tokens before a text cannot be named in a key, so they are searched for again.
         bos: bool | str = AUTO if len(begin) > 1 else self.name(begin[0]) if begin else False
         return bos, AUTO if end is None else self.name(end)
 
 
 def trained_otherwise(there: str, tokenizer: Tokenizer) -> str:
-    """The fix where a checkpoint was trained with the tokenizer `there`, a fingerprint."""
+    """Advice for a checkpoint that was trained with another tokenizer, whose fingerprint is `there`."""
     if not isinstance(tokenizer, FileTokenizer) or tokenizer.fingerprint.split("-bos")[0] != there.split("-bos")[0]:
         return "name the tokenizer of its config.toml"
     if "-bos" in there:
@@ -198,10 +199,11 @@ def trained_otherwise(there: str, tokenizer: Tokenizer) -> str:
 
 
 def load_tokenizer(name_or_path: str | Path, bos: bool | str = AUTO, eos: str = AUTO) -> ByteTokenizer | FileTokenizer:
-    """The tokenizer "bytes", or the one in a `tokenizer.json` or in a folder that holds one, or another form of it.
+    """The tokenizer "bytes", or the one at a path: a `tokenizer.json`, or a folder that holds one, or another form of
+    it.
 
     `bos` and `eos` are `data.bos` and `data.eos` (terrace.data.text_tokens). Raises `DataError` for a path that is
-    missing, unreadable or not a tokenizer, for tokens that it has not, and when the `tokenizers` package is not
+    missing, unreadable or not a tokenizer, for tokens that are not in its vocabulary, and if `tokenizers` is not
     installed.
     """
     if name_or_path == BYTES:

@@ -1,4 +1,6 @@
-"""A tokenizer's files that declare the tokens around a run's texts, so that whoever loads the model adds the same."""
+"""Adapts a tokenizer's files to declare the tokens around a run's texts, so that whoever loads the model adds the same
+ones.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -24,8 +26,8 @@ _TEMPLATES = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")
 
 
 def agreeing(files: Mapping[str, bytes], tokenizer: FileTokenizer) -> dict[str, bytes]:
-    """Changed `files` of a folder, name -> content, so that they declare the tokens around a text of `tokenizer`; none
-    where they do already.
+    """Those of `files` (name -> content), changed, that must declare the text tokens of `tokenizer`; empty if they
+    already agree.
     """
     tables = {name: _parsed(name, raw) for name, raw in files.items() if name.endswith("config.json")}
     whole = _parsed(_TOKENIZER, files[_TOKENIZER])
@@ -34,7 +36,7 @@ def agreeing(files: Mapping[str, bytes], tokenizer: FileTokenizer) -> dict[str, 
     except DataError:  # tokens that do not exist, which is why the run names others
         there = None
     here = tokenizer.text_tokens
-    # `transformers` puts before a text what tokenizer.json says, whatever add_bos_token is.
+    # `transformers` prepends what tokenizer.json says, regardless of add_bos_token.
     puts = (put_before(whole.get("post_processor"), tokenizer.vocabulary.path) or ()) == here.begin
     config = dict(tables.get(CONFIG_FILE, {"tokenizer_class": "PreTrainedTokenizerFast"}))
     # lm-eval begins a text with the bos_token, wherever the template has it from.
@@ -92,18 +94,18 @@ def _parsed(name: str, raw: bytes) -> dict[str, Any]:
 
 
 def ending(files: Mapping[str, bytes], ends: Sequence[int]) -> dict[str, bytes]:
-    """generation_config.json that ends what a model writes at each of `ends`; none where `files` say so already."""
+    """A generation_config.json that stops generation at each of `ends`; empty if `files` already declare them."""
     tables = {name: _parsed(name, files[name]) for name in (GENERATION_FILE, "config.json") if name in files}
     declared = next((ids for table in tables.values() if (ids := declared_ids(table.get("eos_token_id")))), ())
     more = [end for end in ends if end not in declared]
-    # One end of a text stands in config.json, whatever else is there.
+    # A single end of text is in config.json in any case.
     if not more or (not declared and len(ends) == 1):
         return {}
     return {GENERATION_FILE: _written({**tables.get(GENERATION_FILE, {}), "eos_token_id": [*declared, *more]})}
 
 
 def filling(files: Mapping[str, bytes], name: str) -> dict[str, bytes]:
-    """The files among `files` that declare a pad token, saying that it is `name`."""
+    """Those of `files` that declare a pad token, changed to `name`."""
     changed = {CONFIG_FILE: {**_parsed(CONFIG_FILE, files[CONFIG_FILE]), "pad_token": name}}
     if _MAP in files:
         changed[_MAP] = {**_parsed(_MAP, files[_MAP]), "pad_token": name}

@@ -3,12 +3,12 @@
 `<name>-<key>.tokens` holds little-endian uint16 or uint32 ids, each document between the tokens that begin and end a
 text. `.starts` holds the document starts (little-endian int64, in tokens, ascending from 0), `.sums` the checksums of
 both (terrace.data.block_sums), and `.json` describes them. The key is a hash of the tokenizer and of the path, size and
-modification time of every source file, so another source or tokenizer is another file; sources that change without
-another key are found by terrace.data.originals. A file that is mapped never changes. Old files are not removed, since
-other runs may still read them; delete them by hand when no run uses them.
+modification time of every source file, so another source or tokenizer gets another file; terrace.data.originals detects
+sources that change under the same key. A mapped file never changes. Old files are not removed, since other runs may
+still read them; delete them by hand when no run uses them.
 
-While it is written it has other names (terrace.data.partial). The description is written last: a description means a
-complete cache.
+A file being written has another name (terrace.data.partial). The description is written last, so a description implies
+a complete cache.
 """
 
 import os
@@ -59,11 +59,11 @@ def prepare_tokens(
     *,
     separator: str = "",
 ) -> TokenFile:
-    """The token file of the corpus `path`, made in `cache_dir` if it is not there yet.
+    """The token file of the corpus `path`, made in `cache_dir` if missing.
 
-    `progress` receives messages, a `Passing` one about once a second. If another process is making the file, waits for
-    it; continues where a killed process stopped. An error leaves no file behind. Raises `DataError` for a corpus that
-    cannot be read (see `corpus`) or changes meanwhile, a damaged cache, and a folder that cannot be written.
+    `progress` receives messages, a `Passing` one about once a second. Waits if another process is making the file, and
+    continues where a killed process stopped. An error leaves no file behind. Raises `DataError` for a corpus that
+    cannot be read (terrace.data.corpus) or changes meanwhile, a damaged cache, and a folder that cannot be written.
     """
     # An indexed data set holds ids already, so no column is read.
     if is_indexed(path):
@@ -129,9 +129,9 @@ def prepare_tokens(
 
 
 def encode_whole(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids of a text of any length, in the pieces in which it is prepared for training.
+    """Ids of a text of any length, encoded in the same pieces as training text.
 
-    A tokenizer needs some hundred bytes of memory a character, which a long text as a whole would not leave.
+    A tokenizer needs some hundred bytes of memory per character, too much for a long text as a whole.
     """
     return [token for piece in cut([text]) for token in tokenizer.encode(piece.text).tolist()]
 
@@ -189,7 +189,7 @@ def _write_tokens(partial: Partial, units: Iterable[Unit], tokenizer: Tokenizer,
 
 
 def _looked_at(unit: Unit, marks: Iterable[str], noted: Noted) -> Iterator[DocumentPart]:
-    """The pieces of `unit`; notes the first of `marks` that prose or records spell out."""
+    """Yields the pieces of `unit`, and notes the first of `marks` that prose or records spell out."""
     is_prose = unit.kind != "text" or not (unit.separator or unit.file.suffix.lower() in _MARKUP_SUFFIXES)
     for piece in read_unit(unit):
         if is_prose:
@@ -201,7 +201,7 @@ def _looked_at(unit: Unit, marks: Iterable[str], noted: Noted) -> Iterator[Docum
 def _groups(units: Iterable[Unit], num_done: int) -> Iterator[tuple[int, list[Unit]]]:
     held: list[Unit] = []
     for number, unit in enumerate(units, start=1):
-        # Done by the process that was killed.
+        # Already written by the killed process.
         if number <= num_done:
             continue
         held.append(unit)

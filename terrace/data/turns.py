@@ -1,8 +1,8 @@
-"""A list of turns in any form that data sets have, as messages with a role and a content.
+"""Converts a list of turns, in any form found in data sets, to messages with a role and a content.
 
-ShareGPT's turns have `from` and `value`, and names of their own for who speaks; other sets have `input` and `output` a
-turn, or texts alone, in which human and assistant alternate. Turns that are messages stay as they are, apart from
-weights that say what is done anyway.
+ShareGPT's turns have `from` and `value`, and their own names for roles. Other sets have `input` and `output` per turn,
+or plain texts in which human and assistant alternate. Turns that already are messages stay as they are, except for
+weights that only state the default.
 """
 
 import re
@@ -29,7 +29,7 @@ _PYTHON_LIST = re.compile(r"\s*\[\s*\{'(role|content|from|value)'\s*:")
 def messages_of(turns: list[Any], where: str, key: str) -> list[Any]:
     """The messages of `turns`, the list under `key` of the row at `where`.
 
-    What is no turn of a known form is passed on as it is. Raises `DataError` for a call of a function that is no JSON.
+    Turns of an unknown form are passed on unchanged. Raises `DataError` for a function call that is not JSON.
     """
     if turns and all(isinstance(turn, str) for turn in turns):
         return [message(ASSISTANT if number % 2 else USER, text) for number, text in enumerate(turns)]
@@ -41,13 +41,13 @@ def message(role: str, content: str) -> dict[str, Any]:
 
 
 def role_of(turn: Any) -> str:
-    """Who says a message; "" for what is none."""
+    """The role of a message; "" if it is not a message."""
     role = turn.get("role") if isinstance(turn, Mapping) else None
     return role if isinstance(role, str) else ""
 
 
 def spelled_turns(text: Any) -> list[dict[str, Any]]:
-    """The messages of a text that spells its turns out from its beginning; none of any other."""
+    """The messages of a text that spells out its turns from the beginning; empty for any other value."""
     if not isinstance(text, str):
         return []
     for marks in _SPELLED:
@@ -59,7 +59,7 @@ def spelled_turns(text: Any) -> list[dict[str, Any]]:
 
 
 def listed_turns(text: Any, words: str) -> list[Any]:
-    """The turns that a text is the JSON of; none of any other. Raises `DataError` for a list as Python prints it."""
+    """The turns in a JSON text; empty for any other value. Raises `DataError` for a list printed by Python."""
     if not isinstance(text, str) or not text.lstrip().startswith("["):
         return []
     if _PYTHON_LIST.match(text):
@@ -87,7 +87,7 @@ def _of_turn(turn: Any, where: str) -> Iterator[Any]:
 
 def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
     made = {key: value for key, value in turn.items() if value is not None}
-    # Weights are not taken into account; one that says so changes nothing.
+    # A weight that equals the default changes nothing, so it is dropped.
     if made.get("weight") == (1 if made["role"] == ASSISTANT else 0):
         del made["weight"]
     return made

@@ -1,4 +1,4 @@
-"""The name by which the user has called the command line, for commands that they are told to type next."""
+"""The name by which the user called the command line, for commands suggested in messages."""
 
 import os
 import shlex
@@ -9,9 +9,9 @@ _NAME = "terrace"
 
 
 def called() -> str:
-    """`terrace`, or the path of the script where no shell would find that one under the name.
+    """`terrace`, or the path of the script if a shell would not find it under that name.
 
-    Under `python -m terrace`, torchrun and in a program of the user it is `terrace`.
+    Under `python -m terrace`, torchrun and in a user's own program it is `terrace`.
     """
     given = sys.argv[0] if sys.argv else ""
     if os.path.basename(given) != _NAME or not os.path.isfile(given):

@@ -1,4 +1,4 @@
-"""A rank takes its CUDA device: the cores beside it, and an allocator that grows its segments."""
+"""Sets up a rank's CUDA device: CPU affinity beside it, and an allocator with expandable segments."""
 
 import os
 from pathlib import Path
@@ -12,10 +12,11 @@ _NODES = Path("/sys/devices/system/node")
 
 
 def take_device(index: int) -> torch.device:
-    """Make CUDA device `index` this process's own, before anything else touches CUDA.
+    """Makes CUDA device `index` this process's own. Call it before anything else touches CUDA.
 
-    Unless the user has set the allocator, it has expandable segments: gathers and activations of many sizes otherwise
-    leave memory that nothing fits into. ROCm's has none. The process moves to the cores of the device's NUMA node.
+    Unless the user has configured the allocator, it gets expandable segments: otherwise gathers and activations of many
+    sizes fragment the memory. ROCm's allocator does not have them. The process moves to the cores of the device's NUMA
+    node.
     """
     if torch.version.hip is None and not any(name in os.environ for name in _ALLOCATOR):
         os.environ[_ALLOCATOR[1]] = "expandable_segments:True"
@@ -26,10 +27,10 @@ def take_device(index: int) -> torch.device:
 
 
 def bind(numa: int, nodes: Path = _NODES) -> set[int]:
-    """Move this process to the cores of NUMA node `numa`, and return them; without effect the set is empty.
+    """Moves this process to the cores of NUMA node `numa`, and returns them; the set is empty if nothing was changed.
 
-    A launcher that has chosen cores (`srun --cpus-per-task`, `numactl`, torchrun's `--numa-binding`) knows better:
-    a process that does not have all cores stays where it is. Call it before threads are made, which inherit it.
+    A process that does not have all cores stays where it is: its launcher has chosen them (`srun --cpus-per-task`,
+    `numactl`, torchrun's `--numa-binding`). Call it before threads are made, since they inherit it.
     """
     if not hasattr(os, "sched_setaffinity"):
         return set()
@@ -40,13 +41,13 @@ def bind(numa: int, nodes: Path = _NODES) -> set[int]:
             return set()
         os.sched_setaffinity(0, own)
     except (OSError, ValueError):
-        # Some systems show no nodes, and some containers forbid the move: a rank is right on any core.
+        # Some systems show no nodes, and some containers forbid the move; a rank works on any core.
         return set()
     return own
 
 
 def cores(text: str) -> set[int]:
-    """The numbers in a list as Linux writes it: `0-3,8` are 0, 1, 2, 3 and 8."""
+    """Parses a Linux CPU list: `0-3,8` is {0, 1, 2, 3, 8}."""
     found = set[int]()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")

@@ -1,11 +1,11 @@
-"""Torch's flight recorder: the last collectives of every rank, kept in the run folder when a run hangs.
+"""Torch's flight recorder: the last collectives of every rank, written to the run folder when a run hangs.
 
-Torch records the collectives that a process issued (group, number within it, sizes, whether it has ended) in a ring in
-memory. NCCL's are in a recorder of their own, Gloo's in a general one, which has no sends and receives. NCCL would
-write its recorder out when it gives up itself; Terrace's watchdog ends a hang before, so it writes the file.
+Torch records the collectives that a process issued (group, number within it, sizes, whether it has ended) in a ring
+buffer. NCCL has its own recorder; Gloo uses a general one, which lacks sends and receives. NCCL writes its recorder
+only when its own timeout fires. Terrace's watchdog ends a hang earlier, so it writes the file itself.
 
-The functions are not part of torch's interface. Where there is a JSON form, that is kept; the other one is a pickle,
-which is kept as it is and never read here.
+The functions are not part of torch's public interface. If there is a JSON form, it is used; the other form is a pickle,
+which is stored as it is and never read here.
 """
 
 import os
@@ -24,7 +24,7 @@ _SIZE, _FORMER_SIZE = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"  # 
 _JSON = "_json"
 _NUM_RECORDS = 2000  # torch 2.13's own default; some 1 MB as JSON
 LIMIT_S = 5.0  # to write a file; a disk may hang, too
-# The JSON form of one recorder is better than the pickle of the other; a recorder without a record gives way.
+# JSON is preferred to a pickle; a recorder without records is skipped.
 _FUNCTIONS = {
     "nccl": ("_dump_nccl_trace_json", "_dump_fr_trace_json", "_dump_nccl_trace", "_dump_fr_trace"),
     "gloo": ("_dump_fr_trace_json", "_dump_fr_trace"),
@@ -32,26 +32,26 @@ _FUNCTIONS = {
 
 
 def settings() -> dict[str, str]:
-    """Environment variables that switch the recorder on; none where the user has set its size."""
+    """Environment variables that enable the recorder; empty if the user has set its size."""
     return {} if {_SIZE, _FORMER_SIZE} & os.environ.keys() else {_SIZE: str(_NUM_RECORDS)}
 
 
 @dataclass(frozen=True)
 class FlightRecorder:
-    """The recorder of this process and the folder for its file; `functions` are torch's, in order of preference."""
+    """The recorder of this process and the folder for its file. `functions` are torch's, in order of preference."""
 
     folder: Path
     functions: Sequence[Callable[[], bytes]]
     is_json: bool
 
     def words(self) -> str:
-        """Where the files of all ranks are, for the message of a hang; the same on every rank."""
+        """Location of all ranks' files, for the message of a hang; the same on every rank."""
         return f"; the last collectives of the ranks: {self.folder}/step-*-rank-*.{self._kind}"
 
     def keep(self, step: int, rank: int) -> str | None:
-        """Write the records of this rank, in a few seconds at most; returns the problem, or None.
+        """Writes this rank's records, in a few seconds at most. Returns the problem, or None.
 
-        The file of an earlier hang of this rank at this step is replaced.
+        Replaces the file of an earlier hang of this rank at the same step.
         """
         problem: list[str | None] = [f"not written within {LIMIT_S:g} s"]
 
@@ -62,14 +62,14 @@ class FlightRecorder:
             except (OSError, RuntimeError) as error:
                 problem[:] = [str(error).split("\n")[0]]
 
-        # Of its own, since the caller ends the process, whatever becomes of the disk.
+        # In its own thread, since the caller ends the process even if the disk hangs.
         writer = threading.Thread(target=write, name="flight recorder", daemon=True)
         writer.start()
         writer.join(LIMIT_S)
         return problem[0]
 
     def keep_or_say(self, step: int, rank: int) -> None:
-        """As `keep`; the problem becomes a line on stderr."""
+        """Like `keep`, but prints the problem to stderr."""
         problem = self.keep(step, rank)
         if problem is not None:
             write_loud(f"terrace: rank {rank} cannot keep its last collectives: {printable(problem)}\n")
@@ -87,13 +87,13 @@ class FlightRecorder:
 
 
 def flight_recorder(folder: Path) -> tuple[FlightRecorder | None, str]:
-    """The recorder of this process, to be kept in `folder`; or None and the reason, "" where the user switched it off.
+    """The recorder of this process for `folder`, or None and the reason, which is "" if the user disabled it.
 
     Call it after torch's process group was made.
     """
     if _size() <= 0:
         return None, ""
-    # Here, since whoever only wants the settings starts without torch.
+    # Imported here, since callers that only need the settings start without torch.
     import torch
     import torch.distributed as dist
 

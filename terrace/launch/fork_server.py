@@ -1,4 +1,4 @@
-"""The fork server of local ranks: it imports their modules once, and they are its forks.
+"""The fork server of local ranks. It imports their modules once, and the ranks are forked from it.
 
 Its imports take seconds, so `terrace train` starts it before its own. This module therefore needs no torch.
 """
@@ -31,9 +31,9 @@ _PRELOAD = [
 
 @contextmanager
 def fork_server_ahead(module: str) -> Iterator[None]:
-    """Has the fork server import while the body prepares a run; at the end it is ended, whether it had ranks or not.
+    """Starts the fork server in the background while the body prepares a run, and ends it afterwards.
 
-    Does nothing under a launcher, or where the server runs already.
+    Does nothing under a launcher, or if the server is already running.
     """
     if _server()._forkserver_pid is not None or is_launched(os.environ):
         yield
@@ -42,7 +42,7 @@ def fork_server_ahead(module: str) -> Iterator[None]:
     try:
         yield
     finally:
-        # A server that still imports would end only later, and hold the output of a command that has failed.
+        # A server that is still importing would end only later, and hold the output of a failed command.
         server = _server()
         if server._forkserver_pid is not None:
             with suppress(ProcessLookupError):
@@ -55,22 +55,22 @@ def _server() -> Any:
 
 
 def start_fork_server(module: str = "__main__") -> None:
-    """Start the fork server of local ranks, which also imports `module`; does nothing where it runs already."""
+    """Starts the fork server of local ranks, which also imports `module`; does nothing if it is already running."""
     use_socket_folder()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD if module == "__main__" else [*_PRELOAD, module])
-    # Forking is safe only from a single-threaded server; each child sets its own number of threads.
-    # They are started with `python -c`, which looks for modules in the working folder first.
+    # Forking is safe only from a single-threaded server; each child sets its own number of threads. Children are
+    # started with `python -c`, which searches the working folder for modules first.
     defaults = {"OMP_NUM_THREADS": "1", **flight.settings(), **safe_environment()}
     loopback = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
     # Gloo would otherwise look up the machine's name on the network, and NCCL would listen on an outer interface.
     for name in loopback:
         defaults |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
-    # It would let through what is held back below.
+    # It would undo the blocking of signals below.
     with _defaults_in_environment(safe_environment()):
         multiprocessing.resource_tracker.ensure_running()
-    # A job may send stop signals to all its processes, but the ranks end with the fork server, so it ignores them.
-    # A signal to this process in this moment must not be ignored: it is held back.
+    # A job may send stop signals to all its processes, but the ranks end with the fork server, so it ignores them. A
+    # signal that reaches this process now must not be lost, so it is held back.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         with _defaults_in_environment(defaults), handled(SIGNALS, signal.SIG_IGN):

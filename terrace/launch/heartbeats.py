@@ -1,7 +1,7 @@
-"""The keys of the watchdogs in the store; their meaning is in terrace.launch.postmortem.
+"""The watchdogs' keys in the store; terrace.launch.postmortem explains their meaning.
 
-Every method may raise `torch.distributed.DistError` (a `RuntimeError`) once the process that hosts the
-store is gone. No method waits for a key that may never be written.
+Every method may raise `torch.distributed.DistError` (a `RuntimeError`) once the process that hosts the store is gone.
+No method waits for a key that may never be written.
 """
 
 import time
@@ -16,7 +16,7 @@ from terrace.launch.seal import Seal
 
 
 class Position(NamedTuple):
-    """A position in a run. The watchdog's thread calls `str(doing)` later, so it must not change."""
+    """A position in a run. It must not change, because the watchdog's thread calls `str(doing)` later."""
 
     step: int
     counter: int
@@ -26,16 +26,16 @@ class Position(NamedTuple):
 
 
 class Stillness:
-    """For how many `seconds` a rank has been at one `position` of a step, by looks at most `most_s` apart."""
+    """How many `seconds` a rank has been at one `position` of a step; looks count for at most `most_s` each."""
 
     def __init__(self, position: Position, most_s: float) -> None:
         self.position, self.seconds = position, 0.0
         self._most_s, self._looked_s = most_s, time.monotonic()
 
     def look(self, position: Position) -> float:
-        """Seconds since the last look.
+        """Returns the seconds since the last look.
 
-        A process that was itself suspended has not watched meanwhile, so a longer gap does not count.
+        A longer gap does not count, because a process that was itself suspended has not been watching.
         """
         now_s = time.monotonic()
         passed_s = min(now_s - self._looked_s, self._most_s)
@@ -50,11 +50,11 @@ _MIN_STORE_TIMEOUT_S = 5.0
 
 
 class HeartbeatStore:
-    """Heartbeats, the election of the rank that makes the post-mortem, and its verdict.
+    """Heartbeats, the election of the rank that does the post-mortem, and its verdict.
 
-    Uses its own connection: a store client serves one call at a time, and the main thread may block in one. A store
-    that cannot be cloned is shared; a blocking call then delays the heartbeats. A heartbeat that this run did not
-    write counts as none.
+    Uses its own connection, because a store client serves one call at a time and the main thread may block in one. A
+    store that cannot be cloned is shared; a blocking call then delays the heartbeats. A heartbeat that this run did not
+    write is ignored.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout_s: float, seal: Seal) -> None:
@@ -78,15 +78,15 @@ class HeartbeatStore:
         return beats
 
     def elect(self, attempt: int) -> bool:
-        """Whether this rank is the first to claim the post-mortem of an attempt."""
+        """Whether this rank is the first to claim the post-mortem of `attempt`."""
         return bool(self._store.add(f"ticket/{attempt}", 1) == 1)
 
     def withdraw(self, attempt: int) -> None:
-        """Undo an election without a verdict, so that a later hang can elect again."""
+        """Withdraws an election that led to no verdict, so that a later hang can elect again."""
         self._store.delete_key(f"ticket/{attempt}")
 
     def settle(self, verdict: str) -> str:
-        """Publish `verdict` unless one exists; returns the published one."""
+        """Publishes `verdict` unless there is one already. Returns the published one."""
         own = self._seal.close("verdict", verdict)
         return self._verdict(self._store.compare_set("verdict", "", own))
 

@@ -1,6 +1,6 @@
-"""Rank, number of ranks and address of rank 0, as launchers give them to the processes that they start.
+"""Rank, world size and address of rank 0, from the variables that launchers set.
 
-Pure functions of the environment's variables, so that every launcher can be tried without one. No torch.
+Pure functions of the environment's variables, so that every launcher can be tested without it. Needs no torch.
 """
 
 import re
@@ -16,7 +16,9 @@ _FIRST_PORT, _NUM_PORTS = 12000, 20000
 
 @dataclass(frozen=True)
 class Launcher:
-    """Variables of a launcher. Those of `needed` must be there as well, to tell it from others with the same ones."""
+    """The variables of a launcher. `needed` lists further variables that must be set, to distinguish launchers that
+    share some.
+    """
 
     name: str
     rank: str
@@ -27,8 +29,8 @@ class Launcher:
     late: str = "the output of the others says why they ended, if they did"  # advice on ranks that do not join
 
 
-# The first that fits counts. A process of mpirun or mpiexec inside of a Slurm job has Slurm's variables, too, those of
-# the daemon that started it; and `srun --mpi=pmi2` sets PMI_RANK, without a local rank.
+# The first match is used. A process of mpirun or mpiexec inside a Slurm job also has Slurm's variables, those of the
+# daemon that started it, and `srun --mpi=pmi2` sets PMI_RANK without a local rank.
 LAUNCHERS = (
     Launcher(
         "torchrun",
@@ -65,7 +67,7 @@ LAUNCHERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A process's place among the ranks that a launcher started; rank 0 is at `address`:`port`."""
+    """A process's rank under a launcher; rank 0 is at `address`:`port`."""
 
     launcher: str
     rank: int
@@ -78,23 +80,25 @@ class Place:
 
 
 def is_launched(variables: Mapping[str, str]) -> bool:
-    """Whether variables of a launcher are set, even for a process alone."""
+    """Whether a launcher's variables are set, even if it started a single process."""
     return any(each.rank in variables for each in LAUNCHERS)
 
 
 def rank_of(variables: Mapping[str, str]) -> str:
-    """The rank as the first launcher of `variables` has it, unchecked; "0" without one."""
+    """The rank set by the first matching launcher, unchecked; "0" without a launcher."""
     return next((variables[each.rank] for each in LAUNCHERS if each.rank in variables), "0")
 
 
 def names() -> tuple[str, ...]:
-    """All variables that are read here."""
+    """All environment variables that this module reads."""
     own = [name for each in LAUNCHERS for name in (each.rank, each.world_size, each.local_rank, each.local_world_size)]
     return tuple(dict.fromkeys(name for name in (*own, *_ADDRESS, *_OF_SLURM) if name))
 
 
 def launcher_of(variables: Mapping[str, str]) -> Launcher | None:
-    """The launcher that started this process, wherever rank 0 is; None without one, or for a process alone."""
+    """The launcher that started this process, whether or not it tells where rank 0 is; None without one, or for a
+    single process.
+    """
     for launcher in LAUNCHERS:
         world_size = variables.get(launcher.world_size)
         if any(name not in variables for name in (launcher.rank, launcher.world_size, *launcher.needed)):
@@ -106,10 +110,10 @@ def launcher_of(variables: Mapping[str, str]) -> Launcher | None:
 
 
 def place(variables: Mapping[str, str]) -> Place | None:
-    """The place that a launcher gave this process; None without one, or for a process alone.
+    """The rank and address that a launcher gave this process; None without one, or for a single process.
 
-    Where rank 0 is stands in MASTER_ADDR and MASTER_PORT; under srun both follow from the job (`slurm_address`). Raises
-    `ConfigError` where they are missing elsewhere, or a number is none.
+    The address is in MASTER_ADDR and MASTER_PORT; under srun it follows from the job (`slurm_address`). Raises
+    `ConfigError` if another launcher does not set them, or a number is invalid.
     """
     launcher = launcher_of(variables)
     if launcher is None:
@@ -155,11 +159,11 @@ _OF_SLURM = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_JOB_ID", "SLURM
 
 
 def slurm_address(variables: Mapping[str, str]) -> tuple[str, int] | None:
-    """Host and port of rank 0 of a Slurm step; None where Slurm does not say them.
+    """Host and port of rank 0 of a Slurm step; None if Slurm's variables do not determine them.
 
-    The host is the first of the step's nodes, which has task 0 under every distribution but `arbitrary`
-    (SLURM_LAUNCH_NODE_IPADDR is another: that of srun itself, a login node under salloc). The port is drawn from the
-    ids of job and step, so that all ranks find the same, and steps that share a node do not.
+    The host is the first of the step's nodes, which runs task 0 under every distribution but `arbitrary`
+    (SLURM_LAUNCH_NODE_IPADDR is srun's own host instead, a login node under salloc). The port is derived from the ids
+    of job and step, so all ranks find the same one, and steps that share a node get different ones.
     """
     nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST")
     job, step = variables.get("SLURM_JOB_ID", ""), variables.get("SLURM_STEP_ID", "0")
@@ -169,7 +173,7 @@ def slurm_address(variables: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a list as Slurm writes it: `gpu[003-006,010],login1` begins with gpu003."""
+    """The first host of a Slurm node list: gpu003 for `gpu[003-006,010],login1`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     assert first is not None, "it matches the empty text"
     return re.sub(r"\[([^\]]*)\]", lambda ranges: re.split("[-,]", ranges[1])[0], first[0])

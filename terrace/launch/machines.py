@@ -25,12 +25,12 @@ def num_cores() -> int:
 
 @dataclass(frozen=True)
 class Facts:
-    """A rank's part of the meeting: where it runs, and which code and configuration it would run.
+    """What a rank reports when ranks meet: where it runs, and with which code and configuration.
 
-    `boot`: the id of the running kernel, equal in all containers of a machine and empty where there is none; `device`:
-    a CUDA device's uuid, empty on a CPU; `numa`: its NUMA node, or -1; `versions`: of Python, torch and Terrace's
-    files; `sections`: a digest of each section of its configuration; `backend`: torch's for its messages, and `why` it
-    is.
+    `boot`: id of the running kernel, equal in all containers of a machine, empty if unknown; `device`: a CUDA device's
+    uuid, empty on a CPU; `numa`: its NUMA node, or -1; `versions`: of Python, torch and Terrace's files; `sections`: a
+    digest of each section of the configuration; `backend`: torch's backend for messages; `why`: the reason for that
+    backend.
     """
 
     host: str
@@ -44,7 +44,7 @@ class Facts:
 
 
 def files_digest() -> str:
-    """Hash of Terrace's own Python files: a version number does not tell two checkouts apart."""
+    """Hash of Terrace's own Python files, since a version number does not distinguish two checkouts."""
     root = Path(__file__).parent.parent
     found = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
@@ -53,7 +53,7 @@ def files_digest() -> str:
 
 
 def numa_of(properties: Any) -> int:
-    """NUMA node of a CUDA device, given torch's properties of it; -1 where the system does not say."""
+    """NUMA node of a CUDA device, given torch's properties of it; -1 if the system does not tell."""
     try:
         bus = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
         return int(Path("/sys/bus/pci/devices", bus, "numa_node").read_text())
@@ -62,7 +62,7 @@ def numa_of(properties: Any) -> int:
 
 
 def check_same_code(facts: Sequence[Facts]) -> None:
-    """Raises `ConfigError` when a rank's versions or backend differ from rank 0's, or two ranks share a CUDA device."""
+    """Raises `ConfigError` if a rank's versions or backend differ from rank 0's, or two ranks share a CUDA device."""
     for own in facts:
         for name, version in facts[0].versions.items():
             if own.versions.get(name) != version:
@@ -88,7 +88,7 @@ def check_same_code(facts: Sequence[Facts]) -> None:
 
 
 def other_configurations(facts: Sequence[Facts]) -> list[str]:
-    """A line for each set of sections in which ranks were started with another configuration than rank 0."""
+    """One line for each set of sections in which ranks have another configuration than rank 0."""
     found: dict[tuple[str, ...], list[int]] = {}
     for rank, own in enumerate(facts):
         names = own.sections.keys() | facts[0].sections.keys()
@@ -102,7 +102,7 @@ def other_configurations(facts: Sequence[Facts]) -> list[str]:
 
 
 def boot_id() -> str:
-    """Id of the running kernel: host names may repeat, and containers of a machine have names of their own."""
+    """Id of the running kernel. It identifies a machine: host names may repeat, and containers have their own."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -110,7 +110,9 @@ def boot_id() -> str:
 
 
 def names_of(facts: Sequence[Facts]) -> tuple[list[str], list[str]]:
-    """Name of every rank's host, and of its machine: the machine's first host. Equal names of several get a number."""
+    """Every rank's host name, and the name of its machine, which is the machine's first host. Duplicate names get a
+    number.
+    """
     boots: dict[str, list[str]] = {}
     for each in facts:
         known = boots.setdefault(each.host, [])
@@ -126,9 +128,10 @@ def names_of(facts: Sequence[Facts]) -> tuple[list[str], list[str]]:
 
 
 def arrange(machines: Sequence[str], numas: Sequence[int] = ()) -> list[int]:
-    """New number of every rank, by its old one, so that the ranks of a machine, and of its NUMA nodes, are neighbours.
+    """New rank of each old one, so that the ranks of a machine, and of its NUMA nodes, are adjacent.
 
-    Machines and NUMA nodes keep the order of their first ranks, and the ranks of one keep theirs; rank 0 stays rank 0.
+    Machines and NUMA nodes keep the order of their first ranks, and the ranks within them keep theirs; rank 0 stays
+    rank 0.
     """
     nodes = list(zip(machines, numas or [-1] * len(machines), strict=True))
     first = {machine: rank for rank, machine in reversed(list(enumerate(machines)))}
@@ -141,10 +144,10 @@ def arrange(machines: Sequence[str], numas: Sequence[int] = ()) -> list[int]:
 
 
 def check_tiers(machines: Sequence[str], tiers: Sequence[tuple[str, int]]) -> None:
-    """Raises `ConfigError` unless every tier up to the machine's lies inside one machine.
+    """Raises `ConfigError` unless every tier up to the machine tier lies inside one machine.
 
-    `machines` are the ranks' in order; `tiers` are names and sizes, innermost first. Ranks on a single machine may
-    stand for any cluster.
+    `machines` names each rank's machine; `tiers` are names and sizes, innermost first. Ranks on a single machine may
+    emulate any cluster.
     """
     if len(set(machines)) < 2:
         return
@@ -163,7 +166,7 @@ def check_tiers(machines: Sequence[str], tiers: Sequence[tuple[str, int]]) -> No
 
 
 def machine_map(machines: Sequence[str], started: Sequence[int] | None = None) -> str:
-    """A line that says which ranks run where; `started` has the numbers by which the launcher started them."""
+    """A line on which ranks run where; `started` are the launcher's rank numbers."""
     counts = Counter(machines)
     runs = [list(group) for _, group in groupby(range(len(machines)), key=machines.__getitem__)]
     parts = []

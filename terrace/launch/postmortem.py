@@ -1,11 +1,11 @@
-"""Post-mortem: finds the rank that stopped a step from the published heartbeats, by pure functions.
+"""Post-mortem: finds the rank that stopped a step, from published heartbeats, by pure functions.
 
-Each rank publishes a `Heartbeat` now and then. A post-mortem takes two readings of all of them, some intervals apart,
+Each rank publishes a `Heartbeat` periodically. A post-mortem takes two readings of all of them, some intervals apart,
 and names, in this order:
 
-(a) a rank whose heartbeat stopped: its process is gone or frozen; (b) a rank that left because of an error of its own;
-(c) the rank that waits for no other and is furthest behind; otherwise, the ranks that are behind all others; (d) no
-rank, with the positions of all.
+(a) a rank whose heartbeat stopped: its process is gone or frozen; (b) a rank that left because of its own error; (c)
+the rank furthest behind that waits for no other, or else the ranks that are behind all others; (d) no rank, with the
+positions of all.
 
 A published position is up to one interval old. Positions of waiting ranks are exact, so a silent rank is reported as
 stopped at or before the earliest instruction at which another rank waits for it.
@@ -26,9 +26,9 @@ _MAX_PIECES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """Published state of one rank; `group` is the compressed list of the ranks it waits with.
+    """Published state of one rank. `group` is the compressed list of the ranks it waits with.
 
-    `low_s`, `typical_s` and `step_s` are figures of its last steps (terrace.launch.slow), 0 before they are known.
+    `low_s`, `typical_s` and `step_s` describe its last steps (terrace.launch.slow); 0 before they are known.
     """
 
     number: int
@@ -63,12 +63,12 @@ class Diagnosis:
 
 
 def decode(rank: int, raw: bytes | None) -> Heartbeat:
-    """Parse the heartbeat of `rank`; None if it never published one."""
+    """Parses the heartbeat of `rank`; number -1 if it never published one."""
     return Heartbeat(number=-1, rank=rank) if raw is None else replace(Heartbeat(**json.loads(raw)), rank=rank)
 
 
 def compress(ranks: Iterable[int]) -> str:
-    """Sorted ranks as runs: `0-2, 4-7`."""
+    """Sorted ranks as ranges: `0-2, 4-7`."""
     runs: list[tuple[int, int]] = []
     for rank in sorted(set(ranks)):
         if runs and rank == runs[-1][1] + 1:
@@ -89,7 +89,7 @@ def expand(text: str) -> frozenset[int]:
 
 
 def in_words(ranks: Iterable[int]) -> str:
-    """`rank 3` or `ranks 0-2, 4-7`, truncated after eight runs."""
+    """`rank 3` or `ranks 0-2, 4-7`, truncated after eight ranges."""
     chosen = sorted(set(ranks))
     pieces = compress(chosen).split(", ")
     text = ", ".join(pieces[:_MAX_PIECES])
@@ -99,7 +99,7 @@ def in_words(ranks: Iterable[int]) -> str:
 
 
 def diagnose(before: Sequence[Heartbeat], after: Sequence[Heartbeat], window_s: float) -> Diagnosis:
-    """Name the rank that stopped the step, from two readings of every rank `window_s` apart."""
+    """Names the rank that stopped the step, from two readings of every rank `window_s` apart."""
     # Among equal candidates the one that others wait for is the likelier cause.
     awaited = frozenset().union(*(expand(group) for group in {beat.group for beat in after}))
     silent = [new for old, new in zip(before, after, strict=True) if new.number == old.number and new.state not in GONE]
@@ -115,7 +115,7 @@ def diagnose(before: Sequence[Heartbeat], after: Sequence[Heartbeat], window_s: 
     moved = {
         new.rank for old, new in zip(before, after, strict=True) if (old.position, old.text) != (new.position, new.text)
     }
-    # A rank that waits for nobody holds up all that wait for it; one that moved between the readings does so least.
+    # A rank that waits for nobody holds up all that wait for it, least likely if it moved between the readings.
     free = [beat for beat in after if beat.state in ("computing", "idle", "left")]
     if free:
         culprit = min(free, key=lambda beat: (beat.rank in moved, beat.rank not in awaited, beat.position, beat.rank))

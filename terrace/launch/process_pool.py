@@ -1,7 +1,7 @@
-"""Process pool on this machine that runs functions as worlds: the parent's side.
+"""Pool of processes on this machine that run functions as worlds: the parent's side.
 
-The parent hosts the store, so the store survives the death of any rank. A failed call ends the processes that took part
-in it, and the next call starts fresh ones.
+The parent hosts the store, which therefore survives the death of any rank. A failed call ends the processes that took
+part in it, and the next call starts fresh ones.
 """
 
 import multiprocessing
@@ -84,7 +84,7 @@ class ProcessPool:
         return [int(member.process.pid) for member in self._members if member is not None]
 
     def ask_to_stop(self, name: str) -> None:
-        """Ask the ranks of the current or next call to end it in order; `name` is the signal that caused it."""
+        """Asks the ranks of the current or next call to stop in order; `name` is the signal that caused it."""
         ask(*self._world(), name)
 
     def beats(self, world_size: int) -> HeartbeatStore:
@@ -92,12 +92,12 @@ class ProcessPool:
         return beats_of(*self._world(), world_size)
 
     def _world(self) -> tuple[Any, Seal]:
-        """The store and the seal of the world of the current or next call."""
+        """The store and the seal for the world of the current or next call."""
         call = f"job/{max(1, self._num_jobs)}"
         return PrefixStore(f"{call}/world", self._store), self._seal.within(call)
 
     def close(self) -> None:
-        """End every process; harmless when repeated."""
+        """Ends every process. May be called twice."""
         for member in filter(None, self._members):
             with suppress(OSError):
                 member.link.send("quit")
@@ -113,7 +113,7 @@ class ProcessPool:
         backend: str = "gloo",
         first_device: int = 0,
     ) -> list[Any]:
-        """Run `function(world, *arguments)` on `world_size` ranks; returns their results in rank order.
+        """Runs `function(world, *arguments)` on `world_size` ranks. Returns their results in rank order.
 
         With backend nccl each rank uses a CUDA device, in order from `first_device` on. Raises one error for all ranks;
         no process of a failed call survives.
@@ -134,7 +134,7 @@ class ProcessPool:
         self._num_jobs += 1
         members = [self._member(rank) for rank in range(world_size)]
         num_threads = max(1, num_cores() // world_size)
-        # Without a limit of its own a call relies on its watchdogs; only torch wants a number all the same.
+        # A call without a limit relies on its watchdogs; torch needs a number in any case.
         limit_s = timeout_s or _TORCH_LIMIT_S
         deaths: list[str] = []
         seal = self._seal.within(f"job/{self._num_jobs}")
@@ -147,7 +147,7 @@ class ProcessPool:
         done = {report.rank: report for report in reports if report.kind == "done"}
         if len(done) == world_size:
             for member in members:
-                # A rank may be killed after it has reported: its result is here.
+                # A rank may be killed after it has reported; its result has arrived.
                 with suppress(OSError):
                     member.link.send("end")
             return [pickle.loads(done[rank].payload) for rank in range(world_size)]
@@ -228,11 +228,11 @@ class ProcessPool:
 
 
 def one_error(reports: list[Report], deaths: list[str]) -> Exception:
-    """The one error raised by a failed call.
+    """The single error raised for a failed call.
 
-    A rank's own error comes first, since the other errors follow from it; then a watchdog's verdict; then a process
-    that died without a report; then an unexplained lost connection. All are one line but an error that no rule here
-    knows, a bug of ours, which keeps its traceback.
+    In order of preference: a rank's own error, since others follow from it; a watchdog's verdict; a process that died
+    without a report; an unexplained lost connection. All are one line, except for an unexpected error, a bug of ours,
+    which keeps its traceback.
     """
     kinds: dict[str, list[Report]] = {}
     for report in reports:
@@ -252,7 +252,7 @@ def one_error(reports: list[Report], deaths: list[str]) -> Exception:
     if deaths:
         ranks = f"; {in_words(report.rank for report in lost)} lost the connection" if lost else ""
         return HangError("; ".join(deaths) + ranks)
-    # Their peers had ended, or stood still, before any watchdog looked on.
+    # Their peers had ended, or stopped, before any watchdog was watching.
     message = lost[0].message.split("\n")[0]
     return HangError(f"{in_words(report.rank for report in lost)} {LOST_PEER}: {message}")
 
@@ -265,13 +265,13 @@ def _death(rank: int, code: int | None) -> str:
 
 def _without_server(end: str | None) -> HangError:
     how, program = end or "does not answer", multiprocessing.spawn.get_executable()
-    # What a signal ends was alive; what exits by itself has said why, or could not even begin.
+    # A process ended by a signal was alive; one that exited by itself has reported why, or could not even begin.
     fix = "start the run again" if "killed" in how else f"its own lines say why; it runs {os.fsdecode(program or b'')}"
     return HangError(f"the fork server of the ranks {how}, and all ranks with it: {fix}")
 
 
 def _end_of_server(patience_s: float = 0.0) -> str | None:
-    """How the fork server of ranks ended, in words; None where it is there still after `patience_s`."""
+    """How the fork server ended, in words; None if it is still running after `patience_s`."""
     deadline_s = time.monotonic() + patience_s
     while (end := _end_of_server_now()) is None and time.monotonic() < deadline_s:
         time.sleep(0.01)
@@ -283,7 +283,7 @@ def _end_of_server_now() -> str | None:
     if pid is None:
         return None
     try:
-        # Left to be waited for by multiprocessing, which then starts another.
+        # multiprocessing waits for it, and then starts another.
         end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return "ended"

@@ -1,4 +1,4 @@
-"""A file for all that one rank prints, its libraries' own lines (NCCL_DEBUG, warnings of C++) included."""
+"""A log file for everything that one rank prints, including its libraries' output (NCCL_DEBUG, C++ warnings)."""
 
 import os
 import sys
@@ -12,16 +12,17 @@ _loud = [_STDERR]  # where messages go that must not be lost in a file
 
 
 def write_loud(text: str) -> None:
-    """Write to stderr as it was when the process started, and to the rank's log, if it has one."""
+    """Writes to the original stderr of the process, and to the rank's log, if it has one."""
     for descriptor in {_STDERR, _loud[0]}:
         os.write(descriptor, text.encode())
 
 
 @contextmanager
 def rank_log(path: Path | None) -> Iterator[None]:
-    """In the body, stdout and stderr of this process are appended to `path`; None leaves it as it is.
+    """Appends stdout and stderr of this process to `path` while the body runs; None changes nothing.
 
-    The descriptors are replaced, not Python's streams alone. An error that leaves the body is told as without.
+    File descriptors are redirected, not only Python's streams. An error that leaves the body is printed to the original
+    stderr.
     """
     if path is None:
         yield

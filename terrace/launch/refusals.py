@@ -1,4 +1,4 @@
-"""Refusals of a command before its ranks have met. Needs no torch until one is told."""
+"""Reports errors of a command to the other ranks before they have met. Needs no torch until there is one."""
 
 import os
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from terrace.launch.launchers import is_launched
 
 @contextmanager
 def refusals_told() -> Iterator[None]:
-    """Around the checks of a command before its ranks join: other ranks of a launcher hear of an error of this one."""
+    """Around a command's checks before its ranks join: under a launcher, an error is reported to the other ranks."""
     try:
         yield
     except TerraceError as error:

@@ -1,8 +1,8 @@
 """The store of a world, and the meeting of its ranks under a launcher.
 
-Torchrun's agents keep one store over restarts, and their restart counts differ between machines, so ranks agree on a
-name space for each life of the world instead of deriving it: every rank knocks with a fresh token and its facts, rank 0
-answers each token with the name of the life, and says go when all are in.
+Torchrun's agents keep one store over restarts, and their restart counts differ between machines. So ranks agree on a
+name space for each lifetime of the world instead of deriving it: every rank knocks with a fresh token and its facts,
+rank 0 answers each token with the name space, and gives the go-ahead when all are in.
 """
 
 import ipaddress
@@ -37,10 +37,10 @@ _HEARD_S = 10.0
 
 
 def host_store(address: str, port: int, timeout_s: float) -> Store:
-    """Server of the store, and a client of it; port 0 takes a free one.
+    """Starts the store's server, and returns a client of it. Port 0 takes a free port.
 
-    For a loopback address it listens there only: torch's own server listens on every interface. Raises `ConfigError`
-    for a port that is in use or is none.
+    For a loopback address it listens only there, whereas torch's own server listens on every interface. Raises
+    `ConfigError` for a port that is in use or invalid.
     """
     own = _loopback(address)
     try:
@@ -74,11 +74,11 @@ def open_store(
     *,
     agent_hosts: bool = False,
 ) -> Store:
-    """Client of the store at `address`, whose server may be up to `timeout_s` late.
+    """Connects to the store at `address`, whose server may start up to `timeout_s` late.
 
-    With `agent_hosts` it is torchrun's, which was there before the ranks: it may be some seconds late. `say` gets a
-    line after some seconds without an answer. Raises `ConfigError` for an address that does not resolve, `HangError`
-    when nothing answers, or something that is no store.
+    With `agent_hosts` the server is torchrun's, which runs before the ranks, so the limit is a few seconds. `say` gets
+    a line after some seconds without an answer. Raises `ConfigError` for an address that does not resolve, and
+    `HangError` if nothing answers, or something that is not a store.
     """
     begin_s, told = time.monotonic(), False
     if not 1 <= port <= _LAST_PORT:
@@ -130,7 +130,9 @@ def _loopback(address: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """Outcome of a meeting: the world's life, the seal for its values, this rank's number, and where every rank is."""
+    """Outcome of a meeting: the name space of this lifetime (`life`), the seal for its values, this rank's number, and
+    where every rank is.
+    """
 
     life: str
     seal: Seal
@@ -147,7 +149,7 @@ def _came(store: Store, key: str, patience_s: float) -> bool:
     try:
         store.wait([key], timedelta(seconds=patience_s))
     except dist.DistError:
-        # A store that is gone fails at once.
+        # A lost store fails at once.
         if time.monotonic() - begin_s < patience_s / 2:
             raise
         return False
@@ -181,15 +183,15 @@ def meet(
     say: Callable[[str], None] = lambda text: None,
     late: str = "",
 ) -> Meeting:
-    """Meet the other ranks; every rank calls this with the number that the launcher gave it.
+    """Meets the other ranks. Every rank calls this with the number that the launcher gave it.
 
-    A rank that cannot take part gives its error in place of its facts, and raises it when rank 0 has heard. Ranks that
-    do not join within seconds are named in a line for `say`, with the advice `late`.
+    A rank that cannot take part passes its error in place of its facts, and raises it once rank 0 has received it.
+    Ranks that do not join within seconds are named in a line for `say`, with the advice `late`.
 
-    Ranks whose order puts a machine's ranks apart get new numbers if `renumber`. Raises `ConfigError` on rank 0, and
-    `SystemExit` on the others, for ranks that cannot take part, run other code, share a device or may not be
-    renumbered; `ConfigError` for a rank without the run's secret; `HangError` for ranks that do not come within
-    `timeout_s`.
+    With `renumber`, ranks get new numbers if the launcher's numbers separate the ranks of a machine. Raises
+    `ConfigError` on rank 0, and `SystemExit` on the others, for ranks that cannot take part, run other code, share a
+    device or may not be renumbered; `ConfigError` for a rank without the run's secret; `HangError` for ranks that do
+    not come within `timeout_s`.
     """
     if rank == 0:
         return _Host(store, world_size, seal, timeout_s, say, late).meet(facts, renumber)
@@ -259,13 +261,13 @@ class _Host:
     def _gathered(self) -> list[Facts]:
         num_seen, told, begin_s = 0, False, time.monotonic()
         while self._store.add(f"{self._life}/in", 0) < self._world_size - 1 or not self._all_in():
-            # One counter is asked for between knocks, not a key for every rank.
+            # One counter is polled between knocks, not a key per rank.
             num_knocks = self._store.add("knocks", 0)
             if num_knocks != num_seen:
                 num_seen = num_knocks
                 self._answer()
             for rank, knock in self._knocks.items():
-                # Of a rank of this life: one that has heard the answer.
+                # Only from a rank of this lifetime, which has received the answer.
                 if knock.refusal and self._is_in(rank):
                     raise ConfigError(knock.refusal)
             waited_s = time.monotonic() - begin_s
@@ -278,7 +280,7 @@ class _Host:
         return [self._knocks[rank].facts for rank in range(1, self._world_size)]
 
     def _answer_all(self) -> None:
-        # Of those that come within seconds: without an answer they would wait for a rank 0 that is gone.
+        # For ranks that come within seconds: without an answer they would wait for a rank 0 that has ended.
         deadline_s = time.monotonic() + _QUIET_S
         while len(self._knocks) < self._world_size - 1 and time.monotonic() < deadline_s:
             self._answer()
@@ -299,7 +301,7 @@ class _Host:
         return self._inner.open(key, bytes(self._store.get(f"{self._life}/{key}")), f"rank {rank}") == knock.token
 
     def _answer(self) -> None:
-        # Keys that an earlier life left in the store answer no fresh token, so they cannot be mistaken for this life's.
+        # Keys of an earlier lifetime answer no fresh token, so they cannot be mistaken for current ones.
         for rank in range(1, self._world_size):
             key = f"knock/{rank}"
             raw = bytes(self._store.get(key)) if self._store.check([key]) else b""
@@ -312,7 +314,7 @@ class _Host:
 
     def _refuse(self) -> None:
         self._tell(_Go(refused=True))
-        # The store may be in this process: it stays until those that were answered have heard.
+        # The store may be in this process, so it stays until the ranks have read their answers.
         deadline_s = time.monotonic() + _HEARD_S
         while self._store.add(f"{self._life}/heard", 0) < len(self._knocks) and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)

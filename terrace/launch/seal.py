@@ -1,9 +1,9 @@
-"""Values in the store that only this run can have written.
+"""Authenticates values in the store, so that only this run can have written them.
 
 Torch's store is a TCP server without a password: any process that reaches its port may read and write every key. So
-each value that Terrace itself puts there carries a keyed hash (HMAC-SHA256) of the value, its key and the life of the
-world, and is read only after the hash has been checked. Nothing from the store is unpickled. Torch's own rendezvous in
-the same store has no such defence, hence the port must not be reachable from outside (SECURITY.md).
+each value that Terrace itself puts there carries an HMAC-SHA256 of the value, its key and the lifetime of the world,
+which is checked before the value is used. Nothing from the store is unpickled. Torch's own rendezvous in the same store
+has no such protection, so the port must not be reachable from outside (SECURITY.md).
 """
 
 import hmac
@@ -23,7 +23,7 @@ _WRITTEN_WITHIN_S = 2.0
 
 @dataclass(frozen=True)
 class Seal:
-    """The secret of a run, and the scope (a life of the world) in which its values count."""
+    """The secret of a run, and the scope (a lifetime of the world) in which its values are valid."""
 
     secret: bytes = field(repr=False)
     source: str = "the process that started the ranks"  # where the secret is from, for errors
@@ -31,15 +31,15 @@ class Seal:
 
     @classmethod
     def fresh(cls) -> "Seal":
-        """A seal for ranks that get their secret from their parent."""
+        """A seal with a new secret, for ranks that get it from their parent."""
         return cls(secrets.token_bytes(_SECRET_BYTES))
 
     def within(self, scope: str) -> "Seal":
-        """The same secret for a scope inside this one: a value of another life does not count there."""
+        """The same secret for a scope inside this one; values of other scopes are rejected there."""
         return replace(self, scope=f"{self.scope}/{scope}")
 
     def close(self, key: str, text: str) -> str:
-        """`text` as it goes into the store under `key`."""
+        """`text` with its hash, as stored under `key`."""
         return f"{self._hash(key, text)}{_SEPARATOR}{text}"
 
     def open(self, key: str, raw: bytes, who: str = "another process") -> str:
@@ -53,16 +53,16 @@ class Seal:
         return text
 
     def _hash(self, key: str, text: str) -> str:
-        # Lengths first, so that no other division into parts has the same message.
+        # Lengths first, so that no other split into parts gives the same message.
         parts = [part.encode(errors="surrogatepass") for part in (self.scope, key, text)]
         message = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
         return hmac.digest(self.secret, message, "sha256").hex()
 
 
 def user_secret(folder: Path) -> Seal:
-    """The secret in `folder`, which only its user may read; made on first use.
+    """The secret in `folder`, readable by its user alone; made on first use.
 
-    Raises `ConfigError` if the file cannot be made or read, or if others may read it.
+    Raises `ConfigError` if the file cannot be made or read, or if others can read it.
     """
     path = folder / "secret"
     try:

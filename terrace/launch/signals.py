@@ -1,4 +1,4 @@
-"""The signals that end a run in order, their handlers for a while, and words for how a process ended. No torch."""
+"""The signals that end a run in order, temporary handlers, and words for how a process ended. Needs no torch."""
 
 import signal
 import threading
@@ -13,7 +13,7 @@ SIGNALS = tuple(
 
 @contextmanager
 def handled(signals: Sequence[int], handler: Any) -> Iterator[dict[int, Any]]:
-    """Handles signals with `handler` in the body, which gets the handlers before; only in the main thread."""
+    """Installs `handler` for `signals` in the body; yields the previous handlers. Only in the main thread."""
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         before |= {number: signal.signal(number, handler) for number in signals}
@@ -25,7 +25,7 @@ def handled(signals: Sequence[int], handler: Any) -> Iterator[dict[int, Any]]:
 
 
 def signal_name(number: int) -> str:
-    """The name of a signal; real-time signals have none of their own."""
+    """The name of a signal; a number for real-time signals, which have no names."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -33,7 +33,7 @@ def signal_name(number: int) -> str:
 
 
 def ended_words(code: int) -> str:
-    """How a process ended, by its exit code, or below 0 the number of the signal that killed it."""
+    """How a process ended, in words, by its exit code or the negative number of the signal that killed it."""
     if code >= 0:
         return f"exited with code {code}"
     name = signal_name(-code)

@@ -1,6 +1,6 @@
-"""Silence: a rank whose heartbeats stop while the others wait for it outside a step, where no timeout runs.
+"""Detects a rank whose heartbeats stop while the others wait for it outside a step, where no timeout applies.
 
-The parent of local ranks can look for it, too: then the ranks' watchdogs only publish, with a timeout of `NEVER_S`.
+The parent of local ranks can do this, too: the ranks' watchdogs then only publish, with a timeout of `NEVER_S`.
 """
 
 import time
@@ -18,14 +18,14 @@ NEVER_S = 1e9
 
 
 class Silence:
-    """Whether some rank that has published heartbeats has published none for `limit_s`."""
+    """Whether a rank that has published heartbeats has published no new one for `limit_s`."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._heard: dict[int, tuple[int, float]] = {}  # rank: number of its newest heartbeat, since when
 
     def look(self, beats: Sequence[Heartbeat], now_s: float) -> bool:
-        """By the newest heartbeat of every rank, at `now_s` of a clock."""
+        """Checks the newest heartbeat of every rank, at clock time `now_s`."""
         found = False
         for beat in beats:
             number, since_s = self._heard.get(beat.rank, (-1, now_s))
@@ -37,12 +37,12 @@ class Silence:
 
 
 def beats_of(store: Store, seal: Seal, world_size: int) -> HeartbeatStore:
-    """The heartbeats in the store of a world, for a process that is none of its ranks."""
+    """The heartbeats in a world's store, for a process outside the world."""
     return HeartbeatStore(PrefixStore(BEATS, store), -1, world_size, INTERVAL_S, seal.within(BEATS))
 
 
 def silent(worlds: Sequence[HeartbeatStore]) -> list[Diagnosis | None]:
-    """Of each world, who is silent, if anybody is: by two looks, some intervals apart."""
+    """The silent rank of each world, if any, from two readings some intervals apart."""
     before, begin_s = [world.read_all() for world in worlds], time.monotonic()
     time.sleep(WINDOW_INTERVALS * INTERVAL_S)
     passed_s = time.monotonic() - begin_s

@@ -1,11 +1,11 @@
-"""Slow ranks: a rank that takes longer for its own work than it should is named while the run goes on.
+"""Names slow ranks, those that take longer for their own work than they should, while the run goes on.
 
-A rank's own time in a step is its reading and computing, without its waits for others: a rank that waits for a slow
-one is not slow. Each rank publishes figures of its last steps in its heartbeats, and rank 0's watchdog compares
-them now and then, so no rank waits and no message is added. A slow link shows in no rank's own time.
+A rank's own time in a step is reading and computing, without waiting for others, so a rank that waits for a slow one
+does not count as slow. Each rank publishes statistics of its last steps in its heartbeats, and rank 0's watchdog
+compares them periodically, so no rank waits and no message is added. A slow link does not show in any rank's own time.
 
-Ranks of a group do the same work. They are compared with the time that a quarter of the group keeps to, so that three
-slow ranks of four are found; and where hardly any rank is fast, with the same figure of the run's first steps.
+Ranks of a group do the same work. They are compared with the time reached by the fastest quarter of the group, so three
+slow ranks of four are found; and if hardly any rank is fast, with the same statistic of the run's first steps.
 """
 
 import math
@@ -24,7 +24,7 @@ _LEAST_SHARE = 0.05  # of a step: less is not worth a line
 
 @dataclass(frozen=True, kw_only=True)
 class SlowRank:
-    """A slow rank: its own time, and the time that it is held to, of its fast peers or of the run's first steps."""
+    """A slow rank: its own time, and the reference time, of its fast peers or of the run's first steps."""
 
     rank: int
     own_s: float
@@ -38,7 +38,7 @@ class SlowRank:
 
 
 def in_lines(found: Sequence[SlowRank], num_steps: int) -> list[str]:
-    """A line for each group of ranks that are slow by the same comparison; `num_steps` are the last ones."""
+    """A line for each group of ranks that are slow by the same comparison, over the last `num_steps` steps."""
     alike: dict[tuple[float, bool], list[SlowRank]] = {}
     for each in found:
         alike.setdefault((each.fast_s, each.is_history), []).append(each)
@@ -59,7 +59,7 @@ def in_lines(found: Sequence[SlowRank], num_steps: int) -> list[str]:
 
 
 def slowest_of(beats: Sequence[Heartbeat]) -> tuple[int, float] | None:
-    """(The rank with the most own work, its median seconds of it in a step); None before all ranks have figures."""
+    """The rank with the most own work, and its median own seconds per step; None until all ranks have statistics."""
     if not all(beat.typical_s for beat in beats):
         return None
     slowest = max(beats, key=lambda beat: beat.typical_s)
@@ -67,7 +67,7 @@ def slowest_of(beats: Sequence[Heartbeat]) -> tuple[int, float] | None:
 
 
 class OwnTimes:
-    """Own times of the last `num_steps` steps of this rank; 0: of none."""
+    """Own times of this rank's last `num_steps` steps; 0 keeps none."""
 
     def __init__(self, num_steps: int) -> None:
         self._times: deque[tuple[float, float]] = deque(maxlen=num_steps)
@@ -76,7 +76,7 @@ class OwnTimes:
         self._times.append((own_s, step_s))
 
     def figures(self) -> tuple[float, float, float]:
-        """Lower quartile and median of the own time, median of the step; zeros before there are enough steps."""
+        """Lower quartile and median of the own time, median of the step; zeros until `num_steps` steps are recorded."""
         if not self._times or len(self._times) < (self._times.maxlen or 0):
             return 0.0, 0.0, 0.0
         own_s = sorted(own_s for own_s, _ in self._times)
@@ -84,11 +84,11 @@ class OwnTimes:
 
 
 class Comparison:
-    """The slow ranks of a run by the heartbeats of all ranks; `peers` are the groups of ranks that do the same work.
+    """Finds slow ranks from the heartbeats of all ranks; `peers` are the groups of ranks that do the same work.
 
-    A rank is slow if it took `factor` times as long as the fastest quarter of its group takes or took in the run's
-    first steps, even in the quicker steps of its last ones: noise, which hits some steps of any rank, names nobody. A
-    slow rank stays so until its median falls below half of the excess.
+    A rank is slow if the lower quartile of its recent own times is `factor` times the fastest quarter of its group, now
+    or in the run's first steps. Using the lower quartile ignores noise that hits only some steps. A slow rank stays
+    slow until its median falls below half of the excess.
     """
 
     def __init__(self, peers: Sequence[Sequence[int]], factor: float) -> None:
@@ -128,9 +128,10 @@ _LOOK_S = 2.0  # between two looks, in a small world
 
 
 class Lookout:
-    """The look of one rank; only rank 0 and the last rank look: two, since one of them may be silent.
+    """Periodic look at all heartbeats, for slow and silent ranks. Only rank 0 and the last rank look: two, in case one
+    of them is silent.
 
-    `least_s` is the least time between two looks. The watchdog's thread alone sets the attributes.
+    `least_s` is the minimum time between two looks. Only the watchdog's thread sets the attributes.
     """
 
     def __init__(self, rank: int, world_size: int, *, limit_s: float, least_s: float) -> None:
@@ -143,11 +144,11 @@ class Lookout:
         self._looked_s = time.monotonic()
 
     def compare(self, peers: Sequence[Sequence[int]], factor: float) -> None:
-        """From now on, ranks are compared with their `peers` (terrace.launch.slow)."""
+        """From now on, compares ranks with their `peers` (terrace.launch.slow)."""
         self._comparison = Comparison(peers, factor)
 
     def look(self, heartbeats: HeartbeatStore) -> None:
-        """Looks where it is time to. Raises `RuntimeError` without an answer of the store."""
+        """Looks if it is time to. Raises `RuntimeError` if the store does not answer."""
         now_s = time.monotonic()
         if now_s - self._looked_s < self._wait_s:
             return

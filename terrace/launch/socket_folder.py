@@ -1,10 +1,10 @@
-"""Folder of the fork server's socket: removed at the end of its process, or by the next start if that was killed.
+"""Folder of the fork server's socket, removed when its process ends, or by the next start if the process was killed.
 
-`multiprocessing` would make one that a killed process leaves for good. The owner holds a lock on its folder, which the
-kernel releases however the owner ends.
+The folder that `multiprocessing` makes would stay after a kill. The owner holds a lock on its folder, which the kernel
+releases however the owner ends.
 
-The path of a socket has some hundred bytes at most, and many clusters give a job a TMPDIR of nearly as many: then the
-folder is made elsewhere.
+A socket's path has at most some hundred bytes, and on many clusters TMPDIR takes nearly as many. The folder is then
+made elsewhere.
 """
 
 import fcntl
@@ -27,8 +27,8 @@ _SOCKET = len(f"/{_OWNED}xxxxxxxx/listener-xxxxxxxx")
 
 
 def use_socket_folder() -> None:
-    """Has `multiprocessing` make the sockets of this process in a folder of ours, and removes folders of killed
-    processes of this user. Does nothing where `multiprocessing` has a folder already.
+    """Makes `multiprocessing` create this process's sockets in a folder of ours, and removes folders of this user's
+    killed processes. Does nothing if `multiprocessing` already has a folder.
     """
     config: dict[str, Any] = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
     if config.get("tempdir") is not None:
@@ -39,13 +39,15 @@ def use_socket_folder() -> None:
 
 
 def short_folders(needed: int) -> list[Path]:
-    """Folders for temporary files whose paths leave `needed` bytes for a socket: the system's own, and others."""
+    """Folders for temporary files whose paths are short enough to leave `needed` bytes for a socket, the system's own
+    first.
+    """
     named = dict.fromkeys((_system_folder(), *_OTHERS))
     return [Path(name) for name in named if os.path.isdir(name) and len(os.fsencode(name)) + needed <= _LONGEST]
 
 
 def clear_all_abandoned() -> None:
-    """Removes the folders of killed processes from all places where `use_socket_folder` may make them."""
+    """Removes the folders of killed processes wherever `use_socket_folder` may have made them."""
     for parent in short_folders(_SOCKET):
         clear_abandoned(parent)
 
@@ -75,7 +77,7 @@ def _owned_folder() -> Path:
 def _owned_folder_in(parent: Path) -> Path:
     while True:
         new = Path(tempfile.mkdtemp(prefix=_NEW, dir=parent))
-        # Another start may take it for abandoned until it is locked: then a new one is made.
+        # Until it is locked, another process may remove it as abandoned; then a new one is made.
         with suppress(FileNotFoundError):
             # Open until this process ends, for its lock. Renamed when locked, so that nobody takes it for abandoned.
             handle = os.open(new, os.O_RDONLY | os.O_CLOEXEC)

@@ -1,6 +1,6 @@
 """Joining a world: under torchrun, srun or mpirun, or as child processes of this one.
 
-One of the modules that may read (or set) environment variables; the others are `terrace/launch/device.py`,
+One of the modules that may read or set environment variables; the others are `terrace/launch/device.py`,
 `terrace/launch/flight.py`, `terrace/launch/fork_server.py`, `terrace/rehearse/launch.py`, which makes the environments
 of a rehearsal's ranks, and `terrace/probe/environment.py`.
 """
@@ -51,7 +51,7 @@ def detect() -> bool:
 
 
 def world_size() -> int | None:
-    """Number of ranks started by a launcher, or None; raises as `detect` does."""
+    """Number of ranks started by a launcher, or None. Raises as `detect` does."""
     own = _place()
     return None if own is None else own.world_size
 
@@ -63,7 +63,7 @@ def is_restarted() -> bool:
 
 
 def pace() -> float | None:
-    """Factor by which `terrace rehearse run --paced` slows down every link, or None outside of it.
+    """Factor by which `terrace rehearse run --paced` slows down every link; None outside a rehearsal.
 
     Raises `ConfigError` unless the value is a number above 0.
     """
@@ -87,13 +87,13 @@ def join(
     sections: Mapping[str, str] | None = None,
     renumber: bool = True,
 ) -> World:
-    """Join the other ranks and start torch's default process group: nccl with CUDA, otherwise gloo.
+    """Joins the other ranks and starts torch's default process group: nccl with CUDA, otherwise gloo.
 
-    Ranks get new numbers where the launcher's put the ranks of a machine apart; without `renumber` that is an error.
-    `say` gets a few lines on rank 0: backend and reason, which ranks run on which machine, and ranks whose `sections`
-    (digests of the configuration's) differ from rank 0's; and, after seconds, a line on ranks that do not come. Raises
-    `ConfigError` outside a launcher, for an address that cannot be used, and as `meet` does; `HangError` naming the
-    ranks that did not join within `timeout_s`.
+    Ranks get new numbers if the launcher's numbers separate the ranks of a machine; without `renumber` that is an
+    error. `say` gets a few lines on rank 0: the backend and its reason, which ranks run on which machine, and ranks
+    whose configuration differs from rank 0's by `sections` (digests); and, after some seconds, a line on ranks that do
+    not come. Raises `ConfigError` outside a launcher, for an unusable address, and as `meet` does; `HangError` naming
+    the ranks that did not join within `timeout_s`.
     """
     own = _place()
     if own is None:
@@ -143,12 +143,12 @@ def join(
 
 
 def refuse(error: TerraceError) -> None:
-    """Tell the other ranks of a launcher's world why this one does not join them.
+    """Reports to the other ranks of a launcher's world why this one does not join them.
 
-    Rank 0 raises the error, if it is there within seconds; the other ranks then end. Does nothing outside of a
-    launcher, and on rank 0, whose own output is the one that is read.
+    Rank 0 raises the error if it joins within seconds, and the other ranks end. Does nothing outside a launcher, and on
+    rank 0, whose own output is the one that users read.
     """
-    with suppress(TerraceError, RuntimeError):  # without the others: they cannot be told
+    with suppress(TerraceError, RuntimeError):  # the others cannot be reached
         own = _place()
         if own is None or own.rank == 0:
             return
@@ -167,7 +167,7 @@ class LocalPool(ProcessPool):
         super().__init__(num_processes, grace_s=grace_s)
 
     def run(self, world_size: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0) -> list[Any]:
-        """Run `function(world, *arguments)` in a fresh gloo world; returns the results in rank order.
+        """Runs `function(world, *arguments)` in a fresh gloo world. Returns the results in rank order.
 
         `function` must be picklable: a top-level function of a module that the children can import.
         """
@@ -183,18 +183,19 @@ def launch_local(
     say: Callable[[str], None] = _print,
     stoppable: bool = False,
 ) -> Any:
-    """Run `target(world, *args)` in `world_size` processes of this machine; returns rank 0's result.
+    """Runs `target(world, *args)` in `world_size` processes on this machine. Returns rank 0's result.
 
     With enough CUDA devices each rank gets one and the backend is nccl; otherwise ranks run on the CPU with gloo. `say`
     gets one line with the choice and the reason.
 
-    The parent hosts the store. When a rank fails or dies, the others have `grace_s` to leave, then all are ended and
-    one error is raised: `HangError` with the watchdogs' message, the class of a rank's `TerraceError`, or
-    `RuntimeError` with the traceback of the first failure. Time is not limited: only a watchdog in `target` ends a
-    stall. Children end with the parent, however it ends, and see the environment of the first launch. If `target` is
-    `stoppable`, the first SIGTERM, SIGUSR1 or Ctrl-C asks it to end in order (terrace.launch.stop); the second has its
-    previous effect. Before `target` has begun (`terrace.launch.stop.begin_steps`) the first one ends the ranks, and its
-    name is returned.
+    The parent hosts the store. If a rank fails or dies, the others have `grace_s` to leave, then all are ended and one
+    error is raised: `HangError` with the watchdogs' message, the class of a rank's `TerraceError`, or `RuntimeError`
+    with the traceback of the first failure. There is no time limit: only a watchdog in `target` ends a stall. Children
+    end with the parent, however it ends, and keep the environment of the first launch.
+
+    If `target` is `stoppable`, the first SIGTERM, SIGUSR1 or Ctrl-C asks it to end in order (terrace.launch.stop); the
+    second has its previous effect. Before `target` has begun (`terrace.launch.stop.begin_steps`) the first one ends the
+    ranks, and its name is returned.
     """
     start_fork_server(target.__module__)
     backend, why = _local_backend(world_size)
@@ -240,7 +241,7 @@ def _local_backend(world_size: int) -> tuple[str, str]:
 
 
 def local_devices() -> list[int]:
-    """Memory, in bytes, of each CUDA device that a local rank can have."""
+    """Memory, in bytes, of each CUDA device available to local ranks."""
     if _why_no_nccl():
         return []
     return [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]

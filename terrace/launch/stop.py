@@ -1,14 +1,14 @@
 """Stop requests, and the agreement of all ranks on the step after which they stop.
 
 A signal may reach one rank, all of them, or the process that started them, at any time. Every rank reads a key of the
-store after each step. A rank that wants to stop writes a step there that no rank can have ended yet: it writes before
-it enters step k + 1, and no rank ends a step before all have entered it, since a step ends with figures of all ranks.
+store after each step. A rank that wants to stop writes there a step that no rank can have ended yet: it writes before
+it enters step k + 1, and no rank ends a step before all have entered it, because a step ends with sums over all ranks.
 So all ranks read the key in time and stop after the same step.
 
-In a large world ranks read it only every few steps, to limit the load on the store. Islands (terrace.plan.outer) read
-it when one of their fragments has its turn, since the store is across a slow link. Until a rank has started the
-exchange of its next turn, no island is further than the delay behind that turn. So a rank that wants to stop writes the
-first turn that is as late as that.
+In a large world ranks read the key only every few steps, to limit the load on the store. Islands (terrace.plan.outer)
+read it when one of their fragments has its turn, since the store is across a slow link. Until a rank has started the
+exchange of its next turn, no island is more than the exchange's delay past that step. So a rank that wants to stop
+writes the first turn that is at least that late.
 
 Before the first step (reading a checkpoint, measuring) nothing would be lost, so a request ends the ranks at once.
 """
@@ -30,7 +30,7 @@ from terrace.launch.seal import Seal
 from terrace.launch.signals import SIGNALS, handled
 from terrace.launch.world import World
 
-# A launcher passes on a signal that the ranks got as well, when it was sent to all processes of a job.
+# If a signal goes to all processes of a job, ranks also get it from their launcher.
 _SAME_S = 2.0
 _LOOKS_A_STEP = 512  # ranks that may ask the store in one step: a guess
 _REQUESTED, _AGREED, _BEGUN = "stop/asked", "stop/agreed", "stop/begun"
@@ -38,7 +38,7 @@ _REQUESTED, _AGREED, _BEGUN = "stop/asked", "stop/agreed", "stop/begun"
 
 @dataclass(frozen=True, kw_only=True)
 class Stop:
-    """Reason for a stop, and the step after which all ranks stop; `text` is a signal's name or an error."""
+    """Reason for a stop, and the step after which all ranks stop. `text` is a signal's name or an error."""
 
     step: int
     why: Literal["signal", "failed"]
@@ -50,7 +50,7 @@ class StoppedEarly(BaseException):
 
 
 class StopSignal:
-    """Records the first stop signal of this process; a later one ends it at once. A context manager.
+    """Context manager that records the first stop signal of this process; a later one ends the process at once.
 
     Signals within two seconds count as one. Has no effect outside the main thread.
     """
@@ -77,18 +77,18 @@ class StopSignal:
 
 
 class StopRequest:
-    """The stop that a signal asks of steps in this process: `name` is the signal's, once it has come."""
+    """A stop requested by a signal in this process; `name` is the signal's, once it has come."""
 
     def __init__(self) -> None:
         self.name: str | None = None
         self._has_begun = False
 
     def begin(self) -> None:
-        """From now on the steps end in order."""
+        """From now on a signal requests a stop after the current step."""
         self._has_begun = True
 
     def ask(self, name: str) -> None:
-        """For `passed_on`. Raises `StoppedEarly` before the steps have begun, when nothing would be lost."""
+        """Handler for `passed_on`. Raises `StoppedEarly` before the steps have begun, when nothing would be lost."""
         if not self._has_begun:
             raise StoppedEarly(name)
         self.name = name
@@ -96,7 +96,7 @@ class StopRequest:
 
 @contextmanager
 def passed_on(ask: Callable[[str], None]) -> Iterator[None]:
-    """In the parent of the ranks: the first signal goes to `ask`, a later one, after two seconds, has its previous
+    """In the parent of the ranks, calls `ask` on the first signal; one more than two seconds later has its previous
     effect.
 
     Has no effect outside the main thread.
@@ -116,14 +116,14 @@ def passed_on(ask: Callable[[str], None]) -> Iterator[None]:
 
 
 def begin_steps(world: World) -> None:
-    """From now on a stop is voted on; rank 0 calls this before its first step."""
+    """From now on ranks vote on stops. Rank 0 calls this before its first step."""
     world.store.set(_BEGUN, "")
 
 
 def ask(store: Any, seal: Seal, name: str) -> None:
-    """Ask the ranks of the world of `store` to stop, from another process.
+    """Asks the ranks in the world of `store` to stop, from another process.
 
-    Raises `StoppedEarly` if they have not begun: then the caller ends them.
+    Raises `StoppedEarly` if their steps have not begun; the caller then ends them.
     """
     if not store.check([_BEGUN]):
         raise StoppedEarly(name)
@@ -131,10 +131,10 @@ def ask(store: Any, seal: Seal, name: str) -> None:
 
 
 class Vote:
-    """Agreement of all ranks on the step after which they stop; each rank calls `after` at every step.
+    """Agreement of all ranks on the step after which they stop. Each rank calls `after` at every step.
 
-    `turn` is the steps between two turns of fragments of islands, `delay` those that an exchange may take; without
-    islands ranks meet in every step.
+    With islands, `turn` is the number of steps between exchanges of two fragments, and `delay` the number of steps that
+    an exchange may take. Without islands ranks meet in every step.
     """
 
     def __init__(self, world: World, signal_: StopSignal, *, turn: int = 1, delay: int = 0) -> None:
@@ -148,7 +148,7 @@ class Vote:
         self._settled = False
 
     def fail(self, text: str) -> None:
-        """Request a stop because of an error on this rank."""
+        """Requests a stop because of an error on this rank."""
         self._wish = ("failed", text)
 
     def after(self, num_done: int) -> Stop | None:
@@ -163,7 +163,7 @@ class Vote:
             why, text = self._wish
             # No rank can be past the look at this step, so all of them see the wish before it ends.
             step = num_done if self._alone else num_done + self._ahead
-            # The first that asks decides; whoever asks later in the same step would decide the same.
+            # The first request decides; later ones in the same step would decide the same.
             stop = self._seal.close(_AGREED, json.dumps(asdict(Stop(step=step, why=why, text=text))))
             self._store.compare_set(_AGREED, "", stop)
             self._settled = True

@@ -1,4 +1,4 @@
-"""The pipe by which the main thread, and signals to the process, wake a thread that sleeps."""
+"""A pipe by which the main thread, and signals to the process, wake a sleeping thread."""
 
 import os
 import select
@@ -8,9 +8,9 @@ from typing import Any, Self
 
 
 class WakePipe:
-    """A context manager. With `hears_signals` it gets the numbers of signals, which needs the main thread.
+    """Context manager. With `hears_signals` the pipe receives the numbers of signals, which needs the main thread.
 
-    `delays_sigterm` also keeps SIGTERM from ending the process; without it, another handler is in place.
+    `delays_sigterm` also keeps SIGTERM from ending the process; without it, another handler must be installed.
     """
 
     def __init__(self, *, hears_signals: bool, delays_sigterm: bool) -> None:
@@ -21,7 +21,7 @@ class WakePipe:
         os.set_blocking(self._write, False)
         if self._hears_signals:
             # The C-level handler writes the signal's number to the pipe even while the main thread is inside a
-            # collective; a Python handler must exist for that, and has nothing to do.
+            # collective. It needs a Python handler to be installed, which has nothing to do.
             self._old_handler: Any = signal.getsignal(signal.SIGTERM)
             if self._delays_sigterm:
                 signal.signal(signal.SIGTERM, lambda *_: None)
@@ -29,7 +29,7 @@ class WakePipe:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Gives signals back to their handlers before; `close` follows once nobody sleeps."""
+        """Restores the previous signal handlers. Call `close` once no thread sleeps any more."""
         if self._hears_signals:
             signal.set_wakeup_fd(self._old_wakeup)
             signal.signal(signal.SIGTERM, self._old_handler)
@@ -44,5 +44,5 @@ class WakePipe:
             os.write(self._write, b"\0")
 
     def sleep(self, duration_s: float) -> bytes:
-        """Sleeps until it is woken, at most `duration_s`; the numbers of the signals that came, among others."""
+        """Sleeps until woken, at most `duration_s`. Returns the bytes in the pipe, signal numbers among them."""
         return os.read(self._read, 4096) if select.select([self._read], [], [], duration_s)[0] else b""

@@ -1,12 +1,12 @@
-"""Watchdog: when a step stops, every rank learns which rank stopped it, reports it in one line, and exits.
+"""Watchdog: if a step stops, every rank learns which rank stopped it, reports that in one line, and exits.
 
-A thread publishes the position of the main thread in the store. When a rank has not moved for its timeout, when one of
-its collectives fails, or when it gets SIGTERM because another rank died, one elected rank reads all heartbeats twice
-and publishes a verdict that every other rank repeats: thousands of ranks do not overload the store, and all survivors
+A thread publishes the main thread's position in the store. If a rank has not moved for its timeout, one of its
+collectives fails, or it gets SIGTERM because another rank died, one elected rank reads all heartbeats twice and
+publishes a verdict that every other rank repeats. So thousands of ranks do not overload the store, and all survivors
 report the same.
 
 The thread runs while the main thread releases the interpreter lock, as collectives and kernels do. A rank that never
-releases it publishes nothing, and the others name it; its launcher has to end it.
+releases it publishes nothing, so the others name it, and its launcher has to end it.
 """
 
 import os
@@ -44,8 +44,8 @@ _Cause = Literal["error", "stalled", "stopped", "settled", "silent"]
 
 
 class _Seconds(NamedTuple):
-    """Seconds of a watchdog: between two heartbeats, before the first step and after it; between two readings of all
-    heartbeats, in which every living rank has published; of the timeout of a step.
+    """Durations in seconds: between heartbeats before the first step (`early`) and after it (`interval`), between the
+    two readings of a post-mortem (`window`), in which every living rank publishes, and the timeout of a step.
     """
 
     early: float
@@ -63,12 +63,12 @@ class _Seconds(NamedTuple):
                 f"a timeout of {timeout_s:g} s is too short to watch {world_size} ranks: "
                 f"make it at least {int(2 * window_s) + 1} s"
             )
-        # More often before the first step, where a stop is not voted on: two looks decide, and the user waits for them.
+        # More often before the first step: there is no vote on a stop there, and the user waits for two looks.
         return cls(max(interval_s / 2, least_s), interval_s, window_s, timeout_s)
 
 
 class _Departure:
-    """How a rank leaves: its `state` once it does, the `reason`, and the others' `answer` to a rank that asks why."""
+    """How a rank leaves: its `state` after leaving, the `reason`, and the verdict (`answer`) for a rank that asked."""
 
     def __init__(self) -> None:
         self.state: State | None = None
@@ -82,14 +82,14 @@ class _Departure:
 
 
 class Watchdog:
-    """Publishes this rank's position and names the culprit when the step stops. A context manager.
+    """Publishes this rank's position, and names the culprit if the step stops. A context manager.
 
-    `store` must be a name space that no earlier watchdog used: a verdict in it is final. Heartbeats come every
+    `store` must be a name space that no earlier watchdog used, because a verdict in it is final. Heartbeats come every
     `interval_s`, more often with a short `timeout_s` (eight per timeout), less often in a large world (at most 2000
     writes per second in all). `on_hang` gets the message instead of stderr. `catch_sigterm` delays SIGTERM until the
-    message is out, and needs the main thread. With `stops`, words for the user, other code handles stop signals once
-    it has called `begin`: the watchdog then acts on SIGTERM only if a rank is missing; before, a signal ends the rank
-    with these words. `recorder` has the last collectives of this rank, which are kept when the run hangs.
+    message is out, and needs the main thread. With `stops`, words for the user, other code handles stop signals once it
+    has called `begin`, and the watchdog acts on SIGTERM only if a rank is missing; before `begin`, a signal ends the
+    rank with these words. `recorder` holds this rank's last collectives, which are saved if the run hangs.
     """
 
     def __init__(
@@ -127,38 +127,38 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def at(self, step: int, counter: int, doing: object, ranks: tuple[int, ...] = (), extra_s: float = 0.0) -> None:
-        """Set the main thread's position, the ranks it waits with (none: it computes), and seconds over the timeout.
+        """Sets the main thread's position, the ranks it waits with (none: it computes), and seconds beyond the timeout.
 
-        One assignment, safe in the hot loop.
+        A single assignment, cheap enough for the hot loop.
         """
         self._position = Position(step, counter, doing, ranks, extra_s)
 
     def look_for_slow(self, peers: Sequence[Sequence[int]], factor: float, num_steps: int) -> None:
-        """Publish figures of `num_steps` steps, by which the lookout compares the ranks."""
+        """Publishes statistics of the last `num_steps` steps, by which ranks are compared with their `peers`."""
         self._own_times = OwnTimes(num_steps)
         self.lookout.compare(peers, factor)
 
     def stepped(self, own_s: float, step_s: float) -> None:
-        """A step has ended; `own_s` are the seconds in which this rank read and computed, without waiting."""
+        """Records a finished step. `own_s` are the seconds in which this rank read and computed, without waiting."""
         self._own_times.add(own_s, step_s)
         self._figures = self._own_times.figures()
 
     def name_island(self, number: int) -> None:
-        """Messages name the island of this rank from now on."""
+        """Names this rank's island in messages from now on."""
         self._whereabouts = f"island {number}, {self._whereabouts}"
 
     def begin(self) -> None:
-        """The first step begins: stop signals are for the main thread from now on."""
+        """Marks the start of the first step: the main thread handles stop signals from now on."""
         self._begun = True
 
     def idle(self, what: str = "between steps") -> None:
-        """Mark the main thread as outside a step: no timeout runs until the next `at`."""
+        """Marks the main thread as outside a step: no timeout runs until the next `at`."""
         self._position = self._position._replace(doing=what, ranks=None, extra_s=0.0)
 
     def explain(self, error: BaseException) -> HangError:
         """The error that names the culprit, after a collective on this rank failed with `error`.
 
-        Takes about four intervals; the process's connections must stay open meanwhile.
+        Takes about four intervals. The process's connections must stay open meanwhile.
         """
         # This rank's error is a consequence; publishing it as such leads the others past it to the cause.
         self._leave("dragged", error)
@@ -189,7 +189,7 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        # Leaving is published, or the others would take a finished rank for a dead one.
+        # Leaving is published; otherwise the others would consider a finished rank dead.
         if self._departure.state is None:
             self._leave("failed" if error else "left", error)
         self._closing = True
@@ -263,7 +263,7 @@ class Watchdog:
             return "stalled" if in_order and is_still else "stopped"
         if self._departure.state is not None:
             return "error" if self._departure.state == "dragged" and not self._departure.is_answered.is_set() else None
-        # Without its store a run cannot end in order: it ends now, not after a long measurement or step.
+        # Without its store a run cannot end in order, so it ends now, not after a long measurement or step.
         if self._mute_s >= self._seconds.window:
             return "stalled"
         if self.lookout.is_silent:
@@ -272,7 +272,7 @@ class Watchdog:
             return None
         if is_still:
             return "stalled"
-        # A rank that no failing rank talks to hears of the end here.
+        # A rank without messages to a failing rank learns of the end here.
         with suppress(RuntimeError):
             if self._still.seconds >= self._seconds.window and self._heartbeats.verdict() is not None:
                 return "settled"
@@ -303,9 +303,9 @@ class Watchdog:
                 return verdict
             if self._heartbeats.elect(attempt):
                 verdict = self._look(cause)
-                # The step went on while heartbeats were read: slow, not stalled.
+                # The step advanced while heartbeats were read, so it was slow, not stalled.
                 moved_on = cause == "stalled" and self._position is not position and self._departure.state is None
-                # All ranks are heard again: the machine had slept.
+                # All ranks publish again: the machine was suspended.
                 heard = cause == "silent" and not self.lookout.is_silent
                 if moved_on or heard or (patient and verdict.startswith("stop ")):
                     self._heartbeats.withdraw(attempt)
@@ -336,7 +336,7 @@ class Watchdog:
             if not self._begun:
                 return f"stop {told} before its first step; {self._stops}"
             return f"stop {told} at {self._describe(self._position, None).where()}; no rank was missing"
-        # After an error of a rank's own, the last collectives tell nothing.
+        # If the rank's own error ended it, the last collectives are of no use.
         return f"failed {verdict.message}" if verdict.rule == "failed" else f"hang {verdict.message}{self._kept}"
 
     def _own_words(self) -> str:
@@ -350,7 +350,7 @@ class Watchdog:
         return f"{host} stopped: the store it hosts does not answer ({first}); {self._own_words()}"
 
     def _die(self, message: str, code: int) -> None:
-        # From this thread, as the main one may block in a collective for ever.
+        # From this thread, because the main thread may block in a collective forever.
         if self._on_hang is not None:
             self._on_hang(message)
         elif code == EXIT_HANG or message.startswith(f"rank {self._rank} "):  # one line for a plain stop

@@ -1,6 +1,6 @@
 """Process pool, the child's side: take a job, join its world, run it, report.
 
-One socket pair links a process to its parent. The parent's end exists only in the parent, so end of file means that the
+One socket pair links a process to its parent. Only the parent holds the parent's end, so end of file means that the
 parent is gone, however it died, and the process exits at once.
 """
 
@@ -41,7 +41,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 @dataclass(frozen=True)
 class PoolJob:
-    """One rank's part of one call; `payload` is the pickled function and its arguments."""
+    """One rank's part of a call. `payload` is the pickled function with its arguments."""
 
     number: int
     rank: int
@@ -56,7 +56,7 @@ class PoolJob:
 
 @dataclass(frozen=True)
 class Report:
-    """Outcome of one rank's part; `payload` is the pickled result, or the class of a `TerraceError`."""
+    """Outcome of one rank's part. `payload` is the pickled result, or the class of a `TerraceError`."""
 
     number: int
     rank: int
@@ -67,9 +67,9 @@ class Report:
 
 
 def serve(link: "Connection[Any, Any]", port: int) -> None:
-    """Run jobs that arrive on `link` until it asks for the end; the store is on `port` of this machine.
+    """Runs jobs from `link` until it says to quit. The store is on `port` of this machine.
 
-    After a failed job the process reports and exits: its connections close, and its peers notice.
+    After a failed job the process reports and exits. Its connections close, which its peers notice.
     """
     free_children()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
@@ -78,8 +78,8 @@ def serve(link: "Connection[Any, Any]", port: int) -> None:
     # The parent asks for stacks with SIGUSR1 when a call exceeds its time limit.
     if hasattr(faulthandler, "register"):
         faulthandler.register(signal.SIGUSR1, all_threads=True)
-    # The second line of defence, after `_listen`: the kernel also ends a process that is stopped, or whose main
-    # thread never releases the interpreter lock.
+    # Second safeguard after `_listen`: the kernel also ends a process that is stopped, or whose main thread never
+    # releases the interpreter lock.
     _die_with_the_forkserver()
     inbox: queue.SimpleQueue[PoolJob | str] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(link, inbox), name="link", daemon=True).start()
@@ -95,16 +95,16 @@ def serve(link: "Connection[Any, Any]", port: int) -> None:
         try:
             send(_run(job, port, send))
         except BaseException as error:
-            with suppress(OSError):  # nobody is there: the parent was killed, and ended what the job waited for
+            with suppress(OSError):  # the parent was killed, which ended what the job waited for
                 send(failure(job.number, job.rank, error))
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
-        # The parent says when every rank is done: only then may connections close.
+        # The parent reports when every rank is done; only then may connections close.
         inbox.get()
         dist.destroy_process_group()
-        # An engine is a reference cycle and keeps its process groups, whose gloo threads wake up a hundred times a
-        # second. Without a collection every job would leave some behind.
+        # An engine is a reference cycle that keeps its process groups alive, whose gloo threads wake up a hundred times
+        # a second. Without a collection every job would leave some behind.
         gc.collect()
 
 
@@ -132,7 +132,7 @@ def _run(job: PoolJob, port: int, send: Any) -> Report:
 
 
 def failure(number: int, rank: int, error: BaseException) -> Report:
-    """A rank's report of an error in its part of a call."""
+    """Report of an error in a rank's part of a call."""
     message, trace = str(error), "".join(traceback.format_exception(error))
     if isinstance(error, HangError):
         return Report(number, rank, "hang", message=message)
@@ -147,7 +147,7 @@ def _listen(link: "Connection[Any, Any]", inbox: "queue.SimpleQueue[PoolJob | st
         try:
             inbox.put(link.recv())
         except (EOFError, OSError):
-            # The folder of a parent that was killed would else stay until the next start.
+            # Otherwise the folder of a killed parent would stay until the next start.
             clear_all_abandoned()
             os._exit(1)
 
@@ -157,7 +157,7 @@ def _die_with_the_forkserver() -> None:
         return
     lifeline = getattr(getattr(multiprocessing.forkserver, "_forkserver", None), "_forkserver_alive_fd", None)
     if lifeline is not None:
-        # The fork server stays while any process holds its lifeline, so this process gives its end away.
+        # The fork server lives while any process holds its lifeline, so this process closes its end.
         os.close(lifeline)
         multiprocessing.forkserver._forkserver._forkserver_alive_fd = None  # type: ignore[attr-defined]
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

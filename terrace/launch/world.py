@@ -1,6 +1,6 @@
 """A process's view of its world, and the errors that indicate a failed peer.
 
-Nothing here starts a process or reads the environment: `launch` does.
+This module starts no process and reads no environment variables; `launch` does.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,8 +13,8 @@ from torch.distributed.distributed_c10d import Store
 from terrace.base.errors import HangError
 from terrace.launch.seal import Seal
 
-# Words of gloo, NCCL and the socket layer. Only the text tells a lost connection from another
-# `RuntimeError`, since gloo raises no class of its own.
+# Words of gloo, NCCL and the socket layer. gloo raises no class of its own, so only the text distinguishes a lost
+# connection from another `RuntimeError`.
 _LOST_CONNECTION = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 _OUT_OF_MEMORY = "can't allocate memory"
 
@@ -23,11 +23,11 @@ _OUT_OF_MEMORY = "can't allocate memory"
 class World:
     """One rank's view of a joined world.
 
-    `store` is a fresh name space shared by all ranks of this life of the world. `on_hang`, if any, delivers a hang
+    `store` is a fresh name space shared by all ranks of this lifetime of the world. `on_hang`, if any, delivers a hang
     message to the parent process. `supervised`: the launcher sends SIGTERM to every rank as soon as one dies.
-    `store_rank` is the rank that hosts the store, or None if the store outlives every rank. `seal` closes values that
-    go into the store and opens them when they come out. `hosts` and `machines` name where
-    each rank of a launcher is; several hosts, such as containers, may be on one machine.
+    `store_rank` is the rank that hosts the store, or None if the store outlives every rank. `seal` authenticates values
+    written to the store and checks those read from it. `hosts` and `machines` name where each rank of a launcher is;
+    several hosts, such as containers, may be on one machine.
     """
 
     rank: int
@@ -45,7 +45,7 @@ class World:
 
 @contextmanager
 def store_lost() -> Iterator[None]:
-    """Turns the error of a store that is gone into a `HangError`, before a watchdog explains such errors."""
+    """Turns the error of a lost store into a `HangError`, before a watchdog explains such errors."""
     try:
         yield
     except dist.DistError as error:
@@ -59,7 +59,7 @@ def store_lost() -> Iterator[None]:
 def is_communication_error(error: BaseException, *, waiting: bool) -> bool:
     """Whether `error` comes from a failed peer, not from this rank itself.
 
-    With `waiting` (the rank was inside a collective) a bare `RuntimeError` counts too; its subclasses, such as out of
+    With `waiting` (the rank was inside a collective) a bare `RuntimeError` counts, too; its subclasses, such as out of
     memory, never do.
     """
     if isinstance(error, dist.DistError):

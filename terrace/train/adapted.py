@@ -1,4 +1,4 @@
-"""Blocks of a run with its kernels; runs and checkpoints of models with adapters."""
+"""Blocks of a run with its kernels, and the adapters of checkpoints."""
 
 from collections.abc import Iterator
 
@@ -25,9 +25,9 @@ FACT = "lora"  # of a checkpoint: the table of its run's [lora], or null
 
 
 def run_blocks_of(run: RunConfig, device: torch.device) -> list[nn.Module]:
-    """Blocks of a run for `device`, without values, with the run's kernels, and with adapters if it has any.
+    """The blocks of a run, without values: with the run's kernels for `device`, and with adapters if it has any.
 
-    Raises `ConfigError` if kernels that the run names fail their test on the device.
+    Raises `ConfigError` if a kernel that the run names fails its test on the device.
     """
     blocks = build_blocks(run.model)
     choose_kernel(blocks, run.train.attention)
@@ -44,21 +44,21 @@ def fact_of(lora: LoraConfig | None) -> dict[str, object] | None:
 
 
 def lora_of(checkpoint: Checkpoint) -> LoraConfig | None:
-    """Adapters of a checkpoint's model; None if it has none."""
+    """The adapter configuration of a checkpoint, or None."""
     table = checkpoint.facts.get(FACT)
     return None if table is None else load(LoraConfig, table, FACT)
 
 
 def merged_values(checkpoint: Checkpoint) -> Iterator[tuple[str, str, Tensor]]:
-    """(block, parameter, value) of a checkpoint's whole model with adapters folded in, so that the names are the names
-    of a model without adapters.
-    """
+    """Yields (block, parameter, value) of a checkpoint's whole model, with adapters merged into the base weights."""
     # Without adapters the values pass through unchanged.
     yield from merged_parameters(checkpoint.parameters(), parse_model(checkpoint.facts["model"]), lora_of(checkpoint))
 
 
 def attention_words(run: RunConfig, device: torch.device) -> str:
-    """The kernel on a device, after a trial there; raises `ConfigError` where the one that the run names fails it."""
+    """One line on the attention kernel used on `device`. Raises `ConfigError` if the kernel that the run names fails
+    its test there.
+    """
     dtype = DTYPES[run.plan.compute]
     if is_context_parallel(Mesh.of(run.cluster, run.plan), run.plan):
         return f"attention pairs: {pair_kernels.describe(device, dtype)}"

@@ -1,7 +1,7 @@
-"""Cost of attention on a run's devices and links, for the balancer of `balance = "cost"`.
+"""Attention cost on a run's devices and links, for the balancer of `balance = "cost"`.
 
-These figures decide how documents are assigned, and another assignment adds numbers in another order. Checkpoints
-therefore keep them, so that a resumed run has the same bits, as long as cluster, plan and model are the same.
+The cost decides how documents are assigned to ranks, and another assignment sums in another order. Checkpoints
+therefore store it, so that a resumed run has the same bits as long as cluster, plan and model are the same.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ KEY = "attention_cost"  # of a checkpoint's facts
 
 
 def work_cost(run: RunConfig, cluster: Cluster) -> WorkCost:
-    """Cost of a layer on one rank of a run; the constants of `cluster` are measured or read from its file.
+    """Cost of a layer's attention on one rank. `cluster` holds the measured constants, or those of its file.
 
     Raises `ClusterError` for a device that has no peak of the plan's compute dtype.
     """
@@ -41,12 +41,12 @@ def work_cost(run: RunConfig, cluster: Cluster) -> WorkCost:
 
 
 def cost_fact(run: RunConfig, cost: WorkCost) -> dict[str, Any]:
-    """Figures as a checkpoint keeps them."""
+    """The attention cost as stored in a checkpoint, with a digest of the settings it was made for."""
     return {"of": _digest(run), "seconds": dump(cost)}
 
 
 def kept_cost(run: RunConfig, facts: Mapping[str, Any]) -> WorkCost | None:
-    """Figures kept in a checkpoint; None if it was of another cluster, plan or model."""
+    """The attention cost stored in a checkpoint; None if it belongs to another cluster, plan or model."""
     fact = facts.get(KEY)
     # Figures of another cluster, plan or model do not apply.
     if not isinstance(fact, Mapping) or fact.get("of") != _digest(run):

@@ -1,7 +1,7 @@
-"""Other programs that used the machine while its constants were measured. Needs no torch.
+"""Detects other programs that used the CPU while the machine's constants were measured. Needs no torch.
 
-The kernel counts what each core did for all programs, and a process knows its own part: what remains on the cores of
-the ranks was others'. Ranks share cores, so their own seconds are added up first.
+The kernel counts the busy time of each core over all programs. Subtracting the CPU time of our own ranks, summed
+because ranks share cores, leaves the time of other programs.
 """
 
 import os
@@ -23,7 +23,9 @@ _OF_PROGRAMS = (1, 2, 3, 8)  # columns: user, nice, system, and stolen by other 
 
 @dataclass(frozen=True)
 class CoreSeconds:
-    """Seconds so far: of all programs on some cores, of this process, and of a clock. `place` names the cores."""
+    """CPU seconds so far: of all programs on a set of cores, of this process, and of the wall clock. `place` identifies
+    the cores.
+    """
 
     place: str
     num_cores: int
@@ -33,7 +35,7 @@ class CoreSeconds:
 
     @classmethod
     def now(cls, stat: Path = _STAT) -> Self | None:
-        """Of the cores that this process may use; None where the system does not count."""
+        """Counters of the cores that this process may use; None if the system does not provide them."""
         if not hasattr(os, "sched_getaffinity"):
             return None
         cores = os.sched_getaffinity(0)
@@ -51,14 +53,13 @@ class CoreSeconds:
         return cls(place, num_cores(), all_ticks / os.sysconf("SC_CLK_TCK"), time.process_time(), time.monotonic())
 
     def since(self, before: Self) -> Self:
-        """The seconds since `before`."""
         spent = (getattr(self, name) - getattr(before, name) for name in ("all_s", "own_s", "clock_s"))
         return type(self)(self.place, self.num_cores, *spent)
 
 
 def busy_since(before: CoreSeconds | None, engine: "Engine") -> str:
-    """As `busy_words`, of all ranks since `before`; on CUDA "", since cores only issue work and wait. Every rank calls
-    this.
+    """`busy_words` over all ranks since `before`; "" on CUDA, where host cores only launch work and wait.
+    Collective.
     """
     now = CoreSeconds.now()
     spent = None if before is None or now is None else now.since(before)
@@ -67,7 +68,7 @@ def busy_since(before: CoreSeconds | None, engine: "Engine") -> str:
 
 
 def busy_words(ranks: Sequence[CoreSeconds | None]) -> str:
-    """The largest share of a machine's cores that other programs took, in words; "" if it is small or unknown."""
+    """The share of cores that other programs took, on the busiest machine, in words; "" if it is small or unknown."""
     shares = [0.0]
     for place in {each.place: each for each in ranks if each is not None}.values():
         here = [each for each in ranks if each is not None and each.place == place.place]

@@ -1,11 +1,11 @@
-"""A one-second measurement at the start of a run, so that the prediction is about this machine.
+"""Measures this machine for about a second at the start of a run, so that the prediction fits it.
 
-Measured on all ranks at once, since they may share cores and links: the FLOP/s that one decoder layer reaches in its
-forward, memory bandwidth, and per tier latency and bandwidth of an all-gather (from a small and a large message, back
-to back). Every latency also gets the extra cost of messages that alternate with computation, as in a step: a rank waits
-for partners that are not quite ready, while another may use the core. On a tier used only between pipeline stages,
-every stage sends to the next one and then to the previous one, all pairs at once; the simulation has the waits
-between stages, so nothing is added there. The result is the cluster with these constants in place of its own.
+All ranks measure at once, since they may share cores and links: the FLOP/s of one decoder layer's forward, memory
+bandwidth, and per tier the latency and bandwidth of an all-gather (from a small and a large message, back to back).
+Each latency also includes the extra cost of messages that alternate with computation, as in a step: a rank waits for
+partners that are not quite ready, while another may use the core. On a tier used only between pipeline stages, every
+stage sends to the next one and then to the previous one, all pairs at once; the simulation models the waits between
+stages, so nothing is added there. The result is the cluster with these constants in place of its own.
 """
 
 import math
@@ -60,7 +60,7 @@ Progress = Callable[[str], None]
 
 
 def calibrate(engine: Engine, run: RunConfig, progress: Progress = lambda what: None) -> Cluster:
-    """`run.cluster` with measured constants, the same on every rank. Every rank calls this.
+    """`run.cluster` with measured constants, equal on all ranks. Every rank calls this.
 
     `progress` receives the name of each measurement before it starts.
     """
@@ -69,7 +69,7 @@ def calibrate(engine: Engine, run: RunConfig, progress: Progress = lambda what: 
 
 
 def predict_once(engine: Engine, run: RunConfig, cluster: Cluster) -> list[StepReport]:
-    """The predicted step of every stage, simulated by rank 0 alone, since its cost grows with the stages.
+    """The predicted step of every stage, simulated by rank 0 alone, because its cost grows with the number of stages.
 
     Every rank calls this.
     """
@@ -77,16 +77,13 @@ def predict_once(engine: Engine, run: RunConfig, cluster: Cluster) -> list[StepR
 
 
 def played_once(engine: Engine, play: Callable[[], Prediction]) -> list[StepReport]:
-    """The reports of a prediction that rank 0 makes for all. Every rank calls this."""
+    """Runs `play` on rank 0 alone and broadcasts its reports. Every rank calls this."""
     own = [plain(report) for report in play().reports] if engine.rank == 0 else None
     return [read_plain(report) for report in engine.comm.exchange(own)[0]]
 
 
 def measure(engine: Engine, layer: Work, flops: int, progress: Progress = lambda what: None) -> Cluster:
-    """The cluster of `engine` with measured constants; `layer` is a computation of `flops` FLOPs.
-
-    Otherwise like `calibrate`.
-    """
+    """Like `calibrate`, with the given computation `layer` of `flops` FLOPs in place of a decoder layer."""
     cluster, plan = engine.program.cluster, engine.program.plan
     layer_s = _mean_seconds(engine, layer)
     # Two operands are read and one written.
@@ -103,8 +100,8 @@ def measure(engine: Engine, layer: Work, flops: int, progress: Progress = lambda
         progress(group.tier)
         links[group.tier] = _latency_and_bandwidth(engine, group)
     progress("messages between computation")
-    # The slowest rank's layer, since all must make the same number of calls. A difference of two means needs more of
-    # them than a mean.
+    # Repeats follow the slowest rank's layer time, so that all ranks make the same number of calls. A difference of two
+    # means needs more samples than a mean.
     round_s = len(groups) * max(engine.comm.exchange(layer_s))
     repeats = max(_FEWEST, min(_REPEATS, int(2 * _BUDGET_S / round_s))) if groups else 0
     own["skew"] = _skew_s(engine, groups, layer, layer_s, repeats)
@@ -130,8 +127,8 @@ def measure(engine: Engine, layer: Work, flops: int, progress: Progress = lambda
         source=_SOURCE,
     )
     measured = {name: (next(figures), next(figures)) for name in links}
-    # Tiers inside a stage get the skew on top; tiers only between stages do not, since the simulation plays their
-    # waits.
+    # Tiers inside a stage include the skew. Tiers used only between stages do not: the simulation already models the
+    # waits there.
     skews = dict.fromkeys((group.tier for group in groups), mean["skew"])
     tiers = [
         _measured(tier, measured[tier.name][0] + skews.get(tier.name, 0.0), measured[tier.name][1], engine.comm.pacer)
@@ -165,8 +162,8 @@ def _measured(tier: Tier, latency_s: float, bandwidth_bytes_per_s: float, pacer:
 
 
 def _layer(engine: Engine, run: RunConfig) -> tuple[Work, int]:
-    # One layer forward on a rank's local tokens. It attends locally: exchanges of the context axis are priced apart.
-    # Where layers differ in their windows, a layer with the widest stands for all.
+    # One layer forward on a rank's local tokens, with local attention: context-axis exchanges are priced separately. If
+    # layers differ in their windows, one with the widest window represents all.
     config = one_layer(run.model)
     dtype = DTYPES[run.plan.compute]
     blocks = build_blocks(config)
@@ -189,7 +186,7 @@ def _layer(engine: Engine, run: RunConfig) -> tuple[Work, int]:
 
 
 def layer_flops_per_s(engine: Engine, run: RunConfig) -> float:
-    """FLOP/s of a decoder layer's forward on this rank, now; it waits for no other rank."""
+    """FLOP/s of a decoder layer's forward, measured now on this rank alone; not collective."""
     layer, flops = _layer(engine, run)
     layer()
     wait_for(engine.device)
@@ -206,7 +203,7 @@ def _codec_bytes_per_s(engine: Engine) -> float:
     }
     if not wires:
         return 0.0
-    # One codec stands for all; choosing it by name makes the choice the same on every rank.
+    # One codec represents all; choosing it by name gives every rank the same choice.
     wire = min(wires, key=lambda each: each.name)
     values = torch.randn((1, _LARGE_BYTES // 2), device=engine.device).to(DTYPES[plan.compute])
     coded = torch.empty((1, wire.message_bytes(values.numel())), dtype=torch.uint8, device=engine.device)
@@ -296,7 +293,7 @@ def _gather(engine: Engine, group: TierGroup, num_bytes: int) -> Work:
 
 
 def _message_s(engine: Engine, message: Work) -> float:
-    # Over a slow link one takes longer than all others together may.
+    # Over a slow link, one call may exceed the whole budget.
     once_s = _mean_seconds(engine, message, 1)
     return _mean_seconds(engine, message, _REPEATS) if max(engine.comm.exchange(once_s)) < _BUDGET_S else once_s
 
@@ -317,9 +314,10 @@ def _mean_seconds(engine: Engine, work: Work, repeats: int | None = None) -> flo
 
 
 def _window_seconds(engine: Engine, work: Work) -> float:
-    """Seconds of a call: the median over windows of calls.
+    """Seconds per call of `work`: the median over several time windows.
 
-    Another program's burst lengthens some windows. While the median is far from the shortest window, more are measured.
+    A burst of another program lengthens some windows, so more are measured while the median is far from the shortest
+    one.
     """
     windows: list[float] = []
     begin = time.perf_counter()

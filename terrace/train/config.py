@@ -1,7 +1,7 @@
 """The configuration of a run: its sections, read from tables and written as TOML.
 
-`terrace.train.layers` makes the tables, `terrace.train.rules` holds the rules across sections, and
-`terrace.train.resolve` chooses the numbers that a plan leaves out.
+`terrace.train.layers` makes the tables, `terrace.train.rules` checks rules across sections, and `terrace.train.resolve`
+chooses the numbers that a plan leaves out.
 """
 
 from collections.abc import Mapping
@@ -46,28 +46,27 @@ class RunConfig:
     balance: BalanceConfig | None = None  # losses of the routers of mixtures
 
     def blocks(self) -> tuple[BlockSpec, ...]:
-        """Block specs with frozen parameters marked."""
+        """Block specs with frozen parameters marked, and adapters if the run has any."""
         specs = telling_choices(self.balance, block_specs(self.model))
         return freeze(specs if self.lora is None else with_adapters(specs, self.lora), self.train.freeze)
 
     @property
     def has_documents(self) -> bool:
-        """Whether a sequence may hold several documents, which attend only to themselves."""
+        """Whether a sequence may hold several documents with attention kept within each."""
         return any(source.documents != "join" for source in self.data.sources())
 
     @property
     def on_pairs(self) -> bool:
-        """Whether it trains on pairs of responses."""
+        """Whether the run trains on pairs of responses."""
         return self.train.objective != "next-token"
 
     @property
     def rows(self) -> int:
-        """Sequences of a step; a pair has two."""
+        """Sequences per step; a pair counts as two."""
         return self.train.batch * (2 if self.on_pairs else 1)
 
     @property
     def batch_words(self) -> str:
-        """The batch of a step in words."""
         return counted(self.train.batch, "pair" if self.on_pairs else "sequence")
 
     def num_micros(self) -> int:
@@ -75,7 +74,7 @@ class RunConfig:
 
 
 def parse_sections(table: Mapping[str, Any]) -> RunConfig:
-    """Builds a run from its whole table, each section by itself: whether the sections fit together is not checked."""
+    """Builds a run from its whole table. Each section is checked by itself; whether they fit together is not."""
     # Unknown sections first: a misspelt one would otherwise show as missing.
     known = [item.name for item in fields(RunConfig)]
     for name, value in table.items():
@@ -126,13 +125,13 @@ def _check_places(name: str, table: Mapping[str, Any]) -> None:
 
 
 def sections_with(key: str) -> list[str]:
-    """Sections of a run that have a key of this name."""
+    """Sections of a run that have the key `key`."""
     hints = {name: hint for name, hint in get_type_hints(RunConfig).items() if name in _KEYED} | {"lora": LoraConfig}
     return [name for name, hint in hints.items() if any(item.name == key for item in fields(hint))]
 
 
 def run_toml(run: RunConfig) -> str:
-    """The resolved configuration as TOML; `parse_run` reads it back to an equal value."""
+    """The resolved configuration as TOML. `parse_run` restores an equal value."""
     table = {item.name: dump(getattr(run, item.name)) for item in fields(run) if getattr(run, item.name) is not None}
     table["model"] = dump(to_table(run.model))
     return tomli_w.dumps(table)

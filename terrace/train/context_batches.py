@@ -1,9 +1,9 @@
 """Local micro-batches of a rank on the context axis: its tokens of each micro-batch, and its token layout.
 
-Made on the host before the step, as a function of the step, the plan and the cost of attention. Every rank computes the
+Made on the host before the step, as a function of the step, the plan and the attention cost. Every rank computes the
 same assignment and reads only the rows of its own tokens. Under `balance = "tokens"` a micro-batch consists of the data
-rank's own rows, cut the same way every time (terrace.sequence.static). Under `balance = "cost"` the rows of all data
-ranks are one set of documents: rows are dealt to the micro-batches of the step, then the documents of each to ring
+rank's own rows, always cut the same way (terrace.sequence.static). Under `balance = "cost"` the rows of all data ranks
+form one set of documents: rows are distributed to the micro-batches of the step, then the documents of each to ring
 ranks (terrace.sequence.balanced). Padding and documents without a label are left out.
 
 Shape legend: B rows of a micro-batch of a data rank, S tokens of a row, T local tokens of a rank.
@@ -43,9 +43,9 @@ ReadRows = Callable[[Ids], Arrays]
 
 @dataclass(frozen=True, kw_only=True)
 class LocalMicro:
-    """A rank's part of a micro-batch, its arrays int64 (1, T); padding is token 0 at position 0 without a label.
+    """A rank's part of a micro-batch: int64 arrays of shape (1, T), padded with token 0 at position 0 without a label.
 
-    `places` and `shares` are those of terrace.runtime.batch, where they were asked for.
+    `places` and `shares` are as in terrace.runtime.batch; None if not requested.
     """
 
     inputs: Ids
@@ -58,7 +58,7 @@ class LocalMicro:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalStep:
-    """A rank's micro-batches of a step, and the step's balance as in `StepRecord.balance`."""
+    """A rank's micro-batches of one step, and the step's balance (`StepRecord.balance`)."""
 
     micros: list[LocalMicro]
     balance: float
@@ -86,8 +86,8 @@ class ContextBatches:
         first_row = step * self._batches.batch if with_places else None
         parts = self._batches.parts(step)
         if self._plan.balance == "cost":
-            # Rows are dealt to micro-batches by attention seconds, so that each micro-batch can be balanced.
-            # A row's cost is the attention within its documents.
+            # Rows are distributed to micro-batches by attention seconds, so that each micro-batch can be balanced. A
+            # row's cost is the attention within its documents.
             costs = [sum(self._cost.whole_s(stop - start) for start, stop in row) for row in parts]
             made = [self._assigned(step, parts, rows, first_row) for rows in micro_steps(costs, self._num_micros)]
         else:
@@ -135,7 +135,9 @@ class ContextBatches:
 
 
 def document_begins(rows: Arrays, sequence: int) -> npt.NDArray[np.bool_]:
-    """Whether a document begins at each token, row after row; the same rule as in terrace.model.attention."""
+    """Whether a document begins at each token, as a flat array over all rows; the same rule as in
+    terrace.model.attention.
+    """
     begins = np.zeros((len(rows[0]), sequence), dtype=bool)
     begins[:, 0] = True
     if len(rows) == 3:
@@ -145,9 +147,9 @@ def document_begins(rows: Arrays, sequence: int) -> npt.NDArray[np.bool_]:
 
 
 def local_micro(token_layout: TokenLayout, sequence: int, first_row: int | None, read: ReadRows) -> LocalMicro:
-    """The local tokens of a token layout; `read` is called with the rows that contain them, ascending.
+    """The local tokens of a token layout. `read` gets the indices of the rows that contain them, ascending.
 
-    Row 0 is row `first_row` of the run; without it there are no places.
+    `first_row` is the run-wide index of row 0; without it, `places` is None.
     """
     rows = rows_of(token_layout.tokens, sequence)
     inputs, labels, *given = read(rows)
@@ -165,7 +167,7 @@ def local_micro(token_layout: TokenLayout, sequence: int, first_row: int | None,
     ]
     end = 0
     for start, stop in token_layout.tokens:
-        # The rows between the first and the last of a run are all there, so that it is one run here, too.
+        # All rows between the first and the last of a run are present, so it stays one run.
         first = int(np.searchsorted(rows, start // sequence)) * sequence + start % sequence
         for target, source in zip(held, arrays, strict=True):
             target[0, end : end + stop - start] = source.reshape(-1)[first : first + stop - start]
@@ -182,13 +184,13 @@ def local_micro(token_layout: TokenLayout, sequence: int, first_row: int | None,
 
 
 def rows_of(runs: Sequence[Run], sequence: int) -> Ids:
-    """Rows that contain the tokens, ascending; tokens are counted row after row."""
+    """Indices of the rows that contain the tokens of `runs`, ascending. Tokens are numbered row after row."""
     touched = [np.arange(start // sequence, -(-stop // sequence)) for start, stop in runs]
     return np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *touched]))
 
 
 def placed(tokens: Sequence[Run], runs: Sequence[Run]) -> tuple[Run, ...]:
-    """Token indices in the global batch, for tokens numbered through the concatenated `runs`."""
+    """Maps token ranges numbered within the concatenation of `runs` to token ranges in the global batch."""
     firsts = [0, *accumulate(stop - start for start, stop in runs)]
     found: list[Run] = []
     for start, stop in tokens:
@@ -203,9 +205,9 @@ def placed(tokens: Sequence[Run], runs: Sequence[Run]) -> tuple[Run, ...]:
 
 
 def ring_seconds(parts: Parts, sequence: int, ring: int, cost: WorkCost) -> list[float]:
-    """Seconds of attention to one row on each ring rank; gaps between documents count as documents, too."""
-    # Cut the row at documents and at chunks; each piece belongs to the ring rank of its chunk, and its pairs are those
-    # of the document up to its end minus those up to its start.
+    """Attention seconds of one row on each ring rank. Gaps between documents count as documents."""
+    # Cut the row at document and chunk boundaries. Each piece belongs to the ring rank of its chunk; its pairs are the
+    # document's pairs up to the piece's end minus those up to its start.
     chunk = chunk_tokens(sequence, ring)
     bounds = sorted({0, sequence, *(bound for part in parts for bound in part)})
     edges = np.unique([*bounds, *range(0, sequence, chunk)])
@@ -220,7 +222,7 @@ def ring_seconds(parts: Parts, sequence: int, ring: int, cost: WorkCost) -> list
 
 
 def assigned_seconds(segments: Sequence[Segment], num_ring_ranks: int, cost: WorkCost) -> list[float]:
-    """Seconds of attention of each ring rank; the ranks of a ring have equal shares of its segment."""
+    """Attention seconds of each ring rank. The ranks of a ring share its segment equally."""
     seconds = [0.0] * num_ring_ranks
     for segment in segments:
         # A ring divides the pairs of its segment evenly.
@@ -231,7 +233,7 @@ def assigned_seconds(segments: Sequence[Segment], num_ring_ranks: int, cost: Wor
 
 
 def evenness(seconds: Sequence[Sequence[float]], alike_s: float) -> float:
-    """Seconds of the busiest ring rank over the mean ring rank, summed over micro-batches.
+    """Time of the busiest ring rank over the mean ring rank, summed over micro-batches; 1.0 is perfectly even.
 
     `alike_s` is the time of all other work, which is equal on every ring rank.
     """

@@ -1,4 +1,4 @@
-"""When a run copies its state into the memory of other machines, and the cost that is predicted for it."""
+"""When a run copies its state into the memory of other machines, and the predicted cost of these copies."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ COST = 0.05  # of the predicted step: the most that copies may take where the ru
 
 
 class NoCopies:
-    """The copies of a run that makes none. One that came from memory keeps that until it has ended."""
+    """Stands in for `Copies` in a run that makes none. A run restored from memory keeps that copy until it ends."""
 
     time_s: Mapping[str, float] = {}  # of copies in the last step
 
@@ -30,17 +30,17 @@ class NoCopies:
         self._engine, self._world, self._came_from = engine, world, came_from
 
     def start(self, predicted: Sequence[StepReport], cluster: Cluster, first_step: int) -> Sequence[StepReport]:
-        """Make the first copy; the predicted steps of all stages with their share of the copies."""
+        """Makes the first copy. Returns the predicted steps of all stages with the cost of copies added."""
         return predicted
 
     def after(self, num_done: int, *, is_finite: bool) -> None:
-        """Copy the state if a copy is due after step `num_done`; `time_s` then has the seconds of its category.
+        """Copies the state if a copy is due after step `num_done`, and sets `time_s`.
 
-        A step that was given up leaves the state of the step before, which has its copy.
+        A step that was abandoned (`is_finite` False) left the state unchanged, so nothing is copied.
         """
 
     def close(self) -> None:
-        """Give the memory back on all machines: the run has ended in order."""
+        """Frees the copies on all machines, after a run has ended normally."""
         if self._came_from is not None:
             self._engine.comm.exchange(None)
             if self._world.hosts.index(self._world.hosts[self._world.rank]) == self._world.rank:
@@ -48,7 +48,9 @@ class NoCopies:
 
 
 class Copies(NoCopies):
-    """The copies of a run. `at` is called before waits for ranks, `note` with a line."""
+    """The peer copies of a run. `at` reports the current position to the watchdog; `note` receives lines for the
+    user.
+    """
 
     def __init__(
         self, engine: Engine, world: World, job: RunJob, peers: PeerCopies, at: Progress, note: Callable[[str], None]
@@ -114,7 +116,7 @@ class Copies(NoCopies):
 def copies_of(
     engine: Engine, world: World, job: RunJob, facts: Mapping[str, Any], at: Progress, note: Callable[[str], None]
 ) -> NoCopies:
-    """The copies of a run, if it makes any; allocates their memory. Raises `ConfigError`."""
+    """The peer copies of a run, with their memory allocated; `NoCopies` if it makes none. Raises `ConfigError`."""
     train = job.run.train
     none = NoCopies(engine, world, job.resume.parent if job.memory and job.resume is not None else None)
     if not train.peer_copies:

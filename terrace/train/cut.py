@@ -1,4 +1,4 @@
-"""The micro-batches of a rank from the tensors that a trainer is given: a whole batch, or the rank's part of one."""
+"""Cuts the tensors given to a trainer, a whole batch or this rank's part of one, into the rank's micro-batches."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -19,9 +19,10 @@ Tensors = Mapping[str, Tensor]  # inputs, labels and maybe positions, all with s
 
 
 def micro_batches(engine: Engine, tensors: Tensors, *, is_local: bool, ignored: int, step: int) -> list[Batch]:
-    """This rank's micro-batches of `step`, from its own part of the batch if `is_local`, else from all of it.
+    """This rank's micro-batches of `step`. `tensors` are this rank's part of the batch if `is_local`, else the whole
+    batch.
 
-    Raises `ConfigError` for a batch that cannot be cut.
+    Raises `ConfigError` for a batch that cannot be divided.
     """
     num, unit = num_samples(tensors), _unit(engine, is_local)
     if num < 1 or num % unit:
@@ -43,10 +44,10 @@ def micro_batches(engine: Engine, tensors: Tensors, *, is_local: bool, ignored: 
 
 
 def eval_passes(engine: Engine, tensors: Tensors, *, is_local: bool, ignored: int) -> list[Callable[[], list[Batch]]]:
-    """The passes of an evaluation of a batch of any size. Every rank calls this.
+    """Splits a batch of any size into evaluation passes. Every rank calls this.
 
-    The last pass is filled up with copies of the first sample, whose labels do not count. Raises `ConfigError` for an
-    empty batch, and for one that would need such copies where labels are not integers.
+    The last pass is padded with copies of the first sample, with ignored labels. Raises `ConfigError` for an empty
+    batch, and if padding is needed but labels are not integers.
     """
     num, unit = num_samples(tensors), _unit(engine, is_local)
     # Ranks that have less of their own than others still take part, and need a sample to copy.
@@ -77,7 +78,7 @@ def eval_passes(engine: Engine, tensors: Tensors, *, is_local: bool, ignored: in
 
 
 def check_same(engine: Engine, tensors: Tensors) -> None:
-    """Raise `ConfigError` where ranks were given different whole batches. Every rank calls this."""
+    """Raises `ConfigError` if ranks were given different whole batches. Every rank calls this."""
     # Digests instead of tensors keep the exchange small.
     digests = engine.comm.exchange({name: digest(tensor) for name, tensor in tensors.items()})
     for rank, theirs in enumerate(digests):
@@ -90,7 +91,7 @@ def check_same(engine: Engine, tensors: Tensors) -> None:
 
 
 def num_samples(tensors: Tensors) -> int:
-    """Samples of a batch. Raises `ConfigError` where its tensors have different numbers."""
+    """Number of samples in a batch. Raises `ConfigError` if its tensors disagree."""
     sizes = {name: tensor.shape[0] if tensor.dim() else 0 for name, tensor in tensors.items()}
     if len(set(sizes.values())) > 1:
         raise ConfigError(f"the first dim of a batch is its samples, and these differ: {sizes}")
@@ -102,7 +103,7 @@ def _unit(engine: Engine, is_local: bool) -> int:
 
 
 def _fixes_size(engine: Engine) -> str:
-    """Why a micro-batch must have `plan.micro_batch` samples; "" where it need not."""
+    """Why every micro-batch must have `plan.micro_batch` samples; "" if it need not."""
     program = engine.program
     if is_context_parallel(program.mesh, program.plan):
         return "a context axis spreads the tokens"

@@ -1,7 +1,7 @@
-"""Keys that a user has set and that have no effect under the other settings: refused, since they would be ignored.
+"""Refuses keys that a user has set although the other settings leave them without effect.
 
-A key on the command line was set on purpose, whatever its value. A key of a file counts if its value is no default: the
-config.toml of an earlier run has every key.
+A key on the command line counts as set, whatever its value. A key in a file counts only if it differs from the default,
+since the config.toml of an earlier run has every key.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +38,7 @@ def _final_lr_fraction(run: RunConfig) -> str:
 
 
 def why_no_peak(section: str, warmup_steps: int, steps: int) -> str:
-    """Why a learning rate that rises over `warmup_steps` never gets to its peak, and the remedy; "" if it does."""
+    """Why a learning rate with `warmup_steps` never reaches its peak, and the remedy; "" if it does."""
     if warmup_steps <= steps:
         return ""
     return (
@@ -52,7 +52,7 @@ def _warmup_steps(run: RunConfig) -> str:
 
 
 def why_no_sample(run: RunConfig) -> str:
-    """Why a run writes no sample at its end, and the remedy; "" if it does."""
+    """Why a run generates no sample at its end, and the remedy; "" if it does."""
     if not is_causal(run.model):
         return "the experts of a token depend on later tokens, so nothing can be sampled: leave it out"
     if has_scalar_head(run.model):
@@ -150,7 +150,7 @@ ASKED: dict[str, Rule] = {
 
 
 def check_effects(run: RunConfig, files: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` for the first key of `files` or `overrides`, tables by section, that has no effect."""
+    """Raises `ConfigError` for the first key in `files` or `overrides` (tables by section) that has no effect."""
     defaults = read_table(Path(str(resources.files(__package__) / "default.toml")))
     silent = {
         name: [*_default(name), *([own] if (own := value_at(defaults, name)) is not None else [])] for name in RULES
@@ -166,9 +166,9 @@ def refuse_without_effect(
     overrides: Mapping[str, Any],
     silent: Mapping[str, Sequence[Any]],
 ) -> None:
-    """Raise `ConfigError` for the first key of `files` or `overrides` that has no effect on `run` by its rule.
+    """Raises `ConfigError` for the first key in `files` or `overrides` that, by its rule, has no effect on `run`.
 
-    `silent` has the values of each key that a file may have without meaning anything: its defaults.
+    `silent` lists, per key, the default values that a file may hold without being refused.
     """
     for name, rule in rules.items():
         given, in_file = value_at(overrides, name), value_at(files, name)
@@ -179,7 +179,7 @@ def refuse_without_effect(
 
 
 def file_layers(config_path: str | None, plan: str | None) -> dict[str, Any]:
-    """Sections that the user's files give: those of `--config`, and the plan of `--plan`."""
+    """The sections that the user's files set: those of `--config`, and the plan of `--plan`."""
     table = dict(read_table(Path(config_path))) if config_path is not None else {}
     named = plan if plan is not None else table.get("plan")
     if isinstance(named, str):
@@ -196,7 +196,7 @@ def _default(name: str) -> list[Any]:
 
 
 def value_at(table: Mapping[str, Any], name: str) -> Any:
-    """The value of a dotted name in nested tables; None where there is none."""
+    """The value of a dotted name in nested tables, or None."""
     inner: Any = table
     for key in name.split("."):
         inner = inner.get(key) if isinstance(inner, Mapping) else None

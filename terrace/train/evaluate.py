@@ -1,15 +1,16 @@
-"""How well a model predicts texts that it was not trained on.
+"""Evaluates a model on held-out text.
 
-Every token of a text is predicted exactly once, in windows of `context` tokens, and sees the tokens before it in its
-window. The first token of a text sees the one that begins texts, or else the one that ends them (`TextTokens.context`);
-with a tokenizer that has neither it is not predicted. Windows do not overlap, except that the last one is as long as
-the others and predicts only the tokens that are left. This is the rolling log-likelihood of lm-eval. Windows of several
-documents share a row, each isolated (terrace.model.attention), so that short ones are no slower.
+Every token of a text is predicted exactly once, in windows of `context` tokens, given the preceding tokens of its
+window. The first token is predicted from the beginning-of-text token, or else the end-of-text token
+(`TextTokens.context`); if the tokenizer has neither, it is skipped. Windows do not overlap, except that the last one
+has full length and predicts only the remaining tokens. This is the rolling log-likelihood of lm-eval. Short windows of
+several documents share a row, with attention kept within each (terrace.model.attention), for speed.
 
 In conversations only the tokens that training would train are predicted, each from all tokens before it.
 
 With L the sum of -ln p over the predicted tokens, n their number and b the UTF-8 bytes of all texts: loss L / n,
-perplexity exp(L / n), bits per byte L / (b ln 2). The last can be compared between models with different tokenizers.
+perplexity exp(L / n), bits per byte L / (b ln 2). Only bits per byte can be compared between models with different
+tokenizers.
 """
 
 import math
@@ -34,7 +35,9 @@ _HEAD_TOKENS = 256  # tokens whose logits are made at a time: for a large vocabu
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """`nats` is the sum of -ln p over `num_tokens` predicted tokens; `num_bytes` is 0 where not all tokens count."""
+    """Result of an evaluation: `nats` is the sum of -ln p over `num_tokens` predicted tokens. `num_bytes` is 0 if only
+    part of the tokens are predicted.
+    """
 
     nats: float
     num_tokens: int
@@ -43,7 +46,6 @@ class Evaluation:
 
     @property
     def loss(self) -> float:
-        """Mean nats per predicted token."""
         return self.nats / self.num_tokens
 
     @property
@@ -79,7 +81,7 @@ def evaluate_chats(
     context: int | None = None,
     progress: Callable[[Evaluation], None] | None = None,
 ) -> Evaluation:
-    """As `evaluate`, on conversations as `terrace.data.chat_tokens.read_chats` yields them.
+    """Like `evaluate`, on conversations as `terrace.data.chat_tokens.read_chats` yields them.
 
     Only the tokens that training would train are predicted, each from its own conversation. Raises `DataError` for a
     conversation longer than `context`.
@@ -114,7 +116,7 @@ def _summed(
 
     # RoPE beyond `rope_limit` depends on the length of the row, so windows that may be longer share none.
     alone = 0 < rope_limit(model.config) < context
-    # Texts are a stream: counts are running, and no window is kept.
+    # Texts are streamed: counts are accumulated, and no window is kept.
     for row in _rows(windows, 1 if alone else max(context, _ROW_TOKENS)):
         nats += _nats(model, row)
         num_tokens += sum(window.num_predicted for window in row)
@@ -202,9 +204,10 @@ def _nats(model: Trained, row: list[_Window]) -> float:
 
 @torch.no_grad()
 def nats_of(model: Trained, tokens: Tensor, labels: Tensor, positions: Tensor | None) -> float:
-    """The sum of -ln p of `labels` (B, S), each after its part of `tokens` (B, S); IGNORE_INDEX counts nothing.
+    """Sum of -ln p of `labels` (B, S), aligned with the inputs `tokens` (B, S); labels equal to IGNORE_INDEX are
+    skipped.
 
-    `positions` (B, S) are those within documents, None for whole rows.
+    `positions` (B, S) count within documents; None if every row is one document.
     """
     x = tokens
     for block in model.blocks[:-1]:

@@ -1,7 +1,6 @@
-"""A run's own evaluation, repeated in one process with the parameters of its newest checkpoint.
+"""Repeats a run's own evaluation in one process, with the parameters of its newest checkpoint.
 
-The data are its hold-out and the sources of `data.eval`, in the rows that the run itself evaluates
-(terrace.train.validation).
+The data are its hold-out and the sources of `data.eval`, in the same rows as during the run (terrace.train.validation).
 """
 
 from collections.abc import Callable, Iterator
@@ -29,17 +28,17 @@ _ROW_TOKENS = 2048  # most tokens of rows that run together, unless one row has 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnEvaluation(Evaluation):
-    """The evaluation of a source: `num_documents` of its `num_found` rows."""
+    """The evaluation of one source, of which `num_documents` of `num_found` rows were used."""
 
     name: str
     num_found: int
 
 
 def own_data(folder: Path, say: Callable[[str], None]) -> list[EvalBatches]:
-    """The evaluation data of the run in `folder`. `say` receives the progress of texts that its cache lost.
+    """The evaluation data of the run in `folder`. `say` receives progress if the cache has to be rebuilt.
 
-    Raises `ConfigError` for a folder that is no run, or a run that holds nothing out and names no other data, and
-    `CheckpointError` where its data have changed.
+    Raises `ConfigError` if the folder is not a run, or the run has neither a hold-out nor evaluation data, and
+    `CheckpointError` if its data have changed.
     """
     if not (folder / "config.toml").is_file():
         raise ConfigError(f"{folder} is not a run folder, so it has no data of its own: give --data PATH")

@@ -1,4 +1,4 @@
-"""The loss over the micro-batches of several passes of the program of forwards."""
+"""Mean loss over several passes of the forward-only program."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -25,9 +25,9 @@ class Evaluated:
 
 
 def evaluated(engine: "Engine", passes: Sequence[Callable[[], Sequence[Batch]]]) -> Evaluated:
-    """The loss over the micro-batches of several passes, each made when it is due. Every rank calls this.
+    """Mean loss over several passes, whose micro-batches are made when the pass begins. Every rank calls this.
 
-    With islands, each evaluates its rows with its own parameters, and the sums are over all islands.
+    With islands, each evaluates its own rows with its own parameters, and sums are taken over all islands.
     """
     total, num_tokens = 0.0, 0
     for micros in passes:

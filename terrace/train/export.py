@@ -1,4 +1,4 @@
-"""From a checkpoint to a Hugging Face folder."""
+"""Exports a checkpoint to a Hugging Face folder."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ from terrace.train.adapted import lora_of, merged_values
 def export(
     checkpoint: Checkpoint, folder: Path, dtype: str, shard_bytes: int, source: Path | None, end_of_text: int | None
 ) -> list[str]:
-    """Writes the model of a checkpoint to `folder`; returns the names of the files.
+    """Writes the model of a checkpoint to `folder`. Returns the file names.
 
     Takes the arguments of `write_pretrained`. Raises `CheckpointError` for an unreadable checkpoint, and `ModelError`
     as `write_pretrained` does.
@@ -45,7 +45,7 @@ def export(
 
 
 def export_adapter(checkpoint: Checkpoint, folder: Path, base: str) -> list[str]:
-    """Writes the adapters of a checkpoint to `folder` as `peft` does; returns the names of the files.
+    """Writes the adapters of a checkpoint to `folder` in `peft`'s format. Returns the file names.
 
     `base` names the base model. Raises `CheckpointError` for a checkpoint that has no adapters or is unreadable, and
     `ModelError` as `write_adapter` does.
@@ -79,14 +79,14 @@ _FILLED = 0  # the id that fills the rows of pairs (terrace.data.pairs); no text
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFacts:
-    """Files that replace those of the run's source, and keys of config.json."""
+    """Tokenizer files that replace those of the run's source, and token ids for config.json."""
 
     files: Mapping[str, bytes] = field(default_factory=dict)
     ids: Mapping[str, int | None] = field(default_factory=dict)
 
 
 def token_facts(source: Path | None, config: ModelConfig, end_of_text: int | None) -> TokenFacts:
-    """The facts of a run whose files for an export are in `source`."""
+    """The `TokenFacts` of an export of a run whose tokenizer files are in `source`."""
     if source is None or not (source / TOKENIZER).is_file():
         return TokenFacts(ids={"pad_token_id": _FILLED} if has_scalar_head(config) else {})
     tokenizer = load_tokenizer(source)

@@ -1,11 +1,11 @@
-"""From a checkpoint to a folder of `torch.distributed.checkpoint`, with the optimizer's states.
+"""Exports a checkpoint, with optimizer states, to a folder of `torch.distributed.checkpoint`.
 
 The state dict is that of a program with a `transformers` model and `torch.optim.AdamW` that saves
 
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
 
-or that of torchtitan, whose parameters are not under a key "model". One block is in memory at a time, with its states.
+or that of torchtitan, whose parameters are not under a key "model". One block and its states are in memory at a time.
 
 Source: `_flatten_optim_state_dict` of `torch.distributed.checkpoint.state_dict`, torch 2.13.
 """
@@ -62,10 +62,10 @@ class DcpExport:
 
 
 def export_dcp(checkpoint: Checkpoint, run: RunFolder, folder: Path, options: DcpExport) -> list[str]:
-    """Write a checkpoint of a run to `folder` for `torch.distributed.checkpoint`; returns the names of the files.
+    """Writes a checkpoint of a run to `folder` for `torch.distributed.checkpoint`. Returns the file names.
 
-    config.json and the tokenizer's files are written, too. Raises `ModelError` for a folder that is not empty or cannot
-    be written and for a model whose parameters `naming` does not name, and `CheckpointError` for states that torch's
+    config.json and the tokenizer's files are written, too. Raises `ModelError` if the folder is not empty or cannot be
+    written, or if `naming` has no names for the model's parameters; `CheckpointError` for optimizer states that torch's
     AdamW does not have.
     """
     config = parse_model(checkpoint.facts["model"])
@@ -189,7 +189,7 @@ class _StateDict:
 
 
 def _settings(run: RunFolder, step: int) -> dict[str, Any]:
-    # The keys of a parameter's group in torch.optim.AdamW and those that torch's schedulers add. `lr` is that of the
+    # Keys of a parameter group in torch.optim.AdamW, and those that torch's schedulers add. `lr` is the rate of the
     # next step, as after scheduler.step().
     optimizer = run.optimizer
     return {

@@ -1,4 +1,4 @@
-"""Facts of a run that its checkpoints keep: a resumed run must have the same."""
+"""Facts of a run stored in its checkpoints; a resumed run must have the same ones."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +17,7 @@ OBJECTIVE = "objective"  # of a run on pairs
 
 
 def facts_of(job: RunJob, cost: WorkCost | None) -> Mapping[str, Any]:
-    """`cost` is of attention, where documents are dealt out by it."""
+    """`cost` is the attention cost, if documents are assigned by it."""
     run = job.run
     return {
         "model": to_table(run.model),
@@ -34,10 +34,10 @@ def facts_of(job: RunJob, cost: WorkCost | None) -> Mapping[str, Any]:
 
 
 def model_facts(stored: Mapping[str, Any], config: ModelConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """By name, the facts of a checkpoint's model, whose table is `stored`, and those of a run's: for `check_facts`."""
+    """The facts of a checkpoint's model (table `stored`) and of `config`, each by name, as input for `check_facts`."""
     model = to_table(config)
     names = (*model, *(stored.keys() - model.keys()))
-    # A key that one of them leaves out, such as a gate that is the family's own, is another value too.
+    # A key that only one of them has, such as a family's own gate, counts as a difference.
     there, here = (
         {f"model.{name}": table.get(name, OWN_KEYS.get(name)) for name in names} for table in (stored, model)
     )
@@ -45,9 +45,9 @@ def model_facts(stored: Mapping[str, Any], config: ModelConfig) -> tuple[dict[st
 
 
 def check_facts(folder: Path, there: Mapping[str, Any], here: Mapping[str, Any], fixes: Mapping[str, str]) -> None:
-    """Raise `CheckpointError` for the first of a run's facts that a checkpoint in `folder` has otherwise.
+    """Raises `CheckpointError` for the first fact in `here` that differs from the checkpoint's (`there`).
 
-    `fixes` say by name what to do where this is not to restore what there was.
+    `fixes` gives the advice per name; the default advice is to restore the earlier value.
     """
     for name, value in here.items():
         if there.get(name) != value:

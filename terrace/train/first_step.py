@@ -1,7 +1,7 @@
-"""Checks and timings of a user's blocks while they run for the first time.
+"""Checks and times a user's blocks during their first step.
 
-During the first micro-batch each block is checked, and run once more to be timed; the loss is compared with the losses
-of its halves, since it must be a sum. After the first step all hooks are removed, and blocks run unmodified.
+In the first micro-batch each block is checked, and run once more for timing. The loss is compared with the losses of
+its two halves, since it must be a sum over samples. After the first step all hooks are removed.
 """
 
 import time
@@ -47,7 +47,9 @@ class FirstStep:
 
     @contextmanager
     def watching(self, engine: Engine) -> Iterator[None]:
-        """Watches the blocks of `engine` while the body runs. Raises `ModelError` for one that cannot be trained."""
+        """Watches the blocks of `engine` while the body runs. Raises `ModelError` for a block that cannot be
+        trained.
+        """
         modules = engine.state.modules
         handles = [self._watch(index, modules[index], engine.load) for index in engine.program.stage.own]
         # Running statistics would differ between ranks, so any changed buffer is refused.
@@ -69,7 +71,7 @@ class FirstStep:
 
     def _watch(self, index: int, block: nn.Module, load: Load) -> RemovableHandle:
         def look(module: nn.Module, inputs: tuple[Any, ...], output: object) -> None:
-            # A module may serve as several blocks, and running it again comes by here.
+            # A module may serve as several blocks, and running it again calls this hook.
             if index in self.seconds:
                 return
             self._check(index, output)
@@ -105,7 +107,7 @@ class FirstStep:
 
 
 class CheckedLoss:
-    """A user's loss with a check of its first value."""
+    """A user's loss function, checked on its first call."""
 
     def __init__(self, loss: Loss, check_sum: bool) -> None:
         self._loss = loss
@@ -114,7 +116,7 @@ class CheckedLoss:
         self._is_checked = False
 
     def __call__(self, output: Tensor, labels: Tensor) -> Tensor:
-        """The loss. Raises `TrainingError` when the first one is not a sum over samples."""
+        """Raises `TrainingError` if the first value is not a sum over samples."""
         loss = self._loss(output, labels)
         if not self._is_checked:
             self._is_checked = True
@@ -147,16 +149,16 @@ def _buffers(module: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def predict(engine: Engine, seconds: Mapping[int, float], progress: Callable[[str], None]) -> StepReport:
-    """Predicts a step of this rank from the forward seconds of its blocks. Every rank calls this.
+    """Predicts this rank's step from the forward seconds of its blocks. Every rank calls this.
 
-    Measures the links now; `progress` receives messages. A backward is priced as twice the forward, without the
-    weights' half where nothing is trained.
+    Measures the links first; `progress` receives messages. A backward costs twice the forward, or as much as the
+    forward if no weight is trained.
     """
     program = engine.program
     side = torch.ones(_PRODUCT, _PRODUCT, dtype=DTYPES[program.plan.compute], device=engine.device)
     cluster = measure(engine, lambda: side @ side, 2 * _PRODUCT**3, progress)
     measured: dict[int, list[float]] = defaultdict(list)
-    # Ranks of one stage time the same blocks; the mean stands for all.
+    # Ranks of one stage time the same blocks, so their mean is used.
     for own in engine.comm.exchange(list(seconds.items())):
         for block, block_s in own:
             measured[block].append(block_s)

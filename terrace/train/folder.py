@@ -1,6 +1,6 @@
 """A run's defaults from a Hugging Face folder: initial weights and a tokenizer, in addition to the model's shape.
 
-Pure as far as a configuration goes; only checking weights needs torch.
+Only checking the weights needs torch.
 """
 
 import json
@@ -37,23 +37,23 @@ _SUMS = "checksums.json"  # of the other files of SOURCE
 
 
 def run_above(folder: Path) -> Path | None:
-    """The run folder, up to three levels above `folder`, of which `folder` is a part, such as a checkpoint."""
+    """The run folder that contains `folder` (such as a checkpoint), up to three levels above; None if there is none."""
     above = list(folder.parents)[:3]
     return next((each for each in above if str(each) != "." and (each / "config.toml").is_file()), None)
 
 
 def no_run_words(folder: Path) -> str:
-    """Why `folder` is no run folder; where it lies in one, the error proposes that."""
+    """Error text for a `folder` that is not a run folder; suggests the run folder that contains it, if any."""
     why, above = f"{folder} is not a run folder: it has no config.toml", run_above(folder)
     return why if above is None else f"{why}; did you mean {str(above)!r}?"
 
 
 def with_folder(table: Mapping[str, Any], model: Any, names_tokenizer: bool) -> dict[str, Any]:
-    """Table of a run with defaults from the folder `model`.
+    """The run's table with defaults from the model folder `model`.
 
-    Weights become `train.weights`, unless that is set ("" starts from scratch), and a tokenizer.json becomes
-    `data.tokenizer`, unless the user named one. A folder with weights also sets the tokenizer when it has none: its
-    weights fit no other, so the error follows later. A config.json, or any other `model`, sets neither.
+    Weights set `train.weights` unless it is given ("" means from scratch). A tokenizer.json sets `data.tokenizer`
+    unless the user named one. A folder with weights but without a tokenizer also sets `data.tokenizer`, because no
+    other would fit, and the error follows later. A config.json, or any other `model`, sets neither.
     """
     if not all(isinstance(table.get(name, {}), Mapping) for name in ("train", "data")):
         return dict(table)  # which is refused by whoever reads the sections
@@ -82,7 +82,7 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def check_tokenizer(tokenizer: "Tokenizer", run: RunConfig) -> None:
-    """Raises `DataError` when a tokenizer has an id without a row in the model's vocabulary."""
+    """Raises `DataError` if the tokenizer has ids beyond the model's vocabulary."""
     if tokenizer.vocab_size > (known := vocabulary_size(run.model)):
         rows = "; loaded weights get new rows, which begin as the mean of theirs" * bool(run.train.weights)
         raise DataError(
@@ -93,7 +93,7 @@ def check_tokenizer(tokenizer: "Tokenizer", run: RunConfig) -> None:
 
 
 def check_weights(run: RunConfig) -> str:
-    """A line on a parameter that begins anew beside the initial weights, or "".
+    """A line on parameters that the initial weights lack and that are newly initialised, or "".
 
     Raises `ModelError` unless the weights exist and fit the run's model.
     """
@@ -123,10 +123,10 @@ def check_weights(run: RunConfig) -> str:
 
 
 def source_files(weights: str, tokenizer_path: str, template_path: str, tokenizer: "Tokenizer") -> dict[str, bytes]:
-    """Files that an export of a run needs in addition to its weights, name -> content, as they are when the run starts:
-    those of the folder `weights`, if it began with any, and of its tokenizer.
+    """Files that an export needs besides the weights (name -> content), read at the start of the run from the folder
+    `weights`, if any, and from the tokenizer's.
 
-    They declare the tokens that the run puts around its texts. Raises `ModelError` for a file that cannot be read.
+    They declare the special tokens. Raises `ModelError` for a file that cannot be read.
     """
     from terrace.data.tokenizer import FileTokenizer
     from terrace.data.tokenizer_files import agreeing
@@ -150,7 +150,7 @@ def source_files(weights: str, tokenizer_path: str, template_path: str, tokenize
 
 
 def with_sums(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Files of SOURCE with their checksums, by which `check_source` knows them."""
+    """Adds a file of checksums, which `check_source` verifies."""
     if not files:
         return {}
     sums = {name: checksum(content) for name, content in sorted(files.items())}
@@ -165,7 +165,7 @@ def _named(path: Path) -> bytes:
 
 
 def check_source(run_folder: Path) -> None:
-    """Raises `CheckpointError` for a file of a run's source folder that is not as it was when the run started."""
+    """Raises `CheckpointError` for a file in a run's source folder that has changed since the run started."""
     folder = run_folder / SOURCE
     fix = f"restore it, or delete {folder / _SUMS} to use the files as they are"
     if not (folder / _SUMS).is_file():  # a run on bytes, or of an earlier version
@@ -184,7 +184,7 @@ def check_source(run_folder: Path) -> None:
 
 
 def start_words(run: RunConfig) -> str:
-    """One line on the parts of a Hugging Face folder that a new run uses, or ""."""
+    """One line on what a new run takes from a Hugging Face folder, or ""."""
     words = [f"starts from the weights in {run.train.weights}"] if run.train.weights else []
     words += [f"tokenizer {run.data.tokenizer}"] if run.data.tokenizer != BYTES else []
     return "; ".join(words)

@@ -1,4 +1,4 @@
-"""A rank's readings after every step, in addition to the result of the step."""
+"""Per-step measurements of a rank beyond the step's result: throughput, utilisation, bytes, memory."""
 
 import resource
 import sys
@@ -22,10 +22,10 @@ _DISAGREE = 2.0  # times the predicted step, or a part of it, after which the pe
 
 
 class Gauges:
-    """Reads the engine's counters and writes the loads of its routers.
+    """Reads the engine's counters, and writes the expert loads.
 
-    If the second step and `predicted_s` disagree by more than twice, rank 0 measures the peak behind MFU again by
-    `measure`, where it was measured at the start, and keeps the higher one; `note` receives the two.
+    If the second step differs from `predicted_s` by more than a factor of two, and the peak behind MFU was measured at
+    the start, rank 0 measures it again with `measure` and keeps the higher value. `note` receives both.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class Gauges:
         self._sent()
 
     def read(self, step: int, result: StepResult, num_tokens: int, step_s: float) -> dict[str, Any]:
-        """Fields of a `StepRecord` for the step, counted from 1, that has just ended; `num_tokens` are an island's."""
+        """Fields of a `StepRecord` for the step just ended (from 1). `num_tokens` are those of one island."""
         if self._loads is not None and result.loads is not None:
             self._loads.add(step, result.loads)
         if step == self._second and self._engine.rank == 0 and self._used.is_measured_here:
             self._check_peak(step_s)
-        # Each island makes steps of its own.
+        # Each island runs its own steps.
         tokens_per_s = self._engine.program.layout.num_islands * num_tokens / step_s
         return {
             "tokens_per_s": tokens_per_s,

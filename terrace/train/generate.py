@@ -23,11 +23,11 @@ def generate_texts(
     stop_texts: Sequence[str] = (),
     say: Callable[[str, bool], None] = lambda words, is_fallback: None,
 ) -> list[str]:
-    """Continuation of every prompt by `num_tokens` sampled tokens, or fewer if the text ends or before one of
+    """Continues every prompt by up to `num_tokens` sampled tokens, stopping at the end of the text or before one of
     `stop_texts`.
 
-    A prompt's special tokens are special, and a text begins as in training. `say` as for `continue_texts`. Raises
-    `DataError` for a prompt with tokens outside the model's vocabulary.
+    Special tokens in a prompt are encoded as such, and a text begins as in training. `say` is as for `continue_texts`.
+    Raises `DataError` for a prompt with tokens outside the model's vocabulary.
     """
     refuse_non_causal(model.config)
     given = [_encoded(prompt, model) for prompt in prompts]
@@ -58,8 +58,8 @@ def generate(
     window: int = 256,
     stops: tuple[int, ...] = (),
 ) -> str:
-    """Continuation of `prompt` by the checkpoint in `folder`, which sees at most the last `window` tokens, up to one of
-    `stops`: the tokens that `terrace.data.ends.ends_of` finds.
+    """Continues `prompt` with the checkpoint in `folder`, up to one of the tokens `stops`
+    (`terrace.data.ends.ends_of`). The model sees at most the last `window` tokens.
 
     Raises `CheckpointError` for a checkpoint that is damaged or was trained with another tokenizer, and `DataError` for
     a prompt with tokens outside the model's vocabulary.
@@ -75,9 +75,7 @@ def generate(
 
 
 def chat_prompt(model: Trained, message: str) -> list[int]:
-    """Ids of a conversation that a user begins with `message`: `terrace.data.chat_prompt.chat_ids` of the model's
-    training.
-    """
+    """Token ids of a conversation that a user begins with `message`, in the chat template of the model's training."""
     return chat_ids(model.tokenizer, model.tokenizer_path, model.template_path, message)
 
 

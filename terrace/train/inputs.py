@@ -1,8 +1,8 @@
-"""Checks of `terrace train` on the keys of its command line, for commands that start nothing.
+"""Checks keys of `terrace train` for commands that start no run.
 
-`terrace simulate` and `terrace doctor` read no corpus, and a file of a run may name paths of another machine. But a key
-on the command line was set on purpose, so it is refused here as `terrace train` would refuse it; of a corpus, the first
-part is opened.
+`terrace simulate` and `terrace doctor` read no corpus, and a run's file may name paths of another machine. But a key on
+the command line was set on purpose, so it is refused here if `terrace train` would refuse it. Of a corpus, only the
+first part is opened.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ _OF_SOURCES = {"path", "mixture", "format", "column", "split", "separator"}
 
 
 def check_inputs(run: RunConfig, given: Mapping[str, Any]) -> None:
-    """Raise the `TerraceError` of a start for the sections and keys `given`, a table as of dotted overrides."""
+    """Raises the `TerraceError` that `terrace train` would raise for the keys `given`, nested tables of overrides."""
     data, train = (given.get(name) for name in ("data", "train"))
     if isinstance(train, Mapping) and "metrics" in train:
         from terrace.train.trackers import check_installed

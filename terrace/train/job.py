@@ -15,12 +15,12 @@ from terrace.train.runs import again
 
 @dataclass(frozen=True, kw_only=True)
 class JobInputs:
-    """Inputs of every rank except the run: the folder, the data, and the checkpoint to resume from.
+    """Inputs of every rank besides the run: the folder, the data, and the checkpoint to resume from.
 
-    `config` is the text for the folder's config.toml, if a file of an earlier start is there: rank 0 writes it once all
-    ranks are ready and it holds the folder. `changes` are settings that differ from that file's. `memory` is the
-    manifest of a checkpoint in the memory of machines; `resume` is then its folder on this one. `eval_sources` are only
-    evaluated.
+    `config` is the new content of config.toml, if the folder has one of an earlier start; rank 0 writes it once all
+    ranks are ready and it holds the folder's lock. `changes` lists settings that differ from that file's. `memory` is
+    the manifest of a checkpoint in the memory of machines, and `resume` is then its folder on this one. `eval_sources`
+    are only evaluated.
     """
 
     folder: Path
@@ -36,17 +36,17 @@ class JobInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class RunJob(JobInputs):
-    """A run with its inputs."""
+    """A run configuration with its inputs."""
 
     run: RunConfig
 
     def again(self) -> str:
-        """Words on the checkpoints that are saved, with the command that goes on with the run."""
+        """The user's command to continue the run, with a note on the saved checkpoints."""
         return again(self.command, self.folder, "train", is_saved=latest(self.folder) is not None)
 
 
 def device_of() -> torch.device:
-    """Device of this rank: its GPU if ranks talk over nccl, else the CPU."""
+    """Device of this rank: its GPU under nccl, else the CPU."""
     if dist.get_backend() != "nccl":
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())  # set on joining the world

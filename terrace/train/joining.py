@@ -1,4 +1,4 @@
-"""The world of a user's own script: a single process, a world that it has joined already, or one rank of a launcher."""
+"""Finds the world of a user's script: a single process, a world that it has already joined, or a launcher's ranks."""
 
 import math
 import socket
@@ -29,14 +29,14 @@ from terrace.train.job import device_of
 from terrace.train.layers import section
 from terrace.train.patience import APART, Patience
 
-FITTED = "local"  # the preset that stands for this machine, whatever number of ranks run on it
+FITTED = "local"  # the preset for this machine, with any number of ranks
 _JOIN_TIMEOUT_S = 600.0
 _DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
 @dataclass
 class Joined:
-    """This process's rank and world; `dog` watches a world that was joined here, and ends with `leave`."""
+    """This process's rank and world. `dog` watches a world that was joined here, until `leave`."""
 
     rank: int
     world_size: int
@@ -46,24 +46,24 @@ class Joined:
     patience: Patience = field(default_factory=Patience)
 
     def timeouts(self, timeout_s: float) -> Timeouts:
-        """Of the messages of this world: a watchdog speaks first."""
+        """Timeouts of this world's messages, longer than the watchdog's, so that the watchdog reports first."""
         limit = timedelta(seconds=2 * timeout_s)
         return Timeouts(limit, limit if self.dog is None else APART)
 
     def at(self, step: int, counter: int, instruction: object, waiting_on: tuple[int, ...]) -> None:
-        """Tell the watchdog, if there is one."""
+        """Reports this rank's position to the watchdog, if there is one."""
         if self.dog is not None:
             extra_s = self.patience.seconds(step, instruction, waiting_on)
             self.dog.at(step, counter, instruction, waiting_on, extra_s)
 
     def live_on(self, island: Island) -> None:
-        """Tell the watchdog the island of this rank, which its messages then name."""
+        """Sets this rank's island, which the watchdog's messages then name."""
         if self.dog is not None and island.outer.has_islands:
             self.dog.name_island(island.numbers.island)
             self.patience.follow(island, waits_anywhere=self.device.type == "cuda")
 
     def leave(self) -> None:
-        """Leaves a world that was joined here; one that the user joined stays."""
+        """Leaves the world if it was joined here; a world that the user joined is kept."""
         if self.dog is not None:
             self.dog.__exit__(None, None, None)
             self.dog = None
@@ -71,7 +71,7 @@ class Joined:
 
 
 def find_world(timeout_s: float, say: Callable[[str], None]) -> Joined:
-    """Finds this process's world; joins the world of torchrun, srun or mpirun if one of them started it."""
+    """Finds this process's world, joining that of torchrun, srun or mpirun if one of them started it."""
     if dist.is_initialized():
         machines = tuple(gather_plain(boot_id() or socket.gethostname(), device_of()))
         return Joined(dist.get_rank(), dist.get_world_size(), device_of(), machines=machines)
@@ -88,10 +88,10 @@ def find_world(timeout_s: float, say: Callable[[str], None]) -> Joined:
 
 
 def read_cluster(cluster: Cluster | Mapping[str, Any] | str, world_size: int, machines: Sequence[str] = ()) -> Cluster:
-    """The cluster of a value, table, file or preset; "local" adapts to the number of ranks.
+    """Resolves `cluster`: a value, a table, a file or a preset. "local" adapts to the number of ranks.
 
-    `machines` are the ranks'. Raises `ConfigError` when its number of ranks differs from the world's, or when a tier of
-    a machine lies across machines.
+    `machines` names each rank's machine. Raises `ConfigError` if the number of ranks differs from the world's, or a
+    tier inside a machine would span several.
     """
     if isinstance(cluster, str):
         found = load_cluster(cluster)
@@ -113,9 +113,10 @@ def read_cluster(cluster: Cluster | Mapping[str, Any] | str, world_size: int, ma
 def read_plan(
     plan: Plan | Mapping[str, Any] | str, cluster: Cluster, dtypes: set[torch.dtype], optimizer: str = "adamw"
 ) -> Plan:
-    """The plan of a value, table, file or preset; blocks compute in their own dtype unless the plan names one.
+    """Resolves `plan`: a value, a table, a file or a preset. Blocks compute in their own dtype unless the plan names
+    one.
 
-    A table, file or preset that names no optimizer gets `optimizer`. `dtypes` are the dtypes of the parameters. Raises
+    `optimizer` is used if the table, file or preset names none. `dtypes` are those of the parameters. Raises
     `ConfigError` or `PlanError`.
     """
     if isinstance(plan, Plan):
@@ -140,7 +141,7 @@ def read_plan(
 
 
 def read_optimizer(optimizer: OptimizerConfig | Mapping[str, Any] | None, lr: float) -> OptimizerConfig:
-    """The optimizer of a value or a table, with learning rate `lr`. Raises `ConfigError`."""
+    """Resolves `optimizer`, a value or a table, with learning rate `lr`. Raises `ConfigError`."""
     if isinstance(optimizer, OptimizerConfig):
         return replace(optimizer, lr=lr)
     if optimizer is not None and "lr" in optimizer:
@@ -149,7 +150,7 @@ def read_optimizer(optimizer: OptimizerConfig | Mapping[str, Any] | None, lr: fl
 
 
 def read_balance(balance: BalanceConfig | Mapping[str, Any] | None) -> BalanceConfig:
-    """The losses, capacity and bias of routers of a value or a table. Raises `ConfigError`."""
+    """Resolves the `[balance]` section, a value or a table. Raises `ConfigError`."""
     return balance if isinstance(balance, BalanceConfig) else load(BalanceConfig, balance or {}, "balance")
 
 

@@ -1,4 +1,4 @@
-"""The section `[train]` of a run's configuration: its keys by concern, of which `TrainConfig` has all."""
+"""The section `[train]` of a run's configuration. Keys are grouped by concern; `TrainConfig` has all of them."""
 
 import math
 import re
@@ -16,7 +16,7 @@ _MOST = 100  # steps: of each a file is written
 
 
 def parse_steps(text: str | int) -> range:
-    """Steps of `train.profile`, counted from 0; raises `ConfigError` for anything but a short range."""
+    """The steps of `train.profile`, counted from 0. Raises `ConfigError` unless `text` is a short range."""
     found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", str(text).strip())
     if found is None:
         raise ConfigError(
@@ -32,7 +32,7 @@ def parse_steps(text: str | int) -> range:
 
 
 def check_profile(text: str | int | None, with_torch: bool, num_steps: int) -> None:
-    """Raises `ConfigError` if `train.profile` names no steps of the run, or only torch's profiler is requested."""
+    """Raises `ConfigError` if `train.profile` names steps outside the run, or `profile_torch` is set without it."""
     if text is not None:
         last = parse_steps(text).stop
         if last > num_steps:
@@ -61,7 +61,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Updates:
-    """How parameters are updated: the form of the learning rate, and those that are not."""
+    """How parameters are updated: the learning-rate schedule, and which ones are frozen."""
 
     warmup_steps: int = 0  # steps in which the learning rate rises to its peak
     schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"  # of the learning rate: terrace.train.schedule
@@ -89,7 +89,7 @@ class Updates:
 
 @dataclass(frozen=True, kw_only=True)
 class Records:
-    """What a run shows and saves meanwhile, and how often."""
+    """What a run logs, saves and evaluates, and how often."""
 
     log_every: int = 10  # steps between permanent lines on the screen
     checkpoint_every: int = 0  # 0: only at the end
@@ -129,7 +129,7 @@ class Execution:
 
 @dataclass(frozen=True, kw_only=True)
 class Guards:
-    """When a run is stopped, and which ranks are named."""
+    """Conditions that stop a run, and when a rank is reported as slow."""
 
     rank_logs: bool = False  # write the output of ranks other than 0 to RUN/logs/rank-*.log
     timeout_s: float = 120.0  # a rank that does not move for so long stopped the step
@@ -163,7 +163,7 @@ class Guards:
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """Where the figures of a run go besides its folder, and its sample."""
+    """Outputs of a run besides its folder: trackers and traces, and the prompt of its sample."""
 
     prompt: str | None = field(default=None, metadata={"empty": True})  # if absent, the beginning of the data
     metrics: tuple[str, ...] = ()  # where else the metrics go: terrace.train.trackers
@@ -176,7 +176,7 @@ class Outputs:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(Outputs, Guards, Execution, Start, Records, Updates, Task):
-    """All keys of the section. Dataclasses order them from the last base to the first."""
+    """All keys of the section. Dataclass fields are ordered from the last base to the first."""
 
     def __post_init__(self) -> None:
         for part in (Task, Records, Guards, Updates, Outputs):
@@ -197,7 +197,7 @@ class TrainConfig(Outputs, Guards, Execution, Start, Records, Updates, Task):
 
 
 def _check_least(part: Any, **least: int) -> None:
-    """Raises `ConfigError` for a number below its least value, or too large to count to."""
+    """Raises `ConfigError` for a number below its minimum, or of more than 63 bits."""
     for name, smallest in least.items():
         value = getattr(part, name)
         if value < smallest:

@@ -1,6 +1,6 @@
-"""The table of a run, from its layers.
+"""Merges the layers of a run's configuration into one table.
 
-Each layer overrides the one before: the embedded default, the `[task]` of the plan's file (terrace.train.planned), the
+Each layer overrides the one before: the embedded defaults, the `[task]` of the plan's file (terrace.train.planned), the
 file of `--config`, the flags `--model`, `--cluster`, `--plan` (a name or a file replaces the whole section), `--data`,
 then `--section.key value`. Relative paths in a file are relative to that file; in a flag, to the working directory.
 """
@@ -28,7 +28,7 @@ _WHOLE = ("model", "cluster", "plan")  # sections that a name or a file replaces
 def resolve_table(
     path: str | None, flags: Mapping[str, str | None], overrides: Mapping[str, Any], here: Here | None = None
 ) -> dict[str, Any]:
-    """Table of a run, not checked yet; arguments and errors as for `terrace.train.resolve.resolve`.
+    """The unchecked table of a run. Arguments and errors are those of `terrace.train.resolve.resolve`.
 
     `here` replaces the cluster's name.
     """
@@ -72,7 +72,7 @@ def _with_formats(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def section(name: str, value: Any) -> Any:
-    """Table of a section that may be given by name or path; the `[task]` of a plan's file is left out."""
+    """The table of a section that may be given by name or path. The `[task]` of a plan's file is left out."""
     if not isinstance(value, str) or name not in _WHOLE:
         return value
     if not value:

@@ -1,7 +1,7 @@
-"""Tokens of each expert over a run: `loads.jsonl` of a run folder, and `loads-N.jsonl` of each further stage N.
+"""Tokens per expert over a run: `loads.jsonl` of a run folder, and `loads-N.jsonl` for each further stage N.
 
-A line has the sums of a part of the run, as a line a step would fill disks. The first rank of every stage writes the
-layers of its own.
+Each line holds sums over a range of steps, to keep the file small. The first rank of every stage writes the layers of
+its stage.
 """
 
 import json
@@ -24,7 +24,7 @@ NUM_PARTS = 120  # of a run
 
 @dataclass(frozen=True, kw_only=True)
 class LoadsOfSteps:
-    """Tokens of each expert in steps `first` to `last`, counted from 1, by layer."""
+    """Tokens per expert by layer, summed over steps `first` to `last` (from 1)."""
 
     first: int
     last: int
@@ -32,9 +32,9 @@ class LoadsOfSteps:
 
 
 class LoadsFile:
-    """Writes the file of one stage: `NUM_PARTS` lines, and one for each save, `save_every` steps apart (0: none).
+    """Writes the file of one stage: `NUM_PARTS` lines, plus one at each save, every `save_every` steps (0: none).
 
-    A resume drops the lines of repeated steps. Raises `TrainingError` when the file cannot be written.
+    On resume, lines of repeated steps are dropped. Raises `TrainingError` if the file cannot be written.
     """
 
     def __init__(self, folder: Path, stage: int, first_step: int, num_steps: int, save_every: int = 0) -> None:
@@ -45,11 +45,11 @@ class LoadsFile:
         _cut(self._path, first_step)
 
     def add(self, step: int, loads: Loads) -> None:
-        """The loads of a step, counted from 1."""
+        """Adds the loads of a step (from 1)."""
         for layer, counts in zip(loads.layers, loads.counts, strict=True):
             before = self._sums.get(layer, [0] * len(counts))
             self._sums[layer] = [a + b for a, b in zip(before, counts, strict=True)]
-        # A save ends a part, so that a resume from it has all steps before it.
+        # A save ends a line's range, so that a resume from it keeps all earlier steps.
         if step % self._every == 0 or step % self._save_every == 0 or step == self._num_steps:
             with _writing(self._path), self._path.open("a", encoding="utf-8") as file:
                 file.write(_line(LoadsOfSteps(first=self._first, last=step, counts=self._sums)))
@@ -57,7 +57,7 @@ class LoadsFile:
 
 
 def cut_other_stages(folder: Path, num_stages: int, first_step: int) -> None:
-    """Drop repeated steps from the files of stages that a resumed run no longer has. Raises `TrainingError`."""
+    """Drops repeated steps from the files of stages that a resumed run no longer has. Raises `TrainingError`."""
     for path in folder.glob("loads-*.jsonl"):
         number = path.stem.removeprefix("loads-")
         if number.isdecimal() and int(number) >= num_stages:
@@ -79,7 +79,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def read_loads(folder: Path) -> list[LoadsOfSteps]:
-    """The parts of a run in order, with the layers of all stages; damaged lines and missing files are left out."""
+    """The loads of a run in order, merged over stages. Damaged lines and missing files are skipped."""
     parts: dict[tuple[int, int], dict[str, list[int]]] = defaultdict(dict)
     stages = sorted(folder.glob("loads-*.jsonl"), key=lambda path: (len(path.name), path.name))
     for path in (folder / _name(0), *stages):

@@ -1,7 +1,8 @@
-"""A lock on a run folder: one run at a time writes it, and the lock ends with its process, even if that is killed.
+"""A lock on a run folder, so that one run at a time writes to it. The lock ends with its process, even if that is
+killed.
 
-Otherwise a job that is started again while its predecessor still runs would remove half-written checkpoints, mix up the
-two runs' checkpoints, and write into the same metrics.
+Otherwise a job restarted while its predecessor still runs would remove half-written checkpoints, mix the checkpoints of
+both, and write to the same metrics.
 """
 
 import fcntl
@@ -21,11 +22,11 @@ _WRITTEN = (".json", ".jsonl", ".toml")  # ends of names that a run writes
 
 @contextmanager
 def folder_lock(folder: Path, wait_s: float | None = None) -> Iterator[None]:
-    """Holds a run folder. Raises `CheckpointError` when another process holds it for longer than `wait_s`
-    (default: some seconds), when a file of the folder is a link out of it, whose target the run would write, or when it
-    is a pipe, at which the run would wait for a reader.
+    """Holds the lock of a run folder while the body runs.
 
-    Does nothing on a file system without locks, or in a folder that cannot be written.
+    Raises `CheckpointError` if another process holds it for longer than `wait_s` (default: some seconds), or if a file
+    in the folder is a pipe, which would block, or a link to outside, whose target the run would overwrite. Does nothing
+    on a file system without locks, or in a folder that cannot be written.
     """
     _refuse_others(folder)
     try:

@@ -2,7 +2,7 @@
 
     with the world joined:  engine -> resume -> calibrate and predict -> steps and checkpoints -> sample
 
-All user mistakes are caught before; only the machine can still fail here.
+User mistakes have been caught before; only the machine can still fail here.
 """
 
 from collections.abc import Sequence
@@ -40,11 +40,11 @@ from terrace.train.validation import Validation, eval_batches_of
 
 
 def train(world: World, job: RunJob, observer: Observer) -> Outcome | Stop:
-    """Trains to the last step. Every rank calls this, each with its own observer.
+    """Trains to the last step. Every rank calls this with its own observer.
 
-    SIGTERM and the other causes in terrace.launch.stop end a run early: after the same step on every rank, with a
-    checkpoint of it. Raises `HangError` when another rank stopped, `CheckpointError` when nothing can be saved,
-    `TrainingError` when the loss is NaN.
+    SIGTERM and the other causes in terrace.launch.stop end a run early, after the same step on every rank and with a
+    checkpoint of it. Raises `HangError` if another rank stopped, `CheckpointError` if a checkpoint cannot be written,
+    `TrainingError` if the loss is NaN.
     """
     following = recorded(observer, job) if world.rank == 0 else nullcontext(observer)
     holding = folder_lock(job.folder) if world.rank == 0 else nullcontext()
@@ -127,9 +127,9 @@ def _outcome(rank: RankOfRun, stop_signal: StopSignal) -> Outcome | Stop:
 
 
 def _calibrated(rank: RankOfRun, first_step: int) -> tuple[Cluster, str]:
-    """The cluster with its constants, and words on other programs that used the machine while they were measured.
+    """The cluster with measured constants, and words on other programs that used the machine during the measurement.
 
-    A probed cluster is used as it is, unless messages are paced; any other gets constants measured here.
+    A probed cluster is used as it is, unless messages are paced. Any other gets constants measured here.
     """
     cluster, everyone = rank.run.cluster, tuple(range(rank.world.world_size))
     if cluster.is_measured and not rank.engine.comm.pacer.is_limited:
@@ -149,9 +149,10 @@ def _sample(rank: RankOfRun, folder: Path) -> str | None:
 def compare_ranks(
     engine: Engine, predicted: Sequence[StepReport], measured: StepReport
 ) -> tuple[tuple[tuple[StepReport, StepReport], ...], SlowestRank | None]:
-    """((predicted, measured) of each pipeline stage, empty without a pipeline; the slowest rank, None in a world of 1).
+    """Exchanges the ranks' reports. Every rank calls this with its `measured` report.
 
-    Every rank calls this with its `measured` report.
+    Returns the (predicted, measured) pair of each pipeline stage, empty without a pipeline, and the slowest rank, None
+    in a world of 1.
     """
     mesh, is_pipelined = engine.program.mesh, len(predicted) > 1
     if engine.program.cluster.world_size == 1:
@@ -161,7 +162,7 @@ def compare_ranks(
     of_ranks = engine.comm.exchange(own)
     stages: tuple[tuple[StepReport, StepReport], ...] = ()
     if is_pipelined:
-        # The first data and tensor rank stands for its stage.
+        # The first data and tensor rank represents its stage.
         firsts = (of_ranks[mesh.at_stage(0, stage)] for stage in range(len(predicted)))
         stages = tuple(zip(predicted, map(read_plain, firsts), strict=True))
     rank = max(range(len(of_ranks)), key=lambda each: own_seconds(of_ranks[each]["time_s"]))

@@ -1,4 +1,4 @@
-"""Reports of a run while it goes and when it ends, and the metrics file."""
+"""A run's metrics file, its observer, and the figures of its end."""
 
 import json
 import math
@@ -24,7 +24,7 @@ _END_STEPS = 1_000
 
 
 def num_final(num_steps: int) -> int:
-    """Number of last steps whose mean loss is the final loss of a run of `num_steps`: a tenth, at most 1,000."""
+    """Number of last steps over which the final loss is averaged: a tenth of the run, at most 1,000."""
     return min(max(1, num_steps // 10), _END_STEPS)
 
 
@@ -33,12 +33,13 @@ class StepRecord:
     """One line of `metrics.jsonl`. `step` counts from 1; `tokens_per_s` is for the whole world.
 
     With islands, loss, norm and tokens are those of rank 0's island, and the rate is that island's times the number of
-    islands; `outer` has the exchanges that were applied, by fragment, with the loss over all islands since the last.
+    islands. `outer` has the exchanges applied in this step, by fragment, with the loss over all islands since the last
+    one.
 
-    Bytes and memory are rank 0's: `sent_bytes` by tier since the line before, `memory_bytes` the peak of each category
-    of model state so far, `peak_memory_bytes` the peak seen by the device's allocator, or on a CPU by the system. A
-    utilisation is None if there is no measured peak. `balance` is the predicted time of the step's busiest ring rank
-    over the mean ring rank, 1.0 being even; None without a context axis.
+    Bytes and memory are rank 0's: `sent_bytes` by tier since the previous line, `memory_bytes` the peak so far of each
+    category of model state, `peak_memory_bytes` the peak reported by the device's allocator, or on a CPU by the system.
+    A utilisation is None if no peak was measured. `balance` is the predicted time of the busiest ring rank over the
+    mean ring rank (1.0 is even); None without a context axis.
     """
 
     step: int
@@ -71,7 +72,7 @@ class StepRecord:
 
 
 def eval_figures(record: StepRecord) -> dict[str, dict[str, float]]:
-    """The evaluations after a step by source, each with its perplexity."""
+    """The evaluations after a step, by source, with the perplexity added."""
     found = {}
     for name, row in record.eval.items():
         loss = row.get("loss", math.nan)
@@ -80,7 +81,7 @@ def eval_figures(record: StepRecord) -> dict[str, dict[str, float]]:
 
 
 def eval_lines(records: Iterable[StepRecord]) -> dict[str, list[tuple[int, float]]]:
-    """By source, the loss after each step that has an evaluation."""
+    """Evaluation losses by source, as (step, loss) pairs."""
     found: dict[str, list[tuple[int, float]]] = {}
     for record in records:
         for name, row in record.eval.items():
@@ -89,13 +90,13 @@ def eval_lines(records: Iterable[StepRecord]) -> dict[str, list[tuple[int, float
 
 
 def own_seconds(time_s: Mapping[str, float]) -> float:
-    """Seconds of a step in which a rank does not wait for messages."""
+    """Seconds of a step that a rank spends on its own work, not waiting for messages."""
     return sum(spent for name, spent in time_s.items() if not name.startswith("wait "))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlowestRank:
-    """The rank with most own work in the mean step, its predicted and its measured seconds by category."""
+    """The rank with the most own work in the mean step, with its predicted and measured seconds by category."""
 
     rank: int
     stage: int
@@ -105,11 +106,12 @@ class SlowestRank:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Result of a run: final loss (mean of its last steps) and the two reports of this rank.
+    """Result of a run: the final loss (mean of the last steps) and this rank's predicted and measured step.
 
-    `stages` has the two reports of the first data and tensor rank of each pipeline stage; empty without a pipeline.
-    `quantisation_error` is from the last step, by message class. `slowest` is None with one rank. The times of
-    `measured` are the mean of `num_timed` steps; `busy` says that the machine was not ours alone at the start.
+    `stages` has the (predicted, measured) reports of the first data and tensor rank of each pipeline stage; empty
+    without a pipeline. `quantisation_error` is from the last step, by message class. `slowest` is None with one rank.
+    The times of `measured` are means over `num_timed` steps. `busy` says which share of the machine other programs used
+    at the start.
     """
 
     final_loss: float
@@ -127,10 +129,10 @@ class Outcome:
 
 
 class Summary:
-    """Final figures of a run, kept in constant memory: mean times, and the mean loss of its end.
+    """Accumulates a run's mean times and final loss in constant memory.
 
-    The first steps are left out of the times: they warm up caches. So are those before whole cycles of `every` steps,
-    where the run is long enough for one.
+    Times skip the first steps, which warm up caches, and then as many as needed for a whole number of cycles of `every`
+    steps, if the run is long enough for one.
     """
 
     def __init__(self, num_steps: int, every: int = 1) -> None:
@@ -146,7 +148,7 @@ class Summary:
         self._of_all = deque[tuple[int, float, float]](maxlen=_END_STEPS)  # of islands: step, loss, tokens
 
     def finish(self, results: Sequence[OuterResult]) -> None:
-        """Add the exchanges that end a run of islands."""
+        """Adds the exchanges that end a run of islands."""
         self._of_all += [(self._num_seen, each.loss, each.num_tokens) for each in results]
 
     def add(self, record: StepRecord) -> None:
@@ -161,9 +163,9 @@ class Summary:
 
     @property
     def final_loss(self) -> float:
-        """Mean loss of the last tenth of the steps, at most 1,000; NaN before the first.
+        """Mean loss of the last tenth of the steps, at most 1,000; NaN before the first step.
 
-        With islands, over the tokens of all of them in the exchanges of these steps.
+        With islands, the token-weighted mean over all islands' exchanges in these steps.
         """
         last = [each for each in self._of_all if each[0] > self._num_seen - len(self._losses)]
         tokens = sum(number for _, _, number in last)
@@ -173,7 +175,7 @@ class Summary:
 
     @property
     def num_timed(self) -> int:
-        """Steps in `mean_time_s`."""
+        """Number of steps in `mean_time_s`."""
         return max(0, self._num_seen - self.num_warm_up)
 
     @property
@@ -183,10 +185,10 @@ class Summary:
 
 
 class Observer(Protocol):
-    """Receives the events of a run; only rank 0 has one that shows them."""
+    """Receives the events of a run. Only rank 0 has one that displays them."""
 
     def started(self, predicted: StepReport, cluster: Cluster, first_step: int) -> None:
-        """The engine is ready; `cluster` has the measured constants behind the prediction."""
+        """Called when the engine is ready. `cluster` has the measured constants behind the prediction."""
 
     def stepped(self, record: StepRecord, seconds_left: float) -> None: ...
 
@@ -195,13 +197,13 @@ class Observer(Protocol):
     def note(self, text: str) -> None: ...
 
     def detail(self, text: str) -> None:
-        """A note that is shown only with `--verbose`; the record of the run has it in any case."""
+        """A note shown only with `--verbose`, but always recorded."""
 
     def finished(self, outcome: Outcome) -> None: ...
 
 
 class Silent:
-    """The observer of the other ranks."""
+    """The observer of ranks other than 0: ignores all events."""
 
     def started(self, predicted: StepReport, cluster: Cluster, first_step: int) -> None: ...
 
@@ -217,7 +219,7 @@ class Silent:
 
 
 def outer_figures(results: Sequence[OuterResult]) -> dict[str, dict[str, MaybeNaN]]:
-    """Figures of exchanges by fragment, as in a `StepRecord`."""
+    """Exchanges by fragment, as in `StepRecord.outer`."""
     found = {}
     for each in results:
         figures = {"loss": each.loss, "tokens": float(each.num_tokens), "change": each.change}
@@ -226,17 +228,16 @@ def outer_figures(results: Sequence[OuterResult]) -> dict[str, dict[str, MaybeNa
 
 
 def outer_words(results: Sequence[OuterResult]) -> str:
-    """The exchanges of one step in a line."""
+    """One line on the exchanges of a step."""
     tokens = max(each.num_tokens for each in results)
     loss = next(each.loss for each in results if each.num_tokens == tokens)
     return f"loss {loss:.3f} over the {tokens:,} tokens of all islands since their last exchange"
 
 
 class MetricsFile:
-    """`metrics.jsonl` of a run folder. On resume, lines of steps that will be repeated are dropped.
+    """`metrics.jsonl` of a run folder. On resume, damaged lines and lines of steps that will be repeated are dropped.
 
-    So are damaged lines; `num_lost` counts the earlier steps without a line. Raises `TrainingError` when the file
-    cannot be written.
+    `num_lost` counts earlier steps without a line. Raises `TrainingError` if the file cannot be written.
     """
 
     def __init__(self, path: Path, first_step: int) -> None:
@@ -251,7 +252,7 @@ class MetricsFile:
             raise self._unwritable(error) from error
 
     def write(self, record: StepRecord) -> None:
-        """Appends one line and flushes it, so that it can be followed."""
+        """Appends one line and flushes it, so that readers can follow the file."""
         try:
             self._file.write(_line(record))
             # One flush per line: readers follow the file, and a crash loses at most one line.
@@ -269,16 +270,15 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[StepRecord]:
-    """Records of the sound lines of a metrics file, one a step.
+    """Records of a metrics file, one per step.
 
-    A damaged line, such as a last one that a crash cut short, costs that line alone. Unknown keys, of a newer
-    version, are ignored.
+    Damaged lines, such as a last one truncated by a crash, are skipped. Unknown keys, of a newer version, are ignored.
     """
     return read_sound_metrics(path)[0]
 
 
 def read_sound_metrics(path: Path) -> tuple[list[StepRecord], int]:
-    """The same, and the number of damaged lines."""
+    """Like `read_metrics`, with the number of damaged lines."""
     records: dict[int, StepRecord] = {}
     num_written = 0
     for line in read_lines(path, path.parent):

@@ -1,4 +1,4 @@
-"""A rank's micro-batches of each step as the engine takes them: made on the host, ahead of the step."""
+"""Makes a rank's micro-batches on the host, ahead of the step."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -16,8 +16,8 @@ from terrace.train.context_batches import ContextBatches
 
 
 class StepBatches(NamedTuple):
-    """The micro-batches of a step, its balance on the context axis (`StepRecord.balance`), and the tokens that it
-    trains on over all ranks, where the labels do not tell them.
+    """A step's micro-batches, its `StepRecord.balance`, and the tokens trained on over all ranks (None: counted from
+    the labels).
     """
 
     micros: list[Batch]
@@ -26,7 +26,9 @@ class StepBatches(NamedTuple):
 
 
 class MicroBatches:
-    """Makes the micro-batches of a rank: whole rows, or local tokens from `context`; page-locked if `pinned`."""
+    """Makes a rank's micro-batches from whole rows, or from local tokens if `context` is given; in page-locked memory
+    if `pinned`.
+    """
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""Objectives of a run: the next token, or pairs of responses (a reward model, DPO).
+"""Training objectives: next token, reward model and DPO.
 
-DPO's reference is the model as it began. Its log-probabilities of all responses are computed before the first step, by
-the engine itself, and kept in the run folder: no rank holds a second model, and a resumed run reads the same bits.
+DPO's reference is the initial model. Its log-probabilities of all responses are computed by the engine before the first
+step and kept in the run folder, so no rank holds a second model, and a resumed run reads the same bits.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ Ids = npt.NDArray[np.int64]
 
 
 class Learning:
-    """The objective of a run, and values that pairs need beside it. Every rank calls the methods at the same points."""
+    """A run's objective, with the data that pairs need. Every rank calls the methods at the same points."""
 
     def __init__(self, run: RunConfig, batches: Batches) -> None:
         self._run, self._batches, self._seen = run, batches, PairFigures()
@@ -44,7 +44,7 @@ class Learning:
 
     @property
     def objective(self) -> Objective:
-        """Loss of the engine."""
+        """The engine's loss."""
         match self._run.train.objective:
             case "reward":
                 return reward_objective(self._seen)
@@ -62,10 +62,11 @@ class Learning:
         *,
         keeps: bool = True,
     ) -> None:
-        """Before the first step; computes the reference of DPO, and keeps it if asked, or reads it if the run goes on.
+        """Prepares the objective before the first step: computes DPO's reference, saving it if `keeps`, or reads it on
+        resume.
 
-        `note` tells the user of it, `idle` the watchdog how far it is. Raises `CheckpointError` where it is gone, and
-        `TrainingError` where the starting weights give none.
+        `note` receives lines for the user, `idle` the progress for the watchdog. Raises `CheckpointError` if the saved
+        reference is missing, and `TrainingError` if the starting weights give non-finite values.
         """
         layout = engine.program.layout
         self._place = layout.data_place(engine.rank), layout.data_degree
@@ -86,7 +87,7 @@ class Learning:
             self._reference = engine.comm.of_first(own)
 
     def fed(self, made: MicroBatches) -> Callable[[int], StepBatches]:
-        """The micro-batches of a step as the objective takes them."""
+        """Returns the function that makes the batches of a step for this objective."""
         return self._pairs_of(made) if self._run.on_pairs else made.step
 
     def _pairs_of(self, made: MicroBatches) -> Callable[[int], StepBatches]:
@@ -95,7 +96,7 @@ class Learning:
         def step_of(step: int) -> StepBatches:
             micros = made.step(step).micros
             micros = self._with_reference(step, micros) if is_dpo else [reward_batch(micro) for micro in micros]
-            # Of all texts, prompts too. They are counted here, beside the steps.
+            # Tokens of whole sequences, prompts included, counted on the host.
             num_tokens = sum(length for parts in batches.parts(step) for _, length in parts)
             return StepBatches(micros, None, num_tokens)
 
@@ -108,9 +109,9 @@ class Learning:
         return [dpo_batch(micro, reference) for micro, reference in zip(micros, references, strict=True)]
 
     def figures(self, step: int, engine: Engine) -> dict[str, float]:
-        """Part of the pairs that are right and mean margin of rewards, since the last steps that had them.
+        """Accuracy and mean reward margin of pairs since they were last reported; empty for other objectives.
 
-        They are told every `train.log_every` steps: they are summed over the ranks.
+        Reported every `train.log_every` steps, since they are summed over ranks.
         """
         train = self._run.train
         if not self._run.on_pairs or ((step + 1) % train.log_every and step + 1 < train.steps):
@@ -121,9 +122,9 @@ class Learning:
 
 
 def reference_of(engine: Engine, batches: Batches, micro_batch: int, idle: Callable[[str], None]) -> Tensor:
-    """Log-probability of every response of the pairs under the engine's parameters, fp64 (samples), on every rank.
+    """Log-probability of every response under the engine's parameters: fp64, shape (num_samples,), on every rank.
 
-    `idle` is told the progress, pass by pass.
+    `idle` receives the progress after each pass.
     """
     rows, layout, num_micros = batches.pairs, engine.program.layout, engine.program.num_micros
     assert rows is not None, "only pairs have responses"
@@ -134,12 +135,12 @@ def reference_of(engine: Engine, batches: Batches, micro_batch: int, idle: Calla
     for first in range(0, rows.num_samples, size):
         # Micro-batches are dealt to data ranks in turn: (num_micros, degree, micro_batch).
         at = np.arange(first, first + size, dtype=np.int64).reshape(num_micros, degree, micro_batch)
-        # The last pass goes on with the first samples, whose numbers are there already.
+        # The last pass is filled up with the first samples, which are already scored.
         micros = [_batch(engine, batches, each % rows.num_samples, int(each[0])) for each in at[:, place]]
         scores = [numbers.log_probs.sum(1).double().cpu() for numbers in engine.score(micros)]
         idle(f"scoring pairs with the starting weights, {min(first + size, rows.num_samples)} of {rows.num_samples}")
-        # Exchanged now: at the end every rank would hold the samples of all ranks at once. Other stages than the last
-        # have none.
+        # Exchanged after every pass: at the end, every rank would hold the samples of all ranks at once. Only the last
+        # stage has any.
         for there, theirs in zip(places, engine.comm.exchange_tensors(scores), strict=True):
             for samples, values in zip(at[:, there], theirs, strict=False):
                 is_new = torch.from_numpy(samples < rows.num_samples)

@@ -1,12 +1,12 @@
 """How long a rank may wait before its watchdog looks for a culprit.
 
-An exchange may take minutes on its link, and islands may be apart; both are in the predicted cycle. A rank that waits
-for an exchange holds up its whole island: others may have nothing to wait for, and go on to the sums of the next step
-before they miss it. So from the step that sends an exchange to the step after the one that applies it, every wait may
-take some predicted cycles more than `train.timeout_s`. In other steps, and for a rank that computes, that alone holds.
+An exchange between islands may take minutes, and islands may drift apart; both are part of the predicted cycle. A rank
+that waits for an exchange holds up its whole island, and other ranks notice only at the sums of the next step. So from
+the step that sends an exchange to the step after the one that applies it, every wait may take a few predicted cycles
+more than `train.timeout_s`. In other steps, and while a rank computes, `train.timeout_s` alone holds.
 
-Messages under islands have a limit far beyond that, so that the watchdog speaks first. Ranks outside a step it lets
-wait; there, as in the save of a `Trainer`, that limit holds.
+Messages under islands have a far longer timeout, so that the watchdog reports first. Outside a step the watchdog does
+not limit waits, so there (for example in the save of a `Trainer`) that timeout holds.
 """
 
 from collections.abc import Callable, Collection
@@ -23,7 +23,7 @@ _OPS = (Op.OUTER_COUNT, Op.OUTER_START, Op.OUTER_APPLY)
 
 
 class Patience:
-    """Seconds beyond the timeout that a rank may wait; none before there is a prediction."""
+    """Seconds beyond the timeout that a rank may wait; 0 until a prediction is known."""
 
     def __init__(self) -> None:
         self._extra_s, self._waits_anywhere = 0.0, False
@@ -31,15 +31,17 @@ class Patience:
         self._step, self._last = -1, -2  # the newest step, and the last with an exchange
 
     def follow(self, island: Island, *, waits_anywhere: bool) -> None:
-        """The island of this rank. With `waits_anywhere` a rank that says it computes may wait: a GPU's host does."""
+        """Sets this rank's island. With `waits_anywhere`, instructions reported as computing may wait as well, as on a
+        GPU's host.
+        """
         self._under_way, self._waits_anywhere = lambda: island.numbers.under_way, waits_anywhere
 
     def expect(self, outer: Outer, step_s: float) -> None:
-        """The predicted mean step of a cycle takes `step_s`."""
+        """Sets the predicted mean step time of a cycle."""
         self._extra_s = _CYCLES * outer.every * step_s * outer.has_islands
 
     def seconds(self, step: int, doing: object, waiting_on: tuple[int, ...]) -> float:
-        """Seconds beyond the timeout that a rank may be at `doing`, as it tells its watchdog."""
+        """Extra seconds that a rank may spend at `doing`, the instruction reported to its watchdog."""
         exchanges = isinstance(doing, AwaitedExchange) or (isinstance(doing, Instruction) and doing.op in _OPS)
         # Once a step, since this is called at every instruction.
         if exchanges or (step != self._step and self._under_way()):

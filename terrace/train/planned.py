@@ -1,4 +1,4 @@
-"""The task that a plan was made for: the `[task]` table of a plan's file.
+"""The task that a plan was made for: the `[task]` table of a plan file.
 
     [task]
     batch = 64         # sequences a step, over all ranks
@@ -6,9 +6,9 @@
     [task.model]       # the model, as its config.json has it
     [task.cluster]     # the cluster, as its file has it
 
-`terrace plan` writes the numbers themselves rather than file names, so that a plan can be moved or sent without
-changing its meaning. By hand, `model` and `cluster` may be the path of a file, relative to the plan's, and `cluster`
-the name of a preset.
+`terrace plan` writes the tables themselves rather than file names, so that a plan file can be moved without changing
+its meaning. In a file written by hand, `model` and `cluster` may be paths relative to the plan file, and `cluster` the
+name of a preset.
 """
 
 import os
@@ -31,7 +31,7 @@ _KEYS = (*_NUMBERS, "model", "cluster")
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """Sections of a run from a plan's file: `train` has the batch and the sequence."""
+    """Sections of a run from a plan file; `train` has batch and sequence."""
 
     model: Mapping[str, Any]
     cluster: Mapping[str, Any]
@@ -43,9 +43,9 @@ def planned_table(model: ModelConfig, cluster: Cluster, batch: int, sequence: in
 
 
 def read_planned(plan: Any) -> Planned | None:
-    """The task of the plan in a file; None where the file names none, or where it is no file.
+    """The `[task]` of a plan file; None if it has none, or `plan` is not a file.
 
-    `plan` is a path or any other name of a plan. Raises `ConfigError` for an incomplete table.
+    `plan` is a path or the name of a plan. Raises `ConfigError` for an incomplete table.
     """
     if not isinstance(plan, str) or Path(plan).suffix not in (".toml", ".json") or not os.path.isfile(plan):
         return None

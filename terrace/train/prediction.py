@@ -13,7 +13,9 @@ from terrace.train.utilisation import Utilisation, utilisation
 
 
 def given_step(run: RunConfig) -> Step:
-    """A step of the run on the figures of its cluster's file; stages that the plan leaves to a search are not found."""
+    """The run's step, priced with the constants of its cluster file; a stage split that the plan leaves open is not
+    resolved.
+    """
     return Step(
         cluster=run.cluster,
         plan=run.plan,
@@ -33,13 +35,13 @@ def given_step(run: RunConfig) -> Step:
 
 
 def step_of(run: RunConfig, cluster: Cluster | None = None) -> Step:
-    """A step of the run, on its own cluster or on one measured at its start.
+    """The run's step on its own cluster, or on `cluster`, measured at the start.
 
-    The run's own cluster, with figures from a probe or a data sheet, prices compute kernel by kernel. A measured one
-    holds the FLOP/s of a layer. Blocks are shared among stages by the run's own cluster, which is equal on every rank.
+    The own cluster, from a probe or a data sheet, prices compute kernel by kernel; a measured one holds the FLOP/s of a
+    layer. Blocks are always divided among stages by the own cluster, which is the same on every rank.
     """
-    # Stages are resolved on the run's cluster: measured constants could share the blocks differently than the engine
-    # did.
+    # Stages are resolved on the run's own cluster: measured constants could divide the blocks differently than the
+    # engine did.
     own = resolved(given_step(run))
     if cluster is None or cluster is run.cluster:
         return own
@@ -49,7 +51,7 @@ def step_of(run: RunConfig, cluster: Cluster | None = None) -> Step:
 
 
 def resolved_run(run: RunConfig) -> RunConfig:
-    """The run with a plan that leaves nothing out; raises `PlanError` for a plan that cannot run."""
+    """The run with a fully resolved plan. Raises `PlanError` for a plan that cannot run."""
     return replace(run, plan=step_of(run).plan)
 
 
@@ -58,7 +60,7 @@ def predict(run: RunConfig, cluster: Cluster) -> Prediction:
 
 
 def utilisation_of(run: RunConfig, cluster: Cluster, backend: str) -> Utilisation:
-    """FLOPs and peaks behind the run's MFU and HFU; `cluster` has the constants measured at the start, if any."""
+    """FLOPs and peaks behind the run's MFU and HFU; `cluster` has the constants measured at the start."""
     return utilisation(
         run.blocks(),
         run.plan,

@@ -1,9 +1,9 @@
-"""Chosen steps as traces, measured and predicted side by side, for Perfetto or chrome://tracing.
+"""Traces chosen steps, predicted and measured side by side, for Perfetto or chrome://tracing.
 
-`train.profile = "10-12"` traces three steps of rank 0, and with a pipeline of the first rank of every stage. Each is a
-file `profile/step-N-rank-R.json` of the run folder with two processes, the predicted step and the measured one, both
-starting at zero. With `train.profile_torch` torch's profiler records the same steps and writes
-`profile/torch-rank-R.json`; it slows the steps, so the times of the other files include its overhead.
+`train.profile = "10-12"` traces three steps of rank 0, and with a pipeline of the first rank of every stage. Each step
+is a file `profile/step-N-rank-R.json` in the run folder with two processes, predicted and measured, both starting at
+zero. With `train.profile_torch` torch's profiler records the same steps into `profile/torch-rank-R.json`; its overhead
+is included in the times of the other files.
 """
 
 import contextlib
@@ -30,12 +30,12 @@ FOLDER = "profile"
 
 
 class Profiler:
-    """Traces the requested steps, on ranks that represent others; does nothing elsewhere."""
+    """Traces the requested steps on the chosen ranks; does nothing elsewhere."""
 
     def __init__(self, engine: Engine, run: RunConfig, cluster: Cluster, folder: Path) -> None:
         self._engine, self._run, self._cluster, self._folder = engine, run, cluster, folder / FOLDER
         mesh = engine.program.mesh
-        # Ranks of one stage run the same program, so the first one stands for them.
+        # Ranks of one stage run the same program, so the first one represents them.
         speaks = engine.rank in {mesh.at_stage(0, stage) for stage in range(engine.program.stage.num_stages)}
         asked = run.train.profile
         self._steps = parse_steps(asked) if asked is not None and speaks else range(0)
@@ -44,7 +44,7 @@ class Profiler:
         self._torch: torch.profiler.profile | None = None
 
     def around(self, step: int) -> contextlib.AbstractContextManager[None]:
-        """Context manager to run step `step` (from 0) in."""
+        """Context manager that traces step `step` (from 0) if requested."""
         return self._traced(step) if step in self._steps else contextlib.nullcontext()
 
     @contextlib.contextmanager

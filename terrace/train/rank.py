@@ -1,4 +1,4 @@
-"""One rank of a run before its steps: the engine, the data, and the state that it goes on with."""
+"""A rank of a run before its first step: engine, data and restored state."""
 
 import time
 from datetime import timedelta
@@ -38,7 +38,7 @@ from terrace.train.patience import APART, Patience
 
 
 class Reporter:
-    """Tells the watchdog where its rank is: the instruction of step `step`, or of an evaluation behind it."""
+    """Reports to the watchdog the current instruction of step `step`, or of the evaluation after it."""
 
     def __init__(self, dog: Watchdog, *, compiles: bool) -> None:
         self._dog, self.patience = dog, Patience()
@@ -53,7 +53,7 @@ class Reporter:
 
 
 class RankOfRun:
-    """A rank of a run: its engine and its data. Every rank calls the methods at the same points."""
+    """A rank's engine and data. Every rank calls the methods at the same points."""
 
     def __init__(self, world: World, job: RunJob, observer: Observer, dog: Watchdog) -> None:
         self.world, self.job, self.observer, self.dog = world, job, observer, dog
@@ -68,8 +68,10 @@ class RankOfRun:
             self.reporter.patience.follow(self.engine.island, waits_anywhere=self.engine.device.type == "cuda")
 
     def resume(self) -> int:
-        """The number of steps that are done: those of the checkpoint that the run goes on with, if any, which is read
-        from disk or from memory. Raises `CheckpointError`.
+        """Restores the checkpoint to resume from, on disk or in memory. Returns the number of steps done, 0 without
+        one.
+
+        Raises `CheckpointError`.
         """
         if self.job.resume is None:
             return 0
@@ -87,7 +89,9 @@ class RankOfRun:
         return checkpoint.step
 
     def cost(self, cluster: Cluster) -> WorkCost | None:
-        """Cost of attention on `cluster`, by which context ranks share documents; None without a context axis."""
+        """The attention cost by which context ranks divide documents: from the checkpoint if it has one, else on
+        `cluster`. None without a context axis.
+        """
         if not is_context_parallel(self.engine.program.mesh, self.run.plan):
             return None
         kept = None if self.job.resume is None else kept_cost(self.run, Checkpoint(self.job.resume).facts)
@@ -107,7 +111,7 @@ def _engine(job: RunJob, rank: int, objective: Objective, progress: Progress) ->
     run, rate, device = job.run, pace(), device_of()
     if rate is not None and device.type == "cuda":
         raise ConfigError("TERRACE_PACE paces messages of CPU ranks only: unset it, or set CUDA_VISIBLE_DEVICES=''")
-    # A resumed run has its values in the checkpoint, so the starting weights are not read again. The engine copies the
+    # A resumed run takes its values from the checkpoint, so the starting weights are not read. The engine copies the
     # values, so the files are closed at the end.
     begins_with = run.train.weights if job.resume is None else ""
     pretrained = Pretrained(begins_with, run.model, adds_rows=True) if begins_with else None

@@ -1,6 +1,6 @@
-"""Learning rates for weights that are loaded: defaults, and the bound above which a run would destroy them.
+"""Learning rates for loaded weights: defaults, and the limit above which training would destroy them.
 
-The default of a run from scratch is a hundred times too high for weights that are trained already. Peak rates of AdamW:
+The default of a run from scratch is a hundred times too high for pretrained weights. Peak rates of AdamW:
 
 - 2e-5 for a whole model: supervised fine-tuning of Llama 2 (Touvron et al. 2307.09288, section 3.1).
 - 1e-5 for a reward model: the same paper, section 3.2.2, all sizes but the largest.
@@ -9,9 +9,9 @@ The default of a run from scratch is a hundred times too high for weights that a
 - 1e-5 for a critic that begins as a copy of the policy: the default of verl (`critic.optim.lr`).
 - ten times these with adapters: 2e-4 is QLoRA's rate for models of up to 13 B parameters (Dettmers et al. 2305.14314).
 
-Lion takes a third to a tenth of AdamW's rate (Chen et al. 2302.06675, section 5): a fifth here. Muon's update has the
-size of AdamW's (Liu et al. 2502.16982, section 2.2), so its rate is the same. An update of sgd is as large as the
-gradient, so no rate of it is usual, and a run under sgd keeps its own. Pure: needs no torch.
+Lion takes a third to a tenth of AdamW's rate (Chen et al. 2302.06675, section 5); a fifth is used here. Muon's update
+has the size of AdamW's (Liu et al. 2502.16982, section 2.2), so its rate is the same. An update of sgd is as large as
+the gradient, so sgd has no usual rate, and a run keeps its own. Needs no torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,13 +25,13 @@ from terrace.train.config import RunConfig
 _ADAMW = {"next-token": 2e-5, "reward": 1e-5, "dpo": 1e-6, "feedback": 1e-6, "critic": 1e-5}
 _ADAPTERS = 10.0
 _OF_OPTIMIZER = {"adamw": 1.0, "muon": 1.0, "lion": 0.2}
-# Guesses. Beyond the first the start of a run says so; beyond the second it is refused: a whole model would train at
-# 1e-3, above the peak rates from which models of a billion parameters and more are trained from scratch.
+# Guesses, as multiples of the usual rate: above _HIGH the run warns, above _MOST it is refused. For a whole model _MOST
+# means 1e-3, above the peak rates for training models of a billion parameters and more from scratch.
 _HIGH, _MOST = 5.0, 50.0
 
 
 def usual_rate(optimizer: str, objective: str, adapters: bool) -> float | None:
-    """Peak rate for loaded weights; None where none is usual."""
+    """Usual peak rate for loaded weights; None if the optimizer or the objective has none."""
     if optimizer not in _OF_OPTIMIZER or objective not in _ADAMW:
         return None
     rate = _ADAMW[objective] * _OF_OPTIMIZER[optimizer] * (_ADAPTERS if adapters else 1.0)
@@ -40,7 +40,7 @@ def usual_rate(optimizer: str, objective: str, adapters: bool) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedRate:
-    """A peak learning rate of weights that are loaded; `key` sets it."""
+    """The peak learning rate of loaded weights; `key` is the setting that holds it."""
 
     key: str
     lr: float
@@ -51,17 +51,16 @@ class LoadedRate:
 
     @property
     def usual(self) -> float | None:
-        """As `usual_rate`."""
         return usual_rate(self.optimizer, self.objective, self.adapters)
 
     @property
     def is_high(self) -> bool:
-        """Whether it would destroy the weights."""
+        """Whether the rate would destroy the weights."""
         return self.usual is not None and self.lr > _MOST * self.usual * (1 + 1e-9)
 
     @property
     def words(self) -> str:
-        """The rate beside the usual one; "" where none is usual."""
+        """The rate compared with the usual one, in words; "" if there is no usual rate."""
         usual, kind = self.usual, self.kind
         if usual is None:
             return ""
@@ -78,8 +77,10 @@ class LoadedRate:
 
 
 def check_rates(rates: Sequence[LoadedRate], flag: str, *, is_allowed: bool, lr: float) -> None:
-    """Raise `ConfigError` for a rate that would destroy loaded weights, unless `flag` allows it, and for one without
-    effect. Without `rates` no weights are loaded; `lr` is then shown.
+    """Raises `ConfigError` for a rate that would destroy loaded weights unless `flag` is set, and for a `flag` without
+    effect.
+
+    `rates` is empty if no weights are loaded; the error then shows `lr`.
     """
     high = [each for each in rates if each.is_high]
     if high and not is_allowed:
@@ -93,7 +94,7 @@ def check_rates(rates: Sequence[LoadedRate], flag: str, *, is_allowed: bool, lr:
 
 
 def with_rate(table: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Table of a run with the rate for loaded weights, if it loads some and no one of `layers` gives a rate."""
+    """The run's table with the usual rate for loaded weights, if it loads weights and none of `layers` sets a rate."""
     optimizer, train = table.get("optimizer", {}), table.get("train", {})
     if not isinstance(optimizer, Mapping) or not isinstance(train, Mapping) or not train.get("weights"):
         return dict(table)
@@ -106,12 +107,12 @@ def with_rate(table: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> 
 
 
 def check_rate(run: RunConfig) -> None:
-    """Raise `ConfigError` for a rate that would destroy loaded weights, or a key for it that has no effect."""
+    """Raises `ConfigError` for a rate that would destroy loaded weights, or for `train.high_lr` without effect."""
     check_rates(_rates(run), "train.high_lr", is_allowed=run.train.high_lr, lr=run.optimizer.lr)
 
 
 def rate_words(run: RunConfig) -> str:
-    """The peak rate of a run that loads weights beside the usual one; "" where none is usual."""
+    """A line on the peak rate of a run with loaded weights, compared with the usual one; "" if there is none."""
     return "".join(each.words for each in _rates(run))
 
 

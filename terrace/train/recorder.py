@@ -1,7 +1,7 @@
-"""Rank 0's record of a run in addition to its metrics: the prediction, the events, and the trackers to inform.
+"""Rank 0's record of a run besides its metrics: predictions, events and trackers.
 
-`prediction.json` holds the measurements and predictions made at the start of the run, `events.jsonl` one line for every
-start, checkpoint and end, each with the seconds since 1970. With them `terrace report` covers a run that never
+`prediction.json` holds the measurements and predictions made at the start of the run; `events.jsonl` has a line, with
+the seconds since 1970, for every start, checkpoint and end. With them `terrace report` also covers a run that never
 finished. A new start appends to `events.jsonl` and replaces `prediction.json`.
 """
 
@@ -36,9 +36,10 @@ EVENTS, PREDICTION = "events.jsonl", "prediction.json"
 
 @contextmanager
 def recorded(observer: Observer, job: RunJob) -> Iterator[Observer]:
-    """Context manager around a run: an observer that records events and passes them on to `observer`; for rank 0 only.
+    """Context manager on rank 0: an observer that records events, the error that ends the run included, and forwards
+    them to `observer`.
 
-    The error that ends a run is recorded, too. Once all ranks have started, config.toml is replaced by the job's.
+    Once all ranks have started, config.toml is replaced by the job's.
     """
     recorder = _Recorder(observer, job)
     try:
@@ -53,7 +54,9 @@ def recorded(observer: Observer, job: RunJob) -> Iterator[Observer]:
 
 @dataclass(frozen=True, kw_only=True)
 class RunEvent:
-    """A line of `events.jsonl`: `event` is its kind, `time` in seconds since 1970. None: absent or damaged."""
+    """A line of `events.jsonl`: `event` is its kind, `time` in seconds since 1970. None marks a field that is absent or
+    damaged.
+    """
 
     event: str
     time: float | None = None
@@ -73,7 +76,9 @@ class RunEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """Content of `prediction.json`: `predicted` are amounts by name and category, `cluster` is a table."""
+    """Content of `prediction.json`: `predicted` maps names and categories to amounts, `cluster` is the cluster's
+    table.
+    """
 
     is_measured: bool
     cluster: dict[str, Any]
@@ -81,7 +86,7 @@ class Predicted:
 
 
 def read_events(folder: Path) -> tuple[list[RunEvent], int]:
-    """Events of a run folder, and the number of its damaged lines, such as a last one that a crash cut short."""
+    """Events of a run folder, and its number of damaged lines, such as a last one truncated by a crash."""
     found, num_written = list[RunEvent](), 0
     with suppress(OSError):
         for line in read_lines(folder / EVENTS, folder):
@@ -93,16 +98,18 @@ def read_events(folder: Path) -> tuple[list[RunEvent], int]:
 
 
 def read_prediction(folder: Path) -> Predicted:
-    """The prediction made at the start of a run; raises `OSError` without the file, `ValueError` for a damaged one."""
+    """The prediction made at the start of a run. Raises `OSError` for a missing file, `ValueError` for a damaged
+    one.
+    """
     return fitting(Predicted, parse_table(read_text(folder / PREDICTION, folder)))
 
 
 def append_event(run_folder: Path, name: str, /, **facts: Any) -> None:
-    """Add a line to the events of a run; raises `OSError`."""
+    """Appends an event to a run's events. Raises `OSError`."""
     line = sealed_json(json.dumps({"time": time.time(), "event": name, **facts}))
     with (run_folder / EVENTS).open("ab+") as file:
         if file.tell():
-            # The last byte tells whether the file ends with a whole line.
+            # The last byte shows whether the file ends with a complete line.
             file.seek(-1, os.SEEK_END)
         torn = file.read(1) not in (b"", b"\n")  # a crash cut the last line short
         file.write(f"{chr(10) * torn}{line}".encode())

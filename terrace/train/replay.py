@@ -1,4 +1,6 @@
-"""A step of a run again, on the ranks of the run: its state from a checkpoint, its data, and every block looked at."""
+"""Repeats one step of a run on the same ranks: restores a checkpoint, reads the step's data and inspects
+every block.
+"""
 
 import math
 from dataclasses import dataclass
@@ -23,8 +25,8 @@ Row = tuple[int, int, int, float | None, float, str]  # rank, micro-batch, block
 
 @dataclass(frozen=True, kw_only=True)
 class Replayed:
-    """A step again: rows of all ranks, the first result with inf or nan ("" if there is none), and the step's own
-    loss and gradient norm.
+    """A replayed step: rows of all ranks, the first result with inf or nan ("" if none), and the step's loss and
+    gradient norm.
     """
 
     rows: list[Row]
@@ -34,9 +36,10 @@ class Replayed:
 
 
 def replay_rank(world: World, job: RunJob, number: int) -> Replayed:
-    """Step `number` (from 1) once more.
+    """Replays step `number` (from 1) on this rank.
 
-    Top-level, so that a child process can import it. Raises `TrainingError` if a step before it is not finite.
+    Top-level, so that a child process can import it. Raises `TrainingError` if an earlier step since the checkpoint is
+    not finite.
     """
     with StopSignal(()), watch(world, timeout_s=job.run.train.timeout_s) as dog, dog.guard():
         rank = RankOfRun(world, job, Silent(), dog)
@@ -76,7 +79,7 @@ def replay_rank(world: World, job: RunJob, number: int) -> Replayed:
 
 
 def _figures(engine: Engine, micros: list[Batch], lr: float) -> tuple[float, float]:
-    # The whole step, with an update that nobody keeps: its sums over all ranks are those of the run.
+    # The whole step, with an update that is discarded, so that sums over all ranks are those of the run.
     try:
         result = engine.step(micros, lr)
     except NonFiniteError as error:

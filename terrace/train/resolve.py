@@ -1,4 +1,4 @@
-"""A run from its layers or its table, with the numbers that its plan leaves out chosen."""
+"""Resolves a run from its layers or its table, choosing the numbers that its plan leaves out."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,13 +19,13 @@ def resolve(config_path: str | None, flags: Mapping[str, str | None], overrides:
 
 
 def parse_run(table: Mapping[str, Any]) -> RunConfig:
-    """Builds and checks a run from its whole table; numbers that its plan leaves out are chosen
-    (`terrace.planner.micro_and_unit`).
+    """Builds and checks a run from its whole table. Numbers that its plan leaves out are chosen by
+    `terrace.planner.micro_and_unit`.
     """
     run, free = checked_run(table), free_numbers(table)
     if not free:
         return run
-    # Imported here: a run that goes on names its numbers, and needs no planner to be read.
+    # Imported here: a resumed run has its numbers, so reading it needs no planner.
     from terrace.planner.micro_and_unit import with_best_numbers
     from terrace.train.prediction import given_step
 

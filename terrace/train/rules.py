@@ -1,4 +1,4 @@
-"""Rules across the sections of a run. Pure: needs no torch."""
+"""Rules across the sections of a run. Needs no torch."""
 
 import fnmatch
 import math
@@ -27,9 +27,9 @@ from terrace.train.keys import TrainConfig
 
 
 def checked_run(table: Mapping[str, Any]) -> RunConfig:
-    """The run of a whole table, checked; numbers that its plan leaves out are the defaults of `Plan`.
+    """Builds and checks a run from its whole table; numbers that its plan leaves out take the defaults of `Plan`.
 
-    A run on pairs has a pair in its micro-batch. Raises the `TerraceError` of the first mistake.
+    If the run trains on pairs, a micro-batch holds at least one pair. Raises the `TerraceError` of the first mistake.
     """
     run = parse_sections(table)
     _check(run)
@@ -37,7 +37,7 @@ def checked_run(table: Mapping[str, Any]) -> RunConfig:
 
 
 def free_numbers(table: Mapping[str, Any]) -> list[str]:
-    """The numbers that the plan of a run's table leaves out."""
+    """The numbers (micro_batch, unit) that the plan in a run's table leaves out."""
     return [name for name in ("micro_batch", "unit") if name not in table["plan"]]
 
 
@@ -77,14 +77,16 @@ def _check(run: RunConfig) -> None:
 
 
 def attention_case(run: RunConfig, backend: str) -> AttentionCase:
-    """Inputs of attention in the layers of a run on devices of a type."""
+    """The attention inputs of a run's layers on devices of type `backend`."""
     core = layer_operations(run.model).core
     is_cut = run.has_documents or any(0 < window < run.train.sequence for window in layer_windows(run.model))
     return AttentionCase(backend, run.plan.compute, core.head_dim, core.is_grouped, is_cut, core.cap > 0)
 
 
 def check_positions(run: RunConfig) -> None:
-    """Raise `ConfigError` for rows whose RoPE depends on the longest row of the batch, where no rank knows that."""
+    """Raises `ConfigError` if RoPE depends on the longest row of the batch, but rows are packed or divided by a context
+    axis.
+    """
     limit, sequence = rope_limit(run.model), run.train.sequence
     if not 0 < limit < sequence:
         return
@@ -98,7 +100,7 @@ def check_positions(run: RunConfig) -> None:
 
 
 def check_attention(run: RunConfig) -> None:
-    """Raise `ConfigError` for a kernel of attention that the run's devices, dtype or plan do not allow."""
+    """Raises `ConfigError` if the run's devices, dtype or plan do not allow the chosen attention kernel."""
     choice = run.train.attention
     if choice == "auto":
         return
@@ -112,7 +114,7 @@ def check_attention(run: RunConfig) -> None:
 
 
 def parts_case(run: RunConfig, backend: str) -> PartsCase:
-    """Facts of a run that decide which kernels can run the parts of its blocks between products."""
+    """The facts that decide which kernels can run the parts of blocks between matrix products."""
     mesh = Mesh.of(run.cluster, run.plan)
     return PartsCase(
         run.model, backend, run.plan.compute, mesh.total("rows"), mesh.total("columns"), run.train.objective
@@ -120,7 +122,7 @@ def parts_case(run: RunConfig, backend: str) -> PartsCase:
 
 
 def check_kernels(run: RunConfig) -> None:
-    """Raise `ConfigError` for `train.kernels` that the run's devices, dtype or model do not allow."""
+    """Raises `ConfigError` if the run's devices, dtype or model do not allow `train.kernels`."""
     if run.train.kernels == "torch":
         return
     if reason := parts_refusal(parts_case(run, run.cluster.device.backend)):
@@ -128,7 +130,7 @@ def check_kernels(run: RunConfig) -> None:
 
 
 def parts_of(run: RunConfig) -> list[Part]:
-    """The parts of a run's blocks that run in kernels of liger-kernel."""
+    """The parts of a run's blocks that run in liger-kernel's kernels."""
     if run.train.kernels == "torch":
         return []
     left = left_to_torch(parts_case(run, run.cluster.device.backend))
@@ -136,7 +138,7 @@ def parts_of(run: RunConfig) -> list[Part]:
 
 
 def parts_words(run: RunConfig) -> str:
-    """A line with the parts that run in kernels of liger-kernel, and the others with the reason; "" without them."""
+    """A line on the parts that run in liger-kernel's kernels and the reason for each other part; "" if none do."""
     if run.train.kernels == "torch":
         return ""
     left = left_to_torch(parts_case(run, run.cluster.device.backend))
@@ -146,7 +148,7 @@ def parts_words(run: RunConfig) -> str:
 
 
 def check_moved(run: RunConfig, blocks: Sequence[BlockSpec]) -> None:
-    """Raise `ConfigError` where a moved bias of a router belongs to parameters that the run does not train."""
+    """Raises `ConfigError` if `balance.bias` would move a router bias that the run does not train."""
     if run.lora is not None:
         raise ConfigError(
             "balance.bias moves a bias of the base model, and [lora] leaves the base as it is: leave one of them out"
@@ -161,7 +163,9 @@ def check_moved(run: RunConfig, blocks: Sequence[BlockSpec]) -> None:
 
 
 def check_evaluation(run: RunConfig) -> None:
-    """Raise `ConfigError` for keys of evaluations that cannot have an effect, or `ModelError` for a model."""
+    """Raises `ConfigError` for evaluation keys without effect, and `ModelError` for a model that cannot be
+    evaluated.
+    """
     train, names = run.train, [*([HOLDOUT] if run.data.holdout else []), *run.data.eval]
     if not train.eval_every:
         if run.data.eval:
@@ -187,7 +191,7 @@ def check_evaluation(run: RunConfig) -> None:
 
 
 def check_objective(run: RunConfig) -> None:
-    """Raises a `TerraceError` for an objective that does not fit the data, the model or a valid plan."""
+    """Raises a `TerraceError` if the objective does not fit the data, the model or the plan."""
     objective, beta = run.train.objective, run.train.beta
     if not 0 < beta < math.inf:
         raise ConfigError(f"train.beta = {beta} must be positive and finite")
@@ -227,9 +231,9 @@ def check_objective(run: RunConfig) -> None:
 
 
 def _with_whole_pairs(run: RunConfig, free: Collection[str]) -> RunConfig:
-    """The run with a pair in its micro-batch, where it trains on pairs and the plan leaves the number `free`.
+    """For a run on pairs, makes the micro-batch even: 2 if the plan leaves it out (`free`).
 
-    Raises `PlanError` where the plan gives an odd one.
+    Raises `PlanError` if the plan gives an odd number.
     """
     if not run.on_pairs or run.plan.micro_batch % 2 == 0:
         return run

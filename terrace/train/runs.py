@@ -1,7 +1,7 @@
-"""A run folder, of `terrace train` or `terrace rl`: which kind it is, and where its model is. Needs no torch.
+"""Run folders of `terrace train` and `terrace rl`: which kind a folder is, and where its model is. Needs no torch.
 
-Every command that takes a run folder asks here. What feedback has trained is the actor, whose checkpoints have a folder
-of their own; they are numbered by updates, and their facts have the step of the run.
+Every command that takes a run folder uses this. In a run of `terrace rl` the model is the actor, whose checkpoints have
+a folder of their own; they are numbered by updates, and their facts hold the step of the run.
 """
 
 from collections.abc import Mapping
@@ -24,16 +24,17 @@ if TYPE_CHECKING:
 
 CONFIG = "config.toml"
 ACTOR = "actor"  # the folder of a run of feedback with the checkpoints of its model
-FEEDBACK = "rl"  # facts of a checkpoint, by which a run of feedback goes on
+FEEDBACK = "rl"  # key of the facts with which a run of feedback resumes
 Command = Literal["train", "rl"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFolder:
-    """Facts of a run that commands need to use its model; `train` is the configuration of a run of `terrace train`.
+    """What commands need to know about a run to use its model. `train` is the configuration of a run of `terrace
+    train`.
 
-    `saves` has the folder `checkpoints`; `tokenizer` and `template` are those of the training, `base` the weights that
-    it began with, `context` the tokens of its longest row, `compute` the dtype in which it computed.
+    `saves` is the parent of the folder `checkpoints`. `tokenizer` and `template` are those of the training, `base` the
+    initial weights, `context` the longest row in tokens, `compute` the compute dtype.
     """
 
     folder: Path
@@ -52,27 +53,29 @@ class RunFolder:
 
     @property
     def source(self) -> Path:
-        """The folder with the files that an export needs beside the weights."""
+        """The folder with the files that an export needs besides the weights."""
         return self.folder / SOURCE
 
     def step_of(self, checkpoint: "Checkpoint") -> int:
-        """The step of the run after which a checkpoint was saved."""
+        """The step of the run after which `checkpoint` was saved."""
         return checkpoint.step if self.command == "train" else int(checkpoint.facts[FEEDBACK]["step"])
 
     def rate_after(self, step: int) -> float:
-        """The learning rate of the step after `step` steps."""
+        """Learning rate of the step that follows `step` steps."""
         if self.train is None:
             return warmed_up(self.optimizer.lr, step, self.warmup_steps)
         return learning_rate(step, self.train.train, self.optimizer)
 
 
 def command_of(table: Mapping[str, Any]) -> Command:
-    """The command whose run has these settings."""
+    """The command that a run's settings belong to."""
     return "rl" if "run" in table and "train" not in table else "train"
 
 
 def read_run(folder: Path) -> RunFolder:
-    """The run in `folder`; raises `CheckpointError` for another folder, and `ConfigError` for wrong settings."""
+    """Reads the run in `folder`. Raises `CheckpointError` if it is not a run folder, and `ConfigError` for invalid
+    settings.
+    """
     table = _table(folder)
     if command_of(table) == "rl":
         return _of_feedback(folder, table)
@@ -95,7 +98,7 @@ def read_run(folder: Path) -> RunFolder:
 
 
 def read_trained(folder: Path, why: str) -> RunConfig:
-    """The configuration of the run of `terrace train` in `folder`; for one of `terrace rl`, `why` says what it lacks.
+    """The configuration of a run of `terrace train`. `why` completes the error for a run of `terrace rl`.
 
     Raises as `read_run` does.
     """
@@ -106,9 +109,9 @@ def read_trained(folder: Path, why: str) -> RunConfig:
 
 
 def table_to_resume(folder: Path, command: Command) -> Mapping[str, Any]:
-    """The settings of the run in `folder`, with which `command` goes on.
+    """The settings of the run in `folder`, to be resumed by `command`.
 
-    Raises `CheckpointError` for another folder, and for a run of the other command.
+    Raises `CheckpointError` if the folder is not a run, or a run of the other command.
     """
     table = _table(folder)
     own = command_of(table)
@@ -120,9 +123,9 @@ def table_to_resume(folder: Path, command: Command) -> Mapping[str, Any]:
 
 
 def again(terrace: str, folder: Path, command: Command, *, is_saved: bool) -> str:
-    """Words on the checkpoints that are saved, with the command that goes on with the run in `folder`.
+    """Words on the saved checkpoints, with the command that resumes the run in `folder`.
 
-    `terrace` is the command line as the user has called it (terrace.launch.called).
+    `terrace` is the command line as the user called it (terrace.launch.called).
     """
     name = quote(str(folder))
     if is_saved:

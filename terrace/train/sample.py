@@ -21,7 +21,7 @@ _PROMPT_TOKENS, _SAMPLE_TOKENS = 24, 300
 
 
 def closing_sample(job: RunJob, folder: Path) -> str:
-    """The prompt and its continuation by the checkpoint in `folder`.
+    """The prompt of a run's sample, continued by the checkpoint in `folder`.
 
     Generated on one device, whatever the number of ranks.
     """
@@ -41,10 +41,10 @@ def closing_sample(job: RunJob, folder: Path) -> str:
 
 
 def sample_prompt(run: RunConfig, sources: Sequence[Source], tokenizer: Tokenizer) -> str | list[int]:
-    """The prompt of a run's closing sample: `train.prompt`, by default the beginning of the first source.
+    """The prompt of a run's closing sample: `train.prompt`, or by default the beginning of the first source.
 
-    Where that source holds chats, `train.prompt` is a user's message in the template of training, and the default goes
-    as far as the assistant's first answer. Raises `DataError` for a message that cannot be put into a chat.
+    If that source holds chats, `train.prompt` becomes a user's message in the training's template, and the default ends
+    before the assistant's first answer. Raises `DataError` for a message that does not fit into a chat.
     """
     spec = run.data.sources()[0]
     if run.train.prompt is not None:

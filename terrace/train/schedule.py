@@ -32,13 +32,17 @@ def learning_rate(step: int, train: TrainConfig, optimizer: OptimizerConfig) -> 
 
 
 def warmed_up(peak: float, step: int, num_steps: int) -> float:
-    """Learning rate of step `step` (from 0) of a run of feedback: it rises for `num_steps` steps, and stays."""
+    """Learning rate of step `step` (from 0) of a run of feedback: linear warm-up over `num_steps` steps, then
+    constant.
+    """
     return peak * min(1.0, (step + 1) / max(1, num_steps))
 
 
 def rate_jump(step: int, earlier: Mapping[str, Any] | None, train: TrainConfig, optimizer: OptimizerConfig) -> str:
-    """How the rate of the first step of a resumed run, `step` (from 0), departs from what the settings of its `earlier`
-    start would have made it; "" if it does not, or they cannot be read.
+    """Words on how the rate of a resumed run's first step `step` (from 0) differs from the schedule of the `earlier`
+    settings.
+
+    "" if it does not differ, or if `earlier` cannot be read.
     """
     if not earlier:
         return ""
@@ -72,6 +76,6 @@ def _height(step: int, train: TrainConfig) -> float:
 
 
 def decay_steps(train: TrainConfig) -> int:
-    """Steps of the decay of wsd; a fraction of the run is rounded to whole steps, at least one."""
+    """Steps of wsd's decay; a fraction of the run is rounded to whole steps, at least one."""
     given = train.decay_steps
     return given if isinstance(given, int) else max(1, round(given * train.steps))

@@ -1,4 +1,4 @@
-"""The steps of one rank of a run, with all that follows them: saves, evaluations, copies and figures."""
+"""Runs the steps of one rank, with the saves, evaluations, copies and metrics that follow each step."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,7 +50,9 @@ _PATIENCE = 10  # timeouts that rank 0 waits for files of others
 
 
 class Saves:
-    """Every rank calls the methods at the same points; `newest` are the last `NUM_SAVES` complete checkpoints."""
+    """Saves checkpoints. Every rank calls the methods at the same points. `newest` holds the last `NUM_SAVES` complete
+    ones.
+    """
 
     def __init__(
         self, engine: Engine, world: World, job: RunJob, cost: WorkCost | None, dog: Watchdog, observer: Observer
@@ -73,11 +75,11 @@ class Saves:
 
     @property
     def problem(self) -> str | None:
-        """Error of the last save, once known; the same on every rank."""
+        """Error of the last save once it is known, the same on every rank."""
         return self._saver.problem
 
     def save(self, step: int, best: int | None = None) -> None:
-        """Begin a checkpoint after `step` steps; that after step `best` stays, however old it is."""
+        """Starts a checkpoint after `step` steps. The one after step `best` is kept, however old it is."""
         self._dog.idle("saving a checkpoint")
         if self._saver.is_under_way:
             self._observer.note(f"step {step}: waiting for the checkpoint before, which is still being written")
@@ -86,24 +88,24 @@ class Saves:
         self._engine.check_bytes()
 
     def finish(self) -> None:
-        """Wait for a save under way. Raises `CheckpointError` on every rank if any rank could not write."""
+        """Waits for a running save. Raises `CheckpointError` on every rank if any rank could not write."""
         self._dog.idle("finishing a checkpoint")
         self._saver.finish()
         self.tell()
 
     def tell(self) -> None:
-        """Pass the news on: background saves finish at any time."""
+        """Passes finished background saves on to the observer."""
         while (saved := self._saver.news()) is not None:
             self.newest = (*self.newest, saved)[-NUM_SAVES:]
             self._observer.saved(saved.folder)
 
     def close(self) -> None:
-        """Wait for a save under way, and until the other ranks know its outcome."""
+        """Waits for a running save, and until the other ranks know its outcome."""
         self._saver.close()
 
 
 class SlowRanks:
-    """Tells the watchdog of each step, and the observer of ranks that have become slow or fast again
+    """Reports each step to the watchdog, and to the observer the ranks that have become slow or fast again
     (terrace.launch.slow).
     """
 
@@ -118,12 +120,12 @@ class SlowRanks:
 
     @property
     def factors(self) -> dict[str, float]:
-        """Slow rank -> its own time over that of its fast peers, or of the first steps; empty but on rank 0."""
+        """Slow rank -> its own time over that of its fast peers, or of the first steps. Empty on ranks other than 0."""
         return {str(each.rank): round(each.factor, 2) for each in self._dog.lookout.slow}
 
     @property
     def slowest(self) -> dict[str, float]:
-        """`rank` with the most own work in the last steps, and its seconds `own_s`; empty on ranks other than 0."""
+        """The `rank` with the most own work in the last steps, and its seconds `own_s`. Empty on ranks other than 0."""
         found = self._dog.lookout.slowest
         return {} if found is None else {"rank": found[0], "own_s": found[1]}
 
@@ -140,7 +142,7 @@ class SlowRanks:
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """The steps of a rank, and all that follows them. Every rank calls `run` at the same point."""
+    """Runs the steps of a rank, with all that follows each of them. Every rank calls `run` at the same point."""
 
     rank: "RankOfRun"
     vote: Vote
@@ -152,7 +154,7 @@ class Steps:
     profiler: Profiler
 
     def run(self, first_step: int, feeder: Feeder[StepBatches]) -> tuple[Summary, Stop | None]:
-        """All steps from number `first_step` on, or those before a stop that all ranks agree on."""
+        """Runs all steps from `first_step` on, or up to a stop that all ranks agree on."""
         rank, train, outer = self.rank, self.rank.run.train, self.rank.run.plan.outer
         summary = Summary(train.steps - first_step, outer.every)
         metrics = MetricsFile(rank.job.folder / "metrics.jsonl", first_step) if rank.world.rank == 0 else None
@@ -236,7 +238,7 @@ class Steps:
     def _saved_first(self) -> Iterator[None]:
         try:
             yield
-        # All ranks of an island raise this after the same step, and others still write their parts: the save can end.
+        # All ranks of an island raise this after the same step while others still write, so the save can finish.
         except TrainingError:
             self.saves.finish()
             self.copies.close()
@@ -308,7 +310,7 @@ class Steps:
 
 
 def _check_rounding(result: StepResult, number: int, budget: Mapping[str, float]) -> None:
-    """Raise `TrainingError` where a message class of step `number` (from 1) has more than its budget."""
+    """Raises `TrainingError` if a message class exceeded its error budget in step `number` (from 1)."""
     for message, limit in budget.items():
         error = result.quantisation_error.get(message, 0.0)
         if error > limit:

@@ -1,4 +1,4 @@
-"""The chunks in which tokens go to their experts, for the plan of a user's own script."""
+"""Chooses the token chunks of expert messages for the plan of a user's own script."""
 
 from collections.abc import Sequence
 
@@ -20,9 +20,10 @@ def resolved_plan(
     num_micros: int,
     activation: tuple[int, int] | None,
 ) -> tuple[Plan, str]:
-    """The plan with the chunks of experts that it leaves out, by the figures of the cluster and `plan.micro_batch`.
+    """Fills in the expert chunks that a plan leaves out, using the cluster's constants and `plan.micro_batch`. Returns
+    the plan and a note.
 
-    Without the length of a sequence, of `activation`, they stay left out: one chunk, as the note says. Raises
+    Without `activation` (sequence, hidden) they stay left out, which means one chunk, and the note says so. Raises
     `PlanError` for a plan that does not suit the cluster or the blocks, and `ClusterError` for a dtype that the device
     has no rate for.
     """

@@ -3,10 +3,9 @@
     train.metrics = ["tensorboard", "wandb"]
 
 Names are the same everywhere, with a slash after their kind: `train/loss`, `perf/tokens_per_s`, `time/forward`,
-`bytes/node`, `memory/params`, `quantisation/sync`, `eval/holdout/loss`.
-Each package is imported only when requested, on rank 0. A resumed
-run continues in the same place: ids given by a service are kept in `trackers.json` of the run folder. Accounts, servers
-and offline modes are configured by the packages' own environment variables.
+`bytes/node`, `memory/params`, `quantisation/sync`, `eval/holdout/loss`. Each package is imported only when requested,
+on rank 0. A resumed run continues the same curves: ids assigned by a service are kept in `trackers.json` of the run
+folder. Accounts, servers and offline modes are configured by the packages' own environment variables.
 """
 
 import importlib
@@ -37,7 +36,7 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Tracker:
-    """`log` sends the values of a step, `write` a text in Markdown under a name, `close` all that is still buffered."""
+    """`log` sends the values of a step, `write` sends Markdown under a name, `close` flushes what is still buffered."""
 
     log: Callable[[Mapping[str, float], int], None]
     close: Callable[[], object]
@@ -45,7 +44,7 @@ class Tracker:
 
 
 def check_names(names: Sequence[str], key: str = "train.metrics") -> None:
-    """Raises `ConfigError` for a name in `key` that is unknown or duplicate."""
+    """Raises `ConfigError` for an unknown or duplicate tracker name in `key`."""
     for name in names:
         if name not in TRACKERS:
             raise ConfigError(f"{key} names {name!r}{did_you_mean(name, TRACKERS)}")
@@ -54,7 +53,7 @@ def check_names(names: Sequence[str], key: str = "train.metrics") -> None:
 
 
 def check_installed(names: Sequence[str], key: str = "train.metrics") -> None:
-    """Raises `ConfigError` with the command that installs a missing package."""
+    """Raises `ConfigError` for a package that is not installed, with the command to install it."""
     for name in names:
         # Found without importing it: a package may take seconds to import.
         if importlib.util.find_spec(name) is None:
@@ -62,7 +61,7 @@ def check_installed(names: Sequence[str], key: str = "train.metrics") -> None:
 
 
 def values_of(record: StepRecord) -> dict[str, float]:
-    """Values of a step for trackers, by name."""
+    """A step's values for trackers, by name."""
     values: dict[str, float | None] = {
         "train/loss": record.loss,
         "train/grad_norm": record.grad_norm,
@@ -96,9 +95,10 @@ def values_of(record: StepRecord) -> dict[str, float]:
 
 
 def open_trackers(names: Sequence[str], folder: Path, config: Config, first_step: int) -> dict[str, Tracker]:
-    """Trackers of a run folder by name, continuing after `first_step`.
+    """Opens the trackers of a run folder, continuing after `first_step`.
 
-    `config` is the run's table, which services show with its curves. Raises `ConfigError` for one that cannot start.
+    `config` is the run's table, which services show with its curves. Raises `ConfigError` for a tracker that cannot
+    start.
     """
     check_installed(names)
     found: dict[str, Tracker] = {}
@@ -165,7 +165,7 @@ def _mlflow(folder: Path, config: Config, first_step: int) -> Tracker:
 
 
 def _absolute_place(place: str) -> str:
-    """A tracking URI that means the same in every working directory."""
+    """Makes a tracking URI independent of the working directory."""
     # sqlite:///FILE, as SQLAlchemy writes a relative one; file:FOLDER; FOLDER. Servers stay as they are.
     found = re.fullmatch(r"(sqlite:///|file:(?!/)|(?![\w+.-]+:))(.*)", place, re.DOTALL)
     return place if found is None else f"{found[1]}{os.path.abspath(found[2])}"

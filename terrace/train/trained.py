@@ -1,4 +1,4 @@
-"""A trained model for use in one process: the newest checkpoint of a run, or a Hugging Face folder."""
+"""A trained model in one process, from a run's newest checkpoint or a Hugging Face folder."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -30,9 +30,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """A model with values, its tokenizer, its training sequence length, and the tokens that end a text or a turn.
+    """A model with its tokenizer, its training sequence length, and the tokens that end a text or a turn.
 
-    `tokenizer_path` and `template_path` lead to the chat template that it was trained with.
+    `tokenizer_path` and `template_path` locate the chat template that it was trained with.
     """
 
     config: ModelConfig
@@ -77,7 +77,7 @@ def load_trained(
 def load_blocks(
     checkpoint: Checkpoint, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> tuple[ModelConfig, list[nn.Module]]:
-    """The model of a checkpoint as plain single-device blocks, its adapters folded in."""
+    """The model of a checkpoint as plain single-device blocks, with adapters merged into the base weights."""
     config = parse_model(checkpoint.facts["model"])
     return config, with_values(
         config, merged_values(checkpoint), device, dtype, checkpoint.folder, list(checkpoint.layout)
@@ -92,14 +92,15 @@ def with_values(
     where: Path,
     names: list[str] | None = None,
 ) -> list[nn.Module]:
-    """The model's blocks with values of (block, parameter), from `where`; `names` are the blocks' names.
+    """Builds the model's blocks from (block, parameter, value) triples. `where` is named in errors; `names` are the
+    blocks' names.
 
     Raises `CheckpointError` naming a parameter with inf or nan.
     """
     blocks = build_blocks(config)
     specs = block_specs(config)
     wanted = dict(zip(names or [spec.name for spec in specs], blocks, strict=True))
-    # Rounding would take the steps away by which counts move a parameter.
+    # Rounding would lose the small steps of a parameter that is moved by counts.
     moved = {param.name for spec in specs for param in spec.params if param.is_moved}
     replacements: dict[int, nn.Parameter] = {}
     for block, name, value in values:
@@ -113,7 +114,7 @@ def with_values(
 
 
 def check_tokenizer(checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
-    """Raises `CheckpointError` when a checkpoint was trained with another tokenizer."""
+    """Raises `CheckpointError` if the checkpoint was trained with another tokenizer."""
     trained_with = checkpoint.facts.get("tokenizer")
     if trained_with != tokenizer.fingerprint:
         raise CheckpointError(
@@ -132,7 +133,7 @@ def _of_run(folder: Path, dtype: torch.dtype, tokenizer: str | None, device: tor
     checkpoint.verify()
     path = tokenizer or run.tokenizer
     own = load_tokenizer(path, run.bos, run.eos)
-    # The tokenizer of a task has no file but the run's copy of it, which `check_source` knows.
+    # A task's tokenizer exists only as the run's copy, which `check_source` verifies.
     if tokenizer is not None or run.command == "train":
         check_tokenizer(checkpoint, own)
     config, blocks = load_blocks(checkpoint, device, dtype)

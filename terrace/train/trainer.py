@@ -1,7 +1,7 @@
 """`terrace.Trainer`: a user's own blocks under any plan, in the user's own loop.
 
-`terrace train` brings its data, loop and models; the trainer brings none of them. It takes modules that run one after
-the other, a loss, a plan and a cluster, and runs one step per call.
+Unlike `terrace train`, the trainer has no data, loop or models of its own: it takes modules that run one after the
+other, a loss, a plan and a cluster, and runs one step per call.
 """
 
 import math
@@ -47,33 +47,31 @@ from terrace.train.user_blocks import declared_of, hidden_dims, move_buffers, na
 class Trainer:
     """Trains `blocks`, modules that run one after the other, under a plan on this rank of a cluster.
 
-    - `blocks`: a sequence of modules (`nn.Sequential` is one), or names and modules. Each takes one tensor and returns
-      one. A block is the unit of gathering, reduction and recomputation. A parameter shared by several blocks is one (a
-      tied head). The trainer takes the parameters over; parameters with `requires_grad` off stay as they are.
-    - `plan`, `cluster`: a preset's name, a file, a table or the value. `cluster="local"` is this machine with all the
-      ranks that run; any other must have as many ranks as the world. Without a dtype in the plan, blocks compute in
-      their own dtype.
-    - `loss(output, labels)` returns the SUM of the losses, of which the trainer makes the mean: sums of all
-      micro-batches and ranks are added up and divided once, by the number of labels that count: all but -100, or but
-      the `ignore_index` of a loss module or of `functools.partial(torch.nn.functional.cross_entropy, ...)`. The first
-      loss is compared with the losses of its two halves unless `check_loss` is off.
+    - `blocks`: modules in a sequence (also `nn.Sequential`), or by name, each from one tensor to one tensor. A block is
+      the unit of gathering, reduction and recomputation. A parameter shared by several blocks is one (a tied head). The
+      trainer takes the parameters over; those with `requires_grad` off stay as they are.
+    - `plan`, `cluster`: a preset's name, a file, a table or the value. `cluster="local"` is this machine with all
+      running ranks; any other must have as many ranks as the world. Without a dtype in the plan, blocks keep theirs.
+    - `loss(output, labels)` returns a SUM of losses. The trainer adds up the sums of all micro-batches and ranks and
+      divides by the number of labels, without those equal to -100, or to the `ignore_index` of a loss module or of
+      `functools.partial(torch.nn.functional.cross_entropy, ...)`. With `check_loss`, the first loss is compared with
+      the losses of its two halves.
     - `optimizer`: keys of AdamW as in the section `[optimizer]` of a run; by default with weight decay 0.1 on matrices
       and the gradient norm clipped at 1.
     - `num_micros`: number of micro-batches into which a rank cuts its part of a batch.
-    - `local_batches`: `step` receives this rank's part of the batch, the same on all ranks with one data rank;
-      otherwise it receives the whole batch, the same on every rank.
-    - `activation=(sequence, hidden)`: the shape of the tensor between blocks, for one sample. A pipeline and a context
-      axis need it; with stacks on several ranks, the numbers of chunks are chosen from it.
-    - `declared`: the meaning of parameters' dims, which a tensor and a context axis need, as they need blocks of
-      `terrace.model.decoder`; blocks of `terrace.blocks_of` with a declaration serve, too, and bring their own.
-    - `broadcast`: rank 0's values of parameters and buffers go to all ranks first, so that no seed is needed.
-    - `predict`: time the blocks and the links during the first step, about a second, to predict the following steps.
+    - `local_batches`: `step` receives this rank's part of the batch, equal on ranks that share a data rank; otherwise
+      the whole batch, equal on every rank.
+    - `activation=(sequence, hidden)`: shape of the tensor between blocks, for one sample. Needed by a pipeline and a
+      context axis, and for choosing the number of chunks of stacks on several ranks.
+    - `declared`: the meaning of parameters' dims. A tensor and a context axis need it, and blocks of
+      `terrace.model.decoder` or of `terrace.blocks_of` with a declaration; the latter bring their own.
+    - `broadcast`: rank 0's values of parameters and buffers are sent to all ranks first, so no seed is needed.
+    - `predict`: times blocks and links in the first step, which takes about a second, to predict later steps.
     - `timeout_s`: under a launcher, how long a rank may stand still before the culprit is named.
     - `balance`: keys of the section `[balance]` of a run, for blocks with routers; `seed` draws their noise.
 
-    Under torchrun, srun or mpirun the trainer joins the world; a world that the user has joined is used as it is. Every
-    rank makes the trainer and calls its methods at the same points. Raises a `TerraceError` for a setup that cannot
-    work.
+    Under torchrun, srun or mpirun the trainer joins the world, unless the user has. Every rank makes the trainer and
+    calls its methods at the same points. Raises a `TerraceError` for a setup that cannot work.
     """
 
     def __init__(
@@ -163,7 +161,7 @@ class Trainer:
 
     @property
     def device(self) -> torch.device:
-        """Device of this rank; batches are moved there."""
+        """Device of this rank. Batches are moved there."""
         return self._joined.device
 
     def step(
@@ -171,12 +169,12 @@ class Trainer:
     ) -> StepResult:
         """Trains on one batch: inputs, labels and optionally positions, all with samples as the first dim.
 
-        Floating inputs are cast to the plan's compute dtype. `lr` is for this step; without it, the trainer's `lr`,
-        which may be set at any time. Returns the mean loss over the labels that count, on all ranks, the gradient norm
-        before clipping, and the number of labels that counted. `positions` go to every block as its second argument.
+        Floating inputs are cast to the plan's compute dtype; `positions` are every block's second argument. `lr`
+        overrides the trainer's `lr`, which may be set at any time, for this step. Returns the mean loss over all ranks'
+        labels, the gradient norm before clipping, and the number of labels; ignored labels are left out.
 
-        Raises `ConfigError` for a batch that cannot be cut, `NonFiniteError` on every rank for a loss or gradient that
-        is inf or nan, with nothing updated, and the engine's other errors.
+        Raises `ConfigError` for a batch that cannot be divided, `NonFiniteError` on every rank for a loss or gradient
+        that is inf or nan, with nothing updated, and the engine's other errors.
         """
         tensors = self._taken(inputs, labels, positions)
         with self._guarded("between steps"):
@@ -191,10 +189,9 @@ class Trainer:
     def evaluate(self, inputs: Tensor, labels: Tensor, positions: Tensor | None = None) -> Evaluated:
         """Mean loss over a batch of any size, under the plan; nothing changes, so the next step has the same bits.
 
-        Blocks are in evaluation mode. Where a batch does not divide among the ranks and micro-batches it is filled up
-        with copies of its first sample, whose labels are ignored ones. With islands, each evaluates its part.
-        Every rank calls this, with a batch as for `step`. Raises `ConfigError` for a batch that is empty, or cannot be
-        filled up since its labels are not integers.
+        Blocks are in evaluation mode. A batch that does not divide among ranks and micro-batches is padded with copies
+        of its first sample, with ignored labels. With islands, each evaluates its part. Every rank calls this, with a
+        batch as for `step`. Raises `ConfigError` for an empty batch, or if it needs padding and labels are no integers.
         """
         tensors = self._taken(inputs, labels, positions)
         with self._guarded("between steps"):
@@ -204,9 +201,9 @@ class Trainer:
             return evaluated(self.engine, passes)
 
     def report(self) -> TrainerReport:
-        """A step of this rank, predicted and measured: bytes and times are means of the steps so far.
+        """The predicted and the measured step of this rank; bytes and times are means over the steps so far.
 
-        The times of the first step, in which blocks are timed, are left out if there are others.
+        Times leave out the first step, in which blocks are timed, if there are others.
         """
         time_s = {category: total / max(1, self._num_timed) for category, total in self._time_s.items()}
         return TrainerReport(predicted=self.predicted, measured=self.engine.report(time_s), num_steps=self.num_steps)
@@ -221,7 +218,7 @@ class Trainer:
             return {self._full_name(block, name): value for block, name, value in whole_values(self.engine)}
 
     def unload(self) -> None:
-        """Restores plain whole parameters in the blocks, and so in a model made of them, and closes.
+        """Restores plain whole parameters in the blocks, and thus in a model made of them, and closes.
 
         Values have each parameter's original dtype. Every rank calls this. Raises `TrainingError` under a tensor axis,
         which has replaced the blocks' own modules.
@@ -241,10 +238,10 @@ class Trainer:
             setattr(module, name, fresh[key])
 
     def save(self, folder: str | Path, *, keep: int = 2, facts: Mapping[str, Any] | None = None) -> Path:
-        """Writes a checkpoint into `folder/checkpoints/step-N`; any plan can load it.
+        """Writes a checkpoint to `folder/checkpoints/step-N`, which any plan can load.
 
-        The newest `keep` stay. `facts` are the user's own values for the manifest. Every rank calls this. Raises
-        `CheckpointError`.
+        The newest `keep` checkpoints are kept. `facts` are the user's own values for the manifest. Every rank calls
+        this. Raises `CheckpointError`.
         """
         with self._guarded("saving a checkpoint"):
             self.engine.drain()
@@ -282,12 +279,12 @@ class Trainer:
             return found
 
     def finish(self) -> None:
-        """Ends a run of islands: after it they hold the same parameters. Every rank calls this after its last step."""
+        """Ends a run of islands, which then hold the same parameters. Every rank calls this after its last step."""
         with self._guarded("ending a run of islands"):
             self.engine.finish()
 
     def close(self) -> None:
-        """Stops the trainer's threads, and leaves the world if it was joined here. Closing twice is fine."""
+        """Stops the trainer's threads, and leaves the world if it was joined here. May be called twice."""
         if not self._is_closed:
             self._is_closed = True
             self.engine.drain()
@@ -300,7 +297,7 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Closes, except after an error that other ranks may not share: then threads end with the process."""
+        """Closes, except after an error: other ranks may not share it, and the threads end with the process."""
         # After an error the other ranks may still wait, so closing could hang.
         if kind is None:
             self.close()
@@ -373,7 +370,7 @@ class Trainer:
         if dog is None:
             yield
             return
-        # A lost peer is named; no timeout runs between calls, which may take as long as the user likes.
+        # A lost peer is named. No timeout runs between calls, which may take any time.
         dog.idle(what)
         with dog.guard():
             yield
@@ -381,11 +378,11 @@ class Trainer:
 
 
 def whole_values(engine: Engine) -> Iterator[tuple[str, str, Tensor]]:
-    """(block, parameter, value) of the whole model on every rank: CPU tensors, in the master dtype if trained.
+    """Yields (block, parameter, value) of the whole model on every rank: CPU tensors, in the master dtype if trained.
 
-    With islands these are the anchor, which every island has after `Engine.finish`.
-    Every rank calls this and consumes all of it. One block is in flight at a time: each rank sends the boxes that it is
-    the first to hold, as for a checkpoint.
+    With islands these are the anchor's values, which every island holds after `Engine.finish`. Every rank calls this
+    and consumes all of it. One block is in flight at a time: each rank sends the boxes of which it is the first holder,
+    as for a checkpoint.
     """
     # Refreshes of the last step may still write parameters.
     engine.drain()

@@ -10,9 +10,8 @@ from terrace.program.report import StepReport
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerReport:
-    """A step of this rank: predicted (None before the first step, or without `predict`) and measured.
-
-    Printed, it is a table of both.
+    """A step of this rank, predicted (None before the first step, or without `predict`) and measured. Prints as a
+    table.
     """
 
     predicted: StepReport | None

@@ -1,4 +1,4 @@
-"""A user's blocks before an engine takes them: named and checked, with the same values on every rank."""
+"""Checks and names a user's blocks for an engine, and broadcasts their values."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from terrace.runtime.gathered import gather_plain
 
 
 def named(blocks: object) -> tuple[list[str], list[nn.Module]]:
-    """Names of blocks, and the blocks. Raises `ModelError` for blocks that a trainer cannot take."""
+    """Names and modules of `blocks`. Raises `ModelError` for blocks that a trainer cannot take."""
     # A whole model gives no order in which its modules run.
     if isinstance(blocks, nn.Module) and not isinstance(blocks, (nn.Sequential, nn.ModuleList)):
         raise ModelError(
@@ -51,7 +51,7 @@ def named(blocks: object) -> tuple[list[str], list[nn.Module]]:
 
 
 def places(names: Sequence[str], blocks: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, tuple[str, str]]]:
-    """Every parameter as (module, attribute, (block, parameter) of its owner)."""
+    """Yields every parameter as (module, attribute, (block, parameter) of its owner)."""
     owners: dict[int, tuple[str, str]] = {}
     for block_name, block in zip(names, blocks, strict=True):
         for name, param in block.named_parameters():
@@ -65,13 +65,13 @@ def places(names: Sequence[str], blocks: Sequence[nn.Module]) -> Iterator[tuple[
 
 
 def declared_of(blocks: Sequence[nn.Module]) -> tuple[BlockSpec, ...]:
-    """The specs of blocks that `terrace.blocks_of` made with a declaration; empty for other blocks."""
+    """The specs of blocks that `terrace.blocks_of` made with a declaration; empty if any block has none."""
     found = [getattr(block, "declared", None) for block in blocks]
     return tuple(spec for spec in found if isinstance(spec, BlockSpec)) if None not in found else ()
 
 
 def hidden_dims(specs: Sequence[BlockSpec], activation: tuple[int, int] | None) -> tuple[BlockSpec, ...]:
-    """The specs with dims of the hidden size declared as such, which sizes a pipeline's messages."""
+    """The specs with dims of the hidden size marked as "hidden", which gives the size of a pipeline's messages."""
     if activation is None:
         return ()
 
@@ -87,7 +87,7 @@ def hidden_dims(specs: Sequence[BlockSpec], activation: tuple[int, int] | None) 
 
 
 def spread(blocks: Sequence[nn.Module], specs: Sequence[BlockSpec], device: torch.device) -> None:
-    """Gives every rank the values of rank 0. Raises `ModelError` if a rank has other blocks."""
+    """Broadcasts rank 0's values. Raises `ModelError` if a rank has other blocks."""
     # Compared first: broadcasts of different shapes would hang.
     everyone = gather_plain([dump(spec) for spec in specs], device)
     for rank, theirs in enumerate(everyone):
@@ -106,7 +106,7 @@ def spread(blocks: Sequence[nn.Module], specs: Sequence[BlockSpec], device: torc
 
 
 def move_buffers(blocks: Sequence[nn.Module], device: torch.device) -> None:
-    """Moves the buffers of blocks to a device; their parameters move when an engine takes them."""
+    """Moves the buffers of blocks to a device. Parameters move when an engine takes them."""
     for module in (module for block in blocks for module in block.modules()):
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.device != device:
@@ -114,7 +114,7 @@ def move_buffers(blocks: Sequence[nn.Module], device: torch.device) -> None:
 
 
 def digest(tensor: Tensor) -> str:
-    """A digest that differs for tensors of different values or shapes."""
+    """Hash of a tensor's values and shape."""
     # Bytes are viewed, so any dtype can be hashed; the shape is part of the digest.
     values = as_bytes(tensor.detach().cpu().reshape(-1))
     return hashlib.sha256(values.numpy().tobytes()).hexdigest() + str(tuple(tensor.shape))

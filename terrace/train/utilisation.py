@@ -5,9 +5,10 @@
 
 **Model FLOPs** are needed by the mathematics of a step (Chowdhery et al. 2204.02311, appendix B), with causal attention
 counted exactly. A weight matrix of n elements that T tokens pass costs 2nT forward, 2nT for the gradient of its input
-and, unless it is frozen, 2nT for its own gradient; of a stack a token passes k parts. Attention costs 4P per
-element of the queries forward and twice as much backward, with P the visible (query, key) pairs: B S (S + 1) / 2 for B
-causal sequences of S tokens, less under a sliding window. The embedding lookup, norms and activations count nothing.
+and, unless it is frozen, 2nT for its own gradient. In a stack of experts a token passes k of the matrices. Attention
+costs 4P per element of the queries forward and twice as much backward, with P the visible (query, key) pairs: B S (S +
+1) / 2 for B causal sequences of S tokens, less under a sliding window. The embedding lookup, norms and activations are
+not counted.
 
 **Hardware FLOPs** are these and once more the forward of every recomputed block, or the attention of layers that
 recompute it alone (Korthikanti et al. 2205.05198, section 6, but there with the full square B S^2 of attention, which
@@ -28,10 +29,10 @@ from terrace.simulate.masks import causal_pairs
 
 @dataclass(frozen=True, kw_only=True)
 class StepFlops:
-    """FLOPs of one step over all devices: `products` and `attention` are the parts of `model`.
+    """FLOPs of one step over all devices. `products` and `attention` are the parts of `model`.
 
-    `again` are those of recomputed forwards. `masked` and `masked_again` are what the full square of attention would
-    add to `model` and to `again`.
+    `again` are those of recomputed forwards. `masked` and `masked_again` are what counting the full square of attention
+    would add to `model` and to `again`.
     """
 
     products: int
@@ -51,7 +52,7 @@ class StepFlops:
 
 @dataclass(frozen=True, kw_only=True)
 class Utilisation:
-    """Inputs of a run's MFU and HFU; `peak_flops_per_s` is of one device, `origin` names its source."""
+    """Inputs of a run's MFU and HFU. `peak_flops_per_s` is per device; `origin` names its source."""
 
     flops: StepFlops
     num_devices: int
@@ -60,16 +61,14 @@ class Utilisation:
     is_measured_here: bool = False  # at the start of the run, from a layer
 
     def mfu(self, step_s: float) -> float:
-        """Model FLOPs utilisation of a step of `step_s` seconds."""
         return self.flops.model / (step_s * self.num_devices * self.peak_flops_per_s)
 
     def hfu(self, step_s: float) -> float:
-        """Hardware FLOPs utilisation of a step of `step_s` seconds."""
         return self.flops.hardware / (step_s * self.num_devices * self.peak_flops_per_s)
 
 
 def step_flops(blocks: Sequence[BlockSpec], plan: Plan, batch: int, sequence: int) -> StepFlops:
-    """FLOPs of a step of `batch` sequences; `blocks` are whole, with frozen parameters marked."""
+    """FLOPs of a step of `batch` sequences. `blocks` are unsharded, with frozen parameters marked."""
     tokens, again = batch * sequence, recomputed_parts(plan.recompute, blocks)
     products = rerun = 0
     for index in range(len(blocks)):
@@ -108,9 +107,9 @@ def utilisation(
 ) -> Utilisation:
     """Inputs of a run's utilisation.
 
-    The peak is the peak of `cluster`'s device if its ranks run on such a device: on `backend`, and on a CPU only if it
-    was probed, since a rank's share of a CPU is otherwise unknown. Otherwise it is the rate that a layer's forward
-    reached at the start of the run, taken from `measured`, the cluster with constants of this machine.
+    The peak is that of `cluster`'s device if the ranks run on such a device (`backend`); on a CPU only if it was
+    probed, since a rank's share of a CPU is otherwise unknown. Else it is the rate of a layer's forward at the start of
+    the run, taken from `measured`, the cluster with constants of this machine.
     """
     device = cluster.device
     # A CPU's data-sheet peak says little about the share that a rank gets.

@@ -1,7 +1,7 @@
-"""Evaluations during a run, on its ranks and under its plan: the losses of the hold-out and of `data.eval`.
+"""Evaluates the hold-out and the sources of `data.eval` during a run, on its ranks and under its plan.
 
-An evaluation is passes of the program of forwards (`Engine.evaluate`) over the same rows each time, so a run that goes
-on finds the same numbers. A loss is the mean over all predicted tokens of a source.
+Every evaluation covers the same rows (`Engine.evaluate`), so a resumed run gets the same numbers. A loss is the mean
+over all predicted tokens of a source.
 """
 
 import math
@@ -21,11 +21,11 @@ from terrace.train.keys import TrainConfig
 from terrace.train.metrics import read_metrics
 from terrace.train.micro_batches import MicroBatches
 
-Passed = Callable[[int], None]  # told the number of each pass
+Passed = Callable[[int], None]  # receives the number of each pass
 
 
 def eval_batches_of(run: RunConfig, batches: Batches, sources: tuple[EvalSource, ...]) -> list[EvalBatches]:
-    """The data that a run evaluates, as batches of the size of its steps; empty without any."""
+    """The evaluation data of a run, in batches of the size of its steps; empty if it does not evaluate."""
     train = run.train
     if not train.eval_every:
         return []
@@ -35,8 +35,8 @@ def eval_batches_of(run: RunConfig, batches: Batches, sources: tuple[EvalSource,
 class Validation:
     """The evaluations of a run. Every rank calls the methods at the same points.
 
-    `best_step` is the step with the lowest loss of `train.keep_best` so far, `is_new_best` whether the newest
-    evaluation has found it; of a run that goes on, its metrics in `folder` tell.
+    `best_step` is the step with the lowest loss of `train.keep_best` so far. `is_new_best` tells whether the newest
+    evaluation set it. A resumed run finds `best_step` in its metrics file.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Validation:
 
     @property
     def words(self) -> str:
-        """The data of an evaluation, in a line; "" without one."""
+        """A line on the evaluated data; "" if there is none."""
         read = ", ".join(
             f"{each.num_rows:,} of {each.num_found:,} sequences of {each.name}" for each, _ in self._sources
         )
@@ -61,14 +61,14 @@ class Validation:
 
     @property
     def best_words(self) -> str:
-        """The best checkpoint in a line; "" without one."""
+        """A line on the best checkpoint; "" if there is none."""
         if self.best_step is None:
             return ""
         kept = folder_name(self.best_step)
         return f"lowest loss of {self._train.keep_best}: {self._best:.4f} after step {self.best_step}, kept as {kept}"
 
     def resume(self, folder: Path, first_step: int) -> None:
-        """Find the best checkpoint of the steps before."""
+        """Finds the best checkpoint of the earlier steps."""
         name = self._train.keep_best
         if not name or not first_step:
             return
@@ -92,7 +92,7 @@ class Validation:
         return bool(every) and (num_done % every == 0 or num_done == self._train.steps)
 
     def after(self, num_done: int, passed: Passed) -> dict[str, Evaluated]:
-        """The results by source after step `num_done`."""
+        """Evaluates all sources after step `num_done`. Returns the results by source."""
         found, num_passes, device = dict[str, Evaluated](), 0, self._engine.device
 
         def micros(made: MicroBatches, step: int) -> list[Batch]:
