@@ -24,7 +24,7 @@ from terrace.simulate.work import Work
 
 _RULES: dict[type[Operation], Rule] = {**RULES, Mixture: mixture_nodes}
 
-# What torch's generators remember, so that a recomputed block drops the same elements.
+# Saved RNG state, so that a recomputed block repeats its dropout masks.
 _RANDOM_STATE_BYTES: dict[Backend, int] = {"cpu": 5056, "cuda": 16}
 
 
@@ -55,7 +55,7 @@ class BlockActivations:
 
     @property
     def logits_bytes(self) -> int:
-        """The part of `saved` that grows with the vocabulary."""
+        """Bytes of `saved` that scale with the vocabulary."""
         return 0 if self._again else self.tape.logits_bytes
 
     @cached_property
@@ -64,10 +64,10 @@ class BlockActivations:
 
     @property
     def fixed_bytes(self) -> int:
-        """The part of `kept_bytes` that does not grow with the sequences."""
+        """Bytes of `kept_bytes` that do not scale with the number of sequences."""
         return self._remembered.get("random state", 0) if self._again else self.tape.fixed_bytes
 
-    # The peaks are found only where they are asked for: a search asks for the kept bytes of most blocks alone.
+    # Peaks are lazy: a search reads only the kept bytes of most blocks.
     @cached_property
     def forward_peak_bytes(self) -> int:
         # A head that runs in its backward computes nothing in the forward pass.
@@ -81,18 +81,18 @@ class BlockActivations:
         nodes, sizes = self.tape.nodes, self.tape.sizes
         peak = backward_peak(nodes, sizes)
         if self._again:
-            # The gradient of the output is there already while the forward runs for the second time.
+            # The gradient of the output is already alive during recomputation.
             peak = max(peak, forward_peak(nodes, sizes, keeping=True) + sizes[OUTPUT])
         return peak + sum(self._remembered.values())
 
     @property
     def due_bytes(self) -> int:
-        """Bytes held between the two halves of a backward, for the weight gradients."""
+        """Bytes kept between the input-gradient and weight-gradient halves of a backward."""
         return 0 if self.tape.runs_at_once else self._halves[1]  # a head's are not held (terrace.runtime.head)
 
     @property
     def halved_peak_bytes(self) -> int:
-        """`backward_peak_bytes` of the first half of a backward."""
+        """Peak of the input-gradient half of a backward."""
         return max(self.backward_peak_bytes, self._halves[0] + sum(self._remembered.values()))
 
     @cached_property
@@ -106,7 +106,7 @@ class BlockActivations:
 
     @cached_property
     def _remembered(self) -> dict[str, int]:
-        """Bytes by which a second forward draws and chooses as the first; a head in its backward has no second one."""
+        """Bytes that make a recomputation repeat the first forward's random draws and routing; none for a chunked head."""
         if not self.is_recomputed or self.tape.runs_at_once:
             return {}
         choices = self.tape.choices_bytes
@@ -119,15 +119,15 @@ def activations_of(work: Work, block: BlockSpec, backend: Backend) -> BlockActiv
 
 
 def recomputing(work: Work, parts: tuple[str, ...]) -> Work:
-    """`work` of a block whose backward computes `parts` again (`terrace.plan.recompute.recomputed_parts`)."""
+    """`work` of a block that recomputes `parts` in its backward (`terrace.plan.recompute.recomputed_parts`)."""
     return replace(work, recompute="full") if parts == WHOLE else replace(work, operations=parts)
 
 
 @lru_cache(maxsize=4096)
 def block_activation_bytes(work: Work, operations: Operations, backend: Backend = "cuda") -> BlockActivations:
-    """Bytes that a block holds for one micro-batch. Cached, since planning asks for the same ones.
+    """Bytes that a block holds for one micro-batch; cached.
 
-    Raises `PlanError` for a backend that does not exist.
+    Raises `PlanError` for an unknown backend.
     """
     if backend not in get_args(Backend):
         raise PlanError(f"backend = {backend!r} is not known{did_you_mean(backend, get_args(Backend))}")
