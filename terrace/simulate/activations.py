@@ -106,7 +106,7 @@ class BlockActivations:
 
     @cached_property
     def _remembered(self) -> dict[str, int]:
-        """Bytes that make a recomputation repeat the first forward's random draws and routing; none for a chunked head."""
+        """Bytes that make a recomputation repeat the first forward's dropout and routing; none for a chunked head."""
         if not self.is_recomputed or self.tape.runs_at_once:
             return {}
         choices = self.tape.choices_bytes

@@ -91,11 +91,13 @@ class Layer:
 
     @property
     def has_orders(self) -> bool:
-        """Whether the number of chunks ahead is free; over a single hop all chunks go ahead."""
+        """Whether the number of chunks ahead is free; over a single hop all go ahead."""
         return len(self.traffic.way) > 1
 
     def allows(self, pieces: int) -> bool:
-        """Whether tokens can be cut into this many pieces: none empty, and under even routing with all experts in each."""
+        """Whether tokens can be cut into this many pieces: none empty, and with all experts in each if routing is
+        even.
+        """
         traffic = self.traffic
         return not traffic.tokens % (traffic.num_experts * pieces) if traffic.is_even else pieces <= traffic.tokens
 
