@@ -130,7 +130,7 @@ class Chains:
         return found
 
     def _offers_of(self, shape: OpenMesh, most: int, choices: Choices) -> "_Offers":
-        # Of placements that are no shorter in any respect than another, nothing is gained.
+        # Drop placements that are dominated by another.
         mesh = shape.mesh
         numels = mesh.total("tensor"), self._numels(shape)
         key = (mesh.state, mesh.stack_state, numels, mesh.apart, shape.divides, most, choices)
