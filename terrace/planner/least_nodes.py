@@ -108,7 +108,7 @@ def _fitting(space: Space, limit: int, patience: Patience) -> tuple[Estimate | N
     fits = fits_somewhere(space, evaluator, capacity, limit, patience)
     if fits is False:
         return None, True
-    # The advice must be what a search with this many members finds; its bounds may also prove that nothing fits.
+    # The advice must match a search with this many members, whose bounds may also prove that nothing fits.
     found = Search(space, evaluator, capacity).run(1, limit, patience)
     return (found.best[0] if found.best else None), found.proved and not fits
 

@@ -1,7 +1,7 @@
-"""GPUs of this machine and the links between them, looked up without torch where that is possible.
+"""GPUs of this machine and the links between them, looked up without torch where possible.
 
-NVIDIA's are asked of nvidia-smi, AMD's are read from the kernel's files (/sys/class/kfd). Where a driver is there and
-neither answers, torch is asked. Devices that the environment hides do not count.
+NVIDIA's are read from nvidia-smi, AMD's from the kernel's files (/sys/class/kfd). If a driver exists but neither works,
+torch is used. Devices hidden by the environment do not count.
 """
 
 import re
@@ -27,7 +27,7 @@ _TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Gpus:
-    """Devices that a run here may use; `told_by` says how they are known."""
+    """Devices that a run here may use; `told_by` names the source."""
 
     devices: tuple[Gpu, ...] = field(default=())
     link: Link = ""
@@ -35,7 +35,9 @@ class Gpus:
 
 
 def look_for_gpus(variables: Mapping[str, str], folder: Path = Path("/"), ask: Ask | None = None) -> Gpus:
-    """The visible GPUs; none without a driver. `folder` and `ask` stand for the root of files and for the shell."""
+    """The visible GPUs; none without a driver. `folder` and `ask` replace the file system root and the shell in
+    tests.
+    """
     if any((folder / name).exists() for name in _DRIVER):
         found = _nvidia(variables.get("CUDA_VISIBLE_DEVICES"), ask or _output)
     elif (folder / _KFD).is_dir():
@@ -104,7 +106,7 @@ def _properties(path: Path) -> dict[str, str]:
 
 
 def _visible(shown: str | None, names: list[str]) -> list[int]:
-    """Places of the devices that a list of numbers or names shows; as CUDA reads it, the first unknown one ends it."""
+    """Indexes of the devices in a list of numbers or names; as in CUDA, the first unknown entry ends it."""
     if shown is None:
         return list(range(len(names)))
     found = list[int]()
