@@ -106,7 +106,7 @@ class Bounds:
         return found[0] if found else None
 
     def spanning(self, root: PartialCandidate, span: Span) -> PartialCandidate:
-        """The core of a root with a schedule."""
+        """The core of a root with the schedule of a span."""
         schedule, chunks, span_s, _, heavy = span
         shape, micro_batch, recompute, _, _, micros, _, _, least_held, sizes, _, _, _ = root
         played = schedule == SERIAL
@@ -132,7 +132,7 @@ class Bounds:
         return [found[each] for each in schedules if each in found]
 
     def _split_by(self, root: PartialCandidate, halves: bool, exact: bool) -> tuple[BlockWorks, float | None]:
-        # Least seconds of the blocks, and the fewest layers that logits cost as much as, where forms differ.
+        # Minimum seconds of the blocks and, if forms differ, the smallest cost of the logits in layers.
         shape, numbers = root.shape, (root.micro_batch, root.recompute, root.num_micros > 1)
         if not shape.is_open:
             return self.works.of(shape, *numbers, halves=halves), None
@@ -205,7 +205,7 @@ class Bounds:
             heapreplace(heap, (max(least_s, own_s), number, True))
 
     def _has_paths(self, group: Group, span: Span) -> bool:
-        # Without halves of backwards, closed forms are a few hundredths short.
+        # Without split backwards, closed forms are within a few percent.
         return (
             (span.schedule != SERIAL and traits()[span.schedule].split)
             and not takes_unit(span.schedule)

@@ -71,8 +71,7 @@ class Chains:
         # Until the division of stacks is chosen, the holders of their states are unknown.
         if core.heavy is None or core.shape.divides:
             return 0.0
-        # An excess must not be overestimated for any form, so the form with the most computing counts: all of it hides
-        # messages.
+        # To be a bound for every form, the excess uses the form with the most compute, all of which hides messages.
         numbers, halves = (
             (core.micro_batch, core.recompute, core.num_micros > 1),
             has_halves(core.schedule, core.shape.mesh),
@@ -101,8 +100,8 @@ class Chains:
             whole = self.works.whole
             least_s = max(0.0, min([self._chain_s(shape, whole, works, num_micros, *choice) for choice in choices]))
             return [_scheduled_s(span, 0.0, least_s) for span in spans]
-        # Some stage has the mean of the layers or more. Its chain is no shorter than one of as many layers, but for the
-        # passes of look-ups before them.
+        # Some stage has at least the mean number of layers. Its chain is at least that of this many layers, except for
+        # the passes of look-ups before them.
         most = -(-self.num_inner // stages)
         alike = self.split.layer
         forwards_s, backwards_s = (most - 1) * works[alike][0], (most - 1) * works[alike][1]
@@ -115,7 +114,7 @@ class Chains:
         if not offers.prices:
             least_s = min(excesses_s)
             return [_scheduled_s(span, 0.0, least_s) for span in spans]
-        # One placement may have the shorter messages, another the shorter waits of routed messages for them.
+        # One placement may have shorter messages, another shorter waits of routed messages.
         found, known = list[float](), dict[tuple[bool, bool, int], list[tuple[float, float]]]()
         for span in spans:
             trait = traits()[span.schedule]

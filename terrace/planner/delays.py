@@ -131,7 +131,7 @@ class Delays:
             return Delay(max(0.0, back_s - stage_s), 0.0, False)
         # The optimizer's constant is charged to the last block, while the earlier ones are refreshed.
         first_s = max(0.0, _sum(found.first, prices.refresh_s) - self._optimizer_s)
-        # Under tensor rows a stage alone has no halves.
+        # Under tensor rows a stage priced alone has whole backwards.
         if halves and not tensor:
             return Delay(first_s, 0.0, False)
         each_s = max([_sum(kinds, prices.reduce_s) for kinds in found.on_stages])

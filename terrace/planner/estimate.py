@@ -309,7 +309,7 @@ class Estimator:
         copies = self.item / layout.span(layout.params)
         # The secondary copy is sharded over fewer ranks than the parameters, so it takes more memory.
         copies += self.item / layout.span(layout.params_backward) if layout.has_secondary else 0.0
-        # Two moments of AdamW, and the master weights if apart.
+        # Two moments of AdamW, and the master weights if they are separate.
         owned = 2 * element_bytes(self.task.optimizer_states or self.task.sums)
         owned += FORMATS[self.task.master].element_bytes if keeps_master(plan, layout) else 0
         return copies + summed / layout.span(layout.grads) + owned / layout.span(layout.optimizer)

@@ -217,7 +217,7 @@ class Evaluator:
         """Seconds by category of each stage's step by itself."""
         pipeline, played = self.stages(candidate)
         units = num_micros(self.task, candidate) // candidate.unit
-        # Inner stages are mostly alike; each distinct one is computed once.
+        # Inner stages are mostly equal; each distinct one is computed once.
         known = {part: stage.report(units) for part, stage in zip(pipeline.parts, played, strict=True)}
         found = [known[part] for part in pipeline.parts]
         for lender, stages in _ties(self.task, pipeline):
@@ -324,7 +324,7 @@ class Evaluator:
             schedule=None,
             recompute=task.recomputed(candidate.recompute, 0, [each.name for each in blocks if not each.at_an_end]),
         )
-        # Between stages nothing is sent by a program of one.
+        # The program of a single stage sends no messages between stages.
         program = build(cluster, crossing(cluster, plan), blocks, micros, task.sequence)
         return program, step_costs(program, self.estimator.work(mesh, candidate.micro_batch))
 

@@ -68,5 +68,5 @@ def _predicted(step: Step) -> Prediction:
     except PlanError:
         if not step.plan.expert_gaps:
             raise
-        # Experts further out may share no lane with gradients.
+        # Experts further out may not share a lane with gradients.
         return predict_step(replace(step, plan=replace(step.plan, expert_gaps=())))

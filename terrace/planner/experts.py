@@ -29,7 +29,7 @@ _Priced = tuple[RoutedSeconds, Divided]
 
 
 class Experts:
-    """The experts of one task."""
+    """Experts of one task."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -96,7 +96,7 @@ class Experts:
         least = self.least_divided(kind, work, accumulate)
         each = (least, least._replace(launches=0.0), None)
         least_s, free, whole = (seconds_of(device, work, spec, accumulate=accumulate, divided=one) for one in each)
-        # What the host adds to a backward may be in either part, so it counts to the weights, which may be put off.
+        # Host overhead of a backward may be in either half; it is attributed to weight gradients, which may be delayed.
         weight_s = least_s.input_s + least_s.weight_s - free.input_s - whole.weight_s
         trained = trained_part(spec, self.task.blocks)
         return least_s.forward_s - whole.forward_s, free.input_s - whole.input_s, trained * weight_s
@@ -162,7 +162,7 @@ class Experts:
         known = self._traffics.get(key)
         if known is not None and not known.is_even:
             return replace(known, tokens=work.routed)
-        # States, schedule and batch say nothing about messages inside a block.
+        # States, schedule and batch do not affect messages inside a block.
         plan = plan_of(self.task, Candidate(0, 1, "", 1, work.micro_batch, Placement(-1, -1, -1), mesh))
         tiers = [tier.name for tier in self.task.cluster.tiers]
         with suppress(PlanError):  # a number of tokens that cannot be routed evenly: evaluation refuses it
@@ -180,7 +180,7 @@ def _division(mesh: Mesh) -> Sequence[tuple[int, ...]]:
 
 
 def _load(work: Work) -> tuple[int, bool]:
-    # Tokens that a rank routes, and whether it has a whole shared expert beside the others.
+    # Tokens that a rank routes, and whether it also has a whole shared expert.
     return work.routed, work.tensor == 1
 
 

@@ -94,7 +94,7 @@ def _neighbours(space: Space, candidate: Candidate) -> list[tuple[str, Candidate
     at = sizes.index(candidate.micro_batch)
     for size in (*sizes[max(0, at - 1) : at], *sizes[at + 1 : at + 2]):
         micros = task.batch // (mesh.total("data") * size)
-        # Another micro-batch has another number of them; the unit must still divide it.
+        # Another micro-batch size changes their number, which the unit must still divide.
         unit = max(unit for unit in divisors(micros) if unit <= candidate.unit)
         found.append((f"micro_batch = {size}", candidate._replace(micro_batch=size, unit=unit)))
     found += [(words, candidate._replace(mesh=other)) for words, other in neighbours(free.task, free.pins, mesh)]

@@ -31,8 +31,8 @@ from terrace.simulate.layers import BlockSeconds, core_rounds
 from terrace.simulate.masks import work_in
 from terrace.simulate.work import Work
 
-# Messages of context ranks that hide behind one piece of compute, `times` over: by overlap penalty, how often each is
-# sent and its number in a list of all.
+# (times, piece of compute, messages hidden behind it): by overlap penalty, the count of each message and its index in a
+# list of all.
 _Counted = tuple[int, Compute | None, list[tuple[float, list[tuple[int, int]]]]]
 PassSeconds = tuple[float, float, float]  # seconds of a forward, of a backward, and of the recomputation before it
 Passes = tuple[tuple[PricedMoment, ...], ...]  # of a forward, a backward, and a backward that recomputes

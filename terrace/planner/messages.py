@@ -135,7 +135,7 @@ class MessagePrices:
         )
 
     def _priced(self, degrees: tuple[int, ...], numels: Numels, placement: Placement) -> Costs:
-        # Of a program that has a block of each kind and no instructions.
+        # From a program with a block of each kind and no instructions.
         key = (degrees, numels, placement)
         if key not in self._costs:
             layout, plan = self.estimator.layout(degrees, placement)

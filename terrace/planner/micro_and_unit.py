@@ -65,8 +65,8 @@ def _of_unit(step: Step) -> tuple[float, Step] | None:
 
 
 def _units(step: Step) -> Sequence[int]:
-    # Only sharded parameters are gathered, and only sharded gradients reduced, once per unit. A pipeline's order has
-    # its own visits, but for schedules that pass chunks in units.
+    # Only sharded parameters are gathered, and only sharded gradients reduced, once per unit. In a pipeline the order
+    # determines visits, except for schedules that pass chunks in units.
     plan, layout = step.plan, Layout.of(step.cluster, step.plan)
     if step.num_stages > 1:
         is_free = takes_unit(plan_schedule(plan)[0])

@@ -36,7 +36,7 @@ class _Chain(NamedTuple):
 
 
 class _Counts(NamedTuple):
-    # Passes along a chain: of layers, of a first virtual stage's look-ups and of a last one's logits.
+    # Passes along a chain: of layers, of the first virtual stage's look-ups and of the last one's logits.
     layers: Work
     before: Work
     after: Work
@@ -105,7 +105,7 @@ class Paths:
                     found[what][2] += number
                 else:
                     found[what][1] += number
-                    # Half a backward has no weight gradients.
+                    # The first half of a backward has no weight gradients.
                     found[what][2] -= number if pass_ is Pass.BACKWARD_INPUT else 0
         layers, before, after = ((each[0], each[1], each[2]) for each in found)
         return _Counts(layers, before, after)
@@ -124,7 +124,7 @@ class Paths:
             schedule, stages, chunks, micros, unit = key
             orders, _ = pipeline(schedule, stages, chunks, micros, unit)
             holders, last = orders.holders(), len(virtual) - 1
-            # Neighbouring chunks on one stage, as at the turn of a V, exchange nothing.
+            # Neighbouring chunks on one stage, as at the bottom of a V, exchange no message.
             sends = [number < last and holders[number][0] != holders[number + 1][0] for number in range(last + 1)]
             backs = [False, *sends[:-1]]
             forward_s, backward_s, weight_s = zip(*virtual, strict=True)

@@ -54,7 +54,7 @@ class Pipeline:
     def sends_s(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Seconds by which sending delays a forward and a backward, per virtual stage."""
         holders, num_virtual = self.orders.holders(), self.orders.num_virtual
-        # Neighbouring chunks on one stage, as at the turn of a V, exchange nothing.
+        # Neighbouring chunks on one stage, as at the bottom of a V, exchange no message.
         between = [self.send_s * (holders[k][0] != holders[k + 1][0]) for k in range(num_virtual - 1)]
         return (*between, 0.0), (0.0, *between)
 

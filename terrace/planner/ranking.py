@@ -45,7 +45,7 @@ class Estimate(Cost):
 
     @property
     def simplicity(self) -> tuple[int, int, int, Candidate]:
-        """Total order of equally fast plans: less recomputation, less memory, fewer axes first."""
+        """Sort key of equally fast plans: less recomputation, less memory, fewer axes first."""
         num_axes = sum(self.candidate.mesh.total(axis) > 1 for axis in AXES)
         return self.candidate.recompute, self.needed_bytes, num_axes, self.candidate
 

@@ -196,7 +196,7 @@ class Search:
             # A schedule may reject these numbers; then there is nothing to open.
             with suppress(PlanError):
                 core = self.bounds.tightened(core)
-                # The first has the shortest messages: the bound over all placements, before any order is played.
+                # The first has the shortest messages: a bound over all placements, before any order is played.
                 for excess_s, _, _ in self._placed(core)[:1]:
                     at_least_s = self.bounds.least_s(core, excess_s)
                     yield max(bound_s, at_least_s), Level.CHEAPEST, core.key, core, _NOWHERE, 0, _NONE

@@ -52,7 +52,7 @@ def joined_params(blocks: Sequence[BlockSpec]) -> tuple[ParamSpec, ...]:
 
 def whole_blocks(task: Task, kinds: Sequence[int]) -> tuple[BlockSpec, ...]:
     """The blocks of a stage; one that borrows from another stage has its own copy of the matrix."""
-    # The first block of a kind stands for all.
+    # The first block of a kind represents all.
     places = {task.kinds.first[kind]: index for index, kind in enumerate(kinds)}
     found = []
     for index, kind in enumerate(kinds):

@@ -137,7 +137,7 @@ class Task:
 
     @cached_property
     def kinds(self) -> Kinds:
-        """The blocks by kind; the planner names a kind by its number."""
+        """The blocks by kind; the planner identifies a kind by its index."""
         return Kinds.of(self.blocks)
 
     @cached_property
@@ -178,7 +178,7 @@ class Task:
     @cached_property
     def most_stages(self) -> int:
         """Maximum number of pipeline stages."""
-        # Messages between stages go by the hidden size.
+        # Messages between stages are sized by the hidden size.
         return max(1, len(self.inner) + self.ends) if declared_hidden_size(self.kinds.specs) else 1
 
     def recomputed(self, value: int, first: int = 0, patterns: Iterable[str] | None = None) -> tuple[str, ...]:

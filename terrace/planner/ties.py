@@ -36,7 +36,7 @@ class Ties(NamedTuple):
 
     @property
     def may_be_more(self) -> bool:
-        """Whether plans beyond these may tie, too."""
+        """Whether further plans may tie, too."""
         return self.num_tied == len(self.best) >= FINALISTS
 
     @property

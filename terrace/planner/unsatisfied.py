@@ -89,7 +89,7 @@ def _broken(task: Task, name: str, value: int) -> str:
 
 
 def _multiples(task: Task, name: str) -> Iterator[tuple[int, str]]:
-    # What a number must divide, whatever the others are.
+    # Values that a number must divide in every plan.
     yield from multiples(task, name)
     if name in ("data", "micro_batch"):
         step = "a step" if task.islands.num == 1 else "an island's step"

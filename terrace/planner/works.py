@@ -84,7 +84,7 @@ class Works:
                 forward_s, input_s, weight_s = self.estimator.experts.least_longer(kind, work, accumulate)
                 backward_s = input_s + weight_s
                 backward_s += forward_s if self.again.values[recompute].parts == WHOLE else 0.0
-                # A backward that waits for routed messages hides messages of tensor ranks meanwhile.
+                # A backward that waits for routed messages hides tensor messages meanwhile.
                 hidden_s = self.estimator.tensor_waits(kind, form, micro_batch, accumulate)[1]
                 found[kind] = own[0] + forward_s, own[1] + backward_s, own[2] + weight_s + hidden_s
         return found

@@ -26,7 +26,7 @@ from terrace.simulate.links import wired
 
 _SOURCE = "terrace probe"
 _UNITS = {"gemm_half_depth": "elements", "attention_half_keys": "keys", "attention_half_keys_backward": "keys"}
-# How attention slows with small heads and short rows, and its rate by the kernel of documents.
+# Slow-down of attention for small heads and short rows, and its rate with the kernel for documents.
 _OF_ATTENTION = (
     "attention_half_head",
     "attention_half_keys",

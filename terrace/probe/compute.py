@@ -197,8 +197,8 @@ def layer_passes(watch: Stopwatch, shape: LayerShape) -> Callable[[], None]:
 
 
 def _gemm(watch: Stopwatch, name: str, shape: Shape, way: int, budget_s: float) -> GemmSample:
-    # `way`: 0 forward, 1 gradient of the input, 2 gradient of the weight. Operands lie as autograd hands them over: a
-    # weight is (out, in), and each gradient reads one of them transposed.
+    # `way`: 0 forward, 1 gradient of the input, 2 gradient of the weight. Operands have autograd's layouts: a weight is
+    # (out, in), and each gradient reads one of them transposed.
     m, k, n = shape
     sizes: tuple[tuple[int, int], tuple[int, int]] = (((m, k), (n, k)), ((m, k), (k, n)), ((k, m), (k, n)))[way]
     a, b = (torch.randn(size, device=watch.device, dtype=DTYPES[name]) for size in sizes)

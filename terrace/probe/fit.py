@@ -367,7 +367,7 @@ def _loss(priced: Sequence[float], measured: Sequence[float]) -> float:
 
 
 def _line(samples: Sequence[LinkSample]) -> tuple[float, float]:
-    # A line a + b x fitted by ratio. Both are searched as logarithms: the intercept down to a thousandth of the
+    # A line a + b x with relative errors. Both are searched as logarithms: the intercept down to a thousandth of the
     # shortest time, the slope as the time that it adds to the largest message.
     measured = [sample.seconds for sample in samples]
     largest = max(sample.sent_bytes for sample in samples)

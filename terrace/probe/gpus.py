@@ -50,7 +50,7 @@ def look_for_gpus(variables: Mapping[str, str], folder: Path = Path("/"), ask: A
 
 def _nvidia(shown: str | None, ask: Ask) -> Gpus | None:
     text = ask(*_QUERY)
-    # A part of a device (MIG) has its own memory, which the table of devices does not have.
+    # A MIG partition has its own memory size, which the table of devices does not list.
     if text is None or "MIG-" in (shown or ""):
         return None
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
@@ -66,7 +66,7 @@ def _nvidia_link(text: str | None, indices: list[str]) -> Link:
     # The matrix has a row and a column for each device: NV# where # links of NVLink join two.
     rows = [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", text or "").splitlines()]
     names = next(([cell for cell in row if re.fullmatch(r"GPU\d+", cell)] for row in rows if "GPU0" in row), [])
-    # A row has more cells, on cores and memory.
+    # A row has further cells, on cores and memory.
     of_devices = [row for row in rows if row and row[0] in names]
     cells = {(row[0], other): cell for row in of_devices for other, cell in zip(names, row[1:], strict=False)}
     own = [f"GPU{index}" for index in indices]

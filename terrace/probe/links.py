@@ -34,7 +34,7 @@ from terrace.program.resolve import flat_transfer
 _NUM_SIZES = 7
 FIRST_BYTES = 256 << 10  # of a group; its time bounds the size of the other messages
 LARGEST_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
-# During computing: on a GPU as long as those of a large block, which take more multiprocessors than short ones.
+# Messages during compute: on a GPU as long as those of a large block, which use more multiprocessors than short ones.
 OVERLAP_BYTES = {"cpu": FIRST_BYTES, "cuda": 64 << 20}
 _PRODUCT = {"cpu": 256, "cuda": 4096}
 _OUTLAST = 2.0  # times the computing beside messages, which slow down as well

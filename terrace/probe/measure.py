@@ -87,7 +87,7 @@ def _measure(world: World, cluster: Cluster, device: torch.device, seconds: floa
         sustained = measure_sustained(stopwatch, TRAINS_IN[device.type], heat_s, say)
     copies, norms, launch_s = measure_passes(stopwatch, budget["passes"], say)
     gemms = measure_gemms(stopwatch, budget["gemms"], say)
-    # Attention and layers are sized by the speed that the products reached.
+    # Attention and layers are sized by the measured speed of products.
     peak = max(sample.flops_per_s for sample in gemms if sample.dtype == TRAINS_IN[device.type])
     attention = measure_attention(stopwatch, peak, budget["attention"], say)
     longest = max(attention, key=lambda sample: sample.sequence)

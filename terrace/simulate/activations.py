@@ -1,10 +1,11 @@
 """Activations of a block: bytes kept between forward and backward, and peaks while it runs.
 
 A block is a tape (terrace.simulate.tape), to which rules by type write its operations (terrace.simulate.kept_tensors,
-terrace.simulate.kept_by_mixture). The rules count what autograd keeps of this decoder on the backends `cpu` and `cuda`,
-tensor by tensor; only `cpu` has been compared with a running decoder, and `cuda` follows the documented outputs of its
-kernels. With T tokens on this context rank and tensor ranks in r rows and c columns, attention and MLP are cut by r,
-the residual stream and the norms by c, and under sequence parallelism by r too.
+terrace.simulate.kept_by_mixture). The rules count what autograd keeps for this decoder on the backends `cpu` and
+`cuda`, tensor by tensor; only `cpu` has been compared with a running decoder, and `cuda` follows the documented outputs
+of its kernels. With T tokens on this context rank and tensor ranks in r rows and c columns, attention and MLP are cut
+by
+r, the residual stream and the norms by c, and under sequence parallelism by r too.
 """
 
 from dataclasses import dataclass, replace
@@ -30,10 +31,10 @@ _RANDOM_STATE_BYTES: dict[Backend, int] = {"cpu": 5056, "cuda": 16}
 
 @dataclass(frozen=True, kw_only=True)
 class BlockActivations:
-    """Bytes of one block and one micro-batch on one rank.
+    """Activation bytes of one block and one micro-batch on one rank.
 
     `kept_bytes` is held from forward to backward: the block's input (the output of the block before, so it is counted
-    once) and the tensors its operations keep (`saved`); a recomputed block keeps only a random state, and a
+    once) and the tensors its operations keep (`saved`); a recomputed block keeps only an RNG state, and a
     mixture its choices. The peaks hold the kept tensors, both ends of the block, gradients and temporary tensors.
     """
 

@@ -53,5 +53,5 @@ def attention_cost(
 
 
 def _multiplications(core: Core) -> int:
-    """Multiplications of attention to one token."""
+    """Multiply-adds of attention from one token to one token."""
     return core.heads * (core.head_dim + core.value_dim)

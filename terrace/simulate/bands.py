@@ -50,7 +50,7 @@ FILE = "validated.csv"
 _AXES = (*AXES, "experts", "outer")
 _TRAITS = frozenset(("experts", "outer", FP8))  # with which steps differ in more than their messages
 _HEADS = ("kind", "generation", "axes", "devices", "task", "error")
-# Names of devices with the same units and memory; the first that a name contains.
+# Device name -> generation; the first key that a name contains applies.
 _GENERATIONS = {
     "GB200": "Blackwell",
     "GB300": "Blackwell",
@@ -117,7 +117,7 @@ def csv_text(rows: Iterable[Validated]) -> str:
 
 @cache
 def validated() -> tuple[Validated, ...]:
-    """Every row of the file."""
+    """All validated rows."""
     text = (resources.files(__package__) / FILE).read_text(encoding="utf-8")
     return tuple(
         Validated(

@@ -52,7 +52,7 @@ class BlockTape:
     rules: Mapping[type[Operation], Rule]
     nodes: list[Node] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)
-    # Of what an `Enter` writes: its name here, and bytes that are gathered for each product and again for its backward.
+    # Target of an `Enter` -> its name on the tape, and bytes gathered for each product and again for its backward.
     entered: dict[str, tuple[str, int]] = field(default_factory=dict)
     rows: int = 0  # that pass experts at a time
     logits_bytes: int = 0

@@ -107,7 +107,7 @@ class _Play:
         self._pipelines: dict[tuple[int, ...], Pipeline] = {}
         self._known: dict[tuple[object, ...], Played] = {}
         first = period.turns[0].programs[0]
-        # Outside an island nothing but exchanges travels.
+        # Only exchanges are sent between islands.
         self.outside = first.world_layout.outside
 
     def run(self) -> list[list[Runs]]:
@@ -180,7 +180,7 @@ class _Play:
         most = turn.times
         for one, other, link_s in zip(before, played.after, played.links_s, strict=True):
             if self._busy_s(one) > 0.0:
-                # All of this run was beside an exchange, as the next ones are.
+                # An exchange overlapped this whole run, and will overlap the next ones.
                 through = link_s > 0.0 and not any(one.begins_s[lane] for lane in self.outside)
                 most = min(most, int(self._busy_s(other) / link_s) if through else 0)
         return most

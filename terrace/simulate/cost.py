@@ -2,7 +2,7 @@
 
 Compute is either priced kernel by kernel from a `Work` (`terrace.simulate.layers`), or from FLOPs as a roofline: the
 larger of FLOPs over the peak of the compute dtype and bytes over the memory bandwidth. A collective on a tier with n
-members that makes a rank send B bytes, of a message of n/(n - 1) B, takes
+members in which a rank sends B bytes, of a message of n/(n - 1) B, takes
 
     (n - 1) * latency + B / rate
 
@@ -11,8 +11,8 @@ over them, since each hop waits for the one before. Coding and decoding block fo
 written over the share of the bandwidth that codecs reach, before and after the message on its lane. The constants are
 the cluster's; its `marks` say whether they are preset, measured or fitted.
 
-A block may have several flat buffers (terrace.plan.flats): each is a message of its own, one after the other, with its
-own members and padding. Messages inside a block are priced by `terrace.simulate.inside`.
+A block may have several flat buffers (terrace.plan.flats): each is a separate message with its own members and padding,
+and they are sent one at a time. Messages inside a block are priced by `terrace.simulate.inside`.
 """
 
 import math
@@ -330,7 +330,7 @@ def _owned(flats: Sequence[FlatParamSpec]) -> int:
 
 def _from_flops(program: "Program", forward_flops: Sequence[float]) -> Costs:
     device, plan = program.cluster.device, program.plan
-    # Where the device states no peak for the dtype, its highest one stands in.
+    # If the device states no peak for the dtype, its highest peak is used.
     peak = device.peak_flops_per_s.get(plan.compute) or max(device.peak_flops_per_s.values())
     item, summed = FORMATS[plan.compute].element_bytes, FORMATS[plan.sums].element_bytes
     more = rounding_bytes(device, plan.master, plan.optimizer_states)
@@ -340,7 +340,7 @@ def _from_flops(program: "Program", forward_flops: Sequence[float]) -> Costs:
     for index, (block, parts, whole_flops) in enumerate(zip(program.blocks, program.flats, forward_flops, strict=True)):
         flops = whole_flops / shared
         weights = (block.num_trainable + block.num_frozen) * item
-        # At the least, the weights are read once.
+        # The weights are read at least once.
         forward.append(max(flops / peak, weights / bandwidth))
         weight.append(forward[-1] * trained_part(block, program.blocks))
         backward.append(forward[-1] + weight[-1])
@@ -352,7 +352,7 @@ def _from_flops(program: "Program", forward_flops: Sequence[float]) -> Costs:
     rounds = [_rounds(program, peak)] * len(program.blocks)
     # Of the recomputed operations only attention has FLOPs, in one round: context ranks do not recompute operations.
     again = ["attention" in parts for parts in program.recomputed]
-    # Any last block's loss is taken to be computed in chunks: FLOPs alone do not tell.
+    # The loss of any last block is assumed to be computed in chunks, which FLOPs do not show.
     costs = _costs(program, forward, backward, update, weight, rounds, routed, True)
     return replace(costs, operations_s=tuple(each[0][0] * runs for each, runs in zip(rounds, again, strict=True)))
 

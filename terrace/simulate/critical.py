@@ -1,7 +1,7 @@
 """The critical path: from the end of a step back through everything it waited for.
 
 The walk starts at the end of the compute stream. Compute follows the stream's earlier work; a wait follows a message; a
-message follows the last of three: its issue, its lane being free, and its input being ready. The pieces are contiguous
+message follows the latest of its issue, its lane becoming free, and its input becoming ready. The pieces are contiguous
 and cover the step. The seconds of a message over several tiers are split among them in proportion to latency plus bytes
 over bandwidth. Waits inside a block (terrace.simulate.inside) are on the path as messages of class `tensor` or
 `context`; routed messages are on lanes, like messages between blocks.
@@ -52,7 +52,7 @@ def critical_path(*recordings: Recording) -> CriticalPath:
     while number >= 0 and recordings[stage].spans[number].end_s > 0.0:
         span = recordings[stage].spans[number]
         is_wait = span.lane == COMPUTE and span.category.startswith("wait ") and span.category not in INSIDE
-        # A wait is explained by the span it waited for, so it is no piece itself; waits inside a block have no span.
+        # A wait is represented by the span it waited for; waits inside a block have none and are pieces themselves.
         if not is_wait and span.end_s > span.start_s:
             pieces.append(Piece(number, max(0.0, span.start_s), span.end_s, stage))
         stage, number = span.stage if span.stage >= 0 else stage, span.after
@@ -64,7 +64,7 @@ def critical_path(*recordings: Recording) -> CriticalPath:
         span = recording.spans[piece.number]
         instruction = recording.program.instructions[span.position]
         if span.category in INSIDE:
-            # Messages inside a block have no lane, so their seconds are shared out by the price of each hop.
+            # Messages inside a block have no lane, so their seconds are split in proportion to the price of each hop.
             shares, category = (
                 inside_shares(recording.program, instruction, span.category),
                 span.category.removeprefix("wait "),
@@ -149,7 +149,7 @@ def span_shares(program: Program, span: Span) -> dict[int, float]:
     instruction = program.instructions[span.position]
     if instruction.op not in PASSES:
         return tier_shares(program, instruction)
-    # Routed rows cross the tier of their lane, tables all tiers up to it.
+    # Routed rows cross only the tier of their lane; tables cross all tiers up to it.
     if span.category == MessageClass.ROUTE:
         return _shares(inside_seconds(program, instruction, MessageClass.ROUTE))
     return {span.lane: 1.0}

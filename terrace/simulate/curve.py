@@ -45,7 +45,7 @@ class MemoryCurve:
 
     @property
     def total_bytes(self) -> list[float]:
-        """Total bytes from each of `times_s` on."""
+        """Total bytes at each of `times_s`."""
         constant = sum(self.constant_bytes.values())
         return [constant + sum(parts) for parts in zip(*self.varying_bytes.values(), strict=True)]
 

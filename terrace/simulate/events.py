@@ -165,7 +165,7 @@ class _Pricing:
     def _priced(self, instruction: Instruction, forward_s: float, backward_s: float, weight_s: float) -> Play:
         op, index = instruction.op, instruction.block
         needs = (index, *self.program.blocks[index].borrows)
-        # Parameters that no gather brings are ready after the refresh of the step before, so the pass waits for it.
+        # Parameters without a gather are ready after the refresh of the previous step, so the pass waits for it.
         act = Rank.run if all(map(self.program.gathers, needs)) else Rank.run_whole
         inside = self._waits_inside(instruction)
         if op is Op.FORWARD:

@@ -2,19 +2,19 @@
 
 A phase's figure is the memory at its worst moment, not the sum of all peaks:
 
-- forward: a block runs forward while all that earlier blocks and other micro-batches keep is alive;
+- forward: a block runs forward while everything kept by earlier blocks and other micro-batches is alive;
 - backward: a block runs backward (or is recomputed first), with gradients of activations and parameters;
-- update: model state only, under Muon with the whole matrices of two layers.
+- update: only model state, under Muon with the whole matrices of two layers.
 
-The categories are the model state's (terrace.simulate.states) and
+The categories are those of model state (terrace.simulate.states) and
 
     activations   kept by forwards for backwards, over all micro-batches in flight, without the logits
-    experts       rows of experts: kept for backwards, and of the running block on their way and in products
-    logits        kept by the head, of a size that grows with the vocabulary
-    working       taken by the running block beyond its activations: outputs, gradients, temporary tensors
+    experts       rows of experts: kept for backwards, and in messages and products of the running block
+    logits        kept by the head; scales with the vocabulary
+    working       of the running block beyond its activations: outputs, gradients, temporary tensors
     batch         tokens and labels of the step's micro-batches, int64; positions and masks where rows hold documents
-    context       taken by a process before any tensor: libraries, kernels, communicators
-    allocator     lost to fragmentation, as a share of all tensors
+    context       of a process before any tensor: libraries, kernels, communicators
+    allocator     fragmentation, as a share of all tensors
 
 Scratch memory of kernels and RoPE's tables are in no category.
 """
@@ -111,7 +111,7 @@ def footprint(
         )
     states = model_states(cluster, plan, kinds, stage, num_micros)
     steady = dict(states.steady)
-    # Tensor ranks have message buffers of their own.
+    # Tensor ranks have additional message buffers.
     if work.tensor > 1:
         steady["buffers"] += _tensor_buffers(cluster, plan, kinds, stage, sequence)
     if num_stages > 1:
@@ -151,7 +151,7 @@ def _add_edges(steady: dict[str, int], plan: Plan, tiers: Sequence[str], work: W
     numel = work.tokens * work.layer.hidden.numel // work.tensor
     steady["buffers"] += edge_buffers(plan, tiers, numel)
     if any(plan.wire_format(MessageClass.PIPELINE_BACKWARD, tier).feedback for tier in tiers):
-        # A chunk begins where blocks do not follow one another; each sends back, in the format with most to keep.
+        # A chunk begins after a gap in the block indexes, and sends a gradient back; the largest feedback counts.
         begins = sum(block > 0 and block - 1 not in held for block in held)
         steady["feedback"] += begins * edge_feedback_bytes(numel)
 
@@ -179,7 +179,7 @@ def stage_footprint(
     layer, backend = layer or operations_of(kinds.specs), backend or cluster.device.backend
     work = _loaded(work_of(cluster, plan, layer, sequence, backend), plan, load)
     held = [_kept_bytes(work, kinds, tuple(chunk), plan.recompute, backend) for chunk in chunks]
-    # One number in flight per stage: the mean over its chunks by what they keep.
+    # One number in flight per stage: the mean over its chunks, weighted by kept bytes.
     kept = sum(size * waits for size, waits in zip(held, waiting, strict=True))
     return footprint(
         cluster,

@@ -86,7 +86,7 @@ def _filled(idle: Sequence[float], taken_s: float) -> Iterator[Shares]:
 
 
 def _rounded(shares: Shares) -> Shares:
-    # Downward, so that the last share is never below 0.
+    # Rounded down, so that the last share is never below 0.
     inner = [int(share * _UNITS) / _UNITS if share >= _LEAST else 0.0 for share in shares[:-1]]
     return (*inner, round(_UNITS * (1.0 - sum(inner))) / _UNITS)
 

@@ -86,7 +86,7 @@ class InBlockPrices:
             return _expert_message_seconds(self._cluster, self._experts, message)
         assert self._attention is not None, f"{message} without a context axis"
         sends = self._attention.sends(message)
-        # A message without a tier of its own is an exchange of Ulysses ranks, over all their tiers at once.
+        # A message without a tier is an exchange of Ulysses ranks, over all their tiers at once.
         if message.tier < 0:
             found = exchange_tiers(self._cluster, self._attention.ulysses, sends)
         else:
@@ -142,7 +142,7 @@ class InBlockPrices:
             message, count = counted[0]
             seconds, penalty = self.price(message)
             return ((count * seconds, penalty),)
-        # What a piece hides goes to the messages of the outermost tier first.
+        # A piece hides messages of the outermost tier first.
         found: list[tuple[float, float]] = []
         for message, count in outermost_first(counted):
             seconds, penalty = self.price(message)
@@ -242,7 +242,7 @@ def tensor_message_seconds(cluster: Cluster, tensor: TensorTraffic, message: Ten
 
 
 def _coding_s(cluster: Cluster, tensor: TensorTraffic, message: TensorMessage) -> float:
-    # Single numbers per token travel unencoded.
+    # Single numbers per token are sent uncoded.
     if message.leg is Leg.NUMBERS:
         return 0.0
     hops = tensor.hops(message)

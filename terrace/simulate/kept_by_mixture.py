@@ -168,7 +168,7 @@ class _Pieces(NamedTuple):
             "places": tokens * num_choices * _INDEX_BYTES,  # of choices among the rows, (A, k) in int64
             "weight of rows": tape.rows * wide,
             "rounded weight of rows": tape.rows * item,
-            # Of all pieces:
+            # For all pieces together:
             "tokens": arrived * width * item,  # (A, H)
             "their choices": arrived * num_choices * (wide + _INDEX_BYTES),  # experts and weights, (A, k)
             "way": arrived * _INDEX_BYTES,  # the order of tokens in messages

@@ -76,7 +76,7 @@ def _norm(tape: BlockTape, norm: Norm) -> Iterator[Node]:
     source, numel, width = norm.source.name, tape.elements(norm.target), tape.width(norm.over)
     num_rows, wide, backward_adds = numel // width, tape.wide, 0
     is_layer, on_cpu = norm.kind == "layer", tape.backend == "cpu"
-    # A root, and of a layer norm a mean; on a CPU torch keeps those of a layer norm in the dtype of the input.
+    # A root, and for a layer norm a mean; on a CPU torch keeps both in the dtype of the input for a layer norm.
     numbers = 2 * (tape.item if on_cpu else wide) if is_layer else wide
     keeps = [source, tape.size(f"statistics of {norm.name}", num_rows * numbers)]
     if on_cpu and not is_layer:
@@ -158,7 +158,7 @@ def _activation(tape: BlockTape, activation: Activation) -> Iterator[Node]:
         # peak is never too low.
         active = source
     else:
-        # relu's gradient needs its result alone, which the next operation keeps anyway.
+        # relu's gradient only needs its result, which the next operation keeps anyway.
         yield Node((source,), active, (active if is_relu else source,))
     if up:
         yield Node((active, *up), target, (active, *up))
@@ -226,7 +226,7 @@ def _spread_core(tape: BlockTape, core: Core) -> Node:
     row = work.most_attended * core.head_dim * item  # of a head
     query, keys = row * work.attended_heads, 2 * row * work.attended_kv_heads
     log_sums = tape.sizes["log-sums"] = work.most_attended * work.attended_heads * wide
-    # Keys received, sent and of the round itself; in the backward also gradients of the round, received and sent.
+    # Keys being received, sent and used in the round; in the backward also gradients computed, received and sent.
     rounds = 0 if work.places == 1 else 2 if work.places == 2 else 3
     forward_adds, backward_adds = rounds * keys, log_sums
     if rounds:

@@ -148,7 +148,7 @@ def shared_seconds(device: Device, work: Work, accumulate: bool) -> Seconds:
 
 
 def _host_bound(seconds: BlockSeconds, host_s: float) -> BlockSeconds:
-    # The bound holds for the backward as a whole, so both parts stretch alike.
+    # The bound is on the whole backward, so both parts are scaled equally.
     slower = max(1.0, host_s / (seconds.input_s + seconds.weight_s))
     forward_s = max(seconds.forward_s, host_s)
     return BlockSeconds(forward_s=forward_s, input_s=seconds.input_s * slower, weight_s=seconds.weight_s * slower)
@@ -315,7 +315,7 @@ def _loss(device: Device, work: Work, loss: Loss, accumulate: bool) -> Seconds:
 
 
 def _score(device: Device, work: Work, score: Score, accumulate: bool) -> Seconds:
-    # A product with one output reads the whole stream and little else.
+    # A product with one output is bound by reading the residual stream.
     hidden = score.source.features.numel
     stream = FORMATS[work.compute].element_bytes * work.tokens * hidden
     more_s = _accumulation_s(device, work, hidden, 1, accumulate)

@@ -71,7 +71,7 @@ def exchange_tiers(cluster: Cluster, degrees: Group, sends: Iterable[tuple[int, 
 
 def tier_penalty(cluster: Cluster, tier: int) -> float:
     """Slow-down of compute while a message is on a tier, as a share of the message's time."""
-    # A tier without a penalty of its own has the device's.
+    # A tier without a penalty uses the device's.
     own = cluster.tiers[tier].overlap_penalty
     return cluster.device.overlap_penalty if own is None else own
 

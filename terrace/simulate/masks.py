@@ -25,7 +25,7 @@ _LONGEST_FLASH_HEAD = 256
 CPU_SHORT_PIECE = 64  # likewise: tokens of short documents attended together, and the smallest piece under a window
 
 FLEX_BLOCK = 128  # of `terrace.model.block_masks`, likewise
-# Of terrace.model.pair_kernels, likewise: the longest head, and the multiples of lengths, that cuDNN gets there.
+# From terrace.model.pair_kernels, likewise: cuDNN's longest head, and the number that divides its lengths.
 CUDNN_HEAD, CUDNN_LENGTHS = 128, 128
 
 
@@ -143,7 +143,7 @@ def mask_bytes(work: "Work", backend: str) -> int:
         return 4 * (1 + (work.tokens if work.documents else work.micro_batch))  # where documents begin
     if kernel == "flex":
         rows, blocks = work.tokens // sequence if work.documents else 1, -(-sequence // FLEX_BLOCK)
-        # The first key of each token; numbers and indices of blocks, seen in part and wholly, by queries and by keys.
+        # The first key of each token; counts and indices of partial and full blocks, by queries and by keys.
         return rows * (8 * sequence + 4 * 4 * blocks * (1 + blocks))
     if not work.is_masked:
         return 0

@@ -87,7 +87,7 @@ def _passed_seconds(
 ) -> Seconds:
     hidden, item = mixture.hidden.numel, FORMATS[compute].element_bytes
     rows, inner = tokens * mixture.experts.per_token, 0
-    # Spread, weights of the middle, and collect; activations are passes as those of an MLP.
+    # Spread, multiplication by weights, and collect; activations cost as those of an MLP.
     forward = _INDEX_BYTES + 5 * item * hidden
     backward = 5 * item * hidden
     for operation in mixture.each:

@@ -45,7 +45,7 @@ class Channels:
 
     def __init__(self, programs: "Sequence[Program]") -> None:
         self._numbers: dict[Channel, int] = {}
-        # More than the micro-batches that any instruction names.
+        # Greater than any micro-batch index in an instruction.
         self.size = 1 + max(chain.from_iterable(map(_micros, programs)), default=0)
 
     def first(self, channel: Channel) -> int:
@@ -120,7 +120,7 @@ class Reader:
             is_pass, (act, event) = instruction.op in PASSES, self.plays[number]
             if self.act is not None and is_pass:
                 reads = self._read(instruction)
-                # A message is waited for before the first of passes that are joined.
+                # Merged passes wait for a message only before the first of them.
                 if joined and reads >= 0:
                     found.append(self._joined(joined, read))
                     joined = []
@@ -150,7 +150,7 @@ class Reader:
     def _joined(self, plays: Sequence[Play], read: int) -> _Step:
         assert self.act is not None, "every instruction is a move"
         role = Role.ALONE if read < 0 else Role.READ
-        # Most bodies of a deep pipeline are one pass, which runs itself unless it is noted.
+        # Most bodies of a deep pipeline are one pass, which is run directly unless notes are taken.
         act, event = plays[0] if len(plays) == 1 and self.act is Rank.run_all else (self.act, Passes(plays))
         return _Step(role, act, event, read=read)
 

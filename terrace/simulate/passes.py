@@ -70,7 +70,7 @@ def _norm(norm: Norm) -> Passes:
 
 
 def _sum(operation: Sum) -> Passes:
-    # Backward one kernel more: a layer norm's gradients of weight and bias, of which a layer has as many as sums.
+    # One more kernel backward, for a layer norm's gradients of weight and bias: a layer has as many norms as sums.
     return Passes(((operation.target, 3, 3),), (1, 2))
 
 

@@ -101,7 +101,7 @@ class Rank:
         self.directions: dict[int, tuple[Moment, str]] = {}
         self.heard = _START
         self.changes: dict[int, tuple[Moment, str]] = {}
-        # The lanes of exchanges between islands, and the seconds that these went on while the clock stood still.
+        # The lanes of exchanges between islands, and the seconds by which these progressed while the clock stood still.
         self.outside = program.world_layout.outside
         self.ahead_s = 0.0
 
@@ -199,7 +199,7 @@ class Rank:
             if event.parts[part].seconds:
                 self.part(event, event.parts[part])
             if event.op is Op.REDUCE and part == len(event.parts) - 1:
-                # Reductions are waited for in the order of issue, when all their parts have left.
+                # Compute waits for reductions in the order of issue, once all their parts are sent.
                 self.reductions[self.reductions.index(_HELD)] = self.reduced[event.block]
 
     def part(self, event: Event, part: Event) -> None:
@@ -254,7 +254,9 @@ class Rank:
         self.changes[event.block] = self.issue(event, self.heard), event.category
 
     def outer_apply(self, event: Event) -> None:
-        """OUTER_APPLY reads the mean change, and writes memory that a refresh of the step before still reads."""
+        """OUTER_APPLY reads the mean change, and overwrites memory that a refresh of the previous step may still
+        read.
+        """
         self.wait(*self.changes.pop(event.block))
         if event.block in self.refreshes:
             self.wait(self.refreshes.pop(event.block), "wait refresh")

@@ -73,7 +73,7 @@ def record_predicted(prediction: Prediction) -> RecordedStep:
 
 
 def _curve(step: Step, recording: Recording) -> MemoryCurve:
-    # FLOPs alone tell nothing of activations.
+    # FLOPs do not determine activations.
     if not isinstance(step.work, Work):
         return memory_curve(recording)
     backend = step.cluster.device.backend

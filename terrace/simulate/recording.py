@@ -199,7 +199,7 @@ class Recorder(Rank):
         newest[COMPUTE] = len(spans) - 1
 
     def play_steps(self, event: Event) -> None:
-        # A pass begins with its own first computing, and ends with its last step.
+        # A pass spans its first compute to its last step.
         started_s = self.started_s[-1]
         Rank.play_steps(self, event)
         self.started_s[-1], self.done_s[-1] = started_s, self.now_s

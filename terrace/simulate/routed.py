@@ -139,7 +139,7 @@ def ordered(steps: Steps) -> Iterator[tuple[Doing, Compute | Gap | RoutedMessage
         (message,) = step.messages if isinstance(step, Send) else step.send.messages
         assert isinstance(message, RoutedMessage), "the steps are of experts"
         if isinstance(step, Send):
-            # Rows of a chunk arrive over one tier before they go over the next.
+            # Rows of a chunk must arrive over one tier before they are sent over the next.
             chunk = message.message_class, message.backward, message.chunk
             follows, newest[chunk] = newest.get(chunk, -1), len(sent)
             yield Doing.SEND, message, follows

@@ -45,7 +45,7 @@ def _fits(base: Prediction) -> Callable[[Prediction], bool]:
 def _needed_bytes(predicted: Prediction) -> int:
     step = predicted.step
     states = max(sum(program.state_bytes.values()) for program in predicted.programs)
-    # Without kernels that are priced, activations are unknown.
+    # With FLOPs for prices, activations are unknown.
     if not isinstance(step.work, Work):
         return states
     job = Job(cluster=step.cluster, plan=step.plan, num_micros=step.num_micros)
@@ -177,7 +177,7 @@ def _schedule_changes(step: Step) -> Iterator[Change]:
         if "memory_limit" not in takes(name):
             other = replace(plan, schedule=name)
             if plan.stages and num_virtual(other, num_stages) != len(plan.stages):
-                # The named split is for another number of virtual stages: share the blocks anew.
+                # The named split is for another number of virtual stages: split the blocks again.
                 other = replace(other, stages=())
             if name != plan_schedule(plan)[0]:
                 yield Change(words=f'schedule = "{name}"', kind="plan", note="", cluster=cluster, plan=other)

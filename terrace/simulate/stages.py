@@ -147,7 +147,7 @@ class Pipeline:
         self.channels = Channels(programs)
         # Every instruction is recorded.
         act = None if rank is Recorder else rank.run_all
-        # A step is played twice, so what its instructions wait for is found once.
+        # A step is played twice, so its moves are found once.
         self.moves = [
             Reader(program, price_distinct(program, cost), self.channels, act).moves()
             for program, cost in zip(programs, costs, strict=True)
@@ -220,7 +220,7 @@ class Pipeline:
                 assert isinstance(event, Event), "only passes are joined"
                 done_s, number = rank.issue(event, (0.0, -1))
                 if recorder is not None:
-                    # A message without bytes has no span: its sender's computing is the cause.
+                    # A message without bytes has no span: its sender's compute is the cause.
                     clock.spans[message] = (index, number if number >= 0 else recorder.newest[COMPUTE])
                 arrived_s[message] = begun_s + sum(spent_s) + rank.wall_s(done_s - rank.now_s)
                 if message in readers:
@@ -229,7 +229,7 @@ class Pipeline:
                 assert isinstance(event, Event), "only passes are joined"
                 rank.settle()
                 if role is Role.TIE:
-                    # Both holders of the tied block leave together.
+                    # Both holders of the tied block continue together.
                     yield from self._meet(index, clock, ("tie", event.block), 2, event.category)
                     rank.exchange(event)
                 else:
@@ -258,7 +258,7 @@ class Pipeline:
             for other in met_s:
                 if other != index:
                     self._resume(other, clock)
-        # All leave when the last one has come.
+        # All continue when the last one arrives.
         (moment_s, newest), latest = max((there, stage) for stage, there in met_s.items())
         if isinstance(rank, Recorder):
             rank.cause = (latest, newest)

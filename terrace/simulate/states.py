@@ -99,7 +99,7 @@ def gradients_whole(
     gradient may still be in flight at the first backward.
     """
     blocks, most = [sizes[kind] for kind in order], [0] * len(sizes)
-    # The last gradient that the micro-batch before reduced is of the first block with one.
+    # The previous micro-batch's last reduced gradient is that of the first block with one.
     befores, before = [0] * len(blocks), next(filter(None, blocks), 0) if again else 0
     for block in reversed(range(len(blocks))):
         befores[block] = before
@@ -196,7 +196,7 @@ def _lanes(
         largest[key] = max(largest.get(key, flat), flat, key=lambda each: each.padded)
     lanes: dict[int, int] = defaultdict(int)
     for (message, source), flat in product(sources, largest.values()):
-        # Codes travel in place, and the numbers before them are few.
+        # Codes are sent in place, and the preceding scales are negligible.
         if flat.travels_in(message) and not (flat.is_coded and message in OF_PARAMETERS):
             reduction, gathering = block_hops(flat.layout, plan, message, flat.padded, source)
             sizes = reduce_buffers(plan, message, reduction), gather_buffers(plan, message, gathering)

@@ -283,7 +283,7 @@ def best_stages(step: Step) -> tuple[int, ...]:
 
 
 def _blocks_s(costs: Costs) -> list[float]:
-    # With FLOPs for prices, each block has its own.
+    # With FLOPs for prices, equal blocks may differ.
     known: dict[object, float] = {}
     found = []
     for block, passes in enumerate(zip(costs.forward_s, costs.backward_s, strict=True)):

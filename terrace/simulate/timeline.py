@@ -200,7 +200,7 @@ def _run(
         source, target, lasts_s, edge_s = moves[pass_][chunk]
         input_s = arrived[source + micro]
         if input_s > now:
-            # inf: not made yet. The stage resumes when another one fills the slot.
+            # inf: not produced yet. The stage resumes when another one fills the slot.
             if input_s == inf:
                 yield source + micro
                 input_s = arrived[source + micro]

@@ -186,5 +186,5 @@ def _longest(times: Collection[Mapping[str, float]]) -> float:
 
 
 def _texts(plan: Plan) -> str:
-    # A plan has tables, so it has no hash.
+    # A plan contains tables, so it is not hashable.
     return repr(replace(plan, name=""))
