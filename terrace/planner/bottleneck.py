@@ -66,8 +66,7 @@ def better_plan(task: Task, step_s: float, limit: int) -> Better | None:
 
 
 def waits_outside(task: Task, plan: Plan, estimate: Estimate) -> bool:
-    """Whether `plan` spends most of its step (`estimate`) waiting for the outermost tier, whose members divide the
-    batch.
+    """Whether most of a step (`estimate`) waits for the outermost tier, and its members divide the batch.
 
     Most plans wait too little, which is decided without playing them.
     """

@@ -13,11 +13,9 @@ SLACK = 1 - 1e-9  # sums in another order may differ in their last bits
 class Sizes(NamedTuple):
     """Numbers that the roots of a shape share: degrees, and elements of each kind of block on a rank and of the model.
 
-    `stacks` and `all_stacks` are the same for stacks that ranks divide. `gathered_bytes` is the smallest block that
-    must
-    be gathered where parameters are sharded. `kept` and `all_kept` are the bytes that a block of each kind, and the
-    model,
-    keep per sequence.
+    `stacks` and `all_stacks` are the same for stacks that ranks divide. `gathered_bytes` is a lower bound on the bytes
+    gathered where parameters are sharded: one block. `kept` and `all_kept` are the bytes that a block of each kind, and
+    the model, keep per sequence.
     """
 
     num_stages: int

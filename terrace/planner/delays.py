@@ -85,8 +85,9 @@ class Delays:
     ) -> Delay:
         """The delay of a step whose stages hold `parts`.
 
-        `of_stages` includes the delay of one stage, for prices that include it. `mesh` divides stacks, and `prices`
-        are for it.
+        `of_stages`: include the delay of a single stage, for prices that include it. `mesh` divides stacks, and
+        `prices` are
+        for it.
         """
         return self._of(mesh, schedule, prices, self._found(parts), of_stages)
 
@@ -114,7 +115,7 @@ class Delays:
                 for each in (messages.refresh, messages.reduce, messages.sync)
             )
             waits = [messages.refresh.lane in lanes, messages.reduce.lane in lanes, messages.sync.lane in lanes]
-            # Up to the last message on one of the lanes.
+            # Seconds up to the last message that is on a lane of routed messages.
             last = [
                 (one + other) if other and waits[2] else one * waits[1] for one, other in zip(reduce, sync, strict=True)
             ]

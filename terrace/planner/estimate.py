@@ -357,7 +357,7 @@ class Estimator:
         return [joined_params(list(islice(blocks, len(kinds_of(runs))))) for runs in part.chunks]
 
     def _whole_chunks(self, candidate: Candidate, part: Part) -> tuple[int, int] | None:
-        # Only then is more than one block whole at a time.
+        # Only with units is more than one chunk whole at a time.
         if not takes_unit(candidate.schedule):
             return None
         mesh, plan = candidate.mesh, self._plan(candidate)
@@ -385,6 +385,6 @@ class Estimator:
 
     def _plan(self, candidate: Candidate) -> Plan:
         if candidate not in self._plans:
-            # Without a schedule: memory knows it by `waiting`.
+            # Without a schedule, whose effect on memory is in `waiting`.
             self._plans[candidate] = replace(self.plan(candidate), schedule=None)
         return self._plans[candidate]

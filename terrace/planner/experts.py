@@ -157,7 +157,7 @@ class Experts:
         spec = self.task.kinds.specs[kind]
         if not mesh.divides_stacks or not spec.has_stacks:
             return None
-        # Of one division and another number of tokens only the number differs, unless it must divide evenly.
+        # For another number of tokens under the same division only this number changes, unless routing is even.
         key = (kind, _division(mesh), work.tensor == 1)
         known = self._traffics.get(key)
         if known is not None and not known.is_even:

@@ -103,7 +103,7 @@ def _states_fit(estimator: Estimator, size: int) -> bool:
 
 
 def _fitting(space: Space, limit: int, patience: Patience) -> tuple[Estimate | None, bool]:
-    """A plan that fits, if any, and whether the answer is final: not if the search stopped at its limit."""
+    """A plan that fits; if there is none, whether that is proved (not if the search stopped at its limit)."""
     evaluator, capacity = Evaluator(Bounds(Estimator(space.task))), space.task.cluster.device.usable_bytes
     fits = fits_somewhere(space, evaluator, capacity, limit, patience)
     if fits is False:

@@ -36,7 +36,9 @@ class OuterBounds:
         return replace(self.outer, every=every, delay=delay, fragments=fragments)
 
     def waiting(self) -> "OuterBounds | None":
-        """The bounds restricted to `delay` = 0, which saves two slices of memory; None if all or none are."""
+        """The bounds restricted to `delay` = 0, which saves two slices of memory; None if they already are, or
+        exclude 0.
+        """
         least, most = self.delay
         if least > 0 or most == 0:
             return None

@@ -61,8 +61,8 @@ def ranked(estimates: Iterable[Estimate]) -> list[Estimate]:
 class Window(NamedTuple):
     """Limits on estimates that can enter the `count` best.
 
-    No candidate slower than `end_s` can, and none slower than `leader_s` that recomputes more than `worst`, or as much
-    with more memory.
+    No candidate slower than `end_s` can enter, and none slower than `leader_s` that recomputes more than `worst`, or as
+    much with more memory.
     """
 
     leader_s: float = math.inf

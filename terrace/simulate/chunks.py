@@ -1,10 +1,10 @@
-"""Choice of the number of chunks of expert tokens, where a plan leaves it out: that of the fastest layer.
+"""Choice of the number of chunks of expert tokens, where a plan omits it: that of the fastest layer.
 
 More chunks hide more of the messages behind products, but smaller messages and smaller products are less efficient. The
 rest of a step does not depend on the number. So a forward and a backward of the experts are simulated alone
-(terrace.simulate.routed) for pairs of forward and backward numbers, one of which divides the other. The larger number,
-that of the pieces that are multiplied, is doubled until two doublings in a row gain nothing. FSMoE (2501.10714, section
-4) minimises closed forms of such seconds.
+(terrace.simulate.routed) for pairs of forward and backward numbers, one of which divides the other. The larger of the
+two is the number of pieces that are multiplied. It is doubled until two doublings in a row gain nothing. FSMoE
+(2501.10714, section 4) minimises closed forms of such seconds.
 
 With several hops on the way, each pair is played in two orders: one chunk ahead, and all chunks ahead (FSMoE's). On
 sampled links the faster of the two was within 2 % of any number in between.

@@ -136,7 +136,7 @@ def _sent_meanwhile(recording: Recording, wait: Span, sender: Recording) -> dict
     # The sender was still computing: the wait is a bubble, not a message.
     if span.lane == COMPUTE:
         return {}
-    # Each recording counts from its own stage's start.
+    # Times of a recording are relative to its stage's start.
     before_s = sender.begin_s - recording.begin_s
     spent_s = min(wait.end_s, span.end_s + before_s) - max(wait.start_s, span.start_s + before_s)
     shares = span_shares(sender.program, span)

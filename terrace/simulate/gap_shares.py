@@ -1,11 +1,11 @@
 """Candidates for the shares of gradients in the gaps of a backward (`Plan.expert_gaps`), from a backward played alone.
 
-Let s_g be the idle seconds of the gradients' link in gap g of a layer's backward, and G the link seconds of a layer's
-gradient. Candidates:
+Let s_g be the idle seconds of the gradients' link in gap g of a layer's backward, s those of the last gap, and G the
+link seconds of a layer's gradient. Candidates:
 
     all behind      everything in the last gap: beside attention no message of experts waits
     behind first    s seconds in the last gap, the rest in the others, in proportion to s_g and at most s_g
-    everywhere      G s_g / (sum of s) in every gap, at most s_g; the remainder in the last gap
+    everywhere      G s_g / (sum over g) in every gap, at most s_g; the remainder in the last gap
 
 Where the link never idles long enough, some message waits in any order. terrace.simulate.step plays the whole step,
 in which other messages share the link, to pick a candidate.

@@ -50,7 +50,7 @@ NO_ROUNDS: Rounds = ((0.0, 0.0), (0.0, 0.0))
 
 
 class PricedMoment(NamedTuple):
-    """(Seconds, overlap penalty) of the messages hidden behind one piece of compute, repeated `times` times."""
+    """(Seconds, overlap penalty) of the messages hidden behind one piece of compute, which occurs `times` times."""
 
     message_class: MessageClass
     behind: Compute | None

@@ -9,9 +9,9 @@ memory. With e ranks that hold different experts, each cut over w ranks, a rank 
     N = w T k load rows of inner size I/w, of A = w T D(e) load tokens (D(e): terrace.plan.expert_traffic)
     in the worst case w e T min(k, E/e) rows of w e T tokens: all choices of all ranks fall on its experts
 
-Chunking keeps as many bytes. Products then run on one piece of the tokens at a time, and messages carry one chunk; all
-rows and results are counted at once, since chunks arrive before the products of earlier ones end. Peaks are up to 16 %
-above the measured ones. A recomputed block keeps only the choices (T, k), in 4 bytes each
+Chunking does not change the bytes kept. Products then run on one piece of the tokens at a time, and messages carry one
+chunk; all rows and results are counted at once, since chunks arrive before the products of earlier ones end. Peaks are
+up to 16 % above the measured ones. A recomputed block keeps only the choices (T, k), in 4 bytes each
 (terrace.model.experts.gating).
 """
 

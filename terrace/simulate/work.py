@@ -88,7 +88,7 @@ class Work:
 
     @property
     def is_spread(self) -> bool:
-        """Whether attention spans several ranks, which has its own kernels (terrace.model.blockwise)."""
+        """Whether attention spans several ranks, with different kernels (terrace.model.blockwise)."""
         return self.ulysses * self.places > 1
 
     @cached_property
