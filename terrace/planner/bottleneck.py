@@ -1,6 +1,6 @@
 """Detects a plan that mostly waits on one tier, and searches for a faster plan.
 
-Both plans are predicted as `terrace plan` does, on the same cluster, so their ratio is meaningful.
+Both plans are predicted as in `terrace plan`, on the same cluster, so their ratio is meaningful.
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class Better:
 
 
 def bottleneck(task: Task, plan: Plan) -> Bottleneck:
-    """The tier on which the busiest stage of a plan waits longest; raises `PlanError` for a plan that cannot run."""
+    """The tier on which the busiest stage waits longest. Raises `PlanError` for a plan that cannot run."""
     predicted = predict_step(step_of(task, plan))
     recordings, stage = record_stages(predicted.programs, predicted.costs), predicted.busiest
     exposed = exposed_by_tier(recordings, stage)
@@ -66,10 +66,9 @@ def better_plan(task: Task, step_s: float, limit: int) -> Better | None:
 
 
 def waits_outside(task: Task, plan: Plan, estimate: Estimate) -> bool:
-    """Whether `plan` spends most of its step (`estimate`) waiting for the outermost tier, and the batch divides over
-    that tier's members.
+    """Whether most of a step (`estimate`) waits for the outermost tier, and its members divide the batch.
 
-    Most plans wait too little for anything to be played.
+    Most plans wait too little, which is decided without playing them.
     """
     last = task.cluster.tiers[-1]
     waits_s = sum(spent for name, spent in estimate.time_s.items() if name.startswith("wait "))

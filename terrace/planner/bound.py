@@ -1,7 +1,7 @@
 """Lower bounds on the step time and the memory of candidates; of data-parallel messages in terrace.planner.chains.
 
-Pipeline time. Let f and b be the forward and backward of a stage on one micro-batch, tensor and context messages
-included (nothing hides them), and f0 and b0 the forward and backward of the lightest virtual stage with the message
+Pipeline time. Let f and b be the forward and backward of a stage on one micro-batch, including tensor and context
+messages (nothing hides them), and f0 and b0 the forward and backward of the lightest virtual stage with the message
 after it. Stage r of p is idle for the first r f0 seconds and for the last r b0 seconds (with a split backward, delayed
 weight gradients may fill the end). So with M micro-batches a pipeline takes at least each of
 
@@ -9,14 +9,15 @@ weight gradients may fill the end). So with M micro-batches a pipeline takes at 
     M (f + b of the last stage)   + (p - 1)   (f0 + b0),       M (f + b of the busiest stage),
     (f + b of all virtual stages but the last, and its messages) + M (f + b of the last virtual stage);
 
-the last one counts a split b without its weight gradient. Later bounds play the orders with f and b or, cheaper, add up
+in the last one a split b counts without its weight gradient. Later bounds play the orders with f and b or, cheaper, sum
 the tasks on the critical path of a pipeline already played with the same orders and other seconds.
 
-Many shapes at once. A group (terrace.planner.space) has the computing of its tokens on tensor ranks alone, which no
-member goes below: products and passes over memory depend on tokens only, and attention takes as many products in as
-many rounds or more. An open shape adds the least messages of any of its context forms; it counts the smallest memory,
-and hides messages behind the largest forward and backward. The layer split depends on the context form only through the
-logits' cost in layers, and is monotone in it: a bound on schedules is the least of all splits in between.
+Many shapes at once. A group (terrace.planner.space) counts only the compute of its tokens on tensor ranks, a lower
+bound
+for all members: products and passes over memory depend only on tokens, and attention takes at least as many products
+and rounds. An open shape adds the least messages of any of its context forms; it counts the smallest memory, and hides
+messages behind the largest forward and backward. The layer split depends on the context form only through the cost of
+the logits in layers, and is monotone in it, so a bound on schedules is the minimum over all splits in between.
 
 Memory. Each state divided by the ranks it is sharded over, one gathered block, and the activations in flight.
 """
@@ -45,7 +46,7 @@ Excess = tuple[float, Placement, int]  # seconds beyond the computing, of a plac
 
 
 class Bounds:
-    """Lower bounds for the candidates of one task; caches the pipelines built for them."""
+    """Lower bounds for the candidates of one task, with a cache of pipelines."""
 
     def __init__(self, estimator: Estimator) -> None:
         self.estimator, self.task = estimator, estimator.task
@@ -59,14 +60,14 @@ class Bounds:
         self._delays: dict[tuple[object, ...], Delay] = {}
 
     def root(self, shape: OpenMesh, micro_batch: int, recompute: int) -> PartialCandidate:
-        """Bound over all schedules of a shape, with the stages of the lightest possible pipeline.
+        """Bound of a shape over all schedules, with the stages of the lightest possible pipeline.
 
-        For an open shape it is also a bound over its context forms.
+        For an open shape it also bounds all its context forms.
         """
         return self.bounded(self.outline(shape, micro_batch, recompute))
 
     def outline(self, shape: OpenMesh, micro_batch: int, recompute: int) -> PartialCandidate:
-        """A root without bounds on its seconds."""
+        """A root without its time bound."""
         sizes = self.works.sizes(shape, recompute)
         stages, alike = sizes.num_stages, self.split.alike
         micros = self.task.batch // (sizes.data * micro_batch)
@@ -75,23 +76,24 @@ class Bounds:
         if stages == 1:
             least_held = ((sizes.all_numel, all_kept, sizes.all_stacks),)
         elif alike is not None:
-            # Some stage has the mean of the layers or more; before its first backward a micro-batch is in them all.
+            # Some stage has at least the mean number of layers; a micro-batch has passed all of them before its first
+            # backward.
             most = -(-self.num_inner // stages)
             kept = most * micro_batch * sizes.kept[alike]
             least_held = ((most * sizes.numels[alike], kept, most * sizes.stacks[alike]),)
         else:
-            # Some stage holds the mean of the parameters or more, and some, maybe another, keeps the mean or more.
+            # Some stage holds at least the mean of the parameters, and some stage keeps at least the mean.
             least_held = (
                 (sizes.all_numel / stages, 0, 0),
                 (0, all_kept / stages, 0),
                 (0, 0, sizes.all_stacks / stages),
             )
         heavy = self.works.whole if stages == 1 else None
-        # By position: a search makes thousands of these.
+        # Positional arguments for speed: a search builds thousands of these.
         return PartialCandidate(shape, micro_batch, recompute, "", 1, micros, heavy, 0.0, least_held, sizes)
 
     def bounded(self, outline: PartialCandidate) -> PartialCandidate:
-        """The root of an outline."""
+        """The root of an outline, with its time bound."""
         shape, micro_batch, recompute, _, _, micros, heavy, _, least_held, sizes, _, _, _ = outline
         works, stages = self.works.of(shape, micro_batch, recompute, micros > 1), sizes.num_stages
         edge_s = self.estimator.boundary_s(shape.mesh, micro_batch) if stages > 1 else 0.0
@@ -99,12 +101,12 @@ class Bounds:
         return PartialCandidate(shape, micro_batch, recompute, "", 1, micros, heavy, span_s, least_held, sizes)
 
     def core(self, root: PartialCandidate, schedule: str, chunks: int) -> PartialCandidate | None:
-        """The core of a root with one schedule; None where `spans` leaves it out."""
+        """The core of a root with one schedule; None if `spans` excludes it."""
         found = [self.spanning(root, span) for span in self.spans(root, [(schedule, chunks)], exact=True)]
         return found[0] if found else None
 
     def spanning(self, root: PartialCandidate, span: Span) -> PartialCandidate:
-        """The core of a root with a schedule."""
+        """The core of a root with the schedule of a span."""
         schedule, chunks, span_s, _, heavy = span
         shape, micro_batch, recompute, _, _, micros, _, _, least_held, sizes, _, _, _ = root
         played = schedule == SERIAL
@@ -113,14 +115,15 @@ class Bounds:
         )
 
     def spans(self, root: PartialCandidate, schedules: Sequence[tuple[str, int]], *, exact: bool = False) -> list[Span]:
-        """Bounds of a root with each schedule; none with more virtual stages than layers, or too many passes.
+        """Bounds of a root with each schedule; schedules with more virtual stages than layers, or too many passes,
+        are skipped.
 
-        An `exact` one tells how the forms of an open shape split the layers, which takes longer.
+        With `exact`, the bound considers how the forms of an open shape split the layers, which takes longer.
         """
         mesh, edge_s = root.shape.mesh, self.estimator.boundary_s(root.shape.mesh, root.micro_batch)
         found: dict[tuple[str, int], Span] = {}
         for halves in (False, True):
-            # Layers are dearer in halves, which may move their split.
+            # Layers cost more with split backwards, which may change their distribution.
             own = [each for each in schedules if has_halves(each[0], mesh) == halves]
             if own:
                 works, dearest = self._split_by(root, halves, exact)
@@ -129,12 +132,12 @@ class Bounds:
         return [found[each] for each in schedules if each in found]
 
     def _split_by(self, root: PartialCandidate, halves: bool, exact: bool) -> tuple[BlockWorks, float | None]:
-        # Least seconds of the blocks, and the fewest layers that logits cost as much as, where forms differ.
+        # Minimum seconds of the blocks and, if forms differ, the smallest cost of the logits in layers.
         shape, numbers = root.shape, (root.micro_batch, root.recompute, root.num_micros > 1)
         if not shape.is_open:
             return self.works.of(shape, *numbers, halves=halves), None
-        # Messages of context ranks make layers dearer, and so the logits fewer of them: any fewer. How ranks divide
-        # stacks makes layers dearer or cheaper in ways that are not told here.
+        # Context messages make layers more expensive, so the logits cost fewer layers: any smaller number is possible.
+        # Divisions of stacks make layers cheaper or more expensive, by an amount unknown here.
         dearest = 0.0
         if exact and self.split.alike is not None and not shape.divides:
             dearest = self.split.logits_in_layers(self.works.most(shape, *numbers, halves=halves))
@@ -143,7 +146,7 @@ class Bounds:
     def partly(self, core: PartialCandidate, first: int) -> PartialCandidate:
         """A core without a pipeline whose recomputation is limited to its `first` layers.
 
-        The others keep more. One of them is left out of `stages`: at the peak its backward may have begun.
+        The other layers keep more. One of them is excluded from `stages`: at the peak its backward may have begun.
         """
         numbers = core.micro_batch, core.recompute, core.num_micros > 1
         least, most = self.works.of(core.shape, *numbers).each, self.works.most(core.shape, *numbers)
@@ -155,9 +158,9 @@ class Bounds:
         return core._replace(first=first, span_s=core.span_s + more_s, stages=((numel, kept + more, stack),))
 
     def tightened(self, core: PartialCandidate) -> PartialCandidate:
-        """The core with its `exact` span, along a critical path of its orders; raises `PlanError` as the schedule does.
+        """The core with its `exact` span, along a critical path of its orders.
 
-        As tight as its play, or nearly so; of an open shape, for all of its forms.
+        About as tight as a play; for an open shape it bounds all forms. Raises `PlanError` as the schedule does.
         """
         shape = core.shape
         if shape.is_open:
@@ -172,25 +175,25 @@ class Bounds:
         return core._replace(span_s=max(core.span_s, self.paths.least(key, works, dearest, *edges_s).span_s))
 
     def group_s(self, group: Group) -> float:
-        """Lower bound in seconds over everything in a group."""
+        """Lower bound in seconds over a whole group."""
         return self.spans_of.least_s(*self._least(group, exact=False))[1] * SLACK
 
     def group_spans(self, group: Group, schedules: Sequence[tuple[str, int]], *, exact: bool = False) -> list[Span]:
-        """Bounds over everything in a group with each schedule; `exact` as in `Estimator.least_block`."""
+        """Bounds over a whole group with each schedule; `exact` as in `Estimator.least_block`."""
         works, edge_s, stages, micros = self._least(group, exact)
         return self.spans_of.each(works, 0.0, edge_s, stages, micros, schedules)
 
     def group_scheduled_s(
         self, group: Group, spans: Sequence[Span], choices: Choices, *, exact: bool = False
     ) -> list[float]:
-        """`Chains.scheduled_s` of everything in a group, whose members share their states among the same ranks."""
+        """`Chains.scheduled_s` over a whole group, whose members shard their states over the same ranks."""
         works, *_ = self._least(group, exact)
         return self.chains.scheduled_s(group.member, works.each, group.recompute, group.num_micros, spans, choices)
 
     def group_along_s(self, group: Group, spans: Sequence[Span], choices: Choices, *, exact: bool = False) -> float:
-        """The least of `group_scheduled_s`, along critical paths where a schedule's closed form says little."""
+        """Minimum of `group_scheduled_s`, refined along critical paths where a schedule's closed form is loose."""
         each_s = self.group_scheduled_s(group, spans, choices, exact=exact)
-        # Only the best is of interest, so the others are looked at when their turn comes.
+        # Only the minimum is needed, so entries are refined lazily.
         heap = [(own_s, number, False) for number, own_s in enumerate(each_s)]
         heapify(heap)
         while True:
@@ -202,7 +205,7 @@ class Bounds:
             heapreplace(heap, (max(least_s, own_s), number, True))
 
     def _has_paths(self, group: Group, span: Span) -> bool:
-        # Without halves of backwards, closed forms are a few hundredths short.
+        # Without split backwards, closed forms are within a few percent.
         return (
             (span.schedule != SERIAL and traits()[span.schedule].split)
             and not takes_unit(span.schedule)
@@ -216,7 +219,7 @@ class Bounds:
             path = self.paths.least((span.schedule, stages, span.chunks, micros, 1), works, 0.0, edge_s, 0.0)
         except PlanError:  # the schedule cannot run these numbers
             return span._replace(span_s=math.inf, chained_s=math.inf)
-        # Of dearer layers a chain of messages hides as much more behind all but one, and a path takes as much longer.
+        # If layers cost more, a chain of messages hides that much more behind all but one, and a path grows as much.
         hides = path.hiding >= -(-self.num_inner // stages) - 1
         chained_s = max(span.chained_s, path.span_s) if hides else span.chained_s
         return span._replace(span_s=max(span.span_s, path.span_s), chained_s=chained_s)
@@ -234,13 +237,13 @@ class Bounds:
         return works, self.estimator.boundary_s(shape.mesh, micro_batch) if stages > 1 else 0.0, stages, micros
 
     def staged(self, core: PartialCandidate) -> PartialCandidate:
-        """The core with the parameters and activations of its stages; raises `PlanError` as the schedule does."""
+        """The core with the parameters and activations of its stages. Raises `PlanError` as the schedule does."""
         stages = core.shape.mesh.total("pipeline")
         placement, most = held(core.schedule, stages, core.chunks, core.num_micros, core.unit or 1)
         sizes, counts = core.sizes, self._counts(core)
         parts = parts_of(self.split.contents(counts), placement)
         numels, kept = sizes.numels, [core.micro_batch * each for each in sizes.kept]
-        # A set: the inner stages of a deep pipeline are mostly alike.
+        # A set, since the inner stages of a deep pipeline are mostly equal.
         needs = {
             (
                 sum(count * numels[kind] for kind, count in part.runs),
@@ -257,7 +260,7 @@ class Bounds:
         return core._replace(heavy=None if core.unit else heavy, stages=tuple(sorted(needs)))
 
     def play(self, core: PartialCandidate) -> PartialCandidate:
-        """The core with the makespan of its played orders as bound; raises `PlanError` as the schedule does."""
+        """The core bounded by the makespan of its played orders. Raises `PlanError` as the schedule does."""
         numbers = (core.micro_batch, core.recompute, core.schedule, core.chunks, core.unit or 1)
         pipeline = self.pipeline(core.shape.mesh, *numbers)
         return self.staged(core)._replace(span_s=pipeline.span_s, played=True)
@@ -265,7 +268,7 @@ class Bounds:
     def pipeline(
         self, mesh: Mesh, micro_batch: int, recompute: int, schedule: str, chunks: int, unit: int = 1
     ) -> Pipeline:
-        """The pipeline of a core, built once; raises `PlanError` as the schedule does."""
+        """The pipeline of a core, cached. Raises `PlanError` as the schedule does."""
         key = (mesh, micro_batch, recompute, schedule, chunks, unit)
         if key not in self._pipelines:
             micros = self.task.batch // (mesh.total("data") * micro_batch)
@@ -280,7 +283,7 @@ class Bounds:
         return self.least_s(core, found[0][0])
 
     def delayed(self, core: PartialCandidate, excesses: list[Excess]) -> list[Excess]:
-        """Excesses of a core with the waits of routed messages on their lanes (terrace.planner.delays), ascending."""
+        """Add the waits of routed messages on their lanes (terrace.planner.delays) to excesses of a core; ascending."""
         shape, schedule = core.shape, core.schedule
         mesh, delays = shape.mesh, self.chains.delays
         if (
@@ -323,7 +326,7 @@ class Bounds:
 
     @staticmethod
     def least_s(core: PartialCandidate, excess_s: float) -> float:
-        """Lower bound in seconds for a step at least `excess_s` longer than its computing."""
+        """Lower bound in seconds for a step that exceeds its compute by at least `excess_s`."""
         return (core.span_s + excess_s) * SLACK
 
     def least_bytes(self, core: PartialCandidate, placement: Placement, unit: int) -> float:

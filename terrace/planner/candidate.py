@@ -11,11 +11,11 @@ SLACK = 1 - 1e-9  # sums in another order may differ in their last bits
 
 
 class Sizes(NamedTuple):
-    """Numbers that roots of a shape share: degrees, elements of each kind of block on a rank and of the model.
+    """Numbers that the roots of a shape share: degrees, and elements of each kind of block on a rank and of the model.
 
-    `stacks` and `all_stacks`: the same of stacks that ranks divide.
-    `gathered_bytes` are those of the block that is at least gathered where parameters are sharded. `kept` and
-    `all_kept`: bytes that a block of each kind, and the model, keeps per sequence.
+    `stacks` and `all_stacks` are the same for stacks that ranks divide. `gathered_bytes` is a lower bound on the bytes
+    gathered where parameters are sharded: one block. `kept` and `all_kept` are the bytes that a block of each kind, and
+    the model, keep per sequence.
     """
 
     num_stages: int
@@ -30,11 +30,11 @@ class Sizes(NamedTuple):
 
 
 class PartialCandidate(NamedTuple):
-    """A candidate without placement and unit, with the lower bounds of its computing.
+    """A candidate without placement and unit, with lower bounds on its compute.
 
-    `span_s`: seconds of computing; `heavy`: blocks of the stage with most of them, if known. `stages`: (parameters per
-    tensor rank, bytes of one micro-batch in flight at the peak, parameters of stacks that ranks divide) of the stages
-    that may need the most memory.
+    `span_s`: compute seconds; `heavy`: blocks of the stage with the most compute, if known. `stages`: (parameters per
+    tensor rank, peak bytes of one micro-batch in flight, parameters of stacks that ranks divide) of the stages that may
+    need the most memory.
     """
 
     shape: OpenMesh
@@ -62,7 +62,7 @@ class PartialCandidate(NamedTuple):
         return self.recompute, self.schedule, self.chunks, self.micro_batch, self.shape, self.unit
 
     def passing(self, unit: int) -> "PartialCandidate":
-        """The core with units of `unit` micro-batches, all kept by a stage before its first backward.
+        """The core with units of `unit` micro-batches, all of which a stage keeps before its first backward.
 
         Its messages are of whole chunks (`Chains.excess_s`), so the blocks of a stage do not apply.
         """
@@ -70,7 +70,7 @@ class PartialCandidate(NamedTuple):
         return self._replace(unit=unit, stages=stages, heavy=None)
 
     def candidate(self, placement: Placement, unit: int) -> Candidate:
-        """The whole candidate; a root stands for its simplest schedule."""
+        """The complete candidate; a root gets its simplest schedule."""
         schedule = self.schedule or (SIMPLEST if self.shape.mesh.total("pipeline") > 1 else SERIAL)
         chosen = self.recompute, unit, schedule, self.chunks, self.micro_batch, placement, self.shape.mesh
         return Candidate(*chosen, self.first)

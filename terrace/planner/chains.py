@@ -1,13 +1,13 @@
-"""Lower bounds on the seconds by which data-parallel messages make a step longer than its computing.
+"""Lower bounds on the seconds by which data-parallel messages make a step longer than its compute.
 
 Steps repeat, so a stage's step is at least as long as a chain from one CLIP to the next: everything before block j's
-first forward (the updates, or the refreshes of the blocks up to j, and a gather), all computing except the forwards of
+first forward (the updates, or the refreshes of the blocks up to j, and a gather), all compute except the forwards of
 the blocks before j and the last backwards of the blocks before k, then the reductions or synchronisations of the blocks
 from k down to the first, and CLIP's own message. A step is also at least as long as the sum of the messages on any one
 lane.
 
-Computing that takes longer hides more of a chain, but each block at most one pass of a unit, and the step computes as
-many passes or more. So the sum of the two never falls: with the least seconds of many shapes it is a bound on them all.
+Slower compute hides more of a chain, but at most one pass of a unit per block, and the step computes at least that many
+passes. So the sum of both never decreases: with the least seconds of many shapes it bounds all of them.
 """
 
 from collections import defaultdict
@@ -34,7 +34,8 @@ _Ends = tuple[float, float, float, float]
 
 
 class _Offers(NamedTuple):
-    """Of the placements worth a try: ends (`Chains._ends_of`) and, where routed messages wait behind states, prices
+    """Of the placements worth trying: ends (`Chains._ends_of`) and, where routed messages wait behind state
+    messages, prices
     and least delays by schedule.
     """
 
@@ -44,7 +45,7 @@ class _Offers(NamedTuple):
 
 
 class _Terms(NamedTuple):
-    """Seconds of a chain without the computing: the ends of each run, of CLIP, and of the busiest lane in a step."""
+    """Seconds of a chain without compute: the ends of each run, of CLIP, and of the busiest lane in a step."""
 
     runs: list[_Ends]
     control_s: float
@@ -64,14 +65,13 @@ class Chains:
         self._offers: dict[tuple[object, ...], _Offers] = {}
 
     def excess_s(self, core: PartialCandidate, placement: Placement, unit: int) -> float:
-        """Lower bound on the seconds by which a step exceeds its computing; reads only `heavy` of the core."""
+        """Lower bound on the seconds by which a step exceeds its compute; reads only `heavy` of the core."""
         if core.unit:
             return 0.0 if core.shape.is_open else self._chunks_excess_s(core, placement)
-        # Until ranks divide the stacks, it is open who holds their states.
+        # Until the division of stacks is chosen, the holders of their states are unknown.
         if core.heavy is None or core.shape.divides:
             return 0.0
-        # An excess must not be overestimated for any form, so the form with the most computing counts: all of it hides
-        # messages.
+        # To be a bound for every form, the excess uses the form with the most compute, all of which hides messages.
         numbers, halves = (
             (core.micro_batch, core.recompute, core.num_micros > 1),
             has_halves(core.schedule, core.shape.mesh),
@@ -88,9 +88,10 @@ class Chains:
         spans: Sequence[Span],
         choices: Choices,
     ) -> list[float]:
-        """Lower bound in seconds with the schedule of each span, and the best of `choices`, whatever the split.
+        """Lower bound in seconds with the schedule of each span and the best of `choices`, for any split.
 
-        `works` may be the least of several shapes and forms. Of one that may divide its stacks, these send nothing.
+        `works` may be the minimum over several shapes and forms. Where a shape may divide its stacks, they count no
+        messages.
         """
         stages = shape.mesh.total("pipeline")
         if not choices or (stages > 1 and self.split.alike is None):
@@ -99,8 +100,8 @@ class Chains:
             whole = self.works.whole
             least_s = max(0.0, min([self._chain_s(shape, whole, works, num_micros, *choice) for choice in choices]))
             return [_scheduled_s(span, 0.0, least_s) for span in spans]
-        # Some stage has the mean of the layers or more. Its chain is no shorter than one of as many layers, but for the
-        # passes of look-ups before them.
+        # Some stage has at least the mean number of layers. Its chain is at least that of this many layers, except for
+        # the passes of look-ups before them.
         most = -(-self.num_inner // stages)
         alike = self.split.layer
         forwards_s, backwards_s = (most - 1) * works[alike][0], (most - 1) * works[alike][1]
@@ -113,7 +114,7 @@ class Chains:
         if not offers.prices:
             least_s = min(excesses_s)
             return [_scheduled_s(span, 0.0, least_s) for span in spans]
-        # One placement may have the shorter messages, another the shorter waits of routed messages for them.
+        # One placement may have shorter messages, another shorter waits of routed messages.
         found, known = list[float](), dict[tuple[bool, bool, int], list[tuple[float, float]]]()
         for span in spans:
             trait = traits()[span.schedule]
@@ -128,7 +129,7 @@ class Chains:
         return found
 
     def _offers_of(self, shape: OpenMesh, most: int, choices: Choices) -> "_Offers":
-        # Of placements that are no shorter in any respect than another, nothing is gained.
+        # Drop placements that are dominated by another.
         mesh = shape.mesh
         numels = mesh.total("tensor"), self._numels(shape)
         key = (mesh.state, mesh.stack_state, numels, mesh.apart, shape.divides, most, choices)
@@ -165,9 +166,11 @@ class Chains:
         return found
 
     def _ends_of(self, shape: OpenMesh, most: int, placement: Placement) -> _Ends:
-        """Four times in seconds of a stage of `most` layers: until its first and until its last layer has its
-        parameters, and from the last backward of the first and of the last layer until CLIP. Computing hides none of
-        them.
+        """Four delays of a stage of `most` layers that compute does not hide.
+
+        Until its first and until its last layer has its parameters, and from the last backward of the first and of
+        the last
+        layer until CLIP, in seconds.
         """
         mesh, alike = shape.mesh, self.split.layer
         key = (mesh.state, mesh.stack_state, self._numels(shape), mesh.stack_degrees, shape.divides, most, placement)
@@ -244,7 +247,7 @@ class Chains:
         return found
 
     def _chunks_excess_s(self, core: PartialCandidate, placement: Placement) -> float:
-        """The same where units pass whole chunks, with every chunk as small as the smallest.
+        """`excess_s` where units pass whole chunks, with every chunk as small as the smallest.
 
         Nothing hides the first chunk's messages around the update. In the sums of lanes, the chunk where the passes
         turn around and the chunk between two units are not gathered again.
@@ -276,7 +279,7 @@ class Chains:
             lanes[seconds.lane] += times * seconds[0]
         before_s, after_s = (sum(work_of_runs(works, runs)[:2]) for runs in (self.split.before, self.split.after))
         layer_s = works[alike][0] + works[alike][1]
-        # The lane belongs to some stage; without knowing which, the one with the least computing is assumed.
+        # The lane's stage is unknown, so the one with the least compute is assumed.
         own = [sum(counts[stage::num_stages]) * layer_s for stage in range(num_stages)]
         own[0] += before_s
         own[-1] += after_s
@@ -284,7 +287,7 @@ class Chains:
 
 
 def _scheduled_s(span: Span, more_s: float, excess_s: float) -> float:
-    # Schedules that pass units have chains of their own.
+    # Schedules that pass units have other chains.
     if takes_unit(span.schedule):
         return span.span_s + more_s
     return max(span.span_s + more_s, span.chained_s + excess_s)

@@ -1,19 +1,19 @@
-"""Seconds for which routed messages in a pipeline wait behind messages of states on their lanes.
+"""Seconds for which routed messages in a pipeline wait behind state messages on their lanes.
 
 A stage that is priced alone (terrace.planner.evaluate) waits for routed messages as if their lanes were free. In a step
-they are not, at two moments that no other stage's computing hides:
+they are busy at two moments that no other stage's compute hides:
 
-- the backwards of the last micro-batch. Gradients of a block leave after its last backward, and the next dispatch on
-  the same lane, that of the block before it, waits for REDUCE and SYNC. With V virtual stages of L layers this adds up
-  over the L - V pairs of neighbours on virtual stages, which the micro-batch passes all (more pairs where an end has
-  look-ups or logits alone), or over the blocks of one stage, whose next pass begins with a dispatch too, if these are
-  more. Halves of a backward send gradients behind their last dispatch: nothing waits. Where gradients are reduced after
+- the backwards of the last micro-batch. Gradients of a block are sent after its last backward, and the next dispatch on
+  the same lane, that of the previous block, waits for REDUCE and SYNC. With V virtual stages of L layers this sums over
+  the L - V pairs of neighbours on virtual stages, all of which the micro-batch passes (more pairs where an end has
+  only look-ups or logits), or over the blocks of one stage, whose next pass begins with a dispatch too, if these are
+  more. Split backwards send gradients after their last dispatch, so nothing waits. Where gradients are reduced after
   every micro-batch, REDUCE delays the next dispatch of a stage in every backward;
-- the first forward of the first stage, or of the second one if the first virtual stage has look-ups alone, which take
-  next to no time. The table of its first mixture waits for the REFRESH of all blocks of the stage, which are issued
-  before, and not for its own block's alone. Later stages get their first input later.
+- the first forward of the first stage, or of the second one if the first virtual stage has only look-ups, whose time is
+  negligible. The table of its first mixture waits for the REFRESH of all blocks of the stage, which are issued
+  before it, not only for its own block's. Later stages get their first input later.
 
-Under tensor rows a stage is priced with its routed messages on their lanes: the delays of one stage are in it.
+Under tensor rows a stage is priced with its routed messages on their lanes, so its price includes its own delays.
 """
 
 from collections import Counter
@@ -35,8 +35,9 @@ Kinds = tuple[tuple[int, int], ...]  # kinds of blocks, and how many of each
 
 
 class Neighbours(NamedTuple):
-    """Blocks behind a mixture, whose gradients its last dispatch waits for, on all virtual stages and on each stage;
-    and all blocks of the first stage that waits.
+    """Blocks after a mixture, whose gradients delay its last dispatch, on all virtual stages and on each stage.
+
+    Also all blocks of the first stage that waits.
     """
 
     on_way: Kinds
@@ -45,7 +46,7 @@ class Neighbours(NamedTuple):
 
 
 class LanePrices(NamedTuple):
-    """Seconds by kind of block on a routed message's lane, else 0: of REFRESH, the last gradients, other REDUCEs."""
+    """Seconds by kind of block of REFRESH, the last gradients and other REDUCEs on a routed message's lane; else 0."""
 
     refresh_s: tuple[float, ...]
     last_s: tuple[float, ...]
@@ -53,9 +54,9 @@ class LanePrices(NamedTuple):
 
 
 class Delay(NamedTuple):
-    """Seconds by which a step is longer: once, and in every pass but the last.
+    """Seconds added to a step: once, and in every pass but the last.
 
-    `hides`: waits in every pass may be behind reductions that an excess counts already.
+    `hides`: the waits in every pass may already be covered by reductions that an excess counts.
     """
 
     once_s: float
@@ -63,13 +64,13 @@ class Delay(NamedTuple):
     hides: bool
 
     def added_s(self, excess_s: float, num_micros: int) -> float:
-        """An excess (terrace.planner.chains) with the delay."""
+        """An excess (terrace.planner.chains) plus the delay."""
         each_s = (num_micros - 1) * self.each_s
         return self.once_s + (max(excess_s, each_s) if self.hides else excess_s + each_s)
 
 
 class Delays:
-    """The delays of one task's candidates. Blocks are told by their kind."""
+    """The delays of one task's candidates; blocks are identified by kind."""
 
     def __init__(self, estimator: "Estimator", prices: "MessagePrices") -> None:
         self._optimizer_s = estimator.task.cluster.device.kernels.optimizer_s
@@ -82,14 +83,16 @@ class Delays:
     def of(
         self, mesh: Mesh, schedule: str, prices: LanePrices, parts: tuple[Part, ...], *, of_stages: bool = False
     ) -> Delay:
-        """The delay of a step whose stages hold `parts`; `of_stages`: with that of one stage, where its price has it.
+        """The delay of a step whose stages hold `parts`.
 
-        A mesh divides stacks, and `prices` are its own.
+        `of_stages`: include the delay of a single stage, for prices that include it. `mesh` divides stacks, and
+        `prices` are
+        for it.
         """
         return self._of(mesh, schedule, prices, self._found(parts), of_stages)
 
     def at_least(self, mesh: Mesh, schedule: str, chunks: int, prices: LanePrices, *, of_stages: bool = False) -> Delay:
-        """The least `of` with any split of equal blocks, whatever the logits cost; only where it `tells`."""
+        """Minimum of `of` over all splits of equal blocks and costs of the logits; requires `tells`."""
         key = mesh.total("pipeline"), chunks, traits()[schedule].folded
         found = self._least.get(key)
         if found is None:
@@ -99,7 +102,7 @@ class Delays:
 
     @property
     def tells(self) -> bool:
-        """Whether something is known before the split: not where the blocks between look-ups and logits differ."""
+        """Whether a bound exists before the split: not if the blocks between look-ups and logits differ."""
         return self._split.alike is not None and self._has_stacks[self._split.alike]
 
     def prices(self, mesh: Mesh, placement: Placement) -> LanePrices:
@@ -112,7 +115,7 @@ class Delays:
                 for each in (messages.refresh, messages.reduce, messages.sync)
             )
             waits = [messages.refresh.lane in lanes, messages.reduce.lane in lanes, messages.sync.lane in lanes]
-            # Up to the last message on one of the lanes.
+            # Seconds up to the last message that is on a lane of routed messages.
             last = [
                 (one + other) if other and waits[2] else one * waits[1] for one, other in zip(reduce, sync, strict=True)
             ]
@@ -127,9 +130,9 @@ class Delays:
         back_s = 0.0 if halves else _sum(found.on_way, prices.last_s)
         if tensor and not of_stages:
             return Delay(max(0.0, back_s - stage_s), 0.0, False)
-        # The optimizer's constant is spent on the last block, while those before are refreshed.
+        # The optimizer's constant is charged to the last block, while the earlier ones are refreshed.
         first_s = max(0.0, _sum(found.first, prices.refresh_s) - self._optimizer_s)
-        # Under tensor rows a stage alone has no halves.
+        # Under tensor rows a stage priced alone has whole backwards.
         if halves and not tensor:
             return Delay(first_s, 0.0, False)
         each_s = max([_sum(kinds, prices.reduce_s) for kinds in found.on_stages])

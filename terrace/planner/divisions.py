@@ -1,6 +1,6 @@
-"""Divisions of the experts of a model among the ranks of a stage, and the pins that bound them.
+"""Divisions of a model's experts among the ranks of a stage, and their pins.
 
-A division is two degrees for each tier: ranks that hold different experts, and ranks that cut every expert. A model
+A division has two degrees per tier: ranks that hold different experts, and ranks that cut every expert. A model
 without experts has one division, in which every degree is 1.
 """
 
@@ -56,8 +56,9 @@ def _forms(
 
 
 def neighbours(task: "Task", pins: Pins, mesh: Mesh) -> list[tuple[str, Mesh]]:
-    """Meshes whose ranks divide the experts in a neighbouring way, with their words: among fewer or more ranks, in more
-    or fewer parts, among the ranks of the next tier, or not at all.
+    """Meshes with a neighbouring division of experts, each with a description.
+
+    Among fewer or more ranks, in more or fewer slices, on the ranks of the next tier, or undivided.
     """
     if not task.divides_stacks:
         return []
@@ -76,9 +77,10 @@ def neighbours(task: "Task", pins: Pins, mesh: Mesh) -> list[tuple[str, Mesh]]:
 
 
 def one_tier_out(mesh: Mesh) -> Mesh | None:
-    """The mesh with experts of the innermost tier that divides them on the ranks of the next tier, as many as can be.
+    """The mesh with the experts of the innermost dividing tier moved to as many free ranks of the next tier as
+    possible.
 
-    None where no rank of the next tier is free, or no tier divides experts.
+    None if the next tier has no free rank, or no tier divides experts.
     """
     if not mesh.divides_stacks:
         return None
@@ -95,18 +97,18 @@ def one_tier_out(mesh: Mesh) -> Mesh | None:
 
 
 def table_words(table: Mapping[str, Mapping[str, int]]) -> str:
-    """The table `experts` of a plan in a line."""
+    """One-line description of a plan's `experts` table."""
     tiers = (f"{tier} {' x '.join(f'{axis} {degree}' for axis, degree in row.items())}" for tier, row in table.items())
     return ", ".join(tiers) or "none"
 
 
 def division_notes(mesh: Mesh, tiers: list[str]) -> list[str]:
-    """The division of a mesh in a note; none where it divides no experts."""
+    """Note on the division of a mesh; empty if it divides no experts."""
     return [f"experts {table_words(mesh.stack_table(tiers))}"] if mesh.divides_stacks else []
 
 
 def broken_rule(task: "Task", name: str, value: int) -> str:
-    """The rule of experts that a pin breaks whatever the cluster; "" for none."""
+    """Error text if a pin of experts cannot hold on any cluster; "" if it can."""
     if name in STACK_PINS and not task.divides_stacks:
         return f"{name} = {value}: no layer of this model has experts"
     if name == "columns" and any(block.has_stacks for block in task.blocks):
@@ -115,14 +117,14 @@ def broken_rule(task: "Task", name: str, value: int) -> str:
 
 
 def broken_placement(name: str, value: int) -> str:
-    """The rule of the tiers on which ranks divide experts that a pin breaks; "" for none."""
+    """Error text if a pin breaks a rule on the tiers that divide experts; "" if not."""
     return (
         f"{name} = {value}: ranks that cut an expert are on the innermost tier alone" if name == STACK_PINS[1] else ""
     )
 
 
 def multiples(task: "Task", name: str) -> Iterator[tuple[int, str]]:
-    """What a pin of experts must divide, with its words; nothing for other pins."""
+    """(Number, description) of what a pin of experts must divide; nothing for other pins."""
     num_experts, inner = task.stack_sizes
     if task.divides_stacks and name in STACK_PINS:
         words = f"the {num_experts} experts of a layer", f"the inner size of an expert, {inner}"

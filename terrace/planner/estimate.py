@@ -1,7 +1,7 @@
-"""Seconds and bytes for the planner: the only file between it and the simulator's formulas.
+"""Seconds and bytes for the planner: the only module between it and the simulator's formulas.
 
-Everything here is for one task and cached, since a search asks for the same block on the same ranks many times. Blocks
-are told by their kind (terrace.plan.kinds). No formula is defined here; messages inside a block are in
+Results are for one task and cached, since a search asks for the same block on the same ranks many times. Blocks are
+identified by kind (terrace.plan.kinds). No formula is defined here; messages inside a block are in
 terrace.planner.inner.
 """
 
@@ -47,9 +47,9 @@ from terrace.simulate.work import Work
 
 
 class Seconds(NamedTuple):
-    """Seconds of one block on one micro-batch, messages of its tensor and context ranks included.
+    """Seconds of one block on one micro-batch, including messages of its tensor and context ranks.
 
-    `weight_s` is the part of `backward_s` that can be delayed. Recomputing the whole block takes `again_s` more.
+    `weight_s` is the part of `backward_s` that can be delayed. Recomputing the whole block adds `again_s`.
     """
 
     forward_s: float
@@ -66,8 +66,8 @@ class Estimator:
         self.item = FORMATS[task.compute].element_bytes
         self.inner, self.experts, self.numels = Inner(task), Experts(task), Numels(task.kinds)
         self._flash = has_flash_attention(task.layer.core, task.sequence, task.compute, task.backend)
-        # Whether a rank's computing follows from its tokens, in whatever context form: not so the tiles of products of
-        # scores, which depend on the shape of each.
+        # Whether a rank's compute depends only on its tokens, not on the context form: false for products that
+        # materialise scores, whose tiles depend on their shapes.
         one = Work(layer=task.layer, sequence=task.sequence, flash=self._flash, compute=task.compute)
         self.computes_by_tokens = all(work_in(one, spec, task.backend).flash for spec in self.specs if spec.attends)
         self._works: dict[tuple[object, ...], Work] = {}
@@ -111,7 +111,7 @@ class Estimator:
         return self._block(kind, mesh.inside, micro_batch, self.accumulates(mesh, micro_batch), halves=halves)
 
     def accumulates(self, mesh: Mesh, micro_batch: int) -> bool:
-        """Whether a step adds up the gradients of several micro-batches."""
+        """Whether a step accumulates the gradients of several micro-batches."""
         return mesh.total("data") * micro_batch < self.task.batch
 
     def least_block(
@@ -127,9 +127,9 @@ class Estimator:
     ) -> Seconds:
         """Lower bound on the seconds of a block over `forms` of a mesh's context ranks.
 
-        Without `context` it leaves out the messages of context ranks. If not `exact`, experts count as in
-        `Experts.at_least`, which takes a fraction of the time of playing their chunks. With `halves` gradients of
-        weights are a pass of their own, and hide no message of experts; a backward takes no less.
+        Without `context` it omits the messages of context ranks. If not `exact`, experts count as in
+        `Experts.at_least`, in a fraction of the time of playing their chunks. With `halves`, weight gradients are a
+        separate pass and hide no message of experts, so a backward takes at least as long.
         """
         if not self.specs[kind].attends:
             return self._block(kind, forms[0], micro_batch, accumulate, exact=exact, halves=halves)
@@ -138,7 +138,7 @@ class Estimator:
         return each[0] if len(each) == 1 else Seconds(*map(min, zip(*each, strict=True)))
 
     def least_waits(self, kind: int, forms: Sequence[Mesh], micro_batch: int) -> PassSeconds:
-        """Least seconds that a block's passes wait for context ranks, over `forms`."""
+        """Minimum seconds that a block's passes wait for context ranks, over `forms`."""
         waits = [self.inner.context(kind, form, self.work(form, micro_batch)) for form in forms]
         forward_s, backward_s, again_s = map(min, zip(*waits, strict=True))
         return forward_s, backward_s, again_s
@@ -170,7 +170,7 @@ class Estimator:
         if mixes and not exact:
             waits = self.experts.least_waits(kind, mesh, work, accumulate)
             own = self._compute(kind, mesh, micro_batch, accumulate, pieces=1)
-            # With more chunks, waits may be weight gradients, or computing that hides messages of tensor ranks.
+            # With more chunks, weight gradients may fill the waits, or the waits may hide messages of tensor ranks.
             put_off_s = waits[1]
             passes = self.inner.tensor(kind, mesh, work, own.longer(waits[0], waits[1], waits[1]))
         else:
@@ -188,7 +188,7 @@ class Estimator:
 
     def tensor_waits(self, kind: int, mesh: Mesh, micro_batch: int, accumulate: bool) -> PassSeconds:
         """Seconds that a block's passes wait for tensor ranks."""
-        # Of the context ranks only their number matters.
+        # Only the number of context ranks matters.
         key = (kind, mesh.only("tensor"), mesh.inside_degrees, micro_batch, accumulate)
         found = self._tensors.get(key)
         if found is None:
@@ -204,8 +204,8 @@ class Estimator:
     def _compute(
         self, kind: int, mesh: Mesh, micro_batch: int, accumulate: bool, pieces: int | None = None
     ) -> BlockSeconds:
-        # Tokens go to experts in `pieces`, or in those of the best chunks. The key has only what kernels depend on, so
-        # that many meshes share an entry: only attention sees sequences.
+        # Expert tokens go in `pieces`, or in those of the best chunks. The key has only what kernels depend on, so that
+        # many meshes share an entry: only attention depends on sequences.
         tensor, columns, ulysses, ring = mesh.inside_degrees
         spec = self.specs[kind]
         key: tuple[int, ...] = (kind, tensor, columns, accumulate, ulysses, ring, micro_batch)
@@ -228,20 +228,20 @@ class Estimator:
         return found
 
     def chunks(self, mesh: Mesh, micro_batch: int) -> Numbers:
-        """Chunks in which tokens go to experts, in a forward and in a backward."""
+        """Numbers of chunks of expert tokens."""
         return self.experts.chunks(mesh, self.work(mesh, micro_batch), self.accumulates(mesh, micro_batch))
 
     def plan(self, candidate: Candidate) -> Plan:
-        """The plan of a candidate, with the chunks of its experts."""
+        """The plan of a candidate, including the chunks of its experts."""
         plan = plan_of(self.task, candidate)
         if not candidate.mesh.divides_stacks:
             return plan
         return replace(plan, expert_chunks=self.chunks(candidate.mesh, candidate.micro_batch).table)
 
     def boundary_s(self, mesh: Mesh, micro_batch: int) -> float:
-        """Seconds to send an activation to the next stage, on the slowest tier that a boundary crosses.
+        """Seconds to send an activation to the next stage, on the slowest tier that a stage boundary crosses.
 
-        The mean over both directions, which may have other formats, coding included.
+        The mean over both directions, which may have different formats, including coding.
         """
         crossed = mesh.tiers("pipeline")
         key = (mesh.total("tensor"), mesh.total("ulysses"), mesh.total("context"), micro_batch, crossed)
@@ -265,12 +265,12 @@ class Estimator:
         return total_s / len(BETWEEN_STAGES)
 
     def sending_s(self, mesh: Mesh, micro_batch: int) -> float:
-        """Seconds by which a message to the next stage slows computing, on the outermost tier crossed."""
+        """Slow-down of compute by a message to the next stage, in seconds, on the outermost tier crossed."""
         cluster, crossed = self.task.cluster, mesh.tiers("pipeline")
         return self.boundary_s(mesh, micro_batch) * tier_penalty(cluster, crossed[-1]) if crossed else 0.0
 
     def tie_s(self, candidate: Candidate, lender: int) -> float:
-        """Seconds in which two stages sum the gradient of a block that one lends the other (terrace.plan.edges)."""
+        """Seconds in which two stages sum the gradient of a tied block (terrace.plan.edges)."""
         mesh, cluster = candidate.mesh, self.task.cluster
         numel = self.numels.trained(mesh)[self.task.kinds.order[lender]]
         # The gradient is already reduced, so each rank sends its own shard.
@@ -279,11 +279,11 @@ class Estimator:
 
     def _boundary_bytes(self, mesh: Mesh, micro_batch: int) -> float:
         work = self.work(mesh, micro_batch)
-        # Each tensor rank sends its part only; the receivers gather it.
+        # Each tensor rank sends only its shard; the receivers gather it.
         return work.tokens * self.task.layer.hidden.numel * self.item / work.tensor
 
     def update_s(self, degrees: tuple[int, ...], placement: Placement, numel: int) -> float:
-        """Seconds of the optimizer on a rank's shard of `numel` parameters that train; 0 for none."""
+        """Optimizer seconds of a rank's shard of `numel` trainable parameters; 0 for none."""
         owned = numel / math.prod(degrees[: placement.optimizer + 1])
         return optimizer_s(self.task.cluster.device, owned, self.task.rounding_bytes) if numel else 0.0
 
@@ -297,7 +297,7 @@ class Estimator:
         return self._layouts[key]
 
     def state_bytes(self, degrees: tuple[int, ...], placement: Placement) -> float:
-        """Bytes per parameter on a rank: bp / S_p + bg / S_g + bo / S_o, secondary copy included."""
+        """Bytes per parameter on a rank: bp / S_p + bg / S_g + bo / S_o, including a secondary copy."""
         key = (degrees, placement)
         if key not in self._states:
             self._states[key] = self._state_bytes(degrees, placement)
@@ -309,20 +309,22 @@ class Estimator:
         copies = self.item / layout.span(layout.params)
         # The secondary copy is sharded over fewer ranks than the parameters, so it takes more memory.
         copies += self.item / layout.span(layout.params_backward) if layout.has_secondary else 0.0
-        # Two moments of AdamW, and the master weights if apart.
+        # Two moments of AdamW, and the master weights if they are separate.
         owned = 2 * element_bytes(self.task.optimizer_states or self.task.sums)
         owned += FORMATS[self.task.master].element_bytes if keeps_master(plan, layout) else 0
         return copies + summed / layout.span(layout.grads) + owned / layout.span(layout.optimizer)
 
     def whole_bytes(self, tensors_bytes: float) -> float:
-        """Memory of a process with `tensors_bytes` of tensors, allocator and context included."""
+        """Memory of a process with `tensors_bytes` of tensors, including allocator and context."""
         # The caching allocator's fragmentation and the CUDA context come on top of the tensors.
         if self.task.backend == "cuda":
             return CUDA_ALLOCATOR_FACTOR * tensors_bytes + CUDA_CONTEXT_BYTES
         return tensors_bytes + (CPU_CONTEXT_BYTES if self.task.backend == "cpu" else 0)
 
     def kept_bytes(self, kind: int, mesh: Mesh, micro_batch: int, recompute: int) -> int:
-        """Bytes a block keeps per micro-batch until its backward, as far as they grow with its sequences."""
+        """Bytes that a block keeps per micro-batch until its backward, without those that do not scale with
+        sequences.
+        """
         spec = self.specs[kind]
         # Activations depend on the number of ranks, not on their tiers.
         again = 0 if spec.at_an_end else recompute
@@ -333,29 +335,29 @@ class Estimator:
             held = activations_of(work, spec, self.task.backend)
             found = held.kept_bytes - held.fixed_bytes
             if mesh.divides_stacks or (mesh.total("tensor") > 1 and spec.has_stacks):
-                # Rows of several sequences are rounded up together.
+                # Expert rows of several sequences are rounded up together.
                 found -= 2 * found // work.tokens
             self._kept[key] = found
         # Every other tensor that is kept has a row for each sequence.
         return micro_batch * found
 
     def _blocks_of(self, kinds: Sequence[int]) -> tuple[int, ...]:
-        # The first block of a kind stands for all.
+        # The first block of a kind represents all.
         return tuple(self.task.kinds.first[kind] for kind in kinds)
 
     def stage_blocks(self, kinds: Sequence[int], mesh: Mesh) -> tuple[BlockSpec, ...]:
-        """A tensor rank's slice of each block of a stage (`flat_blocks`)."""
+        """A tensor rank's slices of the blocks of a stage (`flat_blocks`)."""
         return flat_blocks(self.task, self.numels, mesh, self._blocks_of(kinds))
 
     def chunk_params(self, part: Part, mesh: Mesh) -> list[tuple[ParamSpec, ...]]:
-        """A tensor rank's slice of each chunk of a stage: one flat parameter, and one of frozen ones."""
+        """A tensor rank's slices of the chunks of a stage, each one flat trainable and one flat frozen parameter."""
         if mesh.divides_stacks or any(self.numels.stacks(mesh)):
             raise PlanError("chunks that pass as a whole have experts on all ranks: choose another schedule")
         blocks = iter(self.stage_blocks(part.kinds, mesh))
         return [joined_params(list(islice(blocks, len(kinds_of(runs))))) for runs in part.chunks]
 
     def _whole_chunks(self, candidate: Candidate, part: Part) -> tuple[int, int] | None:
-        # Only then is more than one block whole at a time.
+        # Only with units is more than one chunk whole at a time.
         if not takes_unit(candidate.schedule):
             return None
         mesh, plan = candidate.mesh, self._plan(candidate)
@@ -383,6 +385,6 @@ class Estimator:
 
     def _plan(self, candidate: Candidate) -> Plan:
         if candidate not in self._plans:
-            # Without a schedule: memory knows it by `waiting`.
+            # Without a schedule, whose effect on memory is in `waiting`.
             self._plans[candidate] = replace(self.plan(candidate), schedule=None)
         return self._plans[candidate]

@@ -1,18 +1,18 @@
 """Cost of a candidate: for ranking in a search (`evaluate`), and from the programs of its stages (`played`).
 
-For ranking, a plan without a pipeline is its program, built and simulated. A stage of a pipeline is the program of its
-data ranks: for one tensor, context and pipeline coordinate, a plan is a data-parallel plan on the links of its data
+For ranking, a plan without a pipeline is built and simulated as its program. A stage of a pipeline is the program of
+its data ranks: for one tensor, context and pipeline coordinate, a plan is a data-parallel plan on the links of its data
 ranks. Two short steps are simulated, of two and of three units of micro-batches. Further units repeat the third, so the
 seconds of a step of M units are linear in M:
 
-T_r(M) = M u_r + tail_r      for stage r, with u_r its seconds per unit, exposed messages included.
+    T_r(M) = M u_r + tail_r      for stage r, with u_r its seconds per unit, exposed messages included.
 
-Orders are played with the computing of the stages only, c_r per unit. Waiting for messages is assumed to be spread
+Orders are played with the compute of the stages only, c_r per unit. Waits for messages are assumed to be spread
 evenly, so the stage that waits most stretches the whole played span; work done once per step comes after it:
 
     step = max_r(u_r / c_r) span + max_r tail_r
 
-A stage that has no layer waits while it would be idle, so its c_r is that of the busiest stage.
+A stage without layers waits while it would be idle, so its c_r is that of the busiest stage.
 
 Where the schedule passes chunks in units of micro-batches (ZeroPP, 2402.03791), the program of a stage has chunks as
 blocks: a chunk is gathered for a whole unit, the next one during the unit's pass, and gradients are reduced once per
@@ -60,7 +60,7 @@ TIE = f"wait {MessageClass.TIE.value}"
 
 @dataclass(frozen=True, eq=False)
 class _Played:
-    """A stage's step as a straight line: seconds of `num_units` units, and of each further unit."""
+    """A stage's step as a linear function: seconds of `num_units` units, and of each further unit."""
 
     time_s: Mapping[str, float]
     further_s: Mapping[str, float]
@@ -77,7 +77,7 @@ class _Played:
 
 
 def step_of(task: Task, plan: Plan) -> Step:
-    """The step of a plan, ready for prediction; raises `PlanError` for a batch that does not divide."""
+    """The step of a plan, ready for prediction. Raises `PlanError` for a batch that does not divide."""
     cluster = task.cluster
     return Step(
         cluster=cluster,
@@ -90,18 +90,18 @@ def step_of(task: Task, plan: Plan) -> Step:
 
 
 class Evaluator:
-    """Evaluates candidates of one task, caching stages shared between them."""
+    """Evaluates candidates of one task; stages are cached across candidates."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds, self.estimator, self.task = bounds, bounds.estimator, bounds.task
         self._played: dict[tuple[object, ...], _Played] = {}
 
     def plan(self, candidate: Candidate) -> Plan:
-        """The plan of a candidate, with the chunks of its routed messages."""
+        """The plan of a candidate, including the chunks of its routed messages."""
         return self.estimator.plan(candidate)
 
     def evaluate(self, candidate: Candidate) -> Estimate:
-        """Cost of a candidate, for ranking; raises `PlanError` if it breaks a rule of plans or of its schedule."""
+        """Cost of a candidate, for ranking. Raises `PlanError` if it breaks a rule of plans or of its schedule."""
         micros = num_micros(self.task, candidate)
         if self.task.products is not None:  # programs of stages do not see the whole model
             check_products(self.task.cluster.device, candidate.mesh, self.plan(candidate), self.task.blocks)
@@ -111,13 +111,13 @@ class Evaluator:
         return self._estimate(candidate, time_s, self._evaluated_memory(candidate))
 
     def needed_bytes(self, candidate: Candidate) -> int:
-        """The memory of `evaluate`, without playing anything; raises as `evaluate`."""
+        """Memory as in `evaluate`, without playing anything. Raises as `evaluate`."""
         return sum(self._evaluated_memory(candidate).values())
 
     def _evaluated_memory(self, candidate: Candidate) -> Mapping[str, int]:
         if candidate.schedule == SERIAL:
             return self._fullest(candidate, [Needs(self._whole(), (candidate.unit,))])
-        # Of like stages only the fullest is priced: the others cannot need more.
+        # Among similar stages only the fullest is priced: the others cannot need more.
         return self._fullest(candidate, self._pipeline(candidate).neediest)
 
     def _fullest(self, candidate: Candidate, neediest: Iterable[Needs]) -> Mapping[str, int]:
@@ -126,7 +126,7 @@ class Evaluator:
         return max(memories, key=lambda memory: sum(memory.values()))
 
     def played(self, candidate: Candidate) -> Estimate:
-        """Cost of a candidate from the programs of its stages, for everything that is shown. Raises as `evaluate`.
+        """Cost of a candidate from the programs of its stages, for display. Raises as `evaluate`.
 
         Seconds are of the busiest stage, bytes of the stage that sends most, memory of the stage that needs most.
         """
@@ -158,7 +158,7 @@ class Evaluator:
         return self.estimator.split.whole()
 
     def stages(self, candidate: Candidate) -> tuple[Pipeline, list[_Played]]:
-        """The pipeline of a candidate, and the step of each stage on its own."""
+        """The pipeline of a candidate, and the step of each stage by itself."""
         pipeline = self._pipeline(candidate)
         return pipeline, [self._stage(part, candidate, num_micros(self.task, candidate)) for part in pipeline.parts]
 
@@ -167,9 +167,9 @@ class Evaluator:
         return self.bounds.pipeline(mesh, micro_batch, recompute, schedule, chunks, unit)
 
     def is_slower(self, candidate: Candidate, than_s: float) -> bool:
-        """Whether a pipeline is known to take longer, from the stages that say most; raises as `evaluate`.
+        """Whether a pipeline is known to exceed `than_s`, decided from its most telling stages. Raises as `evaluate`.
 
-        Much sooner than `evaluate`, which plays all stages and needs their memory.
+        Much cheaper than `evaluate`, which plays all stages and needs their memory.
         """
         if candidate.schedule == SERIAL or math.isinf(than_s):
             return False
@@ -200,7 +200,7 @@ class Evaluator:
         return self._estimate(candidate, time_s, self._evaluated_memory(candidate))
 
     def _stretched_s(self, pipeline: Pipeline) -> list[float]:
-        """Computing per micro-batch of which each stage's waits are a share."""
+        """Compute per micro-batch relative to which each stage's waits are measured."""
         num_inner, busiest_s = self.estimator.split.num_inner, max(pipeline.stages_s)
         stages = zip(pipeline.parts, pipeline.stages_s, strict=True)
         return [own_s if num_inner(part.runs) else busiest_s for part, own_s in stages]
@@ -214,10 +214,10 @@ class Evaluator:
         return delays.of(mesh, candidate.schedule, prices, pipeline.parts).added_s(0.0, micros)
 
     def lines(self, candidate: Candidate) -> list[dict[str, float]]:
-        """Seconds by category of each stage's step on its own."""
+        """Seconds by category of each stage's step by itself."""
         pipeline, played = self.stages(candidate)
         units = num_micros(self.task, candidate) // candidate.unit
-        # Inner stages are mostly alike; each distinct one is computed once.
+        # Inner stages are mostly equal; each distinct one is computed once.
         known = {part: stage.report(units) for part, stage in zip(pipeline.parts, played, strict=True)}
         found = [known[part] for part in pipeline.parts]
         for lender, stages in _ties(self.task, pipeline):
@@ -263,7 +263,7 @@ class Evaluator:
         """The program of a stage for `micros` micro-batches, and its costs.
 
         Without a pipeline it is the program of the plan. With one it is the program of the data ranks only, and tensor
-        and context messages count as computing.
+        and context messages count as compute.
         """
         estimator, task, mesh = self.estimator, self.task, candidate.mesh
         # Without a pipeline the plan's own program is small enough to simulate, messages inside blocks included.
@@ -274,7 +274,7 @@ class Evaluator:
         if mixes and mesh.total("tensor") > 1 and not takes_unit(candidate.schedule):
             return self._stage_program(part, candidate, micros)
         plan = self.plan(candidate)
-        # Its blocks have no matrices, whose products are in the seconds of blocks.
+        # Its blocks declare no matrices; their products are part of the blocks' seconds.
         plan = replace(plan, mapping={}, tensor_chunks=1, wire=_data_wire(plan), schedule=None, products=None)
         if not mixes:
             plan = plan.with_whole_stacks()
@@ -324,7 +324,7 @@ class Evaluator:
             schedule=None,
             recompute=task.recomputed(candidate.recompute, 0, [each.name for each in blocks if not each.at_an_end]),
         )
-        # Between stages nothing is sent by a program of one.
+        # The program of a single stage sends no messages between stages.
         program = build(cluster, crossing(cluster, plan), blocks, micros, task.sequence)
         return program, step_costs(program, self.estimator.work(mesh, candidate.micro_batch))
 
@@ -349,7 +349,7 @@ class Evaluator:
         return program, costs
 
     def _operations_s(self, part: Part, candidate: Candidate) -> tuple[float, ...]:
-        """Seconds of the operations that each block of a stage computes again, where that is not the whole block."""
+        """Seconds of recomputed operations of each block of a stage, where less than the whole block is recomputed."""
         estimator, device = self.estimator, self.task.cluster.device
         work = estimator.work(candidate.mesh, candidate.micro_batch)
         again = self.task.recomputations.values[candidate.recompute]
@@ -364,7 +364,7 @@ class Evaluator:
 
 
 def _ties(task: Task, pipeline: Pipeline) -> list[tuple[int, tuple[int, int]]]:
-    """(Lender, stages of lender and borrower) of blocks that are borrowed from another stage."""
+    """(Lender, stages of lender and borrower) of blocks borrowed across stages."""
     orders, sizes = pipeline.orders, [0] * pipeline.orders.num_virtual
     for row, part in zip(orders.placement, pipeline.parts, strict=True):
         for virtual, runs in zip(row, part.chunks, strict=True):

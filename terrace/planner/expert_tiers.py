@@ -1,5 +1,5 @@
-"""Why experts are where a plan puts them: the step with them one tier further out, with tokens in one chunk, and with
-chunks in another order.
+"""Alternatives that explain a plan's experts: one tier further out, tokens in one chunk, and chunks in another
+order.
 """
 
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from terrace.simulate.work import Work
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """Another division of experts, or other chunks, and its step, or the reason why it cannot run."""
+    """Another division of experts, or other chunks, with its step, or the reason why it cannot run."""
 
     what: str
     prediction: Prediction | None = None
@@ -26,8 +26,9 @@ class Alternative:
 
 
 def alternatives(step: Step) -> list[Alternative]:
-    """The step with tokens in one chunk, with chunks in another order, and with experts one tier further out; the plan
-    names its chunks.
+    """The step with tokens in one chunk, with chunks in another order, and with experts one tier further out.
+
+    The plan must name its chunks.
     """
     plan, tiers = step.plan, [tier.name for tier in step.cluster.tiers]
     numbers, found = Numbers(**plan.expert_chunks), []
@@ -47,7 +48,7 @@ def alternatives(step: Step) -> list[Alternative]:
 
 
 def _changed(plan: Plan, **changes: Any) -> Plan:
-    # Shares of gradients are of a number of chunks, so they are found anew.
+    # Shares of gradients depend on the number of chunks, so they are searched again.
     return replace(plan, **changes, expert_gaps="auto" if plan.expert_gaps else ())
 
 
@@ -67,5 +68,5 @@ def _predicted(step: Step) -> Prediction:
     except PlanError:
         if not step.plan.expert_gaps:
             raise
-        # Experts further out may share no lane with gradients.
+        # Experts further out may not share a lane with gradients.
         return predict_step(replace(step, plan=replace(step.plan, expert_gaps=())))

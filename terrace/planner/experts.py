@@ -1,6 +1,6 @@
-"""Seconds of the experts of one task where ranks hold different ones, or parts of them; each is found once.
+"""Cached seconds of one task's experts, where ranks hold different experts or slices of them.
 
-Tokens go to them in the numbers of chunks with which a layer is fastest (terrace.simulate.chunks), which depend on the
+Tokens are dispatched in the fastest numbers of chunks for a layer (terrace.simulate.chunks), which depend on the
 division of the experts, on the tokens that a rank routes and on little else of a plan.
 """
 
@@ -29,7 +29,7 @@ _Priced = tuple[RoutedSeconds, Divided]
 
 
 class Experts:
-    """The experts of one task."""
+    """Experts of one task."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -43,7 +43,7 @@ class Experts:
         self._least: dict[tuple[object, ...], Divided] = {}
 
     def chunks(self, mesh: Mesh, work: Work, accumulate: bool) -> Numbers:
-        """The numbers of chunks."""
+        """Numbers of chunks for a mesh."""
         if not mesh.divides_stacks:
             return _WHOLE
         key = (_division(mesh), *_load(work), accumulate)
@@ -55,16 +55,16 @@ class Experts:
         return found
 
     def divided(self, kind: int, mesh: Mesh, work: Work, accumulate: bool, pieces: int) -> Divided | None:
-        """The changes that the division of the experts makes in a block; None where they are not divided."""
+        """Corrections of a block's seconds for the division of its experts; None if undivided."""
         layer = self._layer(kind, mesh, work, accumulate)
         if layer is None:
             return None
         return self._of(kind, mesh.stack_degrees, work, accumulate, layer.traffic, pieces)[1]
 
     def waits(self, kind: int, mesh: Mesh, work: Work, accumulate: bool, halves: bool) -> Seconds:
-        """Seconds that a forward, a backward and a recomputation wait for messages that meet no others.
+        """(Forward, backward, recomputation) seconds of waits for messages with free lanes.
 
-        With `halves` a backward leaves the gradients of weights to a pass of its own.
+        With `halves`, weight gradients are a separate pass.
         """
         layer = self._layer(kind, mesh, work, accumulate)
         if layer is None:
@@ -74,9 +74,9 @@ class Experts:
         return forward_s, backward_s, forward_s - layer.tables_s(numbers)
 
     def least_waits(self, kind: int, mesh: Mesh, work: Work, accumulate: bool) -> Seconds:
-        """Lower bounds on `waits` beside computing of one piece, whatever the chunks.
+        """Lower bounds on `waits` beside the compute of one piece, for any chunks.
 
-        A pass takes as long as its computing or the rows on a lane; computing as in `least_divided`.
+        A pass takes at least its compute and at least the rows on a lane; compute as in `least_divided`.
         """
         layer = self._layer(kind, mesh, work, accumulate)
         if layer is None:
@@ -88,22 +88,23 @@ class Experts:
         return tables_s + again_s, backward_s, again_s
 
     def least_longer(self, kind: int, work: Work, accumulate: bool) -> Seconds:
-        """Seconds by which a forward, input gradients and weight gradients are longer than with all experts on every
-        rank: a lower bound over all divisions, below zero where these make them shorter.
+        """Lower bound, over all divisions, on the extra seconds relative to all experts on every rank.
+
+        (Forward, input gradient, weight gradient); negative where a division makes them shorter.
         """
         device, spec = self.task.cluster.device, self.task.kinds.specs[kind]
         least = self.least_divided(kind, work, accumulate)
         each = (least, least._replace(launches=0.0), None)
         least_s, free, whole = (seconds_of(device, work, spec, accumulate=accumulate, divided=one) for one in each)
-        # What the host adds to a backward may be in either part, so it counts to the weights, which may be put off.
+        # Host overhead of a backward may be in either half; it is attributed to weight gradients, which may be delayed.
         weight_s = least_s.input_s + least_s.weight_s - free.input_s - whole.weight_s
         trained = trained_part(spec, self.task.blocks)
         return least_s.forward_s - whole.forward_s, free.input_s - whole.input_s, trained * weight_s
 
     def least_divided(self, kind: int, work: Work, accumulate: bool) -> Divided:
-        """The least of `divided` over all divisions of the experts, each number by itself.
+        """Minimum of each number of `divided` over all divisions of the experts.
 
-        Of one piece: several products of as many rows together fill no fewer tiles, and are launched more often.
+        For one piece: several products over the same rows in total fill no fewer tiles and need more launches.
         """
         key = (kind, *_load(work), accumulate)
         found = self._least.get(key)
@@ -142,7 +143,7 @@ class Experts:
     def _of(
         self, kind: int, degrees: tuple[int, int], work: Work, accumulate: bool, traffic: ExpertTraffic, pieces: int
     ) -> _Priced:
-        # Computing knows no tiers.
+        # Compute does not depend on tiers.
         key = (kind, degrees, *_load(work), accumulate, pieces)
         found = self._priced.get(key)
         if found is None:
@@ -156,12 +157,12 @@ class Experts:
         spec = self.task.kinds.specs[kind]
         if not mesh.divides_stacks or not spec.has_stacks:
             return None
-        # Of one division and another number of tokens only the number differs, unless it must divide evenly.
+        # For another number of tokens under the same division only this number changes, unless routing is even.
         key = (kind, _division(mesh), work.tensor == 1)
         known = self._traffics.get(key)
         if known is not None and not known.is_even:
             return replace(known, tokens=work.routed)
-        # States, schedule and batch say nothing about messages inside a block.
+        # States, schedule and batch do not affect messages inside a block.
         plan = plan_of(self.task, Candidate(0, 1, "", 1, work.micro_batch, Placement(-1, -1, -1), mesh))
         tiers = [tier.name for tier in self.task.cluster.tiers]
         with suppress(PlanError):  # a number of tokens that cannot be routed evenly: evaluation refuses it
@@ -179,7 +180,7 @@ def _division(mesh: Mesh) -> Sequence[tuple[int, ...]]:
 
 
 def _load(work: Work) -> tuple[int, bool]:
-    # Tokens that a rank routes, and whether it has a whole shared expert beside the others.
+    # Tokens that a rank routes, and whether it also has a whole shared expert.
     return work.routed, work.tensor == 1
 
 

@@ -1,4 +1,4 @@
-"""Reasons for a plan: verdicts on the presets and on the neighbours of a candidate.
+"""Reasons for a plan: verdicts on the presets and on a candidate's neighbours.
 
 A verdict is a predicted step or an objection: a broken rule of plans, or missing memory.
 """
@@ -22,7 +22,7 @@ from terrace.program.schedules.registry import takes_unit
 
 
 def placement_of(task: Task, plan: Plan) -> Placement:
-    """Tier index of each state of a plan; raises `ClusterError` for an unknown tier."""
+    """Tier index of each state of a plan. Raises `ClusterError` for an unknown tier."""
     layout = Layout.written(task.cluster, plan)
     if task.islands.num > 1:
         layout = layout.settled()  # on all islands a state of the outermost tier would not lie inside
@@ -32,9 +32,9 @@ def placement_of(task: Task, plan: Plan) -> Placement:
 
 
 def preset_verdicts(task: Task, pins: Pins) -> list[Verdict]:
-    """Verdict on every preset, each with its best micro-batch, unit and recomputation.
+    """Verdict on every preset with its best micro-batch, unit and recomputation.
 
-    Pins on these numbers hold; placements and wire formats are the preset's own.
+    Pins on these numbers apply; placements and wire formats are the preset's.
     """
     numbers = {name: allowed for name, allowed in pins.ranges.items() if name in ("micro_batch", "unit", "recompute")}
     return [_preset_verdict(name, task, Pins(numbers)) for name in PRESETS]
@@ -94,7 +94,7 @@ def _neighbours(space: Space, candidate: Candidate) -> list[tuple[str, Candidate
     at = sizes.index(candidate.micro_batch)
     for size in (*sizes[max(0, at - 1) : at], *sizes[at + 1 : at + 2]):
         micros = task.batch // (mesh.total("data") * size)
-        # Another micro-batch has another number of them; the unit must still divide it.
+        # Another micro-batch size changes their number, which the unit must still divide.
         unit = max(unit for unit in divisors(micros) if unit <= candidate.unit)
         found.append((f"micro_batch = {size}", candidate._replace(micro_batch=size, unit=unit)))
     found += [(words, candidate._replace(mesh=other)) for words, other in neighbours(free.task, free.pins, mesh)]
@@ -111,10 +111,10 @@ def _neighbours(space: Space, candidate: Candidate) -> list[tuple[str, Candidate
 
 
 def _recompute_neighbours(task: Task, candidate: Candidate) -> list[tuple[str, Candidate]]:
-    """Values of `recompute` for all layers: none, the first of the chain, whole layers; not the candidate's own."""
+    """Other values of `recompute` for all layers: none, the first of the chain, whole layers."""
     axes = {axis: candidate.mesh.total(axis) > 1 for axis in ("tensor", "context")}
     chain = task.recomputations.chain(**axes, partly=False)
-    # The candidate may have a value of its own, with the first layers apart.
+    # The candidate's value may treat its first layers differently.
     others = dict.fromkeys(
         value for value in (*chain[:2], chain[-1]) if (value, 0) != (candidate.recompute, candidate.first)
     )

@@ -10,16 +10,18 @@ from terrace.simulate.masks import causal_pairs
 
 
 def mfu(task: Task, estimate: Cost, *, full: bool = False) -> float:
-    """Model FLOPs utilisation: three times the forward's FLOPs over the peak FLOPs of all devices in a step.
+    """Model FLOPs utilisation: three times the forward FLOPs over the peak FLOPs of all devices in a step.
 
-    Attention counts the pairs that a causal mask leaves, as in a run (terrace.train.utilisation); with `full` its full
+    Attention counts the pairs under the causal mask, as in a run (terrace.train.utilisation); with `full` its full
     square, as published tables count it (Korthikanti et al. 2205.05198, section 6).
     """
     return 3 * _forward_flops(task, task.blocks, full=full) / _possible_flops(task, estimate)
 
 
 def hfu(task: Task, estimate: Estimate, *, full: bool = False) -> float:
-    """Hardware FLOPs utilisation: as `mfu`, and recomputed forwards, or their attention where that alone is."""
+    """Hardware FLOPs utilisation: `mfu` plus recomputed forwards (or only their attention, if only that is
+    recomputed).
+    """
     entries = task.recomputed(estimate.candidate.recompute, estimate.candidate.first)
     parts = list(zip(task.blocks, recomputed_parts(entries, task.blocks), strict=True))
     rerun = _forward_flops(task, [block for block, again in parts if again == WHOLE], full=full)
@@ -41,7 +43,7 @@ def _forward_flops(task: Task, blocks: Sequence[BlockSpec], *, full: bool) -> in
 
 
 def _attention_flops(task: Task, block: BlockSpec, *, full: bool) -> int:
-    """FLOPs of a block's attention forward, over the pairs that the causal mask or a window leaves, or over all."""
+    """Forward FLOPs of a block's attention, over the pairs under the causal mask or window, or over all."""
     core = block.operations.core
     pairs = task.sequence**2 if full else causal_pairs(task.sequence, core.window)
     return 2 * task.batch * core.heads * (core.head_dim + core.value_dim) * pairs

@@ -1,10 +1,10 @@
 """Wire formats that a user allows, and the search that uses them where they make the predicted step shorter.
 
 A search prices the formats of its task and chooses none, since rounding changes the training itself. With formats
-allowed (`--allow`, or `--allow-rounding` for all classes) there are two searches: without any of them, and with the
-narrowest of each message class and tier that shortens a message (`shortens`). Where the second finds the faster plan,
-each class and tier of that plan then takes the widest format with which the step is no longer (`_widened`). Formats of
-exchanges between islands are chosen with their cycle (terrace.planner.loops).
+allowed (`--allow`, or `--allow-rounding` for all classes) there are two searches: without them, and with the narrowest
+format of each message class and tier that shortens a message (`shortens`). Where the second finds the faster plan,
+each class and tier of that plan then takes the widest format that does not make the step longer (`_widened`). Formats
+of exchanges between islands are chosen with their cycle (terrace.planner.loops).
 """
 
 import math
@@ -36,9 +36,9 @@ _ROUNDS = 3  # of formats chosen for a plan, and of plans ranked with them
 
 @dataclass(frozen=True)
 class Choice:
-    """Formats of a message class on a tier, the widest first, among them the `default`, which it has if none is given.
+    """Formats of a message class on a tier, widest first, including the `default` that applies if none is given.
 
-    With those in `useless` a message would take longer: coding takes more than fewer bytes save.
+    Formats in `useless` make a message slower: coding costs more than the saved bytes.
     """
 
     default: str
@@ -51,10 +51,10 @@ Allowed = Mapping[Place, Choice]
 
 
 def parse_allowed(texts: Iterable[str], task: Task, *, islands: bool) -> Allowed:
-    """Parse `CLASS=FORMAT` and `CLASS.TIER=FORMAT`; `task` is of the whole cluster, its outermost tier's members may be
-    `islands`.
+    """Parse `CLASS=FORMAT` and `CLASS.TIER=FORMAT`.
 
-    Raises `PlanError` for a format that can have no effect.
+    `task` is of the whole cluster; with `islands`, the outermost tier's members are islands. Raises `PlanError` for a
+    format without any effect.
     """
     plan = Plan(
         params="device",
@@ -76,7 +76,7 @@ def parse_allowed(texts: Iterable[str], task: Task, *, islands: bool) -> Allowed
             asked.setdefault((message.value, tier), []).append(parse_format(name))
         if name == default.name:
             raise PlanError(f"--allow {text} has no effect: {message.value} travels in {default.name} anyway")
-        # The change of an island is kept in the dtype of sums, and may travel so.
+        # The change of an island is kept, and may be sent, in the dtype of sums.
         if message is not MessageClass.OUTER and _width(parse_format(name)) < _width(default):
             raise PlanError(
                 f"--allow {text}: {message.value} travels in {default.name}, which is narrower: allow a format that "
@@ -86,7 +86,7 @@ def parse_allowed(texts: Iterable[str], task: Task, *, islands: bool) -> Allowed
 
 
 def of_every_class(text: str, task: Task, *, islands: bool) -> list[str]:
-    """A format of `--allow-rounding` as texts for `parse_allowed`: of each message class that it can shorten.
+    """Expand a format of `--allow-rounding` into texts for `parse_allowed`, one per message class that it can shorten.
 
     Raises `PlanError` for a format that does not exist, and for one that shortens no message.
     """
@@ -127,7 +127,7 @@ def _parsed(text: str, cluster: Cluster, islands: bool) -> tuple[MessageClass, l
     word, tier, name = match.groups()
     classes = [message.value for message in PLACEABLE]
     if word not in classes:
-        # Of states too, which are read elsewhere: any of these may be meant.
+        # Include formats of states, which are parsed elsewhere: any of these may be meant.
         hint = did_you_mean(word, [*classes, "master", "optimizer_states"])
         raise PlanError(f"--allow {text!r} names {word!r}, which is no message class or state{hint}")
     message = MessageClass(word)
@@ -157,14 +157,14 @@ def shortens(cluster: Cluster, tier: str, default: WireFormat, wire: WireFormat,
 
 
 def _width(wire: WireFormat) -> tuple[int, int, bool]:
-    # The widest first; of two as wide, the one that loses less.
+    # Widest first; among equally wide ones, the more precise first.
     return -wire.message_bytes(_NUMEL), -wire.mantissa_bits, not wire.feedback
 
 
 class Searched(NamedTuple):
-    """Result of a search, and the space of the task with the formats of its first plan.
+    """Result of a search, with the space whose task has the formats of the first plan.
 
-    `plain_s`: the step of the best plan without any of the formats allowed.
+    `plain_s`: the step of the best plan without any allowed format.
     """
 
     space: Space
@@ -174,7 +174,7 @@ class Searched(NamedTuple):
 
 
 def find_allowed(space: Space, allowed: Allowed, count: int, limit: int) -> Searched:
-    """As `find`, with formats where they make the step shorter, but for those of exchanges between islands."""
+    """`find` with formats where they make the step shorter, except those of exchanges between islands."""
     found, evaluator = find(space, count, limit)
     plain = Searched(space, found, evaluator, found.best[0].step_s if found.best else math.inf)
     own = {place: choice for place, choice in allowed.items() if place[0] != MessageClass.OUTER.value}
@@ -192,16 +192,16 @@ def find_allowed(space: Space, allowed: Allowed, count: int, limit: int) -> Sear
 
 
 def _settled(task: Task, allowed: Allowed, wire: Wire, candidates: Sequence[Candidate]) -> tuple[Wire, list[Estimate]]:
-    """The widest formats of the best of some candidates, which fit with `wire`, and their estimates, that one first.
+    """The widest formats for the best of some candidates that fit with `wire`, and the estimates, best first.
 
-    It is one of the finalists, so that it is the same however many candidates are asked for.
+    Only finalists are considered, so the result does not depend on the number of requested candidates.
     """
     first, best, further = candidates[0], list[Estimate](), candidates[FINALISTS:]
     for _ in range(_ROUNDS):
         wire = _widened(task, allowed, wire, first)
         evaluator = _evaluator(replace(task, wire=wire))
         best = ranked(filter(None, (_priced(evaluator, each) for each in candidates[:FINALISTS])))
-        # With wider formats another of the candidates may come first: then it is the one to widen for.
+        # With wider formats another candidate may become the best; then formats are widened for that one.
         if best[0].candidate == first:
             break
         first = best[0].candidate
@@ -210,7 +210,7 @@ def _settled(task: Task, allowed: Allowed, wire: Wire, candidates: Sequence[Cand
 
 
 def _widened(task: Task, allowed: Allowed, wire: Wire, candidate: Candidate) -> Wire:
-    """The widest format of each class and tier with which the step of a candidate is practically no longer."""
+    """The widest format of each class and tier that leaves the step of a candidate practically unchanged."""
     chosen = {
         (message, tier): wire.get(message, {}).get(tier, choice.default) for (message, tier), choice in allowed.items()
     }
@@ -248,7 +248,7 @@ def _evaluator(task: Task) -> Evaluator:
 
 
 def _priced(evaluator: Evaluator, candidate: Candidate) -> Estimate | None:
-    """The estimate of a candidate, or None if it breaks a rule or does not fit."""
+    """The estimate of a candidate; None if it breaks a rule or does not fit."""
     try:
         found = evaluator.played(candidate)
     except PlanError:

@@ -1,6 +1,6 @@
-"""The fastest plan for each headroom: memory of a device that stays free (terrace.cluster.headroom).
+"""The fastest plan for each headroom: device memory that stays free (terrace.cluster.headroom).
 
-Ties are settled as those of the search are (terrace.planner.ties).
+Ties are settled as in the search (terrace.planner.ties).
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,11 @@ WIDER = ("10%", "20%", "40%")
 def headrooms(
     space: Space, evaluator: Evaluator, best: Estimate, limit: int, wider: Sequence[str] = WIDER
 ) -> list[Headroom]:
-    """The fastest plans for the device's own headroom, of which `best` is, and for each of `wider` that is larger.
+    """The fastest plans for the device's own headroom (`best`), and for each of `wider` that is larger.
 
-    `wider` ascends; arguments as for `find`. A plan that leaves more free than is asked for serves until too little is
-    left: it still ties with the fastest, since no plan that leaves more free is faster.
+    `wider` ascends; arguments as for `find`. A plan that leaves more memory free than required is reused until it no
+    longer
+    does: it still ties with the fastest, since a smaller memory admits no faster plan.
     """
     device = space.task.cluster.device
     memory_bytes = device.memory_bytes
@@ -34,7 +35,7 @@ def headrooms(
         last = found[-1]
         if last.best is not None and last.best.needed_bytes > most:
             searched, _ = find(space, FINALISTS, limit, evaluator, most)
-            # Memory may grow a little with the split of blocks that is played.
+            # The played split of blocks may need slightly more memory.
             fitting = [each for each in searched.best if each.needed_bytes <= most]
             chosen = settle(space.task, fitting).best[0] if fitting else None
             last = Headroom(headroom=headroom, best=chosen, proved=searched.proved)

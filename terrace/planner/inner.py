@@ -1,4 +1,4 @@
-"""Seconds blocks wait for tensor and context ranks, read from the blocks' own programs.
+"""Seconds that blocks wait for tensor and context ranks, from the blocks' own programs.
 
 The steps of a block do not depend on the tiers of the ranks; the seconds of a message do. So
 steps are cached by degrees and tokens, prices by mapping.
@@ -31,8 +31,8 @@ from terrace.simulate.layers import BlockSeconds, core_rounds
 from terrace.simulate.masks import work_in
 from terrace.simulate.work import Work
 
-# Messages of context ranks that hide behind one piece of compute, `times` over: by overlap penalty, how often each is
-# sent and its number in a list of all.
+# (times, piece of compute, messages hidden behind it): by overlap penalty, the count of each message and its index in a
+# list of all.
 _Counted = tuple[int, Compute | None, list[tuple[float, list[tuple[int, int]]]]]
 PassSeconds = tuple[float, float, float]  # seconds of a forward, of a backward, and of the recomputation before it
 Passes = tuple[tuple[PricedMoment, ...], ...]  # of a forward, a backward, and a backward that recomputes
@@ -56,7 +56,7 @@ class Inner:
         self._context_wires = [parse_format(row.get(tier.name, task.compute)) for tier in task.cluster.tiers]
 
     def tensor(self, kind: int, mesh: Mesh, work: Work, own: BlockSeconds) -> PassSeconds:
-        """Seconds a block waits for its tensor ranks on one micro-batch, if its computing takes `own`."""
+        """Seconds that a block with compute `own` waits for its tensor ranks on one micro-batch."""
         if work.tensor == 1:
             return NOTHING
         rooms = self.rooms(own.forward_s, own.input_s, own.weight_s)
@@ -67,12 +67,12 @@ class Inner:
         return forward_s, backward_s, with_forward_s - backward_s
 
     def context(self, kind: int, mesh: Mesh, work: Work) -> PassSeconds:
-        """Seconds a block waits for its context ranks."""
+        """Seconds that a block waits for its context ranks."""
         spec = self.task.kinds.specs[kind]
         if work.context == 1 or not spec.attends:
             return NOTHING
         degrees = mesh.group("ulysses"), mesh.group("ring")
-        # All that messages of the context ranks depend on within one task.
+        # Everything that context messages depend on within one task.
         key = (kind, degrees, work.rows, work.micro_batch)
         found = self._contexts.get(key)
         if found is None:
@@ -91,7 +91,9 @@ class Inner:
         return found
 
     def _counted(self, degrees: tuple[tuple[int, ...], ...]) -> tuple[list[InBlockMessage], list[list[_Counted]]]:
-        """The distinct messages of context ranks, and how a forward and a backward count them, whatever their bytes."""
+        """Distinct messages of context ranks, and how often a forward and a backward send each, whatever their
+        bytes.
+        """
         found = self._counts.get(degrees)
         if found is None:
             ulysses, ring = degrees
@@ -114,8 +116,8 @@ class Inner:
     def _interpolated(self, kind: int, group: Mesh, num_tokens: int) -> Passes:
         num_ranks = group.total("tensor")
         # Seconds are latency plus bytes over a rate, and bytes are linear in the tokens, so two sizes determine all
-        # others. Padding of tokens or of encoded messages breaks the line, and so does another algorithm for small
-        # messages; such sizes are priced one by one. So are parts, of which some have a token more than others.
+        # others. Padding of tokens or of encoded messages breaks linearity, and so does another algorithm for small
+        # messages; such sizes are priced individually. So are messages in parts, some of which have an extra token.
         trees = any(self.task.cluster.tiers[tier].tree is not None for tier in group.tiers("tensor"))
         in_parts = self.task.tensor_chunks not in (1, FUSED)
         if num_tokens % num_ranks or trees or in_parts or MessageClass.TENSOR.value in self.task.wire:
@@ -155,11 +157,11 @@ class Inner:
         return TensorTraffic.of(Mesh.of(cluster, plan), [tier.name for tier in cluster.tiers], plan, num_tokens)
 
     def rooms(self, forward_s: float, input_s: float, weight_s: float, rounds: Rounds = NO_ROUNDS) -> Rooms:
-        """Seconds of computing behind which messages inside a block hide."""
+        """Seconds of compute that can hide messages inside a block."""
         return rooms_of(forward_s, input_s, weight_s, rounds)
 
     def plan(self, mesh: Mesh) -> Plan:
-        """A plan of which only the messages inside blocks count."""
+        """A plan that only specifies messages inside blocks."""
         task = self.task
         plan = Plan(
             params="device",

@@ -1,7 +1,7 @@
-"""The fewest members of the outermost tier with which some plan of a space fits, found by searching size after size.
+"""Searches for the fewest members of the outermost tier with which some plan of a space fits, size by size.
 
-Sizes without room for the states, divided among all ranks, are passed over. At any other the plans that may need the
-least memory are looked at first, and a size at which one fits is searched as `terrace plan` would.
+Sizes at which the states, sharded over all ranks, do not fit are skipped. At each other size the plans with the
+smallest memory bounds are tried first, and a size at which one fits is searched as `terrace plan` would.
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,11 +31,12 @@ _MOST_SIZES = 256  # looked at beyond the first that has room for the states
 
 @dataclass(frozen=True, kw_only=True)
 class LeastNodes:
-    """The result of a search over sizes: no plan fits with fewer than `at_least` members.
+    """Result of a search over sizes: no plan fits with fewer than `at_least` members.
 
-    `task` has the fewest members at which a plan was found, and `estimate` is that plan; None where none was. They are
-    more than `at_least` where a search in between stopped at its limit. `last`: no plan was found with up to so many
-    members, `task`'s aside; `out_of_time` if the search ended there by the clock.
+    `task` has the fewest members with a known plan, `estimate`; None if there is none. It may have more than `at_least`
+    if a search in between stopped at its limit. `last`: apart from `task`, no plan was found with up to this many
+    members;
+    `out_of_time` if the search stopped there by the clock.
     """
 
     at_least: int
@@ -48,10 +49,11 @@ class LeastNodes:
 def least_nodes(space: Space, *, limit: int, grow_batch: bool = False, patience: Patience | None = None) -> LeastNodes:
     """The task with the fewest members, more than it has, and a plan that fits there.
 
-    At most `limit` plans of a size are evaluated. With `grow_batch` the batch of a size is the next multiple of its
-    ranks, else it stays.
+    At most `limit` plans are evaluated per size. With `grow_batch` the batch at a size is the next multiple of its
+    ranks;
+    otherwise it is fixed.
     """
-    # Not `ENDLESS`: the words of a patience are changed here.
+    # A new object instead of `ENDLESS`, since its words are changed here.
     task, patience = space.task, Patience() if patience is None else patience
     sizes = _sizes(task)
     left_open, last = 0, sizes.start - 1  # the first size whose search stopped at its limit; 0: none
@@ -91,7 +93,7 @@ def _sizes(task: Task) -> range:
 
 
 def _states_fit(estimator: Estimator, size: int) -> bool:
-    """Whether a rank has room for its part of the states, divided among all ranks, and for nothing else."""
+    """Whether the states, sharded over all ranks, fit without anything else."""
     task = estimator.task
     ranks, outermost = task.cluster.resized(size).world_size, len(task.cluster.tiers) - 1
     degrees, everywhere = (*(1,) * outermost, ranks), Placement(outermost, outermost, outermost)
@@ -101,12 +103,12 @@ def _states_fit(estimator: Estimator, size: int) -> bool:
 
 
 def _fitting(space: Space, limit: int, patience: Patience) -> tuple[Estimate | None, bool]:
-    """A plan that fits, and whether none does where there is none: not where a search stopped at its limit."""
+    """A plan that fits; if there is none, whether that is proved (not if the search stopped at its limit)."""
     evaluator, capacity = Evaluator(Bounds(Estimator(space.task))), space.task.cluster.device.usable_bytes
     fits = fits_somewhere(space, evaluator, capacity, limit, patience)
     if fits is False:
         return None, True
-    # The advice must be what a search with this many members finds; its bounds may also prove that nothing fits.
+    # The advice must match a search with this many members, whose bounds may also prove that nothing fits.
     found = Search(space, evaluator, capacity).run(1, limit, patience)
     return (found.best[0] if found.best else None), found.proved and not fits
 
@@ -114,12 +116,12 @@ def _fitting(space: Space, limit: int, patience: Patience) -> tuple[Estimate | N
 def fits_somewhere(
     space: Space, evaluator: Evaluator, capacity_bytes: float, limit: int, patience: Patience = ENDLESS
 ) -> bool | None:
-    """Whether some plan of the space fits; those that may need the least are tried first, at most `limit`.
+    """Whether some plan of the space fits; plans with the smallest memory bounds are tried first, at most `limit`.
 
-    None where none of these does, and one of the others may.
+    None if none of these fits, but another plan may.
     """
     bounds, numbers = evaluator.bounds, count()
-    # Least bytes, tie break, core, and where it is placed once it has a schedule.
+    # Memory bound, tie break, core, and, once it has a schedule, its placement and unit.
     heap: list[tuple[float, int, PartialCandidate, tuple[Placement, int] | None]] = []
 
     def push(core: PartialCandidate, choices: Iterable[tuple[Placement, int]], *, whole: bool) -> None:

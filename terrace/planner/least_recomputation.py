@@ -1,8 +1,8 @@
-"""How much of its layers a plan must recompute to fit: the least, since more is slower.
+"""The least recomputation with which a plan fits, since more is slower.
 
-Candidates that differ in `recompute` and `first` alone form a line, each recomputing all that the one before it does:
-nothing; the first corner of terrace.planner.operations in one layer, in two, ... in all; the next corner in one layer.
-One that fits is of interest if the one before it does not.
+Candidates that differ only in `recompute` and `first` form a line, each recomputing at least what the previous one
+does: nothing; the first corner of terrace.planner.operations in one layer, in two, ... in all; the next corner in one
+layer, and so on. A candidate that fits matters only if the previous one does not.
 """
 
 from bisect import bisect_left
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def recomputations(space: Space, mesh: Mesh) -> list[int]:
-    """Values of `recompute` on a mesh, as pins allow; each recomputes all that those before it do."""
+    """Values of `recompute` on a mesh, within the pins; each recomputes at least what the previous ones do."""
     task, pins = space.task, space.pins
     tensor, context, pipeline = (mesh.total(axis) > 1 for axis in ("tensor", "context", "pipeline"))
     chain = task.recomputations.chain(tensor=tensor, context=context, partly=not pipeline)
@@ -30,7 +30,7 @@ def recomputations(space: Space, mesh: Mesh) -> list[int]:
 
 
 class Needs:
-    """The least recomputation with which plans of a space fit in this memory."""
+    """The least recomputation with which plans of a space fit in a given memory."""
 
     def __init__(self, space: Space, evaluator: "Evaluator", capacity_bytes: float) -> None:
         self.space, self.evaluator, self.capacity_bytes = space, evaluator, capacity_bytes
@@ -39,11 +39,11 @@ class Needs:
         self.values = space.task.recomputations.values
 
     def are_open(self, core: PartialCandidate) -> bool:
-        """Whether the number of the first layers is still to be chosen."""
+        """Whether the number of first layers is still undetermined."""
         return self.values[core.recompute].is_partial and not core.first
 
     def are_less(self, core: PartialCandidate, placement: Placement, unit: int) -> bool:
-        """Whether a candidate that recomputes all layers alike fits with less."""
+        """Whether a candidate with uniform recomputation would fit with less."""
         if not core.recompute or core.first or self.are_open(core):
             return False
         chain = recomputations(self.space, core.shape.mesh)
@@ -52,12 +52,12 @@ class Needs:
             return False
         before = core.candidate(placement, unit)._replace(recompute=chain[at - 1])
         if self.values[chain[at - 1]].is_partial:
-            # Without another layer that could be the last, the corner before.
+            # Without another possible last layer, use the previous corner.
             before = before._replace(first=self.num_layers - 1) if self.num_layers > 1 else self._others(before)
         return self._fits(before)
 
     def least_first(self, core: PartialCandidate, placement: Placement, unit: int) -> int | None:
-        """Lower bound on `first`, without building a plan; None if a candidate needs it in all layers."""
+        """Lower bound on `first` from memory bounds alone; None if a candidate needs all layers."""
         bounds = self.evaluator.bounds
 
         def fits(first: int) -> bool:
@@ -70,7 +70,7 @@ class Needs:
     def first(self, core: PartialCandidate, placement: Placement, unit: int) -> int | None:
         """The least number of first layers, fewer than all, with which a candidate fits; None if it needs none or all.
 
-        Each further layer keeps less: the number is the least possible or little more.
+        Memory decreases with each further layer, so the result is minimal, or nearly so.
         """
         candidate, enough = core.candidate(placement, unit), self.num_layers - 1
         least = self.least_first(core, placement, unit)

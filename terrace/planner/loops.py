@@ -1,14 +1,14 @@
 """The outer loop of a plan with islands: the least that hides the link between them.
 
-Local steps and rounding change the training itself, so the search takes as little as it can: of all loops within the
-bounds whose mean step is at most `NEAR` longer than that of the fastest, the one with the smallest `every`; of these
-that with the smallest `delay`; then the widest format on the outer tier, and on tiers inside; then the fewest
-fragments. Every loop is simulated as a whole cycle (terrace.simulate.cycle), so that coding, the islands' own computing
-and the slow-down by messages all count.
+Local steps and rounding change the training itself, so the search uses as little as possible. Among all loops within
+the bounds whose mean step is at most `NEAR` longer than that of the fastest, it takes the smallest `every`; then the
+smallest `delay`; then the widest format on the outer tier, and on inner tiers; then the fewest fragments. Every loop
+is simulated as a whole cycle (terrace.simulate.cycle), so coding, the islands' compute and the slow-down by messages
+all count.
 
-More of `every` spreads an exchange over more steps, more of `delay` gives it more time, and neither makes a step longer
-but for a copy of a slice. So the fastest loop has the most of both, and each is found by bisection, once for every
-format and number of fragments. `tests/planner/test_loops.py` tries everything instead.
+A larger `every` spreads an exchange over more steps, a larger `delay` gives it more time, and neither makes a step
+longer except for a copy of a slice. So the fastest loop has the largest of both, and each is found by bisection, once
+per format and number of fragments. `tests/planner/test_loops.py` compares this with trying everything.
 """
 
 import math
@@ -41,9 +41,9 @@ Pair = tuple[Row, int]  # and the number of fragments
 
 
 def island_task(task: Task, bounds: OuterBounds, rows: Sequence[Row]) -> Task:
-    """The task of one island: a member of the outermost tier, with its part of the batch.
+    """The task of one island: a member of the outermost tier, with its share of the batch.
 
-    Memory is counted with the largest loop of the bounds. Raises `PlanError` where there are no islands.
+    Memory is counted with the largest loop of the bounds. Raises `PlanError` if there are no islands.
     """
     tier = task.cluster.tiers[-1]
     if tier.size == 1:
@@ -59,13 +59,13 @@ def island_task(task: Task, bounds: OuterBounds, rows: Sequence[Row]) -> Task:
         )
     fed_back = [row for row in rows if any(name.endswith("+feedback") for _, name in row)]
     islands = Islands(num=tier.size, outer=bounds.outer, formats=dict((fed_back or rows)[0]))
-    # Islands wait for each other, so each keeps the pace of all.
+    # Islands wait for each other, so the slowest sets the pace.
     island = replace(task.cluster.resized(1), around=task.cluster.world_size)
     return replace(task, cluster=island, batch=task.batch // tier.size, islands=islands)
 
 
 def island_pins(task: Task, pins: Pins) -> Pins:
-    """The pins with all states inside an island; raises `PlanError` for a state pinned outside."""
+    """The pins with all states inside an island. Raises `PlanError` for a state pinned outside."""
     ranges, last = dict(pins.ranges), len(task.cluster.tiers) - 1
     for name in {*STATES, "params_backward"} & ranges.keys():
         low, high = ranges[name]
@@ -79,7 +79,7 @@ def island_pins(task: Task, pins: Pins) -> Pins:
 
 
 def rows_of(allowed: Allowed, tiers: Sequence[str]) -> list[Row]:
-    """Formats that exchanges may have, by tier: wide ones on the outermost tier first, then on those inside."""
+    """Formats of exchanges by tier, in order of preference: wide on the outermost tier first, then on inner ones."""
     choices = {tier: choice for (message, tier), choice in allowed.items() if message == MessageClass.OUTER.value}
     named = [tier for tier in reversed(tiers) if tier in choices]
     found = []
@@ -91,9 +91,9 @@ def rows_of(allowed: Allowed, tiers: Sequence[str]) -> list[Row]:
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """The loop that was chosen: the task of all islands, their plan, its cost and its prediction.
+    """The chosen loop: the task of all islands, their plan, its cost and its prediction.
 
-    `fastest_s` is the mean step of the fastest loop within `bounds`, `num_played` the loops that were played.
+    `fastest_s` is the mean step of the fastest loop within `bounds`, `num_played` the number of loops played.
     """
 
     task: Task
@@ -111,9 +111,9 @@ class Loop:
 
 
 def least_loop(task: Task, estimate: Estimate, plan: Plan, bounds: OuterBounds, rows: Sequence[Row]) -> Loop:
-    """The least loop of the bounds for `plan`, the plan of `estimate`; both are of an island, and so is `task`.
+    """The least loop within the bounds for `plan`, the plan of `estimate`; both, and `task`, are of one island.
 
-    `rows` are the formats that exchanges may have, the widest first. Raises `PlanError` where no loop can run.
+    `rows` are the possible formats of exchanges, widest first. Raises `PlanError` if no loop can run.
     """
     return _Loops(task, estimate, plan, bounds, rows).least()
 
@@ -130,7 +130,7 @@ class _Loops:
         trained = sum(block.num_trainable > 0 for block in task.blocks)
         self.fragments = range(low, max(low, min(high, trained)) + 1)
         crossing_rows = dict.fromkeys(self._crossing(row) for row in rows)
-        # A wider format is worth more than fewer fragments.
+        # A wider format takes precedence over fewer fragments.
         self.pairs = [(row, number) for row in crossing_rows for number in self.fragments if self._everies(number)]
         self.limit_s = math.inf
 
@@ -185,7 +185,7 @@ class _Loops:
         return range(-(-low // fragments) * fragments, self.bounds.every[1] + 1, fragments)
 
     def _delays(self, every: int) -> tuple[int, int]:
-        # Of these one is the fastest: the most time, or no copies of what is under way.
+        # The fastest of these has either the most time, or no copies of changes in flight.
         return min(self.bounds.delay[1], every), self.bounds.delay[0]
 
     def _least_s(self, pair: Pair, every: int) -> float:
@@ -195,7 +195,7 @@ class _Loops:
         return any(self._is_near(pair, every, delay) for delay in self._delays(every))
 
     def _is_near(self, pair: Pair, every: int, delay: int) -> bool:
-        # The link carries every exchange of a cycle, whatever hides it; of a loop that was played more is known.
+        # The link carries every exchange of a cycle, hidden or not. A loop that was played is known exactly.
         played = (self.bounds.loop(every, delay, pair[1]), pair[0]) in self._played
         if not played and _SLACK * self._busy_s.get(pair, 0.0) / every > self.limit_s:
             return False
@@ -210,7 +210,7 @@ class _Loops:
         return found.step_s
 
     def _predicted(self, outer: Outer, row: Row) -> Prediction | None:
-        """The mean step of a loop; None where a rule refuses it or it does not fit."""
+        """Prediction of a loop; None if it breaks a rule or does not fit."""
         if (outer, row) not in self._played:
             self._played[outer, row] = None
             try:
@@ -262,7 +262,7 @@ def _span(low: int, high: int) -> str:
 
 
 def _first(options: Sequence[int], holds: Callable[[int], bool]) -> int | None:
-    """The first option that holds, where all after it do; None if the last does not."""
+    """The first option that holds, if all later ones hold too; None if the last does not."""
     if not options or not holds(options[-1]):
         return None
     before, found = -1, len(options) - 1

@@ -23,7 +23,7 @@ Numels = tuple[int, ...]  # elements of a block of each kind on a rank
 
 
 class Price(Protocol):
-    """The lane of a message, and its seconds for a block of each kind."""
+    """Lane of a message, and its seconds for a block of each kind."""
 
     @property
     def lane(self) -> int: ...
@@ -32,7 +32,7 @@ class Price(Protocol):
 
 
 class LanePrice:
-    """The price of a message among ranks that hold the same slice; each is found once it is asked for."""
+    """Price of a message among ranks that hold the same slice, computed lazily."""
 
     def __init__(self, instruction: Instruction, costs: Callable[[], Costs]) -> None:
         self._instruction, self._costs = instruction, costs
@@ -50,7 +50,7 @@ class LanePrice:
 
 
 class JoinedPrice:
-    """A message that carries the buffers of two messages, one after the other, of blocks that have both."""
+    """Price of a message that carries the buffers of two messages in sequence, for blocks that have both."""
 
     def __init__(self, own: Price, stacks: Price, has_stacks: Sequence[bool]) -> None:
         self._own, self._stacks, self._has_stacks = own, stacks, has_stacks
@@ -99,7 +99,7 @@ class MessagePrices:
         return found
 
     def of_shape(self, mesh: Mesh, placement: Placement) -> Messages:
-        """Messages of the blocks of a mesh (`Numels.own`), with their stacks if others hold these."""
+        """Messages of the blocks of a mesh (`Numels.own`), plus their stacks if other ranks hold these."""
         numels, stacks = self.estimator.numels.own(mesh), self.estimator.numels.stacks(mesh)
         if not any(stacks):
             return self.messages(mesh.state, numels, placement)
@@ -135,7 +135,7 @@ class MessagePrices:
         )
 
     def _priced(self, degrees: tuple[int, ...], numels: Numels, placement: Placement) -> Costs:
-        # Of a program that has a block of each kind and no instructions.
+        # From a program with a block of each kind and no instructions.
         key = (degrees, numels, placement)
         if key not in self._costs:
             layout, plan = self.estimator.layout(degrees, placement)

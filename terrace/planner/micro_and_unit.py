@@ -1,9 +1,9 @@
-"""Micro-batch and unit of a plan that leaves them out: the fastest predicted within the memory of a device.
+"""Micro-batch and unit of a plan that omits them: the fastest predicted within the memory of a device.
 
-A data rank's share of the batch is fixed; the numbers cut it. Larger micro-batches have larger products and fewer
-gathers, and keep more activations; in a pipeline they fill and drain for longer. Sizes are tried from the largest that
-fits downwards, and for each the units likewise, until two in a row are slower than the best (`_least`): a step's
-seconds fall and then rise again as its micro-batches shrink. Everything else of the plan is kept.
+A data rank's share of the batch is fixed; the two numbers divide it. Larger micro-batches have larger products and
+fewer gathers, and keep more activations; in a pipeline, filling and draining take longer. Sizes are tried in descending
+order from the largest that fits, and for each size the units likewise, until two in a row are slower than the best
+(`_least`): a step's seconds fall and then rise again as its micro-batches shrink. The rest of the plan is unchanged.
 """
 
 import math
@@ -26,15 +26,15 @@ _SLOWER = 2  # options in a row after which no smaller one is tried
 
 
 def with_best_numbers(step: Step, free: Collection[str], *, multiple_of: int = 1) -> Step:
-    """The step with the numbers in `free` chosen, "micro_batch" and "unit" or one of them.
+    """The step with the numbers in `free` chosen: "micro_batch", "unit" or both.
 
-    A micro-batch that is chosen is a multiple of `multiple_of`, which divides the share of a data rank. The step as it
-    was where no choice fits or can run. Raises `PlanError` for `stages` that cannot run with any choice.
+    A chosen micro-batch is a multiple of `multiple_of`, which divides the share of a data rank. The step is returned
+    unchanged if no choice fits or can run. Raises `PlanError` for `stages` that cannot run with any choice.
     """
     check_stages(step)
     work, share = step.work, step.num_micros * step.plan.micro_batch
     assert isinstance(work, Work), "FLOPs of one micro-batch say nothing of another"
-    # A unit that is given has its micro-batches, unless the share is smaller.
+    # A given unit needs that many micro-batches, unless the share is smaller.
     least = 1 if "unit" in free else min(step.plan.unit, share // multiple_of)
     sizes: Sequence[int] = (step.plan.micro_batch,)
     if "micro_batch" in free:
@@ -55,7 +55,7 @@ def _of_size(step: Step, work: Work, size: int, num_micros: int, free_unit: bool
 
 
 def _of_unit(step: Step) -> tuple[float, Step] | None:
-    # What the plan leaves to a search decides its memory, too; the numbers are chosen for the plan as it was given.
+    # Other omitted values affect memory too, but the numbers are chosen for the plan as given.
     known = resolved(step)
     job = Job(cluster=known.cluster, plan=known.plan, num_micros=known.num_micros)
     _, memory = fullest_stage(job, step.blocks, step.sequence)
@@ -65,8 +65,8 @@ def _of_unit(step: Step) -> tuple[float, Step] | None:
 
 
 def _units(step: Step) -> Sequence[int]:
-    # Only sharded parameters are gathered, and only sharded gradients reduced, once per unit. A pipeline's order has
-    # its own visits, but for schedules that pass chunks in units.
+    # Only sharded parameters are gathered, and only sharded gradients reduced, once per unit. In a pipeline the order
+    # determines visits, except for schedules that pass chunks in units.
     plan, layout = step.plan, Layout.of(step.cluster, step.plan)
     if step.num_stages > 1:
         is_free = takes_unit(plan_schedule(plan)[0])

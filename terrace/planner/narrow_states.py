@@ -1,9 +1,9 @@
-"""Narrow states that a user allows, and the search that stores states so where that makes the step shorter.
+"""Narrow states that a user allows, and the search that uses them where they make the step shorter.
 
-A search prices how the states of its task are stored and chooses nothing, since rounding changes the training itself.
-With `--allow optimizer_states=int8` or `--allow master=bf16` it is run for each way that was allowed as well, the
-widest first, and a narrower one is taken where it makes the step shorter or where nothing fits without: less memory may
-leave room for less recomputation, larger micro-batches or fewer ranks that share a state.
+A search takes the storage of its task's states as given, since rounding changes the training itself. With `--allow
+optimizer_states=int8` or `--allow master=bf16` it is repeated for each allowed storage, widest first, and a narrower
+one is taken if it makes the step shorter or if nothing fits without it: less memory may permit less recomputation,
+larger micro-batches or fewer ranks that share a state.
 """
 
 import math
@@ -24,7 +24,7 @@ _NAMES = {"optimizer_states": get_args(States), "master": ("bf16",)}
 
 
 class Way(NamedTuple):
-    """How parameters and optimizer states are stored, as in a plan."""
+    """Storage of parameters and optimizer states, as in a plan."""
 
     master: Master
     optimizer_states: States | None
@@ -34,15 +34,15 @@ class Way(NamedTuple):
 
     @property
     def element_bytes(self) -> float:
-        """Bytes of a parameter and two moments."""
+        """Bytes of a parameter and its two moments."""
         states = self.optimizer_states or ("fp32" if self.master == "bf16" else self.master)
         return element_bytes(self.master) + 2 * element_bytes(states)
 
 
 def parse_ways(texts: Iterable[str], task: Task) -> tuple[list[Way], list[str]]:
-    """The ways that `--allow optimizer_states=FORMAT` and `--allow master=bf16` add, the widest first; other texts.
+    """Storages that `--allow optimizer_states=FORMAT` and `--allow master=bf16` add, widest first; and the other texts.
 
-    Raises `PlanError` for a value that cannot be, or that the task has anyway.
+    Raises `PlanError` for an impossible value, and for one that the task has already.
     """
     asked: dict[str, list[str | None]] = {"master": [task.master], "optimizer_states": [task.optimizer_states]}
     rest = list[str]()
@@ -70,7 +70,7 @@ def parse_ways(texts: Iterable[str], task: Task) -> tuple[list[Way], list[str]]:
 
 
 def find_stored(space: Space, allowed: Allowed, ways: Sequence[Way], count: int, limit: int) -> tuple[Searched, float]:
-    """As `find_allowed`, with states stored in one of `ways` where that makes the step shorter; the step without."""
+    """`find_allowed` with states stored in one of `ways` where that shortens the step; also the step without."""
     found = find_allowed(space, allowed, count, limit)
     plain_s = _step_s(found)
     for way in ways:

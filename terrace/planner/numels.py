@@ -1,4 +1,4 @@
-"""Parameters of a block of each kind on a rank, for one model; each is found once."""
+"""Cached parameter counts of a block of each kind on a rank, for one model."""
 
 import math
 from collections import Counter
@@ -12,7 +12,7 @@ _Numels = tuple[int, ...]  # by kind
 
 
 class _Flat(NamedTuple):
-    """Elements of flat buffers that the same ranks share, padded for the tensor ranks among these."""
+    """Elements of flat buffers shared by the same ranks, padded for the tensor ranks among them."""
 
     numels: _Numels
     trainable: bool
@@ -36,33 +36,34 @@ class Numels:
         self._all_stacks: _Numels = tuple(map(sum, each))
 
     def all(self, mesh: Mesh) -> _Numels:
-        """Parameters on a tensor rank, where borrowers and lenders are together."""
+        """Parameters on a tensor rank, where borrowers and lenders are on one stage."""
         return self._sum(self._of(mesh).flats)
 
     def trained(self, mesh: Mesh) -> _Numels:
-        """Those of `all` that train."""
+        """Trainable parameters of `all`."""
         return self._sum(flat for flat in self._of(mesh).flats if flat.trainable)
 
     def own(self, mesh: Mesh) -> _Numels:
-        """As `trained`, without parameters that tensor ranks share, stacks among them, since their states are sharded
-        over these ranks, and without stacks that ranks divide; for bounds.
+        """`trained` without parameters that tensor ranks share or stacks that ranks divide; for bounds.
+
+        Parameters that tensor ranks share, possibly stacks, have their states sharded over these ranks.
         """
         return self._of(mesh).own
 
     def stacks(self, mesh: Mesh) -> _Numels:
-        """Elements of the experts of a rank that train; 0 where they are among `own`."""
+        """Trainable elements of a rank's experts; 0 where they are part of `own`."""
         return self._of(mesh).stacks
 
     def least(self, mesh: Mesh) -> _Numels:
-        """`own` without any stacks, however ranks divide them."""
+        """`own` without any stacks, for any division of them."""
         if mesh.total("tensor") > 1:
             return self.own(mesh)
         return tuple(numel - stack for numel, stack in zip(self.own(mesh), self._all_stacks, strict=True))
 
     def by_holders(self, mesh: Mesh, kinds: tuple[int, ...]) -> dict[tuple[bool, bool], int]:
-        """Elements of blocks of `kinds` together, by whether they are stacks of experts and whether they train.
+        """Elements of blocks of `kinds` by (stack of experts, trainable).
 
-        Parameters that counts move are left out: they are whole on every rank.
+        Parameters that are moved by counts are excluded: they are whole on every rank.
         """
         found = Counter[tuple[bool, bool]]()
         for flat in self._of(mesh).flats:

@@ -1,12 +1,13 @@
-"""The choices of recomputation in a search: none, operations of layers, or whole layers, in all layers or the first.
+"""The choices of recomputation in a search: none, operations of layers, or whole layers, in all layers or the first
+ones.
 
 Values of `Candidate.recompute` are indexes of `Recomputations.values`. Each operation, and the whole layer, saves bytes
-and costs seconds. Layers are alike, so a number of bytes is saved in the least seconds by operations in ascending order
-of seconds per byte, the last of them in as many layers as are needed: by the corners of the convex hull over (bytes,
-seconds), and between two corners by the later one in the first layers and the earlier one in the others. A pipeline has
-corners alone, since its stages lack different amounts of memory.
+and costs seconds. Since layers are equal, a number of bytes is saved in the fewest seconds by taking operations in
+ascending order of seconds per byte, the last of them only in as many layers as needed. These are the corners of the
+convex hull over (bytes, seconds), and between two corners, the later one in the first layers and the earlier one in the
+others. A pipeline uses only corners, since its stages lack different amounts of memory.
 
-The corners are those of one sequence on a rank alone; seconds per byte hardly depend on how ranks share them.
+Corners are computed for one sequence on a single rank; seconds per byte hardly depend on how ranks share them.
 """
 
 from collections import Counter
@@ -23,7 +24,7 @@ from terrace.simulate.layers import operation_seconds, seconds_of
 from terrace.simulate.masks import work_in
 from terrace.simulate.work import Work
 
-# What an axis that a search may use refuses (terrace.plan.recompute_rules).
+# Operations that an axis of the search excludes (terrace.plan.recompute_rules).
 _REFUSED = {"attention": "context", "norms": "tensor"}
 _Parts = tuple[str, ...]
 
@@ -37,11 +38,11 @@ def recomputations_of(
     cuts: bool,
     partly: bool,
 ) -> Recomputations:
-    """The choices of a task with these layers: its `operations`, or those that the device makes worth a search.
+    """The choices of a task with these layers: its `operations`, or those that are worth a search on the device.
 
-    `cuts` says that tensor messages go in parts, `partly` that the first layers of a stage may differ from the others.
+    `cuts`: tensor messages are sent in parts. `partly`: the first layers of a stage may differ from the others.
     """
-    # Beside tensor messages in parts, or fused ones, only whole layers are (terrace.plan.recompute_rules).
+    # With tensor messages in parts, or fused ones, only whole layers are recomputed (terrace.plan.recompute_rules).
     nothing = Again(())
     if operations is not None:
         with_tensor = (0,) if operations and cuts else (0, 1)
@@ -66,7 +67,7 @@ def _possible(blocks: Sequence[BlockSpec]) -> _Parts:
 
 
 class _Costs:
-    """Seconds of parts of all layers, and the bytes that are saved by them."""
+    """Seconds to recompute parts of all layers, and bytes that this saves."""
 
     def __init__(self, device: Device, work: Work, blocks: Sequence[BlockSpec]) -> None:
         self.device, self.work, self.blocks = device, work, Counter(blocks)
@@ -88,7 +89,7 @@ class _Costs:
         return next(kept) - next(kept)
 
     def corners(self, operations: _Parts) -> list[_Parts]:
-        """Nothing, the sets of operations with the least seconds for the bytes that they save, and whole layers."""
+        """Nothing, the sets of operations that save their bytes in the fewest seconds, and whole layers."""
         if not self.blocks:
             return [()]
         saved = {name: self.saved_bytes((name,)) for name in operations}
@@ -98,7 +99,7 @@ class _Costs:
         found: list[tuple[_Parts, int, float]] = [((), 0, 0.0)]
         for parts in (*sets, WHOLE):
             point = parts, self.saved_bytes(parts), self.seconds(parts)
-            # The one before lies above the line from its own predecessor to this.
+            # Drop the previous point if it lies above the line from its predecessor to this one.
             while len(found) > 1 and _slope(found[-2], point) <= _slope(found[-2], found[-1]):
                 found.pop()
             found.append(point)
@@ -110,15 +111,15 @@ def _slope(one: tuple[_Parts, int, float], other: tuple[_Parts, int, float]) -> 
 
 
 def operations_s(device: Device, block: BlockSpec, work: Work, parts: _Parts) -> float:
-    """Seconds of operations of a block that are computed again; they send no messages."""
+    """Seconds of a block's recomputed operations; they send no messages."""
     return operation_seconds(device, work_in(work, block, device.backend), parts) if parts and block.attends else 0.0
 
 
 def parse_operations(text: str | None, blocks: Sequence[BlockSpec], axes: Sequence[str]) -> _Parts | None:
-    """Operations joined by commas in place of whole layers; `layers` for these alone, which is no operation.
+    """Parse comma-separated operations to recompute instead of whole layers; `layers` means only whole layers.
 
-    None leaves it to the search. Raises `PlanError` for an operation that some plan of the search could not recompute
-    by itself.
+    None leaves the choice to the search. Raises `PlanError` for an operation that some plan of the search could not
+    recompute by itself.
     """
     if text is None:
         return None

@@ -1,8 +1,8 @@
-"""The outer loops that a search may take, as a user bounds them: `--outer "every<=100,delay<=20"`.
+"""The outer loops that a search may choose, as bounded by a user: `--outer "every<=100,delay<=20"`.
 
-Words are joined by commas: the name of a preset, then NAME<=VALUE, NAME>=VALUE or NAME=VALUE for `every`, `delay` and
-`fragments`, and NAME=VALUE for the outer step. A preset gives the outer step, and its numbers as the largest where no
-word bounds them above.
+Comma-separated words: the name of a preset, then NAME<=VALUE, NAME>=VALUE or NAME=VALUE for `every`, `delay` and
+`fragments`, and NAME=VALUE for the outer step. A preset sets the outer step, and its numbers are upper bounds where no
+word gives one.
 """
 
 import re
@@ -23,7 +23,7 @@ Range = tuple[int, int]  # both ends included
 
 @dataclass(frozen=True, kw_only=True)
 class OuterBounds:
-    """Outer loops with the outer step of `outer`, whose numbers are the largest of the ranges; `text` is as shown."""
+    """Outer loops with the outer step of `outer`, which has the upper bounds as numbers; `text` is for display."""
 
     text: str
     outer: Outer
@@ -36,7 +36,9 @@ class OuterBounds:
         return replace(self.outer, every=every, delay=delay, fragments=fragments)
 
     def waiting(self) -> "OuterBounds | None":
-        """The loops of these that wait for each exchange, which keep two slices less; None where all do or none can."""
+        """The bounds restricted to `delay` = 0, which saves two slices of memory; None if they already are, or
+        exclude 0.
+        """
         least, most = self.delay
         if least > 0 or most == 0:
             return None
@@ -45,7 +47,7 @@ class OuterBounds:
 
 
 def parse_outer(text: str, tier: str) -> OuterBounds:
-    """Parse `--outer` for islands on `tier`; raises `TerraceError` for bounds that no loop satisfies."""
+    """Parse `--outer` for islands on `tier`. Raises `TerraceError` for bounds that no loop satisfies."""
     words = [word.strip() for word in text.split(",")]
     base: Outer | None = None
     if words[0] in OUTERS:
@@ -99,11 +101,11 @@ def _bounds(
     if base is not None:
         largest = {name: getattr(base, name) for name in _NUMBERS}
     every, delay, fragments = (ranges.get(name, (least, largest[name])) for name, least in _NUMBERS.items())
-    # An exchange ends before the next of its blocks; each fragment has a turn in a cycle.
+    # An exchange ends before the next one of its blocks, and each fragment is exchanged once per cycle.
     for name, (low, _) in (("delay", delay), ("fragments", fragments)):
         if low > every[1]:
             raise PlanError(f"--outer {text!r}: {name} is at most every, so at most {every[1]}, not {low}")
-    # An upper bound that `every` sets anyway bounds nothing; a preset brings its own.
+    # An upper bound that `every` already implies is omitted; a preset has its own.
     for name, (_, high) in (("delay", delay), ("fragments", fragments)):
         if name in ranges and every[1] < high < _MOST:
             raise PlanError(

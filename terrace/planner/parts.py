@@ -1,4 +1,4 @@
-"""Blocks of pipeline stages for ranking, as runs of equal blocks, and the split that gives them."""
+"""Blocks of pipeline stages for ranking, as runs of equal blocks, and the split that produces them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _UNIT_S = 1e-12  # in which differing blocks are shared, as in terrace.simulate.
 
 
 class BlockWorks(NamedTuple):
-    """Seconds of each kind of block on a micro-batch, the sum over the model, and its logits in layers.
+    """Seconds of each kind of block on a micro-batch, their sum over the model, and its logits in layers.
 
     `logits_layers` is 0 where the blocks between look-ups and logits differ.
     """
@@ -30,7 +30,7 @@ class BlockWorks(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """The blocks of one stage, by chunk; its chunks are in model order."""
+    """The blocks of one stage, by chunk in model order."""
 
     chunks: tuple[Runs, ...]
 
@@ -47,7 +47,7 @@ class Part:
 
 
 class Needs(NamedTuple):
-    """A stage, and by chunk its micro-batches in flight and those between the halves of their backward."""
+    """A stage, with its micro-batches in flight and those between the halves of their backward, by chunk."""
 
     part: Part
     waiting: tuple[int, ...]
@@ -55,7 +55,7 @@ class Needs(NamedTuple):
 
 
 class Split:
-    """How the blocks of a task's model are shared among virtual stages.
+    """Distribution of a model's blocks over virtual stages.
 
     Look-ups before all other blocks are on the first one, logits after all others on the last one.
     """
@@ -65,7 +65,7 @@ class Split:
         self.order, self.inner = order, inner
         self.before, self.after = runs_of(order[: inner.start]), runs_of(order[inner.stop :])
         between = set(order[inner.start : inner.stop])
-        # The kind of all blocks between, if they are equal.
+        # Kind of the blocks between look-ups and logits, if they are equal.
         self.alike = next(iter(between)) if len(between) == 1 else None
         self.ends = task.ends  # virtual stages that may have look-ups or logits alone
         self.at_end = tuple(spec.at_an_end for spec in task.kinds.specs)
@@ -75,7 +75,7 @@ class Split:
 
     @property
     def layer(self) -> int:
-        """The kind of the blocks between, which are equal."""
+        """Kind of the equal blocks between look-ups and logits."""
         assert self.alike is not None, "only equal layers are told by their number"
         return self.alike
 
@@ -84,7 +84,7 @@ class Split:
         return Part((runs_of(self.order),))
 
     def counts(self, works: Sequence[Work], num_virtual: int) -> tuple[int, ...]:
-        """Blocks of each virtual stage between look-ups and logits, from the work of each kind.
+        """Blocks of each virtual stage between look-ups and logits, from the seconds of each kind.
 
         Raises `PlanError` if there are too few blocks.
         """
@@ -97,12 +97,12 @@ class Split:
         return share_differing(costs_in_units, num_virtual, self.ends)
 
     def logits_in_layers(self, works: Sequence[Work]) -> float:
-        """Cost of the blocks after the equal ones, in one of these."""
+        """Cost of the blocks after the equal ones, in units of one of these."""
         layer = works[self.layer]
         return sum(count * (works[kind][0] + works[kind][1]) for kind, count in self.after) / (layer[0] + layer[1])
 
     def contents(self, counts: Sequence[int]) -> tuple[Runs, ...]:
-        """Blocks of each virtual stage, from its blocks between look-ups and logits."""
+        """Blocks of each virtual stage, from its number of blocks between look-ups and logits."""
         if self.alike is None:
             sizes = list(counts)
             sizes[0] += self.inner.start
@@ -112,7 +112,7 @@ class Split:
         return tuple(self.equal(count, virtual == 0, virtual == last) for virtual, count in enumerate(counts))
 
     def equal(self, count: int, is_first: bool, is_last: bool) -> Runs:
-        """`count` equal blocks, with the look-ups if they are the first and with the logits if they are the last."""
+        """`count` equal blocks, with the look-ups on the first virtual stage and the logits on the last."""
         between = ((self.layer, count),) if count else ()
         return (*(self.before if is_first else ()), *between, *(self.after if is_last else ()))
 
@@ -122,11 +122,11 @@ class Split:
         return tuple(runs_of(self.order[start:stop]) for start, stop in bounds)
 
     def num_inner(self, runs: Runs) -> int:
-        """Number of blocks but look-ups and logits."""
+        """Number of blocks without look-ups and logits."""
         return sum(count for kind, count in runs if not self.at_end[kind])
 
     def heaviest(self, stages: Sequence[Runs]) -> Runs:
-        """The stage with most blocks but look-ups and logits, then with these."""
+        """The stage with the most blocks, not counting look-ups and logits, which break ties."""
         return max(stages, key=self._weight)
 
     def _weight(self, runs: Runs) -> tuple[int, bool, bool]:
@@ -136,7 +136,7 @@ class Split:
 
 def parts_of(contents: Sequence[Runs], placement: Placement) -> tuple[Part, ...]:
     """Blocks of each stage, from those of each virtual stage."""
-    # The inner stages of a deep pipeline are mostly alike.
+    # The inner stages of a deep pipeline are mostly equal.
     known: dict[tuple[Runs, ...], Part] = {}
     found = []
     for row in placement:

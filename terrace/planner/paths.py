@@ -1,9 +1,9 @@
 """Bounds along the critical paths of orders, before ranks, context forms and divisions are chosen.
 
 A chain of dependent tasks is a lower bound on a pipeline for any seconds of its tasks (terrace.simulate.timeline). So
-one critical path of each orders, found with the seconds that ask for it first, bounds all pipelines of these orders;
-with the least seconds of many shapes, all of these at once. Closed forms (terrace.planner.spans) know less of halves of
-backwards: they are up to a third shorter.
+one critical path of each orders, found with the first seconds queried, bounds all pipelines of these orders; with the
+minimum seconds over many shapes, it bounds all of them at once. Closed forms (terrace.planner.spans) model split
+backwards less precisely: they are up to a third lower.
 """
 
 from collections import Counter
@@ -20,21 +20,23 @@ OrdersKey = tuple[str, int, int, int, int]  # schedule, stages, chunks, micro-ba
 
 
 class Path(NamedTuple):
-    """Lower bound in seconds; `hiding`: layers whose forwards and backwards it counts, the fewer of both."""
+    """Lower bound in seconds; `hiding`: number of layers whose forwards, or backwards, it counts, whichever is
+    smaller.
+    """
 
     span_s: float
     hiding: float
 
 
 class _Chain(NamedTuple):
-    # Tasks by pass and virtual stage, messages that follow them or wait behind others, and tasks that send one.
+    # Tasks by pass and virtual stage, messages that follow them or are queued, and tasks that send one.
     tasks: tuple[tuple[Pass, int, int], ...]
     num_messages: int
     num_sends: int
 
 
 class _Counts(NamedTuple):
-    # Passes along a chain: of layers, of a first virtual stage's look-ups and of a last one's logits.
+    # Passes along a chain: of layers, of the first virtual stage's look-ups and of the last one's logits.
     layers: Work
     before: Work
     after: Work
@@ -53,8 +55,8 @@ class Paths:
     ) -> Path:
         """The bound for all splits up to that of logits of `dearest_layers`, as in `Spans.each`.
 
-        Where shapes or forms differ, nothing is claimed of the gradients of weights: the least backward may have more
-        of them than another. Raises `PlanError` for numbers that the schedule cannot run.
+        Where shapes or forms differ, weight gradients count nothing: the minimum backward may have more of them than
+        another. Raises `PlanError` for numbers that the schedule cannot run.
         """
         _, stages, chunks, _, _ = key
         num_virtual = stages * chunks
@@ -103,7 +105,7 @@ class Paths:
                     found[what][2] += number
                 else:
                     found[what][1] += number
-                    # Half a backward has no weight gradients.
+                    # The first half of a backward has no weight gradients.
                     found[what][2] -= number if pass_ is Pass.BACKWARD_INPUT else 0
         layers, before, after = ((each[0], each[1], each[2]) for each in found)
         return _Counts(layers, before, after)
@@ -122,7 +124,7 @@ class Paths:
             schedule, stages, chunks, micros, unit = key
             orders, _ = pipeline(schedule, stages, chunks, micros, unit)
             holders, last = orders.holders(), len(virtual) - 1
-            # Neighbouring chunks on one stage, as at the turn of a V, exchange nothing.
+            # Neighbouring chunks on one stage, as at the bottom of a V, exchange no message.
             sends = [number < last and holders[number][0] != holders[number + 1][0] for number in range(last + 1)]
             backs = [False, *sends[:-1]]
             forward_s, backward_s, weight_s = zip(*virtual, strict=True)

@@ -1,7 +1,7 @@
-"""A limit in seconds for searches behind an error's advice, and their line of progress.
+"""A time limit for searches that produce an error's advice, with progress lines.
 
-A search for plans is bounded by `--limit`, a number of plans. A search over sizes of a cluster consists of many of
-them, so a `Patience` ends it by the clock, and the error then names only the sizes that are ruled out by that time.
+A search for plans is bounded by `--limit`, a number of plans. A search over sizes of a cluster runs many of them, so
+a `Patience` bounds it by the clock, and the error then names only the sizes ruled out by that time.
 """
 
 import math
@@ -13,16 +13,16 @@ _EVERY_S = 0.5  # between two reports of progress
 
 
 class OutOfTimeError(Exception):
-    """A search has used up its `Patience`; its caller catches this and reports the partial result."""
+    """A search has exceeded its `Patience`; its caller catches this and reports the partial result."""
 
 
 @dataclass(kw_only=True)
 class Patience:
-    """`limit_s` seconds from its construction, by `clock`; a search passes `words` to `tell` every half second."""
+    """`limit_s` seconds from construction, by `clock`; `words` are passed to `tell` every half second."""
 
     limit_s: float = math.inf
     tell: Callable[[str], None] = field(default=lambda words: None)
-    # Processor time: a search waits for nothing else, so its result does not depend on other programs.
+    # CPU time, so that the result does not depend on other programs; a search does not block.
     clock: Callable[[], float] = time.process_time
     words: str = ""
 
@@ -30,7 +30,7 @@ class Patience:
         self._began_s = self._told_s = self.clock()
 
     def check(self) -> None:
-        """Called by a search in every round; raises `OutOfTimeError` once the time is over."""
+        """Called in every round of a search. Raises `OutOfTimeError` after the limit."""
         now_s = self.clock()
         if now_s - self._began_s >= self.limit_s:
             raise OutOfTimeError

@@ -85,7 +85,7 @@ def _value(text: str, name: str, word: str, cluster: Cluster) -> int:
 
 
 def parse_axes(text: str) -> tuple[str, ...]:
-    """Parse `--axes`: names joined by commas, or `all`; the data axis is always included."""
+    """Parse `--axes`: comma-separated names, or `all`; the data axis is always included."""
     if text == "all":
         return AXES
     names = [name.strip() for name in text.split(",")]

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class Pipeline:
     """Orders, blocks of each stage, `works[stage][chunk]` per micro-batch, and `edge_s` of a message between stages.
 
-    `waiting[stage][chunk]`: micro-batches in flight at the peak. A task that sends to another stage is longer by
-    `send_s`, by which the message slows computing.
+    `waiting[stage][chunk]`: peak micro-batches in flight. A task that sends to another stage is longer by `send_s`, the
+    slow-down of compute by the message.
     """
 
     orders: Orders
@@ -54,23 +54,23 @@ class Pipeline:
     def sends_s(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Seconds by which sending delays a forward and a backward, per virtual stage."""
         holders, num_virtual = self.orders.holders(), self.orders.num_virtual
-        # Neighbouring chunks on one stage, as at the turn of a V, exchange nothing.
+        # Neighbouring chunks on one stage, as at the bottom of a V, exchange no message.
         between = [self.send_s * (holders[k][0] != holders[k + 1][0]) for k in range(num_virtual - 1)]
         return (*between, 0.0), (0.0, *between)
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The orders played with the seconds of computing only."""
+        """The orders played with compute seconds only."""
         return play(self.orders, self.seconds([1.0] * self.orders.num_stages))
 
     @cached_property
     def span_s(self) -> float:
-        """Makespan of the computing."""
+        """Makespan of the compute."""
         return self.timeline.makespan_s
 
     @cached_property
     def stages_s(self) -> tuple[float, ...]:
-        """Seconds of computing per stage and micro-batch."""
+        """Compute seconds per stage and micro-batch."""
         return tuple(math.fsum(work[0] + work[1] for work in works) for works in self.works)
 
     @cached_property
@@ -84,7 +84,7 @@ def neediest(parts: Sequence[Part], waiting: Waiting, dues: Waiting) -> tuple[Ne
     fullest: dict[tuple[Part, tuple[int, ...]], tuple[int, Needs]] = {}
     found: dict[Needs, None] = {}
     for part, waits, due in zip(parts, waiting, dues, strict=True):
-        # Of stages with the same blocks, all of one kind, the one with most activations dominates.
+        # Among stages with the same blocks, all of one kind, the one with the most activations dominates.
         if len(part.runs) == 1:
             kept = sum(count * each for runs, each in zip(part.chunks, waits, strict=True) for _, count in runs)
             if (part, due) not in fullest or kept > fullest[part, due][0]:
@@ -104,7 +104,7 @@ def build_pipeline(
     num_micros: int,
     unit: int = 1,
 ) -> Pipeline:
-    """The pipeline of a mesh and a schedule; raises `PlanError` for numbers the schedule cannot run."""
+    """The pipeline of a mesh and a schedule. Raises `PlanError` for numbers that the schedule cannot run."""
     orders, waiting = pipeline(schedule, mesh.total("pipeline"), chunks, num_micros, unit)
     accumulate, halves = estimator.accumulates(mesh, micro_batch), has_halves(schedule, mesh)
     alone = [
@@ -113,7 +113,7 @@ def build_pipeline(
     ]
     split = estimator.split
     contents = split.contents(split.counts(alone, orders.num_virtual))
-    # A deep pipeline has few distinct virtual stages; each is added up once.
+    # A deep pipeline has few distinct virtual stages; each is summed once.
     known = {content: work_of_runs(alone, content) for content in set(contents)}
     works = [tuple(known[contents[virtual]] for virtual in row) for row in orders.placement]
     return Pipeline(
@@ -138,7 +138,7 @@ def block_work(
     exact: bool = True,
     halves: bool = False,
 ) -> Work:
-    """Seconds of a block on a micro-batch, the minimum over `forms`; look-ups and logits are not recomputed.
+    """Minimum seconds of a block on a micro-batch over `forms`; look-ups and logits are not recomputed.
 
     `context`, `exact` and `halves` as in `Estimator.least_block`.
     """
@@ -150,14 +150,14 @@ def block_work(
         if parts == WHOLE:
             again_s = block.again_s
         else:
-            # Attention is not recomputed by itself where ranks share it; other operations depend on tokens alone.
+            # Attention over several ranks is not recomputed by itself; other operations depend only on tokens.
             work = estimator.work(forms[0], micro_batch)
             again_s = operations_s(estimator.task.cluster.device, estimator.specs[kind], work, parts)
     return block.forward_s, block.backward_s + again_s, block.weight_s
 
 
 def least_span_s(virtual: Sequence[Work], num_stages: int, num_micros: int, edge_s: float, trait: Trait) -> float:
-    """Lower bound in seconds on a pipeline of these virtual stages, each of any work (terrace.planner.bound)."""
+    """Lower bound in seconds on a pipeline of virtual stages of any work (terrace.planner.bound)."""
     chunks = len(virtual) // num_stages
     # A split schedule may delay the weight gradient beyond the path to the previous stage.
     paths_s = [work[0] + work[1] - (work[2] if trait.split else 0.0) for work in virtual]
@@ -165,13 +165,13 @@ def least_span_s(virtual: Sequence[Work], num_stages: int, num_micros: int, edge
     hop_s = forward_s + edge_s + (0.0 if trait.split else backward_s + edge_s)
     wholes_s = [num_micros * (work[0] + work[1]) for work in virtual]
     mean_s, busiest_s, last_s = sum(wholes_s) / num_stages, 0.0, chunks * min(wholes_s)
-    # Only the looped placement tells here which virtual stages share a stage.
+    # Only the looped placement determines here which virtual stages share a stage.
     if trait.looped:
         each_s = [sum(wholes_s[stage::num_stages]) for stage in range(num_stages)]
         last_s, busiest_s = each_s[-1], max(each_s)
     # A micro-batch passes all virtual stages and comes back; the last of them does so with each.
     hops = len(virtual) - 1 - (0 if trait.looped else chunks - 1)
     path_s = sum(paths_s[:-1]) + 2 * hops * edge_s + num_micros * paths_s[-1]
-    # The messages of a stage leave one after the other, and some stage sends as many as the mean or more.
+    # A stage sends one message at a time, and some stage sends at least the mean number.
     sent_s = 2 * num_micros * hops / num_stages * edge_s
     return max(mean_s + (num_stages - 1) / 2 * hop_s, last_s + (num_stages - 1) * hop_s, busiest_s, path_s, sent_s)

@@ -1,7 +1,7 @@
-"""Products in 8-bit floats that a user allows (`--allow products=fp8`), taken where the predicted step is shorter.
+"""Products in 8-bit floats that a user allows (`--allow products=fp8`), used where the predicted step is shorter.
 
-As with wire formats (terrace.planner.formats), a search never rounds by itself: with products allowed it runs twice,
-without and with them, and the plan in 8 bits must be faster by more than a tie.
+As with wire formats (terrace.planner.formats), a search never chooses rounding: with products allowed it runs twice,
+without and with them, and the 8-bit plan must be faster by more than a tie.
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ _OPTION = "products"
 
 @dataclass(frozen=True)
 class ProductsFound:
-    """A search with the products that were allowed, if any, and the best steps with and without them.
+    """A search with the allowed products, if any, and the best steps with and without them.
 
-    A step is None where no plan was found; `wide_s` is the one without narrow states (terrace.planner.narrow_states).
+    A step is None if no plan was found; `wide_s` is the one without narrow states (terrace.planner.narrow_states).
     """
 
     searched: Searched
@@ -39,7 +39,7 @@ class ProductsFound:
 
 
 def take_products(texts: Sequence[str], task: Task) -> tuple[str | None, list[str]]:
-    """The products of `--allow`, and the other texts.
+    """Split `--allow` texts into the format of products, if any, and the rest.
 
     Raises `PlanError` for products that no plan of the task can have, and for more than one format of them.
     """
@@ -61,7 +61,7 @@ def take_products(texts: Sequence[str], task: Task) -> tuple[str | None, list[st
 def find_with(
     products: str | None, space: Space, allowed: Allowed, ways: Sequence[Way], count: int, limit: int
 ) -> ProductsFound:
-    """As `find_stored`, in `products` where they make the step shorter."""
+    """`find_stored`, in `products` where they make the step shorter."""
     plain, wide_s = find_stored(space, allowed, ways, count, limit)
     if products is None:
         return ProductsFound(plain, wide_s)

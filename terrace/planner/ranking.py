@@ -1,6 +1,6 @@
-"""Ranking of estimates: faster first, and the simpler of two that are practically equal.
+"""Ranking of estimates: faster first, simpler first among practically equal ones.
 
-A prediction is not exact to a thousandth, so a difference below `TIE` means nothing. The fastest plan and all plans
+A prediction is not exact to a thousandth, so differences below `TIE` are insignificant. The fastest plan and all plans
 within `TIE` of it are one group; the fastest of the rest leads the next group. Within a group the simpler comes first:
 less recomputation, then less memory, then fewer axes, then sort order. (Comparing pairs would not be transitive: of
 three plans, each may be within a thousandth of the next, but the first not of the last.)
@@ -19,7 +19,7 @@ TIE = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Cost of a plan on a rank of its busiest stage; memory is from the stage that needs most.
+    """Cost of a plan on a rank of its busiest stage; memory is that of the stage that needs most.
 
     `time_s` sums to `step_s`.
     """
@@ -36,7 +36,7 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate(Cost):
-    """Cost of a candidate. Only `Evaluator.played` fills in bytes, the split of blocks and what else it chose."""
+    """Cost of a candidate. Only `Evaluator.played` fills in bytes, the split of blocks and further choices."""
 
     candidate: Candidate
     sent_bytes: Mapping[tuple[str, str], int] = field(default_factory=dict)  # by (message, tier)
@@ -45,7 +45,7 @@ class Estimate(Cost):
 
     @property
     def simplicity(self) -> tuple[int, int, int, Candidate]:
-        """Total order of equally fast plans: less recomputation, less memory, fewer axes first."""
+        """Sort key of equally fast plans: less recomputation, less memory, fewer axes first."""
         num_axes = sum(self.candidate.mesh.total(axis) > 1 for axis in AXES)
         return self.candidate.recompute, self.needed_bytes, num_axes, self.candidate
 
@@ -59,10 +59,10 @@ def ranked(estimates: Iterable[Estimate]) -> list[Estimate]:
 
 
 class Window(NamedTuple):
-    """Limits of the `count` best.
+    """Limits on estimates that can enter the `count` best.
 
-    No estimate is slower than `end_s`, and none slower than `leader_s` recomputes more than `worst`, or as much with
-    more memory.
+    No candidate slower than `end_s` can enter, and none slower than `leader_s` that recomputes more than `worst`, or as
+    much with more memory.
     """
 
     leader_s: float = math.inf
@@ -71,11 +71,11 @@ class Window(NamedTuple):
 
 
 def window(estimates: Sequence[Estimate], count: int) -> Window:
-    """The window of estimates in ascending order of time; open while there are fewer than `count`."""
+    """Window of estimates in ascending order of time; unbounded while there are fewer than `count`."""
     left = count
     for group in _groups(estimates):
         if left <= len(group):
-            # The last place is within this group: anything simpler than its holder may still displace it.
+            # The last rank is within this group: anything simpler than its holder may still displace it.
             worst = sorted(each.simplicity for each in group)[left - 1]
             return Window(group[0].step_s, _end_s(group[0]), worst[:2])
         left -= len(group)

@@ -1,4 +1,4 @@
-"""Recomputation of layers, as values that a search numbers (terrace.planner.operations makes them)."""
+"""Recomputation of layers, as the values that a search enumerates (built by terrace.planner.operations)."""
 
 from typing import NamedTuple
 
@@ -8,8 +8,8 @@ _Parts = tuple[str, ...]
 class Again(NamedTuple):
     """The parts of layers that a plan recomputes.
 
-    `parts` of every layer, as in terrace.plan.recompute; with `others` of the first layers alone, and `others` of those
-    behind them. `Candidate.first` says how many are the first.
+    `parts` of every layer, as in terrace.plan.recompute. If `others` is given, `parts` apply to the first layers only,
+    whose number is `Candidate.first`, and `others` to the rest.
     """
 
     parts: _Parts
@@ -17,7 +17,7 @@ class Again(NamedTuple):
 
     @property
     def least(self) -> _Parts:
-        """The part that every layer computes again, however many first ones compute more."""
+        """The part that every layer recomputes at least, for any number of first layers."""
         return self.parts if self.others is None else self.others
 
     @property
@@ -33,9 +33,9 @@ class Recomputations(NamedTuple):
     chains: tuple[tuple[int, ...], tuple[int, ...]]
 
     def chain(self, *, tensor: bool, context: bool, partly: bool) -> list[int]:
-        """The values of plans with ranks on these axes; each recomputes all that those before it do.
+        """The values of plans with ranks on these axes; each recomputes at least what the previous ones do.
 
-        With `partly` also those whose first layers differ from the others.
+        With `partly`, includes those whose first layers differ from the others.
         """
         return [
             value
@@ -45,6 +45,6 @@ class Recomputations(NamedTuple):
         ]
 
     def all_layers(self, value: int, *, least: bool) -> int:
-        """The value that treats all layers as a partial one treats the others (`least`) or the first."""
+        """The uniform value that treats all layers as a partial one treats the first, or the others (`least`)."""
         again = self.values[value]
         return self.values.index(Again(again.least if least else again.parts)) if again.is_partial else value

@@ -35,15 +35,15 @@ def sizes_up_to(largest: int) -> list[int]:
 def curve(
     task: Task, plan: Plan | PlanOf, sizes: Sequence[int], scaling: Scaling, devices: int | None = None
 ) -> list[Point]:
-    """A point for each size of the outermost tier; the batch of `task` is that of `devices`, by default its own.
+    """A point for each size of the outermost tier; the batch of `task` is for `devices`, by default its own.
 
-    `plan` is of all sizes, or a function that gives the plan for the task of a size.
+    `plan` applies to all sizes, or is a function from the task of a size to its plan.
     """
     return [_point(task, plan, size, scaling, devices or task.cluster.world_size) for size in sizes]
 
 
 def evaluate_plan(task: Task, plan: Plan) -> Cost:
-    """Cost of a plan on the task's cluster; raises `PlanError` if it cannot run there."""
+    """Cost of a plan on the task's cluster. Raises `PlanError` if it cannot run there."""
     predicted = predict_step(step_of(task, plan))
     job = Job(cluster=task.cluster, plan=predicted.step.plan, num_micros=predicted.step.num_micros)
     _, memory = fullest_stage(job, task.blocks, task.sequence)
@@ -56,8 +56,9 @@ def evaluate_plan(task: Task, plan: Plan) -> Cost:
 
 
 def preset_plan(name: str, task: Task) -> tuple[Plan, Candidate]:
-    """A preset with the micro-batch, unit and recomputation that are fastest for a task; raises `PlanError` if it
-    cannot run there.
+    """A preset with the fastest micro-batch, unit and recomputation for a task.
+
+    Raises `PlanError` if it cannot run there.
     """
     base = preset(name, task.cluster)
     own = replace(task, wire=base.wire)  # formats are part of a preset

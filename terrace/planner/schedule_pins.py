@@ -1,4 +1,4 @@
-"""The schedules that the pins of a space leave, and pins that leave none, told before the search."""
+"""Schedules within the pins of a space, and early errors for pins that exclude all of them."""
 
 from terrace.base.errors import PlanError
 from terrace.base.words import counted
@@ -33,13 +33,13 @@ def check_schedule(space: Space) -> None:
 
 
 def _check_virtual(space: Space, words: str, num_stages: int, allowed: list[int]) -> None:
-    """Raise `PlanError` if even the fewest stages and chunks are more virtual stages than the model has blocks.
+    """Raise `PlanError` if even the fewest stages and chunks exceed the number of blocks of the model.
 
-    `words` name the pin of the schedule or its chunks, of which `allowed` are left.
+    `words` name the pin of the schedule or its chunks; `allowed` are the remaining numbers of chunks.
     """
     task, most = space.task, space.task.most_stages
     virtual = num_stages * allowed[0]
-    # Stages alone that are too many are the fault of their own pin.
+    # If the stages alone are too many, the error names their own pin.
     if virtual <= most or num_stages > most:
         return
     low, high = space.pins.ranges.get("pipeline", (2, MOST))
@@ -54,7 +54,7 @@ def _check_virtual(space: Space, words: str, num_stages: int, allowed: list[int]
 
 
 def schedules(space: Space, num_stages: int) -> list[tuple[str, int]]:
-    """(name, chunks) of the schedules for a number of stages."""
+    """(Name, chunks) of the schedules for a number of stages."""
     if num_stages == 1:
         known = [(SERIAL, 1)]
     else:

@@ -1,16 +1,16 @@
 """Best-first search by lower bounds; candidates bounded above the best found are never evaluated.
 
-1. Shapes (mapping tables) with the same tensor ranks and stages, each with the micro-batch that gives a rank as many
-   tokens, are a group: whatever their data and context ranks, they compute as long, or longer with messages of context
-   ranks. A group has one bound: on its computing, then with the schedule that may be fastest, then with the messages
-   of data ranks. If its shapes may divide stacks, the group is then opened into groups of one division each, which
-   are bounded once more in this way, with the routed messages on the busiest lane, and at last with the chunks in which
+1. Shapes (mapping tables) with the same tensor ranks and stages, each with the micro-batch that gives a rank the same
+   number of tokens, form a group: for any data and context ranks they compute equally long, or longer with context
+   messages. A group gets one bound: on its compute, then with its potentially fastest schedule, then with the messages
+   of data ranks. If its shapes may divide stacks, the group is then split into groups of one division each, which
+   are bounded again in this way, with the routed messages on the busiest lane, and finally with the chunks in which
    tokens travel, each time along the critical paths of orders (terrace.planner.paths).
-2. The members of the group of lowest bound are opened: those that do not fit with all states sharded as far as possible
-   are dropped, the messages of context ranks are counted, each schedule gets a bound, then the bound with its cheapest
+2. The group with the lowest bound is opened: members that do not fit with all states sharded as far as possible are
+   dropped, the messages of context ranks are counted, each schedule gets a bound, then the bound with its cheapest
    placement, then each of the shape's context forms likewise.
 3. Next its orders are played, and every placement and unit gets its own bounds on time and memory.
-4. At last it is evaluated: its step is built and simulated.
+4. Finally it is evaluated: its step is built and simulated.
 
 Bounds never exceed the evaluation, so the `count` best are known once `count` evaluations lie below every remaining
 bound: the result equals an evaluation of the whole space (checked by tests/planner/test_planner.py and
@@ -64,7 +64,7 @@ from terrace.program.schedules.registry import takes_unit
 class Found:
     """The best candidates and statistics of the search.
 
-    `least_s` bounds everything not evaluated (infinite if nothing was left). If nothing fits, `nearest` is the
+    `least_s` bounds everything that was not evaluated (infinite if nothing is left). If nothing fits, `nearest` is the
     candidate that lacks the least memory.
     """
 
@@ -112,7 +112,7 @@ class Search:
         self._known_choices: dict[tuple[tuple[int, ...], bool | int], Choices] = {}
 
     def run(self, count: int = 5, limit: int = 400, patience: Patience = ENDLESS) -> Found:
-        """The `count` best candidates after at most `limit` evaluations; raises `OutOfTimeError` after `patience`."""
+        """The `count` best candidates after at most `limit` evaluations. Raises `OutOfTimeError` after `patience`."""
         heap = list(self._groups())
         heapq.heapify(heap)
         tried = checked = 0
@@ -121,7 +121,7 @@ class Search:
         while heap and heap[0][0] <= open_window.end_s and tried + checked // _CHECKS < limit:
             patience.check()
             entry = heapq.heappop(heap)
-            # What recomputes more takes no less, so it waits until the bound of a group is as tight as it gets.
+            # More recomputation is never faster, so it is added only when the bound of a group is final.
             for following in islice(entry[6], entry[1] not in (Level.GROUP, Level.SCHEDULED)):
                 heapq.heappush(heap, (max(entry[0], following[0]), *following[1:]))
             # Any other entry is refined, and its parts return to the heap with bounds no lower than its own.
@@ -143,7 +143,7 @@ class Search:
                     heapq.heappush(heap, (bound_s, Level.PLACED, tie_break, partly, placement, unit, _NONE))
                 continue
             candidate = core.candidate(placement, unit)
-            # Memory is known without a play, which tells candidates apart while few of them fit.
+            # Memory is known without a play, and separates candidates while few of them fit.
             if len(fitting) < count and not self._has_memory(candidate):
                 checked += 1
                 continue
@@ -169,7 +169,7 @@ class Search:
     def _is_worse(self, entry: Entry, open_window: Window) -> bool:
         bound_s, _, _, core, placement, unit, _ = entry
         assert isinstance(core, PartialCandidate), "a group has no placement"
-        # It may still lead a group. A slower one only matters if it is simpler than the worst of its group.
+        # It may still lead a group. A slower candidate only matters if it is simpler than the worst of its group.
         if bound_s <= open_window.leader_s:
             return False
         return (core.recompute, self.bounds.least_bytes(core, placement, unit)) > open_window.worst
@@ -196,7 +196,7 @@ class Search:
             # A schedule may reject these numbers; then there is nothing to open.
             with suppress(PlanError):
                 core = self.bounds.tightened(core)
-                # The first has the shortest messages: the bound over all placements, before any order is played.
+                # The first has the shortest messages: a bound over all placements, before any order is played.
                 for excess_s, _, _ in self._placed(core)[:1]:
                     at_least_s = self.bounds.least_s(core, excess_s)
                     yield max(bound_s, at_least_s), Level.CHEAPEST, core.key, core, _NOWHERE, 0, _NONE
@@ -234,7 +234,7 @@ class Search:
 
     def _choices(self, mesh: Mesh, num_micros: int) -> Choices:
         pipelined = mesh.total("pipeline") > 1
-        # In a pipeline no unit depends on the number of micro-batches.
+        # In a pipeline, units do not depend on the number of micro-batches.
         key = mesh.state, pipelined or num_micros
         found = self._known_choices.get(key)
         if found is None:
@@ -334,7 +334,7 @@ class Search:
         return core._replace(shape=OpenMesh(mesh)).candidate(placement, unit)
 
     def _has_memory(self, candidate: Candidate) -> bool:
-        # What breaks a rule of its schedule is told by its evaluation.
+        # Broken rules of the schedule are found by the evaluation.
         with suppress(PlanError):
             return self._has_room(self.evaluator.needed_bytes(candidate), lambda: candidate)
         return True
@@ -356,13 +356,13 @@ def in_units(space: Space, core: PartialCandidate) -> Iterable[PartialCandidate]
 
 
 def units_of(space: Space, core: PartialCandidate, placement: Placement) -> tuple[int, ...]:
-    """Units of a core with a placement."""
+    """Possible units of a core with a placement."""
     pipelined = core.shape.mesh.total("pipeline") > 1
     return (core.unit,) if core.unit else units(space, core.num_micros, placement, pipelined)
 
 
 def attempt(evaluator: Evaluator, candidate: Candidate, within_s: float = math.inf) -> Estimate | None:
-    """The estimate, or None if the step takes longer or building it shows that the candidate breaks a rule."""
+    """The estimate; None if the step exceeds `within_s` or the candidate breaks a rule when it is built."""
     try:
         return None if evaluator.is_slower(candidate, within_s) else evaluator.evaluate(candidate)
     except PlanError:
@@ -377,10 +377,10 @@ def find(
     capacity_bytes: float | None = None,
     patience: Patience = ENDLESS,
 ) -> tuple[Found, Evaluator]:
-    """Search a space; also returns the evaluator, for further questions. The memory is that of its cluster's device.
+    """Search a space; also returns the evaluator for further queries. Memory defaults to that of the cluster's device.
 
-    `Search` ranks by the orders of schedules; the best are then simulated as programs and sorted again, finalists apart
-    from further ones, so that these are the same plans for every `count`.
+    `Search` ranks by the orders of schedules; the best are then simulated as programs and sorted again, finalists
+    separately from the rest, so that the finalists do not depend on `count`.
     """
     check_searched(space.task)
     evaluator = evaluator or Evaluator(Bounds(Estimator(space.task)))

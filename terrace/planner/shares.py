@@ -9,9 +9,9 @@ Heavy = tuple[int, bool, bool]  # layers of a stage, and whether it is the first
 
 
 class Shares(NamedTuple):
-    """Layers of the lightest virtual stage before the last, and of the last; looped, also of the busiest, last stage.
+    """Layers of the lightest virtual stage before the last, and of the last; if looped, also of the busiest last stage.
 
-    `heavy`: the stage with most layers, if the schedule's placement determines it.
+    `heavy`: the stage with the most layers, if the schedule's placement determines it.
     """
 
     least: int
@@ -26,7 +26,7 @@ def shares_of(num_layers: int, num_stages: int, chunks: int, last: int, is_loope
     """Shares of `num_layers` over `num_stages`, where the last virtual stage has `last`."""
     counts = share_before(num_layers, num_stages * chunks, last)
     least = min(counts[:-1] or counts)
-    # Other placements may group the virtual stages in any way, so nothing is claimed about whole stages.
+    # Other placements may group the virtual stages in any way, so nothing is known about whole stages.
     if not is_looped and not is_folded:
         return Shares(least, counts[-1], 0, 0, None)
     if is_looped:

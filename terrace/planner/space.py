@@ -36,8 +36,11 @@ from terrace.planner.task import Placement, Task
 
 
 class OpenMesh(NamedTuple):
-    """A mesh of the space. If open, its context forms are still to be chosen; `mesh` then has all context ranks in a
-    ring. If it `divides`, so are the ranks among which it divides the stacks; `mesh` then divides none.
+    """A mesh of the space.
+
+    If open, its context forms are still to be chosen, and `mesh` has all context ranks in a ring. If it `divides`, so
+    is
+    its division of stacks, and `mesh` has none.
     """
 
     mesh: Mesh
@@ -46,10 +49,10 @@ class OpenMesh(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Shapes with the same tensor ranks and stages, each with the micro-batch that gives a rank as many tokens.
+    """Shapes with the same tensor ranks and stages, and micro-batches that give a rank the same number of tokens.
 
-    They differ in how the other ranks are shared between the context and the data axis; their steps have equally many
-    micro-batches. `shape` and `micro_batch` have the least computing of all (`least_of`), and their division of
+    They differ in how the other ranks are split between the context and the data axis; their steps have the same number
+    of micro-batches. `shape` and `micro_batch` have the least compute of all (`least_of`), and the group's division of
     stacks.
     """
 
@@ -66,7 +69,7 @@ class Group(NamedTuple):
 
     @property
     def member(self) -> OpenMesh:
-        """One of the shapes, to read the values that all share."""
+        """Some member, to read values that all share."""
         return self._divided(self.alike[0][0])
 
     def _divided(self, shape: OpenMesh) -> OpenMesh:
@@ -74,13 +77,13 @@ class Group(NamedTuple):
 
     @property
     def key(self) -> tuple[int, str, int, int, OpenMesh, int]:
-        """Tie break between groups, or a group and a core, of equal bound."""
+        """Tie break between entries of equal bound."""
         return self.recompute, "", 1, self.micro_batch, self.shape, 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """Allowed choices: axes above degree 1, pins, and placements if they are given."""
+    """Allowed choices: axes that may exceed degree 1, pins, and placements if given."""
 
     task: Task
     axes: tuple[str, ...] = AXES
@@ -89,7 +92,7 @@ class Space:
 
 
 def closed(space: Space, shape: OpenMesh) -> list[Mesh]:
-    """Every mesh of a shape, fewest Ulysses ranks first."""
+    """All meshes of a shape, fewest Ulysses ranks first."""
     if not shape.divides:
         return context_forms(space, shape)
     return [each for divided in divided_shapes(space, shape) for each in context_forms(space, divided)]
@@ -110,7 +113,7 @@ def divided_shapes(space: Space, shape: OpenMesh) -> list[OpenMesh]:
 
 
 def divided_groups(space: Space, group: Group) -> list[Group]:
-    """A group with every division of stacks, fewest ranks first: its shapes have the same ranks on a stage."""
+    """A group with every division of stacks, fewest ranks first; all its shapes have the same ranks per stage."""
     shape, mesh = group.shape, group.member.mesh
     divided = [mesh.with_stacks(*degrees) for degrees in stack_forms(space.task, space.pins, mesh)]
     return [group._replace(shape=OpenMesh(shape.mesh.with_stacks_of(each), shape.is_open)) for each in divided]
@@ -119,7 +122,7 @@ def divided_groups(space: Space, group: Group) -> list[Group]:
 def forms_of(space: Space, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
     """Possible Ulysses degrees per tier; the remaining context ranks form a ring.
 
-    Ulysses divides the heads of a tensor rank, and divides its key-value heads or is a multiple of their number.
+    The Ulysses degree divides the heads of a tensor rank, and divides or is a multiple of its key-value heads.
     """
     return _forms(
         mesh.group("context"),
@@ -137,7 +140,7 @@ def _forms(
     for forms in product(*map(divisors, degrees)):
         ulysses = math.prod(forms)
         ring = total // ulysses
-        # A ring deals out chunks of the sequence so that causal attention is balanced; both must divide evenly.
+        # A ring distributes chunks of the sequence to balance causal attention, so chunks must divide evenly.
         chunks = 1 if ring == 1 else CHUNKS_PER_RING_RANK * ring
         if not all(low <= degree <= high for degree, (low, high) in zip((ulysses, ring), ranges, strict=True)):
             continue
@@ -147,9 +150,9 @@ def _forms(
 
 
 def groups(space: Space, *, by_tokens: bool) -> Iterator[Group]:
-    """Every mesh, with the context forms left open, and micro-batch in groups, without recomputation.
+    """All (mesh with open context forms, micro-batch) pairs in groups, without recomputation.
 
-    Where a rank's computing is not only a matter of its tokens (not `by_tokens`), each is alone.
+    If a rank's compute does not depend only on its tokens (not `by_tokens`), each pair is its own group.
     """
     alike: dict[Mesh, list[OpenMesh]] = {}
     for shape in open_meshes(space):
@@ -166,11 +169,13 @@ def groups(space: Space, *, by_tokens: bool) -> Iterator[Group]:
 
 
 def least_of(space: Space, shape: OpenMesh, micro_batch: int) -> tuple[OpenMesh, int]:
-    """The fewest context ranks, and of these the most in Ulysses form, that have as many tokens, each in a micro-batch.
+    """The shape and micro-batch with the same tokens and the fewest context ranks, most of them Ulysses.
 
-    Let a/b be the sequences per context rank in lowest terms. Whatever has as many has a multiple of b context ranks,
-    and its Ulysses degree divides the heads h, so that its ring is a multiple of b / gcd(b, h). With k b context ranks
-    it has k a sequences: the same tokens, and the same products, in as many rounds or more.
+    Let a/b be the sequences per context rank in lowest terms. Any shape with the same number has a multiple of b
+    context
+    ranks, and its Ulysses degree divides the heads h, so its ring is a multiple of b / gcd(b, h). With k b context
+    ranks
+    it has k a sequences: the same tokens, and the same products, in at least as many rounds.
     """
     mesh, context = shape.mesh.only("tensor", "pipeline"), shape.mesh.total("context")
     common = math.gcd(micro_batch, context)
@@ -190,7 +195,7 @@ def _least_mesh(mesh: Mesh, context: int, queries: tuple[int, ...]) -> Mesh:
 
 
 def open_meshes(space: Space) -> Iterator[OpenMesh]:
-    """Every mesh, with the context forms left open."""
+    """All meshes, with their context forms left open."""
     task, pins = space.task, space.pins
     sizes = [tier.size for tier in task.cluster.tiers]
     # Only parameters with declared dims can be cut, and a token must be whole where a router reads it; only blocks
@@ -304,7 +309,7 @@ def _placements(degrees: tuple[int, ...], ranges: tuple[tuple[str, tuple[int, in
     pins = Pins(dict(ranges))
     open_places = [DEVICE, *(tier for tier, degree in enumerate(degrees) if degree > 1)]
     places = {
-        # A pinned state may name any tier: where no data ranks are, the tier shards as the one inside it does.
+        # A pinned state may name any tier: a tier without data ranks shards as the next inner one does.
         state: [
             place
             for place in (range(DEVICE, len(degrees)) if state in pins.ranges else open_places)
@@ -330,7 +335,7 @@ def _placements(degrees: tuple[int, ...], ranges: tuple[tuple[str, tuple[int, in
 
 
 def units(space: Space, num_micros: int, placement: Placement, pipelined: bool) -> tuple[int, ...]:
-    """Numbers of micro-batches that may pass a block together; divisors of `num_micros`."""
+    """Possible units: divisors of `num_micros`."""
     # Only sharded parameters are gathered, and only sharded gradients reduced, once per unit.
     repeats = placement.params > DEVICE or placement.grads > DEVICE
     # A longer unit saves nothing unless a gather or a reduction is repeated per unit.

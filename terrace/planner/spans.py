@@ -1,6 +1,6 @@
-"""Lower bounds on the computing of a pipeline in closed form (terrace.planner.bound), over all schedules or with each.
+"""Closed-form lower bounds on the compute of a pipeline (terrace.planner.bound), over all schedules or for each.
 
-They hold for all shapes and forms whose blocks take as long as the given ones or longer.
+They hold for all shapes and forms whose blocks take at least the given seconds.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class _Priced(NamedTuple):
 class Span(NamedTuple):
     """Bound in seconds with a schedule, and the blocks of its busiest stage, if known.
 
-    `chained_s` bounds the computing to which `Chains.least_s` may be added.
+    `chained_s` bounds the compute to which `Chains.least_s` may be added.
     """
 
     schedule: str
@@ -44,10 +44,10 @@ class Spans:
         (self.whole,) = split.whole().chunks
 
     def least_s(self, works: BlockWorks, edge_s: float, num_stages: int, num_micros: int) -> tuple[float, float]:
-        """The mean over stages, and a bound over all schedules."""
+        """(Mean over stages, bound over all schedules)."""
         alike = self.split.alike
         # No schedule has lighter virtual stages than one with the most chunks.
-        # On its way to the last of them a micro-batch meets none without a layer but a first one with look-ups alone.
+        # Of the virtual stages before the last, only the first may have no layer, if it has the look-ups.
         chunks, rest = divmod(self.num_layers + 2, num_stages)
         fewest = 0 if self.split.ends == 2 and not rest and chunks <= MOST_CHUNKS else 1
         layers = max(fewest, self.num_layers // (num_stages * MOST_CHUNKS))
@@ -65,9 +65,9 @@ class Spans:
         num_micros: int,
         schedules: Sequence[tuple[str, int]],
     ) -> list[Span]:
-        """Bounds with each schedule; none with more virtual stages than layers, or too many passes.
+        """Bounds with each schedule; schedules with more virtual stages than layers, or too many passes, are skipped.
 
-        `dearest_layers`: where shapes or forms differ, the fewest layers that the logits cost as much as.
+        `dearest_layers`: if shapes or forms differ, the smallest cost of the logits in layers.
         """
         mean_s, span_s = self.least_s(works, edge_s, num_stages, num_micros)
         logits = work_of_runs(works.each, self.split.after)
@@ -79,7 +79,7 @@ class Spans:
         for schedule, chunks in schedules:
             if schedule == SERIAL:
                 found.append(Span(SERIAL, 1, span_s, span_s, self.whole))
-            # The same limits as of splits and of `pipeline`, without the cost of an exception.
+            # The limits of splits and of `pipeline`, without the cost of an exception.
             elif chunks <= most_chunks:
                 trait = traits()[schedule]
                 # Schedules with equal traits share a bound.
@@ -128,10 +128,11 @@ class Spans:
         path_s += micros * (shares.last * (forward_s + back_s) + logits_forward_s)
         chained_s = max(mean_s + (stages - 1) / 2 * hop_s, busiest_s, path_s)
         span_s = max(chained_s, last_s + (stages - 1) * hop_s)
-        # Every second more of a layer lengthens the other terms by at least the layers that a chain counts as hiding.
+        # Each extra second per layer lengthens the other terms by at least the number of layers that a chain assumes to
+        # hide messages.
         if micros * on_last >= -(-num_layers // stages) - 1:
             chained_s = span_s
-        # The messages of a stage leave one after the other, and some stage sends as many as the mean or more.
+        # A stage sends one message at a time, and some stage sends at least the mean number.
         span_s = max(span_s, 2 * micros * hops / stages * edge_s)
         return span_s, chained_s, None if shares.heavy is None else self.split.equal(*shares.heavy)
 

@@ -1,4 +1,4 @@
-"""The blocks of one stage, and the cluster as some of its ranks see it, for the programs that rank pipelines."""
+"""The blocks of one stage, and the cluster restricted to some of its ranks, for the programs that rank pipelines."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ from terrace.simulate.links import wired
 
 
 def flat_blocks(task: Task, numels: Numels, mesh: Mesh, blocks: Sequence[int]) -> tuple[BlockSpec, ...]:
-    """Blocks as one rank holds them: of those that train and of frozen ones, one parameter, and one of experts.
+    """Blocks as one rank holds them: one parameter each for trainable, frozen and expert parameters.
 
     A block that borrows from another stage has its own copy of the matrix.
     """
@@ -44,7 +44,7 @@ def _flat_param(size: int, stacked: bool, trainable: bool, stacks: tuple[int, in
 
 
 def joined_params(blocks: Sequence[BlockSpec]) -> tuple[ParamSpec, ...]:
-    """The parameters of blocks of `flat_blocks` together, none of them of stacks."""
+    """The parameters of several blocks of `flat_blocks`, merged; none may be a stack."""
     params = [param for block in blocks for param in block.params]
     sizes = {each: sum(param.numel for param in params if param.trainable is each) for each in (True, False)}
     return tuple(_flat_param(size, False, each, (1, 1)) for each, size in sizes.items() if size or each)
@@ -52,7 +52,7 @@ def joined_params(blocks: Sequence[BlockSpec]) -> tuple[ParamSpec, ...]:
 
 def whole_blocks(task: Task, kinds: Sequence[int]) -> tuple[BlockSpec, ...]:
     """The blocks of a stage; one that borrows from another stage has its own copy of the matrix."""
-    # The first block of a kind stands for all.
+    # The first block of a kind represents all.
     places = {task.kinds.first[kind]: index for index, kind in enumerate(kinds)}
     found = []
     for index, kind in enumerate(kinds):
@@ -65,13 +65,13 @@ def whole_blocks(task: Task, kinds: Sequence[int]) -> tuple[BlockSpec, ...]:
 
 @lru_cache(maxsize=4096)
 def data_cluster(cluster: Cluster, degrees: tuple[int, ...]) -> Cluster:
-    """The cluster seen by some of its ranks, `degrees` of them per tier, on the same links.
+    """The cluster restricted to `degrees` ranks per tier, on the same links.
 
-    Of one tensor, context and pipeline coordinate these are its data ranks.
+    For one tensor, context and pipeline coordinate these are its data ranks.
     """
     tiers = []
     for tier, here in zip(cluster.tiers, degrees, strict=True):
-        # Fewer members reach less of a tier that is wired in pairs. Others know what degrees reach.
+        # With direct links, fewer members use a smaller share of the tier. Other tiers list rates by degree.
         reach = wired(tier, here) if tier.direct else 1.0
         tiers.append(replace(tier, size=here, bandwidth_bytes_per_s=reach * tier.bandwidth_bytes_per_s))
     return replace(cluster, tiers=tuple(tiers), around=max(cluster.around, cluster.world_size))

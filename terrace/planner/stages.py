@@ -1,9 +1,9 @@
 """Split of blocks and orders of schedules, for ranking pipelines.
 
-Blocks between look-ups and logits are split to minimise the slowest virtual stage: the last one also has the logits, so
+Blocks between look-ups and logits are split to minimise the slowest virtual stage. The last one also has the logits, so
 it gets fewer blocks ("layers" here) if these are expensive, or none. Equal layers are split in closed form: if they do
-not divide evenly, later stages get the extra ones, since fewer activations wait there. Look-ups take next to no time:
-the first stage has them alone only where there are two virtual stages more than layers.
+not divide evenly, later stages get the extra ones, since they hold fewer activations. Look-ups take negligible time:
+the first stage has only look-ups if there are two more virtual stages than layers.
 """
 
 import math
@@ -28,16 +28,17 @@ def share_layers(num_layers: int, num_virtual: int, logits_in_layers: float, end
     """Layers of each virtual stage.
 
     `logits_in_layers` is the cost of the logits in layers. `ends`: 0 if every virtual stage has a layer, 1 if the last
-    may have the logits alone, 2 if so may the first the look-ups. Raises `PlanError` if there are too few layers.
+    may have only the logits, 2 if the first may also have only the look-ups. Raises `PlanError` if there are too few
+    layers.
     """
     _check_virtual(num_layers, num_virtual, ends)
     return share_before(num_layers, num_virtual, last_layers(num_layers, num_virtual, logits_in_layers, ends))
 
 
 def last_layers(num_layers: int, num_virtual: int, logits_in_layers: float, ends: int) -> int:
-    """Layers of the last virtual stage, from which follow those of all others; numbers as for `share_layers`.
+    """Layers of the last virtual stage, which determine all others; arguments as in `share_layers`.
 
-    It decreases with the cost of the logits.
+    Decreases with the cost of the logits.
     """
     if num_virtual == 1:
         return num_layers
@@ -46,7 +47,7 @@ def last_layers(num_layers: int, num_virtual: int, logits_in_layers: float, ends
     even = int((num_layers - others * logits_in_layers) / num_virtual)  # where logits and layers would balance exactly
     most = num_layers - others
     last, least = 0, math.inf
-    # Rounding may move the balance by a few layers, so the counts around it are compared; of equal ones the last.
+    # Rounding may shift the balance by a few layers, so the counts around it are compared; among equals the last.
     for count in range(max(fewest, min(most, even - 1)), max(fewest, min(most, even + 3)) + 1):
         slowest, before = count + logits_in_layers, -((count - num_layers) // others)
         if before > slowest:
@@ -59,7 +60,7 @@ def last_layers(num_layers: int, num_virtual: int, logits_in_layers: float, ends
 
 
 def possible_last(num_layers: int, num_virtual: int, ends: int) -> range:
-    """All that `last_layers` may be: of logits that cost nothing or more."""
+    """All values of `last_layers` over nonnegative costs of the logits."""
     most = last_layers(num_layers, num_virtual, 0.0, ends)
     return range(min(most, 0 if ends else 1), most + 1)
 
@@ -99,8 +100,8 @@ def _check_virtual(num_layers: int, num_virtual: int, ends: int) -> None:
         raise PlanError(f"{num_virtual} virtual stages of {num_layers} layers: use at most one a layer{alone}")
 
 
-# Searched only where a pin asks for it: GPipe is as fast as 1F1B and larger, and every unit of ZeroPP is an order of
-# its own, which would make each search several times as long.
+# Searched only if pinned: GPipe is as fast as 1F1B and needs more memory, and every unit of ZeroPP has its own orders,
+# which would make each search several times as long.
 ONLY_PINNED = ("gpipe", "zeropp")
 
 
@@ -127,7 +128,7 @@ def traits() -> dict[str, Trait]:
             except PlanError:
                 continue
         if accepted:
-            # With one chunk, a schedule that takes several is 1F1B or GPipe under another name.
+            # With one chunk, a schedule that accepts several is 1F1B or GPipe under another name.
             split = any(task.pass_ is Pass.BACKWARD_INPUT for row in accepted[0].tasks for task in row)
             all_chunks = tuple(orders.num_chunks for orders in accepted)
             is_looped = all(orders.placement == looped(2, orders.num_chunks) for orders in accepted)
@@ -138,9 +139,9 @@ def traits() -> dict[str, Trait]:
 
 
 def has_halves(schedule: str, mesh: Mesh) -> bool:
-    """Whether the backward of a stage that is priced alone is two passes under a schedule.
+    """Whether a stage priced alone splits its backward under a schedule.
 
-    Under tensor rows it is a program with its routed messages, of whole backwards.
+    Under tensor rows it is a program with its routed messages and whole backwards.
     """
     return schedule not in ("", SERIAL) and traits()[schedule].split and mesh.total("tensor") == 1
 
@@ -154,7 +155,7 @@ def placement_of(schedule: str, num_stages: int, num_chunks: int) -> Placement:
 def pipeline(schedule: str, num_stages: int, num_chunks: int, num_micros: int, unit: int = 1) -> tuple[Orders, Waiting]:
     """Orders of a schedule, and peak micro-batches in flight by stage and chunk.
 
-    Raises `PlanError` for numbers the schedule cannot run, and for more than `MOST_PASSES` passes.
+    Raises `PlanError` for numbers that the schedule cannot run, and for more than `MOST_PASSES` passes.
     """
     if num_stages * num_chunks * num_micros > MOST_PASSES:
         raise PlanError(

@@ -37,7 +37,7 @@ Wire = Mapping[str, Mapping[str, str]]  # message class -> tier -> format, as in
 
 @dataclass(frozen=True, kw_only=True)
 class Islands:
-    """The islands of which a task's cluster is one: their number, and how they exchange. It may be the only one.
+    """The number of islands, one of which is the task's cluster, and their exchange; the number may be 1.
 
     `formats` are the row of `outer` in the table of wire formats.
     """
@@ -58,9 +58,9 @@ class Islands:
 class Task:
     """A model, a cluster, a global batch in sequences, a sequence length in tokens, and dtypes.
 
-    The blocks are the ones of `model`'s configuration, or `declared`, which may differ in any way; `model` then has the
-    sizes that they share. `wire` and `messages` hold the formats of every plan of the task, where it has such messages;
-    the search never chooses to round one. With `islands`, the cluster is one of them, and `batch` is its part. Raises
+    The blocks are those of `model`'s configuration, or `declared`, which may differ in any way; `model` then has the
+    sizes that they share. `wire` and `messages` hold the formats of every plan of the task that has such messages;
+    the search never chooses to round one. With `islands`, the cluster is one island, and `batch` is its share. Raises
     `ModelError` or `PlanError` for a task without any valid plan.
     """
 
@@ -132,17 +132,17 @@ class Task:
 
     @cached_property
     def layer(self) -> Operations:
-        """The operations of a layer, of which the model's layers differ in details."""
+        """The operations of a layer; the model's layers differ from it only in details."""
         return layer_operations(self.model)
 
     @cached_property
     def kinds(self) -> Kinds:
-        """The blocks by kind; the planner names a kind by its number."""
+        """The blocks by kind; the planner identifies a kind by its index."""
         return Kinds.of(self.blocks)
 
     @cached_property
     def inner(self) -> range:
-        """The blocks between look-ups and logits, which a pipeline shares among its stages."""
+        """Indexes of the blocks between look-ups and logits, which a pipeline shares among its stages."""
         kept = [index for index, block in enumerate(self.blocks) if not block.at_an_end]
         return range(kept[0], kept[-1] + 1) if kept else range(0)
 
@@ -161,13 +161,13 @@ class Task:
             [self.blocks[index] for index in self.inner],
             operations=self.operations,
             cuts=self.tensor_chunks != 1,
-            # The first of blocks that are named one by one cannot be told by a number.
+            # The first of individually named blocks cannot be given as a number.
             partly=len(residual_patterns(self.blocks)) == 1,
         )
 
     @cached_property
     def ends(self) -> int:
-        """How many virtual stages, of both ends, may have no block between look-ups and logits.
+        """How many of the first and last virtual stages may have no block between look-ups and logits.
 
         0 without logits: a stage with nothing but look-ups would be idle.
         """
@@ -177,14 +177,14 @@ class Task:
 
     @cached_property
     def most_stages(self) -> int:
-        """The most stages that a pipeline may have."""
-        # Messages between stages go by the hidden size.
+        """Maximum number of pipeline stages."""
+        # Messages between stages are sized by the hidden size.
         return max(1, len(self.inner) + self.ends) if declared_hidden_size(self.kinds.specs) else 1
 
     def recomputed(self, value: int, first: int = 0, patterns: Iterable[str] | None = None) -> tuple[str, ...]:
-        """Entries of a plan whose candidate has these `recompute` and `first`.
+        """The `recompute` entries of a plan for these values of `recompute` and `first`.
 
-        `patterns` match its layers, all of the task by default.
+        `patterns` match its layers; by default all of the task.
         """
         again = self.recomputations.values[value]
         found = list[str]()
@@ -195,7 +195,7 @@ class Task:
         return tuple(found)
 
     def heads(self, num_rows: int) -> tuple[Heads, ...]:
-        """Attention heads of each kind of block on each of `num_rows` tensor rows; none for kinds without any."""
+        """Attention heads per tensor row of each kind of block that has heads, for `num_rows` rows."""
         found = self._heads.get(num_rows)
         if found is None:
             each = (attention_heads(block, num_rows) for block in self.kinds.specs)
@@ -208,19 +208,19 @@ class Task:
 
     @cached_property
     def stack_sizes(self) -> tuple[int, int]:
-        """Parts of a stack and inner size of a part, which ranks may divide; 1 and 1 without stacks, or where they
+        """Number of experts and inner size of an expert, which ranks may divide; (1, 1) without experts or if they
         differ.
         """
         return stack_sizes(self.kinds.specs)
 
     @property
     def divides_stacks(self) -> bool:
-        """Whether ranks may divide stacks."""
+        """Whether ranks may divide stacks of experts."""
         return self.stack_sizes != (1, 1)
 
     @property
     def whole_batch(self) -> int:
-        """Sequences of a step on all islands."""
+        """Sequences per step over all islands."""
         return self.batch * self.islands.num
 
     @cached_property
@@ -230,7 +230,7 @@ class Task:
         return self.cluster if num == 1 else replace(self.cluster.resized(num), around=0)
 
     def whole(self, plan: Plan) -> tuple[Cluster, Plan]:
-        """The cluster of all islands, and the plan of all for that of one."""
+        """The cluster and the plan of all islands, from the plan of one."""
         return self.whole_cluster, self.islands.joined(plan)
 
     @property
@@ -249,7 +249,7 @@ class Placement(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """One point of the search space. Equal costs are resolved by sort order."""
+    """One point of the search space. Sort order breaks ties of cost."""
 
     recompute: int  # what blocks but look-ups and logits compute again (`Task.recomputations`); 0: nothing
     unit: int
@@ -262,7 +262,7 @@ class Candidate(NamedTuple):
 
 
 def check_searched(task: Task) -> None:
-    """Raise `PlanError` for matrices that are held as codes, which bounds and orders of a search do not price."""
+    """Raise `PlanError` for matrices held as codes, which the search's bounds and orders do not price."""
     if shares_scales(task.products, task.wire):
         raise PlanError(
             f"products = {task.products!r} with wire.gather or wire.refresh in 'fp8': plans that hold matrices as the "
@@ -302,7 +302,7 @@ def plan_of(task: Task, candidate: Candidate, name: str = "planned") -> Plan:
 
 
 def with_tensor_chunks(task: Task, mesh: Mesh, plan: Plan) -> Plan:
-    """A plan of a mesh with the task's parts of tensor messages, if it can have them."""
+    """A plan of a mesh with the task's parts of tensor messages, where possible."""
     value = task.tensor_chunks
     if value == 1 or not mesh.tiers("rows") or (value == FUSED and why_not_fused(task.cluster, mesh, plan)):
         return plan
@@ -310,7 +310,7 @@ def with_tensor_chunks(task: Task, mesh: Mesh, plan: Plan) -> Plan:
 
 
 def with_dtypes(task: Task, plan: Plan) -> Plan:
-    """A plan with the task's dtypes in place of its own."""
+    """A plan with the task's dtypes."""
     return replace(
         plan,
         **precision_of(task),
@@ -318,5 +318,5 @@ def with_dtypes(task: Task, plan: Plan) -> Plan:
 
 
 def schedule_text(schedule: str, chunks: int) -> str:
-    """A schedule as named in a plan: with the chunks per stage if there are several."""
+    """A schedule as named in a plan, including the chunks per stage if there are several."""
     return f"{schedule}:{chunks}" if chunks > 1 else schedule

@@ -1,8 +1,8 @@
 """Tensor messages in parts, or fused with products, that a user allows (`--allow tensor_chunks=fused`).
 
-Unless other values are allowed, a search sends whole messages: fused products run only on CUDA devices that share
-memory, which a description of a cluster does not prove. The search is repeated for each allowed value, on plans that
-can have it. The value with the shortest step is taken if its step is shorter than the others' by more than a tie.
+Unless other values are allowed, a search sends whole messages: fused products run only on CUDA devices with peer
+memory access, which a description of a cluster does not prove. The search is repeated for each allowed value, on plans
+that can have it. The value with the shortest step is used if its step is shorter than the others' by more than a tie.
 """
 
 import math
@@ -28,7 +28,7 @@ _MOST = 64  # parts: beyond them, each is shorter than the start of its message
 
 @dataclass(frozen=True)
 class ChunksFound:
-    """A search with the values that were allowed, and the best step of each; None where no plan was found."""
+    """A search with the allowed values, and the best step of each; None if no plan was found."""
 
     products: "ProductsFound"
     step_s: dict[Chunks, float | None]  # in the order asked for, whole messages (1) first
@@ -40,7 +40,7 @@ class ChunksFound:
 
 
 def take_chunks(texts: Sequence[str], task: Task) -> tuple[list[Chunks], list[str]]:
-    """The values of `--allow tensor_chunks=...`, and the other texts.
+    """Split `--allow` texts into values of `tensor_chunks` and the rest.
 
     Raises `PlanError` for a value that no plan of the task can have.
     """
@@ -74,7 +74,7 @@ def _parsed(text: str, task: Task) -> Chunks:
 
 
 def find_cut(values: Sequence[Chunks], space: Space, search: Callable[[Space], "ProductsFound"]) -> ChunksFound:
-    """A search of `space`, with one of `values` for `tensor_chunks` where that makes the step shorter."""
+    """A search of `space` with the value of `tensor_chunks` among `values` that shortens the step most, if any."""
     found: dict[Chunks, ProductsFound] = {1: search(space)}
     best: Chunks = 1
     step_s: dict[Chunks, float | None] = {1: _step_s(found[1])}
@@ -82,7 +82,7 @@ def find_cut(values: Sequence[Chunks], space: Space, search: Callable[[Space], "
         cut_space = replace(space, task=replace(space.task, tensor_chunks=value))
         found[value] = search(cut_space)
         step_s[value] = _step_s(found[value])
-        # Of two values that tie the earlier one stays: whole messages, or the value that was named first.
+        # If two values tie, the earlier one is kept: whole messages, or the value that was named first.
         if (step_s[value] or math.inf) < (1 - TIE) * (step_s[best] or math.inf):
             best = value
     return ChunksFound(found[best], step_s)

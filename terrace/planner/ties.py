@@ -1,16 +1,16 @@
-"""Finalists of a search that predictions cannot tell apart, and which of them comes first.
+"""Finalists of a search that predictions cannot separate, and their order.
 
-The search ranks by predicted seconds, and ends there. Two plans of one search share most of their errors, so they are
-compared by their relative error (`terrace.simulate.bands.tie_share`), which is less than the error of a step. Finalists
-within it of the fastest tie. Among them comes first:
+The search ranks by predicted seconds. Two plans of one search share most of their errors, so they are compared by their
+relative error (`terrace.simulate.bands.tie_share`), which is smaller than the error of a step. Finalists within it of
+the fastest tie. Among them comes first:
 
 1. the plan that sends the fewest bytes across the slowest tier: predictions depend on these bytes most, and other jobs
    disturb them; amounts within `AS_FEW` of the fewest are equal;
-2. of those, the plan with the fewest axes, then the fewest keys that no preset has;
-3. of those, the faster.
+2. then the plan with the fewest axes, then the fewest keys that no preset has;
+3. then the faster.
 
-The rule looks at the `FINALISTS` best of a search and at no other, so however many plans are shown, the first is the
-same. Further plans keep their order. A plan that is slower by more than `tie_share` never comes before the fastest.
+Only the `FINALISTS` best of a search are considered, so the first plan does not depend on how many are shown. Further
+plans keep their order. A plan that is slower by more than `tie_share` never comes before the fastest.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ FINALISTS = 5  # best plans of a search among which ties are settled; a search t
 
 
 class Ties(NamedTuple):
-    """Estimates, the `num_tied` that tie with the fastest first; the finalists among these in the order of the rule."""
+    """Estimates, with the `num_tied` finalists that tie with the fastest first, in the order of the rule."""
 
     best: tuple[Estimate, ...]
     num_tied: int
@@ -36,17 +36,17 @@ class Ties(NamedTuple):
 
     @property
     def may_be_more(self) -> bool:
-        """Whether plans beyond these may tie, too."""
+        """Whether further plans may tie, too."""
         return self.num_tied == len(self.best) >= FINALISTS
 
     @property
     def fastest(self) -> int:
-        """Place of the plan with the shortest step, from 0."""
+        """Index of the plan with the shortest step."""
         return min(range(self.num_tied), key=lambda place: self.best[place].step_s)
 
 
 def settle(task: Task, estimates: Sequence[Estimate]) -> Ties:
-    """Settle the ties of the best plans of a task in the order of their search, of which there is at least one."""
+    """Settle the ties among a task's best plans, given in the order of their search; there is at least one."""
     finalists, further = estimates[:FINALISTS], estimates[FINALISTS:]
     tier, end_s = slowest_tier(task), (1 + tie_share()) * min(each.step_s for each in finalists)
     tied, slower = _divided(finalists, end_s)
@@ -65,7 +65,7 @@ def _divided(estimates: Sequence[Estimate], end_s: float) -> tuple[list[Estimate
 
 
 def slowest_tier(task: Task) -> str | None:
-    """The tier with the lowest rate of one device among those that join several; of equal ones the outermost."""
+    """Tier with several members and the lowest rate per device; among equals the outermost."""
     joining = [index for index, tier in enumerate(task.cluster.tiers) if tier.size > 1]
     slowest = min(reversed(joining), key=lambda index: rate_bytes_per_s(task.cluster, index, 0), default=None)
     return None if slowest is None else task.cluster.tiers[slowest].name

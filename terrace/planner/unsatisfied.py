@@ -1,4 +1,4 @@
-"""Why no plan satisfies the pins: the rule that a pinned number breaks, and the numbers that would do."""
+"""Why no plan satisfies the pins: the rule that a pinned number breaks, and the possible numbers."""
 
 import math
 from collections.abc import Iterator
@@ -17,7 +17,8 @@ _MOST_COLUMNS = 64  # that are looked at where a pin on columns is the question
 
 
 def unsatisfied(space: Space) -> str:
-    """Names the first pin that no plan satisfies, alone or beside the other pins, and the numbers that some plan has;
+    """Error text on the first pin that no plan satisfies, alone or with the others, with the possible numbers.
+
     "" if no numeric pin is to blame.
     """
     pinned = [name for name in _COUNTED if name in space.pins.ranges]
@@ -54,7 +55,7 @@ def _of_shape(space: Space, shape: OpenMesh, name: str) -> Iterator[int]:
 
 
 def _pinned(pins: Pins, name: str, possible: list[int]) -> int:
-    # Of a range, the end that is nearer to what is possible.
+    # The end of a range that is nearer to the possible values.
     low, high = pins.ranges[name]
     return low if low > possible[0] else high
 
@@ -66,7 +67,7 @@ def _told(possible: list[int], value: int) -> str:
 
 
 def _broken(task: Task, name: str, value: int) -> str:
-    """The rule that a number breaks, which is one that no plan of the task has."""
+    """The rule that a number breaks in every plan of the task."""
     ranks = task.cluster.world_size
     where = "the cluster" if task.islands.num == 1 else "an island"
     for number, of_what in _multiples(task, name):
@@ -88,7 +89,7 @@ def _broken(task: Task, name: str, value: int) -> str:
 
 
 def _multiples(task: Task, name: str) -> Iterator[tuple[int, str]]:
-    # What a number must divide, whatever the others are.
+    # Values that a number must divide in every plan.
     yield from multiples(task, name)
     if name in ("data", "micro_batch"):
         step = "a step" if task.islands.num == 1 else "an island's step"

@@ -14,7 +14,7 @@ from terrace.planner.task import Candidate, Task, plan_of
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Cost of a plan or of a change with a name, or the reason why it is not possible."""
+    """A named plan or change with its cost, or the reason why it is impossible."""
 
     what: str
     estimate: Estimate | None = None  # also of a plan that does not fit
@@ -23,12 +23,12 @@ class Verdict:
 
 
 def lack(task: Task, estimate: Cost) -> str:
-    """Missing memory of a plan and its largest categories, in words."""
+    """Text on a plan's missing memory and its largest categories."""
     return lack_words(task.cluster.device, estimate.memory_bytes)
 
 
 def lack_words(device: Device, memory_bytes: Mapping[str, int]) -> str:
-    """`lack` of a rank's memory by category."""
+    """`lack` for a rank's memory by category."""
     largest = sorted(memory_bytes.items(), key=lambda item: -item[1])[:2]
     most = ", ".join(f"{name} {size_words(size)}" for name, size in largest)
     needed = sum(memory_bytes.values())
@@ -68,9 +68,9 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Headroom:
-    """The fastest plan that leaves a headroom ("5%") of a device's memory free; None where no plan is known to.
+    """The fastest plan that leaves a headroom ("5%") of a device's memory free; None if no plan is known to.
 
-    `proved`: the search of it came to its end.
+    `proved`: its search was completed.
     """
 
     headroom: str

@@ -1,4 +1,4 @@
-"""Seconds and bytes of the blocks of a shape: least and most over its context forms, if it is open."""
+"""Seconds and bytes of the blocks of a shape: minima and maxima over its context forms, if it is open."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Works:
-    """Seconds and bytes of the blocks of one task, by shape; each is found once."""
+    """Seconds and bytes of the blocks of one task, cached by shape."""
 
     def __init__(self, estimator: "Estimator") -> None:
         self.estimator, self.specs, self.split = estimator, estimator.specs, estimator.split
@@ -37,9 +37,9 @@ class Works:
         exact: bool = True,
         halves: bool = False,
     ) -> BlockWorks:
-        """Least seconds of the blocks; `context`, `exact` and `halves` as in `Estimator.least_block`.
+        """Minimum seconds of the blocks; `context`, `exact` and `halves` as in `Estimator.least_block`.
 
-        `accumulate`: a step adds up the gradients of several micro-batches.
+        `accumulate`: a step accumulates the gradients of several micro-batches.
         """
         recompute = self.again.all_layers(recompute, least=True)
         numbers, how = (micro_batch, recompute, accumulate), (context, exact, halves)
@@ -65,8 +65,8 @@ class Works:
         found = list(self.of(least, fewer, recompute, accumulate, context=False).each)
         for kind, spec in enumerate(self.specs):
             if spec.attends:
-                # Overlap saves at most the computing it hides behind, so that the least computing plus the least
-                # messages, of whatever forms, is a bound.
+                # Overlap saves at most the compute it hides behind, so the minimum compute plus the minimum messages,
+                # even of different forms, is a bound.
                 forward_s, backward_s, again_s = self.estimator.least_waits(kind, self.forms(shape), micro_batch)
                 own = found[kind]
                 backward_s += again_s if self.again.values[recompute].parts == WHOLE else 0.0
@@ -76,7 +76,7 @@ class Works:
     def _with_least_stacks(
         self, each: Sequence[Work], form: Mesh, micro_batch: int, recompute: int, accumulate: bool
     ) -> list[Work]:
-        # The least computing of any division, and none of its messages.
+        # Minimum compute over all divisions, without their messages.
         found, work = list(each), self.estimator.work(form, micro_batch)
         for kind, spec in enumerate(self.specs):
             if spec.has_stacks:
@@ -84,19 +84,19 @@ class Works:
                 forward_s, input_s, weight_s = self.estimator.experts.least_longer(kind, work, accumulate)
                 backward_s = input_s + weight_s
                 backward_s += forward_s if self.again.values[recompute].parts == WHOLE else 0.0
-                # A backward that waits for routed messages hides messages of tensor ranks meanwhile.
+                # A backward that waits for routed messages hides tensor messages meanwhile.
                 hidden_s = self.estimator.tensor_waits(kind, form, micro_batch, accumulate)[1]
                 found[kind] = own[0] + forward_s, own[1] + backward_s, own[2] + weight_s + hidden_s
         return found
 
     def sizes(self, shape: OpenMesh, recompute: int) -> Sizes:
-        """Numbers that do not depend on the micro-batch."""
+        """Sizes that do not depend on the micro-batch."""
         recompute = self.again.all_layers(recompute, least=False)
         found = self._sizes.get((shape, recompute))
         if found is None:
             mesh, alike = shape.mesh, self.split.alike
             numels = self.estimator.numels.least(mesh) if shape.divides else self.estimator.numels.own(mesh)
-            # How divided stacks are held is open: then nothing is known of their states.
+            # While the division of stacks is open, their states are unknown.
             stacks = (0,) * len(numels) if shape.divides else self.estimator.numels.stacks(mesh)
             kept = self._kept(shape, recompute)
             found = self._sizes[shape, recompute] = Sizes(
@@ -116,7 +116,7 @@ class Works:
     def most(
         self, shape: OpenMesh, micro_batch: int, recompute: int, accumulate: bool, *, halves: bool = False
     ) -> list[Work]:
-        """Most seconds of each kind of block: all that may hide messages."""
+        """Maximum seconds of each kind of block, which bound the messages that it can hide."""
         recompute = self.again.all_layers(recompute, least=False)
         if not shape.is_open:
             return self.of(shape, micro_batch, recompute, accumulate, halves=halves).each

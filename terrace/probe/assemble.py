@@ -1,6 +1,6 @@
-"""From samples to a cluster: every constant with its mark and the value it replaces.
+"""Builds a cluster from samples: every constant with its mark and the value it replaces.
 
-Constants are fitted in an order in which each needs only those before it: memory, products, attention, layers,
+Constants are fitted in an order in which each depends only on earlier ones: memory, products, attention, layers,
 optimizer.
 """
 
@@ -26,7 +26,7 @@ from terrace.simulate.links import wired
 
 _SOURCE = "terrace probe"
 _UNITS = {"gemm_half_depth": "elements", "attention_half_keys": "keys", "attention_half_keys_backward": "keys"}
-# How attention slows with small heads and short rows, and its rate by the kernel of documents.
+# Slow-down of attention for small heads and short rows, and its rate with the kernel for documents.
 _OF_ATTENTION = (
     "attention_half_head",
     "attention_half_keys",
@@ -41,10 +41,10 @@ _OPTIMIZER_BYTES = 44  # a parameter, as `terrace.simulate.layers` counts an Ada
 
 @dataclass(frozen=True)
 class Constant:
-    """One constant: the value in the starting cluster and the value the probe found.
+    """One constant: the value in the starting cluster and the value that the probe found.
 
     `unit` belongs to both values, empty for a share. `error` is the mean relative error of the measured times under
-    this constant and the ones before it; None where nothing was fitted. `is_bound`: the constant is at least this.
+    this constant and earlier ones; None if nothing was fitted. `is_bound`: the value is a lower bound.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Probed:
 def assemble(start: Cluster, samples: Samples) -> Probed:
     """The cluster `start` with every constant that the samples determine.
 
-    Raises `ProbeError` where a fit has no solution.
+    Raises `ProbeError` if a fit has no solution.
     """
     device, rows = _device(start.device, samples)
     found = {each.tier: each for each in samples.tiers}
@@ -104,7 +104,7 @@ def _device(start: Device, samples: Samples) -> tuple[Device, list[Constant]]:
 
     on_cpu = samples.device == "cpu"
     tiles, num_cores = ((), 0) if on_cpu else (before.tiles, samples.num_cores)
-    # Codecs are not measured, so their constants stay, and so do those of a GPU's attention until it is measured.
+    # Codecs are not measured, so their constants are kept, as are those of a GPU's attention unless it is measured.
     blank = Kernels(tiles=tiles, num_cores=num_cores, source=_SOURCE, launch_s=samples.launch_s, codec=before.codec)
     if not on_cpu:
         blank = replace(blank, **{name: getattr(before, name) for name in _OF_ATTENTION})
@@ -116,7 +116,7 @@ def _device(start: Device, samples: Samples) -> tuple[Device, list[Constant]]:
         learn(error, "fitted", stream=stream)
     share, half_depth, error = fit_gemm(device, samples.gemms)
     learn(error, "fitted", gemm=share, gemm_half_depth=half_depth)
-    # Products in 8 bits are not measured: they are taken for as much of the others as in the preset.
+    # 8-bit products are not measured: their ratio to the others is kept from the preset.
     of_fp8 = 0.0 if on_cpu else share * before.gemm_fp8 / before.gemm
     device = replace(device, kernels=replace(device.kernels, gemm_fp8=of_fp8))
     constants, error = _attention(device, samples)
@@ -124,7 +124,7 @@ def _device(start: Device, samples: Samples) -> tuple[Device, list[Constant]]:
     if (found := _flash2(device, samples)) is not None:
         learn(found[2], "fitted", flash2=found[0], flash2_backward=found[1])
     learn(None, "measured", host_layer_s=samples.host_layer_s)
-    # Last, because whole layers correct two constants that single kernels gave: memory and launch.
+    # Last, because whole layers correct two constants fitted to single kernels: memory and launch.
     memory, launch_s, error = fit_layers(device, samples.layers)
     learn(error, "fitted", memory=memory, launch_s=launch_s)
     constant_s, error = fit_optimizer(device, samples.optimizer)
@@ -144,7 +144,9 @@ def _attention(device: Device, samples: Samples) -> tuple[dict[str, float], floa
 
 
 def _flash2(device: Device, samples: Samples) -> tuple[float, float, float] | None:
-    """(share forward, share backward, error) of flash attention 2; None: not measured, or torch takes it anyway."""
+    """(Share forward, share backward, error) of flash attention 2; None if not measured, or if it is torch's
+    default.
+    """
     sample = samples.attention_kernels.get("flash")
     if samples.device == "cpu" or sample is None:
         return None
@@ -154,7 +156,7 @@ def _flash2(device: Device, samples: Samples) -> tuple[float, float, float] | No
 
 
 def _is_same(one: AttentionSample, other: AttentionSample) -> bool:
-    """Whether two measurements are of one shape and look like one kernel."""
+    """Whether two measurements have one shape and are probably of one kernel."""
     seconds = ((one.forward_s, other.forward_s), (one.backward_s, other.backward_s))
     near = all(abs(a - b) <= _SAME_KERNEL * b for a, b in seconds)
     return near and one == replace(other, forward_s=one.forward_s, backward_s=one.backward_s)
@@ -162,7 +164,7 @@ def _is_same(one: AttentionSample, other: AttentionSample) -> bool:
 
 def _peaks(start: Device, samples: Samples) -> tuple[Device, list[Constant]]:
     # A CPU has no stated peak, so the fastest product and the fastest pass over memory become the peaks. A GPU keeps
-    # the peaks of the starting cluster unless a measurement beat them: then they belong to another device.
+    # the peaks of the starting cluster unless a measurement exceeds them: then they are of another device.
     rows, peaks = [], dict(start.peak_flops_per_s)
     for dtype in sorted({sample.dtype for sample in samples.gemms}):
         best = max(sample.flops_per_s for sample in samples.gemms if sample.dtype == dtype)
@@ -181,15 +183,15 @@ def _peak(name: str, unit: str, before: float | None, best: float, kind: str) ->
 
 def _tier(start: Tier, samples: TierSamples, before: float) -> tuple[Tier, list[Constant]]:
     fit, beside = fit_link(samples.messages), samples.overlap
-    # In a step a message waits for neighbours that compute longer, or for a core: the larger of the two belongs to the
+    # In a step a message waits for neighbours that compute longer, or for a core: the larger delay is added to the
     # latency.
     latency_s = fit.latency_s + max(samples.skew_s, beside.late_s)
     penalty = overlap_penalty(beside.compute_s, beside.message_s, beside.together_s)
     was = before if start.overlap_penalty is None else start.overlap_penalty
     name, before_bytes_per_s = start.name, start.bandwidth_bytes_per_s * start.efficiency
     rate, half = fit.bandwidth_bytes_per_s, fit.half_bytes
-    # What is not measured stays: how fewer members are wired, and how many share a fabric. Beside these a bandwidth is
-    # that of one link, and of few members.
+    # Unmeasured fields are kept: the wiring of fewer members, and contention on a fabric. With these, a bandwidth is
+    # that of one link and few members.
     if not start.direct:
         rate /= wired(start, 0) * share(start.contention, start.size)
     rows = [
@@ -213,11 +215,11 @@ def _tier(start: Tier, samples: TierSamples, before: float) -> tuple[Tier, list[
 
 
 def _buses(tiers: Sequence[Tier], samples: Samples) -> tuple[list[Tier], list[Constant]]:
-    """The tiers with the shares of buses that pairs of them show."""
+    """The tiers with the bus shares found by measurements of pairs."""
     found, rows = {tier.name: tier for tier in tiers}, []
     for pair in samples.pairs:
         inner, outer = (found[name] for name in pair.tiers)
-        # On a CPU messages need cores, which two tiers share as well.
+        # On a CPU messages need cores, which two tiers also share.
         needs = (inner.overlap_penalty or 0.0, outer.overlap_penalty or 0.0) if samples.device == "cpu" else (0.0, 0.0)
         share = bus_share(pair.seconds, pair.together_s, needs)
         rows.append(Constant(f"{outer.name}.bus.{inner.name}", "", outer.bus.get(inner.name, 0.0), share, "measured"))
@@ -229,8 +231,9 @@ def _buses(tiers: Sequence[Tier], samples: Samples) -> tuple[list[Tier], list[Co
 
 
 def _shown(device: Device, samples: Samples) -> list[Constant]:
-    """Findings that no constant of a cluster file holds: rates that products sustain, attention by kernel, products
-    beside messages.
+    """Findings without a constant in a cluster file.
+
+    Sustained rates of products, attention by kernel, products beside messages.
     """
     rows = []
     if samples.sustained is not None:

@@ -1,7 +1,7 @@
-"""`cluster = "auto"`: the cluster of this machine, from its GPUs, or from its cores where it has none.
+"""`cluster = "auto"`: the cluster of this machine, from its GPUs, or from its cores if it has none.
 
-Memory is the machine's, less what the driver keeps of it where nvidia-smi tells the total. All other constants are
-those of the preset with that device, or of the nearest one, and the words say which; `terrace probe` measures them.
+Memory is the machine's, minus what the driver reserves where nvidia-smi reports the total. All other constants are
+those of the preset with that device, or of the nearest one, as the text states; `terrace probe` measures them.
 Pure: a function of facts that are looked up elsewhere.
 """
 
@@ -40,8 +40,8 @@ _PRESETS = (
 _OTHER = "pcie-a100"
 # Architectures before Ampere have no bf16 units.
 _WITHOUT_BF16 = r"\b[VPMK]100|\bT4\b|\b[PMK]\d0\b|GTX|RTX 20|Quadro RTX|TITAN|Tesla"
-# Share of nvidia-smi's total that the driver may keep: of known devices 0.4 (B200) to 2.9 % (T4: 15360 MiB, of which
-# a process gets 14.56 GiB: MagicQuill, issue 57; CatVTON, issue 133). A device off by more has another memory.
+# Maximum share of nvidia-smi's total that the driver reserves: 0.4 (B200) to 2.9 % on known devices (T4: 15360 MiB, of
+# which a process gets 14.56 GiB: MagicQuill, issue 57; CatVTON, issue 133). Beyond it, the memory size is another.
 _KEPT = 0.03
 _LEAST_BYTES = 1e9  # of a process on a CPU
 _MOST_PROCESSES = 64
@@ -57,9 +57,9 @@ class Auto:
 
 
 def auto_cluster(gpus: Gpus, num_cores: int, memory_bytes: int, ranks: Ranks | None = None) -> Auto:
-    """The cluster of machines like this one: with a rank for each GPU, or, without one, a process for each core.
+    """The cluster of machines like this one: one rank per GPU, or, without GPUs, one process per core.
 
-    Under a launcher (`ranks`) it has that many ranks, on world size / local ranks machines. Raises `ClusterError` where
+    Under a launcher (`ranks`) it has that many ranks, on world size / local ranks machines. Raises `ClusterError` if
     that is no whole number.
     """
     here = len(gpus.devices) or _num_processes(num_cores, memory_bytes)
@@ -107,9 +107,9 @@ def _of_gpus(gpus: Gpus, local: int) -> tuple[dict[str, Any], list[str]]:
 
 
 def _process_bytes(found_bytes: float, told_by: str, preset_bytes: float, own: bool) -> float:
-    """What a process gets of a device: less than the total of nvidia-smi, as much as torch and AMD's driver tell.
+    """Device memory available to a process: less than nvidia-smi's total; torch and AMD's driver report it directly.
 
-    `own`: the device is the preset's, but some have several sizes of memory.
+    `own`: the device is the preset's, although devices of that name may differ in memory.
     """
     if not found_bytes:
         return preset_bytes
@@ -145,7 +145,7 @@ def _num_processes(num_cores: int, memory_bytes: int) -> int:
 def _of_cores(local: int, nodes: int, num_cores: int, memory_bytes: int) -> Auto:
     table = cluster_table("local")
     device, tiers = dict(table["device"]), {tier["name"]: tier for tier in table["tiers"]}
-    # Figures of `local` are those of a process when several share a core.
+    # Rates of the preset `local` are those of a process when several share a core.
     share = _CORES_OF_LOCAL * min(1.0, num_cores / local)
     device |= {
         "name": "one core of a CPU",

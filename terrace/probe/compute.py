@@ -36,7 +36,7 @@ COMPUTE = ("fp32", "bf16")  # the dtypes that training computes in
 
 # The dtype of layers and attention: flash kernels on CUDA have no fp32.
 TRAINS_IN: dict[str, Literal["fp32", "bf16"]] = {"cpu": "fp32", "cuda": "bf16"}
-# Backend of torch.compile for whole layers: they are measured as runs have them that do not set `train.compile`.
+# Backend of torch.compile for whole layers, the default of `train.compile`.
 COMPILES_BY: dict[str, str | None] = {"cpu": None, "cuda": "inductor"}
 
 _FIRST_CUBE, _LAST_CUBE = 256, 8192  # grown until one takes long enough to tell how large the shapes may be
@@ -75,7 +75,10 @@ def measure_gemms(watch: Stopwatch, budget_s: float, say: Say) -> list[GemmSampl
 
 
 def measure_passes(watch: Stopwatch, budget_s: float, say: Say) -> tuple[list[PassSample], list[PassSample], float]:
-    """Time memory: (copies and additions beyond the caches, norms, seconds of the smallest operation)."""
+    """Time passes over memory.
+
+    Returns copies and additions that exceed the caches, norms, and seconds of the smallest operation.
+    """
     say("memory")
     kind, device = watch.device.type, watch.device
     each_s = budget_s / (2 * len(_LARGE_BYTES[kind]) + len(_NORM_ROWS[kind]) + 1)
@@ -118,10 +121,11 @@ def measure_attention(watch: Stopwatch, flops_per_s: float, budget_s: float, say
 def measure_layers(
     watch: Stopwatch, flops_per_s: float, budget_s: float, say: Say, backend: str | None = None
 ) -> tuple[list[LayerSample], float]:
-    """Time whole decoder layers, forward and backward, and the host launching the smallest one.
+    """Time whole decoder layers, forward and backward, and the host launches of the smallest one.
 
-    With a `backend` of torch.compile they are compiled, which takes seconds beside the budget; where it does not work,
-    a line says so and they are not.
+    With a `backend` of torch.compile they are compiled, which takes seconds beyond the budget; if compilation fails,
+    this
+    is reported and they run uncompiled.
     """
     say("layers" if backend is None else "layers, compiled")
     backend = _working(watch, backend, say)
@@ -143,7 +147,7 @@ def measure_layers(
 
 
 def _working(watch: Stopwatch, backend: str | None, say: Say) -> str | None:
-    """The backend if it compiles the smallest layer on every rank; else None, for all alike."""
+    """The backend if it compiles the smallest layer on every rank; else None, on all ranks."""
     if backend is None:
         return None
     try:
@@ -182,7 +186,7 @@ def measure_optimizer(watch: Stopwatch, budget_s: float, say: Say) -> list[Optim
 
 
 def layer_passes(watch: Stopwatch, shape: LayerShape) -> Callable[[], None]:
-    """A call that runs one layer forward and backward."""
+    """A function that runs one layer forward and backward."""
     layer, x = _layer(watch.device, shape)
 
     def both() -> None:
@@ -193,8 +197,8 @@ def layer_passes(watch: Stopwatch, shape: LayerShape) -> Callable[[], None]:
 
 
 def _gemm(watch: Stopwatch, name: str, shape: Shape, way: int, budget_s: float) -> GemmSample:
-    # `way`: 0 forward, 1 gradient of the input, 2 gradient of the weight. Operands lie as autograd hands them over: a
-    # weight is (out, in), and each gradient reads one of them transposed.
+    # `way`: 0 forward, 1 gradient of the input, 2 gradient of the weight. Operands have autograd's layouts: a weight is
+    # (out, in), and each gradient reads one of them transposed.
     m, k, n = shape
     sizes: tuple[tuple[int, int], tuple[int, int]] = (((m, k), (n, k)), ((m, k), (k, n)), ((k, m), (k, n)))[way]
     a, b = (torch.randn(size, device=watch.device, dtype=DTYPES[name]) for size in sizes)

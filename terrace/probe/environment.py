@@ -1,4 +1,4 @@
-"""Environment variables that decide how ranks start and communicate; read here, set nowhere."""
+"""Environment variables that affect how ranks start and communicate; read here, never set."""
 
 import os
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ _PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """Ranks that a launcher started; `local` is None where it does not say how many are on a machine."""
+    """Ranks started by a launcher; `local` is None if it does not report the number per machine."""
 
     world_size: int
     local: int | None = None
@@ -30,7 +30,7 @@ def variables_here() -> Mapping[str, str]:
 
 
 def launched_ranks() -> Ranks | None:
-    """Ranks that a launcher started together with this process; None without one."""
+    """Ranks that a launcher started, including this process; None without a launcher."""
     found = place(os.environ)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""Conclusions from a `Machine`: which parts will be used and why, warnings, and obstacles with their fixes."""
+"""Conclusions from a `Machine`: which backends will be used and why, warnings, and obstacles with their fixes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ _LITTLE_MEMORY_BYTES = 400_000_000  # of a rank that imported torch and holds a 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One check: its subject, the result, and the fix where one is needed."""
+    """One check: its subject, the result, and a fix if needed."""
 
     level: Level
     about: str
@@ -30,7 +30,7 @@ class Finding:
 
 
 def findings(machine: Machine) -> list[Finding]:
-    """All findings about a machine, in the order in which one would look."""
+    """All findings about a machine, in the order of a manual check."""
     return [
         *_software(machine),
         *_backend(machine),
@@ -70,7 +70,7 @@ def _software(machine: Machine) -> Iterator[Finding]:
 
 
 def _backend(machine: Machine) -> Iterator[Finding]:
-    # Without a working torch the software findings already say all there is.
+    # Without a working torch there is nothing beyond the software findings.
     if machine.packages.get("torch") is None or machine.torch_error:
         return
     if machine.gpus and machine.has_nccl:

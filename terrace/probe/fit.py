@@ -1,9 +1,9 @@
-"""Constants from measurements: pure fitting, no torch.
+"""Fits of constants to measurements: pure, no torch.
 
-Every fit is relative: an error of 10 % counts alike for a message of a kilobyte and one of a gigabyte. Large deviations
-count linearly, not by their square, so that one disturbed measurement does not bend a constant. Constants have hard
-bounds: where a fit would be better outside them, only its error grows. Kernels and layers are priced by the simulator's
-own functions (`terrace.simulate`), so the fitted model is the predicting one.
+Every fit is relative: an error of 10 % weighs the same for a message of a kilobyte and one of a gigabyte. Large
+deviations count linearly, so that one disturbed measurement does not distort a constant. Constants have hard bounds:
+where the optimum is outside them, only the error grows. Kernels and layers are priced by the simulator's own functions
+(`terrace.simulate`), so the fitted model is the one used for predictions.
 """
 
 import math
@@ -69,7 +69,7 @@ class AttentionSample:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSample:
-    """Seconds of one decoder layer, forward and backward (which adds to gradients that are there)."""
+    """Seconds of one decoder layer, forward and backward (which accumulates into existing gradients)."""
 
     work: Work
     forward_s: float
@@ -97,9 +97,9 @@ class LinkSample:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkFit:
-    """Constants of a tier, and the mean relative error of the times they give.
+    """Constants of a tier, and the mean relative error of their predicted times.
 
-    `is_bound`: the times did not grow with the messages, so the bandwidth is the least that was reached.
+    `is_bound`: times did not grow with message sizes, so the bandwidth is a lower bound.
     """
 
     latency_s: float
@@ -110,7 +110,7 @@ class LinkFit:
 
 
 def fit_gemm(device: Device, samples: Sequence[GemmSample]) -> tuple[float, float, float]:
-    """(share of the peak, half depth, mean relative error) of matrix products.
+    """(Share of the peak, half depth, mean relative error) of matrix products.
 
     Everything else is the device's: peaks, memory, launch, tiles. The share lies in (0, 1], the half depth between 0
     and four times the largest inner size. Raises `ProbeError` when the inner size does not vary.
@@ -148,9 +148,9 @@ def fit_memory(device: Device, samples: Sequence[PassSample]) -> tuple[float, fl
 def fit_attention(
     device: Device, samples: Sequence[AttentionSample], kernel: AttentionKernel = "sdpa"
 ) -> tuple[float, float, float]:
-    """(share of the peak that attention by `kernel` reaches forward, the same backward, mean relative error).
+    """(Share of the peak that attention by `kernel` reaches forward, the same backward, mean relative error).
 
-    How shares fall with small heads and short rows is taken from the device.
+    The dependence on head size and row length is the device's.
     """
     name = "attention" if kernel == "sdpa" else "flash2"
 
@@ -165,10 +165,10 @@ def fit_attention(
 
 
 def fit_rows(device: Device, samples: Sequence[AttentionSample]) -> tuple[dict[str, float], float]:
-    """Shares of the peak that attention reaches on long rows and the numbers of keys that reach half of them.
+    """Attention's share of the peak on long rows, and the numbers of keys that reach half of it.
 
-    Returns the constants by name, forward and backward fitted apart, and their mean relative error. Numbers of keys lie
-    between 1 (0 backward would stand for the forward's) and the longest row.
+    Returns constants by name (forward and backward fitted separately) and their mean relative error. Numbers of keys
+    lie between 1 (0 backward would mean the forward's) and the longest row.
     """
     forward, error = _fit_way(device, samples, 0, [each.forward_s for each in samples])
     backward, worse = _fit_way(device, samples, 1, [each.backward_s for each in samples])
@@ -214,11 +214,11 @@ def _attention_s(
 
 
 def fit_layers(device: Device, samples: Sequence[LayerSample]) -> tuple[float, float, float]:
-    """(share of the memory bandwidth, launch seconds, mean relative error) of whole layers.
+    """(Share of the memory bandwidth, launch seconds, mean relative error) of whole layers.
 
     A layer runs more kernels than the model counts, and their results may stay in a cache. So the two constants of the
     kernels between the products are fitted to layers, the share within (0, 1], the launch within 1 to 100 times the
-    launch measured alone, with a weak pull towards the device's values.
+    launch measured alone, with weak regularisation towards the device's values.
     """
     measured = [seconds for sample in samples for seconds in (sample.forward_s, sample.backward_s)]
     _check(measured, "layers")
@@ -252,7 +252,7 @@ def fit_optimizer(device: Device, samples: Sequence[OptimizerSample]) -> tuple[f
 
 
 def price_layers(device: Device, samples: Sequence[LayerSample]) -> list[float]:
-    """Modelled seconds of these layers: forward and backward of each, in turn."""
+    """Modelled seconds of these layers: forward and backward of each, interleaved."""
     seconds = (block_seconds(device, sample.work, accumulate=True) for sample in samples)
     return [way for each in seconds for way in (each.forward_s, each.backward_s)]
 
@@ -260,10 +260,11 @@ def price_layers(device: Device, samples: Sequence[LayerSample]) -> list[float]:
 def fit_link(samples: Sequence[LinkSample]) -> LinkFit:
     """Latency, bandwidth and half size of a tier from its collectives.
 
-    B bytes among n ranks cost (n - 1) latency + (B + half (n - 1) / n) / bandwidth: a line in B, given by its slope and
-    intercept. The part of the intercept already visible in the smallest message is latency; the rest, which larger ones
-    lose, is the half size. Where times do not grow with sizes, as on a machine busy with other work, the largest
-    messages bound the bandwidth from below. Raises `ProbeError` when sizes do not vary.
+    B bytes among n ranks cost (n - 1) latency + (B + half (n - 1) / n) / bandwidth: linear in B, with a slope and an
+    intercept. The part of the intercept already visible in the smallest message is latency; the rest, which only
+    affects
+    larger messages, is the half size. Where times do not grow with sizes, as on a machine busy with other work, the
+    largest messages bound the bandwidth from below. Raises `ProbeError` when sizes do not vary.
     """
     _check([sample.seconds for sample in samples], "messages")
     degree = samples[0].degree
@@ -292,20 +293,20 @@ def fit_link(samples: Sequence[LinkSample]) -> LinkFit:
 
 
 def overlap_penalty(compute_s: float, message_s: float, together_s: float) -> float:
-    """Share of the messages' time by which they slow computation, between 0 and 1.
+    """Share of the messages' time by which they slow compute, between 0 and 1.
 
     From T = max(C (1 + penalty min(1, N / C)), N), with C seconds of compute, N of messages, T of both together: the
-    unhidden part of the shorter of C and N.
+    unhidden share of the shorter of C and N.
     """
     _check([compute_s, message_s, together_s], "computing and messages")
     return min(1.0, max(0.0, (together_s - max(compute_s, message_s)) / min(compute_s, message_s)))
 
 
 def bus_share(seconds: tuple[float, float], together_s: float, penalties: tuple[float, float] = (0.0, 0.0)) -> float:
-    """Share of the shorter of two messages by which both at once take longer (`Tier.bus`), between 0 and 1.
+    """Extra time of two concurrent messages as a share of the shorter one (`Tier.bus`), between 0 and 1.
 
-    `penalties` are the parts of a CPU's cores that either needs: where both need more cores than there are, that is not
-    the bus's doing (terrace.simulate.rank). A share below a tenth is taken for noise, which is a guess.
+    `penalties` are the shares of a CPU's cores that each needs: a shortage of cores is not attributed to the bus
+    (terrace.simulate.rank). A share below a tenth counts as noise, which is a guess.
     """
     _check([*seconds, together_s], "messages on two tiers at once")
     longer_s = max(seconds)
@@ -366,7 +367,7 @@ def _loss(priced: Sequence[float], measured: Sequence[float]) -> float:
 
 
 def _line(samples: Sequence[LinkSample]) -> tuple[float, float]:
-    # A line a + b x fitted by ratio. Both are searched as logarithms: the intercept down to a thousandth of the
+    # A line a + b x with relative errors. Both are searched as logarithms: the intercept down to a thousandth of the
     # shortest time, the slope as the time that it adds to the largest message.
     measured = [sample.seconds for sample in samples]
     largest = max(sample.sent_bytes for sample in samples)
@@ -380,7 +381,7 @@ def _line(samples: Sequence[LinkSample]) -> tuple[float, float]:
 
 
 def _minimise(loss: Loss, first: tuple[float, float], second: tuple[float, float]) -> tuple[float, float]:
-    # The losses are smooth but not convex: the best point of a grid, then ever smaller steps from it.
+    # The losses are smooth but not convex: start at the best point of a grid, then take ever smaller steps.
     grids = [[low + (high - low) * step / (_GRID - 1) for step in range(_GRID)] for low, high in (first, second)]
     best = min((loss(a, b), a, b) for a in grids[0] for b in grids[1])
     step = 1.0 / (_GRID - 1)

@@ -1,7 +1,7 @@
-"""GPUs of this machine and the links between them, looked up without torch where that is possible.
+"""GPUs of this machine and the links between them, looked up without torch where possible.
 
-NVIDIA's are asked of nvidia-smi, AMD's are read from the kernel's files (/sys/class/kfd). Where a driver is there and
-neither answers, torch is asked. Devices that the environment hides do not count.
+NVIDIA's are read from nvidia-smi, AMD's from the kernel's files (/sys/class/kfd). If a driver exists but neither works,
+torch is used. Devices hidden by the environment do not count.
 """
 
 import re
@@ -27,7 +27,7 @@ _TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Gpus:
-    """Devices that a run here may use; `told_by` says how they are known."""
+    """Devices that a run here may use; `told_by` names the source."""
 
     devices: tuple[Gpu, ...] = field(default=())
     link: Link = ""
@@ -35,7 +35,9 @@ class Gpus:
 
 
 def look_for_gpus(variables: Mapping[str, str], folder: Path = Path("/"), ask: Ask | None = None) -> Gpus:
-    """The visible GPUs; none without a driver. `folder` and `ask` stand for the root of files and for the shell."""
+    """The visible GPUs; none without a driver. `folder` and `ask` replace the file system root and the shell in
+    tests.
+    """
     if any((folder / name).exists() for name in _DRIVER):
         found = _nvidia(variables.get("CUDA_VISIBLE_DEVICES"), ask or _output)
     elif (folder / _KFD).is_dir():
@@ -48,7 +50,7 @@ def look_for_gpus(variables: Mapping[str, str], folder: Path = Path("/"), ask: A
 
 def _nvidia(shown: str | None, ask: Ask) -> Gpus | None:
     text = ask(*_QUERY)
-    # A part of a device (MIG) has its own memory, which the table of devices does not have.
+    # A MIG partition has its own memory size, which the table of devices does not list.
     if text is None or "MIG-" in (shown or ""):
         return None
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
@@ -64,7 +66,7 @@ def _nvidia_link(text: str | None, indices: list[str]) -> Link:
     # The matrix has a row and a column for each device: NV# where # links of NVLink join two.
     rows = [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", text or "").splitlines()]
     names = next(([cell for cell in row if re.fullmatch(r"GPU\d+", cell)] for row in rows if "GPU0" in row), [])
-    # A row has more cells, on cores and memory.
+    # A row has further cells, on cores and memory.
     of_devices = [row for row in rows if row and row[0] in names]
     cells = {(row[0], other): cell for row in of_devices for other, cell in zip(names, row[1:], strict=False)}
     own = [f"GPU{index}" for index in indices]
@@ -104,7 +106,7 @@ def _properties(path: Path) -> dict[str, str]:
 
 
 def _visible(shown: str | None, names: list[str]) -> list[int]:
-    """Places of the devices that a list of numbers or names shows; as CUDA reads it, the first unknown one ends it."""
+    """Indexes of the devices in a list of numbers or names; as in CUDA, the first unknown entry ends it."""
     if shown is None:
         return list(range(len(names)))
     found = list[int]()

@@ -1,4 +1,4 @@
-"""Shapes and sizes to measure: as large as the time for one allows, spread evenly in log size."""
+"""Shapes and sizes to measure: up to a time limit each, evenly spaced in log size."""
 
 import math
 from typing import TypeVar
@@ -21,7 +21,7 @@ LayerShape = tuple[ModelConfig, int, int]  # one layer, sequence, micro-batch
 def gemm_shapes(largest_flops: float, count: int) -> list[Shape]:
     """Up to `count` shapes (m, k, n) of layers' products, of at most `largest_flops` each.
 
-    Never empty: the smallest shape is kept whatever the limit.
+    Never empty: the smallest shape is always included.
     """
     shapes = {
         shape
@@ -43,7 +43,7 @@ def orientations(shape: Shape) -> list[Shape]:
 
 
 def attention_sequences(largest_flops: float, batch: int, heads: int, head_dim: int) -> list[int]:
-    """Sequence lengths to measure: 128, 256, and doubles while the limit allows."""
+    """Sequence lengths to measure: 128, 256, and further doublings within the limit."""
     lengths = [128, 256]
     while lengths[-1] < 8192 and 4.0 * batch * heads * head_dim * (2 * lengths[-1]) ** 2 / 2 <= largest_flops:
         lengths.append(2 * lengths[-1])
@@ -51,7 +51,7 @@ def attention_sequences(largest_flops: float, batch: int, heads: int, head_dim: 
 
 
 def layer_shapes(largest_flops: float, count: int) -> list[LayerShape]:
-    """Up to `count` decoder layers to measure: widths from 128 on while the limit allows."""
+    """Up to `count` decoder layers to measure, with widths from 128 up within the limit."""
     found: list[LayerShape] = []
     for hidden in (128, 256, 512, 1024, 2048, 4096):
         config = _layer(hidden)
@@ -63,12 +63,12 @@ def layer_shapes(largest_flops: float, count: int) -> list[LayerShape]:
 
 
 def smallest_layer() -> LayerShape:
-    """A layer with next to no work: its time is the launch of its kernels."""
+    """A layer with negligible work: its time is that of kernel launches."""
     return _layer(16), 8, 1
 
 
 def overlap_layer(device: str) -> LayerShape:
-    """The layer that computes while messages travel: milliseconds of work on this kind of device."""
+    """The layer that runs during messages: milliseconds of work on this kind of device."""
     return (_layer(128), 128, 1) if device == "cpu" else (_layer(2048), 2048, 2)
 
 

@@ -1,7 +1,7 @@
 """Collectives of each tier, through the runtime's own groups, lanes and collectives.
 
-Each tier gets a layout in which only that tier has data ranks: a gather or reduction then crosses this tier and no
-other, while all groups of the tier work at once, as in a step.
+Each tier gets a layout in which only that tier has data ranks: a gather or reduction then crosses only this tier, while
+all groups of the tier work at once, as in a step.
 """
 
 import math
@@ -34,7 +34,7 @@ from terrace.program.resolve import flat_transfer
 _NUM_SIZES = 7
 FIRST_BYTES = 256 << 10  # of a group; its time bounds the size of the other messages
 LARGEST_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
-# During computing: on a GPU as long as those of a large block, which take more multiprocessors than short ones.
+# Messages during compute: on a GPU as long as those of a large block, which use more multiprocessors than short ones.
 OVERLAP_BYTES = {"cpu": FIRST_BYTES, "cuda": 64 << 20}
 _PRODUCT = {"cpu": 256, "cuda": 4096}
 _OUTLAST = 2.0  # times the computing beside messages, which slow down as well
@@ -48,7 +48,7 @@ _KINDS = tuple(_CLASSES)
 
 
 class TierLinks:
-    """One rank's collectives over one tier, on a lane of its own. Every rank constructs it at the same point."""
+    """One rank's collectives over one tier, on a separate lane. Every rank must construct it at the same point."""
 
     def __init__(
         self, cluster: Cluster, tier: int, rank: int, device: torch.device, timeout: timedelta, pacer: Pace
@@ -68,12 +68,12 @@ class TierLinks:
         self._lane = make_lane(device)
 
     def call(self, kind: str, whole_bytes: int) -> Work:
-        """A call that gathers or reduces `whole_bytes` of the group and waits for the result."""
+        """A function that gathers or reduces `whole_bytes` of the group and waits for the result."""
         submit = self.start(kind, whole_bytes)
         return lambda: submit()()
 
     def start(self, kind: str, whole_bytes: int) -> Callable[[], Callable[[], None]]:
-        """A call that submits the collective to the lane and returns its wait.
+        """A function that submits the collective to the lane and returns its wait.
 
         The result of a reduction is added to the shard, as in a step.
         """
@@ -107,7 +107,7 @@ class TierLinks:
         return sum(self._ledger.total().values())
 
     def close(self) -> None:
-        """Stop the lane; the groups stay with the world."""
+        """Stop the lane; the world keeps the groups."""
         self._lane.close()
 
 
@@ -116,7 +116,7 @@ def measure_tier(
 ) -> TierSamples:
     """Time gathers and reductions over growing sizes, a small gather between compute, and gathers during compute.
 
-    Gathers during compute have a budget of their own, `overlap_budget_s`; `say` is told of each part before it starts.
+    Gathers during compute have a separate budget, `overlap_budget_s`; `say` is called before each part.
     """
     say(f"messages on tier {links.name}")
     each_s = budget_s / (len(_KINDS) * _NUM_SIZES + 4)
@@ -124,7 +124,7 @@ def measure_tier(
     largest = largest_bytes(links.degree, each_s / first_s, LARGEST_BYTES[watch.device.type])
     messages = []
     for size in message_sizes(largest, links.degree, _NUM_SIZES):
-        # A link with a rate limit lets a burst through at once. Over a slow one, a loop of small messages is no longer.
+        # A rate-limited link passes a burst at once, so over a slow link small messages are repeated beyond it.
         number = max(1, _DRAINING * FIRST_BYTES // size) if first_s > each_s else 1
         for kind in _KINDS:
             seconds = watch.seconds(repeated(links.call(kind, size), number), each_s, agreed=True) / number
@@ -139,7 +139,7 @@ def measure_tier(
 
 
 def repeated(work: Work, number: int) -> Work:
-    """`work`, `number` times in a row."""
+    """A function that calls `work` `number` times."""
 
     def several() -> None:
         for _ in range(number):
@@ -149,10 +149,10 @@ def repeated(work: Work, number: int) -> Work:
 
 
 def largest_bytes(degree: int, calls: float, most: int) -> float:
-    """Bytes held by a whole group in the largest message, where `calls` of the first fit the budget of a size.
+    """Bytes held by a whole group in the largest message, if `calls` calls of the first size fit the budget of a size.
 
-    It still repeats within its budget, but has 1 MiB a rank at least; over a link where that takes longer than the
-    budget, 64 KiB a rank and 256 KiB in all at least.
+    The message can be repeated within its budget, but has at least 1 MiB a rank; on a link too slow for that, at least
+    64 KiB a rank and 256 KiB in total.
     """
     repeats = FIRST_BYTES * calls / _CALLS_A_LOOP / 4
     least = min(degree << 20, max(FIRST_BYTES, degree << 16) * max(1.0, calls))
@@ -165,7 +165,7 @@ def measure_overlap(watch: Stopwatch, links: TierLinks, compute: Work, budget_s:
     one = links.call("gather", size)
     each_s = budget_s / 5
     message_s, compute_s = watch.seconds(one, each_s, agreed=True), watch.seconds(compute, each_s, agreed=True)
-    # Several of the shorter during one of the longer, so that the messages take half as long as the compute.
+    # Repeat the shorter one, so that the messages take half as long as the compute.
     num_messages = max(1, round(compute_s / message_s / 2))
     num_passes = max(1, round(2 * message_s / compute_s))
     start = links.start("gather", size)
@@ -187,7 +187,7 @@ def measure_overlap(watch: Stopwatch, links: TierLinks, compute: Work, budget_s:
         for wait in waits:
             wait()
 
-    # In turns, so that a lasting disturbance is in all three.
+    # Interleaved, so that a lasting disturbance affects all three.
     rounds = [
         [watch.seconds(work, each_s / _ROUNDS, agreed=True) for work in (only_compute, only_messages, both)]
         for _ in range(_ROUNDS)
@@ -203,7 +203,7 @@ def measure_overlap(watch: Stopwatch, links: TierLinks, compute: Work, budget_s:
 
 
 def measure_beside(watch: Stopwatch, links: TierLinks, work: Work, budget_s: float) -> Beside:
-    """Time `work` alone, and while reductions with their gathers, all-reduces, outlast it."""
+    """Time `work` alone, and during all-reduces (a reduction, then a gather) that outlast it."""
     size = aligned(OVERLAP_BYTES[watch.device.type], links.degree)
     parts = [links.start(kind, size) for kind in ("reduce", "gather")]
 
@@ -227,7 +227,7 @@ def measure_beside(watch: Stopwatch, links: TierLinks, work: Work, budget_s: flo
 
 
 def products(device: torch.device) -> Work:
-    """A call that multiplies two square matrices, as layers do most of the time."""
+    """A function that multiplies two square matrices, as layers do most of the time."""
     size, dtype = _PRODUCT[device.type], DTYPES[TRAINS_IN[device.type]]
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return partial(torch.mm, left, right)

@@ -1,4 +1,4 @@
-"""Facts about this machine: looked up, not measured, in about the time that importing torch takes."""
+"""Facts about this machine: looked up, not measured, in about the time of importing torch."""
 
 import importlib.util
 import os
@@ -48,8 +48,8 @@ class Gpu:
 class Machine:
     """Facts about one machine.
 
-    `packages` maps a name to its version, None where absent; `torch_error` says why importing torch fails.
-    `memory_bytes` is the smaller of the machine's memory and the control group's limit. Limits are this process', -1
+    `packages` maps a name to its version, None if absent; `torch_error` says why importing torch fails.
+    `memory_bytes` is the smaller of the machine's memory and the control group's limit. Limits are this process's, -1
     for none.
     """
 
@@ -74,7 +74,7 @@ class Machine:
 
 
 def look(folder: Path) -> Machine:
-    """Look at this machine and the disk of `folder`. Imports torch where installed."""
+    """Look up this machine and the disk of `folder`. Imports torch if installed."""
     packages = {name: _version(name) for name in PACKAGES}
     page = os.sysconf("SC_PAGE_SIZE")
     return Machine(
@@ -96,12 +96,12 @@ def look(folder: Path) -> Machine:
 
 
 def memory_bytes() -> int:
-    """Memory of the machine, or the limit of the control group where that is lower."""
+    """Memory of the machine, or the limit of the control group if lower."""
     return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), _group_limit())
 
 
 def torch_gpus() -> tuple[Gpu, ...]:
-    """The devices that torch sees; none where it is not installed or broken."""
+    """The devices that torch sees; none if it is missing or broken."""
     gpus: tuple[Gpu, ...] = _torch().get("gpus", ()) if _version("torch") else ()
     return gpus
 

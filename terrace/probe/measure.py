@@ -1,4 +1,4 @@
-"""All measurements of one rank, in order, within a budget of seconds that is split over the parts."""
+"""All measurements of one rank, in order, within a time budget that is split over the parts."""
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping
@@ -66,7 +66,7 @@ def measure(world: World, cluster: Cluster, seconds: float, say: Say) -> Samples
 
 @contextmanager
 def watched(world: World, say: Say) -> Iterator[Say]:
-    """Watchdog over measurements on all ranks; yields a callback that reports each to the watchdog and to `say`."""
+    """Watchdog over measurements on all ranks; yields a callback that reports progress to it and to `say`."""
     everyone, counter = tuple(range(world.world_size)), 0
     with watchdog(world, timeout_s=_TIMEOUT_S) as dog, dog.guard():
 
@@ -87,7 +87,7 @@ def _measure(world: World, cluster: Cluster, device: torch.device, seconds: floa
         sustained = measure_sustained(stopwatch, TRAINS_IN[device.type], heat_s, say)
     copies, norms, launch_s = measure_passes(stopwatch, budget["passes"], say)
     gemms = measure_gemms(stopwatch, budget["gemms"], say)
-    # Attention and layers are sized by the speed that the products reached.
+    # Attention and layers are sized by the measured speed of products.
     peak = max(sample.flops_per_s for sample in gemms if sample.dtype == TRAINS_IN[device.type])
     attention = measure_attention(stopwatch, peak, budget["attention"], say)
     longest = max(attention, key=lambda sample: sample.sequence)
@@ -133,7 +133,7 @@ def _links(
 
 
 def device_here() -> torch.device:
-    """This rank's device: its GPU where ranks communicate over nccl, else the CPU."""
+    """This rank's device: its GPU if ranks communicate over nccl, else the CPU."""
     if not dist.is_initialized() or dist.get_backend() != "nccl":
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())  # set when the world was joined
@@ -145,7 +145,7 @@ _ROUNDS = 5  # each of either tier alone and of both
 def measure_pair(watch: Stopwatch, one: TierLinks, other: TierLinks, budget_s: float) -> PairSample:
     """Time gathers on `one` tier alone, on the `other` alone, and on both at once, in about `budget_s`.
 
-    As many gathers on each as take about the same time alone. Every rank calls this at the same point.
+    The numbers of gathers are chosen to take about the same time alone. Every rank must call this at the same point.
     """
     each_s = budget_s / (3 * _ROUNDS + 4)
     both = one, other
@@ -164,7 +164,7 @@ def measure_pair(watch: Stopwatch, one: TierLinks, other: TierLinks, budget_s: f
 
         return send
 
-    # In turns, so that a lasting disturbance is in all three.
+    # Interleaved, so that a lasting disturbance affects all three.
     rounds = [
         [watch.seconds(work, each_s, agreed=True) for work in (sending(0), sending(1), sending(0, 1))]
         for _ in range(_ROUNDS)
@@ -174,7 +174,7 @@ def measure_pair(watch: Stopwatch, one: TierLinks, other: TierLinks, budget_s: f
 
 
 def _size(watch: Stopwatch, links: TierLinks, each_s: float) -> int:
-    # As large as a few calls within the budget allow: what a bus shares is bytes, not latencies.
+    # As large as a few calls within the budget allow: a bus shares bandwidth, not latency.
     first = aligned(FIRST_BYTES, links.degree)
     first_s = watch.seconds(links.call("gather", first), each_s, agreed=True)
     times = max(1.0, each_s / 16 / first_s)

@@ -1,4 +1,4 @@
-"""A quick look at the links: latency and bandwidth of every tier, from a small and a large all-gather.
+"""A quick measurement of the links: latency and bandwidth of every tier, from a small and a large all-gather.
 
 All groups of a tier communicate at once, as in a step, through the runtime's own groups and lanes. `terrace probe` fits
 more constants from more sizes and takes longer.
@@ -23,7 +23,7 @@ _TIMEOUT = timedelta(seconds=240)
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredTier:
-    """Measured latency per neighbour and sent bytes per second of a tier, and the cluster file's figures (`told_`)."""
+    """Measured latency per neighbour and sent bytes per second of a tier, and those of the cluster file (`told_`)."""
 
     tier: str
     latency_s: float
@@ -33,7 +33,7 @@ class MeasuredTier:
 
     @property
     def share(self) -> float:
-        """Measured bandwidth over the cluster file's."""
+        """Measured bandwidth relative to the cluster file's."""
         return self.bandwidth_bytes_per_s / self.told_bandwidth_bytes_per_s
 
 

@@ -1,4 +1,4 @@
-"""Products of bf16 and fp32 matrices on this machine's CPU: whether computing in bf16 pays."""
+"""Products of bf16 and fp32 matrices on this machine's CPU, to see whether bf16 compute pays off."""
 
 import time
 
@@ -9,7 +9,7 @@ _REPEATS = 3
 
 
 def bf16_slowdown() -> float:
-    """Seconds of a bf16 product over those of an fp32 one on one thread; takes some 0.1 s where bf16 is slow."""
+    """Time of a bf16 product relative to an fp32 one on one thread; takes some 0.1 s where bf16 is slow."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -22,7 +22,7 @@ def _product_s(dtype: torch.dtype) -> float:
     left, right = torch.ones(_ROWS, _WIDTH, dtype=dtype), torch.ones(_WIDTH, _WIDTH, dtype=dtype)
     taken_s = []
     for _ in range(1 + _REPEATS):  # the first makes the kernel
-        # Not wall time: other processes run beside this one.
+        # Not wall time, since other processes run concurrently.
         begin_s = time.process_time()
         left @ right
         taken_s.append(time.process_time() - begin_s)

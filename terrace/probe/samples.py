@@ -1,4 +1,4 @@
-"""Measurements as plain values: means over all ranks, the same on each rank."""
+"""Measurements as plain values: means over all ranks, equal on each rank."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,9 +8,9 @@ from terrace.probe.fit import AttentionSample, GemmSample, LayerSample, LinkSamp
 
 @dataclass(frozen=True, kw_only=True)
 class TierSamples:
-    """Collectives of one tier back to back, and the extra seconds of one when ranks compute before each.
+    """Back-to-back collectives of one tier, and the extra seconds of one when ranks compute before each.
 
-    `skew_s` is per neighbour: ranks that compute reach a message at slightly different moments.
+    `skew_s` is per neighbour: ranks that compute reach a message at slightly different times.
     """
 
     tier: str
@@ -32,26 +32,26 @@ class Overlap:
 
     @property
     def late_s(self) -> float:
-        """Extra seconds per neighbour of a message during compute, beyond both in turn: it waits for a core."""
+        """Extra seconds per neighbour of a message during compute, beyond both in sequence: it waits for a core."""
         return max(0.0, self.together_s - self.compute_s - self.message_s) / self.num_messages / (self.degree - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Beside:
-    """Seconds of matrix products alone, and while all-reduces over a tier are under way the whole time."""
+    """Seconds of matrix products alone, and during continuous all-reduces over a tier."""
 
     alone_s: float
     beside_s: float
 
     @property
     def slowdown(self) -> float:
-        """How many times as long products take beside messages."""
+        """Time of products during messages relative to products alone."""
         return self.beside_s / self.alone_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sustained:
-    """FLOP/s of large products at once, and after `seconds` of nothing else."""
+    """Initial FLOP/s of large products, and after `seconds` of nothing else."""
 
     seconds: float
     burst_flops_per_s: float
@@ -59,13 +59,13 @@ class Sustained:
 
     @property
     def share(self) -> float:
-        """The share of the first rate that is left."""
+        """Sustained over initial rate."""
         return self.flops_per_s / self.burst_flops_per_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairSample:
-    """Seconds of messages on each of two tiers alone, the inner first, and of both at once."""
+    """Seconds of messages on each of two tiers alone, the inner one first, and of both at once."""
 
     tiers: tuple[str, str]
     seconds: tuple[float, float]
@@ -74,7 +74,7 @@ class PairSample:
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """Everything that one probe measured."""
+    """All measurements of one probe."""
 
     device: str  # "cpu" or "cuda"
     num_cores: int  # streaming multiprocessors; 0 on a CPU

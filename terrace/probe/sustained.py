@@ -1,8 +1,8 @@
-"""Rates of a device that has been at work for a while, and attention by each kernel that torch has.
+"""Sustained rates of a device under load, and attention by each kernel that torch has.
 
-A device at its power limit lowers its clock, so a short loop on a cool one shows a rate that no run keeps. The probe
-therefore begins with products for half a minute, says how far their rate fell, and measures everything else on the
-device as they leave it.
+A device at its power limit lowers its clock, so a short loop on a cool one shows a rate that no run sustains. The probe
+therefore begins with products for half a minute, reports how far their rate fell, and measures everything else on the
+warm device.
 """
 
 import time
@@ -32,7 +32,7 @@ KERNELS = {
 
 
 def measure_sustained(watch: Stopwatch, name: str, seconds: float, say: Callable[[str], None]) -> Sustained:
-    """Square products in the dtype `name` for `seconds`: their rate at once and in the last quarter."""
+    """Time square products in the dtype `name` for `seconds`: their initial rate, and that of the last quarter."""
     say(f"matrix products for {seconds:g} s")
     size, device = _CUBE[watch.device.type], watch.device
     left, right = (torch.randn(size, size, device=device).to(DTYPES[name]) for _ in range(2))
@@ -58,7 +58,7 @@ def measure_sustained(watch: Stopwatch, name: str, seconds: float, say: Callable
 
 
 def measure_kernels(watch: Stopwatch, shape: AttentionSample, budget_s: float) -> dict[str, AttentionSample]:
-    """Causal attention of `shape` by each of torch's kernels that takes it on this device."""
+    """Time causal attention of `shape` by each of torch's kernels that supports it on this device."""
     sizes = (shape.batch, shape.heads, shape.sequence, shape.head_dim)
     query, key, value = (
         torch.randn(sizes, device=watch.device, dtype=DTYPES[shape.dtype], requires_grad=True) for _ in range(3)
@@ -70,7 +70,7 @@ def measure_kernels(watch: Stopwatch, shape: AttentionSample, budget_s: float) -
             with sdpa_kernel(kernel):
                 return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
-        # Every rank must take part in a measurement, so all leave a kernel out that one of them has not.
+        # Every rank must take part in a measurement, so a kernel that one rank lacks is skipped on all.
         if not watch.largest(0.0 if _runs(attend) else 1.0):
             forward_s, backward_s = watch.both_ways(attend, budget_s / len(KERNELS))
             found[name] = AttentionSample(

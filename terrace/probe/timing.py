@@ -2,8 +2,8 @@
 
 Where ranks share cores, the scheduler decides how long a single call takes. So each figure is the mean of a loop, the
 median of several loops, and then the mean over ranks, which start each loop together. A collective needs the same
-number of calls on every member, so all agree on one, and takes as long as on the slowest. Compute has no such need:
-each rank makes as many calls as the time allows, so that none falls silent while others still measure.
+number of calls on every member, so ranks agree on one, and takes as long as on the slowest. Compute does not: each rank
+makes as many calls as the time allows, so that no rank is idle while others still measure.
 """
 
 import statistics
@@ -25,18 +25,18 @@ _MOST_CALLS = 2000
 
 
 class Stopwatch:
-    """Timer across all ranks of the world; every rank makes the same calls in the same order."""
+    """Timer across all ranks of the world; every rank must make the same calls in the same order."""
 
     def __init__(self, world_size: int, device: torch.device) -> None:
         self.world_size = world_size
         self.device = device
 
     def seconds(self, work: Work, budget_s: float, *, agreed: bool = False) -> float:
-        """Seconds of one call, measured in about `budget_s`, warm-up included; the same value on every rank.
+        """Seconds of one call, measured in about `budget_s` including warm-up; the same value on every rank.
 
         `agreed`: every rank makes the same number of calls, as collectives require, and the slowest counts: ranks of a
         link are served unevenly, and a step waits for the last of them. Makes at least one call per loop, however long
-        it takes; agreed calls that take longer than the budget are made twice, and the second counts.
+        it takes; agreed calls that exceed the budget are made twice, and the second counts.
         """
         loop_s = budget_s / (_REPEATS + 1)
         once_s = self._once(work)
@@ -74,7 +74,7 @@ class Stopwatch:
         return forward_s, max(both_s - forward_s, forward_s / 10)  # noise can hide a short backward, not make it vanish
 
     def host_loop_s(self, work: Work, num_calls: int) -> float:
-        """Seconds of one of `num_calls` calls on this rank alone, by the host's clock."""
+        """Mean seconds of `num_calls` calls on this rank alone, by the host's clock."""
         begin_s = time.perf_counter()
         for _ in range(num_calls):
             work()
@@ -82,9 +82,9 @@ class Stopwatch:
         return (time.perf_counter() - begin_s) / num_calls
 
     def beside(self, work: Work, num_calls: int, start: Callable[[], Sequence[Wait]]) -> float:
-        """Seconds of one of `num_calls` calls while that is under way which `start` starts and its results wait for.
+        """Seconds of one of `num_calls` calls during the work submitted by `start`, which returns its waits.
 
-        The waits do not count. Every rank calls this, and the slowest counts.
+        The waits do not count. Every rank must call this, and the slowest counts.
         """
         taken_s = []
         for _ in range(1 + _REPEATS):

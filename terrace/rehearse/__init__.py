@@ -1,4 +1,4 @@
-"""A described cluster built of network namespaces on one Linux machine, and programs run inside it."""
+"""A described cluster emulated with network namespaces on one Linux machine, and programs run in it."""
 
 from terrace.rehearse.wiring import Wiring, wire
 

@@ -1,8 +1,8 @@
-"""One process per rank, each in its namespace, watched to the end.
+"""One process per rank, each in its namespace, supervised to the end.
 
-This module reads the environment: children inherit it, with a launcher's variables set as torchrun sets them. Rank 0
-writes to our own stdout and stderr; lines of other ranks go to stderr as `[rank 5] ...`. Each rank leads a session of
-its own, so that its descendants end with it.
+This module reads the environment: children inherit it, with a launcher's variables set as by torchrun. Rank 0 writes
+to our own stdout and stderr; lines of other ranks go to stderr as `[rank 5] ...`. Each rank leads its own session, so
+that its descendants end with it.
 """
 
 import ctypes
@@ -43,8 +43,8 @@ class Ended:
 
 
 def rank_environment(wiring: Wiring, rank: int, given: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Environment variables of a rank: `given` (default: ours), plus its rank and how to reach the others."""
-    # All ranks see one file system, so they are local ranks of one machine: work done once per machine is done once.
+    """Environment variables of a rank: `given` (default: ours), plus its rank and the rendezvous."""
+    # All ranks share a file system, so they are local ranks of one machine: per-machine work runs only once.
     # Devices are hidden unless the user names some: nccl would bypass the emulated network.
     base = dict(os.environ if given is None else given)
     kept = {name: value for name, value in base.items() if not name.startswith("TORCHELASTIC_")}
@@ -65,9 +65,10 @@ def rank_environment(wiring: Wiring, rank: int, given: Mapping[str, str] | None 
 
 
 def run_paced(command: Sequence[str], scale: float) -> NoReturn:
-    """Replace this process by `command`, its communication held to `scale` times its cluster's rates.
+    """Replace this process by `command`, with its communication paced to `scale` times its cluster's rates.
 
-    Signals and exit code are then the command's own. It gets no CUDA device: only messages of CPU ranks can be paced.
+    Signals and exit code are then those of the command. It gets no CUDA device: only messages of CPU ranks can be
+    paced.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -181,7 +182,7 @@ class _Ranks:
                 os.write(2, text)
 
     def _end(self) -> None:
-        # Kindly first.
+        # Terminate gracefully first.
         for number, patience_s in ((signal.SIGTERM, _END_S), (signal.SIGKILL, 60.0)):
             for process in self._running.values():
                 with suppress(ProcessLookupError):

@@ -1,7 +1,7 @@
-"""Measurements of `terrace rehearse check`, and the configured figure of each.
+"""Measurements of `terrace rehearse check`, and the configured value of each.
 
 A tier is measured in up to four ways: the round trip of a small message; one pair of ranks alone; on shared tiers all
-ranks of one group at once, which is their uplink; and an all-reduce in all groups of the tier at once, as in training.
+ranks of one group at once, over their uplink; and an all-reduce in all groups of the tier at once, as in training.
 """
 
 from collections.abc import Sequence
@@ -63,7 +63,7 @@ def experiments(wiring: Wiring) -> list[Experiment]:
 
 
 def figures(wiring: Wiring, seconds: Sequence[float]) -> list[Figure]:
-    """Figures from the seconds of each experiment, in the order of `experiments`."""
+    """Figures from the seconds of the experiments, in the order of `experiments`."""
     return [
         _figure(wiring.net(experiment.index), experiment, taken_s)
         for experiment, taken_s in zip(experiments(wiring), seconds, strict=True)

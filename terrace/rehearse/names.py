@@ -1,4 +1,4 @@
-"""Names of a rehearsal's namespaces, and which of them a dead rehearsal left behind.
+"""Names of a rehearsal's namespaces, and detection of those that a dead rehearsal left behind.
 
 A name carries the process id and start time of its rehearsal, because process ids are reused:
 `terrace-<pid>-<start>-fabric`, `terrace-<pid>-<start>-r<rank>`.
@@ -33,7 +33,7 @@ class Owner:
 
 
 def owner_of(name: str) -> Owner | None:
-    """The rehearsal that made this namespace, or None when none did."""
+    """The rehearsal that created this namespace; None for a foreign name."""
     found = _NAME.fullmatch(name)
     return Owner(int(found[1]), int(found[2])) if found else None
 
@@ -44,7 +44,7 @@ def this_process() -> Owner:
 
 
 def start_of(pid: int) -> int | None:
-    """Start time of a process in the kernel's ticks, or None when no process has this id."""
+    """Start time of a process in the kernel's ticks; None if no process has this id."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -59,7 +59,7 @@ def existing() -> list[str]:
 
 
 def leftovers(names: Iterable[str], start: Callable[[int], int | None] = start_of) -> dict[Owner, list[str]]:
-    """Namespaces of rehearsals that are no longer alive, by rehearsal; foreign names are left out."""
+    """Namespaces of rehearsals that are no longer alive, by rehearsal; foreign names are ignored."""
     found: dict[Owner, list[str]] = {}
     for name in names:
         owner = owner_of(name)

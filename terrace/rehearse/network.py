@@ -1,6 +1,6 @@
 """Builds the networks of a `Wiring` on this machine, reads their counters, and removes them.
 
-Everything lives in namespaces named after this process: one for bridges and links, one per rank. The machine's own
+Everything is in namespaces named after this process: one for bridges and links, one per rank. The machine's own
 network is not touched.
 """
 
@@ -75,7 +75,7 @@ def _delayed(wiring: Wiring) -> tuple[str, ...]:
 
 
 def _has_netem(owner: Owner) -> bool:
-    # Tried on the fabric's loopback, on which nothing depends.
+    # Tested on the fabric's loopback, which nothing else uses.
     words = ["tc", "-netns", owner.fabric, "qdisc"]
     try:
         call([*words, "add", "dev", "lo", "root", "netem", "delay", "1ms"])

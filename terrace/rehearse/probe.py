@@ -3,7 +3,7 @@
     python -m terrace.rehearse.probe EXPERIMENTS.json RESULT.json
 
 The first file holds tables of `Experiment`; rank 0 writes the seconds of each to the second, from the first rank's
-begin to the last rank's end. The only module of this room that imports torch.
+start to the last rank's end. The only module of this package that imports torch.
 """
 
 import json
@@ -69,7 +69,7 @@ def _reduce(experiment: dict[str, Any]) -> tuple[float, float]:
 
 
 def _together() -> float:
-    # A barrier releases ranks one after the other, so rank 0 names a moment for all to start.
+    # A barrier releases ranks at different times, so rank 0 broadcasts a common start time.
     dist.barrier()
     start = torch.tensor([time.monotonic() + _LEAD_S], dtype=torch.float64)
     dist.broadcast(start, 0)

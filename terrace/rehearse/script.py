@@ -1,7 +1,7 @@
 """The `ip` and `tc` commands that build a `Wiring`, one batch per namespace. Pure text: nothing is run here.
 
 Frames are jumbo, so that headers are below 1 % of an interface's count. Each rank has a static neighbour entry for
-every other rank, so that no ARP is counted. IPv6 makes up no addresses, so that interfaces are silent until a rank
+every other rank, so that no ARP is counted. IPv6 address generation is off, so that interfaces are silent until a rank
 sends.
 """
 
@@ -15,12 +15,12 @@ P = ParamSpec("P")
 HOME = "terrace0"  # holds a rank's address; a bridge without ports, since some kernels lack dummy devices
 
 MTU_BYTES = 9000
-# Bytes in flight on one connection. Without this bound senders fill the queue of a slow link, which delays every
-# small message behind it and in the end drops frames; with it nothing is lost, as on a fabric with credits.
-# A delayed link gets more, to fill the time of a round trip.
+# Maximum bytes in flight on one connection. Without it senders fill the queue of a slow link, which delays every small
+# message behind it and finally drops frames; with it nothing is lost, as on a fabric with credits. A delayed link gets
+# more, to cover a round trip.
 _WINDOW_BYTES = 256 * 1024
 _CONGESTION = "cubic"  # the same on every machine, whatever its default
-# Burst of a limited link: enough to bridge a late timer, and at least a few frames.
+# Burst of a limited link: enough to cover a late timer, and at least a few frames.
 _BURST_S = 5e-4
 _SMALLEST_BURST_BYTES = 32 * 1024
 _LARGEST_BURST_BYTES = 1024 * 1024
@@ -41,7 +41,7 @@ def window_bytes(net: TierNet) -> int:
 
 
 def _batch(commands: Callable[P, Iterator[str]]) -> Callable[P, str]:
-    # The commands as the text of a batch, one a line.
+    # The commands as a batch, one per line.
     @wraps(commands)
     def text(*arguments: P.args, **named: P.kwargs) -> str:
         return "".join(f"{line}\n" for line in commands(*arguments, **named))

@@ -18,10 +18,10 @@ _PACED = "or add --paced, which needs no root and holds `terrace` itself to the 
 
 
 def call(words: Sequence[str], batch: str = "") -> str:
-    """Output of one tool run with `batch` as its input. Raises `ClusterError` with the kernel's reason when refused."""
+    """Run one tool with `batch` as its input and return its output. Raises `ClusterError` with the kernel's reason."""
     tool = find(words[0])
     try:
-        # A session of its own: Ctrl-C reaches the tool through us or not at all.
+        # In a separate session, so that Ctrl-C does not reach the tool directly.
         done = subprocess.run(
             [tool, *words[1:]],
             input=batch,

@@ -1,1 +1,1 @@
-"""The simulator: the very program that the runtime executes, priced and played forward in time."""
+"""The simulator: prices the program that the runtime executes, and plays it forward in time."""

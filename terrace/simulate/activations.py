@@ -1,10 +1,11 @@
 """Activations of a block: bytes kept between forward and backward, and peaks while it runs.
 
 A block is a tape (terrace.simulate.tape), to which rules by type write its operations (terrace.simulate.kept_tensors,
-terrace.simulate.kept_by_mixture). The rules count what autograd keeps of this decoder on the backends `cpu` and `cuda`,
-tensor by tensor; only `cpu` has been compared with a running decoder, and `cuda` follows the documented outputs of its
-kernels. With T tokens on this context rank and tensor ranks in r rows and c columns, attention and MLP are cut by r,
-the residual stream and the norms by c, and under sequence parallelism by r too.
+terrace.simulate.kept_by_mixture). The rules count what autograd keeps for this decoder on the backends `cpu` and
+`cuda`, tensor by tensor; only `cpu` has been compared with a running decoder, and `cuda` follows the documented outputs
+of its kernels. With T tokens on this context rank and tensor ranks in r rows and c columns, attention and MLP are cut
+by
+r, the residual stream and the norms by c, and under sequence parallelism by r too.
 """
 
 from dataclasses import dataclass, replace
@@ -24,16 +25,16 @@ from terrace.simulate.work import Work
 
 _RULES: dict[type[Operation], Rule] = {**RULES, Mixture: mixture_nodes}
 
-# What torch's generators remember, so that a recomputed block drops the same elements.
+# Saved RNG state, so that a recomputed block repeats its dropout masks.
 _RANDOM_STATE_BYTES: dict[Backend, int] = {"cpu": 5056, "cuda": 16}
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockActivations:
-    """Bytes of one block and one micro-batch on one rank.
+    """Activation bytes of one block and one micro-batch on one rank.
 
     `kept_bytes` is held from forward to backward: the block's input (the output of the block before, so it is counted
-    once) and the tensors its operations keep (`saved`); a recomputed block keeps only a random state, and a
+    once) and the tensors its operations keep (`saved`); a recomputed block keeps only an RNG state, and a
     mixture its choices. The peaks hold the kept tensors, both ends of the block, gradients and temporary tensors.
     """
 
@@ -55,7 +56,7 @@ class BlockActivations:
 
     @property
     def logits_bytes(self) -> int:
-        """The part of `saved` that grows with the vocabulary."""
+        """Bytes of `saved` that scale with the vocabulary."""
         return 0 if self._again else self.tape.logits_bytes
 
     @cached_property
@@ -64,10 +65,10 @@ class BlockActivations:
 
     @property
     def fixed_bytes(self) -> int:
-        """The part of `kept_bytes` that does not grow with the sequences."""
+        """Bytes of `kept_bytes` that do not scale with the number of sequences."""
         return self._remembered.get("random state", 0) if self._again else self.tape.fixed_bytes
 
-    # The peaks are found only where they are asked for: a search asks for the kept bytes of most blocks alone.
+    # Peaks are lazy: a search reads only the kept bytes of most blocks.
     @cached_property
     def forward_peak_bytes(self) -> int:
         # A head that runs in its backward computes nothing in the forward pass.
@@ -81,18 +82,18 @@ class BlockActivations:
         nodes, sizes = self.tape.nodes, self.tape.sizes
         peak = backward_peak(nodes, sizes)
         if self._again:
-            # The gradient of the output is there already while the forward runs for the second time.
+            # The gradient of the output is already alive during recomputation.
             peak = max(peak, forward_peak(nodes, sizes, keeping=True) + sizes[OUTPUT])
         return peak + sum(self._remembered.values())
 
     @property
     def due_bytes(self) -> int:
-        """Bytes held between the two halves of a backward, for the weight gradients."""
+        """Bytes kept between the input-gradient and weight-gradient halves of a backward."""
         return 0 if self.tape.runs_at_once else self._halves[1]  # a head's are not held (terrace.runtime.head)
 
     @property
     def halved_peak_bytes(self) -> int:
-        """`backward_peak_bytes` of the first half of a backward."""
+        """Peak of the input-gradient half of a backward."""
         return max(self.backward_peak_bytes, self._halves[0] + sum(self._remembered.values()))
 
     @cached_property
@@ -106,7 +107,7 @@ class BlockActivations:
 
     @cached_property
     def _remembered(self) -> dict[str, int]:
-        """Bytes by which a second forward draws and chooses as the first; a head in its backward has no second one."""
+        """Bytes that make a recomputation repeat the first forward's dropout and routing; none for a chunked head."""
         if not self.is_recomputed or self.tape.runs_at_once:
             return {}
         choices = self.tape.choices_bytes
@@ -119,15 +120,15 @@ def activations_of(work: Work, block: BlockSpec, backend: Backend) -> BlockActiv
 
 
 def recomputing(work: Work, parts: tuple[str, ...]) -> Work:
-    """`work` of a block whose backward computes `parts` again (`terrace.plan.recompute.recomputed_parts`)."""
+    """`work` of a block that recomputes `parts` in its backward (`terrace.plan.recompute.recomputed_parts`)."""
     return replace(work, recompute="full") if parts == WHOLE else replace(work, operations=parts)
 
 
 @lru_cache(maxsize=4096)
 def block_activation_bytes(work: Work, operations: Operations, backend: Backend = "cuda") -> BlockActivations:
-    """Bytes that a block holds for one micro-batch. Cached, since planning asks for the same ones.
+    """Bytes that a block holds for one micro-batch; cached.
 
-    Raises `PlanError` for a backend that does not exist.
+    Raises `PlanError` for an unknown backend.
     """
     if backend not in get_args(Backend):
         raise PlanError(f"backend = {backend!r} is not known{did_you_mean(backend, get_args(Backend))}")

@@ -18,7 +18,7 @@ from terrace.simulate.step import Step, resolved
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A plan on a cluster with the number of micro-batches of its step."""
+    """A plan on a cluster, with the number of micro-batches per step."""
 
     cluster: Cluster
     plan: Plan
@@ -32,7 +32,7 @@ def fullest_stage(
     backend: Backend | None = None,
     load: float = LOAD_FACTOR,
 ) -> tuple[int, dict[str, int]]:
-    """The pipeline stage with the highest memory per rank, and its footprint; arguments as of `stage_footprints`."""
+    """(Index, footprint) of the pipeline stage with the most memory per rank; arguments as in `stage_footprints`."""
     found = stage_footprints(job, blocks, sequence, backend, load)
     stage = max(range(len(found)), key=lambda index: sum(found[index].values()))
     return stage, found[stage]
@@ -45,7 +45,7 @@ def stage_footprints(
     backend: Backend | None = None,
     load: float = LOAD_FACTOR,
 ) -> list[dict[str, int]]:
-    """The footprint of a rank of each stage; `backend` is the device's by default, `load` as in `footprint`."""
+    """Footprint of one rank of each stage; `backend` defaults to the device's, `load` is as in `footprint`."""
     cluster, plan, num_micros = job.cluster, job.plan, job.num_micros
     num_stages = Mesh.of(cluster, plan).total("pipeline")
     kinds = Kinds.of(blocks)

@@ -1,4 +1,4 @@
-"""Cost of attention on a cluster's devices and links, for the balancer of `balance = "cost"`."""
+"""Attention cost model on a cluster's devices and links, for the balancer of `balance = "cost"`."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -21,18 +21,18 @@ def attention_cost(
     compute: str = "bf16",
     recomputed: Collection[int] = (),
 ) -> WorkCost:
-    """Cost of a layer of a model on one of rows x columns tensor ranks and one of `ulysses` context ranks.
+    """Cost of one layer on one of rows x columns tensor ranks and one of `ulysses` context ranks.
 
-    Everything but attention, in all blocks, is averaged over the layers and priced at the share of the peak that matrix
-    products reach. Blocks with indices in `recomputed` run their forward twice; each layer costs the mean over layers.
-    Raises `ClusterError` for a device that has no peak of the dtype.
+    All FLOPs outside attention are averaged over the layers and priced at the share of the peak that matrix products
+    reach. Blocks in `recomputed` run their forward twice; every layer is charged the mean. Raises `ClusterError` for
+    a device without a peak for the dtype.
     """
     # The reached peak, not the data sheet's: the balancer compares these seconds with measured links.
     peak = peak_flops_per_s(cluster.device, compute) * cluster.device.kernels.gemm
     layers = [index for index, block in enumerate(blocks) if block.attends]
     cores = [blocks[index].operations.core for index in layers]
     window, core = widest_window([each.window for each in cores]), cores[0]
-    # Forward and backward take three forwards, recomputation one more; attention to the own token is priced apart.
+    # A backward costs two forwards, recomputation one more. Attention of a token to itself is priced separately.
     flops = sum(
         (4 if index in recomputed else 3) * (block.forward_flops(1, 1) - 2 * _multiplications(block.operations.core))
         for index, block in enumerate(blocks)
@@ -53,5 +53,5 @@ def attention_cost(
 
 
 def _multiplications(core: Core) -> int:
-    """Multiplications of attention to one token."""
+    """Multiply-adds of attention from one token to one token."""
     return core.heads * (core.head_dim + core.value_dim)

@@ -1,27 +1,27 @@
-"""Error bands of predicted figures: how far validated predictions near a plan miss.
+"""Error bands of predicted figures, from the errors of validated predictions of similar plans.
 
-`validated.csv` has the rows of docs/validation.md that are of whole steps, and those of predictions on probed CPUs
-(docs/benchmarks/slow-predictions.md, docs/probing.md): the generation of the device, the axes beside data, and fp8, the
-number of devices, and the error. `python -m bench.validation` writes it; tests/bench/test_validation.py holds it to the
-rows.
+`validated.csv` has the whole-step rows of docs/validation.md and the predictions on probed CPUs
+(docs/benchmarks/slow-predictions.md, docs/probing.md): device generation, axes beside data (and fp8), number of
+devices, and error. `python -m bench.validation` writes it; tests/bench/test_validation.py checks it against the docs.
 
-A row misses by the factor between both figures, less one: 8 % where the larger is 1.08 times the smaller. So one band
-serves seconds and rates. Rows of one plan on several numbers of devices (`WIDTH`) are no independent witnesses: they
-count once, by the largest miss. The band of a plan, `band_of`:
+The miss of a row is the ratio of the larger to the smaller figure, minus one, so one band serves seconds and rates.
+Rows of one plan on several numbers of devices (`WIDTH`) are not independent: they count once, with the largest miss.
+`band_of` picks the band of a plan:
 
-- Rows are **near** if they have the plan's generation, its axes, and at most `NEAR` times more or fewer devices. With
-  at least `FEWEST` of them, the band is the quantile `OF_NEAR` of their misses.
-- Else rows are **akin** that share an axis beside data with the plan, on any number of devices, and are in fp8, have
-  experts, or islands, where it is, or has. With at least `FEWEST` of them, the band is the quantile `OF_FAR` of these.
-- Else it is the quantile `OF_FAR` of all misses of the generation.
-- A generation with fewer than `FEWEST` rows is as good as new: the band is that of the generation missed most.
+- Rows are **near** if they have the plan's generation and axes, and a number of devices within a factor of `NEAR`.
+  With at least `FEWEST` of them, the band is the `OF_NEAR` quantile of their misses.
+- Otherwise rows are **akin** if they share an axis beside data with the plan, on any number of devices, and agree with
+  it on fp8, experts and islands. With at least `FEWEST` of them, the band is the `OF_FAR` quantile of their misses.
+- Otherwise it is the `OF_FAR` quantile of all misses of the generation.
+- A generation with fewer than `FEWEST` rows gets the band of the generation with the largest misses.
 
-The quantile of n misses is their ceil((n + 1) share)-th, at most the largest: with that share at least, the next row of
-the kind lies below it (split conformal prediction, Lei et al. 1604.04173, section 2.2).
+The quantile of n misses is the ceil((n + 1) share)-th smallest, capped at the largest: the next row of the kind lies
+below it with at least that probability (split conformal prediction, Lei et al. 1604.04173, section 2.2).
 
-Two plans of one search share most of their errors: clocks, kernels, links. Their *relative* error is the factor between
-their two errors. `TIE` of pairs of rows of one task (one machine, model and sequence) with at most `PAIR` times as many
-devices stay below `tie_share`, which is never more than `MOST_TIE`: plans that are closer cannot be told apart.
+Two plans of one search share most of their errors: clocks, kernels, links. Their *relative* error is the ratio of
+their errors. Among pairs of rows of one task (machine, model and sequence) whose numbers of devices differ by at most
+a factor of `PAIR`, a share `TIE` has a relative error below `tie_share`, which is capped at `MOST_TIE`: plans that are
+closer than that are reported as ties.
 """
 
 import csv
@@ -50,7 +50,7 @@ FILE = "validated.csv"
 _AXES = (*AXES, "experts", "outer")
 _TRAITS = frozenset(("experts", "outer", FP8))  # with which steps differ in more than their messages
 _HEADS = ("kind", "generation", "axes", "devices", "task", "error")
-# Names of devices with the same units and memory; the first that a name contains.
+# Device name -> generation; the first key that a name contains applies.
 _GENERATIONS = {
     "GB200": "Blackwell",
     "GB300": "Blackwell",
@@ -70,7 +70,7 @@ _GENERATIONS = {
 
 
 class Validated(NamedTuple):
-    """A validated row. `error`: predicted over measured seconds, less one."""
+    """A validated row. `error` is predicted over measured seconds, minus one."""
 
     kind: str
     generation: str
@@ -81,18 +81,18 @@ class Validated(NamedTuple):
 
     @property
     def miss(self) -> float:
-        """The larger over the smaller of both figures, less one."""
+        """Ratio of the larger to the smaller figure, minus one."""
         return math.expm1(abs(math.log1p(self.error)))
 
     @property
     def is_step(self) -> bool:
-        """Whether it is of a whole step."""
+        """Whether the row is of a whole step."""
         return self.kind in (STEP, WIDTH)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Band:
-    """`share`: by which part a predicted figure may miss; `words`: from which rows, in a sentence."""
+    """`share`: relative error of a predicted figure; `words`: the rows it comes from, in a sentence."""
 
     share: float
     words: str
@@ -102,12 +102,12 @@ class Band:
 
 
 def percent(share: float) -> str:
-    """Whole percents, or a digit more where one would be nothing."""
+    """Whole percents, with one decimal below 1 %."""
     return f"{100 * share:.{0 if share >= 0.0095 else 1}f} %"
 
 
 def csv_text(rows: Iterable[Validated]) -> str:
-    """The text of the file of validated rows."""
+    """CSV of validated rows."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(_HEADS)
@@ -117,7 +117,7 @@ def csv_text(rows: Iterable[Validated]) -> str:
 
 @cache
 def validated() -> tuple[Validated, ...]:
-    """Every row of the file."""
+    """All validated rows."""
     text = (resources.files(__package__) / FILE).read_text(encoding="utf-8")
     return tuple(
         Validated(
@@ -133,16 +133,16 @@ def validated() -> tuple[Validated, ...]:
 
 
 def generation_of(device: str) -> str:
-    """The generation of a device by its name; "" where it is not known."""
+    """Device generation by device name; "" if unknown."""
     return next((generation for name, generation in _GENERATIONS.items() if name in device), "")
 
 
 def band_of(cluster: Cluster, plan: Plan) -> Band:
-    """The band of every figure that is predicted for a plan: seconds, rates, shares of the peak, prices."""
+    """Error band of all predicted figures of a plan: seconds, rates, shares of the peak, prices."""
     device, mesh = cluster.device, Mesh.of(cluster, plan)
     generation = generation_of(device.name)
     if device.backend == "cpu":
-        # Figures of a description are no measured ones.
+        # A described CPU has no measured rates, so its rows do not apply.
         generation = CPU if cluster.is_measured else ""
     axes = {axis for axis in AXES if axis != "data" and mesh.total(axis) > 1}
     axes |= {"experts"} if plan.experts else set()
@@ -176,7 +176,7 @@ def _band(generation: str, axes: frozenset[str], devices: int) -> Band:
 
 
 def misses_of(rows: Iterable[Validated]) -> list[float]:
-    """The miss of each row; of rows of one plan on several numbers of devices, the largest."""
+    """Miss of each row; rows of one plan on several numbers of devices count once, with the largest."""
     found: list[float] = []
     widths: dict[str, float] = {}
     for row in rows:
@@ -188,7 +188,7 @@ def misses_of(rows: Iterable[Validated]) -> list[float]:
 
 
 def widest_band(what: str) -> Band:
-    """The widest band, for a subject with too few validated rows: that of the generation with the largest errors."""
+    """Band of the generation with the largest errors, for a subject with too few validated rows."""
     generations: dict[str, list[Validated]] = {}
     for row in validated():
         if row.is_step:
@@ -200,7 +200,7 @@ def widest_band(what: str) -> Band:
 
 
 def axes_words(axes: Iterable[str]) -> str:
-    """The axes of a plan beside data, in words."""
+    """Names of the axes beside data, for a sentence."""
     present = frozenset(axes)
     named, tail = sorted(present - {FP8}, key=_AXES.index), " in fp8" * (FP8 in present)
     if len(named) < 2:
@@ -210,15 +210,15 @@ def axes_words(axes: Iterable[str]) -> str:
 
 @cache
 def tie_share() -> float:
-    """By which part the predicted steps of two plans of one search may differ and still tie."""
+    """Relative difference up to which the predicted steps of two plans of one search tie."""
     return min(MOST_TIE, quantile(relative_errors(validated()), TIE))
 
 
 def relative_errors(rows: Iterable[Validated]) -> list[float]:
-    """The relative error of each pair of rows of one task with about as many devices."""
+    """Relative error of each pair of rows of one task with similar numbers of devices."""
     by_task: dict[str, list[Validated]] = {}
     for row in rows:
-        # Rows of a CPU differ by the load of a machine at the time, too.
+        # CPU rows also vary with the load of the machine.
         if row.generation != CPU and row.kind != WIDTH:
             by_task.setdefault(row.task, []).append(row)
     return [
@@ -230,5 +230,5 @@ def relative_errors(rows: Iterable[Validated]) -> list[float]:
 
 
 def quantile(misses: Sequence[float], share: float) -> float:
-    """The miss that a further one stays below with probability `share`, as far as the rows are alike."""
+    """The value below which the next miss falls with probability `share`, if misses are exchangeable."""
     return sorted(misses)[min(len(misses), math.ceil(share * (len(misses) + 1))) - 1]

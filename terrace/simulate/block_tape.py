@@ -1,8 +1,8 @@
-"""The tape of a block on one rank while rules write its operations, and the sizes of its tensors there.
+"""The tape of a block on one rank, to which rules append nodes, and the bytes of its tensors.
 
 Elements of a tensor follow from its tokens and its dim (terrace.model.operations). Where an axis cuts the quantity that
-a dim counts, sizes are those of the rank with most units. Under sequence parallelism tensor rows share the tokens of
-the residual stream, and gather them for the products of attention and of the MLP.
+a dim counts, sizes are those of the rank with the most units. Under sequence parallelism tensor rows share the tokens
+of the residual stream, and gather them for the products of attention and of the MLP.
 """
 
 import math
@@ -41,9 +41,9 @@ _WIDE_BYTES = 4  # statistics, log-sums and scores are in fp32 at least
 
 @dataclass
 class BlockTape:
-    """The nodes of the operations written so far, and the bytes of each tensor by name.
+    """Nodes written so far, and bytes of each tensor by name.
 
-    `rules` yield the nodes of an operation of each type; they may size further tensors with `size`.
+    `rules` map an operation type to a generator of its nodes; a rule may add tensors with `size`.
     """
 
     work: "Work"
@@ -52,7 +52,7 @@ class BlockTape:
     rules: Mapping[type[Operation], Rule]
     nodes: list[Node] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)
-    # Of what an `Enter` writes: its name here, and bytes that are gathered for each product and again for its backward.
+    # Target of an `Enter` -> its name on the tape, and bytes gathered for each product and again for its backward.
     entered: dict[str, tuple[str, int]] = field(default_factory=dict)
     rows: int = 0  # that pass experts at a time
     logits_bytes: int = 0
@@ -75,28 +75,28 @@ class BlockTape:
             self.nodes.append(Node((INPUT,), OUTPUT, name="pass on"))
 
     def nodes_of(self, operation: Operation) -> Iterator[Node]:
-        """The nodes of an operation; raises `KeyError` for a type without a rule."""
+        """Nodes of an operation. Raises `KeyError` for a type without a rule."""
         for tensor in operation.writes:
             self.sizes[tensor.name] = self.bytes_of(tensor)
         replay = operation.name if self._part(operation) in self.work.operations else ""
         for node in self.rules[type(operation)](self, operation):
-            # Nodes of an operation inside this one have its name.
+            # Nodes of a nested operation already carry its name.
             yield node if node.name else node._replace(name=operation.name, replay=replay)
 
     def size(self, name: str, num_bytes: int) -> str:
-        """The name of a tensor of these bytes."""
+        """Register a tensor of `num_bytes` and return its name."""
         self.sizes[name] = num_bytes
         return name
 
     def units(self, dim: Dim) -> int:
-        """Units of a dim on the rank that has most."""
+        """Units of a dim on the rank with the most."""
         work, of_experts = self.work, dim.counts in ("experts", "expert_intermediate")
         rows = work.expert_rows if of_experts else work.rows  # experts have rows of their own
         degrees = {"rows": rows, "columns": work.columns, "expert": work.expert}
         return -(-dim.units // math.prod(degrees[axis] for axis in CUT_BY.get(dim.counts, ())))
 
     def width(self, dim: Dim) -> int:
-        """Elements of a dim on that rank."""
+        """Elements of a dim on the rank with the most."""
         return self.units(dim) * dim.size
 
     def elements(self, tensor: Tensor) -> int:
@@ -117,11 +117,11 @@ class BlockTape:
         return self.elements(tensor) * self.item
 
     def whole_bytes(self, tensor: Tensor) -> int:
-        """Bytes of all tokens of a tensor of the residual stream where tensor rows share them; else 0."""
+        """Bytes of a residual-stream tensor with all tokens, where tensor rows share them; else 0."""
         return self.bytes_of(tensor._replace(tokens=Tokens.ALL)) if self.stream_rows > 1 else 0
 
     def _part(self, operation: Operation) -> str:
-        """The part of a layer, among `terrace.plan.recompute.OPERATIONS`, to which it belongs, if to any."""
+        """Recomputable part (one of `terrace.plan.recompute.OPERATIONS`) that the operation belongs to; "" if none."""
         match operation:
             case Core():
                 return "attention"
@@ -136,5 +136,5 @@ class BlockTape:
 
     @cached_property
     def _entering(self) -> frozenset[str]:
-        """Tensors of which attention, the MLP or the mixture is a function."""
+        """Names of the tensors that attention, the MLP and mixtures read."""
         return frozenset(each.source.name for each in self.operations if isinstance(each, Enter | Mixture))

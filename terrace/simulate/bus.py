@@ -1,12 +1,12 @@
-"""A bus that messages of several tiers share (`Tier.bus`), as the clocks of a rank see it.
+"""A bus shared by the messages of several tiers (`Tier.bus`), as the clock of a rank sees it.
 
-While messages on tiers i and j are under way, each takes 1 + share(i, j) times as long: with a share of 1 both together
-take as long as one after the other. A rank's clock (`Rank.now_s`, arrivals, lanes) runs in seconds that a message would
-take alone, so no arrival moves once it is known; where a bus is shared, the wall's clock runs ahead of it. Computing
-is not slowed by a bus: it advances the rank's clock by less than its own seconds.
+While messages on tiers i and j overlap, each takes 1 + share(i, j) times as long: with a share of 1, both together take
+as long as in sequence. A rank's clock (`Rank.now_s`, arrivals, lanes) counts the seconds that a message would take
+alone, so a known arrival never moves; where the bus is contended, wall time runs ahead of the clock. The bus does not
+slow compute: compute advances the clock by less than its own seconds.
 
-Of three tiers on one bus the most slowed one counts, for all messages under way; messages on other tiers are taken to
-be slowed with them.
+With three tiers on one bus, the slow-down of the most slowed tier applies to all messages in flight, including those on
+other tiers.
 """
 
 import math
@@ -18,7 +18,7 @@ Piece = tuple[float, float, float]  # from, to, and by how much the wall runs ah
 
 
 class Stretch(NamedTuple):
-    """Seconds in which a lane is busy without a pause."""
+    """An interval in which a lane is busy without a pause."""
 
     lane: int
     begin_s: float
@@ -26,7 +26,7 @@ class Stretch(NamedTuple):
 
 
 class Bus:
-    """The stretches in which lanes that share a bus are busy, by the rank's clock."""
+    """Busy intervals of the lanes that share a bus, in the rank's clock."""
 
     __slots__ = ("_ahead_of", "_busy", "_shares")
 
@@ -38,7 +38,7 @@ class Bus:
         self._busy: dict[int, deque[tuple[float, float]]] = {lane: deque() for lane, _ in self._shares}
 
     def add(self, lane: int, begin_s: float, end_s: float) -> None:
-        """A message on a lane, behind those that were added before."""
+        """Append a message to a lane, after those already added."""
         stretches = self._busy.get(lane)
         if stretches is None:
             return
@@ -47,13 +47,13 @@ class Bus:
         stretches.append((begin_s, end_s))
 
     def go_on(self, lane: int, seconds: float) -> None:
-        """Messages on a lane end `seconds` earlier, since they went on while the rank's clock stood still."""
+        """Shift a lane's messages `seconds` earlier: they progressed while the rank's clock stood still."""
         stretches = self._busy.get(lane)
         if stretches:
             self._busy[lane] = deque((begin_s - seconds, end_s - seconds) for begin_s, end_s in stretches)
 
     def left(self, now_s: float) -> tuple[Stretch, ...]:
-        """The stretches that reach beyond `now_s`, in seconds from there."""
+        """Stretches that end after `now_s`, relative to it."""
         return tuple(
             Stretch(lane, max(0.0, begin_s - now_s), end_s - now_s)
             for lane, stretches in self._busy.items()
@@ -62,14 +62,14 @@ class Bus:
         )
 
     def enter(self, stretches: Iterable[Stretch]) -> None:
-        """Begin at 0 with these stretches, in order, and no others."""
+        """Reset to these stretches, in order, with the clock at 0."""
         for known in self._busy.values():
             known.clear()
         for lane, begin_s, end_s in stretches:
             self._busy[lane].append((begin_s, end_s))
 
     def longer_s(self, now_s: float, clock_s: float) -> float:
-        """By how much the next `clock_s` seconds of the clock take longer on the wall."""
+        """Extra wall seconds during the next `clock_s` seconds of the clock."""
         end_s, found_s = now_s + clock_s, 0.0
         for from_s, to_s, ahead in self._pieces(now_s):
             if from_s >= end_s:
@@ -78,7 +78,7 @@ class Bus:
         return found_s
 
     def clock_s(self, now_s: float, wall_s: float) -> float:
-        """Seconds of the clock that pass during the next `wall_s` on the wall."""
+        """Clock seconds that pass during the next `wall_s` wall seconds."""
         at_s, left_s = now_s, wall_s
         for from_s, to_s, ahead in self._pieces(now_s):
             if left_s <= from_s - at_s:
@@ -91,7 +91,7 @@ class Bus:
         return at_s + left_s - now_s
 
     def _pieces(self, now_s: float) -> Iterator[Piece]:
-        """Pieces of the time from `now_s` on in which issued messages share the bus, in order."""
+        """Intervals from `now_s` on in which several lanes are busy, in order, with their slow-down."""
         for stretches in self._busy.values():
             while stretches and stretches[0][1] <= now_s:
                 stretches.popleft()

@@ -1,10 +1,10 @@
-"""A period played: each program begins where the one before has left the clocks of every stage.
+"""Simulation of a period: each program starts from the clocks that the one before left on every stage.
 
-Between two programs a rank is described by seconds that are left (`Left`): of busy lanes, of refreshes, of the changes
-of islands under way. A program that begins in a state seen before, to a picosecond, ends as it did then; a cycle of 500
-steps is therefore a few plays. While an exchange crosses the outer tier through several equal steps, nothing changes
-from step to step but its rest, and these are not played either. The period is played until it ends in the state in
-which it has begun, and the last one counts.
+The state of a rank between two programs is what is left of the work in flight (`Left`): busy lanes, refreshes, changes
+of islands. A program that starts in a state seen before, to a picosecond, ends as it did then, so a cycle of 500 steps
+takes a few plays. While an exchange crosses the outer tier during several equal steps, only its remaining seconds
+change, and these steps are not played either. The period is replayed until its end state equals its start state; the
+last replay counts.
 """
 
 from collections import defaultdict
@@ -31,7 +31,7 @@ Times = Mapping[str, float]  # seconds by category
 
 
 class Left(NamedTuple):
-    """The seconds that are left of all that is under way on a rank between two programs."""
+    """Seconds left of everything in flight on a rank between two programs."""
 
     lanes_s: tuple[float, ...]
     begins_s: tuple[float, ...]  # until the present stretch of a busy lane begins
@@ -43,7 +43,7 @@ class Left(NamedTuple):
 
 
 class Played(NamedTuple):
-    """A run of a program of every stage: seconds by category, the state after it, and notes."""
+    """One play of the programs of all stages: seconds by category, end state, and notes."""
 
     times: tuple[Times, ...]
     clocks_s: tuple[float, ...]  # of the rank's clock
@@ -53,7 +53,7 @@ class Played(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """Equal runs of the programs of a turn, one after the other."""
+    """A played run of a turn's programs, repeated `times` times in sequence."""
 
     played: Played
     times: int
@@ -62,9 +62,9 @@ class Runs(NamedTuple):
 def play_period(
     period: Period, work: Work | Sequence[float], known: Sequence[Costs] = (), rests: Sequence[Times] = ()
 ) -> list[list[Times]]:
-    """Seconds by category of all runs of each turn together, by turn and stage; `work` as in `Step`.
+    """Seconds by category, summed over all runs of each turn, by turn and stage; `work` as in `Step`.
 
-    `known` are the costs of training programs of all stages. `rests` are seconds of a training step of each stage that
+    `known` are the costs of the training programs of all stages. `rests` are seconds of each stage's training step that
     its programs leave out: further micro-batches, equal to those played.
     """
     num_stages, found = period.num_stages, list[list[Times]]()
@@ -85,9 +85,9 @@ def play_runs(
     rests: Sequence[Times] = (),
     rank: type[Rank] = Rank,
 ) -> list[list[Runs]]:
-    """The runs of each turn of a steady period, in their order; arguments as in `play_period`.
+    """Runs of each turn of a steady period, in order; arguments as in `play_period`.
 
-    With `NotingRank` for a `rank` they have notes.
+    With `rank=NotingRank`, runs carry notes.
     """
     with no_collection():
         return _Play(period, work, known, rests, rank).run()
@@ -107,7 +107,7 @@ class _Play:
         self._pipelines: dict[tuple[int, ...], Pipeline] = {}
         self._known: dict[tuple[object, ...], Played] = {}
         first = period.turns[0].programs[0]
-        # Outside an island nothing but exchanges travels.
+        # Only exchanges are sent between islands.
         self.outside = first.world_layout.outside
 
     def run(self) -> list[list[Runs]]:
@@ -174,13 +174,13 @@ class _Play:
         return [costs.of_stage(program, costs.update_s) for costs, program in zip(known, turn.programs, strict=True)]
 
     def _equal(self, turn: Turn, before: tuple[Left, ...], played: Played) -> int:
-        """The number of runs after this one that are surely equal to it."""
+        """Number of following runs that are known to equal this one."""
         if turn.programs[0].exchange != NO_EXCHANGE or self._inside(before) != self._inside(played.after):
             return 0
         most = turn.times
         for one, other, link_s in zip(before, played.after, played.links_s, strict=True):
             if self._busy_s(one) > 0.0:
-                # All of this run was beside an exchange, as the next ones are.
+                # An exchange overlapped this whole run, and will overlap the next ones.
                 through = link_s > 0.0 and not any(one.begins_s[lane] for lane in self.outside)
                 most = min(most, int(self._busy_s(other) / link_s) if through else 0)
         return most
@@ -192,7 +192,7 @@ class _Play:
         return max((left.lanes_s[lane] for lane in self.outside), default=0.0)
 
     def _later(self, left: Left, seconds: float) -> Left:
-        """The same state; messages on the outer tier have had `seconds` more."""
+        """The state after messages on the outer tier have progressed by `seconds`."""
         if not seconds:
             return left
 
@@ -216,7 +216,7 @@ class _Play:
         )
 
     def _slowed_s(self, rank: Rank, rest: Times, left: Left) -> tuple[float, float, float]:
-        """How much longer a rest takes beside an exchange, and the seconds of the rank's clock and the link's in it."""
+        """Extra seconds of a rest beside an exchange, and the clock and link seconds that it takes."""
         whole_s, slowed_s, ahead_s = sum(rest.values()), 0.0, 0.0
         computing = sum(rest.get(category, 0.0) for category in _COMPUTING) / whole_s if whole_s else 0.0
         for lane in self.outside:
@@ -239,20 +239,20 @@ def _sum(*parts: Times) -> Times:
 
 
 def stage_costs(programs: Sequence[Program], work: Work | Sequence[float], known: Costs | None = None) -> list[Costs]:
-    """Costs of the programs of all stages; `work` as in `Step`, `known` prices of blocks that they share."""
+    """Costs of the programs of all stages; `work` as in `Step`, `known` prices of shared blocks."""
     first = known or step_costs(programs[0], work)
-    # Blocks cost the same everywhere; the optimizer's constant is with a stage's last.
+    # Blocks cost the same on every stage; the optimizer's constant is charged to a stage's last block.
     is_work = isinstance(work, Work)
     return [first.of_stage(each, update_seconds(each) if is_work else first.update_s) for each in programs]
 
 
 def _enter(rank: Rank, program: Program, left: Left) -> None:
-    """Set the clocks of a rank to a state, at 0."""
+    """Reset the clocks of a rank to a state at time 0."""
     rank.now_s, rank.ahead_s, rank.time_s = 0.0, 0.0, defaultdict(float)
     rank.lanes_s, rank.begins_s, rank.penalties = list(left.lanes_s), list(left.begins_s), list(left.penalties)
     rank.busy_s = max(rank.lanes_s)
     rank.refreshes = {block: (moment_s, -1) for block, moment_s in left.refreshes}
-    # At the very first, what a program applies is there.
+    # Before the first exchange, the changes that a program applies count as arrived.
     rank.changes = dict.fromkeys(program.stage.held, ((0.0, -1), WAIT_OUTER))
     rank.changes |= {block: ((moment_s, -1), WAIT_OUTER) for block, moment_s in left.changes}
     rank.reduced.clear()
@@ -263,7 +263,7 @@ def _enter(rank: Rank, program: Program, left: Left) -> None:
 
 
 def _leave(rank: Rank, begun_s: float) -> Left:
-    """The state in which a rank ends a program."""
+    """State of a rank at the end of a program."""
     now_s, lanes_s = rank.now_s, rank.lanes_s
 
     def of_blocks(moments: Mapping[int, float]) -> tuple[tuple[int, float], ...]:

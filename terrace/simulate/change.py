@@ -1,4 +1,4 @@
-"""A change of a plan or a cluster, and the step that it leads to; terrace.simulate.small_changes finds them."""
+"""A change of a plan or a cluster, with the resulting step (found by terrace.simulate.small_changes)."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,7 +9,7 @@ from terrace.plan.plan import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A change, and the step it leads to."""
+    """A change of a plan or a cluster, with the resulting step."""
 
     words: str  # such as 'params = "node"'
     kind: Literal["plan", "cluster"]
@@ -20,6 +20,6 @@ class Change:
 
 
 def best_change(candidates: list[Change], step_s: float, kind: Literal["plan", "cluster"]) -> Change | None:
-    """The change of a kind with the greatest gain over `step_s`; None if no change gains 0.1 %."""
+    """The change of this kind with the largest gain over `step_s`; None if none gains 0.1 %."""
     best = next((change for change in candidates if change.kind == kind), None)
     return best if best is not None and best.step_s < 0.999 * step_s else None

@@ -1,16 +1,16 @@
-"""Numbers of chunks in which tokens go to their experts, where a plan leaves them out: those of the fastest layer.
+"""Choice of the number of chunks of expert tokens, where a plan omits it: that of the fastest layer.
 
-More chunks hide more of the messages behind products, but smaller messages and smaller products take longer. All else
-of a step takes as long in any number of chunks. So a forward and a backward of the experts are played alone
-(terrace.simulate.routed) with both numbers, of which one divides the other. The larger one, of the pieces that are
-multiplied, is doubled until a layer is no faster twice in a row. FSMoE (2501.10714, section 4) minimises closed forms
-of such seconds.
+More chunks hide more of the messages behind products, but smaller messages and smaller products are less efficient. The
+rest of a step does not depend on the number. So a forward and a backward of the experts are simulated alone
+(terrace.simulate.routed) for pairs of forward and backward numbers, one of which divides the other. The larger of the
+two is the number of pieces that are multiplied. It is doubled until two doublings in a row gain nothing. FSMoE
+(2501.10714, section 4) minimises closed forms of such seconds.
 
-With several hops on the way each pair is played in two orders: one chunk ahead, and all of them, which is FSMoE's. On
-drawn links the faster of the two was within 2 % of any number between.
+With several hops on the way, each pair is played in two orders: one chunk ahead, and all chunks ahead (FSMoE's). On
+sampled links the faster of the two was within 2 % of any number in between.
 
-Messages slow the computing beside them: with B busy seconds of a lane, of which W are waited for, by its penalty times
-B - W; on several lanes at once by the largest of these, on a CPU by their sum.
+Messages slow overlapping compute: a lane that is busy for B seconds, of which W are waited for, adds its penalty times
+B - W. Over several lanes the largest counts, on a CPU the sum.
 """
 
 import math
@@ -42,7 +42,7 @@ _GAIN = 1e-3  # part of a layer's seconds that more pieces must save: a predicti
 
 
 class Numbers(NamedTuple):
-    """`Plan.expert_chunks`; 0: left out."""
+    """`Plan.expert_chunks`; 0 means unset."""
 
     forward: int = 1
     backward: int = 1
@@ -50,7 +50,7 @@ class Numbers(NamedTuple):
 
     @property
     def pieces(self) -> int:
-        """Pieces of tokens that are multiplied."""
+        """Number of pieces of tokens that are multiplied."""
         return max(self.forward, self.backward)
 
     @property
@@ -67,10 +67,11 @@ _LEFT_OUT = Numbers(0, 0, 0)
 
 
 class Layer:
-    """The experts of a layer in any number of chunks, on one micro-batch, whose messages meet no others.
+    """The experts of a layer in any number of chunks, on one micro-batch, with the links to themselves.
 
-    `seconds_of` gives the computing of a number of pieces. Layers that share `orders` find the order of their steps
-    once.
+    `seconds_of` gives the compute seconds for a traffic's number of pieces. Layers that share `orders` compute the
+    order
+    of their steps once.
     """
 
     def __init__(
@@ -90,28 +91,30 @@ class Layer:
 
     @property
     def has_orders(self) -> bool:
-        """Whether chunks may come one or several ahead: over a single hop all do."""
+        """Whether the number of chunks ahead is free; over a single hop all go ahead."""
         return len(self.traffic.way) > 1
 
     def allows(self, pieces: int) -> bool:
-        """Whether the tokens can be cut into so many pieces: some in each, and with even routing all experts in it."""
+        """Whether tokens can be cut into this many pieces: none empty, and with all experts in each if routing is
+        even.
+        """
         traffic = self.traffic
         return not traffic.tokens % (traffic.num_experts * pieces) if traffic.is_even else pieces <= traffic.tokens
 
     def of(self, numbers: Numbers) -> tuple[float, float]:
-        """Seconds of a forward and of a backward."""
+        """(Forward, backward) seconds."""
         forward_s, backward_s = (self._pass(back, numbers)[0] for back in (False, True))
         return forward_s, backward_s
 
     def waits_s(self, numbers: Numbers, *, halves: bool = False) -> tuple[float, float]:
-        """Seconds that a forward and a backward wait for messages; penalties do not count.
+        """Seconds that a forward and a backward wait for messages, without penalties.
 
-        With `halves`, gradients of weights are another pass and fill no waits.
+        With `halves`, weight gradients are a separate pass and hide no messages.
         """
         return self._pass(False, numbers)[1], self._pass(True, numbers, halves)[1]
 
     def tables_s(self, numbers: Numbers) -> float:
-        """Seconds of the tables of a forward, which come first and are waited for; a recomputed forward has none."""
+        """Seconds of a forward's routing tables, which are sent first and exposed; a recomputed forward sends none."""
         forward, pieces = numbers.forward, numbers.pieces
         items, _ = self._order(False, forward, pieces, numbers.ahead)
         messages = (item for item in items if isinstance(item, RoutedMessage))
@@ -120,10 +123,11 @@ class Layer:
         )
 
     def least_s(self) -> tuple[float, float, float]:
-        """Least seconds of the tables of a forward, and of the rows of a forward and of a backward, in any numbers.
+        """Lower bounds for any numbers: seconds of a forward's tables, and of the rows of a forward and of a backward.
 
-        Rows are on the lane that has most of them, without any computing. More chunks are more messages for as many
-        bytes.
+        Rows are counted on their busiest lane, without compute. Chunking sends the same bytes in more messages, so
+        one chunk
+        is the minimum.
         """
         whole, rows_s = Numbers(), [0.0, 0.0]
         for backward in (False, True):
@@ -179,7 +183,7 @@ class Layer:
         return found
 
     def _message_s(self, message: RoutedMessage, number: int, pieces: int) -> float:
-        # A table has a part for each piece, rows are of one chunk.
+        # A table has one part per piece; a message of rows has one chunk.
         number = pieces if message.message_class is MessageClass.ROUTE else number
         found = self._sent.get((message, number))
         if found is None:
@@ -191,7 +195,7 @@ class Layer:
 
 
 def _order_of(steps: Steps) -> _Order:
-    # Parts of a kind take as long as the first, but for weight gradients (`RoutedSeconds.of`).
+    # Items of a kind cost the same as the first, except weight gradients (`RoutedSeconds.of`).
     numbers: dict[_Item, int] = {}
     order = []
     for does, item, other in ordered(steps):
@@ -208,7 +212,7 @@ def _order_of(steps: Steps) -> _Order:
 
 
 def plan_with_chunks(frame: "Program", work: Work) -> Plan:
-    """The plan of `frame` with the numbers of chunks that it leaves out, by a rank's `work`."""
+    """The plan of `frame` with its missing numbers of chunks chosen for a rank's `work`."""
     plan, layers = frame.plan, list[tuple[int, Layer]]()
     for kind, times in Counter(frame.kinds).items():
         first = frame.kinds.index(kind)
@@ -217,7 +221,7 @@ def plan_with_chunks(frame: "Program", work: Work) -> Plan:
             layers.append((times, Layer(frame.cluster, traffic, partial(_computing, frame, first, work))))
     if not layers:
         return plan
-    # Shares of gradients are of a number of chunks in a backward.
+    # `expert_gaps` fix the number of chunks of the backward.
     given = {"backward": 1, **plan.expert_chunks} if plan.expert_gaps else plan.expert_chunks
     numbers = best_chunks(layers, Numbers(*(given.get(name, 0) for name in EXPERT_CHUNKS)))
     return replace(plan, expert_chunks=numbers.table)
@@ -228,9 +232,9 @@ def _computing(frame: "Program", block: int, work: Work, traffic: ExpertTraffic)
 
 
 def best_chunks(layers: Sequence[tuple[int, Layer]], given: Numbers = _LEFT_OUT) -> Numbers:
-    """The numbers of chunks with which the layers, each `times` over, are fastest; a number that is given is kept.
+    """Fastest numbers of chunks for the layers, each counted `times` times; given numbers are kept.
 
-    Where tokens cannot be cut at all, 1 for each that is not given.
+    A number that is not given stays 1 where tokens cannot be cut.
     """
     best, least_s, slower = Numbers(*(number or 1 for number in given)), math.inf, 0
     for pieces in _doubled(max(1, given.pieces)):
@@ -247,7 +251,7 @@ def best_chunks(layers: Sequence[tuple[int, Layer]], given: Numbers = _LEFT_OUT)
 
 
 def _ordered_best(layers: Sequence[tuple[int, Layer]], numbers: Numbers, ahead: int) -> tuple[float, int, Numbers]:
-    """(Seconds, sum, numbers) of a pair in its best order, in that of `ahead` if it is not 0."""
+    """(Seconds, sum, numbers) of a pair in its best order, or in that of `ahead` if it is not 0."""
 
     def seconds(each: Numbers) -> float:
         return sum(times * sum(layer.of(each)) for times, layer in layers)

@@ -2,7 +2,7 @@
 
 Compute is either priced kernel by kernel from a `Work` (`terrace.simulate.layers`), or from FLOPs as a roofline: the
 larger of FLOPs over the peak of the compute dtype and bytes over the memory bandwidth. A collective on a tier with n
-members that makes a rank send B bytes, of a message of n/(n - 1) B, takes
+members in which a rank sends B bytes, of a message of n/(n - 1) B, takes
 
     (n - 1) * latency + B / rate
 
@@ -11,8 +11,8 @@ over them, since each hop waits for the one before. Coding and decoding block fo
 written over the share of the bandwidth that codecs reach, before and after the message on its lane. The constants are
 the cluster's; its `marks` say whether they are preset, measured or fitted.
 
-A block may have several flat buffers (terrace.plan.flats): each is a message of its own, one after the other, with its
-own members and padding. Messages inside a block are priced by `terrace.simulate.inside`.
+A block may have several flat buffers (terrace.plan.flats): each is a separate message with its own members and padding,
+and they are sent one at a time. Messages inside a block are priced by `terrace.simulate.inside`.
 """
 
 import math
@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from terrace.program.program import Program
     from terrace.simulate.rank import Play
 
-# AdamW reads the gradient, both moments and the parameter, and writes the last three; the gradient is
-# read once more for the norm and once read and written to be scaled.
+# AdamW reads the gradient, both moments and the parameter, and writes the last three. The norm reads the gradient once
+# more, and scaling reads and writes it.
 _ADAMW_PASSES = 10
 _CODING_KERNELS = 6  # a matrix: two casts, magnitudes, their largest, a product and a copy
 
@@ -71,23 +71,23 @@ class Costs:
     operations_s: tuple[float, ...] = ()  # of each block, what is recomputed where not all of it is; empty: nothing
 
     def again_s(self, block: int) -> float:
-        """Seconds of the part of a block that its backward computes again."""
+        """Seconds of recomputation in a block's backward."""
         if self.program.recomputes(block):
             return self.forward_s[block]
         return self.operations_s[block] if self.operations_s else 0.0
 
     def collective_s(self, instruction: Instruction) -> float:
-        """Seconds a collective instruction occupies its lane."""
+        """Seconds that a collective instruction occupies its lane."""
         return self.message_s(self.program.message(instruction))
 
     def message_s(self, message: Message) -> float:
-        """Seconds a message occupies its lane."""
+        """Seconds that a message occupies its lane."""
         return coding_s(self.program.cluster, message.coding_bytes) + sum(seconds for _, seconds in self._hops(message))
 
     def collective(self, instruction: Instruction) -> tuple[float, int, str, float]:
-        """Seconds of a collective instruction, its lane, the category of waiting for it, and its penalty."""
+        """(Seconds, lane, wait category, penalty) of a collective instruction."""
         block = instruction.block
-        # Blocks that are alike send the same messages. CLIP and OUTER_COUNT have no block: programs differ in theirs.
+        # Equal blocks send equal messages. CLIP and OUTER_COUNT have no block and depend on the program.
         own = (self.program.phase, self.program.exchange)
         alike = self.program.alike[block] if block >= 0 else own
         key = (instruction.op, instruction.backward, instruction.secondary, instruction.in_gaps, alike)
@@ -102,7 +102,7 @@ class Costs:
         return found
 
     def parts(self, instruction: Instruction) -> list[tuple[float, float]]:
-        """Seconds and penalty of each part of a message in gaps; a part without bytes takes none."""
+        """(Seconds, penalty) of each part of a message in gaps; zero for a part without bytes."""
         parts = self.program.message(instruction).parts
         return [(self.message_s(part), self.penalty(part)) if part.sends else (0.0, 0.0) for part in parts]
 
@@ -111,7 +111,7 @@ class Costs:
         return self._outer_s([block], apply_passes)
 
     def take_s(self) -> float:
-        """Seconds of an OUTER_COUNT's computing: the changes of all blocks whose exchange starts."""
+        """Compute seconds of an OUTER_COUNT: the changes of all blocks whose exchange starts."""
         return self._outer_s(exchanged(self.program, self.program.exchange.starts), take_passes)
 
     def _outer_s(self, blocks: Iterable[int], passes: Callable[[Outer], list[int]]) -> float:
@@ -120,20 +120,20 @@ class Costs:
         return math.fsum(passes_s(device, program.flats[block], summed, each) for block in blocks)
 
     def penalty(self, message: Message) -> float:
-        """Slow-down of compute during a message: the mean over its time on each tier."""
+        """Slow-down of compute during a message, averaged over its time on each tier."""
         cluster = self.program.cluster
         hops = [(seconds, tier_penalty(cluster, tier)) for tier, seconds in self._hops(message)]
         return self._with_coding(message, hops)[1]
 
     def point_to_point(self, instruction: Instruction) -> tuple[float, float]:
-        """Seconds of a message to another stage, and the slow-down of compute during it."""
+        """(Seconds, slow-down of compute) of a message to another stage."""
         cluster, message = self.program.cluster, self.program.message(instruction)
-        # A message between stages is priced on the outermost tier that it crosses, from its coding to its decoding.
+        # A message between stages is priced on the outermost tier that it crosses, plus coding and decoding.
         ((tier, num_bytes),) = message.sends
         return self._with_coding(message, [(send_s(cluster, tier, num_bytes), tier_penalty(cluster, tier))])
 
     def _with_coding(self, message: Message, parts: Sequence[tuple[float, float]]) -> tuple[float, float]:
-        """(Seconds, penalty) of a message with its coding, from those of its hops."""
+        """(Seconds, penalty) of a message including its coding, from those of its hops."""
         own_s = coding_s(self.program.cluster, message.coding_bytes)
         # Coding runs on the device itself, so the device's penalty applies to it.
         total_s, slowed_s = own_s, self.program.cluster.device.overlap_penalty * own_s
@@ -147,7 +147,7 @@ class Costs:
             yield hop.tier, hop_s(self.program.cluster, hop.tier, hop.degree, hop.sent_bytes)
 
     def of_stage(self, program: "Program", update_s: tuple[float, ...]) -> "Costs":
-        """The costs of the program of another stage, in which every block costs the same; prices are shared."""
+        """Costs of another stage's program, with the same cost per block; caches of prices are shared."""
         found = replace(self, program=program, update_s=update_s)
         vars(found).update(_prices=self._prices, _waits=self._waits, _collectives=self._collectives, passes=self.passes)
         return found
@@ -166,14 +166,14 @@ class Costs:
         return found
 
     def steps(self, instruction: Instruction, seconds: float, category: str) -> tuple[PassStep, ...]:
-        """The steps of a pass that computes for `seconds`, if it sends routed messages: computing comes first."""
+        """Steps of a pass with `seconds` of compute, if it sends routed messages; the first step is compute."""
         op, block = instruction.op, instruction.block
         steps = self.program.block_program(block).routed_steps(op)
         if not steps:
             return ()
         own = self.routed[block] if self.routed else RoutedSeconds()
         found = list(pass_steps(steps, op, category, block, own, self._priced(block)))
-        # What comes before the messages in a forward comes after them in a backward.
+        # Compute before the messages of a forward comes after those of a backward.
         within_s = [own.of(step) for step in steps if isinstance(step, Compute) and step.kind in FORWARD]
         first_s = max(0.0, self.forward_s[block] - sum(within_s)) if within_s else 0.0
         last_s = max(0.0, seconds - first_s - sum(map(own.of, steps)))
@@ -188,7 +188,7 @@ class Costs:
         return prices
 
     def rooms(self, forward_s: float, input_s: float, weight_s: float, rounds: Rounds) -> Rooms:
-        """Seconds of a block's computing behind which its messages hide."""
+        """Seconds of a block's compute that can hide its messages, by piece."""
         return rooms_of(forward_s, input_s, weight_s, rounds)
 
     @cached_property
@@ -201,7 +201,7 @@ class Costs:
 
     @cached_property
     def passes(self) -> dict[tuple[object, ...], "Play"]:
-        """Passes as they are played, by all that they depend on (terrace.simulate.events)."""
+        """Cache of priced passes (terrace.simulate.events)."""
         return {}
 
     @cached_property
@@ -210,7 +210,7 @@ class Costs:
 
 
 def step_costs(program: "Program", work: Work | Sequence[float]) -> Costs:
-    """Prices of a program, from a rank's `Work` on a micro-batch or from the forward FLOPs of every whole block.
+    """Prices of a program, from a rank's `Work` on a micro-batch or from each whole block's forward FLOPs.
 
     Tensor and context ranks share the FLOPs of a block evenly. From FLOPs, the backward of a block takes twice its
     forward: one product for the gradient of the input and one for the gradient of the weight, which a frozen block
@@ -290,7 +290,7 @@ def _costs(
 
 
 def update_seconds(program: "Program") -> tuple[float, ...]:
-    """Seconds of the optimizer on a rank's part of every block; its constant is added to the last that trains."""
+    """Optimizer seconds of a rank's shard of every block; the constant is added to the last trainable block."""
     device, plan = program.cluster.device, program.plan
     more, item = rounding_bytes(device, plan.master, plan.optimizer_states), FORMATS[plan.compute].element_bytes
 
@@ -313,7 +313,7 @@ def update_seconds(program: "Program") -> tuple[float, ...]:
 
 
 def newton_schulz_s(program: "Program", flats: Sequence[FlatParamSpec]) -> float:
-    """Seconds of Muon's products on the matrices that reach into a rank's part of a block; else 0."""
+    """Seconds of Muon's products on the matrices that overlap a rank's shard of a block; 0 without."""
     device, dtype = program.cluster.device, program.plan.compute
     return NUM_STEPS * sum(
         gemm_s(device, m, k, n, 1, dtype)
@@ -330,7 +330,7 @@ def _owned(flats: Sequence[FlatParamSpec]) -> int:
 
 def _from_flops(program: "Program", forward_flops: Sequence[float]) -> Costs:
     device, plan = program.cluster.device, program.plan
-    # Where the device states no peak for the dtype, its highest one stands in.
+    # If the device states no peak for the dtype, its highest peak is used.
     peak = device.peak_flops_per_s.get(plan.compute) or max(device.peak_flops_per_s.values())
     item, summed = FORMATS[plan.compute].element_bytes, FORMATS[plan.sums].element_bytes
     more = rounding_bytes(device, plan.master, plan.optimizer_states)
@@ -340,7 +340,7 @@ def _from_flops(program: "Program", forward_flops: Sequence[float]) -> Costs:
     for index, (block, parts, whole_flops) in enumerate(zip(program.blocks, program.flats, forward_flops, strict=True)):
         flops = whole_flops / shared
         weights = (block.num_trainable + block.num_frozen) * item
-        # At the least, the weights are read once.
+        # The weights are read at least once.
         forward.append(max(flops / peak, weights / bandwidth))
         weight.append(forward[-1] * trained_part(block, program.blocks))
         backward.append(forward[-1] + weight[-1])
@@ -350,9 +350,9 @@ def _from_flops(program: "Program", forward_flops: Sequence[float]) -> Costs:
         products_s = NUM_STEPS * sum(map(iteration_flops, whole)) / peak
         update.append(_owned(parts) * (_ADAMW_PASSES * summed + copied + more) / bandwidth + products_s)
     rounds = [_rounds(program, peak)] * len(program.blocks)
-    # Of what is recomputed attention alone has FLOPs, in one round: operations are not recomputed on context ranks.
+    # Of the recomputed operations only attention has FLOPs, in one round: context ranks do not recompute operations.
     again = ["attention" in parts for parts in program.recomputed]
-    # Any last block's loss is taken to be computed in chunks: FLOPs alone do not tell.
+    # The loss of any last block is assumed to be computed in chunks, which FLOPs do not show.
     costs = _costs(program, forward, backward, update, weight, rounds, routed, True)
     return replace(costs, operations_s=tuple(each[0][0] * runs for each, runs in zip(rounds, again, strict=True)))
 

@@ -1,7 +1,7 @@
 """The critical path: from the end of a step back through everything it waited for.
 
 The walk starts at the end of the compute stream. Compute follows the stream's earlier work; a wait follows a message; a
-message follows the last of three: its issue, its lane being free, and its input being ready. The pieces are contiguous
+message follows the latest of its issue, its lane becoming free, and its input becoming ready. The pieces are contiguous
 and cover the step. The seconds of a message over several tiers are split among them in proportion to latency plus bytes
 over bandwidth. Waits inside a block (terrace.simulate.inside) are on the path as messages of class `tensor` or
 `context`; routed messages are on lanes, like messages between blocks.
@@ -20,7 +20,7 @@ from terrace.simulate.inside import WAIT_CHOICES, WAIT_CONTEXT, WAIT_TENSOR, ins
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of the critical path: a span, cut at the start of the step."""
+    """A span on the critical path, cut at the start of the step."""
 
     number: int  # of the span in the recording of its stage
     start_s: float
@@ -30,7 +30,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class CriticalPath:
-    """The pieces of the critical path, in order, and seconds by (tier, category), "" standing for compute."""
+    """Pieces of the critical path in order, and seconds by (tier, category), with "" for compute."""
 
     pieces: tuple[Piece, ...]
     seconds: Mapping[tuple[str, str], float]
@@ -42,8 +42,8 @@ class CriticalPath:
 def critical_path(*recordings: Recording) -> CriticalPath:
     """The critical path of a recorded step, from the recordings of all its stages.
 
-    It ends on the stage that ends last. A piece has the times of its stage's recording; waits and slow-down are the
-    last stage's.
+    It ends on the stage that ends last. Times of a piece are those of its stage's recording; waits and slow-down are
+    those of the last stage.
     """
     # The path ends on the stage that ends last.
     stage = max(range(len(recordings)), key=lambda index: recordings[index].begin_s + recordings[index].report.step_s)
@@ -52,7 +52,7 @@ def critical_path(*recordings: Recording) -> CriticalPath:
     while number >= 0 and recordings[stage].spans[number].end_s > 0.0:
         span = recordings[stage].spans[number]
         is_wait = span.lane == COMPUTE and span.category.startswith("wait ") and span.category not in INSIDE
-        # A wait is explained by the span it waited for, so it is no piece itself; waits inside a block have no span.
+        # A wait is represented by the span it waited for; waits inside a block have none and are pieces themselves.
         if not is_wait and span.end_s > span.start_s:
             pieces.append(Piece(number, max(0.0, span.start_s), span.end_s, stage))
         stage, number = span.stage if span.stage >= 0 else stage, span.after
@@ -64,7 +64,7 @@ def critical_path(*recordings: Recording) -> CriticalPath:
         span = recording.spans[piece.number]
         instruction = recording.program.instructions[span.position]
         if span.category in INSIDE:
-            # Messages inside a block have no lane, so their seconds are shared out by the price of each hop.
+            # Messages inside a block have no lane, so their seconds are split in proportion to the price of each hop.
             shares, category = (
                 inside_shares(recording.program, instruction, span.category),
                 span.category.removeprefix("wait "),
@@ -87,7 +87,7 @@ def critical_path(*recordings: Recording) -> CriticalPath:
 
 
 def exposed_by_tier(recordings: Sequence[Recording], stage: int = 0) -> dict[str, float]:
-    """Seconds that the compute stream of a stage waits for messages in the step, by tier."""
+    """Seconds that a stage's compute stream waits for messages, by tier."""
     seconds: dict[str, float] = defaultdict(float)
     for (_, tier), spent in exposed_by_axis(recordings, stage).items():
         seconds[tier] += spent
@@ -95,7 +95,7 @@ def exposed_by_tier(recordings: Sequence[Recording], stage: int = 0) -> dict[str
 
 
 def exposed_by_axis(recordings: Sequence[Recording], stage: int = 0) -> dict[tuple[str, str], float]:
-    """Seconds that the compute stream of a stage waits for messages in the step, by (axis, tier).
+    """Seconds that a stage's compute stream waits for messages, by (axis, tier).
 
     A wait is split over the messages in flight during it, the last of which ends it. Waits inside a block go to the
     tiers of the block's messages. A wait for another stage counts only its message, not the compute before it.
@@ -136,7 +136,7 @@ def _sent_meanwhile(recording: Recording, wait: Span, sender: Recording) -> dict
     # The sender was still computing: the wait is a bubble, not a message.
     if span.lane == COMPUTE:
         return {}
-    # Each recording counts from its own stage's start.
+    # Times of a recording are relative to its stage's start.
     before_s = sender.begin_s - recording.begin_s
     spent_s = min(wait.end_s, span.end_s + before_s) - max(wait.start_s, span.start_s + before_s)
     shares = span_shares(sender.program, span)
@@ -145,18 +145,18 @@ def _sent_meanwhile(recording: Recording, wait: Span, sender: Recording) -> dict
 
 
 def span_shares(program: Program, span: Span) -> dict[int, float]:
-    """Parts of the seconds of a message on a lane by tier index; they sum to 1."""
+    """Share of a lane message's seconds by tier index; they sum to 1."""
     instruction = program.instructions[span.position]
     if instruction.op not in PASSES:
         return tier_shares(program, instruction)
-    # Routed rows cross the tier of their lane, tables all tiers up to it.
+    # Routed rows cross only the tier of their lane; tables cross all tiers up to it.
     if span.category == MessageClass.ROUTE:
         return _shares(inside_seconds(program, instruction, MessageClass.ROUTE))
     return {span.lane: 1.0}
 
 
 def tier_shares(program: Program, instruction: Instruction) -> dict[int, float]:
-    """Parts of a message's seconds by tier index; they sum to 1."""
+    """Share of a message's seconds by tier index; they sum to 1."""
     if instruction.peer >= 0:
         return {program.message(instruction).tiers[0]: 1.0}
     tiers = program.cluster.tiers
@@ -168,7 +168,7 @@ def tier_shares(program: Program, instruction: Instruction) -> dict[int, float]:
 
 
 def inside_shares(program: Program, instruction: Instruction, category: str) -> dict[int, float]:
-    """Parts of the seconds of messages inside a block by tier index, hidden messages included."""
+    """Share by tier index of the seconds of messages inside a block, hidden ones included."""
     return _shares(inside_seconds(program, instruction, INSIDE[category]))
 
 
@@ -186,7 +186,7 @@ def _shares(weights: Mapping[int, float]) -> dict[int, float]:
 
 
 def critical_words(path: CriticalPath) -> str:
-    """The critical path in a sentence or two, the largest part first."""
+    """The critical path in one or two sentences, largest share first."""
     if not path.step_s:
         return "The step takes no time: nothing to wait for."
     waits, slowed = _percent(path.waits_s, path.step_s), _percent(path.slowed_s, path.step_s)
@@ -195,7 +195,7 @@ def critical_words(path: CriticalPath) -> str:
 
 
 def path_words(seconds: Mapping[tuple[str, str], float], step_s: float) -> str:
-    """The parts of a critical path in words, from seconds by (tier, category); "" stands for compute."""
+    """The shares of a critical path in words, from seconds by (tier, category), with "" for compute."""
     parts = []
     for place, spent in by_place(seconds).items():
         # Parts below half a percent are left out.
@@ -214,7 +214,7 @@ def path_words(seconds: Mapping[tuple[str, str], float], step_s: float) -> str:
 
 
 def by_place(seconds: Mapping[tuple[str, str], float]) -> dict[str, float]:
-    """Seconds by tier, "" standing for compute; the largest first, then by name."""
+    """Seconds by tier, with "" for compute; largest first, then by name."""
     total: dict[str, float] = defaultdict(float)
     for (place, _), spent in seconds.items():
         total[place] += spent

@@ -1,9 +1,9 @@
 """Memory of one rank over a recorded step.
 
-The buffers are the program's (terrace.program.buffers): one is taken when the first instruction of a span starts, and
-given back when the last one is done. Activations, where the caller knows them, last from a block's forward on a
-micro-batch to its backward. Full gradients peak at most as high as in `Program.state_bytes`, where a reduction is over
-only when the program waits for it.
+The buffers are the program's (terrace.program.buffers): a buffer is allocated when the first instruction of its span
+starts and freed when the last one is done. Activations, if given, live from a block's forward on a micro-batch to its
+backward. Full gradients peak no higher than in `Program.state_bytes`, where a reduction ends only when the program
+waits for it.
 """
 
 from collections import defaultdict
@@ -20,10 +20,10 @@ _VARYING = ("gathered", "grads_full", "activations")
 
 
 class Held(NamedTuple):
-    """Bytes of a block for one micro-batch.
+    """Activation bytes of a block for one micro-batch.
 
-    `kept` is held from its forward to its backward, or to the first half of it, `due` from there to the second half;
-    `on_top` and `halved_on_top` live while its backward runs, or the first half.
+    `kept` lives from the forward to the backward (or its input-gradient half), `due` from there to the weight-gradient
+    half; `on_top` and `halved_on_top` live while the backward, or its first half, runs.
     """
 
     kept: int
@@ -34,9 +34,9 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCurve:
-    """Bytes over the step: a constant part, and categories that change at `times_s`.
+    """Memory over the step: a constant part, and categories that change at `times_s`.
 
-    `varying_bytes[category][i]` holds from `times_s[i]` to the next; times may be equal, and the first is 0.
+    `varying_bytes[category][i]` holds from `times_s[i]` to the next entry; entries may be equal, and the first is 0.
     """
 
     constant_bytes: Mapping[str, int]
@@ -45,13 +45,13 @@ class MemoryCurve:
 
     @property
     def total_bytes(self) -> list[float]:
-        """Total bytes from each of `times_s` on."""
+        """Total bytes at each of `times_s`."""
         constant = sum(self.constant_bytes.values())
         return [constant + sum(parts) for parts in zip(*self.varying_bytes.values(), strict=True)]
 
     @property
     def peak(self) -> tuple[float, float]:
-        """(bytes, seconds) of the highest point; the first of several."""
+        """(Bytes, seconds) of the first maximum."""
         totals = self.total_bytes
         highest = max(range(len(totals)), key=totals.__getitem__)
         return totals[highest], self.times_s[highest]
@@ -61,9 +61,9 @@ def memory_curve(
     recording: Recording,
     activations: Sequence[Held] | None = None,
 ) -> MemoryCurve:
-    """Memory of one rank over a recorded step, with the `activations` of every block for one micro-batch.
+    """Memory of one rank over a recorded step; `activations` has each block's for one micro-batch.
 
-    Raises `ValueError` unless they have one entry per block.
+    Raises `ValueError` unless there is one entry per block.
     """
     num_blocks = len(recording.program.blocks)
     if activations is not None and len(activations) != num_blocks:

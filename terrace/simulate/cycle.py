@@ -1,8 +1,7 @@
-"""The predicted cycle of a plan with islands: its mean step, and how far its exchanges hide.
+"""The predicted cycle of a plan with islands: its mean step, and how much of its exchanges is hidden.
 
-A step of the cycle is the step that all commands show with the exchange at its end (terrace.program.cycle); the steps
-are played one after the other (terrace.simulate.carried), so that an exchange under way meets the steps that it hides
-behind.
+A step of the cycle is the step that all commands show, with the exchange at its end (terrace.program.cycle). Steps are
+played in sequence (terrace.simulate.carried), so an exchange in flight overlaps the steps that hide it.
 """
 
 import math
@@ -30,9 +29,9 @@ Sent = Mapping[tuple[MessageClass, str], int]
 
 @dataclass(frozen=True, kw_only=True)
 class Cycle:
-    """A steady cycle. `turns_s` has seconds by category of all runs of each turn together, by turn and stage.
+    """A steady cycle. `turns_s` has seconds by category, summed over all runs of each turn, by turn and stage.
 
-    `plain_s` are seconds of a step without exchanges, on the first stage.
+    `plain_s` is the duration of a step without exchanges on the first stage.
     """
 
     period: Period
@@ -55,8 +54,9 @@ class Cycle:
     def mean_times_s(self) -> tuple[Times, ...]:
         """Seconds by category of the mean step, by stage.
 
-        A stage whose exchanges are shorter than another's may have gained on it while the cycle was played; all meet in
-        every step, so in the end it waits for the other.
+        While the cycle is played, a stage with shorter exchanges may gain a lead on the others. All stages meet in
+        every step,
+        so the lead is charged as waiting.
         """
         found = []
         for stage in range(self.period.num_stages):
@@ -71,7 +71,7 @@ class Cycle:
         return tuple(found)
 
     def mean_bytes(self, steps: Sequence[Program], of_steps: Sequence[Sent]) -> tuple[Sent, ...]:
-        """Bytes of the mean step by stage, to whole bytes, from those of a step without exchanges of `steps`."""
+        """Bytes of the mean step by stage, rounded; `of_steps` are those of a step of `steps` without exchanges."""
         every, found = self.outer.every, []
         for stage, (step, of_step) in enumerate(zip(steps, of_steps, strict=True)):
             total = Counter({key: every * size for key, size in of_step.items()})
@@ -83,36 +83,36 @@ class Cycle:
 
     @property
     def sent_bytes(self) -> Sent:
-        """Bytes of exchanges in a cycle, on the stage that sends most."""
+        """Bytes of exchanges per cycle, on the stage that sends most."""
         of_stages = map(self.period.sent_bytes, range(self.period.num_stages))
         found = [{key: size for key, size in each.items() if key[0] is MessageClass.OUTER} for each in of_stages]
         return max(found, key=lambda each: sum(each.values()))
 
     @cached_property
     def waiting_stage(self) -> int:
-        """The stage that waits most for exchanges."""
+        """The stage that waits longest for exchanges."""
         return max(range(self.period.num_stages), key=lambda stage: self.mean_times_s[stage].get(WAIT_OUTER, 0.0))
 
     @property
     def waited_s(self) -> float:
-        """Seconds of a cycle in which a stage waits for exchanges, at most."""
+        """Seconds per cycle that the most delayed stage waits for exchanges."""
         return max(self.outer.every * times.get(WAIT_OUTER, 0.0) for times in self.mean_times_s)
 
     @cached_property
     def exchange_s(self) -> float:
-        """Seconds of the messages of the longest exchange."""
+        """Message seconds of the longest exchange."""
         return max(map(max, self._lanes_s))
 
     @property
     def busy_s(self) -> float:
-        """Seconds of a cycle in which the link of islands carries the messages of exchanges; no cycle is shorter."""
+        """Seconds per cycle that exchanges occupy the link between islands: a lower bound of the cycle."""
         turns = zip(self.period.turns, self._lanes_s, strict=True)
         totals = ([turn.times * seconds for seconds in lanes_s] for turn, lanes_s in turns)
         return max(map(math.fsum, zip(*totals, strict=True)))
 
     @cached_property
     def _lanes_s(self) -> list[list[float]]:
-        """Seconds of the messages of the exchange at the end of each turn's steps, by turn and stage."""
+        """Message seconds of the exchange at the end of each turn's steps, by turn and stage."""
         return [list(map(self._lane_s, self.costs, turn.programs)) for turn in self.period.turns]
 
     def _lane_s(self, costs: Costs, program: Program) -> float:
@@ -126,9 +126,9 @@ class Cycle:
 def play_cycle(
     programs: Sequence[Program], work: Work | Sequence[float], costs: Sequence[Costs], times_s: Sequence[Times] | None
 ) -> Cycle:
-    """The cycle of the steps `programs` of all stages, with their costs; `work` as in `Step`.
+    """The cycle of the training programs of all stages, with their costs; `work` as in `Step`.
 
-    `times_s` are seconds of a step by stage where it has more micro-batches than its programs.
+    `times_s` are seconds of a whole step by stage, where it has more micro-batches than its programs.
     """
     period = cycle(programs)
     rests: list[Times] = []

@@ -1,8 +1,8 @@
-"""A steady cycle of islands over time: its steps, exchanges on their link, and waits for them.
+"""Timeline of a steady cycle of islands: its steps, its exchanges on their link, and waits for them.
 
-The cycle is played once more, by ranks that take notes. The clock of a rank stands still where messages share cores or
-a bus (terrace.simulate.rank), and messages under way go on in later steps, so notes become seconds of the wall between
-moments at which all clocks are known.
+The cycle is replayed with ranks that take notes. The clock of a rank stands still where messages share cores or a bus
+(terrace.simulate.rank), and messages in flight go on in later steps, so noted times are converted to wall time by
+interpolation between moments at which all clocks are known.
 """
 
 from bisect import bisect_right
@@ -20,9 +20,11 @@ Stretch = tuple[float, float]  # start and end
 
 
 class Crossing(NamedTuple):
-    """An exchange on its link, in seconds of the cycle; one with its end beyond the cycle's goes on in the next.
+    """An exchange on its link, in seconds of the cycle; one that ends beyond the cycle continues in the next.
 
-    Steps count from 1: it is sent at the end of one, and applied at the end of another, of this cycle or the next.
+    Steps count from 1: an exchange is sent at the end of `sent` and applied at the end of `applied`, of this cycle or
+    the
+    next.
     """
 
     fragment: int
@@ -49,7 +51,7 @@ class CycleTimeline:
 
 
 def cycle_timeline(cycle: Cycle, stage: int | None = None) -> CycleTimeline:
-    """The cycle of a prediction over time, of the stage that waits most or of `stage`."""
+    """Timeline of a predicted cycle on `stage`, by default the stage that waits most."""
     stage = cycle.waiting_stage if stage is None else stage
     clock_s = link_s = wall_s = 0.0
     moments, ends_s, steps = [(0.0, 0.0, 0.0)], list[float](), list[Times]()
@@ -66,11 +68,11 @@ def cycle_timeline(cycle: Cycle, stage: int | None = None) -> CycleTimeline:
                 if notes.sent:
                     first, last = min(start for start, _ in notes.sent), max(end for _, end in notes.sent)
                     crossings.append((turn, len(steps), link_s + first, link_s + last))
-                # The rest of a folded step runs behind its programs, beside what they have sent.
+                # The remaining micro-batches of a folded step run after its programs, overlapping their messages.
                 clock_s, link_s = clock_s + played.clocks_s[stage], link_s + played.links_s[stage]
                 wall_s += sum(of_step.values())
                 moments.append((clock_s, link_s, wall_s))
-    # Exchanges stand at the ends of programs, so there the picture has the ends of steps.
+    # Exchanges are at the ends of programs, so the timeline puts the ends of steps there.
     shift_s, (clocks, links, walls) = wall_s - ends_s[-1], zip(*moments, strict=True)
     wall, of_link = _Wall(clocks, walls, shift_s), _Wall(links, walls, shift_s)
     return CycleTimeline(
@@ -94,7 +96,7 @@ def cycle_timeline(cycle: Cycle, stage: int | None = None) -> CycleTimeline:
 
 
 def in_cycle(start_s: float, end_s: float, cycle_s: float) -> Iterator[Stretch]:
-    """The parts of a stretch in a cycle that repeats."""
+    """Split a stretch at the boundary of a repeating cycle."""
     first = start_s // cycle_s * cycle_s
     start_s, end_s = start_s - first, min(end_s - first, start_s - first + cycle_s)
     yield start_s, min(end_s, cycle_s)
@@ -103,7 +105,7 @@ def in_cycle(start_s: float, end_s: float, cycle_s: float) -> Iterator[Stretch]:
 
 
 class _Wall:
-    """Seconds of the wall by those of a clock, from moments of one cycle; the first and last are at its ends."""
+    """Conversion of a clock to wall seconds, from moments of one cycle; the first and last are its ends."""
 
     def __init__(self, clocks: Sequence[float], walls: Sequence[float], shift_s: float) -> None:
         self.shift_s = shift_s

@@ -1,10 +1,10 @@
 """Event simulation of a program on one rank, by the rules of `terrace.simulate.rank`.
 
-The step is played twice and the second is reported, so that refreshes which overlap the start of the next step are in
+The step is played twice and the second play is reported, so refreshes that overlap the start of the next step are in
 their steady state.
 
-A program repeats the same few instructions for every micro-batch, so each distinct one is priced once and the play
-itself only adds and compares. `terrace.simulate.recording` plays by the same rules and keeps every span.
+A program repeats the same few instructions for every micro-batch, so each distinct one is priced once and the play only
+adds and compares. `terrace.simulate.recording` plays by the same rules and keeps every span.
 """
 
 import math
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
 
 
 def simulate(program: "Program", costs: "Costs") -> StepReport:
-    """The predicted report of a steady step. Linear in the number of instructions.
+    """Predicted report of a steady step, in time linear in the number of instructions.
 
-    Raises `ProgramError` for a program that talks to other stages (terrace.simulate.stages plays all of them).
+    Raises `ProgramError` for a program that exchanges messages with other stages (see terrace.simulate.stages).
     """
     check_alone(program)
     return program.report(_time(program, costs))
 
 
 def step_seconds(program: "Program", costs: "Costs") -> dict[str, float]:
-    """Seconds of a steady step by category, without the report; raises as `simulate` does."""
+    """Seconds of a steady step by category, without the report. Raises as `simulate` does."""
     check_alone(program)
     return _time(program, costs)
 
 
 def check_alone(program: "Program") -> None:
-    """Raise `ProgramError` for a program that talks to other stages."""
+    """Raise `ProgramError` for a program that exchanges messages with other stages."""
     if program.stage.num_stages > 1:
         raise ProgramError(
             f"the program of stage {program.stage.index} talks to other stages: simulate all {program.stage.num_stages}"
@@ -75,20 +75,20 @@ _COLLECTIVE = {
 
 
 def price(program: "Program", costs: "Costs") -> list[Play]:
-    """The play of every instruction, in order; instructions that differ only in their micro-batch share an event."""
+    """Play of every instruction, in order; instructions that differ only in their micro-batch share an event."""
     plays = price_distinct(program, costs)
     return [plays[number] for number in program.segments.places]
 
 
 def price_distinct(program: "Program", costs: "Costs") -> list[Play]:
-    """The plays of the distinct instructions (`Program.folded`)."""
+    """Plays of the distinct instructions (`Program.folded`)."""
     pricing = _Pricing(program, costs)
     return [pricing.play(instruction) for instruction in program.folded.distinct]
 
 
 def joined(plays: Sequence[Play], places: Iterable[int]) -> list[Move]:
-    """The plays at `places`, passes that follow each other as one, without those that do nothing."""
-    # Forwards and backwards apart, so that the same runs of passes come again for every micro-batch.
+    """The plays at `places`, with consecutive passes merged and no-ops dropped."""
+    # Forwards and backwards are merged separately, so that the same runs of passes recur for every micro-batch.
     passes = [event.op if act in (Rank.run, Rank.run_whole) else None for act, event in plays]
     acts = [act is not Rank.nothing for act, _ in plays]
     known: dict[tuple[int, ...], Move] = {}
@@ -151,7 +151,7 @@ class _Pricing:
         op, index, program, costs = instruction.op, instruction.block, self.program, self.costs
         seconds = costs.forward_s[index], costs.backward_s[index], costs.weight_s[index] if costs.weight_s else 0.0
         borrows = program.blocks[index].borrows
-        # Blocks that are alike, on whatever stage, have the same passes.
+        # Equal blocks have equal passes on every stage.
         rounds = costs.rounds[index] if costs.rounds else None
         key = (op, program.alike[index], program.alike_inside(index), borrows, seconds, rounds)
         found = costs.passes.get(key)
@@ -165,7 +165,7 @@ class _Pricing:
     def _priced(self, instruction: Instruction, forward_s: float, backward_s: float, weight_s: float) -> Play:
         op, index = instruction.op, instruction.block
         needs = (index, *self.program.blocks[index].borrows)
-        # Parameters that no gather brings are ready after the refresh of the step before, so the pass waits for it.
+        # Parameters without a gather are ready after the refresh of the previous step, so the pass waits for it.
         act = Rank.run if all(map(self.program.gathers, needs)) else Rank.run_whole
         inside = self._waits_inside(instruction)
         if op is Op.FORWARD:
@@ -192,9 +192,9 @@ class _Pricing:
 
 
 def gradient_buffers(program: "Program") -> list[bool]:
-    """Whether some gradient of each block is whole until it is reduced, and not accumulated in place.
+    """Whether each block has a full gradient buffer that a reduction must empty.
 
-    A block of frozen parameters has none.
+    False for frozen blocks and for gradients accumulated in place.
     """
     return program.of_flats(
         lambda flats: any(flat.trainable and not accumulates_in_place(flat.layout) for flat in flats)

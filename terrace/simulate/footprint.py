@@ -2,19 +2,19 @@
 
 A phase's figure is the memory at its worst moment, not the sum of all peaks:
 
-- forward: a block runs forward while all that earlier blocks and other micro-batches keep is alive;
+- forward: a block runs forward while everything kept by earlier blocks and other micro-batches is alive;
 - backward: a block runs backward (or is recomputed first), with gradients of activations and parameters;
-- update: model state only, under Muon with the whole matrices of two layers.
+- update: only model state, under Muon with the whole matrices of two layers.
 
-The categories are the model state's (terrace.simulate.states) and
+The categories are those of model state (terrace.simulate.states) and
 
     activations   kept by forwards for backwards, over all micro-batches in flight, without the logits
-    experts       rows of experts: kept for backwards, and of the running block on their way and in products
-    logits        kept by the head, of a size that grows with the vocabulary
-    working       taken by the running block beyond its activations: outputs, gradients, temporary tensors
+    experts       rows of experts: kept for backwards, and in messages and products of the running block
+    logits        kept by the head; scales with the vocabulary
+    working       of the running block beyond its activations: outputs, gradients, temporary tensors
     batch         tokens and labels of the step's micro-batches, int64; positions and masks where rows hold documents
-    context       taken by a process before any tensor: libraries, kernels, communicators
-    allocator     lost to fragmentation, as a share of all tensors
+    context       of a process before any tensor: libraries, kernels, communicators
+    allocator     fragmentation, as a share of all tensors
 
 Scratch memory of kernels and RoPE's tables are in no category.
 """
@@ -84,14 +84,14 @@ def footprint(
 ) -> dict[str, int]:
     """Bytes of one rank by category at the worst moment of a step, or of its `phase`; their sum is the peak.
 
-    - `layer`: the operations of a layer that all share; by default as blocks declare.
+    - `layer`: the operations of a layer that all blocks share; by default as blocks declare.
     - `held`: indexes of the blocks that the rank holds; all by default.
-    - `in_flight`: the most micro-batches that a pipeline stage holds (5.5 is possible when interleaved). Default: as on
-      the first stage of 1F1B; without a pipeline, the micro-batches of a unit.
-    - `due`: those of them that wait for the second half of their backward, at most; None where it has no halves.
-    - `whole`: bytes of parameters and of gradients that are whole at once, where blocks do not pass one by one.
-    - `load`: the rows of a rank's experts over their mean, where experts are on several ranks; `math.inf` is the worst.
-    - `documents`: rows may hold several; their masks and copies are counted at their upper bound.
+    - `in_flight`: maximum number of micro-batches in flight on a pipeline stage (may be fractional when interleaved).
+      Default: that of the first stage of 1F1B; without a pipeline, the micro-batches of a unit.
+    - `due`: how many of them at most wait for the second half of their backward; None without split backwards.
+    - `whole`: bytes of full parameters and full gradients alive at once, where blocks are not gathered one by one.
+    - `load`: rows of a rank's experts over the mean, where experts are on several ranks; `math.inf` is the worst case.
+    - `documents`: rows may hold several documents; their masks and copies are counted at their upper bound.
     - `backend`: the device's by default; decides what kernels keep, and what context and allocator take.
 
     Raises `PlanError` for an invalid backend or number in flight, and `ClusterError` for an unknown tier.
@@ -103,7 +103,7 @@ def footprint(
     held = range(len(kinds.blocks)) if held is None else tuple(held)
     stage = stage_blocks(kinds, held)
     if in_flight is None:
-        # The first stage of 1F1B has run num_stages forwards before its first backward.
+        # The first stage of 1F1B runs num_stages forwards before its first backward.
         in_flight = min(num_micros, plan.unit if num_stages == 1 else num_stages)
     if not 1 <= in_flight <= num_micros:
         raise PlanError(
@@ -111,14 +111,14 @@ def footprint(
         )
     states = model_states(cluster, plan, kinds, stage, num_micros)
     steady = dict(states.steady)
-    # Tensor ranks have message buffers of their own.
+    # Tensor ranks have additional message buffers.
     if work.tensor > 1:
         steady["buffers"] += _tensor_buffers(cluster, plan, kinds, stage, sequence)
     if num_stages > 1:
         _add_edges(steady, plan, [cluster.tiers[tier].name for tier in mesh.tiers("pipeline")], work, held)
     steady["batch"] = num_micros * (3 if documents else 2) * work.tokens * _TOKEN_BYTES
     steady["batch"] += (num_micros if documents else 1) * _mask_bytes(work, kinds.specs, backend)
-    # Of the micro-batch before, the last two blocks may still be reduced while the next runs forward.
+    # Gradients of the previous micro-batch's last two blocks may still be in reduction during the next forward.
     pending = states.gradients[stage.order[0]] if num_micros > plan.unit else 0
     updating = steady | {"buffers": steady["buffers"] + states.updating}
     candidates = [updating] if phase in (None, "update") else []
@@ -147,11 +147,11 @@ def _loaded(work: Work, plan: Plan, load: float) -> Work:
 
 
 def _add_edges(steady: dict[str, int], plan: Plan, tiers: Sequence[str], work: Work, held: Sequence[int]) -> None:
-    # A rank sends its part of an activation.
+    # Tensor ranks each send their shard of an activation.
     numel = work.tokens * work.layer.hidden.numel // work.tensor
     steady["buffers"] += edge_buffers(plan, tiers, numel)
     if any(plan.wire_format(MessageClass.PIPELINE_BACKWARD, tier).feedback for tier in tiers):
-        # A chunk begins where blocks do not follow one another; each sends back, in the format with most to keep.
+        # A chunk begins after a gap in the block indexes, and sends a gradient back; the largest feedback counts.
         begins = sum(block > 0 and block - 1 not in held for block in held)
         steady["feedback"] += begins * edge_feedback_bytes(numel)
 
@@ -173,12 +173,13 @@ def stage_footprint(
 ) -> dict[str, int]:
     """`footprint` of a pipeline stage that holds `chunks` of blocks, each with `waiting` micro-batches in flight.
 
-    `due` are those that wait for the second half of their backward; empty where it has no halves.
+    `due` are, per chunk, the micro-batches that wait for the second half of their backward; empty without split
+    backwards.
     """
     layer, backend = layer or operations_of(kinds.specs), backend or cluster.device.backend
     work = _loaded(work_of(cluster, plan, layer, sequence, backend), plan, load)
     held = [_kept_bytes(work, kinds, tuple(chunk), plan.recompute, backend) for chunk in chunks]
-    # One number in flight per stage: the mean over its chunks by what they keep.
+    # One number in flight per stage: the mean over its chunks, weighted by kept bytes.
     kept = sum(size * waits for size, waits in zip(held, waiting, strict=True))
     return footprint(
         cluster,
@@ -204,9 +205,9 @@ def _kept_bytes(work: Work, kinds: Kinds, chunk: Sequence[int], recompute: tuple
 
 
 def _tensor_buffers(cluster: Cluster, plan: Plan, kinds: Kinds, stage: StageBlocks, sequence: int) -> int:
-    """Bytes of the buffers of the largest message inside a block, and of memory that tensor ranks share.
+    """Bytes of the buffers of the largest message inside a block, plus memory that tensor ranks share.
 
-    Messages are in the middle of computing, one after the other.
+    One buffer suffices, since these messages are sent one at a time, in the middle of compute.
     """
     tensor = TensorTraffic.of(Mesh.of(cluster, plan), [tier.name for tier in cluster.tiers], plan, sequence)
     specs, largest = kinds.sliced(tensor.degrees), 0
@@ -228,10 +229,11 @@ def work_of(
     attention: AttentionChoice = "auto",
     served: Sequence[Part] = (),
 ) -> Work:
-    """The work of one micro-batch on a rank in a layer, nothing recomputed, with the attention that the decoder takes.
+    """Work of one micro-batch on a rank in a layer, without recomputation, with the decoder's choice of attention
+    kernel.
 
-    `documents` tells that a row may hold several; `attention` is the kernel that the run asks for, and liger-kernel
-    has kernels of the parts `served`.
+    `documents`: a row may hold several. `attention`: the kernel that the run requests. `served`: the parts for which
+    liger-kernel has kernels.
     """
     mesh = Mesh.of(cluster, plan)
     expert, rows = mesh.stack_degrees
@@ -264,7 +266,7 @@ def work_of(
 
 
 def _mask_bytes(work: Work, specs: Sequence[BlockSpec], backend: Backend) -> int:
-    """Bytes of the masks of a micro-batch, one set for each window of the layers."""
+    """Mask bytes of a micro-batch, with one set of masks per window size of the layers."""
     windows = {block.operations.core.window: block for block in specs if block.attends}
     if not windows:
         return mask_bytes(work, backend)
@@ -272,7 +274,7 @@ def _mask_bytes(work: Work, specs: Sequence[BlockSpec], backend: Backend) -> int
 
 
 def _codes(cluster: Cluster, plan: Plan, mesh: Mesh, work: Work) -> float:
-    """Bytes of a coded row of keys over those of the row, on the tier of the ring where that is most; 0 without."""
+    """Largest ratio of coded to uncoded key bytes over the tiers of the ring; 0 without a coded tier."""
     own = FORMATS[plan.compute]
     tiers = (cluster.tiers[tier].name for tier in mesh.tiers("ring"))
     wires = [plan.wire_format(MessageClass.CONTEXT, tier) for tier in tiers]
@@ -314,20 +316,20 @@ def _moments(
 ) -> tuple[_Moment, ...]:
     runs = _runs(work, kinds, held, recompute, backend)
     others = in_flight - 1
-    # A micro-batch between the halves of its backward may hold more than one that waits for the first.
+    # A micro-batch between the halves of its backward may hold more than one before the first half.
     more = math.ceil(
         (due or 0.0) * max(0, sum(run.count * (run.block.due_bytes - run.block.kept_bytes) for run in runs))
     )
     moments = []
     for run in runs:
-        # In a pipeline the other micro-batches in flight have passed the whole stage; in a unit, the same block, and
-        # the output or gradient of each waits to go on.
+        # In a pipeline the other micro-batches in flight have finished the whole stage. In a unit they have finished
+        # this block, and each keeps the block's output, or its gradient, for the next block.
         block, bare, beside = run.block, run.bare, runs[-1] if pipelined else run
         activations = run.activations + math.ceil(others * beside.activations) + more
         experts = run.experts + math.ceil(others * beside.experts)
         logits = run.logits + math.ceil(others * beside.logits)
-        # Of a unit each has left the gradient of its input, and what it kept is gone; or it waits with that of its
-        # output.
+        # In a unit's backward, each other micro-batch holds the gradient of its input and has freed its kept tensors,
+        # or still holds the gradient of its output.
         left = max(block.output_bytes, 2 * block.input_bytes - block.kept_bytes)
         forward, backward = (0 if pipelined else math.ceil(others * each) for each in (block.output_bytes, left))
         halved = due is not None
@@ -360,7 +362,7 @@ def _runs(
         return found, activations_of(replace(of_block, load=0.0), spec, backend) if has_rows else found
 
     known = {key: activations(*key) for key in set(keys)}
-    # Kept bytes only grow, so the last block of each kind, with what is recomputed of it, is its worst.
+    # Kept bytes only grow, so the last block of each (kind, recomputed parts) is the worst one.
     last: dict[tuple[int, tuple[str, ...]], _Run] = {}
     kept = experts = logits = 0
     for key in keys:

@@ -1,14 +1,14 @@
-"""Shares of gradients in the gaps of a backward (`Plan.expert_gaps`), from a backward that is played alone.
+"""Candidates for the shares of gradients in the gaps of a backward (`Plan.expert_gaps`), from a backward played alone.
 
-With s_g the seconds for which the gradients' link idles in gap g of a layer's backward, and G those of a layer's
-gradient on it, each of these is worth playing:
+Let s_g be the idle seconds of the gradients' link in gap g of a layer's backward, s those of the last gap, and G the
+link seconds of a layer's gradient. Candidates:
 
-    all behind      the last gap takes everything: beside attention no message of experts waits
-    behind first    the last gap takes s seconds of it, the other gaps the rest, in proportion to s_g, as far as it goes
-    everywhere      every gap takes G s_g / (sum of s), or s_g where that is less; the last gap the rest
+    all behind      everything in the last gap: beside attention no message of experts waits
+    behind first    s seconds in the last gap, the rest in the others, in proportion to s_g and at most s_g
+    everywhere      G s_g / (sum over g) in every gap, at most s_g; the remainder in the last gap
 
-Where the link never idles long enough, something waits in any order. Which shares are best is for the play of the whole
-step to say, in which other messages take the link, too (terrace.simulate.step).
+Where the link never idles long enough, some message waits in any order. terrace.simulate.step plays the whole step,
+in which other messages share the link, to pick a candidate.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,9 +26,9 @@ _UNITS = 1000  # of a share: they are read by people, too
 
 
 def shares_to_try(costs: Costs) -> list[Shares]:
-    """Shares worth playing, without repetitions; `costs` are of a program whose layers have gaps.
+    """Distinct candidate shares; `costs` are of a program whose layers have gaps.
 
-    Empty where no message of gradients has any.
+    Empty if no gradient message may be sent in gaps.
     """
     program = costs.program
     layers = (block for block in range(len(program.blocks)) if has_gaps(program, Instruction(Op.BACKWARD, block)))
@@ -48,9 +48,9 @@ def shares_to_try(costs: Costs) -> list[Shares]:
 
 
 def idle_s(steps: Sequence[PassStep], lane: int) -> list[float]:
-    """Seconds for which a lane idles behind each gap of a backward, up to its next message; gap 0 is the beginning.
+    """Idle seconds of a lane in a backward after each gap, up to the lane's next message; gap 0 is the beginning.
 
-    Nothing else is on any lane.
+    No other messages are on any lane.
     """
     now_s, free_s = 0.0, 0.0
     found, since_s = [0.0], 0.0
@@ -86,12 +86,12 @@ def _filled(idle: Sequence[float], taken_s: float) -> Iterator[Shares]:
 
 
 def _rounded(shares: Shares) -> Shares:
-    # Downward, so that the last share is never below 0.
+    # Rounded down, so that the last share is never below 0.
     inner = [int(share * _UNITS) / _UNITS if share >= _LEAST else 0.0 for share in shares[:-1]]
     return (*inner, round(_UNITS * (1.0 - sum(inner))) / _UNITS)
 
 
 def any_shares(chunks: int) -> Shares:
-    """Shares that use every gap of a backward of `chunks`: a program with them can be asked for its gaps."""
+    """Placeholder shares that use every gap of a backward of `chunks`, to build a program and read its gaps."""
     number = num_gaps(chunks) - 1
     return (0.0, *(1.0 / number for _ in range(number)))

@@ -1,9 +1,8 @@
 """Seconds and bytes of a hand-over to generation, from the programs of all ranks (terrace.program.hand_over).
 
-An instruction starts on a rank when its lane is free, the instruction of the same blocks on the tier outside is done,
-and the ranks that it exchanges with are as far. All its messages start together, so it takes one latency, and the bytes
-that the rank sends or receives, whichever are more: links carry both directions at once. It is done when it is done on
-the ranks that it exchanges with, too.
+An instruction starts on a rank when its lane is free, the instruction of the same blocks on the next outer tier is
+done, and its peers have reached it. All its messages start together, so it takes one latency plus the larger of the
+bytes sent and received: links are full duplex. It is done when its peers are done, too.
 """
 
 from collections import Counter
@@ -17,7 +16,7 @@ from terrace.simulate.links import exchange_tiers
 
 @dataclass(frozen=True, kw_only=True)
 class HandOverCost:
-    """A hand-over: its seconds, the bytes that all ranks send over each tier, and the most that one receives."""
+    """Seconds of a hand-over, bytes sent by all ranks per tier, and the most bytes received by one rank."""
 
     seconds: float
     sent_bytes: dict[str, int]
@@ -25,7 +24,7 @@ class HandOverCost:
 
 
 def predict_hand_over(cluster: Cluster, transition: Transition) -> HandOverCost:
-    """The cost of a hand-over among the ranks of `cluster`, for which it was made."""
+    """Cost of a hand-over on the cluster for which the transition was built."""
     programs = hand_over_programs(cluster, transition)
     sent, received = Counter[str](), [0] * len(programs)
     free: dict[tuple[int, int], float] = {}  # rank, lane -> seconds

@@ -1,4 +1,4 @@
-"""Activations of every block of a plan, from forward to backward, and their peak over the passes of a program."""
+"""Activation bytes of every block of a plan, and their peak over the passes of a program."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def activations_by_block(work: Work, plan: Plan, blocks: Sequence[BlockSpec], backend: Backend) -> list[Held]:
-    """Bytes that every block holds for one micro-batch; the plan's patterns say which blocks are recomputed."""
+    """Activation bytes of every block for one micro-batch; the plan's patterns decide which blocks are recomputed."""
     # The plan's patterns decide per block, so `work` itself recomputes nothing.
     work = replace(work, expert_chunks=plan.num_chunks)
     found = []
@@ -30,7 +30,7 @@ def activations_by_block(work: Work, plan: Plan, blocks: Sequence[BlockSpec], ba
 
 
 def activation_bytes(program: "Program", by_block: Sequence[Held]) -> int:
-    """Peak bytes of activations on a rank, the running block's working memory included."""
+    """Peak activation bytes of a rank, including the running block's working memory."""
     now = most = 0
     for instruction in program.short.instructions:
         if instruction.op not in PASSES:

@@ -1,7 +1,7 @@
-"""Seconds of messages on a tier that computing hides, and the step without that.
+"""Message seconds on a tier that compute hides, and the step time if none were hidden.
 
-A message on a lane is hidden while the compute stream computes. Of the messages inside a block, the part that passes do
-not wait for is. Hidden messages slow computing (`Tier.overlap_penalty`): without them it would take that much less.
+A message on a lane is hidden while the compute stream computes. Messages inside a block are hidden as far as passes do
+not wait for them. Hidden messages slow compute (`Tier.overlap_penalty`); without overlap this slow-down vanishes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ from terrace.simulate.step import WHOLE_PASSES_ALONE, Prediction, play_whole
 
 @dataclass(frozen=True, kw_only=True)
 class HiddenMessages:
-    """Seconds of a step's messages on a tier that the busiest stage hides, and of a step that hides none of them."""
+    """Message seconds on a tier hidden on the busiest stage, and the step time without hiding (`exposed_s`)."""
 
     tier: str
     hidden_s: float
@@ -27,10 +27,11 @@ class HiddenMessages:
 
 
 def hidden_between_nodes(predicted: Prediction, recordings: Sequence[Recording] = ()) -> HiddenMessages | None:
-    """The messages that a predicted step hides on the outermost tier of several members.
+    """Messages that a predicted step hides on the outermost tier with several members.
 
-    None where no tier is inside that one, and for islands, whose exchanges have words of their own. `recordings` are of
-    the whole step by stage, where it is recorded; of a very long step the messages of its beginning count alone.
+    None if that is the innermost tier, and for islands, which report their exchanges separately. `recordings`, by
+    stage,
+    are of the whole step; for a very long step only the messages of the played beginning count.
     """
     cluster = predicted.step.cluster
     wide = [index for index, tier in enumerate(cluster.tiers) if tier.size > 1]
@@ -48,7 +49,7 @@ def hidden_between_nodes(predicted: Prediction, recordings: Sequence[Recording] 
 
 def _recordings(predicted: Prediction) -> Sequence[Recording]:
     step = predicted.step
-    # A play that was carried on in a straight line lacks most messages; a few seconds are spent on all of them.
+    # An extrapolated prediction lacks most messages, so the whole step is played if that takes a few seconds at most.
     if not predicted.is_whole and step.num_micros * len(step.blocks) <= WHOLE_PASSES_ALONE:
         predicted = play_whole(step)
     return record_stages(predicted.programs, predicted.costs)
@@ -73,7 +74,7 @@ def _visible(recording: Recording) -> Iterator[Span]:
 
 
 def _shared(spans: Sequence[Span], computing: Sequence[Span], step_s: float) -> Iterator[tuple[Span, float]]:
-    """Messages of a lane, with the seconds of each beside computing; both follow one another."""
+    """Messages of a lane with their seconds of overlap with compute; both inputs are in order of time."""
     first = 0
     for span in spans:
         start_s, end_s, seconds = max(0.0, span.start_s), min(step_s, span.end_s), 0.0

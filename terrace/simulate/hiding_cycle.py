@@ -1,4 +1,4 @@
-"""The nearest cycle that hides the exchanges of a plan's islands, found by playing it."""
+"""Search for the nearest cycle that hides the exchanges of a plan's islands."""
 
 import math
 from contextlib import suppress
@@ -16,34 +16,34 @@ _TRIES = 4
 
 
 class Hidden(NamedTuple):
-    """A delay, and a cycle as long as it needs, behind which exchanges hide."""
+    """The outer loop with the delay and cycle length that hide exchanges, and its prediction."""
 
     outer: Outer
     prediction: Prediction
 
 
 def is_hidden(cycle: Cycle) -> bool:
-    """Whether nothing to speak of waits for exchanges."""
+    """Whether waits for exchanges are negligible."""
     return cycle.waited_s <= _HIDDEN * cycle.cycle_s
 
 
 def steps_of_exchange(cycle: Cycle) -> float:
-    """Steps without an exchange that the longest exchange takes on its link."""
+    """Duration of the longest exchange, in steps without exchanges."""
     return cycle.exchange_s / cycle.plain_s if cycle.plain_s else math.inf
 
 
 def hiding(base: Prediction) -> Hidden | None:
-    """The least delay that hides the exchanges of a predicted plan, in the shortest cycle not shorter than its own.
+    """The least delay that hides the exchanges of a prediction, with the shortest cycle at least as long as its own.
 
-    None where they are hidden already, and where no delay within a few steps of the estimate makes the step shorter by
-    hiding them.
+    None if they are hidden already, or if no delay within a few steps of the estimate hides them and shortens the
+    step.
     """
     cycle, step = base.cycle, base.step
     if cycle is None or is_hidden(cycle):
         return None
     outer, needed = cycle.outer, max(1, math.ceil(steps_of_exchange(cycle)))
     for delay in range(max(needed, outer.delay + 1), max(needed, outer.delay + 1) + _TRIES):
-        # Exchanges of all fragments take turns on one link.
+        # Exchanges of all fragments share one link, one at a time.
         every = max(outer.every, delay, outer.fragments * needed)
         every = math.ceil(every / outer.fragments) * outer.fragments
         longer = replace(outer, delay=delay, every=every)

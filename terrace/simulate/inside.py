@@ -1,17 +1,17 @@
 """Seconds that a block waits for the messages inside it, on any axis (terrace.program.block_program).
 
-A message takes as long, hop by hop, as a collective of the data axis on its lane (terrace.simulate.cost), with a launch
-and the coding of block formats; an exchange of context ranks starts all its messages together, so each tier's latency
-counts once. They run in parallel with the lanes of other messages, and neither slows the other.
+A message costs, hop by hop, as much as a collective of the data axis on its lane (terrace.simulate.cost), plus a launch
+and the coding of block formats. An exchange of context ranks starts all its messages together, so each tier's latency
+counts once. These messages overlap those on the lanes without slowing each other.
 
-A piece of compute that takes C hides up to C seconds of its messages, and is slowed meanwhile by the overlap penalty:
-the device's under the tensor axis, the tier's under the context axis. The rest of the messages is exposed.
+A piece of compute of C seconds hides up to C seconds of its messages, and is slowed meanwhile by the overlap penalty:
+the device's for the tensor axis, the tier's for the context axis. The rest of the messages is exposed.
 
 A message that is fused with its product (FLUX, Chang et al. 2406.06858) is cut into tiles, each sent while others are
-multiplied: the operation takes max(product, message) and a tail, in which a tile is sent while nothing is multiplied or
-the reverse. The tile here is one rank's part of the message, as torch's operators cut it
+multiplied: the operation takes max(product, message) plus a tail, in which one tile is sent without a product or
+multiplied without a message. A tile here is one rank's shard of the message, as in torch's operators
 (torch.distributed._symmetric_memory), so the tail of a message of M seconds among n ranks is M / n. FLUX's own kernels
-cut at tiles of the product and end sooner. A product cut into n may run at a lower rate; that is not priced.
+cut at tiles of the product and have a shorter tail. A product cut into n may run at a lower rate; that is not priced.
 """
 
 from collections import defaultdict
@@ -50,7 +50,7 @@ NO_ROUNDS: Rounds = ((0.0, 0.0), (0.0, 0.0))
 
 
 class PricedMoment(NamedTuple):
-    """Seconds and overlap penalties of messages that hide behind the same piece of compute, `times` over."""
+    """(Seconds, overlap penalty) of the messages hidden behind one piece of compute, which occurs `times` times."""
 
     message_class: MessageClass
     behind: Compute | None
@@ -61,7 +61,7 @@ class PricedMoment(NamedTuple):
 class InBlockPrices:
     """Cached seconds of single messages inside a block.
 
-    `sends` has the seconds of messages of context ranks by their bytes; blocks on one cluster may share it.
+    `sends` caches the messages of context ranks by their bytes; blocks on one cluster may share it.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class InBlockPrices:
             return _expert_message_seconds(self._cluster, self._experts, message)
         assert self._attention is not None, f"{message} without a context axis"
         sends = self._attention.sends(message)
-        # A message without a tier of its own is an exchange of Ulysses ranks, over all their tiers at once.
+        # A message without a tier is an exchange of Ulysses ranks, over all their tiers at once.
         if message.tier < 0:
             found = exchange_tiers(self._cluster, self._attention.ulysses, sends)
         else:
@@ -96,14 +96,14 @@ class InBlockPrices:
         return found
 
     def price(self, message: InBlockMessage) -> tuple[float, float]:
-        """Seconds of a message, and the share of them by which overlapping compute slows."""
+        """(Seconds, slow-down of overlapping compute) of a message."""
         found = self._known.get(message)
         if found is None:
             found = self._known[message] = self.seconds(message), self.penalty(message)
         return found
 
     def penalty(self, message: InBlockMessage) -> float:
-        """Share of a message's seconds by which overlapping compute slows, whatever its bytes."""
+        """Slow-down of overlapping compute as a share of the message's seconds."""
         # Tensor messages and exchanges over several tiers have the device's penalty.
         own_tier = -1 if isinstance(message, TensorMessage) else message.tier
         return self._cluster.device.overlap_penalty if own_tier < 0 else tier_penalty(self._cluster, own_tier)
@@ -121,7 +121,7 @@ class InBlockPrices:
         return found
 
     def priced(self, moments: Iterable[Moment]) -> tuple[PricedMoment, ...]:
-        """The moments with the seconds of their messages."""
+        """Price the messages of the moments."""
         found = []
         for each in moments:
             found.append(PricedMoment(each.message_class, each.behind, self.parts(each.messages), each.times))
@@ -131,18 +131,18 @@ class InBlockPrices:
         return tuple(found)
 
     def tail_s(self, message: InBlockMessage) -> float:
-        """Seconds by which a message that is fused with its product ends later than the longer of the two."""
+        """Seconds by which a fused message outlasts the longer of message and product."""
         assert isinstance(message, TensorMessage), f"{message} is fused with no product"
         assert self._tensor is not None, f"{message} without a tensor axis"
         return self.price(message)[0] / self._tensor.line(message.axes).degree
 
     def parts(self, counted: Sequence[tuple[InBlockMessage, int]]) -> tuple[tuple[float, float], ...]:
-        """(Seconds, penalty) of messages that hide behind the same piece, in the order in which it hides them."""
+        """(Seconds, penalty) of messages behind the same piece, in the order in which it hides them."""
         if len(counted) == 1:
             message, count = counted[0]
             seconds, penalty = self.price(message)
             return ((count * seconds, penalty),)
-        # What a piece hides goes to the messages of the outermost tier first.
+        # A piece hides messages of the outermost tier first.
         found: list[tuple[float, float]] = []
         for message, count in outermost_first(counted):
             seconds, penalty = self.price(message)
@@ -178,7 +178,7 @@ def added_s(parts: Iterable[tuple[float, float]], behind: Compute | None, rooms:
 
 
 def rooms_of(forward_s: float, input_s: float, weight_s: float, rounds: Rounds = NO_ROUNDS) -> Rooms:
-    """Seconds of compute behind which messages of a block can hide, by piece."""
+    """Seconds of compute by piece that can hide messages of a block."""
     (first, first_back), (later, later_back) = rounds
     seconds = forward_s, input_s, weight_s, first, later, first_back, later_back
     return dict(zip(_PIECES, seconds, strict=True))
@@ -207,9 +207,9 @@ def inside_seconds(program: "Program", instruction: Instruction, message_class: 
 def attention_bytes(
     work: Work, ulysses: Sequence[int], ring: Sequence[int], wires: Sequence[WireFormat] = ()
 ) -> AttentionBytes:
-    """Bytes of the messages in a layer's attention; the degrees by tier multiply to the degrees of `work`.
+    """Message bytes of a layer's attention; the degrees by tier multiply to those of `work`.
 
-    `wires` are the formats of the tiers; without any, all have the compute dtype.
+    `wires` are the formats by tier, by default the compute dtype on all tiers.
     """
     head_bytes = work.layer.core.head_dim * FORMATS[work.compute].element_bytes
     queries, keys = head_bytes * work.attended_heads, head_bytes * 2 * work.attended_kv_heads
@@ -231,7 +231,7 @@ def attention_bytes(
 
 
 def tensor_message_seconds(cluster: Cluster, tensor: TensorTraffic, message: TensorMessage) -> dict[int, float]:
-    """Seconds of one message of the tensor axis by tier index."""
+    """Seconds of one tensor-axis message by tier index."""
     degrees, total = tensor.line(message.axes).degrees, dict[int, float]()
     for tier, num_bytes in tensor.sends(message):
         total[tier] = hop_s(cluster, tier, degrees[tier], num_bytes)
@@ -242,7 +242,7 @@ def tensor_message_seconds(cluster: Cluster, tensor: TensorTraffic, message: Ten
 
 
 def _coding_s(cluster: Cluster, tensor: TensorTraffic, message: TensorMessage) -> float:
-    # Single numbers per token travel unencoded.
+    # Single numbers per token are sent uncoded.
     if message.leg is Leg.NUMBERS:
         return 0.0
     hops = tensor.hops(message)

@@ -1,18 +1,18 @@
 """The tensors that a mixture of experts keeps for its backward: of its gate, its rows, and messages between ranks.
 
 Shape legend: T tokens that a rank routes, H hidden, k of E experts a token, N rows, I inner size of an expert, A tokens
-that a rank gets for its experts, D dims that a cosine gate projects to. Scores are in fp32 at least.
+that arrive at a rank for its experts, D dims that a cosine gate projects to. Scores are in fp32 at least.
 
 Where every rank holds all experts, A = T and N = T k whatever the choices: a skewed load takes longer, but no more
 memory. With e ranks that hold different experts, each cut over w ranks, a rank multiplies
 
     N = w T k load rows of inner size I/w, of A = w T D(e) load tokens (D(e): terrace.plan.expert_traffic)
+    in the worst case w e T min(k, E/e) rows of w e T tokens: all choices of all ranks fall on its experts
 
-    at worst w e T min(k, E/e) rows of w e T tokens: all choices of all ranks fall on its experts
-
-Tokens in chunks keep as much. Products are then of one piece of the tokens at a time, and messages of one chunk; all
-rows and results are counted as there, since chunks arrive before the products of another. Peaks are up to 16 % above
-the measured ones. A recomputed block keeps the choices (T, k) alone, in 4 bytes each (terrace.model.experts.gating).
+Chunking does not change the bytes kept. Products then run on one piece of the tokens at a time, and messages carry one
+chunk; all rows and results are counted at once, since chunks arrive before the products of earlier ones end. Peaks are
+up to 16 % above the measured ones. A recomputed block keeps only the choices (T, k), in 4 bytes each
+(terrace.model.experts.gating).
 """
 
 import math
@@ -30,12 +30,14 @@ from terrace.simulate.work import Work
 
 _INDEX_BYTES = 8
 _OTHERS = "other pieces"
-# (T, E) in 8 bytes that live at once, counted in the code: while noise is drawn, and while tokens are ranked.
+# Numbers of 8-byte (T, E) tensors alive at once, counted in the code: while noise is drawn, while tokens are ranked.
 _DRAWING, _RANKING = 6, 7
 
 
 def rows_of(work: Work, experts: ExpertsConfig) -> tuple[int, int]:
-    """(Tokens that a rank gets for its experts, rows that these multiply) in a micro-batch; none under a load of 0."""
+    """(Tokens that arrive at a rank for its experts, rows that the experts multiply) in a micro-batch; (0, 0) for
+    load 0.
+    """
     tokens, per_token, ranks = work.routed, experts.per_token, work.expert
     if not work.load:
         return 0, 0
@@ -50,20 +52,20 @@ def rows_of(work: Work, experts: ExpertsConfig) -> tuple[int, int]:
 
 
 def worst_load(work: Work, experts: ExpertsConfig) -> float:
-    """Rows of a rank's experts over their mean where all choices of all ranks fall on them."""
+    """Rows of a rank's experts over the mean if all choices of all ranks fall on them."""
     return work.expert * min(experts.per_token, experts.num_experts // work.expert) / experts.per_token
 
 
 def mixture_nodes(tape: BlockTape, mixture: Mixture) -> Iterator[Node]:
-    """The rule for a mixture."""
-    # The router is counted with all tokens, as the shared expert, where a recomputed block gathers them.
+    """Rule for a mixture."""
+    # Where a recomputed block gathers the tokens, router and shared expert are counted with all of them.
     source = yield from gathered(tape, mixture.source)
     weights = yield from _weights(tape, mixture, source)
     yield from _passed(tape, mixture, source, weights)
 
 
 def _weights(tape: BlockTape, mixture: Mixture, source: str) -> Generator[Node, None, str]:
-    """Router and gate; the name of the weights of the choices."""
+    """Router and gate. Returns the name of the weights of the choices."""
     experts, tokens, wide = mixture.experts, tape.work.routed, tape.wide
     num_scores, num_chosen = tokens * experts.num_experts, tokens * experts.num_choices
     scores, chosen, indexes = num_scores * wide, num_chosen * wide, num_scores * _INDEX_BYTES
@@ -80,7 +82,7 @@ def _weights(tape: BlockTape, mixture: Mixture, source: str) -> Generator[Node, 
     if experts.gate == "expert_choice":
         yield Node(("scores",), "chosen", ("not taken",), _RANKING * indexes)
     else:
-        # What chooses: with bias, without the groups dropped, and sorted.
+        # Copies of the scores: with bias, with dropped groups masked, and sorted.
         ranked = scores * (1 + experts.biased + (experts.num_groups > 1)) + indexes
         yield Node(("scores",), "chosen", ("experts",), ranked)
     weights = "chosen"
@@ -123,7 +125,7 @@ def _cosines(tape: BlockTape, mixture: Mixture, source: str) -> Iterator[Node]:
         **dict.fromkeys(("projected", "directions"), tokens * size * wide),  # (T, D)
         "norms": 2 * tokens * wide,
         "cosines": tape.sizes["logits"],  # (T, E)
-        # (E, D) with a length of 1, where they are narrower also in fp32; two norms (E), and the temperature.
+        # Unit rows (E, D), once more in fp32 if the dtype is narrower; two norms (E), and the temperature.
         "rows of experts": (copies * number * size + 2 * number + 1) * wide,
     }
     tape.fixed_bytes += tape.sizes["rows of experts"]
@@ -134,7 +136,7 @@ def _cosines(tape: BlockTape, mixture: Mixture, source: str) -> Iterator[Node]:
 
 
 def _router_product(tape: BlockTape, name: str, source: str, target: str, numel: int) -> Node:
-    """A product with a matrix of the router, which is kept in fp32 if it is narrower."""
+    """A product with a router matrix, which is kept in fp32 at least."""
     keeps, num_bytes = [source], numel * tape.wide
     if tape.wide > tape.item:
         keeps.append(tape.size(f"wide {name}", num_bytes))
@@ -143,7 +145,7 @@ def _router_product(tape: BlockTape, name: str, source: str, target: str, numel:
 
 
 class _Pieces(NamedTuple):
-    """Pieces of the tokens, one after the other, in which a rank multiplies its rows."""
+    """The pieces of tokens that a rank multiplies one at a time."""
 
     number: int
     in_forward: int  # messages each way
@@ -154,7 +156,7 @@ class _Pieces(NamedTuple):
 
     @classmethod
     def of(cls, tape: BlockTape, mixture: Mixture) -> "_Pieces":
-        """The pieces, whose tensors get their sizes."""
+        """Compute the pieces and register the sizes of their tensors."""
         work, num_choices, item, wide = tape.work, mixture.experts.num_choices, tape.item, tape.wide
         is_spread = work.expert * work.expert_rows > 1
         chunks = work.expert_chunks if is_spread else (1, 1)
@@ -166,19 +168,19 @@ class _Pieces(NamedTuple):
             "places": tokens * num_choices * _INDEX_BYTES,  # of choices among the rows, (A, k) in int64
             "weight of rows": tape.rows * wide,
             "rounded weight of rows": tape.rows * item,
-            # Of all pieces:
+            # For all pieces together:
             "tokens": arrived * width * item,  # (A, H)
             "their choices": arrived * num_choices * (wide + _INDEX_BYTES),  # experts and weights, (A, k)
             "way": arrived * _INDEX_BYTES,  # the order of tokens in messages
         }
-        # In fp32 at least, a choice of all tokens after the other.
+        # Sums are in fp32 at least, over one choice of all tokens at a time.
         wider = wide if wide > item else 0
         summing = tokens * width * wider + tape.rows * width // num_choices * (item + wider)
         return cls(number, *chunks, is_spread, tokens * width * item, summing)
 
 
 def _passed(tape: BlockTape, mixture: Mixture, source: str, weights: str) -> Iterator[Node]:
-    """Tokens through their experts, and through the shared expert."""
+    """Pass tokens through their experts and the shared expert."""
     target, pieces, shared = mixture.target.name, _Pieces.of(tape, mixture), ""
     output = tape.size("experts output", tape.sizes[target]) if mixture.shared else target
     # Tensors that variables hold to the end of the mixture.
@@ -201,9 +203,9 @@ def _passed(tape: BlockTape, mixture: Mixture, source: str, weights: str) -> Ite
 
 
 def _sent(tape: BlockTape, pieces: _Pieces, source: str) -> Node:
-    """Tokens to the ranks that hold their experts."""
+    """Dispatch of tokens to the ranks that hold their experts."""
     tokens, choices = tape.sizes["tokens"], tape.sizes["their choices"]
-    # Rows leave and arrive as bytes, and are put in order: what is sent, what arrives, and both together.
+    # Rows are sent and received as bytes and then reordered: the send buffer, the receive buffer, and a copy.
     adds, back = -(-(3 * tokens + choices) // pieces.in_forward), -(-3 * tokens // pieces.in_backward)
     return Node((source,), "tokens", ("their choices", "way"), adds, back)
 
@@ -211,7 +213,7 @@ def _sent(tape: BlockTape, pieces: _Pieces, source: str) -> Node:
 def _multiplied(
     tape: BlockTape, mixture: Mixture, pieces: _Pieces, source: str, weights: str, holds: tuple[str, ...]
 ) -> Generator[Node, None, str]:
-    """The rows of a piece through their experts; the name of the weights of rows."""
+    """The rows of a piece through their experts. Returns the name of the weights of rows."""
     *inner, down = mixture.each
     assert isinstance(down, Product), "the weight of a row multiplies the operand of a product"
     first, sizes, rows, product = len(tape.nodes), tape.sizes, inner[0].source, down.source
@@ -228,17 +230,17 @@ def _multiplied(
     weighed, operands = product._replace(name=f"weighed {product.name}"), (product.name, weight)
     yield Node(operands, tape.size(weighed.name, sizes[product.name]), operands, backward_adds=sizes[product.name])
     yield from tape.nodes_of(replace(down, reads=(weighed,), holds=(*holds, weight)))
-    # The other pieces keep as much.
+    # Each other piece keeps the same number of bytes.
     kept = {name for node in tape.nodes[first:] for name in node.keeps} - {_OTHERS}
     sizes[_OTHERS] = (pieces.number - 1) * sum(sizes[name] for name in kept)
     return weight
 
 
 def _collected(tape: BlockTape, mixture: Mixture, pieces: _Pieces, output: str) -> Iterator[Node]:
-    """The sum of the rows of each token, on the rank that routed it, in the place of `output`."""
+    """The sum of each token's rows, on the rank that routed it, written to `output`."""
     rows, places, tokens = mixture.each[-1].target.name, tape.sizes["places"], tape.sizes["tokens"]
     routed = tape.elements(mixture.source._replace(tokens=Tokens.ROUTED))
-    # Of whole tokens each tensor row has routed a part.
+    # Where tokens are whole, each tensor row has routed a share of them.
     part = "part of the tokens" if tape.stream_rows < tape.work.rows else output
     if pieces.is_spread:
         adds = pieces.summing if tape.wide > tape.item else pieces.summing + pieces.tokens
@@ -246,7 +248,7 @@ def _collected(tape: BlockTape, mixture: Mixture, pieces: _Pieces, output: str) 
         adds, back = -(-(2 * tokens + routed * tape.wide) // pieces.in_forward), -(-3 * tokens // pieces.in_backward)
         yield Node(("collected",), tape.size(part, routed * tape.item), (), adds, back)
     else:
-        # A variable holds the choices of experts that choose.
+        # Under expert choice, a variable holds the choices.
         adds = pieces.summing + tape.sizes["experts"] if mixture.experts.looks_ahead else tape.sizes[rows]
         yield Node((rows,), tape.size(part, tokens), (), adds, places)
     if part != output:
@@ -254,7 +256,7 @@ def _collected(tape: BlockTape, mixture: Mixture, pieces: _Pieces, output: str) 
 
 
 def _shared(tape: BlockTape, mixture: Mixture, source: str, output: str) -> Generator[Node, None, str]:
-    """The shared expert; the name of its result, which is added to `output`."""
+    """The shared expert. Returns the name of its result, which is added to `output`."""
     for operation in mixture.shared:
         yield from tape.nodes_of(operation)
     result = tape.size(mixture.shared[-1].target.name, tape.sizes[output])

@@ -1,16 +1,16 @@
-"""The tensors that an operation of a block keeps for its backward, and the memory that it takes: a rule for each type.
+"""The tensors that an operation of a block keeps for its backward, and its working memory: one rule per type.
 
-Kernels keep different tensors, so rules ask for the backend:
+Kernels keep different tensors, so rules depend on the backend:
 
 - Norm: its input, and a mean and a root per token. An rms norm on a CPU is several operations, which keep the input in
-  fp32 and once more normalised.
+  fp32 and its normalised copy.
 - Product: its input, once for all products that read it. Sequence parallelism gathers the input for the product and
-  again for the backward, so that the part of the rank is kept. With products in 8 bits the codes of the input are kept,
-  unless the input comes again for the backward.
+  again for the backward, so only the rank's shard is kept. With products in 8 bits the codes of the input are kept,
+  unless the input is gathered or computed again for the backward.
 - Activation: its operand, and act(gate) and up where it multiplies two.
 - Core: q, k, v, its output and one log-sum per token and head. Plain products keep q, k, v and the softmax in fp32, and
   a copy of the output with the heads merged. Documents and windows are in terrace.simulate.masks.
-- Loss: its input alone, since it computes logits in chunks of tokens during its backward (terrace.runtime.head).
+- Loss: only its input, since it computes logits in chunks of tokens during its backward (terrace.runtime.head).
   Several tensor ranks keep the whole input, a few numbers per token, and the logits of a small vocabulary.
 
 RoPE, scales and sums keep nothing. The tables of RoPE are shared by all layers and are not counted here. Mixtures are
@@ -54,9 +54,9 @@ _LOSS_BYTES = 4  # a sum in fp32
 
 
 def gathered(tape: BlockTape, source: Tensor) -> Generator[Node, None, str]:
-    """The name of a tensor of the stream where every token is read.
+    """Name of a residual-stream tensor with all tokens.
 
-    A block that is recomputed for its backward gathers the tokens once, and has them until it has run.
+    A block that is recomputed in its backward gathers the tokens once and holds them until it has run.
     """
     whole, name = tape.whole_bytes(source), f"whole {source.name}"
     if not whole or tape.work.recompute != "full":
@@ -76,11 +76,11 @@ def _norm(tape: BlockTape, norm: Norm) -> Iterator[Node]:
     source, numel, width = norm.source.name, tape.elements(norm.target), tape.width(norm.over)
     num_rows, wide, backward_adds = numel // width, tape.wide, 0
     is_layer, on_cpu = norm.kind == "layer", tape.backend == "cpu"
-    # A root, and of a layer norm a mean; on a CPU torch keeps those of a layer norm in the dtype of the input.
+    # A root, and for a layer norm a mean; on a CPU torch keeps both in the dtype of the input for a layer norm.
     numbers = 2 * (tape.item if on_cpu else wide) if is_layer else wide
     keeps = [source, tape.size(f"statistics of {norm.name}", num_rows * numbers)]
     if on_cpu and not is_layer:
-        # A chain of operations, each of which keeps its own operand.
+        # A chain of operations, each of which keeps its operand.
         if wide > tape.item:
             keeps[0] = tape.size(f"widened by {norm.name}", numel * wide)
         keeps.append(tape.size(f"normalised by {norm.name}", numel * wide))
@@ -91,9 +91,8 @@ def _norm(tape: BlockTape, norm: Norm) -> Iterator[Node]:
 
 
 def product_node(tape: BlockTape, source: str, target: str, weight_numel: int, whole: int = 0) -> Node:
-    """A product of `source`, which it keeps; `whole` are bytes that are gathered before it, or summed after it."""
-    # With the weight's gradient live the re-gathered input and the gradient of the region's output, which the
-    # weights wait for.
+    """A product that keeps its `source`; `whole` are the bytes gathered before it or summed after it."""
+    # The re-gathered input and the gradient of the region's output are alive together with the weight gradient.
     backward_adds = converted_bytes(weight_numel, tape.item, tape.wide, tape.backend) + 2 * whole
     return Node((source,), target, (source,), whole, backward_adds, weighs=True)
 
@@ -122,7 +121,7 @@ def _product(tape: BlockTape, product: Product) -> Iterator[Node]:
 def _plain_product(tape: BlockTape, product: PlainProduct) -> Iterator[Node]:
     (inputs, outputs), target = (each.features.numel for each in (product.source, product.target)), product.target.name
     if target == OUTPUT:
-        # As large as the block's input, whatever the product writes.
+        # Counted as large as the block's input, whatever the product writes.
         tape.size(OUTPUT, tape.sizes[INPUT])
         numel = inputs * outputs // tape.work.tensor
     else:
@@ -159,7 +158,7 @@ def _activation(tape: BlockTape, activation: Activation) -> Iterator[Node]:
         # peak is never too low.
         active = source
     else:
-        # relu's gradient needs its result alone, which the next operation keeps anyway.
+        # relu's gradient only needs its result, which the next operation keeps anyway.
         yield Node((source,), active, (active if is_relu else source,))
     if up:
         yield Node((active, *up), target, (active, *up))
@@ -192,12 +191,12 @@ def _core(tape: BlockTape, core: Core) -> Iterator[Node]:
 
 
 def _plain_core(tape: BlockTape, core: Core, reads: tuple[str, ...], written: str, in_pieces: bool) -> Node:
-    """Attention by plain products, in fp32 at least and with scaled queries and keys.
+    """Attention by plain products, in fp32 at least, with scaled queries and keys.
 
-    Where no kernel caps scores, capped scores are kept twice: as they are, and as weights after the softmax.
+    Capped scores are kept twice where no kernel caps them: before and after the softmax.
     """
     sequence, capped, wide = tape.work.sequence, core.cap > 0, tape.wide
-    # torch repeats keys for every query head; our form for a CPU, and for a cap, does not.
+    # torch repeats keys for every query head; our implementation for CPUs and caps does not.
     own_form = tape.backend == "cpu" or capped
     query, key, _ = (tape.elements(each) for each in core.reads)
     keyed, keys = key if own_form else query, min(sequence, CPU_PLAIN_SEQUENCE) if in_pieces else sequence
@@ -211,15 +210,15 @@ def _plain_core(tape: BlockTape, core: Core, reads: tuple[str, ...], written: st
     sizes |= ({} if is_own else {"wide value": keyed * wide}) | ({"capped scores": scores} if capped else {})
     tape.sizes |= sizes
     keeps = (*sizes, reads[2]) if is_own else tuple(sizes)
-    # torch adds a mask to the scores; our form has it in the product.
+    # torch adds a mask to the scores; our implementation folds it into the product.
     return Node(reads, written, keeps, scores if own_form else 2 * scores, 2 * scores)
 
 
 def _spread_core(tape: BlockTape, core: Core) -> Node:
-    """Attention over context ranks (terrace.runtime.context); it keeps its operands and output where it runs.
+    """Attention over context ranks (terrace.runtime.context), which keeps its operands and output.
 
     Under Ulysses these are separate tensors, built from the all-to-all messages. A ring holds the keys of two
-    rounds and one message of keys, in the backward with their gradients. `balance = "cost"` is counted at its upper
+    rounds and one message of keys, plus their gradients in the backward. `balance = "cost"` is counted at its upper
     bound: all of `most_attended` arrives in messages, and a row's partial results are summed in fp32 at least, next
     to one result.
     """
@@ -227,13 +226,13 @@ def _spread_core(tape: BlockTape, core: Core) -> Node:
     row = work.most_attended * core.head_dim * item  # of a head
     query, keys = row * work.attended_heads, 2 * row * work.attended_kv_heads
     log_sums = tape.sizes["log-sums"] = work.most_attended * work.attended_heads * wide
-    # Keys received, sent and of the round itself; in the backward also gradients of the round, received and sent.
+    # Keys being received, sent and used in the round; in the backward also gradients computed, received and sent.
     rounds = 0 if work.places == 1 else 2 if work.places == 2 else 3
     forward_adds, backward_adds = rounds * keys, log_sums
     if rounds:
         backward_adds = 4 * keys if work.places == 2 else 5 * keys + log_sums
-        # Keys are decoded as they are taken. Their codes are made, joined and sent, while others arrive; in the
-        # backward of a longer ring they take no more than what arrives decoded otherwise.
+        # Keys are decoded when they are read. Codes are encoded, concatenated and sent while others arrive; in the
+        # backward of a longer ring they take no more than uncoded keys would.
         codes = math.ceil(work.codes * keys)
         forward_adds += codes if work.places == 2 else 3 * codes
         backward_adds += codes if work.places == 2 else 0
@@ -256,9 +255,9 @@ def _spread_core(tape: BlockTape, core: Core) -> Node:
 
 
 def _look_up(tape: BlockTape, look_up: LookUp) -> Iterator[Node]:
-    """Looked-up rows plus learned positions; the tokens belong to the batch."""
+    """Embedding lookup plus learned positions; token ids are counted with the batch."""
     work, hidden, output = tape.work, look_up.target.features, look_up.target.name
-    # Words are cut over all tensor ranks: each has rows of the whole hidden size to sum up.
+    # The vocabulary is cut over all tensor ranks, and each sums rows of the full hidden size.
     whole = work.tokens * hidden.numel * tape.item if work.stream_cut > 1 else 0
     matrix = _rows_added(tape, tape.units(Dim("vocab", look_up.vocabulary)), hidden.numel)
     is_scaled = look_up.factor != 1.0
@@ -273,10 +272,10 @@ def _look_up(tape: BlockTape, look_up: LookUp) -> Iterator[Node]:
 
 
 def _rows_added(tape: BlockTape, words: int, hidden: int) -> int:
-    """Bytes beside the gradient of a look-up in a matrix of (words, hidden).
+    """Bytes of an embedding's backward besides the gradient buffer, for a (words, hidden) matrix.
 
-    On CUDA it is autograd's, and as large as the matrix. On a CPU the rows of the tokens are added where gradients
-    are kept (terrace.runtime.weight_records); narrow ones are widened, and summed once a word.
+    On CUDA autograd's gradient is as large as the matrix. On a CPU the rows of the tokens are added directly into the
+    accumulated gradient (terrace.runtime.weight_records); narrow rows are widened, and summed per word.
     """
     if tape.backend == "cuda":
         return words * hidden * tape.item
@@ -288,7 +287,7 @@ def _loss(tape: BlockTape, loss: Loss) -> Iterator[Node]:
     """Logits and the cross-entropy, which computes in fp32 at least."""
     work, source, output = tape.work, loss.source, tape.size(loss.target.name, _LOSS_BYTES)
     vocab, hidden = tape.units(Dim("vocab", loss.vocabulary)), source.features.numel
-    # A rank alone runs the whole block in its backward, where a kernel may write over the logits.
+    # Without tensor parallelism the whole block runs in its backward, where a kernel may overwrite the logits.
     tape.runs_at_once = work.tensor == 1
     in_place = tape.runs_at_once and "loss" in work.served
     adds = chunk_bytes(work.tokens, vocab, hidden, tape.item, tape.wide, tape.backend, loss.cap > 0, in_place)
@@ -298,10 +297,10 @@ def _loss(tape: BlockTape, loss: Loss) -> Iterator[Node]:
         yield Node((source.name,), output, (source.name,), adds, adds)
         return
     read = yield from _with_all_features(tape, source)
-    # The label's place, whether it is here, whether it counts; the log-sum.
+    # Per token: the label's index, whether it is on this rank, whether it counts, and the log-sum.
     statistics = tape.size("statistics of tokens", work.tokens * (_TOKEN_BYTES + 2 + tape.wide))
     keeps: tuple[str, ...] = (read, statistics)
-    # If one chunk holds all tokens, its logits are kept for the backward; otherwise they are computed again.
+    # If one chunk holds all tokens, its logits are kept for the backward; otherwise they are recomputed.
     if work.tokens <= chunk_rows(vocab, tape.backend):
         tape.logits_bytes = work.tokens * vocab * tape.item
         keeps = (*keeps, tape.size("logits", tape.logits_bytes))
@@ -315,7 +314,7 @@ def _score(tape: BlockTape, score: Score) -> Iterator[Node]:
 
 
 def _with_all_features(tape: BlockTape, source: Tensor) -> Generator[Node, None, str]:
-    """The name of the head's input where it is read, gathered where tensor ranks share its tokens or features."""
+    """Name of the head's input, gathered where tensor ranks share its tokens or features."""
     if tape.work.stream_cut == 1:
         return source.name
     whole = tape.size(f"whole {source.name}", tape.work.tokens * source.features.numel * tape.item)

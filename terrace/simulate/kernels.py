@@ -1,16 +1,16 @@
 """Seconds of one kernel: a matrix product, an attention core, a pass over memory.
 
-A product of (m, k) and (k, n) is a roofline with the shape in it:
+A product of (m, k) and (k, n) is a roofline that depends on the shape:
 
     seconds = max( 2 m k n / (peak * eps * pace), bytes / (bandwidth * stream) ) + launch
     eps     = gemm * max over tiles( share * tile_fill * wave_fill ) * k / (k + half_depth)
 
-`tile_fill` is the part of the tiles that the result covers, `wave_fill` the part of the last wave of tiles that has
-work. The depth term is a fixed time for each wave of tiles, in which a tile's pipeline is filled and its result is
-written: a wave takes as long as k + half_depth steps. The constants are `Kernels` of the device; with their defaults
-this is the plain roofline. In fp8 `gemm_fp8` stands for `gemm`, and the fixed time is as long: as many more steps as
-the peak is higher. `pace` is the clock of the cluster's slowest device over the mean: products and attention follow the
-clock, passes over memory do not. Not modelled: caches, split of the inner dimension among cores.
+`tile_fill` is the share of the tiles that the result covers, `wave_fill` the share of the last wave of tiles that has
+work. The depth term is a fixed cost per wave, to fill a tile's pipeline and write its result: a wave takes as long as
+k + half_depth steps. The constants are `Kernels` of the device; with their defaults this is the plain roofline. In fp8
+`gemm_fp8` replaces `gemm`; the fixed cost takes the same seconds, so `half_depth` grows with the peak. `pace` is the
+clock of the cluster's slowest device over the mean: products and attention scale with the clock, passes over memory do
+not. Not modelled: caches, split-k.
 """
 
 import math
@@ -28,7 +28,7 @@ _FLEX = (0.90, 0.85)
 
 
 def peak_flops_per_s(device: Device, dtype: str) -> float:
-    """The device's dense peak for `dtype`; raises `ClusterError` when it states none."""
+    """The device's dense peak for `dtype`. Raises `ClusterError` if it states none."""
     peak = device.peak_flops_per_s.get(dtype)
     if peak is None:
         known = did_you_mean(dtype, device.peak_flops_per_s)
@@ -51,9 +51,9 @@ def gemm_share(device: Device, m: int, k: int, n: int, batch: int = 1) -> float:
 
 
 def fp8_share(device: Device, m: int, k: int, n: int) -> float:
-    """`gemm_share` of a product of 8-bit floats, of their peak.
+    """`gemm_share` of a product of 8-bit floats, relative to their peak.
 
-    What a wave takes beyond its steps is as long as in bf16, so it is more of the faster steps.
+    The fixed seconds of a wave are those of bf16, so they are more steps at the higher peak.
     """
     faster = peak_flops_per_s(device, "fp8") / device.peak_flops_per_s.get("bf16", math.inf)
     half_depth = device.kernels.gemm_half_depth * max(1.0, faster)
@@ -89,14 +89,14 @@ def attention_s(
     kernel: AttentionKernel = "sdpa",
     capped: bool = False,
 ) -> tuple[float, float]:
-    """(forward, backward) seconds of softmax(Q K^T) V for (batch, heads, queries x keys) scores.
+    """(Forward, backward) seconds of softmax(Q K^T) V for (batch, heads, queries x keys) scores.
 
     A flash kernel counts 4 b a q k d FLOPs forward, half of them when `causal`, and 2.5 times as many backward, each at
     the share of the peak of its `kernel`; its traffic is neglected (Dao 2307.08691, section 2). Without it there are
     two batched products forward and four backward over the full square, and the scores pass through memory: with bf16,
     4 bytes a score forward and 6 backward for the fused scale, mask and softmax (Korthikanti et al. 2205.05198, section
-    4.1, lists the stored tensors); `capped` scores pass once more, in fp32 at least, read and written. FlexAttention's
-    cap is not priced: it is applied in registers.
+    4.1, lists the stored tensors). Without a fused cap, `capped` adds a read and a write of the scores in fp32 at
+    least, forward and backward. FlexAttention's cap is not priced: it is applied in registers.
     """
     pairs = batch * heads
     if flash:
@@ -135,6 +135,6 @@ def memory_s(device: Device, num_bytes: float, num_kernels: int = 1) -> float:
 
 
 def stream_s(device: Device, num_bytes: float, num_kernels: int = 1) -> float:
-    """Same as `memory_s`, for kernels that only read, add and write long rows, which may be faster."""
+    """`memory_s` for kernels that only read, add and write long rows, which may be faster."""
     share = device.kernels.stream or device.kernels.memory
     return num_bytes / (device.memory_bandwidth_bytes_per_s * share) + num_kernels * device.kernels.launch_s

@@ -1,12 +1,12 @@
-"""Seconds of a block on a micro-batch, its FLOPs, and the seconds of an optimizer step.
+"""Seconds of a block on a micro-batch, and seconds of an optimizer step.
 
-A block is priced operation by operation, kernel by kernel (`terrace.simulate.kernels`): its matrix products, those of a
-group as one; its attention core, summed over the rounds of a ring and with the heads of a Ulysses rank; the passes over
-memory between them (terrace.simulate.passes); and what a rule by type adds. Widths are those of a rank (`Work.width`):
-tensor rows cut heads and the inner size of the MLP, columns the residual stream. With `work.products` the products of a
-layer are those of terrace.simulate.scaled. A layer with a mixture of experts has the shared expert for its MLP, or
-none, and the mixture on top (`terrace.simulate.mixture`). A block that declares its parameters alone is a chain of
-matrix products: all its matrices, in order, each shared evenly by tensor ranks. Messages are priced in
+A block is priced operation by operation, kernel by kernel (`terrace.simulate.kernels`): its matrix products, with those
+of a group merged; its attention core, summed over the rounds of a ring and with the heads of a Ulysses rank; the passes
+over memory between them (terrace.simulate.passes); and what a rule by type adds. Widths are those of a rank
+(`Work.width`): tensor rows cut heads and the inner size of the MLP, columns the residual stream. With `work.products`
+the products of a layer are priced by terrace.simulate.scaled. In a layer with a mixture of experts the shared expert,
+if any, replaces the MLP, and the mixture is added (`terrace.simulate.mixture`). A block that only declares its
+parameters is priced as the chain of all its matrix products, each shared evenly by tensor ranks. Messages are priced in
 `terrace.simulate.inside`.
 """
 
@@ -54,10 +54,10 @@ if TYPE_CHECKING:
 LOGIT_BYTES = 26
 # Adam in mixed precision: moments, master copy and gradient read and written, norm and clipping included.
 _OPTIMIZER_BYTES = 44
-# What rounding adds for each element of a state, in bytes that its operations read and write: random bits, 64 for four
-# elements, and their addition; codes looked up, scales, and the search of the nearest point. The step itself then works
-# on fp32 copies, 8 bytes. On a CPU all of it stays in a cache, where it takes about half as long (measured on one core:
-# 4 ns an element for two states in bf16, 21 in 8 bits, 2 for parameters in bf16).
+# Bytes per element of a state that rounding reads and writes: random bits (64 for four elements) and their addition;
+# for codes also lookup, scales, and the search of the nearest point. The step then works on fp32 copies, 8 bytes. On a
+# CPU all of it stays in a cache, where it takes about half as long (measured on one core: 4 ns an element for two
+# states in bf16, 21 in 8 bits, 2 for parameters in bf16).
 _ROUNDING_BYTES = 110
 _BLOCK_CODE_BYTES = 175
 _IN_CACHE = 0.5
@@ -65,10 +65,10 @@ _IN_CACHE = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSeconds:
-    """Seconds of one block on one micro-batch; a backward is its two parts, and `again_s` when it recomputes.
+    """Seconds of one block on one micro-batch; `again_s` is recomputation.
 
-    `input_s` computes the gradient of the input, which the block before waits for; `weight_s` the gradient of the
-    weights, which only the reduction waits for.
+    `input_s` is the gradient of the input, which the previous block waits for; `weight_s` the gradient of the weights,
+    which only the reduction waits for.
     """
 
     forward_s: float
@@ -82,7 +82,7 @@ class BlockSeconds:
         return self.input_s + self.weight_s + self.again_s
 
     def longer(self, forward_s: float, input_s: float, weight_s: float) -> "BlockSeconds":
-        """The seconds of a block whose parts take that much longer, or shorter."""
+        """Add seconds, possibly negative, to each part."""
         return replace(
             self,
             forward_s=self.forward_s + forward_s,
@@ -94,7 +94,7 @@ class BlockSeconds:
 def seconds_of(
     device: Device, work: Work, block: "BlockSpec", *, accumulate: bool = False, divided: Divided | None = None
 ) -> BlockSeconds:
-    """Seconds of a block on a micro-batch; `accumulate` as in `block_seconds`, `divided` if its experts are."""
+    """Seconds of a block on a micro-batch; `accumulate` and `divided` as in `block_seconds`."""
     if not block.declared.each:
         return block_seconds(device, replace(work, layer=block.operations), accumulate=accumulate)
     return block_seconds(device, work_in(work, block, device.backend), accumulate=accumulate, divided=divided)
@@ -105,8 +105,8 @@ def block_seconds(
 ) -> BlockSeconds:
     """Seconds of `work.layer` on a micro-batch.
 
-    `accumulate`: the weight gradient is added to an existing one, which reads and writes it once more. `divided` are
-    the changes where several ranks hold its experts. Raises `ClusterError` for a dtype without a peak.
+    `accumulate`: the weight gradient is added to an existing one, which costs another read and write. `divided`: the
+    corrections where its experts are on several ranks. Raises `ClusterError` for a dtype without a peak.
     """
     return _block_seconds(device, work, accumulate, divided)
 
@@ -119,7 +119,7 @@ def _block_seconds(device: Device, work: Work, accumulate: bool, divided: Divide
         forward_s, input_s, weight_s = _sum((forward_s, input_s, weight_s), divided[:3])
     seconds = BlockSeconds(forward_s=forward_s, input_s=input_s, weight_s=weight_s)
     if layer.core.heads:
-        # A small layer takes as long as the host needs to launch its kernels.
+        # A small layer is bound by kernel launches on the host.
         seconds = _host_bound(seconds, device.kernels.host_layer_s * _launches(work, divided))
     if work.recompute != "full":
         return replace(seconds, again_s=operation_seconds(device, work, work.operations))
@@ -129,7 +129,7 @@ def _block_seconds(device: Device, work: Work, accumulate: bool, divided: Divide
 
 
 def _folded(device: Device, work: Work, accumulate: bool) -> Seconds:
-    """Seconds of all operations of `work.layer`, one after the other."""
+    """Seconds of all operations of `work.layer` in sequence."""
     found = _products_seconds(device, work, accumulate)
     for operation in work.layer.passed:
         found = _sum(found, _RULES[type(operation)](device, work, operation, accumulate))
@@ -141,21 +141,21 @@ def _sum(one: Seconds, other: Seconds) -> Seconds:
 
 
 def shared_seconds(device: Device, work: Work, accumulate: bool) -> Seconds:
-    """Seconds of the shared expert of a mixture, an MLP that every token passes, and of its gate."""
+    """Seconds of a mixture's shared expert (an MLP over all tokens) and its gate."""
     mixture = work.layer.mixture
     own = _folded(device, replace(work, layer=Operations(mixture.shared)), accumulate)
     return _sum(own, gate_seconds(device, work, mixture, accumulate))
 
 
 def _host_bound(seconds: BlockSeconds, host_s: float) -> BlockSeconds:
-    # The bound holds for the backward as a whole, so both parts stretch alike.
+    # The bound is on the whole backward, so both parts are scaled equally.
     slower = max(1.0, host_s / (seconds.input_s + seconds.weight_s))
     forward_s = max(seconds.forward_s, host_s)
     return BlockSeconds(forward_s=forward_s, input_s=seconds.input_s * slower, weight_s=seconds.weight_s * slower)
 
 
 def _launches(work: Work, divided: Divided | None) -> float:
-    """Kernels that the host launches for a layer, over those of a dense layer without quantisations."""
+    """Kernel launches of a layer relative to a dense layer without quantisation."""
     found = 1.0
     if work.products is not None:
         found = scaled_launches(matrices_of(work), LAYER_OPERATORS, work.products, work.codes_of_weights)
@@ -165,7 +165,7 @@ def _launches(work: Work, divided: Divided | None) -> float:
 
 
 def layer_products(work: Work) -> tuple[tuple[int, int, int], ...]:
-    """(Tokens, inputs, outputs) of the products of `work.layer` on a rank; those of a group are one."""
+    """(Tokens, inputs, outputs) of the products of `work.layer` on a rank; a group is one product."""
     return tuple(
         (
             work.tokens_of(group[0].source.tokens),
@@ -177,7 +177,7 @@ def layer_products(work: Work) -> tuple[tuple[int, int, int], ...]:
 
 
 def matrices_of(work: Work) -> list[Matrices]:
-    """The products of `work.layer` on a rank, those of a group as one."""
+    """The products of `work.layer` on a rank; a group is one entry."""
     # Inputs that are gathered, or computed, again for the backward (terrace.runtime.returning).
     gathered = work.sequence_parallel and work.rows > 1 and work.recompute != "full"
     again = {operation.target.name for name in work.operations for operation in operations_named(work.layer, name)}
@@ -205,14 +205,14 @@ def _products_seconds(device: Device, work: Work, accumulate: bool) -> Seconds:
         found = scaled_seconds(
             device, matrices_of(work), work.compute, work.products, coded, accumulate=accumulate, again=again
         )
-    # Later micro-batches add their weight gradients to the ones of the first.
+    # Later micro-batches accumulate their weight gradients.
     weights = sum(k * n for _, k, n in products)
     return _sum(found, (0.0, 0.0, _accumulation_s(device, work, weights, len(products), accumulate)))
 
 
 @lru_cache(maxsize=65536)
 def _gemms_seconds(device: Device, products: tuple[tuple[int, int, int], ...], dtype: str) -> Seconds:
-    """Seconds of products and of both their gradients; the same for all context forms of as many tokens."""
+    """Seconds of products and both their gradients; independent of how context ranks split the tokens."""
     forward_s = sum(gemm_s(device, m, k, n, 1, dtype) for m, k, n in products)
     input_s = sum(gemm_s(device, m, n, k, 1, dtype) for m, k, n in products)
     weight_s = sum(gemm_s(device, k, m, n, 1, dtype) for m, k, n in products)
@@ -226,13 +226,14 @@ def _accumulation_s(device: Device, work: Work, num_weights: int, num_kernels: i
 
 @lru_cache(maxsize=65536)
 def core_rounds(device: Device, work: Work) -> tuple[tuple[float, float], tuple[float, float]]:
-    """(forward, backward) seconds of a layer's attention: of the first round of a ring, and of every later one.
+    """(Forward, backward) seconds of a layer's attention: for the first round of a ring, and for every later one.
 
     Rows are assumed to hold one document each. Without a window every round has the same number of products, because a
     ring rank holds one early and one late chunk: the first round computes a causal square over both, later rounds half
     of the full square. From the second round on, results are added to earlier ones: outputs in the forward, gradients
-    of queries and keys in the backward. With a window nearly all work is in the first rounds, so all products are
-    counted in the first one, and later rounds have none for messages to hide behind.
+    of queries and keys in the backward. With a window nearly all products are in the first rounds, so all are counted
+    in
+    the first one, and later rounds hide no messages.
     """
     core = work.layer.core
     if not core.heads:
@@ -266,7 +267,7 @@ def core_rounds(device: Device, work: Work) -> tuple[tuple[float, float], tuple[
 
 @lru_cache(maxsize=65536)
 def operation_seconds(device: Device, work: Work, operations: tuple[str, ...]) -> float:
-    """Seconds of a layer's operations (terrace.plan.recompute) when a backward runs them again, as in a forward.
+    """Seconds to recompute a layer's operations (terrace.plan.recompute) in its backward.
 
     Attention is its core; the activation of an MLP and the norms are passes over memory.
     """
@@ -314,7 +315,7 @@ def _loss(device: Device, work: Work, loss: Loss, accumulate: bool) -> Seconds:
 
 
 def _score(device: Device, work: Work, score: Score, accumulate: bool) -> Seconds:
-    # A product with one output reads the whole stream and little else.
+    # A product with one output is bound by reading the residual stream.
     hidden = score.source.features.numel
     stream = FORMATS[work.compute].element_bytes * work.tokens * hidden
     more_s = _accumulation_s(device, work, hidden, 1, accumulate)
@@ -329,7 +330,7 @@ def _elsewhere(device: Device, work: Work, operation: Operation, accumulate: boo
     return 0.0, 0.0, 0.0
 
 
-# Beside the products of a layer, which run in groups, and passes over memory.
+# Costs by type, besides products (priced in groups) and passes over memory.
 _RULES: Mapping[type[Operation], Callable[[Device, Work, Any, bool], Seconds]] = {
     **dict.fromkeys((Enter, Product, Norm, Rotary, Join, Scale, Activation, Sum), _elsewhere),
     Core: _core,
@@ -346,14 +347,13 @@ def optimizer_s(device: Device, num_params_shard: float, rounding_bytes: float =
     """Seconds of an Adam step on a shard of `num_params_shard` parameters.
 
     44 bytes a parameter (fp32 master and moments with 16-bit parameters, norm and clipping included), the
-    `rounding_bytes` of states that are stored otherwise, and the device's constant for all costs that do not grow with
-    the shard.
+    `rounding_bytes` of states in other formats, and the device's constant.
     """
     return stream_s(device, (_OPTIMIZER_BYTES + rounding_bytes) * num_params_shard) + device.kernels.optimizer_s
 
 
 def rounding_bytes(device: Device, master: str, states: str | None) -> float:
-    """Bytes a parameter that an Adam step reads and writes beyond those of fp32 master and moments.
+    """Bytes per parameter that an Adam step reads and writes beyond those of fp32 master and moments.
 
     `master` and `states` are as in a plan. Fewer bytes of state are read, but they are decoded and rounded again.
     """
@@ -366,7 +366,7 @@ def rounding_bytes(device: Device, master: str, states: str | None) -> float:
 
 
 def at_once(logits: BlockSeconds) -> BlockSeconds:
-    """Seconds of logits whose loss is computed in chunks: forward and backward both run in the backward.
+    """Seconds of logits with a chunked loss, whose forward and backward both run in the backward.
 
     The runtime does this where no tensor ranks share the vocabulary (terrace.runtime.head).
     """

@@ -1,14 +1,14 @@
-"""Seconds of a message on the tiers of a cluster: an alpha-beta model, tier after tier.
+"""Seconds of a message on the tiers of a cluster: an alpha-beta model per tier.
 
-A collective takes the seconds of its hops, one tier after the other, as the runtime sends it (terrace.plan.hops). Among
-g members of a tier whose rate for one rank is b, a hop that gathers or reduces S bytes takes
+A collective costs the sum of its hops, one tier after the other, as the runtime sends it (terrace.plan.hops). Among g
+members of a tier whose rate for one rank is b, a hop that gathers or reduces S bytes takes
 
-(g - 1) latency + (g - 1)/g S / b(S)
+    (g - 1) latency + (g - 1)/g S / b(S)
 
-along a ring, or those of a tree where they are fewer (`Tier.tree`), as a library chooses by size and width.
+along a ring, or the seconds of a tree if less (`Tier.tree`), as a library chooses by size and width.
 
 A tier's bandwidth is the share of each device when all devices use the tier at the same time, on links of their own or
-(`shared`) on one link for all ranks inside a member. Several groups that each bring one rank per node, such as the
+(`shared`) on one link for all ranks inside a member. Several groups with one rank per node each, such as the
 data-parallel groups of different tensor ranks, therefore do not slow each other further.
 """
 
@@ -28,7 +28,7 @@ def rate_bytes_per_s(cluster: Cluster, tier: int, num_bytes: float, *, degree: i
 
 
 def wired(here: Tier, degree: int) -> float:
-    """Share of a tier's bandwidth for `degree` members (0: all) by their wires: only links among them are of use."""
+    """Share of a tier's bandwidth that `degree` members (0: all) can use: only the links among them count."""
     if here.by_degree:
         return here.by_degree[min(degree or here.size, len(here.by_degree) + 1) - 2] if degree != 1 else 1.0
     # Devices wired in pairs share their bandwidth among size - 1 links.
@@ -38,9 +38,9 @@ def wired(here: Tier, degree: int) -> float:
 
 
 def hop_s(cluster: Cluster, tier: int, degree: int, num_bytes: float) -> float:
-    """Seconds in which each of `degree` members of a tier sends `num_bytes` to the others together.
+    """Seconds of a hop in which each of `degree` members of a tier sends `num_bytes` in total to the others.
 
-    (degree - 1) latency + bytes / rate, at the rate of a message as large as all their parts, or a tree's if less.
+    (degree - 1) latency + bytes / rate, at the rate of the whole message, or the seconds of a tree if less.
     """
     # The rate depends on the whole message, of which a rank sends all parts but one.
     whole = num_bytes * degree / (degree - 1) if degree > 1 else num_bytes
@@ -53,10 +53,11 @@ def hop_s(cluster: Cluster, tier: int, degree: int, num_bytes: float) -> float:
 
 
 def exchange_tiers(cluster: Cluster, degrees: Group, sends: Iterable[tuple[int, int]]) -> dict[int, float]:
-    """Seconds, by tier index, of an exchange in which each rank sends `sends`, pairs of (tier, bytes).
+    """Seconds by tier index of an exchange in which each rank sends `sends`, pairs of (tier, bytes).
 
-    Messages to all peers start together, so a tier's latency counts once; tiers follow each other. The launch counts on
-    the first tier.
+    Messages to all peers start together, so a tier's latency counts once; tiers follow each other. The launch is
+    charged
+    to the first tier.
     """
     found: dict[int, float] = {}
     launch_s = cluster.device.kernels.launch_s
@@ -70,13 +71,13 @@ def exchange_tiers(cluster: Cluster, degrees: Group, sends: Iterable[tuple[int, 
 
 def tier_penalty(cluster: Cluster, tier: int) -> float:
     """Slow-down of compute while a message is on a tier, as a share of the message's time."""
-    # A tier without a penalty of its own has the device's.
+    # A tier without a penalty uses the device's.
     own = cluster.tiers[tier].overlap_penalty
     return cluster.device.overlap_penalty if own is None else own
 
 
 def send_s(cluster: Cluster, tier: int, num_bytes: float) -> float:
-    """Seconds of a message of `num_bytes` from one rank to another across tier `tier`."""
+    """Seconds of a point-to-point message of `num_bytes` across a tier."""
     if not num_bytes:
         return 0.0
     here = cluster.tiers[tier]
@@ -91,7 +92,7 @@ def coding_s(cluster: Cluster, num_bytes: float) -> float:
 
 
 def latency_and_rate(small_bytes: float, small_s: float, large_bytes: float, large_s: float) -> tuple[float, float]:
-    """(latency in seconds, bandwidth in bytes/s) from the seconds of a small and a large message to one neighbour."""
+    """(Latency in seconds, bandwidth in bytes/s) from the seconds of a small and a large message to one neighbour."""
     if large_s <= small_s:  # noise hides the slope: all of the larger message's time counts as bandwidth
         return 0.0, large_bytes / large_s
     bandwidth = (large_bytes - small_bytes) / (large_s - small_s)

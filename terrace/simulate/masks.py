@@ -1,10 +1,10 @@
-"""Effect of documents and sliding windows on attention, by the kernel that serves: bytes and keys.
+"""Effect of documents and sliding windows on attention, by kernel: bytes and keys.
 
-terrace.model.attention_kernel has the kernels and their choice. In pieces, on a CPU, the pieces of the output are kept
-in addition to the whole, and under a window each piece keeps a copy of the keys and values that it sees. Varlen
-attention has a number a document, FlexAttention indices of blocks. Without them one mask covers whole rows, and on CUDA
-grouped heads are repeated for a kernel that takes a mask. The documents are unknown here, so everything that depends on
-them is counted at its upper bound: in bf16 on a CPU as if all pieces were plain products.
+terrace.model.attention_kernel lists the kernels and chooses one. In pieces, on a CPU, the output of each piece is kept
+in addition to the whole output, and under a window each piece keeps a copy of the keys and values that it sees. Varlen
+attention keeps one number per document, FlexAttention block indices. Other kernels use one mask over whole rows, and on
+CUDA grouped heads are repeated for a kernel that takes a mask. The documents are unknown here, so everything that
+depends on them is counted at its upper bound: in bf16 on a CPU as if all pieces were plain products.
 """
 
 from dataclasses import replace
@@ -25,12 +25,12 @@ _LONGEST_FLASH_HEAD = 256
 CPU_SHORT_PIECE = 64  # likewise: tokens of short documents attended together, and the smallest piece under a window
 
 FLEX_BLOCK = 128  # of `terrace.model.block_masks`, likewise
-# Of terrace.model.pair_kernels, likewise: the longest head, and the multiples of lengths, that cuDNN gets there.
+# From terrace.model.pair_kernels, likewise: cuDNN's longest head, and the number that divides its lengths.
 CUDNN_HEAD, CUDNN_LENGTHS = 128, 128
 
 
 def piece_tokens(window: int, sequence: int) -> int:
-    """The most tokens of a one-document row that attend together on a CPU."""
+    """Maximum tokens of a one-document row that attend together on a CPU."""
     return min(sequence, max(window, CPU_SHORT_PIECE)) if window else sequence
 
 
@@ -41,10 +41,10 @@ def causal_pairs(sequence: int, window: int = 0) -> int:
 
 
 def core_keys(work: "Work", backend: str) -> tuple[int, bool]:
-    """Keys that the core of attention multiplies with each query, on average, and whether its kernel is causal.
+    """Mean number of keys per query that the attention core multiplies, and whether its kernel is causal.
 
     Rows are assumed to hold one document each, so a price from these keys is an upper bound. Varlen and FlexAttention
-    skip keys beyond a window but for half a tile: their windowed row costs as a causal one with twice the keys seen.
+    skip keys beyond a window but for half a tile, so a windowed row is priced as a causal one with twice the keys seen.
     """
     window, sequence = work.layer.core.window, work.sequence
     # A window of the whole sequence or more masks nothing.
@@ -62,9 +62,9 @@ def core_keys(work: "Work", backend: str) -> tuple[int, bool]:
 
 
 def spread_kernel(work: "Work") -> AttentionKernel:
-    """The kernel of ranks that attend together, by terrace.model.pair_kernels: torch's own, or flash attention 2.
+    """The kernel for attention over several ranks, as in terrace.model.pair_kernels: torch's own, or flash attention 2.
 
-    Both give the logarithms of the sums. A ring rank has two parts of every row.
+    Both return log-sum-exps. A ring rank has two parts of every row.
     """
     length = work.sequence // (2 * work.ring if work.ring > 1 else 1)
     repeats = not work.documents and length % CUDNN_LENGTHS == 0
@@ -102,7 +102,7 @@ def has_flash_attention(
 
 
 def work_in(work: "Work", block: "BlockSpec", backend: str) -> "Work":
-    """The work of a micro-batch in a block; one that declares no operations counts as a layer that all share."""
+    """The micro-batch's work in a block; a block without declared operations counts as the shared layer."""
     return _work_in(work, block.declared, backend) if block.declared.each else work
 
 
@@ -119,7 +119,7 @@ def _work_in(work: "Work", layer: Operations, backend: str) -> "Work":
 def copied_bytes(work: "Work", backend: str, key_bytes: int, query_bytes: int) -> int:
     """Bytes of keys (or of values) that attention copies to make them contiguous, out of `key_bytes`.
 
-    In pieces with a window, every piece but the first copies its own keys and the keys of the piece before.
+    In pieces with a window, every piece but the first copies its own keys and those of the previous piece.
     """
     kernel = work.kernel_on(backend)
     if not work.is_masked or kernel in ("varlen", "flex"):
@@ -134,7 +134,7 @@ def copied_bytes(work: "Work", backend: str, key_bytes: int, query_bytes: int) -
 
 
 def mask_bytes(work: "Work", backend: str) -> int:
-    """Bytes of the masks of a micro-batch, which all layers share; an upper bound where they depend on documents.
+    """Bytes of a micro-batch's masks, shared by all layers; an upper bound where they depend on documents.
 
     Without documents the masks of one row serve all micro-batches.
     """
@@ -143,7 +143,7 @@ def mask_bytes(work: "Work", backend: str) -> int:
         return 4 * (1 + (work.tokens if work.documents else work.micro_batch))  # where documents begin
     if kernel == "flex":
         rows, blocks = work.tokens // sequence if work.documents else 1, -(-sequence // FLEX_BLOCK)
-        # The first key of each token; numbers and indices of blocks, seen in part and wholly, by queries and by keys.
+        # The first key of each token; counts and indices of partial and full blocks, by queries and by keys.
         return rows * (8 * sequence + 4 * 4 * blocks * (1 + blocks))
     if not work.is_masked:
         return 0

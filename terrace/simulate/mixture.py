@@ -9,10 +9,10 @@ passes over memory are
     backward   router (e + w)HT, gate 4wET, spread 3eHN + eHT, activation 5eIN, weights 6eIN, collect 2eHN,
                sum of the tokens' gradients 3eHT
 
-An expert's products are products of its own, over its rows. Load is taken to be even: N rows are N/E an expert, rounded
-up for some and down for others. A skewed load multiplies as many rows and changes the shapes of products alone. Every
-rank holds all experts; tensor ranks do not cut them. With `Work.products` they are those of terrace.simulate.scaled,
-one expert after the other, and each result is copied into the rows of all.
+Each expert runs its own products over its rows. Load is assumed to be even: N/E rows per expert, rounded up or down. A
+skewed load multiplies as many rows and changes only the shapes of products. Every rank holds all experts; tensor ranks
+do not cut them. With `Work.products` products are priced by terrace.simulate.scaled, one expert at a time, and each
+result is copied into the rows of all experts.
 """
 
 from collections.abc import Iterable, Mapping
@@ -33,14 +33,14 @@ Seconds = tuple[float, float, float]  # of the forward, of input gradients, of w
 _INDEX_BYTES = (
     64  # a row: its choice, its place in the sorted rows and the count of its expert, int64, read and written
 )
-# Operators that a forward launches, counted on the decoder: of a dense layer, and what a mixture adds to it, but for
-# the products of experts.
+# Operators that a forward launches, counted on the decoder: of a dense layer, and added by a mixture without the
+# products of experts.
 LAYER_OPERATORS, _MIXTURE_OPERATORS = 38, 20
 _PASSED_OPERATORS = 14  # of these, the ones between dispatch and combine
 
 
 class Held(NamedTuple):
-    """The part of a mixture's experts that a rank has: one in `units` of them, and of each one in `rows`."""
+    """A rank's share of a mixture's experts: 1 / `units` of the experts, and 1 / `rows` of each."""
 
     units: int = 1
     rows: int = 1
@@ -59,7 +59,7 @@ def mixture_seconds(device: Device, work: "Work", mixture: Mixture, accumulate: 
 
 
 def gate_seconds(device: Device, work: "Work", mixture: Mixture, accumulate: bool) -> Seconds:
-    """Seconds of the product of a shared expert's gate, if it has one, which keeps its dtype."""
+    """Seconds of the shared expert's gate product, if any; it stays in the compute dtype."""
     products = [
         (work.compute, 1, work.stream_tokens, gate.inputs.numel, gate.outputs.numel) for gate in mixture.shared_gate
     ]
@@ -69,7 +69,7 @@ def gate_seconds(device: Device, work: "Work", mixture: Mixture, accumulate: boo
 def passed_seconds(
     device: Device, work: "Work", mixture: Mixture, tokens: int, accumulate: bool, held: Held = _ALL
 ) -> Seconds:
-    """Seconds of `tokens` that pass their experts: order, spread, products, activation, weights, collect."""
+    """Seconds between dispatch and combine of `tokens`: order, spread, products, activation, weights, collect."""
     again = work.recompute == "full"
     return _passed_seconds(device, mixture, held, work.compute, tokens, accumulate, work.products, again)
 
@@ -87,7 +87,7 @@ def _passed_seconds(
 ) -> Seconds:
     hidden, item = mixture.hidden.numel, FORMATS[compute].element_bytes
     rows, inner = tokens * mixture.experts.per_token, 0
-    # Spread, weights of the middle, and collect; activations are passes as those of an MLP.
+    # Spread, multiplication by weights, and collect; activations cost as those of an MLP.
     forward = _INDEX_BYTES + 5 * item * hidden
     backward = 5 * item * hidden
     for operation in mixture.each:
@@ -113,7 +113,7 @@ def _passed_seconds(
 
 
 def _width(dim: Dim, held: Held) -> int:
-    """Elements of a dim of an expert on a rank, which has a part of its inner size."""
+    """Elements of an expert's dim on a rank, which holds a slice of the inner size."""
     return -(-dim.units // held.rows) * dim.size if dim.counts == "expert_intermediate" else dim.numel
 
 
@@ -128,9 +128,7 @@ def _with_scaled(
     scaled: str,
     again: bool,
 ) -> Seconds:
-    """Seconds of the experts' computing with products in 8 bits: those of every expert by themselves, and a copy of
-    their results into the rows of all.
-    """
+    """Seconds of the experts' compute with 8-bit products, one expert at a time, plus copies of their results."""
     item = FORMATS[compute].element_bytes
     found: Seconds = (*passes_s, 0.0)
     for count, each in loads:
@@ -146,7 +144,7 @@ def _with_scaled(
 
 
 def _matrices(mixture: Mixture, rows: int, held: Held = _ALL) -> list[Matrices]:
-    """The products of an expert; those that read the same rows quantise them once."""
+    """The products of an expert; products that read the same rows quantise them once."""
     found, entered = list[Matrices](), set[str]()
     for operation in mixture.each:
         if isinstance(operation, Product):
@@ -186,7 +184,9 @@ def router_products(experts: ExpertsConfig, hidden: int) -> list[tuple[int, int]
 
 
 def even_loads(tokens: int, experts: ExpertsConfig, units: int = 1) -> list[tuple[int, int]]:
-    """(Number of experts, rows of each) of experts with any row, for an even load of `tokens` on one in `units`."""
+    """(Number of experts, rows of each) for experts with rows, under an even load of `tokens` on 1 / `units` of
+    them.
+    """
     number = experts.num_experts // units
     fewer, more = divmod(tokens * experts.per_token, number)
     loads = [(more, fewer + 1), (number - more, fewer)]
@@ -199,10 +199,10 @@ def router_dtype(compute: str) -> str:
 
 
 class Divided(NamedTuple):
-    """Changes in a layer whose experts are on several ranks.
+    """Corrections for a layer whose experts are on several ranks.
 
-    Seconds of its passes, messages aside, more or fewer than with all experts on one rank; and the kernels that the
-    host launches, over those of a dense layer.
+    Extra seconds of its passes, without messages, relative to all experts on one rank (may be negative); and kernel
+    launches relative to a dense layer.
     """
 
     forward_s: float
@@ -212,9 +212,9 @@ class Divided(NamedTuple):
 
 
 def launches(work: "Work", mixture: Mixture, held: Held = _ALL, pieces: Mapping[int, int] | None = None) -> float:
-    """Kernels that the host launches for a layer with a mixture, over those of a dense layer.
+    """Kernel launches of a layer with a mixture, relative to a dense layer.
 
-    `held` are the experts of a rank; `pieces` the numbers of pieces by tokens in which rows pass them, if not at once.
+    `held`: a rank's share of the experts. `pieces`: number of pieces by size in tokens, if rows pass in several.
     """
     matrices = _matrices(mixture, 1)
     # In 8 bits the operands of products are quantised, and a result is copied into its rows.

@@ -1,6 +1,7 @@
 """The moves of a stage in a step, in order: alone, after a message, or together with other stages.
 
-A stage passes its chunks in few bodies (terrace.program.segments), so each body is read once for all micro-batches.
+A stage repeats a few bodies of instructions (terrace.program.segments), so each body is parsed once for all
+micro-batches.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Role(IntEnum):
-    """How a move stands to other stages."""
+    """How a move depends on other stages."""
 
     ALONE = 0
     READ = 1  # passes that wait for a message
@@ -31,7 +32,7 @@ StageMove = tuple[Role, Act, Event | Passes, int]  # with the number of the mess
 
 
 class Channel(NamedTuple):
-    """The messages between two stages that differ only in their micro-batch."""
+    """Messages between two stages that differ only in their micro-batch."""
 
     sender: int
     receiver: int
@@ -40,19 +41,19 @@ class Channel(NamedTuple):
 
 
 class Channels:
-    """Numbers of the messages of all stages."""
+    """Numbering of the messages of all stages."""
 
     def __init__(self, programs: "Sequence[Program]") -> None:
         self._numbers: dict[Channel, int] = {}
-        # More than the micro-batches that any instruction names.
+        # Greater than any micro-batch index in an instruction.
         self.size = 1 + max(chain.from_iterable(map(_micros, programs)), default=0)
 
     def first(self, channel: Channel) -> int:
-        """The number of the message of micro-batch 0; those of the others follow it."""
+        """Number of the message of micro-batch 0; later micro-batches follow consecutively."""
         return self._numbers.setdefault(channel, len(self._numbers)) * self.size
 
     def words(self, message: int) -> str:
-        """A message for people."""
+        """Description of a message for error texts."""
         number, micro = divmod(message, self.size)
         sender, _, is_gradient, block = list(self._numbers)[number]
         return f"the {'gradient' if is_gradient else 'output'} of b{block}, micro-batch {micro}, from stage {sender}"
@@ -65,7 +66,9 @@ def _micros(program: "Program") -> Iterator[int]:
 
 
 class _Step(NamedTuple):
-    """A part of a body. Number of its message and of the receive that it waits for, with micro-batch 0; else -1."""
+    """An element of a body, with the numbers, at micro-batch 0, of its message and of the receive it waits for; -1
+    for none.
+    """
 
     role: Role | None  # None: a receive
     act: Act
@@ -75,9 +78,9 @@ class _Step(NamedTuple):
 
 
 class Reader:
-    """The moves of a stage.
+    """Parser of the moves of a stage.
 
-    `act` runs passes that follow each other. Without it every instruction is a move of its own.
+    `act` merges consecutive passes into one move; without it every instruction is its own move.
     """
 
     def __init__(self, program: "Program", plays: Sequence[Play], channels: Channels, act: Act | None) -> None:
@@ -117,7 +120,7 @@ class Reader:
             is_pass, (act, event) = instruction.op in PASSES, self.plays[number]
             if self.act is not None and is_pass:
                 reads = self._read(instruction)
-                # A message is waited for before the first of passes that are joined.
+                # Merged passes wait for a message only before the first of them.
                 if joined and reads >= 0:
                     found.append(self._joined(joined, read))
                     joined = []
@@ -147,7 +150,7 @@ class Reader:
     def _joined(self, plays: Sequence[Play], read: int) -> _Step:
         assert self.act is not None, "every instruction is a move"
         role = Role.ALONE if read < 0 else Role.READ
-        # Most bodies of a deep pipeline are one pass, which runs itself unless it is noted.
+        # Most bodies of a deep pipeline are one pass, which is run directly unless notes are taken.
         act, event = plays[0] if len(plays) == 1 and self.act is Rank.run_all else (self.act, Passes(plays))
         return _Step(role, act, event, read=read)
 

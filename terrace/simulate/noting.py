@@ -1,4 +1,4 @@
-"""A rank that notes the exchanges of islands in a program: when each is on its lane, and when it is waited for."""
+"""A rank that notes the exchanges of islands: when each occupies its lane, and when compute waits for it."""
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,10 +15,10 @@ _SENDS = (Op.OUTER_COUNT, Op.OUTER_START)
 
 
 class Notes(NamedTuple):
-    """Notes of one run of a program, in seconds since it began.
+    """Notes of one run of a program, in seconds since its start.
 
-    `moments` are (seconds of the rank's clock, of the link's, of the wall): where messages share cores or a bus, the
-    clock stands still, and exchanges go on (terrace.simulate.rank). The last one is the program's end.
+    `moments` are (rank clock, link clock, wall time) in seconds: where messages share cores or a bus, the rank's clock
+    stands still while exchanges go on (terrace.simulate.rank). The last one is the program's end.
     """
 
     sent: tuple[tuple[float, float], ...]  # (start, end) of each message, by the link's clock
@@ -27,7 +27,7 @@ class Notes(NamedTuple):
 
 
 class NotingRank(Rank):
-    """The clocks of a rank, with notes."""
+    """A rank that takes notes."""
 
     __slots__ = ("moments", "sent", "waits")
 
@@ -36,18 +36,18 @@ class NotingRank(Rank):
         self.begin()
 
     def begin(self) -> None:
-        """A program begins."""
+        """Discard the notes at the start of a program."""
         self.sent: list[tuple[float, float]] = []
         self.waits: list[tuple[float, float]] = []
         self.moments: list[tuple[float, float, float]] = []
 
     def notes(self) -> Notes:
-        """Of the program that has ended."""
+        """Notes of the program that has ended."""
         self._mark()
         return Notes(tuple(self.sent), tuple(self.waits), tuple(self.moments))
 
     def issue(self, event: Event, ready: Moment) -> Moment:
-        """Puts a message on its lane, as `Rank.issue`."""
+        """Put a message on its lane, as `Rank.issue`."""
         found = super().issue(event, ready)
         if event.op in _SENDS and event.seconds:
             self._mark()
@@ -56,7 +56,7 @@ class NotingRank(Rank):
         return found
 
     def wait(self, moment: Moment, category: str) -> None:
-        """Let the compute stream wait for a message, as `Rank.wait`."""
+        """Make the compute stream wait for a message, as `Rank.wait`."""
         begin_s = self.now_s
         if category == WAIT_OUTER:
             self._mark()

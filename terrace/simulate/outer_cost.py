@@ -1,7 +1,7 @@
-"""Seconds of the outer loop's own computing: passes over a rank's slices in `plan.sums`.
+"""Compute seconds of the outer loop: passes over a rank's slices in `plan.sums`.
 
-Each function lists the operations of `terrace.runtime.outer_state`, as the number of slices that each reads and writes.
-The scaling of a change by its island's weight, on the lane, is left out, as casts are: links are slower than memory.
+Each function lists the operations of `terrace.runtime.outer_state` by the number of slices that each reads and writes.
+Scaling of a change by its island's weight, on the lane, is omitted, as casts are: links are slower than memory.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from terrace.plan.outer import Outer
 from terrace.plan.wire import FORMATS
 from terrace.simulate.kernels import stream_s
 
-# Of 4 bytes: read, widened to 8, multiplied by 8 bytes of a place's number and added up. A pass each, caches or not.
+# Per 4 bytes: read, widened to 8, multiplied by an 8-byte index and summed. A pass each, whatever the caches.
 _DIGEST = (4 + 8 + 8 + 24 + 8) // 4
 
 _SUB = 3  # reads two, writes one
@@ -20,8 +20,8 @@ _COPY, _NORM = 2, 1
 
 
 def take_passes(outer: Outer) -> list[int]:
-    """Operations on the change of a slice before it is sent: the change, its norm, the anchor's digest."""
-    # Where the next exchange starts as the last is applied, OUTER_APPLY leaves the change.
+    """Operations on a slice's change before it is sent: the change, its norm, the anchor's digest."""
+    # If the next exchange starts when the last is applied, OUTER_APPLY has already computed the change.
     change = [] if outer.sends_last else [_SUB]
     return [*change, *([_COPY] if outer.delay else []), _NORM, _DIGEST]
 
@@ -40,7 +40,7 @@ def apply_passes(outer: Outer) -> list[int]:
 
 
 def passes_s(device: Device, flats: Sequence[FlatParamSpec], summed: str, passes: Sequence[int]) -> float:
-    """Seconds of operations on the slices that a rank owns of the flat buffers of a block."""
+    """Seconds of operations on the slices of a block's flat buffers that a rank owns."""
     trained = [flat for flat in flats if flat.trainable]
     owned = sum(flat.padded // flat.layout.span(flat.layout.optimizer) for flat in trained)
     num_bytes = owned * FORMATS[summed].element_bytes

@@ -48,13 +48,13 @@ from terrace.simulate.work import Work
 
 
 class Passes(NamedTuple):
-    """Passes of a forward and of a backward over tensors, and the kernels of each."""
+    """Reads and writes of each tensor by a forward and a backward, and the kernels of each."""
 
     over: tuple[tuple[Tensor, int, int], ...] = ()
     kernels: tuple[int, int] = (0, 0)
 
     def bytes_of(self, work: Work) -> tuple[float, float]:
-        """Bytes that a forward and a backward read and write on a rank."""
+        """(Forward, backward) bytes read and written on a rank."""
         item, forward, backward = FORMATS[work.compute].element_bytes, 0.0, 0.0
         for tensor, reads, reads_back in self.over:
             numel = work.numel(tensor)
@@ -70,7 +70,7 @@ def _norm(norm: Norm) -> Passes:
 
 
 def _sum(operation: Sum) -> Passes:
-    # Backward one kernel more: a layer norm's gradients of weight and bias, of which a layer has as many as sums.
+    # One more kernel backward, for a layer norm's gradients of weight and bias: a layer has as many norms as sums.
     return Passes(((operation.target, 3, 3),), (1, 2))
 
 
@@ -95,7 +95,7 @@ def _nothing(operation: Operation) -> Passes:
     return _NONE
 
 
-# Of products see `_bias_gradients`, of cores `_layout`; the rest has passes of its own in terrace.simulate.layers.
+# For products see `_bias_gradients`, for cores `_layout`; the rest is priced in terrace.simulate.layers.
 _PASSES: Mapping[type[Operation], Callable[[Any], Passes]] = {
     **dict.fromkeys((Enter, Product, Core, Mixture, LookUp, Loss, Score, PlainProduct), _nothing),
     Norm: _norm,
@@ -115,7 +115,7 @@ def pass_seconds(device: Device, work: Work) -> tuple[float, float]:
 
 
 def again_s(device: Device, work: Work, operations: Sequence[Operation]) -> float:
-    """Seconds of the passes of `operations` when a backward runs them again, as in a forward."""
+    """Seconds of the passes over memory of `operations` when recomputed."""
     found = [_PASSES[type(operation)](operation) for operation in operations]
     num_bytes = sum(passes.bytes_of(work)[0] for passes in found)
     return memory_s(device, num_bytes, sum(passes.kernels[0] for passes in found))
@@ -123,7 +123,7 @@ def again_s(device: Device, work: Work, operations: Sequence[Operation]) -> floa
 
 @lru_cache(maxsize=1024)
 def _passes_of(layer: Operations, flash: bool) -> Passes:
-    """All passes of a layer, each tensor's together."""
+    """All passes of a layer, summed per tensor size."""
     found = [_PASSES[type(operation)](operation) for operation in layer.passed]
     found += [_bias_gradients(group, layer) for group in joined(layer)]
     found += [] if flash else [_layout(core) for core in layer.of(Core)]
@@ -131,7 +131,7 @@ def _passes_of(layer: Operations, flash: bool) -> Passes:
     reads, reads_back = Counter[Tensor](), Counter[Tensor]()
     for passes in found:
         for tensor, forward, backward in passes.over:
-            # Tensors of one size are one for this.
+            # Tensors of equal size are merged.
             sized = tensor._replace(name="")
             reads[sized] += forward
             reads_back[sized] += backward
@@ -144,7 +144,7 @@ def _layout(core: Core) -> Passes:
 
 
 def _bias_gradients(group: Sequence[Product], layer: Operations) -> Passes:
-    """One sum over the gradients of all results of a group; of a gate and what it multiplies, one of both counts."""
+    """One kernel for the bias gradients of a group; gate and up of a gated MLP count once."""
     gates = {activation.source.name for activation in layer.passed if _is_gated(activation)}
     biased = [product.target for product in group if product.has_bias and product.target.name not in gates]
     return Passes(tuple((target, 0, 1) for target in biased), (0, 1)) if biased else _NONE
@@ -155,7 +155,7 @@ def _is_gated(operation: Operation) -> bool:
 
 
 def _counted_twice(layer: Operations) -> list[Passes]:
-    """Norms of queries and keys, once more where a layer normalises the results of attention and MLP too."""
+    """Norms of queries and keys count twice where a layer also normalises the results of attention and MLP."""
     of_heads = [norm for norm in layer.of(Norm) if norm.source.tokens is not Tokens.STREAM]
     normalises_results = len(layer.of(Norm)) - len(of_heads) > 2
     return [_norm(norm)._replace(kernels=(0, 0)) for norm in of_heads] if normalises_results else []
@@ -163,6 +163,6 @@ def _counted_twice(layer: Operations) -> list[Passes]:
 
 @lru_cache(maxsize=1024)
 def joined(layer: Operations) -> tuple[tuple[Product, ...], ...]:
-    """The products of a layer that run as one: those of a group, which read the same operand."""
+    """The groups of products in a layer that run as one product on the same operand."""
     products = (operation for operation in layer.passed if isinstance(operation, Product))
     return tuple(tuple(group) for _, group in groupby(products, key=lambda each: each.group or each.name))

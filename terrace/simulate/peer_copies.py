@@ -1,4 +1,4 @@
-"""Bytes and seconds of copies of checkpoint parts in the memory of other machines. No torch."""
+"""Bytes and seconds of copies of checkpoint shards in the memory of other machines. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,9 +19,9 @@ from terrace.simulate.links import send_s
 
 
 def part_bytes(program: Program, rank: int) -> int:
-    """Bytes of a rank's part of a checkpoint, without its header.
+    """Bytes of a rank's checkpoint shard, without its header.
 
-    Exact for the first rank of each stage; the parts of others may be smaller by the padding of tensor slices.
+    Exact for the first rank of each stage; other shards may be smaller by the padding of tensor slices.
     """
     own = program.stage.own
     found = sum(_flat_bytes(program.plan, flat, rank) for block in own for flat in program.flats[block])
@@ -30,7 +30,7 @@ def part_bytes(program: Program, rank: int) -> int:
 
 
 def residual_bytes(program: Program) -> int:
-    """Bytes of a rank's residuals of error feedback, which are in its part once it has made a step."""
+    """Bytes of a rank's error-feedback residuals, which its shard includes after the first step."""
     flats = (flat for block in program.stage.held for flat in program.flats[block] if flat.trainable)
     of_states = sum(sum(residual_numels(flat.layout, program.plan, flat.padded)) for flat in flats)
     return RESIDUAL_BYTES * (of_states + sum(message.fed_back for message in program.messages))
@@ -40,7 +40,7 @@ def _flat_bytes(plan: Plan, flat: FlatParamSpec, rank: int) -> int:
     layout = flat.layout
     tier = layout.optimizer if flat.trainable else layout.params
     coordinates = layout.coordinates(rank)
-    # An earlier rank holds the same and writes it.
+    # A lower rank holds the same shard and writes it.
     if any(coordinates[tier + 1 :]):
         return 0
     part = layout.slice(tier, coordinates, flat.padded)
@@ -54,9 +54,10 @@ def _flat_bytes(plan: Plan, flat: FlatParamSpec, rank: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class CopyCost:
-    """Copies of one rank in a run: bytes of its part and of the part it keeps, and the number of copies and steps.
+    """Copies of one rank in a run: bytes of its own shard and of the shard it keeps for a peer, numbers of copies
+    and steps.
 
-    The first copy lacks `own_later_bytes` and `kept_later_bytes` of the parts.
+    The first copy lacks `own_later_bytes` and `kept_later_bytes`.
     """
 
     tier: int
@@ -69,22 +70,22 @@ class CopyCost:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that the rank sends in the run."""
+        """Bytes that the rank sends during the run."""
         sizes = (self.own_bytes - self.own_later_bytes, self.own_bytes)
         first, other = (size + TAIL_BYTES if size else 0 for size in sizes)
         return first + (self.num_copies - 1) * other
 
     @property
     def memory_bytes(self) -> int:
-        """Main memory of the machine that the rank's copies take, without headers of files."""
-        # Slots that no later copy was written into.
+        """Host memory of the rank's copies, without file headers."""
+        # Slots that still hold the first copy, or none.
         num_first = max(0, SLOTS + 1 - self.num_copies)
         later_bytes = self.own_later_bytes + self.kept_later_bytes
         return SLOTS * (self.own_bytes + self.kept_bytes) - num_first * later_bytes
 
 
 def with_copies(report: StepReport, cost: CopyCost, cluster: Cluster) -> StepReport:
-    """The predicted step with its share of the copies; of their time, the transfer."""
+    """The predicted step with its share of the copies; only their transfer takes time."""
     rate = cost.num_copies / cost.num_steps
     sent: Mapping[tuple[MessageClass, str], int] = {
         (MessageClass.PEER_COPY, cluster.tiers[cost.tier].name): cost.sent_bytes // cost.num_steps

@@ -1,4 +1,4 @@
-"""A priced instruction, as the clocks of a rank play it (terrace.simulate.rank)."""
+"""A priced instruction, as played on a rank's clocks (terrace.simulate.rank)."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -19,8 +19,9 @@ class Doing(IntEnum):
 class PassStep(NamedTuple):
     """A step of a pass with messages on lanes.
 
-    `number` is, of a SEND, the message of the pass that must arrive first, if any; of a WAIT, the one waited for; of a
-    GAP, its own.
+    `number`: for a SEND, the index of the pass's message that must arrive first, or -1; for a WAIT, of the message
+    waited
+    for; for a GAP, the gap's.
     """
 
     does: Doing
@@ -30,7 +31,7 @@ class PassStep(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Event:
-    """A distinct instruction as it is played: its seconds, its lane and the blocks it reads."""
+    """A distinct instruction to play: its seconds, its lane and the blocks it reads."""
 
     op: Op
     block: int

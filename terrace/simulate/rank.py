@@ -3,16 +3,16 @@
 The rules are the executor's: communication is issued in program order onto the lane of the outermost tier it crosses
 and starts when the lane is free and its input is ready; an instruction on the compute stream waits only for its inputs.
 Routed messages take lanes too, in the middle of their pass. Other messages inside a block take no lane: compute
-waits for them in place. Compute that overlaps a busy lane is slowed by
-the overlap penalty of the lane's newest message, for the time they share:
+waits for them in place. Compute that overlaps a busy lane is slowed during the overlap by the penalty of the lane's
+newest message:
 
 - on a device with separate cores for messages (CUDA), only compute is slowed; with several busy lanes the largest
   penalty counts;
-- on a CPU the same cores do both. A penalty is the part of the cores that a message needs; where compute and
-  messages together need more cores than there are, all of them take longer. `now_s` and the times of lanes are then
-  read from a clock that stops for the extra time, so nothing is slowed by it. Seconds by category are wall time.
-  An exchange of islands lasts for many passes, and nearly all that it waits for is its link: while the clock stands
-  still, it goes on with the part of its time that needs no cores. All other messages stand still too.
+- on a CPU the same cores do both. A penalty is the share of the cores that a message needs; where compute and
+  messages together need more cores than there are, all of them take longer. `now_s` and lane times use a clock that
+  stops for the extra time; seconds by category are wall time. An exchange of islands spans many passes and mostly
+  waits for its link, so while the clock stands still it progresses by the share of its time that needs no cores. All
+  other messages stand still too.
 
 The same clock stands still where messages of two tiers share a bus (terrace.simulate.bus).
 """
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Passes:
-    """Passes one after the other, with nothing between them: their seconds in order, and by category."""
+    """Consecutive passes: their seconds in order, and by category."""
 
     __slots__ = ("by_category", "opens", "plays", "rests", "sends", "steps_s")
 
@@ -53,7 +53,7 @@ class Passes:
         self.rests: dict[int, Passes] = {}
 
     def behind(self, number: int) -> "Passes":
-        """All passes but the first `number`."""
+        """The passes after the first `number`."""
         if not number:
             return self
         found = self.rests.get(number)
@@ -101,12 +101,12 @@ class Rank:
         self.directions: dict[int, tuple[Moment, str]] = {}
         self.heard = _START
         self.changes: dict[int, tuple[Moment, str]] = {}
-        # The lanes of exchanges between islands, and the seconds that these went on while the clock stood still.
+        # The lanes of exchanges between islands, and the seconds by which these progressed while the clock stood still.
         self.outside = program.world_layout.outside
         self.ahead_s = 0.0
 
     def nothing(self, event: Event) -> None:
-        """FREE, and REDUCE where autograd adds into the accumulated gradient itself."""
+        """FREE, and REDUCE where autograd accumulates gradients in place."""
 
     def gather(self, event: Event) -> None:
         """GATHER starts after the refresh of its block."""
@@ -128,7 +128,7 @@ class Rank:
             self.inside(category, seconds)
 
     def run_all(self, passes: Passes) -> None:
-        """Several passes; where no message is under way and none is waited for, their seconds add up."""
+        """Several passes; where no message is in flight and none is waited for, their seconds add up."""
         plays, number = passes.plays, 0
         while self.is_held(passes):
             act, event = plays[number]
@@ -138,7 +138,7 @@ class Rank:
                 return
         passes = passes.behind(number)
         self.now_s = reduce(add, passes.steps_s, self.now_s)
-        # One after the other, as if each pass were played.
+        # Added in sequence, so that sums equal those of playing each pass.
         for category, seconds in passes.by_category.items():
             self.time_s[category] = reduce(add, seconds, self.time_s[category])
 
@@ -148,7 +148,7 @@ class Rank:
         return bool(under_way or (passes.opens and len(self.reductions) > 1))
 
     def run_whole(self, event: Event) -> None:
-        """FORWARD and BACKWARD with parameters that are whole on every rank: they wait for the refresh."""
+        """FORWARD and BACKWARD with parameters replicated on every rank: they wait for the refresh."""
         refreshes = self.refreshes
         for block in event.needs if refreshes else ():
             if block in refreshes:
@@ -156,12 +156,12 @@ class Rank:
         self.run(event)
 
     def run_steps(self, event: Event) -> None:
-        """A pass with messages on lanes: `event` is its computing before them."""
+        """A pass with messages on lanes: `event` is its compute before them."""
         self.run_whole(event)
         self.play_steps(event)
 
     def play_steps(self, event: Event) -> None:
-        """The steps of a pass, one after the other."""
+        """Play the steps of a pass in order."""
         sent: list[Moment] = []
         for does, step, number in event.steps:
             if does is Doing.COMPUTE:
@@ -183,7 +183,7 @@ class Rank:
         self.syncs.append(self.issue(event, self.reduced.get(event.block, _START)))
 
     def hold(self, event: Event) -> None:
-        """REDUCE or SYNC in gaps: part 0 leaves at once."""
+        """REDUCE or SYNC in gaps: part 0 is sent at once."""
         self.note(event)
         if event.op is Op.REDUCE:
             self.reductions.append(_HELD)
@@ -191,26 +191,26 @@ class Rank:
         self.leave(0)
 
     def note(self, event: Event) -> None:
-        """A recording notes where a message in gaps is issued."""
+        """Hook for recordings: a message in gaps is issued."""
 
     def leave(self, gap: int) -> None:
-        """The parts of messages in gaps that leave in a gap."""
+        """Send the parts of messages that are due in a gap."""
         for event, part in self.held.due(gap):
             if event.parts[part].seconds:
                 self.part(event, event.parts[part])
             if event.op is Op.REDUCE and part == len(event.parts) - 1:
-                # Reductions are waited for in the order of issue, when all their parts have left.
+                # Compute waits for reductions in the order of issue, once all their parts are sent.
                 self.reductions[self.reductions.index(_HELD)] = self.reduced[event.block]
 
     def part(self, event: Event, part: Event) -> None:
-        """A part of a REDUCE, or of a SYNC behind the same part of the REDUCE."""
+        """A part of a REDUCE, or of a SYNC after the same part of its REDUCE."""
         if event.op is Op.REDUCE:
             self.reduced[event.block] = self.issue(part, _START)
         else:
             self.syncs.append(self.issue(part, self.reduced.get(event.block, _START)))
 
     def count(self, event: Event) -> None:
-        """COUNT starts at once: every forward has run."""
+        """COUNT starts at once: all forwards have run."""
         self.counts = self.issue(event, _START), event.category
 
     def clip(self, event: Event) -> None:
@@ -231,11 +231,11 @@ class Rank:
             self.counts = None
 
     def exchange(self, event: Event) -> None:
-        """TIE takes no lane: both stages are here, and wait for their exchange."""
+        """TIE takes no lane: both stages have arrived and wait for their exchange."""
         self.wait((self.now_s + event.seconds, -1), event.category)
 
     def orthogonalise(self, event: Event) -> None:
-        """ORTHOGONALISE starts at once: its momentum is there."""
+        """ORTHOGONALISE starts at once: its momentum is ready."""
         self.directions[event.block] = self.issue(event, _START), event.category
 
     def update(self, event: Event) -> None:
@@ -245,7 +245,7 @@ class Rank:
         self.compute(event)
 
     def outer_count(self, event: Event) -> None:
-        """OUTER_COUNT takes the changes, then tells of them at once."""
+        """OUTER_COUNT computes the changes, then sends its counts at once."""
         self.compute(event.parts[0])
         self.heard = self.issue(event, _START)
 
@@ -254,7 +254,9 @@ class Rank:
         self.changes[event.block] = self.issue(event, self.heard), event.category
 
     def outer_apply(self, event: Event) -> None:
-        """OUTER_APPLY reads the mean change, and writes memory that a refresh of the step before still reads."""
+        """OUTER_APPLY reads the mean change, and overwrites memory that a refresh of the previous step may still
+        read.
+        """
         self.wait(*self.changes.pop(event.block))
         if event.block in self.refreshes:
             self.wait(self.refreshes.pop(event.block), "wait refresh")
@@ -265,11 +267,11 @@ class Rank:
         self.refreshes[event.block] = self.issue(event, _START)
 
     def restore(self, event: Event) -> None:
-        """REFRESH of a restoring program: no step runs before it is over."""
+        """REFRESH of a restoring program: compute waits for it."""
         self.wait(self.issue(event, _START), event.category)
 
     def issue(self, event: Event, ready: Moment) -> Moment:
-        """Puts a message on its lane that may start at `ready`; returns its arrival."""
+        """Put a message that may start at `ready` on its lane; returns its arrival."""
         start_s = ready[0]
         if self.now_s > start_s:
             start_s = self.now_s
@@ -290,7 +292,7 @@ class Rank:
         return done_s, -1
 
     def wait(self, moment: Moment, category: str) -> None:
-        """Let the compute stream wait for a message."""
+        """Make the compute stream wait for a message."""
         seconds = moment[0] - self.now_s
         if seconds > 0.0:
             longer_s = 0.0
@@ -301,7 +303,7 @@ class Rank:
             self.time_s[category] += self.stand(longer_s)
 
     def compute(self, event: Event) -> None:
-        """Run something on the compute stream."""
+        """Run an event on the compute stream."""
         seconds = event.seconds
         # Fast path: every lane is idle.
         if self.busy_s <= self.now_s:
@@ -318,16 +320,15 @@ class Rank:
             self.now_s += self.clock_s(seconds)
 
     def stand(self, longer_s: float) -> float:
-        """Seconds for which the clock stands still: `longer_s`, and the cores of exchanges that go on meanwhile.
+        """Seconds for which the clock stands still: `longer_s`, plus core time of exchanges that progress meanwhile.
 
-        One lane is assumed to have such an exchange: of several, each goes on as if those before it had just added to
-        `longer_s`.
+        Exact for one lane with such an exchange. With several, each lane also counts the time that earlier lanes added.
         """
         if not longer_s:
             return 0.0
         for lane in self.outside:
             left_s = self.lanes_s[lane] - self.now_s
-            # One that has yet to begin does not go on.
+            # A message that has not started does not progress.
             if left_s > 0.0 and self.begins_s[lane] <= self.now_s:
                 penalty = self.penalties[lane]
                 on_s = go_on_s(penalty, longer_s, left_s)
@@ -340,15 +341,15 @@ class Rank:
         return longer_s
 
     def clock_s(self, wall_s: float) -> float:
-        """Seconds of the rank's clock in the next `wall_s`."""
+        """Clock seconds that pass during the next `wall_s` wall seconds."""
         return wall_s if self.bus is None else self.bus.clock_s(self.now_s, wall_s)
 
     def wall_s(self, clock_s: float) -> float:
-        """Seconds that the next `clock_s` of the rank's clock take."""
+        """Wall seconds that the next `clock_s` clock seconds take."""
         return clock_s if self.bus is None else clock_s + self.bus.longer_s(self.now_s, clock_s)
 
     def needed_s(self, seconds: float) -> float:
-        """Core-seconds that messages need during the next `seconds`, by the penalties of their lanes."""
+        """Core-seconds that messages need during the next `seconds`, from the penalties of their lanes."""
         total_s, now_s = 0.0, self.now_s
         for begin_s, end_s, penalty in zip(self.begins_s, self.lanes_s, self.penalties, strict=True):
             if end_s > now_s:
@@ -358,7 +359,7 @@ class Rank:
         return total_s
 
     def slowed_s(self, seconds: float) -> float:
-        """Extra seconds, due to messages, of compute that begins now and takes `seconds` without them."""
+        """Extra seconds, due to messages, of compute that starts now and takes `seconds` without them."""
         most_s, now_s = 0.0, self.now_s
         for end_s, penalty in zip(self.lanes_s, self.penalties, strict=True):
             if end_s > now_s:
@@ -370,14 +371,16 @@ class Rank:
         return most_s
 
     def inside(self, category: str, seconds: float) -> None:
-        """Waits for the messages inside a block; their place between its kernels does not change the sum."""
+        """Wait for messages inside a block; their position among its kernels does not affect the sum."""
         self.time_s[category] += seconds
         self.now_s += self.clock_s(seconds)
 
 
 def go_on_s(penalty: float, longer_s: float, left_s: float) -> float:
-    """Seconds by which a message with `left_s` left goes on while a clock stands still for the cores, `longer_s` and
-    those that it needs itself: the part of this time in which it needs none.
+    """Seconds by which a message with `left_s` left progresses while the clock stands still.
+
+    The clock stands still for `longer_s` plus the message's own core time; the message progresses during the share of
+    this time in which it needs no cores.
     """
     return min(left_s, (1.0 - penalty) * longer_s / (1.0 - penalty * (1.0 - penalty)))
 

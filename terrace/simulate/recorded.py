@@ -1,7 +1,7 @@
-"""A step to look at: its prediction, with the recording and the memory of every stage.
+"""A step for display: its prediction, with the recording and the memory of every stage.
 
-Timelines show every micro-batch, so the programs are played whole here, however many there are. Shown seconds are the
-prediction's (terrace.simulate.step), which all commands share.
+Timelines show every micro-batch, so the programs are played whole here, however many there are. Displayed seconds are
+the prediction's (terrace.simulate.step), which all commands share.
 """
 
 from dataclasses import dataclass
@@ -35,12 +35,12 @@ class RecordedStep:
 
     @property
     def passes(self) -> tuple[list[Passed], ...]:
-        """The passes of every stage, from the first stage's start."""
+        """Passes of every stage, relative to the first stage's start."""
         return tuple(list(passes) for passes in self.whole.passes)
 
     @cached_property
     def end_s(self) -> float:
-        """When the last stage ends, from the first stage's start."""
+        """End of the last stage, relative to the first stage's start."""
         return max(each.begin_s + each.report.step_s for each in self.recordings)
 
     @cached_property
@@ -61,7 +61,7 @@ class RecordedStep:
 
 def record_predicted(prediction: Prediction) -> RecordedStep:
     """Record a predicted step."""
-    # A folded prediction has no times for the micro-batches in between.
+    # A folded prediction has no times for the extrapolated micro-batches.
     whole = prediction if prediction.is_whole else play_whole(prediction.step)
     recordings = record_stages(whole.programs, whole.costs)
     return RecordedStep(
@@ -73,7 +73,7 @@ def record_predicted(prediction: Prediction) -> RecordedStep:
 
 
 def _curve(step: Step, recording: Recording) -> MemoryCurve:
-    # FLOPs alone tell nothing of activations.
+    # FLOPs do not determine activations.
     if not isinstance(step.work, Work):
         return memory_curve(recording)
     backend = step.cluster.device.backend

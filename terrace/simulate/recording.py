@@ -1,4 +1,4 @@
-"""The recording of a simulated step.
+"""Recording of a simulated step.
 
 It is played by the rules of `terrace.simulate.events`, so a recording and a plain simulation cannot differ.
 """
@@ -24,16 +24,16 @@ _Noted = tuple[int, float, float, int, str, int, int]  # a span, by the rank's c
 
 
 def record(program: "Program", costs: Costs) -> Recording:
-    """The recording of a steady step; its report equals `simulate`'s.
+    """Recording of a steady step; its report equals `simulate`'s.
 
-    Raises `ProgramError` for a program that talks to other stages.
+    Raises `ProgramError` for a program that exchanges messages with other stages.
     """
     check_alone(program)
     with no_collection():
         plays = price(program, costs)
         rank = Recorder(program)
         for _ in range(2):
-            # The second step is the steady one; the first stays in the spans for messages that reach over.
+            # The second step is steady; spans of the first are kept, since its messages may overlap the second.
             rank.restart()
             nothing, started, done = Rank.nothing, rank.started_s.append, rank.done_s.append
             for position, (act, event) in enumerate(plays):
@@ -47,7 +47,7 @@ def record(program: "Program", costs: Costs) -> Recording:
 
 
 class Recorder(Rank):
-    """A rank that writes down its spans; it calls `Rank` by name, since `super()` takes as long as the call itself."""
+    """A rank that records its spans. It calls `Rank` by name, since `super()` takes as long as the call itself."""
 
     __slots__ = (
         "cause",
@@ -133,7 +133,7 @@ class Recorder(Rank):
         return wall_s
 
     def issue(self, event: Event, ready: Moment) -> Moment:
-        """Issues, and notes which of its three conditions (issue, lane, input) came last."""
+        """Issue a message and record which of issue, lane and input came last."""
         now_s, lane = self.now_s, event.lane
         free_s = self.lanes_s[lane]
         done_s, number = Rank.issue(self, event, ready)
@@ -155,7 +155,7 @@ class Recorder(Rank):
         self.issued[event.op, event.block] = self.position
 
     def part(self, event: Event, part: Event) -> None:
-        # A part is of its own instruction, wherever it leaves.
+        # A part belongs to the instruction that issued it, whatever the position of its gap.
         here, newest = self.position, (self.started_s[-1], self.done_s[-1])
         self.position = self.issued[event.op, event.block]
         Rank.part(self, event, part)
@@ -171,7 +171,7 @@ class Recorder(Rank):
         self.wait((done_s, number), event.category)
 
     def wait(self, moment: Moment, category: str) -> None:
-        """Waits, and notes the span waited for."""
+        """Wait, and record the span waited for."""
         # A cause on another stage is set by the pipeline and holds for one wait.
         (stage, after), self.cause = self.cause or (-1, moment[1]), None
         start_s = self.now_s
@@ -199,7 +199,7 @@ class Recorder(Rank):
         newest[COMPUTE] = len(spans) - 1
 
     def play_steps(self, event: Event) -> None:
-        # A pass begins with its own first computing, and ends with its last step.
+        # A pass spans its first compute to its last step.
         started_s = self.started_s[-1]
         Rank.play_steps(self, event)
         self.started_s[-1], self.done_s[-1] = started_s, self.now_s

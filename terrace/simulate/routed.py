@@ -1,12 +1,12 @@
-"""Passes of blocks whose experts are on several ranks: computing and messages one after the other, as they run.
+"""Passes of blocks whose experts are on several ranks: compute and messages in the order in which they run.
 
 Messages of experts share the lanes of tiers with REDUCE, SYNC and GATHER, so their waits depend on the whole step. Such
 a pass is played step by step (`Rank.run_steps`), along the steps of the block's own program
 (terrace.program.block_program.routed).
 
-Between dispatch and combine a rank sorts rows, multiplies, weighs and sums them: the experts' computing. Under even
-routing a rank multiplies T k w rows, for T tokens of k experts and every expert cut over w rows, with E/e experts of
-inner size I/w. Router, gate and attention come before the messages in a forward, after them in a backward.
+The experts' compute is what a rank does between dispatch and combine: sort rows, multiply, weigh and sum them. Under
+even routing a rank multiplies T k w rows, for T tokens of k experts and every expert cut over w rows, with E/e experts
+of inner size I/w. Router, gate and attention come before the messages in a forward, after them in a backward.
 """
 
 from collections import Counter
@@ -36,9 +36,9 @@ _COMPUTE, _SEND, _WAIT = Doing.COMPUTE, Doing.SEND, Doing.WAIT
 
 
 class RoutedSeconds(NamedTuple):
-    """Seconds of a block's experts on one micro-batch: of a forward, of input gradients and of weight gradients.
+    """(Forward, input gradient, weight gradient) seconds of a block's experts on one micro-batch.
 
-    `passed` is the computing between dispatch and combine, cut into `pieces` in a forward and a backward; its weight
+    `passed` is the compute between dispatch and combine, cut into `pieces` in a forward and a backward; its weight
     gradients are cut into `chunks`. `shared` is the shared expert.
     """
 
@@ -65,8 +65,9 @@ class RoutedSeconds(NamedTuple):
 def routed_seconds(
     program: "Program", block: int, work: Work, traffic: ExpertTraffic | None = None
 ) -> tuple[RoutedSeconds, Divided | None]:
-    """Seconds between the routed messages of a block, and the changes by the division of its experts: none where it
-    sends no messages. `traffic` stands in for the plan's own.
+    """Compute seconds between the routed messages of a block, and corrections for experts on several ranks.
+
+    The corrections are None where it sends no messages. `traffic` overrides the plan's.
     """
     traffic, spec = traffic or program.routed.traffic(block), program.blocks[block]
     if not traffic.way:
@@ -79,15 +80,15 @@ def routed_seconds(
 def priced_experts(
     device: Device, work: Work, traffic: ExpertTraffic, accumulate: bool, trained: float = 1.0
 ) -> tuple[RoutedSeconds, Divided]:
-    """Seconds of a layer's experts from a rank's `work`, and the changes by their division.
+    """Seconds of a layer's experts from a rank's `work`, and corrections for their distribution over ranks.
 
-    `accumulate` as in terrace.simulate.layers; `trained` is the part of weight gradients that are computed.
+    `accumulate` as in terrace.simulate.layers; `trained` is the share of weight gradients that are computed.
     """
-    # Layers stand above their experts in the order of imports.
+    # Imported late: terrace.simulate.layers is above this module in the order of imports.
     from terrace.simulate.layers import shared_seconds
 
     mixture, held = work.layer.mixture, Held(traffic.num_units, traffic.num_rows)
-    # Later pieces add their weight gradients to those of the first.
+    # Later pieces accumulate their weight gradients.
     sizes = Counter(stop - start for start, stop in spans_of(work.routed * traffic.num_rows, traffic.pieces))
     accumulates = accumulate or traffic.pieces > 1
     parts = [(times, passed_seconds(device, work, mixture, size, accumulates, held)) for size, times in sizes.items()]
@@ -107,7 +108,7 @@ def priced_experts(
 def shared_out(
     block: BlockSpec, traffic: ExpertTraffic, flops: float, forward_s: float, weight_s: float
 ) -> RoutedSeconds:
-    """The experts' part of the seconds of a block that has `flops` in a forward, by their share in it."""
+    """The experts' share of a block's seconds, by their share of its `flops` in a forward."""
     if not traffic.way:
         return RoutedSeconds()
     products = [operation for operation in block.operations.mixture.shared if isinstance(operation, Product)]
@@ -125,7 +126,7 @@ def shared_out(
 
 
 def ordered(steps: Steps) -> Iterator[tuple[Doing, Compute | Gap | RoutedMessage, int]]:
-    """The steps of a pass: action, event (computing or message) and number, as in `PassStep`."""
+    """(Action, compute or message, number) of the steps of a pass, as in `PassStep`."""
     sent: list[Send] = []
     newest: dict[tuple[MessageClass, bool, int], int] = {}  # of each chunk, its last hop so far
     for step in steps:
@@ -138,7 +139,7 @@ def ordered(steps: Steps) -> Iterator[tuple[Doing, Compute | Gap | RoutedMessage
         (message,) = step.messages if isinstance(step, Send) else step.send.messages
         assert isinstance(message, RoutedMessage), "the steps are of experts"
         if isinstance(step, Send):
-            # Rows of a chunk arrive over one tier before they go over the next.
+            # Rows of a chunk must arrive over one tier before they are sent over the next.
             chunk = message.message_class, message.backward, message.chunk
             follows, newest[chunk] = newest.get(chunk, -1), len(sent)
             yield Doing.SEND, message, follows
@@ -150,7 +151,7 @@ def ordered(steps: Steps) -> Iterator[tuple[Doing, Compute | Gap | RoutedMessage
 def pass_steps(
     steps: Steps, op: Op, category: str, block: int, own: RoutedSeconds, prices: "InBlockPrices"
 ) -> Iterator[PassStep]:
-    """The steps of a pass as they are played."""
+    """Priced steps of a pass, in order."""
     for does, item, number in ordered(steps):
         if isinstance(item, Compute):
             yield PassStep(does, Event(op, block, own.of(item), -1, category))
@@ -168,12 +169,12 @@ def pass_steps(
 
 
 def alone_s(steps: tuple[PassStep, ...]) -> float:
-    """Seconds of steps whose messages meet no others on their lanes."""
+    """Seconds of steps whose messages share no lane with others."""
     return played_s((does, event.seconds, event.lane, number) for does, event, number in steps)[0]
 
 
 class Timed(NamedTuple):
-    """A step that was played alone: seconds of its begin and end."""
+    """Begin and end of a step that was played alone, in seconds."""
 
     does: Doing
     lane: int
@@ -182,8 +183,9 @@ class Timed(NamedTuple):
 
 
 def played_s(steps: Iterable[tuple[Doing, float, int, int]], noted: list[Timed] | None = None) -> tuple[float, float]:
-    """(Seconds in all, seconds of waits) of steps whose messages meet no others; a step is (action, seconds, lane,
-    number), as in `PassStep`. If a list is given, each step is noted in it.
+    """(Total seconds, seconds of waits) of steps whose messages share no lane with others.
+
+    A step is (action, seconds, lane, number), as in `PassStep`. If `noted` is given, every step is appended to it.
     """
     now_s = waited_s = 0.0
     lanes_s, arrivals_s = dict[int, float](), list[float]()

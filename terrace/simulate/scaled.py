@@ -1,23 +1,24 @@
 """Seconds of products in 8-bit floats, with the passes that quantise their operands (terrace.runtime.scaled_operands).
 
-A product of (m, k) and (k, n) has the share `gemm_fp8` of the fp8 peak, and of that what its shape has of any other
-product; it reads a byte an element and writes e bytes, those of the compute dtype. Layers with the same input quantise
-it once. In bytes an element, and kernels:
+A product of (m, k) and (k, n) reaches `gemm_fp8` of the fp8 peak, times the share that its shape reaches in any
+product;
+it reads a byte an element and writes e bytes, those of the compute dtype. Layers with the same input quantise it once.
+In bytes an element, and kernels:
 
-                          GPU       CPU       kernels
-    codes                 2e + 1    4e + 9    2          a largest magnitude, and codes
-    the same transposed   2e + 3    4e + 11   3          codes are turned after they were made
-    turned alone          2         2         1          codes of the other order, with the one scale of the operand
-    read by a product     0         5         0          codes in fp32
+                              GPU       CPU       kernels
+    codes                     2e + 1    4e + 9    2          a largest magnitude, and codes
+    codes, transposed         2e + 3    4e + 11   3          quantised, then transposed
+    transposition alone       2         2         1          of codes with a single scale for the operand
+    read by a product         0         5         0          codes in fp32
 
-    forward            codes of x and of W
-    for the backward   those of x over tokens: turned, with scales of rows made anew; where x comes again, and where
-                       the layer is recomputed, in the backward, and then anew if x comes again
-    input gradient     codes of dy, those of W transposed, and those of dy over tokens as of x
-    weight gradient    nothing more; where nothing is added, it is copied into its place, 2e an element of W
+    forward           codes of x and of W
+    for the backward  codes of x over tokens: transposed, and quantised anew with scales of rows; done in the backward
+                      where x is gathered or computed again or the layer is recomputed, anew in the former case
+    input gradient    codes of dy, codes of W transposed, and codes of dy over tokens as of x
+    weight gradient   nothing more; without accumulation, a copy into the gradient, 2e an element of W
 
-A weight held as codes is not quantised: it costs 2 bytes an element where it is turned. On a CPU the
-product itself is one in fp32.
+A weight held as codes is not quantised: it costs 2 bytes an element where it is transposed. On a CPU the product itself
+runs in fp32.
 """
 
 from collections.abc import Sequence
@@ -37,9 +38,11 @@ _CODES, _TRANSPOSED, _TURNED = 2, 3, 1  # kernels
 
 
 class Matrices(NamedTuple):
-    """Matrices (inputs, outputs) side by side that multiply the same tokens: `number` of them.
+    """`number` matrices (inputs, outputs) side by side that multiply the same tokens.
 
-    `is_entered`: their input was quantised for the matrices before. `returns`: it comes again for the backward.
+    `is_entered`: their input was already quantised for earlier matrices. `returns`: it is gathered or computed again
+    for
+    the backward.
     """
 
     tokens: int
@@ -51,7 +54,7 @@ class Matrices(NamedTuple):
 
 
 def check_same(work: "Work", plan: Plan) -> None:
-    """Raise `PlanError` unless a rank's work and its plan have the same products."""
+    """Raise `PlanError` unless a rank's work and its plan agree on the format of products."""
     if (work.products, work.codes_of_weights) != (plan.products, plan.shares_scales):
         own, wanted = (each * ", with weights held as codes" for each in (work.codes_of_weights, plan.shares_scales))
         raise PlanError(
@@ -61,7 +64,7 @@ def check_same(work: "Work", plan: Plan) -> None:
 
 @dataclass(frozen=True)
 class _Passes:
-    """Bytes that quantising reads and writes, and kernels."""
+    """Bytes that quantisation reads and writes, and its kernels."""
 
     num_bytes: float
     kernels: int
@@ -74,7 +77,9 @@ _NONE = _Passes(0.0, 0)
 
 
 class _Form(NamedTuple):
-    """How a device quantises: by rows or with one scale, `each` byte an element for codes, `read` for a product."""
+    """How a device quantises: by rows or with one scale; bytes per element for codes (`each`) and for a product
+    (`read`).
+    """
 
     by_row: bool
     each: int
@@ -92,11 +97,11 @@ class _Form(NamedTuple):
         return _Passes((self.each + 2) * numel, _TRANSPOSED * number)
 
     def other(self, numel: float, number: int = 1) -> _Passes:
-        """Codes over the other dim of an operand that has been quantised over one."""
+        """Codes over the other dim of an operand that is already quantised over one."""
         return self.transposed(numel, number) if self.by_row else _Passes(2 * numel, _TURNED * number)
 
     def entered(self, matrices: Matrices) -> tuple[_Passes, _Passes]:
-        """Codes of an input over its features, and over its tokens for the weight gradients."""
+        """Codes of an input over its features, and over its tokens for weight gradients."""
         if matrices.is_entered:
             return _NONE, _NONE
         numel = matrices.tokens * matrices.inputs
@@ -113,10 +118,11 @@ def scaled_seconds(
     accumulate: bool,
     again: bool = False,
 ) -> tuple[float, float, float]:
-    """Seconds of products, of their input gradients and of their weight gradients.
+    """(Forward, input gradient, weight gradient) seconds of products.
 
-    `form` is the plan's; `coded`: weights are codes. If the layer runs `again` in its backward, codes for weight
-    gradients count there.
+    `form` is the plan's; `coded`: weights are held as codes. If the layer runs `again` in its backward, codes for
+    weight
+    gradients are counted there.
     """
     forward_s = input_s = weight_s = 0.0
     item, own = FORMATS[compute].element_bytes, _Form.of(device, compute, form)
@@ -138,7 +144,7 @@ def scaled_seconds(
 
 
 def quantisations(products: Sequence[Matrices], form: str, coded: bool = False) -> int:
-    """Kernels that the host launches to quantise the operands of a forward, and inputs for its backward."""
+    """Kernel launches of quantisation in a forward, including inputs for its backward."""
     by_row, found = scales_rows(form), 0
     for each in products:
         found += 0 if coded else _CODES * each.number
@@ -148,12 +154,12 @@ def quantisations(products: Sequence[Matrices], form: str, coded: bool = False) 
 
 
 def launches(products: Sequence[Matrices], of_a_layer: int, form: str, coded: bool = False) -> float:
-    """Kernels that the host launches for a layer, over those of the layer without quantisations."""
+    """Kernel launches of a layer relative to the same layer without quantisation."""
     return 1 + quantisations(products, form, coded) / of_a_layer
 
 
 def product_s(device: Device, m: int, k: int, n: int, compute: str) -> float:
-    """Seconds of a product of (m, k) and (k, n) that are codes already, with a result in the compute dtype."""
+    """Seconds of a product of (m, k) and (k, n) codes, with a result in the compute dtype."""
     if device.backend == "cpu":
         return gemm_s(device, m, k, n, 1, "fp32")
     compute_s = 2.0 * m * k * n / (peak_flops_per_s(device, "fp8") * fp8_share(device, m, k, n) * device.pace)

@@ -1,9 +1,9 @@
-"""Changes that would make a step shorter: every small change of the plan or the cluster, predicted.
+"""Changes that would shorten a step: every small change of the plan or the cluster, predicted.
 
-A change of the plan moves one thing: a placement by one tier, the prefetch distance, the unit, recomputation, the
+A change of the plan changes one thing: a placement by one tier, the prefetch distance, the unit, recomputation, the
 wire format on one tier, the schedule of a pipeline. A change of the cluster doubles one bandwidth or the device's
-FLOP/s, or halves one latency. Invalid plans are no candidates, nor are those that need more than the device's memory,
-activations, context and losses of the allocator included, or than the step as it is where that needs more already.
+FLOP/s, or halves one latency. Invalid plans are skipped, as are those that need more memory than the device has (or
+than the present step, if that already exceeds it), including activations, context and allocator losses.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,8 +31,8 @@ from terrace.simulate.step import Prediction, Step, predict_on, predict_step, re
 from terrace.simulate.timeline import play
 from terrace.simulate.work import Work
 
-# Part of a lower bound that surely holds: of steps played whole, up to the rounding of sums; of folded ones, up to
-# twice what a line may be off.
+# Safety factors of a lower bound: rounding of sums for steps played whole, twice the error of extrapolation for folded
+# ones.
 _WHOLE, _FOLDED = 1 - 1e-9, 0.99
 
 
@@ -45,7 +45,7 @@ def _fits(base: Prediction) -> Callable[[Prediction], bool]:
 def _needed_bytes(predicted: Prediction) -> int:
     step = predicted.step
     states = max(sum(program.state_bytes.values()) for program in predicted.programs)
-    # Without kernels that are priced, activations are unknown.
+    # With FLOPs for prices, activations are unknown.
     if not isinstance(step.work, Work):
         return states
     job = Job(cluster=step.cluster, plan=step.plan, num_micros=step.num_micros)
@@ -53,10 +53,10 @@ def _needed_bytes(predicted: Prediction) -> int:
 
 
 def changes(step: Step, base: Prediction | None = None) -> list[Change]:
-    """Every candidate with its predicted step, the shortest first; ties in the order tried.
+    """All candidates with their predicted steps, shortest first; ties in the order tried.
 
-    `base` is the step's prediction, where it is known. The number of micro-batches stays, so that every candidate does
-    the same work. A change of a pipeline shares the blocks anew unless the plan names its stages.
+    `base` is the step's prediction, if known. The number of micro-batches is fixed, so every candidate does the same
+    work. A changed pipeline reassigns blocks to stages unless the plan names its stages.
     """
     found: list[Change] = []
     base = base or predict_step(step)
@@ -71,10 +71,10 @@ def changes(step: Step, base: Prediction | None = None) -> list[Change]:
 
 
 def best_changes(step: Step, base: Prediction) -> list[Change]:
-    """The first candidate of each kind in `changes`, without the others.
+    """The best candidate of each kind in `changes`.
 
-    Candidates are tried by the time that their passes alone take; those whose passes take longer than the best step
-    of their kind are left out.
+    Candidates are tried in order of a lower bound on their steps, and skipped once it exceeds the best step of their
+    kind.
     """
     tried: list[tuple[float, int, Change, Step]] = []
     bounds: dict[tuple[object, ...], float] = {}  # by all that passes depend on
@@ -103,7 +103,7 @@ def best_changes(step: Step, base: Prediction) -> list[Change]:
 def _candidates(step: Step, program: Program) -> Iterator[Change]:
     seen = [step.plan]
     for change in (*_plan_changes(step, program), *_schedule_changes(step), *_cluster_changes(step, program)):
-        # A move may change nothing, such as int8 on a tier that no message crosses.
+        # A change may have no effect, such as int8 on a tier that no message crosses.
         if change.kind == "cluster" or change.plan not in seen:
             seen.append(change.plan)
             yield change
@@ -118,8 +118,9 @@ def _predicted(base: Prediction, change: Change, changed: Step) -> Prediction:
 
 
 def _least_s(base: Prediction, step: Step) -> float:
-    """Lower bound in seconds on a step with the blocks of `base`: the passes of its schedule, with messages and updates
-    that take no time; 0 where little is known.
+    """Lower bound in seconds on a step with the blocks of `base`: its schedule with free messages and updates.
+
+    0 without a pipeline, and for another device.
     """
     if step.num_stages == 1 or step.cluster.device != base.step.cluster.device:
         return 0.0
@@ -176,7 +177,7 @@ def _schedule_changes(step: Step) -> Iterator[Change]:
         if "memory_limit" not in takes(name):
             other = replace(plan, schedule=name)
             if plan.stages and num_virtual(other, num_stages) != len(plan.stages):
-                # The named split is for another number of virtual stages: share the blocks anew.
+                # The named split is for another number of virtual stages: split the blocks again.
                 other = replace(other, stages=())
             if name != plan_schedule(plan)[0]:
                 yield Change(words=f'schedule = "{name}"', kind="plan", note="", cluster=cluster, plan=other)

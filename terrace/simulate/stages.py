@@ -4,7 +4,7 @@ Each stage is a rank with the clocks of terrace.simulate.events. One of its data
 they run the same program at the same time. Between stages
 
     a message leaves at its SEND, after the rank's earlier messages, and a pass that reads it waits for it;
-    TIE is left by both stages together, CLIP by all;
+    TIE ends for both stages at the same time, CLIP for all;
 
 and waits are `wait pipeline`, `wait tie` or `wait control`. Two steps are played and the second is reported.
 """
@@ -35,7 +35,7 @@ _Place = tuple[str, int]  # where stages meet: its word, and the tied block
 
 
 class Passed(NamedTuple):
-    """A pass of a stage's step: when it began and ended, seconds from the step's start."""
+    """A pass of a stage's step: start and end in seconds from the step's start."""
 
     instruction: Instruction
     start_s: float
@@ -50,9 +50,9 @@ class StagesStep(NamedTuple):
 
 
 def simulate_stages(programs: "Sequence[Program]", costs: Sequence[Costs]) -> StagesStep:
-    """The predicted step of a pipeline, from the program and the costs of every stage, with the times of its passes.
+    """Predicted step of a pipeline, from the program and the costs of every stage, with the times of its passes.
 
-    Linear in the number of instructions. Raises `ProgramError` where stages wait for each other in a circle.
+    Linear in the number of instructions. Raises `ProgramError` if stages deadlock.
     """
     with no_collection():
         pipeline = Pipeline(programs, costs, _Noting)
@@ -61,7 +61,7 @@ def simulate_stages(programs: "Sequence[Program]", costs: Sequence[Costs]) -> St
 
 
 def stages_seconds(programs: "Sequence[Program]", costs: Sequence[Costs]) -> list[dict[str, float]]:
-    """The seconds by category of `simulate_stages` alone, in less time."""
+    """Seconds by category, as in `simulate_stages`, in less time."""
     return Pipeline(programs, costs).run()
 
 
@@ -79,7 +79,7 @@ def record_stages(programs: "Sequence[Program]", costs: Sequence[Costs]) -> list
 
 
 class _Noting(Rank):
-    """A rank that notes when each pass of a step begins and ends, by the time of the wall."""
+    """A rank that records when each pass of a step begins and ends, in wall time."""
 
     __slots__ = ("begun_s", "ends_s", "notes", "starts_s")
 
@@ -90,7 +90,7 @@ class _Noting(Rank):
         self.ends_s: list[float] = []
 
     def run_all(self, passes: Passes) -> None:
-        """Several passes, as `Rank.run_all`."""
+        """Run several passes, as `Rank.run_all`."""
         number, plays = 0, passes.plays
         is_alone = len(plays) == 1
         if not self.notes:
@@ -127,7 +127,7 @@ class _Noting(Rank):
 
 
 class _Clock(NamedTuple):
-    """Messages and ends of steps that stages share, and the stages that wait for them."""
+    """Messages and meeting points that stages share, and the stages that wait for them."""
 
     arrived_s: dict[int, float]  # of every message
     met_s: dict[_Place, dict[int, tuple[float, int]]]  # where stages meet: when each came, its last span
@@ -138,7 +138,7 @@ class _Clock(NamedTuple):
 
 
 class Pipeline:
-    """The programs of all stages and the clocks of their ranks. A pipeline of one stage is no special case."""
+    """The programs of all stages and the clocks of their ranks; one stage is no special case."""
 
     def __init__(self, programs: "Sequence[Program]", costs: Sequence[Costs], rank: type[Rank] = Rank) -> None:
         self.programs = programs
@@ -147,7 +147,7 @@ class Pipeline:
         self.channels = Channels(programs)
         # Every instruction is recorded.
         act = None if rank is Recorder else rank.run_all
-        # A step is played twice, so what its instructions wait for is found once.
+        # A step is played twice, so its moves are found once.
         self.moves = [
             Reader(program, price_distinct(program, cost), self.channels, act).moves()
             for program, cost in zip(programs, costs, strict=True)
@@ -167,7 +167,7 @@ class Pipeline:
         return [dict(rank.time_s) for rank in self.ranks]
 
     def noted(self) -> list[list[Passed]]:
-        """The passes of every stage's last step, from the start of the first stage's."""
+        """Passes of every stage's last step, relative to the start of the first stage."""
         first_s, found = min(self.begun_s), []
         for program, rank in zip(self.programs, self.ranks, strict=True):
             assert isinstance(rank, _Noting), "only these know when passes ran"
@@ -184,7 +184,7 @@ class Pipeline:
         return found
 
     def step(self) -> None:
-        """Play the programs once; the clocks, `begun_s` and `time_s` of ranks are its caller's."""
+        """Play the programs once; the caller resets the ranks' clocks, `begun_s` and `time_s`."""
         clock = _Clock({}, defaultdict(dict), {}, {}, {}, deque(range(len(self.programs))))
         # Stages are coroutines: each runs until it needs a message that has not been sent yet.
         running = [self._stage(index, clock) for index in range(len(self.programs))]
@@ -220,7 +220,7 @@ class Pipeline:
                 assert isinstance(event, Event), "only passes are joined"
                 done_s, number = rank.issue(event, (0.0, -1))
                 if recorder is not None:
-                    # A message without bytes has no span: its sender's computing is the cause.
+                    # A message without bytes has no span: its sender's compute is the cause.
                     clock.spans[message] = (index, number if number >= 0 else recorder.newest[COMPUTE])
                 arrived_s[message] = begun_s + sum(spent_s) + rank.wall_s(done_s - rank.now_s)
                 if message in readers:
@@ -229,7 +229,7 @@ class Pipeline:
                 assert isinstance(event, Event), "only passes are joined"
                 rank.settle()
                 if role is Role.TIE:
-                    # Both holders of the tied block leave together.
+                    # Both holders of the tied block continue together.
                     yield from self._meet(index, clock, ("tie", event.block), 2, event.category)
                     rank.exchange(event)
                 else:
@@ -258,7 +258,7 @@ class Pipeline:
             for other in met_s:
                 if other != index:
                     self._resume(other, clock)
-        # All leave when the last one has come.
+        # All continue when the last one arrives.
         (moment_s, newest), latest = max((there, stage) for stage, there in met_s.items())
         if isinstance(rank, Recorder):
             rank.cause = (latest, newest)

@@ -1,11 +1,11 @@
-"""Model state of one rank before there is a program, for the search: from the flat buffers of one block of each kind.
+"""Model state of one rank without a program, for the search: from the flat buffers of one block of each kind.
 
 What a rank keeps for the whole step is counted by terrace.plan.state_bytes, as in a program's buffers
-(terrace.program.buffers). What comes and goes follows from the order of the blocks, without their visits. A window of
-blocks is whole for a while: the parameters of a visit and of the `prefetch` next ones, the gradients of two neighbours,
-and with either the matrix that a tied head borrows. During the update Muon has the whole matrices of two layers.
+(terrace.program.buffers). Temporary buffers follow from the order of the blocks, without their visits. A window of
+blocks is whole at a time: the parameters of a visit and of the next `prefetch` ones, the gradients of two neighbours,
+and with either the matrix that a tied head borrows. During the update Muon holds the whole matrices of two layers.
 
-A tied head on another stage than the embedding has its own copy, and both stages keep the gradient of the other's.
+A tied head on another stage than the embedding has its own copy, and both stages keep the other's gradient.
 """
 
 from collections import defaultdict
@@ -34,8 +34,9 @@ _OF_TRAINABLE = tuple(message for message, route in ROUTES.items() if route.carr
 class StageBlocks:
     """The blocks that one rank holds.
 
-    `lent` has (borrower, lender) of blocks that read a block of this stage, `copied` the kinds of the blocks of other
-    stages that a block of each kind reads, and has copies of. `tied` are the kinds of blocks that two stages hold.
+    `lent` has (borrower, lender) pairs of blocks on this stage. `copied` has, by kind, the kinds of blocks of other
+    stages
+    that it reads and copies. `tied` are the kinds of blocks that two stages hold.
     """
 
     order: tuple[int, ...]  # kind of each block, in the order of the model
@@ -46,7 +47,7 @@ class StageBlocks:
 
 @lru_cache(maxsize=4096)
 def stage_blocks(kinds: Kinds, held: Sequence[int]) -> StageBlocks:
-    """The blocks `held` by a rank, which are indexes of a model's blocks."""
+    """The blocks of a model, by index, that a rank holds."""
     place = {block: index for index, block in enumerate(held)}
     order = tuple(kinds.order[block] for block in held)
     pairs = ((index, lender) for index, kind in enumerate(order) for lender in kinds.specs[kind].borrows)
@@ -69,9 +70,9 @@ def stage_blocks(kinds: Kinds, held: Sequence[int]) -> StageBlocks:
 def gathered_whole(
     order: Sequence[int], lent: Sequence[tuple[int, int]], sizes: Sequence[int], prefetch: int
 ) -> tuple[int, ...]:
-    """The most parameters that are whole at once while a block of each kind runs; `sizes` are those of each kind.
+    """Most full parameters alive at once while a block of each kind runs; `sizes` is by kind.
 
-    These are the parameters of `prefetch + 1` neighbours, and of the blocks that they borrow from. At the last block
+    These are the parameters of `prefetch + 1` neighbours and of the blocks that they borrow from. At the last block
     the order of visits reverses, so no further block is gathered.
     """
     blocks, most = [sizes[kind] for kind in order], [0] * len(sizes)
@@ -91,14 +92,14 @@ def gathered_whole(
 def gradients_whole(
     order: Sequence[int], lent: Sequence[tuple[int, int]], sizes: Sequence[int], again: bool
 ) -> tuple[int, ...]:
-    """The most gradients that are whole at once in the backward of a block of each kind.
+    """Most full gradients alive at once in the backward of a block of each kind.
 
-    These are its own, the gradient of the block before it in the backward that has any, which is still being reduced,
-    and the gradients of blocks that it, or a later block, borrowed from. With `again` another micro-batch came before,
-    and its last gradient may still be in flight at the first backward.
+    These are its own, the gradient of the previous block in the backward that has any, which is still being reduced,
+    and the gradients of blocks that it, or a later block, borrowed from. With `again`, an earlier micro-batch's last
+    gradient may still be in flight at the first backward.
     """
     blocks, most = [sizes[kind] for kind in order], [0] * len(sizes)
-    # The last gradient that the micro-batch before reduced is of the first block with one.
+    # The previous micro-batch's last reduced gradient is that of the first block with one.
     befores, before = [0] * len(blocks), next(filter(None, blocks), 0) if again else 0
     for block in reversed(range(len(blocks))):
         befores[block] = before
@@ -112,8 +113,8 @@ def gradients_whole(
 def gathers_again(stage: StageBlocks, prefetch: int, again: bool) -> tuple[bool, bool]:
     """Whether some block is gathered a second time for a forward, and whether one is for a backward.
 
-    A block stays between two visits that are at most `max(1, prefetch)` apart (terrace.plan.residency). It is visited
-    with each block that borrows it, on the way forward and on the way back. With `again` another unit follows.
+    A block stays gathered between visits that are at most `max(1, prefetch)` apart (terrace.plan.residency). It is
+    visited with each block that borrows it, in the forward and in the backward. With `again` another unit follows.
     """
     last, reach = len(stage.order) - 1, max(1, prefetch)
     readers: dict[int, list[int]] = {block: [block] for block in range(len(stage.order))}
@@ -126,9 +127,9 @@ def gathers_again(stage: StageBlocks, prefetch: int, again: bool) -> tuple[bool,
 
 @dataclass(frozen=True, kw_only=True)
 class States:
-    """Bytes of model state: `steady` by category for the whole step, whole parameters and gradients by kind.
+    """Bytes of model state: `steady` by category for the whole step, full parameters and gradients by kind.
 
-    `updating` are the buffers that an update takes in place of those of a tie, on top of `steady`.
+    `updating` is what the update's buffers take on top of `steady`, where they replace those of a tie.
     """
 
     steady: dict[str, int]
@@ -138,7 +139,7 @@ class States:
 
 
 def model_states(cluster: Cluster, plan: Plan, kinds: Kinds, stage: StageBlocks, num_micros: int) -> States:
-    """The model state of a rank that holds the blocks of `stage`.
+    """Model state of a rank that holds the blocks of `stage`.
 
     Raises `PlanError` where the tensor axis or the ranks of experts do not divide the model.
     """
@@ -183,7 +184,7 @@ def model_states(cluster: Cluster, plan: Plan, kinds: Kinds, stage: StageBlocks,
 def _lanes(
     together: Layout, plan: Plan, flats: Sequence[FlatParamSpec], again: bool, for_backward: bool
 ) -> dict[int, int]:
-    """Bytes of message memory on each lane, of its largest message of any of `flats`."""
+    """Bytes of message buffers on each lane: those of its largest message over `flats`."""
     sources: list[tuple[MessageClass, int | None]] = [(message, None) for message in _OF_TRAINABLE]
     sources.append((MessageClass.GATHER, together.params))
     sources += [(MessageClass.GATHER_BACKWARD, together.params_backward)] if for_backward else []
@@ -195,7 +196,7 @@ def _lanes(
         largest[key] = max(largest.get(key, flat), flat, key=lambda each: each.padded)
     lanes: dict[int, int] = defaultdict(int)
     for (message, source), flat in product(sources, largest.values()):
-        # Codes travel in place, and the numbers before them are few.
+        # Codes are sent in place, and the preceding scales are negligible.
         if flat.travels_in(message) and not (flat.is_coded and message in OF_PARAMETERS):
             reduction, gathering = block_hops(flat.layout, plan, message, flat.padded, source)
             sizes = reduce_buffers(plan, message, reduction), gather_buffers(plan, message, gathering)

@@ -3,12 +3,12 @@
 Every command that shows a step shows `predict_step`'s: plan, simulate, train, scale, doctor and the pages. A step is
 described by one frozen `Step`; equal steps have equal predictions.
 
-Folding. A schedule repeats itself after a few micro-batches, and from then on every further one adds the same seconds.
-A step with more passes than `WHOLE_PASSES` (micro-batches times blocks) is therefore played with few micro-batches,
-with a few more, and with as many more again, and carried on in a straight line; where the last two lines differ by more
-than `SETTLED`, the schedule has not settled, and twice as many are played. Time and memory do not grow with the number
-of micro-batches. Shorter steps are played whole, so their prediction is exact. A line is within 0.5 % of the whole play
-under every schedule (tests/simulate/test_step.py).
+Folding. After a few micro-batches a schedule is periodic, and each further micro-batch adds the same seconds. A step
+with more passes than `WHOLE_PASSES` (micro-batches times blocks) is therefore played with three equally spaced small
+numbers of micro-batches and extrapolated linearly; if the two slopes differ by more than `SETTLED`, the schedule is
+not periodic yet, and twice as many are played. Time and memory do not grow with the number of micro-batches. Shorter
+steps are played whole, so their prediction is exact. Extrapolation is within 0.5 % of the whole play under every
+schedule (tests/simulate/test_step.py).
 """
 
 import math
@@ -39,8 +39,8 @@ from terrace.simulate.routed import alone_s
 from terrace.simulate.stages import Passed, simulate_stages, stages_seconds
 from terrace.simulate.work import Work
 
-# Micro-batches times blocks of the longest steps that are played whole: a tenth of a second for the programs of
-# several stages. One program alone is played in a line of its own, and up to a few seconds.
+# Micro-batches times blocks of the longest steps that are played whole: a tenth of a second for several stages, up to a
+# few seconds for a single program.
 WHOLE_PASSES, WHOLE_PASSES_ALONE = 2_000, 20_000
 SETTLED = 1e-3  # part of a step by which two lines may differ; beyond it, longer steps are played
 _WORTH_IT = 1e-4  # part of a step by which gradients in more gaps must shorten it
@@ -48,7 +48,7 @@ _UNIT_S = 1e-12  # in which blocks are shared: whole numbers make the shares ind
 
 Times = Mapping[str, float]  # seconds of a stage's step by category
 
-# What a stage waits for in other stages: their messages, a tied block's gradient, and the norm, where all stages meet.
+# Waits for other stages: their messages, a tied block's gradient, and the gradient norm, where all stages meet.
 WAITS_ON_STAGES = tuple(
     f"wait {message.value}" for message in (MessageClass.PIPELINE, MessageClass.TIE, MessageClass.CONTROL)
 )
@@ -59,8 +59,9 @@ class Step:
     """A step to predict.
 
     `blocks` is the whole model. `work` prices its blocks kernel by kernel; a tuple holds the forward FLOPs of each on
-    one micro-batch instead. A plan that names no `stages` gets the best split, and one that leaves out numbers of
-    numbers of chunks the best ones (`resolved`).
+    one micro-batch instead. A plan without `stages` gets the best split, and one without numbers of chunks the best
+    ones
+    (`resolved`).
     """
 
     cluster: Cluster
@@ -76,12 +77,12 @@ class Step:
 
     @cached_property
     def frame(self) -> Program:
-        """Program without instructions that all its programs share; raises `PlanError` for a plan that cannot run."""
+        """The part without instructions that all its programs share. Raises `PlanError` for a plan that cannot run."""
         return frame_of(self.cluster, self.plan, self.blocks, self.num_micros, self.sequence)
 
     @cached_property
     def costs(self) -> Costs:
-        """Prices of blocks, the same in all its programs; raises `PlanError` when the plan and the work disagree."""
+        """Prices of blocks, equal in all its programs. Raises `PlanError` when the plan and the work disagree."""
         return step_costs(self.frame, self.work)
 
 
@@ -98,12 +99,12 @@ class Prediction:
 
     @cached_property
     def sent_bytes(self) -> tuple[Mapping[tuple[MessageClass, str], int], ...]:
-        """The bytes that do not depend on the batch."""
+        """Sent bytes that do not depend on the batch."""
         return tuple(map(declared_ahead, self.expected_bytes))
 
     @cached_property
     def reports(self) -> tuple[StepReport, ...]:
-        """The report of every stage. A search and a folded step read the times of most predictions and no more."""
+        """Report of every stage; lazy, since a search reads only the times of most predictions."""
         found = map(Program.report, self.programs, self.times_s, self.sent_bytes)
         if self.cycle is None:
             return tuple(found)
@@ -112,12 +113,12 @@ class Prediction:
 
     @cached_property
     def passes(self) -> tuple[Sequence[Passed], ...]:
-        """The passes of every stage with their times, empty without a pipeline; found by playing once more."""
+        """Passes of every stage with their times, from another play; empty without a pipeline."""
         return tuple(simulate_stages(self.programs, self.costs).passes) if len(self.programs) > 1 else ()
 
     @property
     def step_s(self) -> float:
-        """Seconds of the step on the first stage; stages meet in the norm, so it is the same on all."""
+        """Seconds of the step on the first stage; equal on all, since stages meet in the gradient norm."""
         return sum(self.times_s[0].values())
 
     @property
@@ -127,12 +128,12 @@ class Prediction:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the step was played from its beginning to its end."""
+        """Whether all micro-batches were played."""
         return self.played_micros == self.step.num_micros
 
     @property
     def bubble(self) -> float:
-        """Share of the stages' time in which they wait for other stages."""
+        """Share of the stages' time spent waiting for other stages."""
         return bubble(self.reports)
 
     @cached_property
@@ -142,7 +143,7 @@ class Prediction:
 
 
 def idle_s(report: StepReport) -> float:
-    """Seconds of a step in which a stage waits for other stages."""
+    """Seconds of a step that a stage waits for other stages."""
     return _idle_s(report.time_s)
 
 
@@ -151,15 +152,16 @@ def _idle_s(time_s: Times) -> float:
 
 
 def bubble(reports: Sequence[StepReport]) -> float:
-    """Share of the stages' time in which they wait for other stages; 0 without a pipeline."""
+    """Share of the stages' time spent waiting for other stages; 0 without a pipeline."""
     if len(reports) == 1:
         return 0.0
     return sum(map(idle_s, reports)) / (sum(report.step_s for report in reports) or 1.0)
 
 
 def predict_step(step: Step, programs: Sequence[Program] = ()) -> Prediction:
-    """The prediction of a step, from its `programs` where they are built; raises `PlanError` for a plan that cannot
-    run. Under a plan with islands it is the mean step of the cycle.
+    """Predict a step; under a plan with islands, the mean step of the cycle.
+
+    `programs` are the step's, if already built. Raises `PlanError` for a plan that cannot run.
     """
     return _with_cycle(_steady(resolved(step), programs))
 
@@ -168,7 +170,7 @@ def _steady(step: Step, programs: Sequence[Program]) -> Prediction:
     num_stages = step.num_stages
     most = WHOLE_PASSES_ALONE if num_stages == 1 else WHOLE_PASSES
     if step.num_micros * len(step.blocks) > most:
-        # Behind the first micro-batches, which fill the pipeline or the lanes of a single rank.
+        # Start after the first micro-batches, which fill the pipeline or the lanes of a single rank.
         every = period(step.plan, num_stages)
         least, further = max(num_stages + 2, 2 * every, 8), every * -(-num_stages // (4 * every))
         # The short play has the same remainder of the period as the whole step.
@@ -183,9 +185,10 @@ def _steady(step: Step, programs: Sequence[Program]) -> Prediction:
 
 
 def predict_on(prediction: Prediction, step: Step) -> Prediction:
-    """The prediction of `step`, which is the predicted one on a cluster with other figures; `PlanError` as before.
+    """Predict `step`, which is the step of `prediction` on a cluster with other rates.
 
-    Programs do not depend on figures, so a step that was played whole is not lowered again.
+    Programs do not depend on rates, so a step that was played whole is not lowered again. Raises `PlanError` for a plan
+    that cannot run.
     """
     step = resolved(step)
     if not prediction.is_whole or step.plan != prediction.step.plan:
@@ -194,13 +197,13 @@ def predict_on(prediction: Prediction, step: Step) -> Prediction:
 
 
 def play_whole(step: Step) -> Prediction:
-    """The prediction with every micro-batch played, however many there are: for timelines and traces."""
+    """Predict a step by playing every micro-batch, for timelines and traces."""
     step = resolved(step)
     return _play(step, step.num_micros)
 
 
 def resolved(step: Step) -> Step:
-    """The step with a plan that says all: blocks of every virtual stage, chunks, shares of gradients.
+    """The step with a complete plan: blocks of every virtual stage, numbers of chunks, shares of gradients in gaps.
 
     Raises `PlanError` for a plan that cannot run.
     """
@@ -220,16 +223,16 @@ def resolved(step: Step) -> Step:
 
 
 def check_stages(step: Step) -> None:
-    """Raise `PlanError` where the plan's `stages` do not give each block to one virtual stage.
+    """Raise `PlanError` unless the plan's `stages` assign each block to one virtual stage.
 
-    Memory and passes are counted by them before a program, which checks them too, is built.
+    A program checks this too, but memory and passes are counted before it is built.
     """
     if step.plan.stages and step.num_stages > 1:
         check_blocks(step.plan, num_virtual(step.plan, step.num_stages), len(step.blocks))
 
 
 def _with_gaps(step: Step) -> Step:
-    """The step with the shares of gradients in gaps under which it is fastest, or without any."""
+    """The step with its fastest shares of gradients in gaps, possibly none."""
 
     def sharing(shares: Shares) -> Step:
         return replace(known, plan=known.plan.with_gaps(shares))
@@ -237,7 +240,7 @@ def _with_gaps(step: Step) -> Step:
     known = resolved(replace(step, plan=step.plan.with_gaps(())))
     best, plan = known, known.plan
     tried = sharing(any_shares(plan.num_chunks[1]))
-    # A few micro-batches have every message.
+    # A few micro-batches already contain every kind of message.
     every = period(plan, step.num_stages)
     least = max(step.num_stages + 2, 2 * every)
     num_micros = min(step.num_micros, least + (step.num_micros - least) % every)
@@ -251,9 +254,10 @@ def _with_gaps(step: Step) -> Step:
 
 
 def with_chunks(step: Step) -> Step:
-    """The step with the numbers of chunks that its plan leaves out (terrace.simulate.chunks).
+    """The step with missing numbers of chunks chosen (terrace.simulate.chunks).
 
-    FLOPs alone do not give the seconds of small products: a step priced so is returned as it is. Raises `PlanError` for
+    A step priced from FLOPs is returned unchanged: they do not give the seconds of small products. Raises `PlanError`
+    for
     a plan that cannot run.
     """
     if not step.plan.leaves_out_chunks or not isinstance(step.work, Work):
@@ -262,10 +266,10 @@ def with_chunks(step: Step) -> Step:
 
 
 def best_stages(step: Step) -> tuple[int, ...]:
-    """Number of blocks of every virtual stage, in model order, so that the slowest is as fast as it can be.
+    """Number of blocks of every virtual stage, in model order, that minimises the slowest one.
 
-    A block costs the seconds of its passes on one micro-batch, waits for tensor and context ranks included. A virtual
-    stage keeps within its part of a device's memory with its model state where that is possible.
+    A block costs the seconds of its passes on one micro-batch, including waits for tensor and context ranks. Where
+    possible, the model state of a virtual stage fits its share of a device's memory.
     """
     cluster, plan, num_stages = step.cluster, step.plan, step.num_stages
     virtual = num_virtual(plan, num_stages)
@@ -279,7 +283,7 @@ def best_stages(step: Step) -> tuple[int, ...]:
 
 
 def _blocks_s(costs: Costs) -> list[float]:
-    # With FLOPs for prices, each block has its own.
+    # With FLOPs for prices, equal blocks may differ.
     known: dict[object, float] = {}
     found = []
     for block, passes in enumerate(zip(costs.forward_s, costs.backward_s, strict=True)):
@@ -306,7 +310,7 @@ def _play(step: Step, num_micros: int) -> Prediction:
 
 
 def _with_cycle(steady: Prediction) -> Prediction:
-    """The prediction of a steady step, of the cycle if there are islands."""
+    """The prediction of a steady step, or of its cycle if there are islands."""
     if not steady.step.plan.outer.has_islands:
         return steady
     whole = None if steady.is_whole else steady.times_s

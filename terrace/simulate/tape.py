@@ -3,19 +3,19 @@
 A node reads tensors, writes one, and keeps some for its backward. A block keeps the union of its nodes' tensors between
 forward and backward. The peaks follow by playing the tape with autograd's rules:
 
-- forward: a tensor stays until nothing more reads it and no variable holds it, or, once it is kept, to the end;
+- forward: a tensor lives until its last read and until no variable holds it, or, if kept, to the end;
 - backward: a node makes a gradient of the size of each tensor it read; then the gradient of its output is freed, and
   every kept tensor that no earlier node keeps. A sum passes its gradient on unchanged. Where a tensor was read twice,
   the second gradient is added into the first, or into a new one if the first is shared.
 
-A *replay* is a run of nodes whose results are dropped and computed again (terrace.runtime.replay). It keeps the
-tensors that it reads from outside, and nothing else; its own come back, all at once, when the backward of the first
-node that keeps one of them begins, and each is freed as any kept tensor is.
+A *replay* is a run of nodes whose results are dropped and recomputed (terrace.runtime.replay). It keeps only the
+tensors that it reads from outside. All its own tensors are recomputed at once, when the backward of the first node that
+keeps one of them begins, and each is then freed as any kept tensor is.
 
-The block's input, its output and the gradient of its output stay to the end, since the executor holds them.
+The block's input, its output and the gradient of its output live to the end, since the executor holds them.
 
-Where the backward is in two halves, the first also holds, for the second, the operands that each *product* (`weighs`)
-kept and the gradient of its result (terrace.runtime.linear), or the `codes` of it (terrace.runtime.scaled_linear).
+In a split backward the first half also holds, for the second, the operands that each *product* (`weighs`) kept and the
+gradient of its result (terrace.runtime.linear), or its `codes` (terrace.runtime.scaled_linear).
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ from terrace.model.operations import INPUT, OUTPUT
 
 
 class Node(NamedTuple):
-    """A node of autograd's graph, or a few that always come together.
+    """A node of autograd's graph, or a few that always occur together.
 
     `keeps` may name tensors that no node reads or writes, such as the statistics of a norm. `backward_adds` counts
     memory that lives only while its backward runs, such as the gradient of a weight before it is accumulated.
@@ -45,7 +45,7 @@ class Node(NamedTuple):
 
 
 def kept_by_operation(tape: Sequence[Node], sizes: Mapping[str, int]) -> dict[str, int]:
-    """Bytes that each operation is the first to keep, without the block's input."""
+    """Bytes that each operation is the first to keep, excluding the block's input."""
     seen = {INPUT}
     kept: dict[str, int] = {}
     for node, keeps in zip(tape, _keeps(tape, dropped(tape)), strict=True):
@@ -58,7 +58,7 @@ def kept_by_operation(tape: Sequence[Node], sizes: Mapping[str, int]) -> dict[st
 
 
 def dropped(tape: Sequence[Node]) -> dict[str, str]:
-    """The replay that computes each dropped tensor again."""
+    """For each dropped tensor, the replay that recomputes it."""
     outside = _read_from_outside(tape)
     return {
         name: node.replay
@@ -114,7 +114,7 @@ def backward_peak(tape: Sequence[Node], sizes: Mapping[str, int]) -> int:
 
 
 def split_backward(tape: Sequence[Node], sizes: Mapping[str, int]) -> tuple[int, int]:
-    """`backward_peak` of the first half of a backward, and the bytes that it holds for the second."""
+    """Peak of the first half of a split backward, and the bytes held for the second."""
     return _backward(tape, sizes, halves=True)
 
 

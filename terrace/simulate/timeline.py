@@ -1,14 +1,14 @@
 """The timeline: orders of a pipeline played with the seconds of its tasks.
 
-The rules (Qi et al. 2401.10241, section 4; a stage computes one task at a time, messages cost it nothing):
+The rules (Qi et al. 2401.10241, section 4; a stage computes one task at a time, messages do not slow it):
 
     F(k, m) starts after F(k-1, m) ended and the message of that edge has passed,
     B(k, m) or I(k, m) after that of k+1 and the message; on the last virtual stage after F(k, m),
     W(k, m) after I(k, m),
 
-where k is a virtual stage and m a micro-batch, and every task after the one before it on its stage. The messages of a
-stage leave one after the other, as in terrace.simulate.stages: over a slow link they, not the tasks, may set the pace.
-Between virtual stages of the same stage there is no message.
+where k is a virtual stage and m a micro-batch, and every task after the previous one on its stage. The messages of a
+stage are sent one at a time, as in terrace.simulate.stages, so over a slow link they may set the pace instead of the
+tasks. Virtual stages of the same stage exchange no messages.
 """
 
 from collections.abc import Generator, Sequence
@@ -26,9 +26,10 @@ _FORWARD, _BACKWARD, _INPUT, _WEIGHT = map(int, Pass)
 
 
 class CriticalTask(NamedTuple):
-    """A task on the critical path, and what it waited for: its own stage, or messages of another one.
+    """A task on the critical path, and its cause: its own stage, or messages of another one.
 
-    `edge_s`: seconds of these messages, 0 for none; `messages`: how many, since one leaves after those before it.
+    `edge_s`: seconds of these messages, 0 for none; `messages`: their number, including those queued before the
+    task's own.
     """
 
     stage: int
@@ -41,7 +42,7 @@ class CriticalTask(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """When every task runs: `starts_s[stage][position]`, with positions as in `orders.tasks`."""
+    """Start of every task: `starts_s[stage][position]`, with positions as in `orders.tasks`."""
 
     orders: Orders
     seconds: TaskSeconds
@@ -49,7 +50,7 @@ class Timeline:
 
     @cached_property
     def ends_s(self) -> tuple[list[float], ...]:
-        """When every task ends, indexed as `starts_s`."""
+        """End of every task, indexed as `starts_s`."""
         ends = []
         for row, tasks, starts in zip(self.orders.placement, self.orders.tasks, self.starts_s, strict=True):
             lasts = [[self.seconds.of(pass_)[virtual] for virtual in row] for pass_ in Pass]
@@ -69,7 +70,7 @@ class Timeline:
 
     @cached_property
     def busy_s(self) -> list[float]:
-        """Seconds that each stage computes."""
+        """Compute seconds of each stage."""
         return [
             sum(end - start for start, end in zip(starts, ends, strict=True))
             for starts, ends in zip(self.starts_s, self.ends_s, strict=True)
@@ -77,10 +78,11 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The idle share of the stages over the longest span (the cost of Qi et al. 2401.10241, section 5.3).
+        """Idle share of the stages over the longest span (the cost of Qi et al. 2401.10241, section 5.3).
 
-        With equal stages it is 1 - num_micros (T_F + T_B + T_W) / cost. With unequal stages the waiting of the
-        lighter ones counts, too.
+        With equal stages it is 1 - num_micros (T_F + T_B + T_W) / cost. With unequal stages, waits of the lighter
+        ones count
+        too.
         """
         # Every stage is charged for the longest span.
         offered_s = len(self.busy_s) * max(self.spans_s)
@@ -89,7 +91,7 @@ class Timeline:
     def critical_path(self) -> list[CriticalTask]:
         """The chain of tasks and messages, first to last, that fills the time from 0 to the makespan.
 
-        If there are several, a task is taken to wait for its own stage rather than for a message.
+        If there are several, waiting for the own stage takes precedence over waiting for a message.
         """
         orders, holders = self.orders, self.orders.holders()
         positions: dict[int, dict[StageTask, int]] = {}
@@ -118,9 +120,9 @@ class Timeline:
             stage, position = source, before
 
     def _queues(self, stage: int) -> list[tuple[int, int]]:
-        """The queue of each task's message: position of the task whose message is first in it, and its length so far.
+        """For each task, the position of the task whose message heads its queue, and the queue's length so far.
 
-        A queue is a run of messages that leave the stage one after the other without a pause.
+        A queue is a run of messages that leave the stage without a pause.
         """
         found, sent_s, head, number = [], 0.0, 0, 0
         moves = _moves(self.orders, self.seconds, stage)
@@ -134,11 +136,11 @@ class Timeline:
 
 
 def play(orders: Orders, seconds: TaskSeconds) -> Timeline:
-    """Start times of every task. Linear in the number of tasks.
+    """Start times of every task, in time linear in their number.
 
-    Raises `PlanError` when `seconds` is for another number of virtual stages, and `ProgramError` when stages wait for
-    each other in a circle or for a task that is in no order; the message names each waiting stage and the task it
-    needs.
+    Raises `PlanError` when `seconds` is for another number of virtual stages, and `ProgramError` when stages deadlock
+    or
+    wait for a task that is in no order; the message names each waiting stage and the task it needs.
     """
     check_seconds(seconds, orders.num_virtual)
     slots = orders.num_virtual * orders.num_micros
@@ -198,7 +200,7 @@ def _run(
         source, target, lasts_s, edge_s = moves[pass_][chunk]
         input_s = arrived[source + micro]
         if input_s > now:
-            # inf: not made yet. The stage resumes when another one fills the slot.
+            # inf: not produced yet. The stage resumes when another one fills the slot.
             if input_s == inf:
                 yield source + micro
                 input_s = arrived[source + micro]
@@ -222,8 +224,9 @@ def _run(
 def _reads(
     orders: Orders, holders: Sequence[tuple[int, int]], stage: int, task: StageTask
 ) -> tuple[int, list[StageTask]]:
-    """The stage that makes the input of `task`, and the task that makes it, or two candidates. Empty for a forward on
-    the first virtual stage.
+    """The stage that produces the input of `task`, and the task that does (or two candidates).
+
+    Empty for a forward on the first virtual stage.
     """
     pass_, chunk, micro = task
     virtual = orders.placement[stage][chunk]

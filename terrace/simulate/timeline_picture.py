@@ -1,4 +1,4 @@
-"""The passes of played programs, and memory over a step, as text: stages down, time across."""
+"""Text plots of the passes of played programs, and of memory over a step: one line per stage, time across."""
 
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,7 +23,7 @@ class TaskSpan(NamedTuple):
 
 
 def task_spans(stage: Stage, passes: Sequence[Passed]) -> list[TaskSpan]:
-    """The tasks of a stage's played program: a micro-batch passes all blocks of a chunk, one after the other.
+    """Tasks of a stage's played program; in a task a micro-batch passes all blocks of a chunk.
 
     A task includes its waits between blocks and its wait for the first block's parameters.
     """
@@ -41,11 +41,11 @@ def task_spans(stage: Stage, passes: Sequence[Passed]) -> list[TaskSpan]:
 
 
 def passes_picture(stages: Sequence[Stage], passes: Sequence[Sequence[Passed]], step_s: float, width: int = 100) -> str:
-    """One line a stage of at most `width` characters (but 8 columns of time), and a legend.
+    """One line per stage of at most `width` characters (but at least 8 columns of time), and a legend.
 
-    From the first pass of any stage to the last of all. A column shows the task in its middle, `.` where there is none:
-    a letter, then the micro-batch where there is room, then dashes: `F3--`; in chunk 1, `F1.3`. Where tasks are shorter
-    than a column some are not seen.
+    Time runs from the first pass of any stage to the last of all. A column shows the task in its middle, `.` for none:
+    a letter, then the micro-batch if it fits, then dashes: `F3--`; in chunk 1, `F1.3`. Tasks shorter than a column may
+    not show.
     """
     names, columns = _names(len(stages), width)
     spans = [task_spans(stage, passed) for stage, passed in zip(stages, passes, strict=True)]
@@ -64,7 +64,7 @@ def passes_picture(stages: Sequence[Stage], passes: Sequence[Sequence[Passed]], 
 
 
 def memory_picture(curves: Sequence[MemoryCurve], step_s: float, width: int = 100) -> str:
-    """One line a stage over a step: the tenths of the highest peak that it holds, at most in each column."""
+    """One line per stage over a step: the maximum in each column, in tenths of the highest peak."""
     names, columns = _names(len(curves), width)
     highest = max(curve.peak[0] for curve in curves) or 1.0
     lines = []

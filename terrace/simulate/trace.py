@@ -1,7 +1,7 @@
-"""Traces for Perfetto and chrome://tracing: of a step, of all stages, of a predicted and a measured step.
+"""Traces for Perfetto and chrome://tracing: of one stage, of all stages, or of a predicted and a measured step.
 
-The format is the Trace Event Format's JSON object: complete events ("X") with times in microseconds, one
-thread a lane, counters ("C") for memory, and metadata ("M") that names them.
+The format is the Trace Event Format's JSON object: complete events ("X") with times in microseconds, one thread per
+lane, counters ("C") for memory, and metadata ("M") with names.
 """
 
 import json
@@ -21,9 +21,9 @@ _US = 1e6  # microseconds in a second
 
 
 def trace_json(recording: Recording, curve: MemoryCurve) -> str:
-    """Text of a trace file: the steady step, with the memory of its rank.
+    """Trace file of the steady step, with the memory of its rank.
 
-    Messages of the step before that reach into this one begin at 0; messages that reach into the next one end after it.
+    Messages of the previous step that overlap this one begin at 0; messages that overlap the next one end after it.
     """
     program = recording.program
     name = f"a rank of {program.cluster.world_size}: plan {program.plan.name} on {program.cluster.name}"
@@ -33,7 +33,7 @@ def trace_json(recording: Recording, curve: MemoryCurve) -> str:
 
 
 def compared_trace_json(predicted: Recording | Sequence[Passed], measured: Recording, *, step: int, rank: int) -> str:
-    """Text of a trace with two processes: the predicted step and the measured step `step`.
+    """Trace with two processes: the predicted step, and the measured step `step`.
 
     Both begin at 0. For a pipeline the prediction is the passes of the rank's stage.
     """
@@ -54,7 +54,7 @@ def compared_trace_json(predicted: Recording | Sequence[Passed], measured: Recor
 
 
 def recording_events(recording: Recording, pid: int, name: str) -> list[dict[str, Any]]:
-    """The events of a recording as process `pid`: a thread a lane, the compute stream first."""
+    """Events of a recording as process `pid`: one thread per lane, the compute stream first."""
     events = [_metadata("process_name", 0, {"name": name}, pid)]
     events.append(_metadata("process_sort_index", 0, {"sort_index": pid}, pid))
     for order, lane in enumerate(recording.lanes):
@@ -65,7 +65,7 @@ def recording_events(recording: Recording, pid: int, name: str) -> list[dict[str
 
 
 def passes_events(program: Program, passes: Sequence[Passed], name: str) -> list[dict[str, Any]]:
-    """The events of a stage's predicted passes, as the first process."""
+    """Events of a stage's predicted passes, as the first process."""
     events = [
         _metadata("process_name", 0, {"name": name}, _PREDICTED),
         _metadata("process_sort_index", 0, {"sort_index": _PREDICTED}, _PREDICTED),
@@ -82,7 +82,7 @@ def passes_events(program: Program, passes: Sequence[Passed], name: str) -> list
 def stages_trace_json(
     recordings: Sequence[Recording], curves: Sequence[MemoryCurve], *, name: str, step_s: float
 ) -> str:
-    """The text of a trace of a pipelined step: a process for every stage, with its lanes and its memory."""
+    """Trace of a pipelined step: one process per stage, with its lanes and its memory."""
     events: list[dict[str, Any]] = []
     for stage, (recording, curve) in enumerate(zip(recordings, curves, strict=True)):
         own = [*recording_events(recording, stage, f"stage {stage} of {name}"), *_counters(curve, stage)]
@@ -124,7 +124,7 @@ def _complete(recording: Recording, span: Span, pid: int) -> dict[str, Any]:
 
 
 def _counters(curve: MemoryCurve, pid: int = _PID) -> list[dict[str, Any]]:
-    # Constant categories are one value, so that the picture shows the changes.
+    # Constant categories are merged into one value, so that changes stand out.
     constant = sum(curve.constant_bytes.values())
     events = []
     for index, moment_s in enumerate(curve.times_s):

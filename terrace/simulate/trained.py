@@ -1,4 +1,4 @@
-"""The part of a block's weight gradients that is computed, where some of its matrices are frozen."""
+"""Share of a block's weight gradients that is computed if some of its matrices are frozen."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,10 +8,10 @@ from terrace.model.spec import BlockSpec
 
 
 def trained_part(block: BlockSpec, blocks: Sequence[BlockSpec]) -> float:
-    """Elements of matrices that train over all that a token meets in a block, those that it borrows included.
+    """Share of trainable elements among the matrices that a token uses in a block, borrowed ones included.
 
-    `blocks` are the blocks of its model. The parts of matrices are those of whole ones, also for a rank's slices: the
-    planner prices a block once for all shapes.
+    `blocks` are the blocks of its model. Sizes are those of whole matrices, also for a rank's slices, since the planner
+    prices a block once for all shapes.
     """
     borrowed = [param for lender in block.borrows for param in blocks[lender].params if _is_multiplied(param)]
     matrices = [param for param in (*block.params, *borrowed) if param.decays]

@@ -1,4 +1,4 @@
-"""Work: one rank's part of one micro-batch, in the numbers that costs and activations depend on."""
+"""Work: one rank's share of one micro-batch, in the numbers that costs and activations depend on."""
 
 import math
 from dataclasses import dataclass
@@ -20,27 +20,27 @@ from terrace.sequence.capacity import most_attended
 class Work:
     """A micro-batch of `micro_batch` sequences of `sequence` tokens in a block, cut over tensor and context ranks.
 
-    `layer` are the operations of the block; of a whole model's work, those of a layer that its layers share
+    `layer` are the operations of the block; for a whole model, those that its layers share
     (terrace.simulate.masks.work_in gives the work in each block).
 
     The `tensor` ranks are rows x columns (terrace.plan.slices): linear layers are cut by both, the core of attention
     and the inner tensors of the MLP by rows, the residual stream by columns and, under sequence parallelism, by rows
     too.
 
-    `recompute` says whether a layer's backward runs its forward again; where it does not, it runs `operations` again
-    (terrace.plan.recompute). `flash` is a kernel that never writes the S x S scores, and recomputes the core of
-    attention (QK^T, softmax and the product with V) by itself. `documents`: a row may hold several, each of which
-    attends only to itself (terrace.model.attention). `attention` is the kernel that a run asks for.
+    `recompute` says whether a layer's backward recomputes the whole layer; otherwise it recomputes only `operations`
+    (terrace.plan.recompute). `flash`: the attention kernel never writes the S x S scores, and recomputes its core
+    (QK^T, softmax and the product with V) itself. `documents`: a row may hold several, each of which attends only to
+    itself (terrace.model.attention). `attention` is the kernel that a run requests.
 
-    The context axis is `ulysses` x `ring` ranks (terrace.plan.context). Between attention each rank holds `tokens`,
-    padding included. In attention the `ulysses` ranks of one ring place share its `attended` tokens and each has a part
-    of the heads. With `balance = "cost"` this is an even share: a place has up to `most_attended`, and the rows of
-    `pooled` data ranks are attended to by all their places together. `codes` is the bytes of a coded row of keys over
-    its own, 0 where messages of the context axis have no format.
+    The context axis is `ulysses` x `ring` ranks (terrace.plan.context). Outside attention each rank holds `tokens`,
+    padding included. In attention the `ulysses` ranks of one ring rank share its `attended` tokens and split the heads.
+    With `balance = "cost"` this is an even share: a ring rank has up to `most_attended`, and the rows of `pooled` data
+    ranks are attended to by all their ring ranks together. `codes` is the ratio of coded to uncoded bytes of a row of
+    keys, 0 where messages of the context axis have no format.
 
-    `expert` ranks hold different experts, and every expert is cut over `expert_rows` ranks. For memory, tokens go to
-    them in `expert_chunks` in a forward and in a backward, and `load` is the rows of a rank's experts over their mean.
-    Their products are priced apart (terrace.simulate.routed).
+    `expert` ranks hold different experts, and every expert is cut over `expert_rows` ranks. For memory, tokens are
+    dispatched in `expert_chunks` in a forward and in a backward, and `load` is the rows of a rank's experts over their
+    mean. Their products are priced separately (terrace.simulate.routed).
     """
 
     layer: Operations
@@ -81,14 +81,14 @@ class Work:
         return self.documents or 0 < self.layer.core.window < self.sequence
 
     def kernel_on(self, backend: str) -> AttentionKernel:
-        """The kernel that serves where torch has all of them."""
+        """The attention kernel that runs if torch provides all of them."""
         core = self.layer.core
         case = AttentionCase(backend, self.compute, core.head_dim, core.is_grouped, self.is_masked, core.cap > 0)
         return expected(case, self.attention)
 
     @property
     def is_spread(self) -> bool:
-        """Whether several ranks attend together, with kernels of their own (terrace.model.blockwise)."""
+        """Whether attention spans several ranks, with different kernels (terrace.model.blockwise)."""
         return self.ulysses * self.places > 1
 
     @cached_property
@@ -107,17 +107,17 @@ class Work:
 
     @property
     def places(self) -> int:
-        """Ring places that attend together; with `balance = "cost"`, of all pooled data ranks."""
+        """Ring ranks that attend together; with `balance = "cost"`, of all pooled data ranks."""
         return self.ring * (self.pooled if self.balance == "cost" else 1)
 
     @cached_property
     def tokens(self) -> int:
-        """Tokens of the micro-batch on a rank between attention."""
+        """Tokens of the micro-batch on a rank outside attention."""
         return count_local_tokens(self.micro_batch, self.sequence, self.ulysses, self.ring, self.balance)
 
     @property
     def routed(self) -> int:
-        """Tokens whose experts a rank chooses: each tensor row takes a part."""
+        """Tokens that a rank routes: tensor rows split them."""
         return math.ceil(self.tokens / self.rows)
 
     @property
@@ -127,22 +127,22 @@ class Work:
 
     @cached_property
     def attended(self) -> int:
-        """Tokens of the micro-batch that a rank has in attention, equal to the tokens of all ranks of its place."""
+        """Tokens of the micro-batch on a rank in attention: those of all Ulysses ranks of its ring rank."""
         return self.ulysses * self.tokens
 
     @property
     def most_attended(self) -> int:
-        """The most tokens that a rank may have in attention, whatever the documents."""
+        """Upper bound of a rank's tokens in attention over all documents."""
         return most_attended(self.places, self.attended) if self.balance == "cost" else self.attended
 
     @property
     def attended_heads(self) -> int:
-        """Query heads that a rank has in attention."""
+        """Query heads on a rank in attention."""
         return self._part.queries
 
     @property
     def attended_kv_heads(self) -> int:
-        """Key-value heads that a rank has in attention."""
+        """Key-value heads on a rank in attention."""
         return self._part.keys
 
     @cached_property
@@ -159,11 +159,11 @@ class Work:
         return -(-dim.units // cut) * dim.size
 
     def tokens_of(self, tokens: Tokens) -> int:
-        """Tokens that a rank has of a tensor of the stream, or of all tokens."""
+        """Tokens of a tensor on a rank."""
         return self.stream_tokens if tokens is Tokens.STREAM else self.tokens
 
     def numel(self, tensor: Tensor) -> float:
-        """Elements of a tensor on a rank; of the stream, the mean over the ranks that cut it."""
+        """Elements of a tensor on a rank; for the residual stream, the mean over the ranks that cut it."""
         if tensor.tokens is Tokens.STREAM:
             return self.tokens * tensor.features.numel / self.stream_cut
         return self.tokens * self.width(tensor.features)

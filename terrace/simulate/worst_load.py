@@ -1,4 +1,4 @@
-"""Memory of experts beyond the account of a plan."""
+"""Worst-case memory of experts beyond what a plan counts."""
 
 import math
 
@@ -8,7 +8,7 @@ from terrace.simulate.footprint import LOAD_FACTOR
 
 
 def worst_words(job: Job, blocks: tuple[BlockSpec, ...], sequence: int) -> str:
-    """Memory of experts beyond the account if all choices fall on those of one rank, in words; "" for none."""
+    """Sentence on the extra memory if all choices fall on one rank's experts; "" for none."""
     if not job.plan.experts:
         return ""
     expected, worst = (fullest_stage(job, blocks, sequence, load=load)[1] for load in (LOAD_FACTOR, math.inf))

@@ -1,7 +1,7 @@
-"""Plans that may be the best for a role on a pool, and bounds on their seconds and bytes that need no plan.
+"""Plans that may be best for a role on a pool, and bounds on their seconds and bytes without any plan.
 
-A role that trains has the planner's best plan, and its best in less and less memory, which leaves room for others. One
-that only scores has its parameters cut over tensor ranks of the innermost tier, or sharded over a tier.
+A trained role has the planner's best plan, and the best plans in less and less memory, which leave room for other
+roles. A role that only scores has its parameters cut over tensor ranks of the innermost tier, or sharded over a tier.
 """
 
 from collections.abc import Callable, Iterable
@@ -34,7 +34,7 @@ _Any = TypeVar("_Any")
 
 
 class Choices:
-    """Plans of the roles of a dataflow, found once for each role and pool."""
+    """Plans of the roles of a dataflow, cached per role and pool."""
 
     def __init__(self, costs: Costs) -> None:
         self.costs, self.dataflow = costs, costs.dataflow
@@ -43,7 +43,7 @@ class Choices:
         self._evaluators: dict[tuple[object, ...], Evaluator] = {}
 
     def of(self, role: Role, cluster: Cluster) -> tuple[Cost, ...]:
-        """Costs of the plans that may be the best for a role on a pool; none where nothing fits."""
+        """Costs of the plans that may be best for a role on a pool; empty if nothing fits."""
         key = (*self.costs.key(role), cluster)
         if key not in self._found:
             plans = self._training_plans(role, cluster) if role.trains else scoring_plans(self.dataflow, role, cluster)
@@ -53,7 +53,7 @@ class Choices:
         return self._found[key]
 
     def least_seconds(self, role: Role, cluster: Cluster) -> tuple[float, float]:
-        """Seconds of scores and of training that no plan of the role goes below."""
+        """Lower bounds on seconds of scoring and of training, over all plans of the role."""
         flow, device = self.dataflow, cluster.device
         rate = cluster.world_size * device.peak_flops_per_s[flow.compute] * device.kernels.gemm
         forward_s = sum(_least_flops(block, flow.tokens) for block in role.blocks) / rate
@@ -61,7 +61,7 @@ class Choices:
         return forward_s if role.scores else 0.0, train_s
 
     def least_bytes(self, role: Role) -> float:
-        """Bytes that all devices together hold of a role at least: each of its states once."""
+        """Lower bound on a role's bytes over all devices: each of its states once."""
         compute = FORMATS[self.dataflow.compute].element_bytes
         master = FORMATS[self.dataflow.masters].element_bytes
         # Gradient, two moments, and a master of another dtype.
@@ -78,7 +78,7 @@ class Choices:
             except PlanError:
                 self._least_step_s[key] = float("inf")
             else:
-                # Without evaluations a search has the bounds of its groups.
+                # A search without evaluations still bounds its groups.
                 self._least_step_s[key] = search.run(1, 0).least_s
         return self._least_step_s[key]
 
@@ -97,10 +97,10 @@ class Choices:
             best = search.run(1, _LIMIT).best
             if best:
                 plan = plan_of(search.space.task, best[0].candidate, role.name)
-                # With its stages and chunks, so that it says all.
+                # Resolved, including stages and chunks.
                 found.append(resolved(step_of(search.space.task, plan)).plan)
                 needed, shares = best[0].needed_bytes, list(_LEANER)
-            # Where nothing is so lean, something may be a little leaner.
+            # If nothing fits in this memory, try a smaller reduction.
             if not found or not shares:
                 break
             capacity = shares.pop(0) * needed
@@ -111,7 +111,7 @@ def scoring_plans(flow: Dataflow, role: Role, cluster: Cluster) -> list[Plan]:
     """Plans of a role that only scores, on all devices of a pool."""
     inner, heads = cluster.tiers[0], layer_operations(role.model).core.kv_heads
     sizes = [size for size in range(1, inner.size + 1) if inner.size % size == 0 and heads % size == 0]
-    # Parameters that are cut need no shards: cut over t ranks or sharded over as many, a rank holds as much.
+    # Cut parameters need no sharding: a rank holds as much either way.
     ways = [(size, "device") for size in sizes]
     ways += [(1, tier.name) for tier in cluster.tiers if tier.size > 1]
     plans = []
@@ -134,7 +134,7 @@ def scoring_plans(flow: Dataflow, role: Role, cluster: Cluster) -> list[Plan]:
 
 
 def _least_flops(block: BlockSpec, tokens: int) -> int:
-    # A look-up is no product, and values are bound by memory. Logits may borrow their matrix.
+    # A look-up is no product, and scalar heads are memory-bound. Logits may borrow their matrix.
     if block.computes in (Computes.LOOK_UP, Computes.VALUES):
         return 0
     if block.computes is Computes.LOGITS:
@@ -143,7 +143,9 @@ def _least_flops(block: BlockSpec, tokens: int) -> int:
 
 
 def undominated(found: Iterable[_Any], ways: Callable[[_Any], tuple[float, ...]]) -> list[_Any]:
-    """Those than which no other is as good in all ways, in ascending order of their ways; of equals the first."""
+    """Items that no other item matches or beats in all `ways`, in ascending order of their ways; of equals the
+    first.
+    """
     kept = list[tuple[tuple[float, ...], _Any]]()
     for mine, each in sorted(((ways(each), each) for each in found), key=lambda pair: pair[0]):
         if not any(all(map(le, other, mine)) for other, _ in kept):

@@ -1,9 +1,9 @@
 """Seconds and bytes of one role on a pool: training, scoring, generating, and the hand-over between two of them.
 
 Training is the predicted step, scoring the predicted program of its forwards (`terrace.program.lowering`), the
-hand-over its predicted moves. Roles with equal blocks share results. Memory is in two parts: `held` by a role all the
-time, parameters, gradients, optimizer states and buffers of messages; and `working` while it does something, so that
-of all roles of a pool only the largest counts.
+hand-over its predicted moves. Roles with equal blocks share results. Memory has two parts: `held` by a role all the
+time (parameters, gradients, optimizer states and message buffers), and `working` while it runs; of the roles of a pool
+only the largest `working` counts.
 """
 
 from collections.abc import Collection, Mapping
@@ -34,10 +34,11 @@ _PLAYED = 8  # micro-batches of scores, for each stage, that are played; more ar
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cost:
-    """A role under a plan on a pool: seconds an iteration, and bytes of a rank.
+    """A role under a plan on a pool: seconds per iteration, and bytes of a rank.
 
-    A rank holds at most `held_bytes`, and while the role works at most `working_bytes` more, which may be of another
-    stage: so roles that share ranks need at most all that each holds, and the work of one.
+    A rank holds at most `held_bytes`, and at most `working_bytes` more while the role runs, possibly on another
+    stage. So
+    roles that share ranks need at most the sum of `held_bytes` and the largest `working_bytes`.
     """
 
     plan: Plan
@@ -48,12 +49,12 @@ class Cost:
 
     @cached_property
     def ways(self) -> tuple[float, float, int, int]:
-        """In which a cost is compared: seconds of training and of scores, bytes held and working."""
+        """Criteria by which costs are compared: seconds of training and scoring, bytes held and working."""
         return self.train_s, self.score_s, self.held_bytes, self.working_bytes
 
 
 class Costs:
-    """Costs of the roles of a dataflow, found once for each role, pool and plan."""
+    """Costs of the roles of a dataflow, cached per role, pool and plan."""
 
     def __init__(self, dataflow: Dataflow) -> None:
         self.dataflow = dataflow
@@ -62,7 +63,7 @@ class Costs:
         self._hand_overs: dict[tuple[object, ...], HandOverCost] = {}
 
     def of(self, role: Role, cluster: Cluster, plan: Plan) -> Cost:
-        """The cost of a role that trains or scores; raises `PlanError` for a plan that cannot run there."""
+        """Cost of a role that trains or scores. Raises `PlanError` for a plan that cannot run there."""
         key = (*self.key(role), cluster, _texts(plan))
         if key not in self._of_plan:
             self._of_plan[key] = (
@@ -71,17 +72,17 @@ class Costs:
         return self._of_plan[key]
 
     def generation(self, cluster: Cluster, rows: int, room_bytes: float) -> Generation:
-        """Generating on a pool with `room_bytes` for weights, keys and values."""
+        """Cost of generation on a pool with `room_bytes` for weights, keys and values."""
         flow = self.dataflow
         replica = Replica.of(cluster, flow.generator.model, rows, flow.compute)
-        # The room decides alone how many run at a time.
+        # The room only affects how many sequences run at a time.
         key = cluster, rows, replica.running(flow, room_bytes)
         if key not in self._generations:
             self._generations[key] = replica.generation(flow, key[-1])
         return self._generations[key]
 
     def hand_over(self, cluster: Cluster, plan: Plan, rows: int) -> HandOverCost:
-        """From training to generation on the ranks of one pool."""
+        """Cost of the hand-over from training to generation on the ranks of one pool."""
         key = cluster, _texts(plan), rows
         if key not in self._hand_overs:
             blocks = self.dataflow.source.blocks
@@ -92,7 +93,7 @@ class Costs:
         return self._hand_overs[key]
 
     def task(self, role: Role, cluster: Cluster) -> Task:
-        """The optimizer step of a role as the planner's task."""
+        """A role's optimizer step as a planner task."""
         flow = self.dataflow
         return Task(
             model=role.model,
@@ -107,7 +108,7 @@ class Costs:
         )
 
     def key(self, role: Role) -> tuple[object, ...]:
-        """Equal for roles with equal costs."""
+        """Cache key: equal for roles with equal costs."""
         return role.model, role.trains, role.scores
 
     def _micros(self, cluster: Cluster, plan: Plan) -> int:
@@ -143,7 +144,7 @@ class Costs:
             cluster=cluster, plan=plan, blocks=role.blocks, num_micros=micros, sequence=flow.sequence, work=work
         )
         short = min(micros, _PLAYED * step.num_stages)
-        # Rows that are no whole number of units are filled up.
+        # Rows are padded to a whole number of units.
         short += -short % plan.unit
         programs = forward_programs(build_stages(cluster, plan, role.blocks, short, flow.sequence))
         _, times = play_stages(programs, work)
@@ -163,13 +164,13 @@ class Costs:
 
 
 def tensors_bytes(cluster: Cluster) -> float:
-    """Bytes of a device for all tensors: without those of the process and the allocator's losses."""
+    """Bytes of a device for tensors, without process memory and allocator losses."""
     context, factor = _beside_tensors(cluster)
     return (cluster.device.usable_bytes - context) / factor
 
 
 def lost_bytes(cluster: Cluster, tensors: int) -> int:
-    """Bytes of the process, and the allocator's losses beside `tensors` bytes."""
+    """Bytes of process memory and allocator losses besides `tensors` bytes."""
     context, factor = _beside_tensors(cluster)
     return context + int((factor - 1) * tensors)
 
@@ -185,5 +186,5 @@ def _longest(times: Collection[Mapping[str, float]]) -> float:
 
 
 def _texts(plan: Plan) -> str:
-    # A plan has tables, so it has no hash.
+    # A plan contains tables, so it is not hashable.
     return repr(replace(plan, name=""))

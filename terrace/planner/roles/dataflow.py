@@ -1,13 +1,13 @@
-"""The dataflow of learning from feedback: its roles and the numbers of an iteration. Pure values.
+"""The dataflow of learning from feedback: its roles and the sizes of an iteration. Pure values.
 
-An iteration has stages, each of which waits for the one before it (HybridFlow, Sheng et al. 2409.19256, section 2.1):
+An iteration has sequential stages (HybridFlow, Sheng et al. 2409.19256, section 2.1):
 
-    reshard    parameters of the trained role go to those that generate
+    reshard    parameters of the trained role are sent to those that generate
     generate   `samples` responses to each of `prompts` prompts
     prepare    scores: log-probabilities of a reference, values of a critic, rewards, costs
     train      `epochs` times `updates` optimizer steps of the roles that train
 
-All responses count as `response_tokens` tokens long. A reward that is a Python function is no role here.
+All responses count as `response_tokens` tokens long. A reward that is a Python function is not a role.
 """
 
 from collections import Counter
@@ -29,8 +29,8 @@ RESHARD, GENERATE, PREPARE, TRAIN = STAGES = ("reshard", "generate", "prepare", 
 class Role:
     """A model of the dataflow and its work in an iteration.
 
-    A model of values, rewards or costs has a scalar head. `follows`: the role whose parameters it generates with, for
-    one that generates and does not train.
+    A model of values, rewards or costs has a scalar head. `follows`: for a role that generates but does not train, the
+    role whose parameters it uses.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Dataflow:
 
     @property
     def masters(self) -> Literal["bf16", "fp32", "fp64"]:
-        """The dtype of masters and of the optimizer's state."""
+        """Dtype of master weights and optimizer state."""
         return self.master or ("fp64" if self.compute == "fp64" else "fp32")
 
     def __post_init__(self) -> None:
@@ -111,26 +111,26 @@ class Dataflow:
 
     @property
     def sequences(self) -> int:
-        """Responses of an iteration."""
+        """Responses per iteration."""
         return self.prompts * self.samples
 
     @property
     def sequence(self) -> int:
-        """Tokens of a prompt with its response."""
+        """Tokens of a prompt and its response."""
         return self.prompt_tokens + self.response_tokens
 
     @property
     def update_batch(self) -> int:
-        """Sequences of an optimizer step."""
+        """Sequences per optimizer step."""
         return self.sequences // self.updates
 
     @property
     def tokens(self) -> int:
-        """Tokens of prompts and responses of an iteration, with which throughput is told (HybridFlow, section 8.1)."""
+        """Tokens of prompts and responses per iteration, the basis of throughput (HybridFlow, section 8.1)."""
         return self.sequences * self.sequence
 
     def role(self, name: str) -> Role:
-        """The role of this name; raises `PlanError`."""
+        """The role with this name. Raises `PlanError` if there is none."""
         for role in self.roles:
             if role.name == name:
                 return role
@@ -143,7 +143,7 @@ class Dataflow:
 
     @property
     def source(self) -> Role:
-        """The role whose parameters generate."""
+        """The role whose parameters are used to generate."""
         return self.role(self.generator.follows) if self.generator.follows else self.generator
 
 
@@ -155,10 +155,10 @@ def ppo(
     *,
     standalone: bool = False,
 ) -> tuple[Role, ...]:
-    """Roles of PPO: actor, reference, and with them the models that are given, as far as they are.
+    """Roles of PPO: actor, reference, and the given models.
 
-    Without a critic they are those of GRPO and its like, with `cost` those of Safe-RLHF, whose cost has a critic like
-    the reward's. `standalone`: a role `rollout` generates for the actor.
+    Without a critic these are the roles of GRPO and similar methods; with `cost` those of Safe-RLHF, whose cost has a
+    critic like the reward's. `standalone`: a role `rollout` generates for the actor.
     """
     critic, reward, cost = (each and replace(each, scalar_head=True) for each in (critic, reward, cost))
     found = [Role(name="actor", model=actor, trains=True, generates=not standalone)]
@@ -199,5 +199,5 @@ def _check(role: Role, dataflow: Dataflow) -> None:
 
 
 def names_of(roles: Sequence[Role]) -> str:
-    """Names of roles in a line."""
+    """Names of roles in one line."""
     return " + ".join(role.name for role in roles)

@@ -1,19 +1,18 @@
 """Seconds and memory of generating the responses of an iteration, in closed form.
 
-A pool of n devices has n / rows replicas, each of which generates its share of the responses. A prompt is passed once
-for all its samples, bound by computing; its last token draws the first of each response. Then every pass adds a token
-to all sequences that run:
+A pool of n devices has n / rows replicas, each of which generates its share of the responses. The prefill of a prompt
+serves all its samples and is compute-bound; its last token yields the first token of each response. Then every pass
+adds a token to all running sequences:
 
-    layer   max( products, seconds of the host to launch it ) + attention + 2 sums over the rows
+    layer       max( products, seconds of the host to launch it ) + attention + 2 sums over the rows
     products    max( bytes of its weights / memory bandwidth, 2 m parameters / peak )    for m sequences
     attention   max( bytes of their keys and values / memory bandwidth, its products )
 
-so it is bound by reading weights while few run, and by keys and values once many do. As many run as the memory left for
-keys and values has room for, and where one ends the next begins: there are as many passes as n sequences of r tokens
-need with m at a time, n (r - 1) / m.
+so it is bound by reading weights while few sequences run, and by keys and values once many do. As many run as the
+memory left for keys and values allows, and a finished sequence is replaced at once: n sequences of r tokens, m at a
+time, need n (r - 1) / m passes.
 
-Not modelled: time of drawing tokens and of the scheduler, kernels recorded once and launched together, pages that are
-filled in part.
+Not modelled: sampling and scheduling time, CUDA graphs, partially filled pages.
 """
 
 import math
@@ -48,9 +47,9 @@ _LOGIT_PASSES = 4  # over logits in fp32 until a token is drawn: written, scaled
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """Generating an iteration's responses: seconds, and bytes of one rank.
+    """Generation of an iteration's responses: seconds, and bytes of one rank.
 
-    Of its `sequences` a replica has `running` at a time, with `cache_bytes` of keys and values.
+    A replica generates `sequences`, `running` of them at a time, with `cache_bytes` of keys and values.
     """
 
     prefill_s: float
@@ -66,12 +65,12 @@ class Generation:
 
     @property
     def working_bytes(self) -> int:
-        """Bytes that are free again when the responses are there."""
+        """Bytes that are freed after generation."""
         return self.weights_bytes + self.cache_bytes
 
 
 def rows_of(cluster: Cluster, model: ModelConfig) -> list[int]:
-    """Tensor ranks that a replica may have: they divide the devices and the heads, and fill a tier before the next."""
+    """Possible tensor ranks of a replica: they divide the devices and the heads, and fill a tier before the next."""
     found = [1]
     for index, tier in enumerate(cluster.tiers):
         inside = cluster.ranks_within(index - 1)
@@ -95,7 +94,7 @@ class Replica:
     def of(
         cluster: Cluster, model: ModelConfig, rows: int, compute: Literal["bf16", "fp16", "fp32", "fp64"]
     ) -> "Replica":
-        """Raises `PlanError` for rows that do not divide the devices or the heads."""
+        """The replica on `rows` ranks. Raises `PlanError` for rows that do not divide the devices or the heads."""
         if rows < 1 or cluster.world_size % rows:
             raise PlanError(f"rows = {rows} do not divide the {cluster.world_size} devices of a pool: give a divisor")
         kv_heads = layer_operations(model).core.kv_heads
@@ -112,7 +111,7 @@ class Replica:
         return max(1, min(self._share(flow)[0], int(room)))
 
     def generation(self, flow: Dataflow, running: int) -> Generation:
-        """Generating an iteration's responses with `running` sequences at a time."""
+        """Generation of an iteration's responses with `running` sequences at a time."""
         sequences, prompts = self._share(flow)
         # The keys and values that a pass reads grow by a token a sequence, so their mean counts.
         added, mean = sequences * (flow.response_tokens - 1), flow.prompt_tokens + flow.response_tokens / 2
@@ -126,7 +125,7 @@ class Replica:
         )
 
     def _share(self, flow: Dataflow) -> tuple[int, int]:
-        """Sequences and prompts of one of the replicas."""
+        """Sequences and prompts per replica."""
         num_replicas = self.cluster.world_size // self.rows
         return -(-flow.sequences // num_replicas), -(-flow.prompts // num_replicas)
 
@@ -136,7 +135,7 @@ class Replica:
 
     @cached_property
     def kinds(self) -> Counter[BlockSpec]:
-        """How many blocks there are of each kind, under the name of the first."""
+        """Number of blocks of each kind, represented by its first block."""
         named = dict[tuple[int, object], BlockSpec]()
         return Counter(named.setdefault((id(block.params), block.computes), block) for block in self.blocks)
 
@@ -152,7 +151,7 @@ class Replica:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token's keys and values on a rank, of all layers."""
+        """Bytes of a token's keys and values in all layers on a rank."""
         return sum(block.attends for block in self.blocks) * self._layer_token_bytes
 
     @property
@@ -168,7 +167,7 @@ class Replica:
         return self._layer.core
 
     def prefill_s(self, prompts: int, tokens: int) -> float:
-        """Seconds in which prompts of `tokens` tokens are passed, in parts of `PREFILL_TOKENS`."""
+        """Seconds of the prefill of prompts of `tokens` tokens, in batches of `PREFILL_TOKENS`."""
         parts = -(-prompts // max(1, PREFILL_TOKENS // tokens))
         at_once = -(-prompts // parts)
         device, work = self.cluster.device, self._work(at_once, tokens)
@@ -210,14 +209,14 @@ class Replica:
         for param in block.params:
             if not param.is_matrix:
                 continue
-            # Of experts only those are read that a token chose; even routing leaves out the fewest.
+            # Only experts chosen by some token are read; even routing skips the fewest.
             share = 1.0
             if param.is_stack:
                 share = 1 - (1 - experts.per_token / experts.num_experts) ** running
             read += share * param.numel
             met += block.active(param)
         flops_s = 2 * running * met / (peak_flops_per_s(device, self.compute) * device.kernels.gemm)
-        # Few rows leave tiles empty, which costs nothing while weights are read.
+        # Few rows leave tiles mostly empty, which costs nothing while reading weights is the bound.
         return max(stream_s(device, self.item_bytes * read, 0), flops_s) + _PRODUCTS * device.kernels.launch_s
 
     def _attention_s(self, running: int, tokens: float, window: int) -> float:
@@ -237,7 +236,7 @@ class Replica:
         return max(stream_s(device, self.item_bytes * numel), flops_s) + logits_s
 
     def _sums_s(self, tokens: int) -> float:
-        """Seconds of a layer's all-reduces over the rows, each a reduction from the innermost tier out and back."""
+        """Seconds of a layer's all-reduces over the rows, each from the innermost tier outward and back."""
         num_bytes, left, found_s = self.item_bytes * tokens * self._layer.hidden.numel, self.rows, 0.0
         for index, tier in enumerate(self.cluster.tiers):
             degree = min(left, tier.size)

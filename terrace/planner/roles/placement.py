@@ -1,12 +1,12 @@
 """A placement of roles on pools, and the price of an iteration under it.
 
-Pools work side by side and a role's stages one after the other, so with the seconds of every role
+Pools run concurrently and the stages of a role sequentially, so with the seconds of every role
 
     iteration = reshard + sum over generate, prepare, train of max over pools of the sum over their roles
 
-and where the generator draws ahead (`Dataflow.ahead`), the larger of generate and prepare + train stands for that sum.
-(HybridFlow, Sheng et al. 2409.19256, section 6, algorithm 1). Roles of a pool share its devices: everything that they
-keep is there together, but of their memory while they work only the largest counts.
+If the generator runs ahead (`Dataflow.ahead`), the sum is replaced by the larger of generate and prepare + train
+(HybridFlow, Sheng et al. 2409.19256, section 6, algorithm 1). Roles of a pool share its devices: their held memory adds
+up, but only the largest working memory counts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ from terrace.planner.roles.reshard import between_pools
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedRole:
-    """A role on its pool: the plan with which it trains or scores, and the tensor ranks of a replica that generates.
+    """A role on its pool: its plan to train or score, and the tensor ranks of a replica that generates.
 
     `plan` is None for a role that only generates, `rows` is 0 for one that does not.
     """
@@ -45,14 +45,14 @@ class Pool:
 
 @dataclass(frozen=True, kw_only=True)
 class RolePlacement:
-    """Every role of a dataflow on one pool. Pools lie side by side on the cluster, the largest first."""
+    """Every role of a dataflow on one pool. Pools are contiguous on the cluster, the largest first."""
 
     pools: tuple[Pool, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoleReport:
-    """A role: seconds by stage, bytes of its rank with most; `generation` where it generates."""
+    """A role: seconds by stage, bytes of its fullest rank; `generation` if it generates."""
 
     name: str
     pool: int
@@ -66,7 +66,7 @@ class RoleReport:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolReport:
-    """A pool: its first rank and devices, and the memory of its rank with most beside that of a device."""
+    """A pool: its first rank and devices, and the memory of its fullest rank next to that of a device."""
 
     first: int
     devices: int
@@ -82,7 +82,7 @@ class PoolReport:
 
 @dataclass(frozen=True, kw_only=True)
 class IterationReport:
-    """A predicted iteration: `stages` are its seconds by stage, each of the pool that takes longest."""
+    """A predicted iteration: `stages` has seconds by stage, each of the slowest pool."""
 
     stages: Mapping[str, float]
     roles: tuple[RoleReport, ...]
@@ -103,7 +103,7 @@ class IterationReport:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of prompts and responses a second."""
+        """Tokens of prompts and responses per second."""
         return self.tokens / self.seconds
 
     @property
@@ -114,10 +114,11 @@ class IterationReport:
 def price(
     dataflow: Dataflow, placement: RolePlacement, cluster: Cluster, costs: Costs | None = None
 ) -> IterationReport:
-    """The predicted iteration of a placement; one without room is priced, too, and does not fit.
+    """The predicted iteration of a placement; one that does not fit is priced too.
 
-    Raises `PlanError` for a placement that leaves out a role or cannot lie on the cluster, and for a plan that cannot
-    run on its pool. `costs` are those of the dataflow that are known already.
+    Raises `PlanError` for a placement that omits a role or cannot be laid out on the cluster, and for a plan that
+    cannot
+    run on its pool. `costs` is a cache of the dataflow's costs.
     """
     firsts = _checked(dataflow, placement, cluster)
     costs = costs or Costs(dataflow)

@@ -1,9 +1,9 @@
 """The hand-over to another pool, in closed form: that of `terrace.plan.hand_over` from a source with even shards.
 
-From the outermost tier that lies between the pools inward, each unit inside a tier receives once all elements that its
-members need, in even parts. With n ranks of the target in a unit inside tier t, of replicas of `rows` ranks, each of
-them then has M / max(n, rows) of a model of M bytes, and on one tier it receives the difference to the tier outside.
-Blocks follow each other.
+From the outermost tier between the pools inward, each unit inside a tier receives once all elements that its members
+need, evenly distributed. With n ranks of the target in a unit inside tier t, in replicas of `rows` ranks, each of them
+then has M / max(n, rows) of a model of M bytes, and on each tier it receives the difference to the next outer tier.
+Blocks are sent sequentially.
 """
 
 import math
@@ -18,7 +18,7 @@ _Span = tuple[int, int]  # first rank, number of ranks
 
 
 def between_pools(cluster: Cluster, source: _Span, target: _Span, rows: int, dataflow: Dataflow) -> HandOverCost:
-    """The hand-over of the trained role from the ranks of one pool to those of another."""
+    """Cost of the hand-over of the trained role from one pool to another."""
     blocks = dataflow.source.blocks
     item = FORMATS[dataflow.compute].element_bytes
     model_bytes = item * sum(param.numel for block in blocks for param in block.params)
@@ -34,7 +34,7 @@ def between_pools(cluster: Cluster, source: _Span, target: _Span, rows: int, dat
         if received <= 0:
             continue
         sent[cluster.tiers[tier].name] = round(received * target[1])
-        # Over the first tier the ranks of the source send, further in those that have received.
+        # Over the first tier the ranks of the source send, on inner tiers the ranks that have received.
         slowest = max(received, received * target[1] / source[1]) if tier == between else received
         degrees = [each.size for each in cluster.tiers]
         each_s = exchange_tiers(cluster, degrees, [(tier, math.ceil(slowest / len(blocks)))])

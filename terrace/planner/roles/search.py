@@ -1,16 +1,16 @@
 """The fastest placement of roles on a cluster: HybridFlow's algorithm 1 (Sheng et al. 2409.19256, section 6).
 
 1. Every partition of the roles into pools (`partitions`).
-2. For each pool the least devices that have the memory for its roles' states.
-3. Every way to share the devices among the pools, with at least so many each (`_Sharing`).
-4. For each pool the plans of its roles (`Choices`), found once for a role and a number of devices. Of their
-   combinations that fit together only those stay that no other beats in generation, scores and training at once.
+2. For each pool, the fewest devices with the memory for its roles' states.
+3. Every allocation of the devices to the pools with at least these numbers (`_Sharing`).
+4. For each pool, the plans of its roles (`Choices`), cached per role and number of devices. Of their combinations that
+   fit together only those are kept that no other beats in generation, scores and training at once.
 5. An iteration takes, with the seconds of the slowest pool in each stage, the reshard and `Dataflow.iteration_s` of the
-   others. A generator that draws ahead is alone in its pool.
+   others. A generator that runs ahead has a pool to itself.
 
-Before any plan is searched, pools have bounds on their seconds: pools whose bounds add up to more than the `count` best
-partitions so far, or leave the others too few devices to be faster, are left. So these partitions, each with its best
-allocation and plans, are found exactly among the plans of step 4, without keeping allocations;
+Before any plan is searched, pools have bounds on their seconds. Pools are skipped if their bounds exceed the `count`
+best partitions so far, or if they leave the others too few devices to be faster. So these partitions, each with its
+best allocation and plans, are exact among the plans of step 4, without storing allocations;
 tests/planner/test_roles_search.py compares them with pricing everything.
 """
 
@@ -45,7 +45,7 @@ MOST_TRIED = 1_000_000  # placements, whole or in part, after which a search giv
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Together:
-    """Plans of roles that share a pool: seconds of scores and training, bytes held and working, in role order."""
+    """Plans of roles that share a pool: seconds of scoring and training, bytes held and working, in role order."""
 
     costs: tuple[Cost | None, ...] = ()
     prepare_s: float = 0.0
@@ -71,7 +71,7 @@ class _Together:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Option:
-    """A pool with its plans: seconds by stage; those of generation hold the hand-over inside the pool."""
+    """A pool with its plans: seconds by stage; generation includes a hand-over inside the pool."""
 
     pool: Pool
     generate_s: float
@@ -84,7 +84,7 @@ class Option:
 
     @cached_property
     def rows(self) -> int:
-        """Tensor ranks of a replica; 0 where nothing is generated."""
+        """Tensor ranks of a replica; 0 if nothing is generated."""
         return sum(role.rows for role in self.pool.roles)
 
 
@@ -102,7 +102,7 @@ class Placed:
 
 @dataclass(frozen=True, kw_only=True)
 class FoundPlacements:
-    """The best placement of each of the best partitions, the fastest first; how many were tried in part or whole."""
+    """The best placement of each of the best partitions, fastest first, and how many were tried in part or whole."""
 
     best: tuple[Placed, ...]
     num_tried: int
@@ -120,13 +120,13 @@ class Places:
         self._together: dict[tuple[Roles, int], list[_Together]] = {}
 
     def least(self, roles: Roles) -> int | None:
-        """The least devices of a pool that have the memory for the states of its roles; None where none has."""
+        """Fewest devices with the memory for the states of these roles; None if no pool size has it."""
         states = sum(self.choices.least_bytes(self.dataflow.roles[index]) for index in roles)
         sizes = pool_sizes(self.cluster)
         return next((size for size in sizes if states <= size * tensors_bytes(self.cluster)), None)
 
     def least_seconds(self, roles: Roles, size: int) -> Seconds:
-        """Seconds of generation, scores and training that no pool of `size` devices with these roles goes below."""
+        """Lower bounds on seconds of generation, scoring and training of a pool of this size with these roles."""
         key = roles, size
         if key not in self._least_seconds:
             here, members = pool_cluster(self.cluster, size), [self.dataflow.roles[index] for index in roles]
@@ -141,12 +141,12 @@ class Places:
         return self._least_seconds[key]
 
     def options(self, roles: Roles, size: int) -> tuple[Option, ...]:
-        """Pools of `size` devices with the roles, none of them worse in all stages than another."""
+        """Pools of `size` devices with the roles, none of them dominated by another in all stages."""
         key = roles, size
         if key not in self._options:
             found = tuple(undominated(self._all_options(roles, size), _ways))
             self._options[key] = found
-            # From now on the bound is what these plans take.
+            # Tighten the bound to these plans.
             each = [option.seconds for option in found] or [(math.inf, math.inf, math.inf)]
             generate_s, prepare_s, train_s = map(min, zip(*each, strict=True))
             self._least_seconds[key] = generate_s, prepare_s, train_s
@@ -157,7 +157,7 @@ class Places:
         room = tensors_bytes(here)
         members = [flow.roles[index] for index in roles]
         generates = any(role.generates for role in members)
-        # The hand-over depends on the plan of the source, so that its plans are kept apart.
+        # The hand-over depends on the plan of the source, so its plans are not merged.
         apart = tuple(index for index in roles if generates and flow.roles[index] is flow.source)
         for first, rest in product(self._combined(apart, size), self._combined(_without(roles, apart), size)):
             both = [*zip(apart, first.costs, strict=True), *zip(_without(roles, apart), rest.costs, strict=True)]
@@ -176,13 +176,13 @@ class Places:
                 )
 
     def _generations(self, here: Cluster, source: Sequence[Cost | None], room: float) -> list[tuple[int, float]]:
-        """Rows of replicas that fit in `room`, and their seconds; with a source in the pool, the fastest alone."""
+        """(Rows, seconds) of replicas that fit in `room`; with a source in the pool, only the fastest."""
         fitting = sorted((each.seconds, rows) for each, rows in self._all_generations(here, room))
         if not source:
             return [(rows, seconds) for seconds, rows in fitting]
         best = list[tuple[int, float]]()
         for seconds, rows in fitting:
-            # A hand-over takes no less than nothing.
+            # A hand-over takes at least 0 s.
             if best and seconds >= best[0][1]:
                 break
             assert source[0] is not None
@@ -213,9 +213,9 @@ class Places:
 
 
 def find(dataflow: Dataflow, cluster: Cluster, count: int = 3) -> FoundPlacements:
-    """The `count` best partitions of the roles, each with its best placement; the fastest first.
+    """The `count` best partitions of the roles, each with its best placement, fastest first.
 
-    Raises `PlanError` where none has room.
+    Raises `PlanError` if none fits.
     """
     among = partitions(len(dataflow.roles))
     if dataflow.ahead:
@@ -225,7 +225,7 @@ def find(dataflow: Dataflow, cluster: Cluster, count: int = 3) -> FoundPlacement
 
 
 def find_among(places: Places, among: Iterable[Sequence[Roles]], count: int) -> FoundPlacements:
-    """`find` among the partitions `among`, with the prices that `places` has already."""
+    """`find` restricted to the partitions `among`, with the prices cached in `places`."""
     cluster, found, num_tried = places.cluster, list[_Best](), 0
     for sets in among:
         least = [size for size in map(places.least, sets) if size is not None]
@@ -236,7 +236,7 @@ def find_among(places: Places, among: Iterable[Sequence[Roles]], count: int) -> 
         best = sharing.best(limit_s)
         num_tried = sharing.num_tried
         if best[1]:
-            # Of equals the one of fewer pools comes first.
+            # Among equals the one with fewer pools comes first.
             found = sorted([*found, best], key=lambda each: each[0])
     if not found:
         raise PlanError(_no_room(places))
@@ -249,12 +249,13 @@ _Best = tuple[float, list[Option]]
 
 
 class _Sharing:
-    """All ways to share the devices among the pools of one partition, those with the least bounds first.
+    """All allocations of the devices to the pools of one partition, in order of their bounds.
 
-    Pools get their sizes one after the other, those that take longest first. Under a limit in seconds a pool that has
-    none yet needs a least size, since it takes as long as its fastest stages with so many devices or fewer do; where
-    these sizes have no room together nothing further is tried. The limit begins a little above a lower bound on all
-    ways and is raised until the best is below it, so that few ways are kept and few plans are searched.
+    Pools get their sizes one at a time, the slowest first. Under a time limit an unsized pool needs a minimum size,
+    because
+    its bounds decrease with its size; if these sizes exceed the cluster, the branch is cut. The limit starts slightly
+    above
+    a lower bound on all allocations and is raised until the best is below it, so few are stored and few plans searched.
     """
 
     def __init__(self, places: Places, sets: Sequence[Roles], least: Sequence[int], num_tried: int) -> None:
@@ -266,7 +267,7 @@ class _Sharing:
         self.least = [least[index] for index in self.order]
 
     def best(self, limit_s: float) -> _Best:
-        """The fastest way, if it takes less than `limit_s`; no options where none does."""
+        """The fastest allocation below `limit_s`; no options if there is none."""
         best: _Best = limit_s, []
         excess, before_s = _EXCESS, 0.0
         while True:
@@ -283,7 +284,7 @@ class _Sharing:
             excess, before_s = 2 * excess, self.limit_s
 
     def _sized(self, chosen: tuple[int, ...], left: int, slowest: Seconds) -> Iterator[tuple[float, tuple[int, ...]]]:
-        """Bounds and sizes of ways that begin with `chosen` and may take less than the limit."""
+        """(Bound, sizes) of allocations that begin with `chosen` and may stay below the limit."""
         self.num_tried += 1
         if self.num_tried > MOST_TRIED:
             raise PlanError(_too_many(self.places))
@@ -292,7 +293,7 @@ class _Sharing:
             yield self.total_s(*slowest), chosen
             return
         needed = [self._needed(each, slowest) for each in range(at, len(self.sets))]
-        # All devices are shared, so the last pool has the rest.
+        # All devices are allocated, so the last pool gets the rest.
         first, last = (left, left) if at == len(self.sets) - 1 else (0, left - sum(needed[1:]))
         for size in self.sizes:
             if max(first, needed[0]) <= size <= last:
@@ -307,7 +308,7 @@ class _Sharing:
         return best if firsts is None else _best(self.places, sets, sizes, firsts, best)
 
     def _floors(self, at: int) -> list[Seconds]:
-        """For each size of pools the seconds below which a pool of at most this size does not go."""
+        """For each pool size, lower bounds over pools of at most this size."""
         room = self.places.cluster.world_size - sum(self.least) + self.least[at]
         found, lowest = list[Seconds](), (math.inf, math.inf, math.inf)
         for size in self.sizes:
@@ -318,7 +319,7 @@ class _Sharing:
         return found
 
     def _needed(self, at: int, slowest: Seconds) -> float:
-        """The least size of a pool with which all may end within the limit."""
+        """The smallest pool size with which all pools may finish within the limit."""
         floors = self.floors[at]
         index = bisect_left(floors, True, key=lambda floor: self.total_s(*map(max, slowest, floor)) < self.limit_s)
         return self.sizes[index] if index < len(floors) else math.inf
@@ -329,7 +330,9 @@ def _slower(first: Seconds, second: Seconds) -> Seconds:
 
 
 def _best(places: Places, sets: Sequence[Roles], sizes: Sequence[int], firsts: Sequence[int], best: _Best) -> _Best:
-    """The better of `best` and the fastest options of the pools; pools are added one by one while that may be."""
+    """The better of `best` and the fastest options of the pools, which are added one at a time while they can
+    improve it.
+    """
     total_s = places.dataflow.iteration_s
     found, bounds = best, [places.least_seconds(*each) for each in zip(sets, sizes, strict=True)]
 
@@ -351,7 +354,7 @@ def _best(places: Places, sets: Sequence[Roles], sizes: Sequence[int], firsts: S
 
 
 def _between(places: Places, firsts: Sequence[int], chosen: Sequence[Option]) -> float:
-    """Seconds of the hand-over between pools that begin at `firsts`; inside a pool its options have it."""
+    """Seconds of the hand-over between pools that begin at `firsts`; 0 inside a pool (its options include it)."""
     flow, names = places.dataflow, [{role.name for role in option.pool.roles} for option in chosen]
     source, target = (
         next(index for index, own in enumerate(names) if role.name in own) for role in (flow.source, flow.generator)
