@@ -226,7 +226,7 @@ class Run:
 
 
 def checkpoint_of(inputs: RunInputs, folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest intact checkpoint of a run folder, verified, or None without checkpoints; errors of damaged newer ones.
+    """The newest intact checkpoint of a run folder, verified, or None if there is none; errors of damaged newer ones.
 
     Intact includes the critics and the responses in progress that were saved with it. Raises `CheckpointError` if all
     checkpoints are damaged, and for a checkpoint of another run.
