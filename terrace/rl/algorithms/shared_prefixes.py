@@ -105,7 +105,7 @@ def places_of(texts: Sequence[list[int]]) -> list[list[int]]:
     """The index in the row of each sequence's tokens, where the row stores every shared prefix once."""
     found: list[list[int]] = [[] for _ in texts]
     before, places, end = list[int](), list[int](), 0
-    # In sorted order, no sequence shares a longer prefix than the one before.
+    # In sorted order, no earlier sequence shares a longer prefix than the one just before.
     for index in sorted(range(len(texts)), key=texts.__getitem__):
         text = texts[index]
         shared = _num_common(before, text) if len(text) <= LONGEST_SHARED else 0

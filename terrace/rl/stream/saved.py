@@ -30,14 +30,14 @@ _MOST_BYTES = 16 << 30
 def state_file(folder: Path, updates: int, step: int) -> Path:
     """Path of the state that belongs to the checkpoint after `updates` updates.
 
-    The name includes `step`, since a step without updates replaces a checkpoint of the same number and must not
-    overwrite its state before that.
+    The name includes `step`: after a step without updates, the new checkpoint replaces one with the same number, whose
+    state must not be overwritten.
     """
     return folder / f"{folder_name(updates)}.{step}.safetensors"
 
 
 def clear_states(newest: Path, kept: Collection[int]) -> None:
-    """Remove states of checkpoints that are not `kept` (by updates), and older states with the number of `newest`.
+    """Remove states of checkpoints that are not `kept` (by updates), and other states with the number of `newest`.
 
     Other files in the folder are left alone.
     """
