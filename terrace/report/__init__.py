@@ -1,1 +1,1 @@
-"""Output for people: plans and step reports as tables and pages, loss curves as pictures."""
+"""Human-readable output: tables and HTML pages of plans, steps and runs, and SVG charts."""

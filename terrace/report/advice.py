@@ -1,4 +1,4 @@
-"""The best next change in a sentence, and a timeline for the terminal."""
+"""The best next change as a sentence, and a timeline for the terminal."""
 
 import textwrap
 from collections.abc import Sequence
@@ -23,12 +23,12 @@ _LETTERS = {
     "route": "t",
 }
 _WAIT, _OTHER, _IDLE = ".", "?", " "
-_FEWEST = 20  # letters of a line, however narrow the screen: the ruler below needs them
-_BUSY = 0.1  # share of a letter's time from which a lane shows its message instead of a blank
+_FEWEST = 20  # minimum letters per line, which the ruler below needs
+_BUSY = 0.1  # busy share of a letter's time from which a lane shows its message instead of a blank
 
 
 def advice_words(candidates: Sequence[Change], step_s: float, band: Band) -> str:
-    """The best change of the plan and of the cluster, with the step time each leads to and the band of the plan's."""
+    """The best change of the plan and of the cluster, each with its step time and the prediction's error band."""
     found = {kind: best_change(list(candidates), step_s, kind) for kind in ("plan", "cluster")}
     if not any(found.values()):
         return "No change of one thing makes it shorter."
@@ -44,10 +44,9 @@ def advice_words(candidates: Sequence[Change], step_s: float, band: Band) -> str
 
 
 def timeline_text(recording: Recording, width: int = 80) -> str:
-    """The step as a line of `width` characters per lane, and a legend; each letter is the category with most of its
-    time.
+    """The step as one line of `width` characters per lane, and a legend. A letter is the longest category in its time.
 
-    Plain ASCII. On the compute stream a dot is waiting; a lane is blank where it is idle for nine tenths of the time.
+    Plain ASCII. On the compute stream a dot is waiting; other lanes are blank where they are idle for 90 % of the time.
     """
     step_s = recording.report.step_s or 1.0
     lines = []
@@ -72,7 +71,7 @@ def timeline_text(recording: Recording, width: int = 80) -> str:
     legend += [f"{_WAIT} waiting"] * any(category.startswith("wait ") for category in used)
     ruler = f"{'':<{margin}} |{'0':<{num_letters - 12}}{seconds(recording.report.step_s):>12}|"
     indent = " " * (margin + 2)
-    # A letter stays beside its meaning.
+    # No line break between a letter and its meaning.
     told = ", ".join(each.replace(" ", "\N{NO-BREAK SPACE}") for each in legend)
     told = textwrap.fill(told, max(width, 2 * len(indent)), initial_indent=indent, subsequent_indent=indent)
     return "\n".join([*lines, ruler, told.replace("\N{NO-BREAK SPACE}", " ")])

@@ -1,7 +1,7 @@
-"""Bars of a timeline: spans by row, with short neighbours merged when there are many.
+"""Bars of a timeline: spans by row, with short adjacent spans merged when there are many.
 
-Long spans stand alone. Short neighbouring spans become one bar with its height divided by the time of each category in
-it, idle time included: nothing is hidden at any scale.
+A merged bar's height is divided among its categories and idle time by their share of its time, so that no time is
+hidden at any scale.
 """
 
 from collections import defaultdict
@@ -13,7 +13,7 @@ from terrace.program.instruction import Op
 from terrace.program.recording import Recording, Span
 
 MAX_BARS = 1000  # per timeline; two timelines keep a page under 200 kB
-_MAX_NAMED = 3  # messages named for one wait: a choice
+_MAX_NAMED = 3  # messages named per wait; a guess
 
 Window = tuple[float, float]  # (start, end) in seconds of the step
 
@@ -28,7 +28,7 @@ class Bar(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """Time interval of one category; `key` finds its description."""
+    """Time interval of one category; `key` is the argument to look up its description."""
 
     start_s: float
     end_s: float
@@ -39,9 +39,9 @@ class Interval(NamedTuple):
 def join_bars(
     rows: Mapping[int, Sequence[Interval]], length_s: float, words: Callable[[int, int], str], max_bars: int
 ) -> tuple[dict[int, list[Bar]], float]:
-    """(bars of every row, seconds below which pieces were merged); 0 s if each piece has its own bar.
+    """(bars of each row, threshold in seconds below which pieces were merged, 0 if none were).
 
-    `words(row, key)` describes a bar of one piece. At most `max_bars` bars, but at least one per row.
+    `words(row, key)` describes a bar of one piece. Returns at most `max_bars` bars, but at least one per row.
     """
     least_s = 0.0
     while True:
@@ -53,13 +53,13 @@ def join_bars(
 
 
 def bars_by_lane(recording: Recording, window: Window | None = None) -> tuple[dict[int, list[Bar]], float]:
-    """(bars of every lane, cut at the ends of the window, seconds below which spans were merged).
+    """(bars of each lane, clipped to the window, threshold in seconds below which spans were merged).
 
-    The window defaults to the whole step. 0 seconds means that every span has its own bar. At most `MAX_BARS` bars,
-    but at least one per lane.
+    The window defaults to the whole step; threshold 0 means that every span has its own bar. Returns at most `MAX_BARS`
+    bars, but at least one per lane.
     """
     first_s, last_s = window or (0.0, recording.report.step_s)
-    # Lanes without a span still get their row.
+    # Lanes without spans still get a row.
     lanes: dict[int, list[Interval]] = {lane: [] for lane in recording.lanes}
     for number, span in recording.visible():
         start_s, end_s = max(first_s, span.start_s), min(last_s, span.end_s)
@@ -73,7 +73,7 @@ def bars_by_lane(recording: Recording, window: Window | None = None) -> tuple[di
 
 
 def middle_unit(recording: Recording) -> Window | None:
-    """Window in which the middle unit of micro-batches passes the blocks; None if the step has one unit."""
+    """The window in which the middle unit of micro-batches is computed; None if the step has one unit."""
     program = recording.program
     parts = units(program.num_micros, program.plan.unit)
     if len(parts) == 1:
@@ -91,7 +91,7 @@ def _bars(row: int, pieces: Sequence[Interval], least_s: float, words: Callable[
     group: list[Interval] = []
     for piece in pieces:
         long = piece.end_s - piece.start_s >= least_s
-        # A group ends before a long piece, and is at most twice the threshold wide.
+        # A group ends before a long piece and is at most twice the threshold wide.
         if group and (long or piece.end_s - group[0].start_s > 2 * least_s):
             bars.append(_joined(row, group, words))
             group = []
@@ -103,7 +103,7 @@ def _bars(row: int, pieces: Sequence[Interval], least_s: float, words: Callable[
 
 
 def _words(recording: Recording, span: Span) -> str:
-    # A wait names its messages; the first one is on the wire.
+    # A wait names the messages it is for; the first one is on the wire.
     words = str(recording.program.instructions[span.position])
     if not span.category.startswith("wait "):
         return words
@@ -122,7 +122,7 @@ def _joined(row: int, group: Sequence[Interval], words: Callable[[int, int], str
     spent: dict[str, float] = defaultdict(float)
     for piece in group:
         spent[piece.category] += piece.end_s - piece.start_s
-    # Pieces of no length at one moment have no shares.
+    # Avoid 0 / 0 for pieces without length at one moment.
     length_s = last.end_s - first.start_s or 1.0
     shares = tuple((category, seconds / length_s) for category, seconds in sorted(spent.items()))
     # Shares are of the bar's length, so idle time is the missing rest.

@@ -1,4 +1,4 @@
-"""Tables of amounts by category, predicted beside measured, of the pages of runs."""
+"""Tables that compare predicted and measured amounts by category, for the pages of runs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -13,7 +13,7 @@ Colour = Callable[[str], str]
 
 
 class ComparedAmounts(NamedTuple):
-    """Amounts by category; a side that nobody knows is empty."""
+    """Amounts by category; an unknown side is empty."""
 
     predicted: Amounts
     measured: Amounts
@@ -26,15 +26,15 @@ def time_table(
     colour: Colour = colour_key,
     whole: ComparedAmounts | None = None,
 ) -> str:
-    """Seconds by category, of `categories` if these are given; `colour` gives a category its colour's name.
+    """Seconds by category, restricted to `categories` if given; `colour` maps a category to the name of its colour.
 
-    Where categories overlap, `whole` has the seconds of the step, which stand in the foot instead of a sum.
+    If categories overlap in time, pass the seconds of the step as `whole`: the footer shows them instead of the sum.
     """
     predicted, measured = time_s
     # One scale for all bars of the table.
     longest = max([*predicted.values(), *measured.values()], default=0.0) or 1.0
     rows: list[list[str]] = []
-    # Categories of either side, so that one missing in the prediction is still shown.
+    # The union of both sides, so that categories without a prediction are shown.
     for name in categories or time_categories({**measured, **predicted}):
         ink = f"--c-{colour(name)}"
         bars = (meter([(ink, each.get(name, 0.0))], longest) for each in time_s)
@@ -47,7 +47,7 @@ def time_table(
 def bytes_table(amounts: ComparedAmounts, heading: str) -> str:
     """Bytes by category."""
 
-    # Small amounts are exact bytes, so that equality can be seen.
+    # Small amounts are shown in exact bytes, so that equality is visible.
     def size(value: float) -> str:
         return f"{value:,.0f} B" if value < 1e5 else quantity(value, "B")
 

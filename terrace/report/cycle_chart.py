@@ -1,4 +1,4 @@
-"""The cycle of islands as a chart: a row of steps, and a row for each fragment with its exchange on the link."""
+"""The cycle of islands as a chart: a row of steps, and a row per fragment with its exchange on the link."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ Measured = Sequence[Mapping[str, float]]  # mean seconds by category of each ste
 
 
 def cycle_section(drawn: CycleTimeline, words: str, measured: Measured = ()) -> ChartedSection:
-    """The chart, with the lines of `words` below it, and with measured steps a table."""
+    """The chart with the lines of `words` as its caption, and a comparison table if `measured` is given."""
     chart = cycle_chart(drawn, measured)
     caption = " ".join([CAPTION, *(f"{each}." for each in words.split("\n"))])
     svg = figure(chart.svg(), legend(colour_entries(chart)), caption)
@@ -33,7 +33,7 @@ def cycle_section(drawn: CycleTimeline, words: str, measured: Measured = ()) -> 
 
 
 def cycle_chart(drawn: CycleTimeline, measured: Measured = ()) -> TimelineChart:
-    """Predicted rows, above those of measured steps on the same axis, if there are any."""
+    """The predicted rows, and below them the measured steps, if any, on the same time axis."""
     words: list[str] = []
     fragments = sorted({crossing.fragment for crossing in drawn.crossings})
     names = ["steps", *(f"fragment {fragment}" for fragment in fragments)]
@@ -54,7 +54,7 @@ def cycle_chart(drawn: CycleTimeline, measured: Measured = ()) -> TimelineChart:
 
 
 def cycle_picture(drawn: CycleTimeline, width: int) -> str:
-    """The same as text, of at most `width` characters a line (but 8 columns of time), and a legend."""
+    """The chart as text with a legend: at most `width` characters per line, but at least 8 columns of time."""
     fragments = sorted({crossing.fragment for crossing in drawn.crossings})
     names = ["steps", *(f"fragment {fragment}" for fragment in fragments)]
     indent = 1 + max(map(len, names))
@@ -64,7 +64,7 @@ def cycle_picture(drawn: CycleTimeline, width: int) -> str:
     if 3 * len(drawn.ends_s) <= columns:
         ends = {min(columns - 1, int(end_s / column_s)) for end_s in drawn.ends_s}
     steps = ["|" if column in ends else "-" for column in range(columns)]
-    # Shorter waits would look longer than they are.
+    # Shorter waits are left out, since a whole column would overstate them.
     _fill(steps, [each for each in drawn.waits if each[1] - each[0] >= column_s / 2], drawn.cycle_s, "w")
     lines = [steps]
     for fragment in fragments:
@@ -83,7 +83,7 @@ def cycle_picture(drawn: CycleTimeline, width: int) -> str:
 
 
 def _fill(line: list[str], stretches: Sequence[Stretch], cycle_s: float, mark: str) -> None:
-    # A stretch shorter than a column has one.
+    # Every stretch fills at least one column.
     column_s = cycle_s / len(line)
     for each in stretches:
         for start_s, end_s in in_cycle(*each, cycle_s):
@@ -95,7 +95,7 @@ def _fill(line: list[str], stretches: Sequence[Stretch], cycle_s: float, mark: s
 def _steps(steps: Measured, words: list[str]) -> list[Interval]:
     found, now_s = list[Interval](), 0.0
     for number, times in enumerate(steps, 1):
-        # An exchange is waited for at the end of a step.
+        # Waits for exchanges are at the end of a step.
         names = [name for name in time_categories(times) if name != WAIT_OUTER]
         for name in (*names, WAIT_OUTER):
             spent_s = times.get(name, 0.0)
@@ -130,7 +130,7 @@ def _crossing_words(crossing: Crossing) -> str:
 
 
 def _waited(drawn: CycleTimeline, start_s: float, end_s: float) -> list[Stretch]:
-    """Where a stretch of a cycle is waited for."""
+    """The parts of a stretch of the cycle during which ranks wait for exchanges."""
     waits = [part for each in drawn.waits for part in in_cycle(*each, drawn.cycle_s)]
     both = ((max(start_s, begin_s), min(end_s, stop_s)) for begin_s, stop_s in sorted(waits))
     return [(begin_s, stop_s) for begin_s, stop_s in both if stop_s > begin_s]

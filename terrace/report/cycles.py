@@ -1,4 +1,4 @@
-"""The cycle of a plan with islands, for the terminal: its steps by their exchanges, and how far these hide."""
+"""The cycle of a plan with islands, for the terminal: steps by exchange, and how far exchanges are hidden."""
 
 import math
 
@@ -15,9 +15,9 @@ from terrace.simulate.noting import WAIT_OUTER
 
 
 def cycle_table(cycle: Cycle) -> Table:
-    """A row for the steps of each turn: their exchange, seconds of a step, waits for exchanges, bytes between islands.
+    """One row per turn: its steps, their exchange, seconds of a step, waits for exchanges, bytes between islands.
 
-    Seconds are of the stage that waits most for exchanges, bytes of the one that sends most.
+    Seconds are those of the stage that waits most for exchanges, bytes those of the stage that sends most.
     """
     rows, first = [], 1
     stage = cycle.waiting_stage
@@ -44,7 +44,7 @@ def cycle_table(cycle: Cycle) -> Table:
 
 
 def cycle_words(cycle: Cycle, hidden: Hidden | None) -> str:
-    """Seconds of an exchange, how far it hides, and, where it is waited for, the nearest cycle that hides it."""
+    """Duration of an exchange, how far it is hidden, and `hidden`, the nearest cycle that hides it, if given."""
     outer, steps = cycle.outer, steps_of_exchange(cycle)
     behind = f"may hide behind {counted(outer.delay, 'step')}" if outer.delay else "is waited for at once"
     waited = f"waited for: {seconds(cycle.waited_s)} of the cycle's {seconds(cycle.cycle_s)}"

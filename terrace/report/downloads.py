@@ -1,6 +1,6 @@
-"""Downloads of a page's numbers: its curves as a table, and the final figures with the settings.
+"""Downloads of a page's data: its curves as CSV, and the final figures and settings as JSON.
 
-The content of each download is in its link, so that the page stays one file and needs no script.
+Each download is embedded in its link (data URL), so that the page stays one file and needs no script.
 """
 
 import base64
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from terrace.base.printable import escape
 from terrace.report.sides import Side, lines_of
 
-_MOST_ROWS = 5_000  # of all runs together: about half a megabyte of the page
+_MOST_ROWS = 5_000  # over all runs: about half a megabyte of the page
 
 
 def downloads(sides: Sequence[Side]) -> str:
-    """Links to the numbers of one or several runs; empty for runs without a step."""
+    """Links to the data of one or several runs; empty for runs without a step."""
     table, stride = steps_csv(sides)
     if not table:
         return ""
@@ -27,7 +27,7 @@ def downloads(sides: Sequence[Side]) -> str:
 
 
 def steps_csv(sides: Sequence[Side]) -> tuple[str, int]:
-    """(CSV with a row per run and step, "" without a step; the stride: every N-th step of a run has a row)."""
+    """(CSV with a row per run and step, "" without steps; stride: every N-th step of a run has a row)."""
     columns = [lines_of(side.curves) for side in sides]
     names = list(dict.fromkeys(name for lines in columns for name in lines))
     by_step: list[dict[int, dict[str, float]]] = []
@@ -45,7 +45,7 @@ def steps_csv(sides: Sequence[Side]) -> tuple[str, int]:
     writer.writerow(["run", "step", *map(_cell, names)])
     for side, lines, rows in zip(sides, columns, by_step, strict=True):
         steps = sorted(rows)
-        # The last step is always there, and evaluations, which few steps have.
+        # Always keep the last step, and values that few steps have, such as evaluations.
         kept = {*steps[::stride], *steps[-1:]}
         kept |= {step for points in lines.values() if stride * len(points) <= len(steps) for step, _ in points}
         for step in sorted(kept):
@@ -54,7 +54,7 @@ def steps_csv(sides: Sequence[Side]) -> tuple[str, int]:
 
 
 def run_json(sides: Sequence[Side]) -> str:
-    """Final figures in plain units (seconds, bytes, shares) and settings by dotted key."""
+    """JSON of the final figures in plain units (seconds, bytes, shares), and of the settings by dotted key."""
     runs = [
         {
             "name": side.name,
@@ -68,7 +68,7 @@ def run_json(sides: Sequence[Side]) -> str:
 
 
 def _cell(text: str) -> str:
-    # A spreadsheet would take these for formulas, and names come from files.
+    # A spreadsheet would evaluate these as formulas, and names come from untrusted files.
     return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
 
 

@@ -1,4 +1,4 @@
-"""Parts of a run folder that runs of all kinds have."""
+"""Reads the parts of a run folder that all kinds of runs have."""
 
 import stat
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ T = TypeVar("T")
 
 
 def steady(records: Sequence[T]) -> Sequence[T]:
-    """Records of steps without the first ones, which warm up caches."""
+    """Records without those of the first steps, which warm up caches."""
     return records[min(len(records) // 4, 10) :]
 
 
 def checkpoint_rows(folder: Path, missing: list[str]) -> list[tuple[str, int, str]]:
-    """(Name, bytes, state) of each checkpoint; says in `missing` that none is complete.
+    """(Name, bytes, state) of each checkpoint; adds a sentence to `missing` if none is complete.
 
-    One that a link leads to elsewhere is not looked into: its files may be without number.
+    Symbolic links out of the folder are not followed, since their targets may be arbitrarily large.
     """
     found = []
     inside = not leaves(folder / "checkpoints", folder)
@@ -37,7 +37,7 @@ def checkpoint_rows(folder: Path, missing: list[str]) -> list[tuple[str, int, st
 
 
 def _size(path: Path) -> int:
-    # A run that goes on removes old checkpoints while they are counted.
+    # An active run may remove old checkpoints meanwhile.
     with suppress(OSError):
         about = path.lstat()
         return about.st_size if stat.S_ISREG(about.st_mode) else 0
@@ -45,10 +45,10 @@ def _size(path: Path) -> int:
 
 
 def text_of(folder: Path, name: str) -> str:
-    """The beginning of a file of a run folder; empty for one that cannot be read."""
+    """The beginning of a run folder's file; empty if it cannot be read."""
     try:
         with open_file(folder / name, folder) as file:
-            # No character takes more than four bytes.
+            # A UTF-8 character has at most four bytes.
             return file.read(4 * _LONGEST_TEXT).decode("utf-8", errors="replace")[:_LONGEST_TEXT]
     except OSError:
         return ""

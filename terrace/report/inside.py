@@ -14,7 +14,7 @@ from terrace.program.program import Program
 from terrace.report.tables import new_table, quantity, seconds
 from terrace.simulate.inside import InBlockPrices
 
-_Alike = tuple[tuple[TensorMessage, str, int], ...]  # message, the computing that hides it, how many
+_Alike = tuple[tuple[TensorMessage, str, int], ...]  # message, the computation that hides it, count
 _WORDS = {
     (ContextLeg.INTO, Op.FORWARD): "queries, keys and values",
     (ContextLeg.INTO, Op.BACKWARD): "gradients of the output",
@@ -30,7 +30,7 @@ _WORDS = {
 def inside_table(program: Program) -> Table:
     """Tensor messages inside FORWARD and BACKWARD of one micro-batch, by kind of block.
 
-    Equal messages share a row: their number, bytes per rank and tier, seconds of one, and the computing that overlaps
+    Equal messages share a row: their count, bytes per rank and tier, seconds of each, and the computation that overlaps
     with it. Empty without a tensor axis.
     """
     left = ("block", "", "messages", "over", "each sends", "meanwhile")
@@ -98,8 +98,8 @@ def _add_moments(
     named: bool = True,
 ) -> None:
     name, op = pass_
-    # Messages behind the same round of the ring travel together, so they share a row.
-    moments: dict[Compute | ContextLeg, list[tuple[str, str]]] = {}  # exposed messages go by their own name
+    # Messages that overlap with the same round of the ring share a row.
+    moments: dict[Compute | ContextLeg, list[tuple[str, str]]] = {}  # exposed messages are keyed by their leg
     for send in (step for step in steps if isinstance(step, Send)):
         for message in send.messages:
             assert isinstance(message, ContextMessage), f"{message} in attention"
@@ -121,7 +121,7 @@ def _add_moments(
 
 
 def _kinds(program: Program) -> Iterator[tuple[str, Op, _Alike]]:
-    # Grouped by equal messages, which puts all layers into one row.
+    # Blocks with equal messages share rows, as all layers of a decoder do.
     alike: dict[tuple[_Alike, _Alike], list[str]] = {}
     for index, block in enumerate(program.blocks):
         steps = program.block_program(index).steps
@@ -146,5 +146,5 @@ def _counted(steps: Steps) -> Iterator[tuple[TensorMessage, str, int]]:
 
 
 def tiers_words(program: Program, sends: Iterable[tuple[int, int]]) -> str:
-    """Bytes by tier index, in words."""
+    """(Tier index, bytes) pairs in words."""
     return ", ".join(f"{quantity(sent, 'B')} on {program.layout.tiers[tier]}" for tier, sent in sends)

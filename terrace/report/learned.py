@@ -1,7 +1,7 @@
-"""Figures of docs/slow-networks.md on learning with loops and formats, for the output that chooses them.
+"""Measured effects of outer loops and wire formats on learning (docs/slow-networks.md), for output that proposes them.
 
-They are of a decoder of 1.0 M parameters on 4 islands, after 1,200 steps from a checkpoint of 300, means over three
-seeds (`every` other than 20: one seed): rises of the held-out loss in percent. A test holds them to the page's table.
+Increase of the held-out loss in percent, for a decoder of 1.0 M parameters on 4 islands, after 1,200 steps from a
+checkpoint of 300 steps; means over three seeds (`every` other than 20: one seed). A test compares them with the page.
 """
 
 import math
@@ -10,9 +10,9 @@ from terrace.plan.outer import Outer
 
 SOURCE = 'docs/slow-networks.md, "What it does to learning"'
 
-# By variant of the table, each against `every-20` unless said otherwise.
+# By variant of the table, each compared with `every-20` unless noted.
 RISES = {
-    "every-5": 2.9,  # these four against the synchronous run
+    "every-5": 2.9,  # these four are compared with the synchronous run
     "every-10": 2.2,
     "every-20": 2.1,
     "every-50": 5.3,
@@ -22,14 +22,14 @@ RISES = {
     "co2-bare": 10.4,
     "int4": 0.1,
     "topk-32": 3.9,
-    "stages-int8": 0.1,  # these two against the synchronous run
+    "stages-int8": 0.1,  # these two are compared with the synchronous run
     "stages-int4": 0.0,
 }
 _EVERY = (5, 10, 20, 50)
 
 
 def loop_learned(outer: Outer, formats: tuple[str, ...] = ()) -> str:
-    """The measurement nearest to a loop whose exchanges travel in `formats`, in one line."""
+    """The measurement nearest to a loop whose exchanges use `formats`, in one line."""
     every = min(_EVERY, key=lambda each: abs(math.log(each / outer.every)))
     parts = [f"{every} steps between exchanges {RISES[f'every-{every}']:+.1f} % to a synchronous run"]
     if outer.delay:

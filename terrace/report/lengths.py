@@ -1,4 +1,4 @@
-"""Lengths of documents: histogram as table and picture, and the cost of balance policies on a batch."""
+"""Document lengths: histogram as table and SVG, and the cost of balance policies on a batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _SHARES = (("documents", "#93c5fd"), ("tokens", "#1d4ed8"), ("attention", "#dc26
 
 @dataclass(frozen=True, kw_only=True)
 class Bin:
-    """Documents of `shortest` to `longest` tokens, and their shares of all documents, tokens and attention."""
+    """Documents of `shortest` to `longest` tokens, with their shares of all documents, tokens and attention."""
 
     shortest: int
     longest: int

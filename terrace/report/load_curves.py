@@ -11,7 +11,7 @@ Line = Callable[[Callable[[StepRecord], float | None]], list[tuple[int, float]]]
 
 
 def load_curves(records: Sequence[StepRecord], line: Line) -> list[Curve]:
-    """Curves of the load of experts and of the choices that were dropped, from the `line` of a value of each record."""
+    """Curves of expert load and dropped choices; `line(value)` returns the points of a value of each record."""
     curves = list[Curve]()
     if any(record.load for record in records):
         named = {"busiest expert": "busiest_expert", "busiest rank": "busiest_rank", "MaxVio": "max_vio"}

@@ -1,4 +1,4 @@
-"""The load of experts: a sentence, and a heat map of layers and experts over the steps of a run."""
+"""Expert load: a sentence, and heat maps of layers and experts over the steps of a run."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -8,9 +8,9 @@ from terrace.plan.wire import ROUTED, MessageClass
 from terrace.train.loads import LoadsOfSteps
 
 LOAD_TITLE = "Load of experts"
-ROUTED_COLUMN = {"experts": (*ROUTED, MessageClass.CHOICES)}  # heading and waits of a column of its own
+ROUTED_COLUMN = {"experts": (*ROUTED, MessageClass.CHOICES)}  # heading -> message classes whose waits it sums
 
-# A cell's opacity up to each load, in loads of the layer's mean; an idle expert is a cross.
+# (Upper bound of load over the layer's mean, opacity of the cell); an idle expert is a cross.
 _LEVELS = ((0.5, 0.12), (0.8, 0.3), (1.25, 0.5), (2.0, 0.75), (float("inf"), 1.0))
 _WORDS = ("below 0.5 of the mean", "0.5 to 0.8", "0.8 to 1.25", "1.25 to 2", "2 times and more")
 _MOST_CELLS, _MOST_MAPS = 24_000, 6
@@ -18,7 +18,7 @@ _WIDTH, _GUTTER, _TOP, _GAP, _AXIS = 350, 34, 4, 1, 18
 
 
 def load_words(load: Mapping[str, float]) -> str:
-    """Figures of terrace.program.loads as a sentence."""
+    """The figures of terrace.program.loads as a sentence."""
     rank = f", the busiest rank {load['busiest_rank']:.2f} times" if "busiest_rank" in load else ""
     return (
         f"load of experts: the busiest has {load['busiest_expert']:.2f} times the mean of its layer{rank}; MaxVio "
@@ -27,7 +27,7 @@ def load_words(load: Mapping[str, float]) -> str:
 
 
 def heat_maps(parts: Sequence[LoadsOfSteps]) -> str:
-    """Maps of layers and experts, at most six, each of a stretch of the steps; empty without any load."""
+    """At most six heat maps of layers and experts, each for a range of steps; empty without load data."""
     layers = list(dict.fromkeys(name for part in parts for name in part.counts))
     num_cells = sum(max(len(part.counts.get(name, ())) for part in parts) for name in layers)
     if not num_cells:
@@ -49,7 +49,7 @@ def heat_maps(parts: Sequence[LoadsOfSteps]) -> str:
 
 
 def _summed(tables: Sequence[Sequence[int]]) -> list[int]:
-    # A damaged file may have rows of several lengths.
+    # A damaged file may have rows of different lengths.
     return [sum(column) for column in zip(*tables, strict=False)]
 
 

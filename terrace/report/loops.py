@@ -1,4 +1,4 @@
-"""The loop of islands and the wire formats that a user allowed and a search chose, in words."""
+"""Sentences on what a search chose of the options that the user allowed: outer loop, wire formats, products, states."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def loop_words(loop: Loop) -> str:
-    """The loop that was chosen of those that `--outer` allows, and whether any hides the link."""
+    """The loop that was chosen within the bounds of `--outer`, and whether any loop hides the link."""
     outer, row = loop.cycle.outer, loop.plan.wire.get(MessageClass.OUTER.value, {})
     formats = "".join(f", {name} on {tier}" for tier, name in row.items())
     own, fastest, plain_s = seconds(loop.prediction.step_s), seconds(loop.fastest_s), loop.cycle.plain_s
@@ -38,9 +38,9 @@ def loop_words(loop: Loop) -> str:
 
 
 def products_words(found: "ProductsFound", step_s: float) -> str:
-    """Whether a plan multiplies in the 8 bits that were allowed, with the best step of either kind; "" without any.
+    """Whether the plan uses the allowed 8-bit products, with the best step with and without; "" if none were allowed.
 
-    `step_s` is the step of the plan that is shown, which may tie with the fastest.
+    `step_s` is the step of the shown plan, which may tie with the fastest.
     """
     if found.allowed is None:
         return ""
@@ -52,9 +52,9 @@ def products_words(found: "ProductsFound", step_s: float) -> str:
 
 
 def chunks_words(found: "ChunksFound", step_s: float) -> str:
-    """The allowed value of `tensor_chunks` that a plan uses, and the best step with each; "" if none was allowed.
+    """The allowed value of `tensor_chunks` that the plan uses, and the best step with each; "" if none was allowed.
 
-    `step_s` is the step of the plan that is shown, which may tie with the fastest.
+    `step_s` is the step of the shown plan, which may tie with the fastest.
     """
     if len(found.step_s) == 1:
         return ""
@@ -69,7 +69,7 @@ def chunks_words(found: "ChunksFound", step_s: float) -> str:
 
 
 def formats_words(allowed: Allowed, plan: Plan, step_s: float, plain_s: float) -> str:
-    """Which of the allowed formats a plan uses, and why not the others; `plain_s` is the best step without any."""
+    """Which allowed wire formats the plan uses, and why not the others; `plain_s` is the best step without any."""
     used, unused = dict[str, list[str]](), dict[str, dict[str, list[str]]]()
     for (message, tier), choice in allowed.items():
         name = plan.wire.get(message, {}).get(tier)
@@ -88,7 +88,7 @@ def formats_words(allowed: Allowed, plan: Plan, step_s: float, plain_s: float) -
 
 
 def stored_words(ways: Sequence[Way], task: Task, step_s: float, plain_s: float) -> str:
-    """How states are stored in the plan of `task`, of the `ways` that were allowed; "" without any."""
+    """How the plan of `task` stores states, out of the allowed `ways`; "" if none were allowed."""
     if not ways:
         return ""
     if Way(task.master, task.optimizer_states) not in ways:
@@ -102,8 +102,8 @@ def stored_words(ways: Sequence[Way], task: Task, step_s: float, plain_s: float)
 
 
 def _left_out(message: str, choice: Choice, used: str) -> Iterator[tuple[str, str]]:
-    """Formats that were allowed where `used` was chosen, each with why it was not."""
-    # Exchanges get the widest format of the least loop, other messages the widest of the shortest step.
+    """The allowed formats that were not chosen, each with the reason."""
+    # Exchanges get the widest format of the smallest loop, other messages the widest with the shortest step.
     wider, narrower = "a longer step", "no shorter step or no such message"
     if message == MessageClass.OUTER.value:
         wider, narrower = "not with so small a loop", "no smaller loop"
@@ -116,7 +116,7 @@ def _left_out(message: str, choice: Choice, used: str) -> Iterator[tuple[str, st
 
 
 def _reasons(unused: Mapping[str, Mapping[str, Sequence[str]]]) -> str:
-    """Message class -> format and reason -> tiers, in words; classes with the same of these are named together."""
+    """Describe {message class: {format and reason: tiers}}; classes with equal reasons are grouped."""
     classes = dict[str, list[str]]()
     for message, reasons in unused.items():
         inner = ", ".join(f"{' and '.join(tiers)} {reason}" for reason, tiers in reasons.items())

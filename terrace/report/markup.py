@@ -15,7 +15,7 @@ from terrace.report.timeline import TimelineChart
 from terrace.simulate.change import Change
 from terrace.simulate.curve import MemoryCurve
 
-# Added to a caption where short spans share bars.
+# Added to a caption if short spans were merged into bars.
 MERGED = "Spans shorter than {} that lie close are drawn as one bar, its height shared out by category"
 
 # Ink on light and on dark paper: text, soft text, rules, faint areas.
@@ -31,14 +31,14 @@ class Markup(str):
 
 
 class ChartedSection(NamedTuple):
-    """A section of a page with one chart, and the chart for the page's script."""
+    """A section with one chart, as markup and as data for the page's script."""
 
     markup: str
     chart: dict[str, object]
 
 
 def document(title: str, sections: Iterable[str], charts: Sequence[Mapping[str, object]], **more: object) -> str:
-    """The whole page. `charts`, in the order of the charts in the markup, and `more` are for the page's script."""
+    """The whole page. `charts` (in markup order) and `more` are data for the page's script."""
     # Style and script are inlined: a page is one file that works without a network.
     files = resources.files(__package__)
     style, script = ((files / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
@@ -67,7 +67,7 @@ def step_document(
     sections: Iterable[str],
     charts: Sequence[Mapping[str, object]],
 ) -> str:
-    """The page of a step: heading, figures, the main `sentences`, `sections`."""
+    """The page of a step: heading, figures, lead `sentences`, then `sections`."""
     title = plan_title(cluster, plan)
     return document(title, [heading(title, subtitle), figures_row(figures), lead(sentences), *sections], charts)
 
@@ -92,7 +92,7 @@ def figures_row(figures: Iterable[tuple[str, str]]) -> str:
 
 
 def section(title: str, body: str) -> str:
-    """Heading and body; a section without a body leaves no heading behind."""
+    """Heading and body; empty without a body."""
     return f"<h2>{title}</h2>{body}" if body else ""
 
 
@@ -103,7 +103,7 @@ def missing_list(missing: Sequence[str]) -> str:
 
 
 def details(title: str, text: str) -> str:
-    """Text that is shown when asked for; empty without one."""
+    """Collapsible text; empty without text."""
     return f"<details><summary>{title}</summary><pre>{escape(text)}</pre></details>" if text else ""
 
 
@@ -131,9 +131,9 @@ def timelines(
     caption: str,
     merged: str,
 ) -> tuple[str, list[dict[str, object]]]:
-    """(markup, charts of the script) of a timeline with buttons to zoom, and of a close-up that stays as it is.
+    """(markup, chart data) of a timeline with zoom buttons, and of a fixed close-up `near`, if given.
 
-    `merged` is added to the caption where short spans share bars, with the seconds in place of its braces.
+    If short spans were merged, `merged` is added to the caption, with the threshold formatted into its braces.
     """
     words = f"{caption} {merged.format(seconds(whole.least_s))}." if whole.least_s else caption
     text = section(headings[0], _TOOLS + figure(whole.svg(), legend(entries, critical=bool(whole.critical)), words))
@@ -167,12 +167,12 @@ def legend(entries: Iterable[tuple[str, str, str]], critical: bool = False) -> s
 
 
 def _words(category: str) -> str:
-    # Categories are identifiers. Other names, such as that of a function with its module, stay as they are.
+    # Categories are identifiers. Other names, such as `module.function`, are not changed.
     return _WORDS.get(category, category.replace("_", " ") if category.isidentifier() else category)
 
 
 def html_table(headings: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str], last: str = "") -> str:
-    """HTML table; columns with a heading in `left` are text, `last` is the foot."""
+    """HTML table; columns with a heading in `left` are left-aligned text, `last` is the footer markup."""
 
     def cells(row: Sequence[str], tag: str) -> str:
         # Numbers are right-aligned, words are not.
@@ -186,12 +186,12 @@ def html_table(headings: Sequence[str], rows: Iterable[Sequence[str]], left: Seq
 
 
 def words_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Table of text, but for a column `size`; empty without rows."""
+    """Table of text columns, except `size`, which is numeric; empty without rows."""
     return html_table(headings, rows, [each for each in headings if each != "size"]) if rows else ""
 
 
 def meter(parts: Sequence[tuple[str, float]], whole: float) -> Markup:
-    """Bar of parts, each (colour property, size); `whole` is the full width."""
+    """Stacked bar of parts (colour property, size); `whole` is the size of the full width."""
     bars = "".join(
         # In percent of the cell: only the browser knows its width.
         f'<i style="width:{100 * size / whole:.2f}%;background:var({colour})"></i>'

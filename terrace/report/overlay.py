@@ -10,12 +10,12 @@ from terrace.report.markup import document, heading, html_table, lead, missing_l
 from terrace.report.run_curves import Curve, curve_data, curve_tiles, drawable
 from terrace.report.sides import Side
 
-MOST_RUNS = 20  # as many lines of a chart differ in colour or dashes
+MOST_RUNS = 20  # the number of combinations of colours and dashes
 _UNSET = "-"
 
 
 def overlay_page(sides: Sequence[Side]) -> str:
-    """The page of two or more runs, in the order given."""
+    """The page of two or more runs, in the given order."""
     names = [side.name for side in sides]
     drawn = drawable(overlaid(sides))
     title = f"{counted(len(sides), 'run')}: {', '.join(names)}"
@@ -37,7 +37,7 @@ def overlay_page(sides: Sequence[Side]) -> str:
 
 
 def overlaid(sides: Sequence[Side]) -> list[Curve]:
-    """One chart for each line of the runs' own charts; its lines are the runs."""
+    """One chart per line of the runs' charts, with a line for each run."""
     kinds: dict[tuple[str, str], Curve] = {}
     own = [{curve.title: curve.lines for curve in side.curves} for side in sides]
     for side in sides:
@@ -47,7 +47,7 @@ def overlaid(sides: Sequence[Side]) -> list[Curve]:
     num_lines = Counter(title for title, _ in kinds)
     found = []
     for (title, line), like in kinds.items():
-        # A run without the line keeps its colour for other charts.
+        # Runs without the line get an empty one, so that colours are the same in all charts.
         lines = {side.name: curves.get(title, {}).get(line, ()) for side, curves in zip(sides, own, strict=True)}
         named = title if num_lines[title] == 1 or line == title.lower() else f"{title}: {line}"
         found.append(Curve(title=named, lines=lines, unit=like.unit, smooth=like.smooth, from_zero=like.from_zero))
@@ -55,13 +55,13 @@ def overlaid(sides: Sequence[Side]) -> list[Curve]:
 
 
 def figure_rows(sides: Sequence[Side]) -> list[tuple[str, list[str]]]:
-    """(Figure, its words in each run)."""
+    """(Figure, its text in each run)."""
     keys = dict.fromkeys(key for side in sides for key in side.figures)
     return [(key, [side.figures[key].words if key in side.figures else _UNSET for side in sides]) for key in keys]
 
 
 def setting_rows(sides: Sequence[Side]) -> list[tuple[str, list[str]]]:
-    """(Key, its value in each run) of settings that are not the same in all runs whose settings can be read."""
+    """(Key, its value in each run) of settings that differ between the runs whose settings can be read."""
     known = [side.settings for side in sides if side.settings is not None]
     rows = []
     for key in sorted({key for settings in known for key in settings}):
@@ -73,7 +73,7 @@ def setting_rows(sides: Sequence[Side]) -> list[tuple[str, list[str]]]:
 
 
 def _shown(value: object) -> str:
-    # As in the file, so that 1 and "1" differ.
+    # With quotes, so that 1 and "1" differ.
     return json.dumps(value, default=str, ensure_ascii=False)
 
 

@@ -11,11 +11,11 @@ from terrace.report.run_curves import FEWEST_TO_SMOOTH, Curve, Point, finite, ru
 from terrace.report.sides import Side
 from terrace.report.tables import new_table
 
-_RUNS_PER_TABLE = 4  # as many fit into 80 columns beside the names of figures
+_RUNS_PER_TABLE = 4  # what fits into 80 columns beside the names of figures
 
 
 def legend_lines(sides: Sequence[Side]) -> list[str]:
-    """The number of each run in the tables, its name and its state."""
+    """One line per run: its number in the tables, name and status."""
     return [f"{number}  {side.name}: {side.status}" for number, side in enumerate(sides, 1)]
 
 
@@ -47,12 +47,12 @@ def _at_steps(curve: Curve, part: slice) -> list[list[str]]:
     if not steps:
         return []
     ticks = [*round_ticks(steps[0], steps[-1]), steps[-1]]
-    # The last step up to each tick that any run has.
+    # For each tick, the last step up to it that any run has.
     rows = []
     for step in sorted({steps[max(0, bisect_right(steps, tick) - 1)] for tick in ticks}):
         cells = []
         for line in lines:
-            # A run's newest value up to the step; empty once the run has ended.
+            # A run's latest value up to the step; empty after the end of the run.
             at = bisect_right([each for each, _ in line], step)
             cells.append(f"{line[at - 1][1]:.4g}" if at and (at < len(line) or line[-1][0] == step) else "")
         rows.append([f"{step:,}", *cells])

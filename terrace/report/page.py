@@ -69,10 +69,10 @@ def page_html(
         "is cut.",
         merged=f"{MERGED}; a trace has each",
     )
-    # In the order of the charts in the markup, by which the script finds them.
+    # In markup order, by which the script assigns data to charts.
     charts.append(chart_data((0.0, step_s), memory=memory_totals(curve, step_s)))
     charts += [] if cycle is None else [cycle.chart]
-    # Waits on the critical path: others are hidden and cost nothing.
+    # Only waits on the critical path count: others are hidden.
     waits = round(100 * path.waits_s / (step_s or 1.0))
     memory = memory_svg(curve, step_s, cluster.device.usable_bytes)
     sections = [
@@ -149,7 +149,7 @@ def _bytes_table(recording: Recording) -> str:
     rows = []
     # The outermost tier first, since it is the slowest.
     for tier in reversed(tiers):
-        # In one order on every tier, so that the colours of the bars can be compared.
+        # The same order on every tier, so that bars can be compared.
         parts = [(message, sent.get((message, tier), 0)) for message in MessageClass]
         named = ", ".join(f"{message.value} {quantity(size, 'B')}" for message, size in parts if size)
         bars = meter([(f"--c-{message.value}", size) for message, size in parts], largest)

@@ -21,7 +21,7 @@ MESSAGES = {
     "refresh": ("#0b4a46", "#35806f"),
     "control": ("#8b8e97", "#cfd2d8"),
 }
-OUTER = {"outer": MESSAGES["gather_backward"]}  # exchanges of islands, which have rows of their own
+OUTER = {"outer": MESSAGES["gather_backward"]}  # exchanges of islands, which are drawn in separate rows
 ROLES = {  # calls of roles that learn from feedback
     "hand_over": MESSAGES["sync"],
     "generate": MESSAGES["gather"],
@@ -51,7 +51,7 @@ _OTHER = ("#5b616e", "#a4abb8")
 
 def colour_key(category: str) -> str:
     """Name of a category's colour: all waits share one, and so do all unknown categories."""
-    # The table tells waits apart by name; more colours would no longer be distinguishable.
+    # More colours would not be distinguishable; tables list waits by name.
     if category.startswith("wait "):
         return "wait"
     # Traces of later versions may have categories that this palette lacks.

@@ -1,4 +1,4 @@
-"""Tables and pictures of a search: plans side by side, verdicts, one plan's cost, scaling curves."""
+"""Tables and charts of a search: compared plans, verdicts, one plan's cost, scaling curves."""
 
 import math
 import re
@@ -22,8 +22,8 @@ from terrace.report.tables import new_table, quantity, seconds
 from terrace.simulate.bands import Band
 from terrace.simulate.hidden import HiddenMessages
 
-_PLAN_WIDTH = 37  # of the words of a plan, so that the table fits in 80 columns
-_MUCH_HIDDEN = 0.05  # part of a step from which on it rests on what it hides; predictions are off by as much
+_PLAN_WIDTH = 37  # characters of a plan's description, so that the table fits in 80 columns
+_MUCH_HIDDEN = 0.05  # share of a step above which hidden messages are reported; predictions have as large an error
 
 
 def plans_table(task: Task, estimates: Sequence[Estimate], title: str) -> Table:
@@ -51,7 +51,7 @@ def plans_table(task: Task, estimates: Sequence[Estimate], title: str) -> Table:
 
 
 def hidden_words(found: HiddenMessages | None, at: str = "") -> str:
-    """Says so where a step rests on the messages that it hides; else empty. `at` names the size of a cluster."""
+    """A sentence if the step would be much longer without hiding messages, else ""; `at` names a cluster size."""
     if found is None or found.exposed_s < (1.0 + _MUCH_HIDDEN) * found.step_s:
         return ""
     which = f"At {at} this" if at else "This"
@@ -76,14 +76,14 @@ def plan_words(task: Task, candidate: Candidate) -> str:
 
 
 def verdicts_table(verdicts: Sequence[Verdict], best: Estimate, title: str) -> Table:
-    """Cost of every preset or change next to the best plan, or the reason against it."""
+    """Cost of every preset or change compared with the best plan, or the reason why it does not run."""
     headings = ("plan", "step", "against the best", "memory", "remark")
     found = new_table(title, headings, left=("plan", "remark"))
     above = ""
     for verdict in verdicts:
         estimate = verdict.estimate
         if estimate is None:
-            # Neighbouring rows often fail for one reason; it is written once.
+            # Consecutive rows often fail for the same reason, which is written once.
             found.add_row(verdict.what, "-", "", "", "as above" if verdict.reason == above else verdict.reason)
             above = verdict.reason
             continue
@@ -95,7 +95,7 @@ def verdicts_table(verdicts: Sequence[Verdict], best: Estimate, title: str) -> T
 
 
 def split_table(values: Mapping[str, float], title: str, unit: str, whole: float | None = None) -> Table:
-    """Amounts by category with their share of the sum, or of `whole`: seconds ("s") or bytes ("B")."""
+    """Amounts by category, in seconds (`unit` "s") or bytes ("B"), with their share of the sum or of `whole`."""
     total = sum(values.values())
 
     def row(name: str, value: float) -> tuple[str, str, str]:
@@ -109,7 +109,7 @@ def split_table(values: Mapping[str, float], title: str, unit: str, whole: float
 
 
 def headrooms_table(task: Task, found: Sequence[Headroom], title: str) -> Table:
-    """The fastest plan for each headroom, next to that for the least."""
+    """The fastest plan for each memory headroom, compared with the one for the smallest headroom."""
     headings = ("headroom", "step", "slower", "memory", "plan")
     table = new_table(title, headings, left=("plan",))
     above: Estimate | None = None
@@ -131,7 +131,7 @@ def headrooms_table(task: Task, found: Sequence[Headroom], title: str) -> Table:
 def scaling_table(points: Sequence[Point], title: str, tier: str, price: float | None, *, full: bool = False) -> Table:
     """Scaling curve as a table; efficiency is tokens/s per device relative to the first size that runs.
 
-    With `full` it has MFU with the full square of attention, too.
+    With `full` there is also a column of MFU that counts the full square of attention.
     """
     squared = ["MFU, full square"] if full else []
     headings = [tier, "devices", "batch", "step", "tokens/s", "efficiency", "MFU", *squared, "memory"]
@@ -155,11 +155,11 @@ def scaling_table(points: Sequence[Point], title: str, tier: str, price: float |
 
 
 def missing_words(points: Sequence[Point], tier: str) -> str:
-    """Why a plan does not run at some sizes of a scaling curve: a line for each kind of reason, its first in full."""
+    """Why a plan does not run at some sizes of a scaling curve: one line per kind of reason, with an example."""
     kinds: dict[str, list[Point]] = {}
     for point in points:
         if not point.estimate:
-            # Reasons of one kind differ in their numbers.
+            # Reasons of one kind differ only in their numbers.
             kinds.setdefault(re.sub(r"\d[\d.,]*", "", point.reason), []).append(point)
     lines = []
     for same in kinds.values():
@@ -170,7 +170,7 @@ def missing_words(points: Sequence[Point], tier: str) -> str:
 
 
 def numbers_words(points: Sequence[Point], tier: str) -> str:
-    """Micro-batch, unit and recomputation of each size of a scaling curve that runs, in a paragraph."""
+    """A paragraph with micro-batch, unit and recomputation at each size of a scaling curve that runs."""
     sizes: dict[str, list[str]] = {}
     for point in points:
         if point.plan is not None:
@@ -197,7 +197,7 @@ def scaling_svg(curves: Mapping[str, Sequence[Point]], title: str) -> str:
 
 
 def figures_words(task: Task, estimate: Estimate, band: Band, *, full: bool = False) -> str:
-    """Utilisations with their formulas, a line each; with `full` also with the full square of attention."""
+    """MFU and HFU with their formulas, one line each; with `full` also for the full square of attention."""
     lines = [
         f"MFU {percent(mfu(task, estimate))} ({band}) = 3 x forward FLOPs (causal) / (step x devices x peak)",
         f"HFU {percent(hfu(task, estimate))} ({band}) = the same with forwards that run again",

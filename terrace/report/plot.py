@@ -7,7 +7,7 @@ from terrace.base.printable import escape
 
 WIDTH, HEIGHT, LEFT, BOTTOM, RIGHT = 720, 360, 60, 44, 20
 _TOP = 36
-DIGIT = 7.2  # largest width of a digit at font size 12, in units: the font is the reader's
+DIGIT = 7.2  # largest width of a digit at font size 12, in units, since the reader's font is unknown
 _COLOURS = ("#dc2626", "#15803d", "#a16207", "#7c3aed")  # of evaluations
 
 
@@ -21,8 +21,8 @@ def loss_svg(
 ) -> str:
     """Loss over steps as SVG: each step faint, the running mean strong, the target dashed.
 
-    Needs at least one loss; all are finite. `evaluated` are losses of other data by name, as (step, loss): lines with
-    dots.
+    Needs at least one loss, and all must be finite. `evaluated` are losses on other data by name, as (step, loss),
+    drawn as lines with dots.
     """
     others = [loss for line in evaluated.values() for _, loss in line]
     low = min([*losses, *others, *([target] if target is not None else [])])
@@ -64,7 +64,7 @@ def loss_svg(
 
 
 def frame(title: str, x_label: str, ticks: Mapping[float, float]) -> list[str]:
-    """Opening of an SVG chart: title, name of the x axis, and a line at each tick. The caller closes `</svg>`."""
+    """Start an SVG chart: title, name of the x axis, and a line at each tick. The caller appends `</svg>`."""
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         'font-family="system-ui, sans-serif" font-size="12">',
@@ -82,7 +82,7 @@ def frame(title: str, x_label: str, ticks: Mapping[float, float]) -> list[str]:
 def _running_mean(values: Sequence[float]) -> list[float]:
     means: list[float] = []
     for value in values:
-        # Starts at the first loss, or the mean would climb from zero.
+        # Start at the first loss, since the mean would otherwise rise from zero.
         means.append(value if not means else means[-1] + 0.1 * (value - means[-1]))
     return means
 
@@ -94,7 +94,7 @@ def round_ticks(low: float, high: float) -> list[float]:
     step = 10.0 ** max(-300, int(f"{span / 5:e}".split("e")[1]))
     step *= next(factor for factor in (1, 2, 5, 10) if factor * step >= span / 5)
     tick, ticks = -(-low // step) * step, []
-    # The span of great numbers may be below their rounding, so that a step would go nowhere.
+    # For large numbers a step may be below their rounding error, and the loop would not advance.
     while tick <= high and tick + step > tick:
         # -0.0 becomes 0.0, or an axis would say -0.
         ticks.append(round(tick, 10) + 0.0)

@@ -1,6 +1,6 @@
-"""Contents of a run folder of `terrace rl` as an `RlView`: all that can be read, and a sentence on the rest.
+"""Reads a run folder of `terrace rl` to an `RlView`: everything readable, and a sentence on each missing part.
 
-The run may be unfinished, killed, or damaged: no content of a file raises here. Other modules of this room read runs of
+The run may be unfinished, killed, or damaged: no content of a file raises here. `run_folder.py` reads runs of
 `terrace train`.
 """
 
@@ -33,7 +33,7 @@ from terrace.train.runs import command_of
 
 _CALLS, _SAMPLES, _METRICS = "calls.jsonl", "samples.jsonl", "metrics.jsonl"
 _LEARNING = ("actor", "critic", "cost_critic")  # folders of checkpoints
-_FEW = 5  # steps whose mean begins and ends a note
+_FEW = 5  # steps at the start and the end of a run whose means a note compares
 
 Numbers = Mapping[str, float]
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class _Prediction:
 
 
 def is_rl_folder(folder: Path) -> bool:
-    """Whether a folder is of a run of `terrace rl`, by its files or its settings."""
+    """Whether a folder is from a `terrace rl` run, by its files or its settings."""
     if any((folder / name).is_file() for name in (_CALLS, _SAMPLES)):
         return True
     with suppress(TerraceError):
@@ -101,7 +101,7 @@ def rl_view(folder: Path) -> RlView:
 
 
 def _lines(path: Path, what: str, read: Callable[[Mapping[str, Any]], T], missing: list[str]) -> list[T]:
-    """The lines of a file that can be read; a sentence on it, or on those that cannot."""
+    """Parse a file's readable lines with `read`; adds a sentence to `missing` if the file or some lines are damaged."""
     found, num_written = list[T](), 0
     try:
         for line in read_lines(path, path.parent):
@@ -141,7 +141,7 @@ def _prediction(folder: Path, missing: list[str]) -> tuple[_Prediction, dict[str
 def _model_and_plan(
     table: Mapping[str, Any], missing: list[str]
 ) -> tuple[str, tuple[Sequence[str], Sequence[Sequence[str]]] | None]:
-    """(Subtitle, the plan's table) from the settings of a run."""
+    """(Subtitle, plan table) from the settings of a run."""
     sections = [table.get(name) for name in ("cluster", "plan", "model", "run", "algorithm")]
     if not table:
         return "", None
@@ -184,7 +184,7 @@ def _figures(records: Sequence[Numbers]) -> list[tuple[str, str]]:
         (_mean(after, "time/step"), seconds, "a step"),
         (last, _number, "step" if last == 1 else "steps"),
     )
-    # A run may lack the numbers of any.
+    # Leave out figures for which the run has no data.
     return [(words(value), named) for value, words, named in figures if math.isfinite(value)]
 
 
@@ -230,7 +230,7 @@ def _phases(records: Sequence[Numbers]) -> dict[str, float]:
 
 
 def _hand_over(prediction: _Prediction, records: Sequence[Numbers]) -> ComparedAmounts:
-    # Ranks count what they send over all tiers; the program of the hand-over says the same, the price of a step nearly.
+    # Ranks count bytes over all tiers. The hand-over's program gives the exact plan; the step's prediction, nearly.
     written = [found["reshard/bytes_planned"] for found in records if "reshard/bytes_planned" in found]
     planned = written[-1] if written else sum(prediction.sent_bytes.values()) or None
     sent = [found["reshard/bytes_sent"] for found in records if "reshard/bytes_sent" in found]
@@ -246,7 +246,7 @@ def _checkpoints(folder: Path, missing: list[str]) -> list[tuple[str, int, str]]
         own = list[str]()
         rows = checkpoint_rows(folder / role, own)
         found += [(f"{role}/{name}", size, state) for name, size, state in rows]
-        # The actor's decide whether the run can be resumed.
+        # Only the actor's checkpoints decide whether the run can be resumed.
         missing += own if role == _LEARNING[0] else []
     return found
 
@@ -256,7 +256,7 @@ def _mean(records: Sequence[Numbers], name: str) -> float:
     return statistics.fmean(values) if values else math.nan  # for a number that no record has
 
 
-# (title, unit, lines by name, whether the axis begins at 0); a curve none of whose numbers a run has is left out.
+# (title, unit, {line: metric}, whether the axis starts at 0); curves without data are left out.
 _CURVES: tuple[tuple[str, str, Mapping[str, str], bool], ...] = (
     ("KL to the reference", "mean of all tokens", {"KL": "actor/kl"}, False),
     ("KL coefficient", "", {"coefficient": "actor/kl_coef"}, True),
@@ -279,11 +279,11 @@ _CURVES: tuple[tuple[str, str, Mapping[str, str], bool], ...] = (
     ("Throughput", "tokens/s over all ranks", {"tokens/s": "perf/tokens_per_s"}, True),
 )
 
-_CHANGING = ("KL coefficient", "Age of responses")  # curves that are left out where they are constant
+_CHANGING = ("KL coefficient", "Age of responses")  # curves that are left out if they are constant
 
 
 def rl_curves(records: Sequence[Numbers], table: Mapping[str, Any], predicted_s: float) -> list[Curve]:
-    """Curves of a run with the settings `table`, whose step takes `predicted_s` as predicted, 0 if nobody knows."""
+    """Curves of a run with the settings `table`; `predicted_s` are the predicted seconds of a step, 0 if unknown."""
 
     def lines(named: Mapping[str, str]) -> dict[str, list[tuple[int, float]]]:
         found = {
@@ -308,7 +308,7 @@ def rl_curves(records: Sequence[Numbers], table: Mapping[str, Any], predicted_s:
     curves.append(Curve(title="Time of ranks without a call", unit="share", lines=lines(idle), from_zero=True))
     step = ("predicted", predicted_s) if predicted_s else None
     curves.append(Curve(title="Seconds of a step", lines=lines({"step": "time/step"}), from_zero=True, level=step))
-    # A coefficient that nothing changes says nothing, nor does the age of responses where all are new.
+    # A constant coefficient is not worth a chart, and neither are ages if all responses are new.
     return [curve for curve in curves if curve.lines and not (curve.title in _CHANGING and _is_constant(curve))]
 
 
@@ -319,7 +319,7 @@ def _reward_names(table: Mapping[str, Any]) -> list[str]:
         for own in (rewards if isinstance(rewards, list) else ())
         if isinstance(own, Mapping)
     ]
-    # As the run tells samples of equal names apart.
+    # Numbered as in `terrace.rl.samples` if names are equal.
     return [name if found.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(found)]
 
 

@@ -1,4 +1,4 @@
-"""A run of `terrace rl` as one self-contained HTML page, of the parts that all pages have."""
+"""A `terrace rl` run as one self-contained HTML page."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from terrace.report.tables import quantity, seconds
 
 _UNKNOWN = ComparedAmounts({}, {})
 _STEP, _REST = "step", "rest"
-# The colour of phases and stages is that of their calls.
+# Phases and stages have the colours of their calls.
 _COLOURS = {
     "reshard": "hand_over",
     "generate": "generate",
@@ -43,9 +43,9 @@ _COLOURS = {
 
 @dataclass(frozen=True, kw_only=True)
 class RlView:
-    """Data of a run: `phases` are mean seconds by phase of steps that take `step_s`, `stages` those that are predicted.
+    """Data of a run: `phases` are mean seconds by phase of steps of `step_s`, `stages` predicted and measured seconds.
 
-    `hand_over`: bytes of one, over all ranks; `plan`: (headings, rows); `checkpoints`: (name, bytes, state).
+    `hand_over`: bytes of one hand-over, over all ranks; `plan`: (headings, rows); `checkpoints`: (name, bytes, state).
     """
 
     title: str
@@ -68,7 +68,7 @@ class RlView:
 
 
 def rl_page(view: RlView, numbers: str = "") -> str:
-    """The page; parts without data leave no heading behind. `numbers` is markup (terrace.report.downloads)."""
+    """The page; sections without data are left out. `numbers` is markup (terrace.report.downloads)."""
     curves = drawable(view.curves)
     timeline, charts = "", list[dict[str, object]]()
     if view.iteration is not None:
@@ -106,7 +106,7 @@ def rl_page(view: RlView, numbers: str = "") -> str:
         details("Settings", view.settings),
     ]
     page = document(view.title, sections, charts, curves=[curve_data(curve) for curve in curves])
-    # Prompts and names of folders can hold characters that UTF-8 cannot.
+    # Prompts and folder names may contain lone surrogates, which UTF-8 cannot encode.
     return page.encode(errors="replace").decode()
 
 
@@ -115,7 +115,7 @@ def _colour(name: str) -> str:
 
 
 def _whole(view: RlView) -> ComparedAmounts:
-    # Stages of several pools overlap, so that a step is no sum of them.
+    # Stages of different pools overlap, so a step is not their sum.
     sides = (view.predicted_s, view.step_s)
     return ComparedAmounts(*({_STEP: side} if side > 0 else {} for side in sides))
 
@@ -132,7 +132,7 @@ def _timeline_words(drawn: Iteration) -> str:
 def _phases(view: RlView) -> str:
     if not view.phases:
         return ""
-    # Calls of several pools overlap, so that phases may add up to more than the step.
+    # Calls of different pools overlap, so phases may add up to more than the step.
     rest_s = view.step_s - sum(view.phases.values())
     rows = dict(sorted(view.phases.items(), key=lambda item: -item[1])) | ({_REST: rest_s} if rest_s > 0 else {})
     longest, whole_s = max(rows.values()) or 1.0, view.step_s or 1.0

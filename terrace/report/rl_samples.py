@@ -1,4 +1,4 @@
-"""Samples of a run of `terrace rl`, a table a step, from its `samples.jsonl`. All text is escaped: a model wrote it."""
+"""Samples of a `terrace rl` run, one table per step, from its `samples.jsonl`. All text is escaped."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from terrace.base.fitting import MaybeNaN, fitting
 from terrace.base.printable import escape
 from terrace.report.markup import Markup, html_table
 
-_MOST_STEPS, _MOST_ROWS = 40, 40  # of a page, and of a step: a run writes fewer rows
+_MOST_STEPS, _MOST_ROWS = 40, 40  # steps per page, rows per step; runs write fewer rows
 _TITLES = {
     "drawn": "Drawn responses that the step learned from",
     "held out": "Likeliest responses to held-out prompts, after the step",
@@ -18,7 +18,7 @@ _TITLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class ReadSample:
-    """A response as the run wrote it."""
+    """A response as recorded by the run (`terrace.rl.samples.ShownSample`)."""
 
     kind: str
     prompt: str
@@ -39,7 +39,7 @@ class SamplesOfStep:
 
 
 def samples_of(line: Mapping[str, Any]) -> SamplesOfStep:
-    """Raises `ValueError` for a line that has no samples."""
+    """Parse a line; raises `ValueError` if it has no samples."""
     step, samples = line.get("step"), line.get("samples")
     if type(step) is not int or not isinstance(samples, list) or not all(isinstance(each, dict) for each in samples):
         raise ValueError("not the samples of a step")
@@ -47,7 +47,7 @@ def samples_of(line: Mapping[str, Any]) -> SamplesOfStep:
 
 
 def samples_html(steps: Sequence[SamplesOfStep]) -> str:
-    """A table for each step, the newest shown, and buttons to choose another; empty without samples."""
+    """One table per step, with the newest shown and controls to select another; empty without samples."""
     shown = _spread([step for step in steps if step.samples])
     if not shown:
         return ""
@@ -74,7 +74,7 @@ def _name(step: SamplesOfStep) -> str:
 
 
 def _spread(steps: Sequence[SamplesOfStep]) -> list[SamplesOfStep]:
-    """At most `_MOST_STEPS` of them, the first and the last included."""
+    """At most `_MOST_STEPS` evenly spaced steps, including the first and the last."""
     if len(steps) <= _MOST_STEPS:
         return list(steps)
     return [steps[round(at * (len(steps) - 1) / (_MOST_STEPS - 1))] for at in range(_MOST_STEPS)]
@@ -109,7 +109,7 @@ def _table(samples: Sequence[ReadSample]) -> str:
 
 
 def _breaking(name: str) -> Markup:
-    # A column of numbers is as wide as its heading, so long names may break at their marks.
+    # Number columns are as wide as their headings, so allow breaks of long names at punctuation.
     return Markup(re.sub("([.:/_])", r"\1<wbr>", escape(name)))
 
 

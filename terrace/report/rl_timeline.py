@@ -1,4 +1,4 @@
-"""Calls of roles in one iteration of a run of `terrace rl`, a lane a pool and role, from its `calls.jsonl`."""
+"""Timeline of the role calls in one iteration of `terrace rl`, one lane per pool and role, from `calls.jsonl`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +21,7 @@ _COLOURS = {"update": "updates", "give": "hand_over", "take": "hand_over"}  # me
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedStep:
-    """A line of `calls.jsonl`: calls that ended since the line before; `begin_s` is from the start of the process."""
+    """A line of `calls.jsonl`: calls that ended since the previous line; `begin_s` is from the process's first step."""
 
     step: int
     begin_s: float
@@ -32,7 +32,7 @@ class RecordedStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Iteration:
-    """A step and its calls, those included that reach in or out."""
+    """A step and all calls that overlap with it."""
 
     step: int
     step_s: float
@@ -41,7 +41,7 @@ class Iteration:
 
 
 def recorded_step(line: Mapping[str, Any]) -> RecordedStep:
-    """Raises `ValueError` for a line that is no step with calls."""
+    """Parse a line; raises `ValueError` if it is not a step with calls."""
     found = fitting(RecordedStep, line)
     for call in found.calls:
         fitting(RoleCall, call)
@@ -49,15 +49,14 @@ def recorded_step(line: Mapping[str, Any]) -> RecordedStep:
 
 
 def steady_iteration(steps: Sequence[RecordedStep]) -> Iteration | None:
-    """The steady step of median length that has calls; None without one."""
+    """The steady step of median length among those with calls; None if there is none."""
     after = {one.step: other for one, other in pairwise(steps)}
     drawn = [step for step in steady(steps) if step.calls and step.step_s > 0]
     if not drawn:
         return None
     chosen = sorted(drawn, key=lambda step: step.step_s)[(len(drawn) - 1) // 2]
     calls, following = _calls(chosen), after.get(chosen.step)
-    # A pool that works on across the end of a step has its call in the next line. A run that was resumed in between
-    # has another start.
+    # A call that continues past the end of a step is in the next line. After a resume, times have another origin.
     if following is not None and following.begin_s >= chosen.begin_s + chosen.step_s:
         shift_s = following.begin_s - chosen.begin_s
         calls += [
@@ -72,14 +71,14 @@ def _calls(step: RecordedStep) -> list[RoleCall]:
 
 
 def calls_chart(drawn: Iteration) -> TimelineChart:
-    """A lane for each role below the heading of its pool, in the order of their first calls."""
+    """One lane per role, under a heading for its pool, in order of first call."""
     lanes: dict[str, dict[str, list[Interval]]] = {}
     words: list[str] = []
     for call in sorted(drawn.calls, key=lambda call: call.begin_s):
         pieces = lanes.setdefault(call.pool, {}).setdefault(call.role, [])
         times = f" x {call.num}" if call.num > 1 else ""
         words.append(f"{call.role}.{call.method}{times} on {call.pool}")
-        # What reaches in or out is cut.
+        # Clip calls to the step.
         begin_s, end_s = max(0.0, call.begin_s), min(drawn.step_s, call.end_s)
         pieces.append(Interval(begin_s, end_s, _COLOURS.get(call.method, call.method), len(words) - 1))
     rows, headings, top = list[Row](), list[tuple[str, int]](), 0
@@ -96,6 +95,6 @@ def calls_chart(drawn: Iteration) -> TimelineChart:
 
 
 def call_entries(chart: TimelineChart) -> list[tuple[str, str, str]]:
-    """Entries of the legend for its calls."""
+    """Legend entries for the calls of a chart."""
     known = [(name, f"--c-{name}", "") for name in ROLES if name in chart.categories]
     return [*known, ("other", "--c-other", "")] if chart.categories - set(ROLES) else known

@@ -1,4 +1,4 @@
-"""Tables and words of a placement of roles: an iteration by role and stage, memory by pool, and why here."""
+"""Tables and sentences on a placement of roles: an iteration by role and stage, memory by pool, alternatives."""
 
 from collections.abc import Mapping
 
@@ -19,7 +19,7 @@ _OF_ROLES = (GENERATE, PREPARE, TRAIN)
 
 
 def flow_words(flow: Dataflow) -> str:
-    """A dataflow in a line for its sizes and one for its roles."""
+    """A dataflow in two lines: its sizes, and its roles."""
     sizes = (
         f"{counted(flow.prompts, 'prompt')} of {counted(flow.prompt_tokens, 'token')} x "
         f"{counted(flow.samples, 'response')} of {counted(flow.response_tokens, 'token')} an iteration, learned in "
@@ -29,7 +29,7 @@ def flow_words(flow: Dataflow) -> str:
 
 
 def roles_table(report: IterationReport, cluster: Cluster, title: str) -> Table:
-    """A row for each role: where it is, its plan, its seconds by stage, its memory."""
+    """One row per role: its ranks, plan, seconds by stage, and memory."""
     left = ("role", "ranks", "plan", "rows")
     headings = ("role", "ranks", "plan", "rows", *_OF_ROLES, "held", "at work")
     rows = []
@@ -52,7 +52,7 @@ def roles_table(report: IterationReport, cluster: Cluster, title: str) -> Table:
 
 
 def pools_table(report: IterationReport) -> Table:
-    """A row for each pool: its roles, and the memory of its rank with most."""
+    """One row per pool: its roles, and the memory of its fullest rank."""
     headings = ("ranks", "roles", "held by all", "at work", "process, allocator", "needed", "of")
     rows = [
         [
@@ -68,13 +68,13 @@ def pools_table(report: IterationReport) -> Table:
 
 
 def iteration_words(report: IterationReport) -> str:
-    """The sum of an iteration, which pool each stage waits for, the hand-over by tier, how generation fills memory."""
+    """How the stages add up to an iteration, the slowest pool of each stage, the hand-over by tier, generation."""
     generate, prepare, train = (f"{stage} {seconds(report.stages[stage])}" for stage in _OF_ROLES)
     rest = f"{generate} + {prepare} + {train}"
     if report.dataflow.ahead:
         rest = f"the larger of {generate} and {prepare} + {train}"
     stages = f"{RESHARD} {seconds(report.stages[RESHARD])} + {rest}"
-    # Nobody published an iteration with all that it depends on.
+    # No published iteration states everything that it depends on, so there is no narrower band.
     band = widest_band("an iteration with generation")
     rate = quantity(report.tokens_per_s, "tokens/s")
     lines = [f"iteration {seconds(report.seconds)} {band} = {stages}; {rate}"]
@@ -93,7 +93,7 @@ def iteration_words(report: IterationReport) -> str:
 
 
 def against_words(best: IterationReport, other: IterationReport) -> str:
-    """Another grouping of roles beside the best: how much longer it takes, and in which stages."""
+    """Another grouping of roles compared with the best: how much longer it takes, and in which stages."""
     more = {stage: other.stages[stage] - best.stages[stage] for stage in STAGES}
     stages = [f"{stage} {'+' if value > 0 else '-'}{seconds(abs(value))}" for stage, value in more.items() if value]
     longer = 100 * (other.seconds / best.seconds - 1)
@@ -101,9 +101,9 @@ def against_words(best: IterationReport, other: IterationReport) -> str:
 
 
 def measured_words(report: IterationReport, measured: Mapping[str, float], why_not: str = "") -> str:
-    """Seconds of every stage and of the step, predicted beside measured, and whether the step kept to its band.
+    """Predicted and measured seconds of every stage and of the step, and whether the step is within its band.
 
-    `why_not` (terrace.program.verdict) says why that stays open, if it does.
+    `why_not` (terrace.program.verdict) is the reason for giving no verdict, if any.
     """
     lines = ["predicted beside measured:"]
     for stage in STAGES:
@@ -121,7 +121,7 @@ def groups_words(report: IterationReport) -> str:
 
 
 def plan_words(cluster: Cluster, plan: Plan) -> str:
-    """Degrees of a plan's axes, where its states are, and its micro-batch."""
+    """Degrees of a plan's axes, placement of its states, and micro-batch."""
     mesh = Mesh.of(cluster, plan)
     axes = " x ".join(f"{axis} {mesh.total(axis)}" for axis in AXES if mesh.total(axis) > 1) or "1 rank"
     states = dict.fromkeys((plan.params, plan.grads, plan.optimizer))

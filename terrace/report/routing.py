@@ -1,4 +1,4 @@
-"""Lines about the division of experts: the plan's, and the predicted steps of others."""
+"""Text about the division of experts over ranks: the plan's, and the predicted steps of alternatives."""
 
 from collections.abc import Iterator, Mapping
 
@@ -19,11 +19,11 @@ from terrace.report.tables import new_table, seconds
 from terrace.simulate.inside import InBlockPrices, block_prices
 from terrace.simulate.step import Prediction
 
-_WHOLE = (ComputeKind.SHARED, ComputeKind.SHARED_GRADIENTS)  # of all tokens at once
+_WHOLE = (ComputeKind.SHARED, ComputeKind.SHARED_GRADIENTS)  # not divided into chunks of tokens
 
 
 def division_words(plan: Plan) -> str:
-    """The ranks that divide experts and the chunks in which tokens go to them, in a line; "" if none do."""
+    """One line: the ranks that divide experts, and the chunks in which tokens are sent; "" if experts are whole."""
     if not plan.experts:
         return ""
     forward, backward, ahead = (plan.expert_chunks.get(name, 1) for name in EXPERT_CHUNKS)
@@ -33,9 +33,9 @@ def division_words(plan: Plan) -> str:
 
 
 def routed_table(program: Program) -> Table:
-    """The steps of a layer's experts on one micro-batch: computing, and messages with mean bytes and seconds.
+    """The steps of a layer's experts for one micro-batch: computations, and messages with mean bytes and seconds.
 
-    Empty where no block has experts on several ranks.
+    Empty if no block has experts on several ranks.
     """
     headings = ("block", "", "step", "a rank sends", "takes")
     table = new_table("experts on several ranks, for every micro-batch", headings, left=headings[:-1])
@@ -72,7 +72,7 @@ def _expert_rows(program: Program, prices: InBlockPrices, block: int, steps: Ste
         words = message.message_class.value
         words += "" if message.message_class is MessageClass.ROUTE else f" {message.chunk + 1}"
         if isinstance(step, Await):
-            # The hops of a chunk are waited for together.
+            # Waits for several hops of a chunk share a row.
             if last != f"wait for {words}":
                 last = f"wait for {words}"
                 yield last, "", ""
@@ -86,14 +86,14 @@ def _expert_rows(program: Program, prices: InBlockPrices, block: int, steps: Ste
 
 
 def mean_words(program: Program) -> str:
-    """What the bytes of routed messages are the mean of; "" where there are none."""
+    """A note that bytes of routed messages are means; "" without such messages."""
     return "route, dispatch and combine: the mean under even routing; each batch declares its own" * bool(
         program.routed.transfers
     )
 
 
 def alternatives_words(base: Prediction) -> str:
-    """The step under each other division of experts, a line each; "" if there is none."""
+    """One line for each alternative division of experts, with its predicted step; "" if there is none."""
     lines = []
     for each in alternatives(base.step):
         if each.prediction is None:
@@ -107,7 +107,7 @@ def alternatives_words(base: Prediction) -> str:
 
 
 def _grown(before: Mapping[str, float], after: Mapping[str, float]) -> str:
-    # The two categories that grow most; smaller ones than a tenth of the first say little.
+    # The two categories that grow most, without the second if it is below a tenth of the first.
     grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
     largest = sorted(grown.items(), key=lambda item: -item[1])[:2]
     told = [f"{seconds(value)} of {name}" for name, value in largest if value > 0.1 * largest[0][1] > 0]

@@ -1,4 +1,4 @@
-"""Curves over the steps of a run: small pictures in the colours of the page."""
+"""Curves over the steps of a run: small charts in the colours of the page."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from terrace.report.plot import DIGIT, round_ticks
 from terrace.report.tables import scaled
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 350, 190, 48, 8, 10, 26
-_MOST_POINTS = 400  # per line: more than a picture of this width can show
+_MOST_POINTS = 400  # per line: more than a chart of this width can show
 FEWEST_TO_SMOOTH = 40  # points: with fewer a running mean adds nothing to the line
 COLOURS = ("--c-forward", "--c-gather", "--c-update", "--c-sync", "--c-reduce")
 # (Lengths of dashes and gaps, words): once all colours are used, lines differ in their dashes.
@@ -43,12 +43,12 @@ def finite(points: Sequence[Point]) -> list[Point]:
 
 
 def drawable(curves: Sequence[Curve]) -> list[Curve]:
-    """Those with a finite point: others have no scale."""
+    """The curves with at least one finite point."""
     return [curve for curve in curves if any(finite(points) for points in curve.lines.values())]
 
 
 def curve_tiles(curves: Sequence[Curve], resumed: Sequence[int] = ()) -> str:
-    """Charts of drawable curves side by side; `resumed` are steps of resumes."""
+    """Charts of drawable curves side by side; `resumed` are steps after which the run resumed."""
     tiles = []
     for curve in curves:
         entries = [(name, *_look(index)[::2]) for index, name in enumerate(curve.lines)]
@@ -62,10 +62,10 @@ def curve_tiles(curves: Sequence[Curve], resumed: Sequence[int] = ()) -> str:
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """At most `_MOST_POINTS` points: the lowest and the highest of each stretch of steps, in order."""
+    """At most `_MOST_POINTS` points: the lowest and the highest of each range of steps, in order."""
     if len(points) <= _MOST_POINTS:
         return list(points)
-    # Two points per stretch keep every spike that a plain stride would drop.
+    # Two points per range keep every spike, which a plain stride would drop.
     size = math.ceil(len(points) / (_MOST_POINTS // 2))
     found = []
     for start in range(0, len(points), size):
@@ -75,11 +75,11 @@ def thinned(points: Sequence[Point]) -> list[Point]:
 
 
 def curve_svg(curve: Curve, marks: Sequence[int] = ()) -> str:
-    """Chart of a curve with at least one finite point; `marks` are steps of resumes."""
+    """Chart of a curve with at least one finite point; `marks` are steps after which the run resumed."""
     lines = {name: finite(points) for name, points in curve.lines.items()}
     points = [point for line in lines.values() for point in line]
     values = [value for _, value in points] + ([curve.level[1]] if curve.level else [])
-    # The level belongs to the scale, so that its line is always visible.
+    # The scale includes the level, so that its line is always visible.
     low, high = (0.0 if curve.from_zero else min(values)), max(values)
     margin = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
     low, high = (low if curve.from_zero else low - margin), high + margin
@@ -147,13 +147,13 @@ def _span(points: Sequence[Point]) -> tuple[int, int]:
 
 
 def _look(index: int) -> tuple[str, str, str]:
-    """(Colour property, dashes, words on the dashes) of a line by its place in a chart."""
+    """(Colour property, dashes, description of the dashes) of a line by its index in a chart."""
     dashes, words = _DASHES[index // len(COLOURS) % len(_DASHES)]
     return COLOURS[index % len(COLOURS)], dashes, words
 
 
 def _line(places: Sequence[tuple[float, float]], colour: str, kind: str, dashes: str = "") -> str:
-    # A line through one point would be invisible.
+    # A line of one point would be invisible, so draw a dot.
     if len(places) == 1:
         ((x, y),) = places
         return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="var({colour})"/>'
@@ -163,7 +163,7 @@ def _line(places: Sequence[tuple[float, float]], colour: str, kind: str, dashes:
 
 
 def running_mean(points: Sequence[Point], weight: float = 0.1) -> list[Point]:
-    """Exponential means, corrected for their start at zero."""
+    """Exponential moving averages with bias correction."""
     means: list[Point] = []
     total = weights = 0.0
     for step, value in points:

@@ -1,5 +1,5 @@
-"""The predicted step of a run as trace events, and the cycle of a run of islands as its page shows it: predicted, and
-measured where whole cycles have ended.
+"""The predicted step of a run as trace events, and the section on its cycle of islands: predicted, and measured if
+whole cycles have ended.
 """
 
 import statistics
@@ -24,7 +24,7 @@ from terrace.train.prediction import predict, step_of
 
 
 def run_cycle(run: RunConfig, cluster: Cluster | None, records: Sequence[StepRecord]) -> ChartedSection | None:
-    """The section of a run, None without islands; `records` are of its steady steps, on rank 0.
+    """The section on a run's cycle, None without islands; `records` are rank 0's steady steps.
 
     Raises `TerraceError` for a run that cannot be predicted.
     """
@@ -54,18 +54,18 @@ def mean_steps(records: Sequence[StepRecord], every: int) -> list[Mapping[str, f
 
 
 _US = 1e6
-_MOST_PASSES = 30_000  # of layers in a step that is simulated for its picture, which takes a millisecond each
+_MOST_PASSES = 30_000  # layer passes in a step that is simulated for a chart, at about a millisecond each
 
 
 def check_length(run: RunConfig) -> None:
-    """Raises `TerraceError` for a step of too many passes: the settings may be a stranger's."""
+    """Raise `TerraceError` for a step of too many passes, since the settings may be untrusted."""
     num_passes = run.num_micros() * layers_of(run.model)
     if num_passes > _MOST_PASSES:
         raise TerraceError(f"a step passes layers {num_passes:,} times, and at most {_MOST_PASSES:,} are drawn")
 
 
 def predicted_events(run: RunConfig, cluster: Cluster | None) -> list[dict[str, Any]]:
-    """Trace events of the predicted step; raises `TerraceError` where there is none, or it is too long to draw."""
+    """Trace events of the predicted step; raises `TerraceError` if it cannot be predicted or is too long to draw."""
     check_length(run)
     played = play_whole(step_of(run, cluster))
     if len(played.programs) == 1:
@@ -74,7 +74,7 @@ def predicted_events(run: RunConfig, cluster: Cluster | None) -> list[dict[str, 
 
 
 def totals(time_s: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Trace events of mean seconds by category, as the second process; means have no order, so they lie end to end."""
+    """Trace events of mean seconds by category, as process 1, end to end since means have no order."""
     events: list[dict[str, Any]] = []
     now_us = 0.0
     for name in time_categories(time_s):

@@ -1,7 +1,7 @@
-"""Contents of a run folder as a `RunView`: everything readable, and a sentence on each missing part.
+"""Reads a run folder of `terrace train` to a `RunView`: everything readable, and a sentence on each missing part.
 
-A run may be unfinished, killed, or damaged: no content of a file raises here. Values come through
-`terrace.base.fitting`, so that they have their types and every number is finite but losses, norms and rounding errors.
+A run may be unfinished, killed, or damaged: no content of a file raises here. Values are checked by
+`terrace.base.fitting`, so types are right, and numbers are finite except losses, norms and rounding errors.
 """
 
 import math
@@ -46,28 +46,28 @@ _FILES = ("config.toml", "metrics.jsonl", "events.jsonl")
 
 @dataclass(frozen=True, kw_only=True)
 class _Left:
-    # Files of a run; None or empty where missing or unreadable.
+    # Parsed files of a run; None or empty if missing or unreadable.
     folder: Path
     run: RunConfig | None
     records: Sequence[StepRecord]
     events: Sequence[RunEvent]
     predicted: Mapping[str, Mapping[str, float]]  # name of an amount -> category -> value
-    cluster: Cluster | None  # with the constants measured at the start
+    cluster: Cluster | None  # with the constants that were measured at the start, if they were
 
     @property
     def steady(self) -> Sequence[StepRecord]:
-        """Records without those of the first steps, which warm up caches."""
+        """Records without the first steps, which warm up caches."""
         return steady(self.records)
 
 
 def is_run_folder(folder: Path) -> bool:
-    """Whether a folder has any file of a run."""
+    """Whether a folder has any of a run's files."""
     return any((folder / name).is_file() for name in _FILES)
 
 
 def run_view(folder: Path, draws: bool = True) -> RunView:
     """The view of a run. Without `draws` it has no timeline and no cycle, which need a simulated step."""
-    # Every reader below appends a sentence for each part it cannot read.
+    # The readers below append a sentence for each part that they cannot read.
     missing: list[str] = []
     left = _read(folder, missing)
     timeline, timeline_words = _timeline(left, missing) if draws else (None, "")
@@ -94,7 +94,7 @@ def run_view(folder: Path, draws: bool = True) -> RunView:
         slowest=slowest_times(left.events, run),
         sent_bytes=ComparedAmounts(
             sent_bytes,
-            # A step that also counts the refreshes of its neighbour is no typical one, so no means.
+            # Medians, since a step may also count the refreshes of an adjacent one.
             _by_category([record.sent_bytes for record in steady], statistics.median_low),
         ),
         cycle=_cycle(left, missing) if draws else None,
@@ -177,7 +177,7 @@ def _status(left: _Left) -> str:
 
 
 def _open_words(left: _Left) -> str:
-    # The end of a run knows more than its steps: whether the machine was busy at the start.
+    # Prefer the "finished" event, which also records whether the machine was busy at the start.
     told = [event.no_verdict for event in left.events if event.event == "finished" and event.no_verdict]
     why_not = told[-1] if told else why_no_verdict(len(left.steady))
     return f", no verdict: {why_not}" if why_not else ""
@@ -190,7 +190,7 @@ def _notes(left: _Left) -> list[str]:
         sum(spent for name, spent in record.time_s.items() if name.startswith("wait ")) for record in left.steady
     )
     notes = []
-    # A damaged file may have steps of no length, which have no shares.
+    # A damaged file may have steps of 0 seconds.
     if measured_s > 0:
         notes.append(
             f"A step takes {seconds(measured_s)} in the mean; predicted were {seconds(predicted_s)}{_band(left)} "
@@ -221,7 +221,7 @@ def _band(left: _Left) -> str:
 
 def _figures(left: _Left, num_starts: int) -> list[tuple[str, str]]:
     records, steady = left.records, left.steady
-    # As `train.target_loss` judges a run.
+    # The same steps by which `train.target_loss` judges a run.
     newest = records[-num_final(len(records)) :]
     figures = [
         (f"{_mean(newest, attrgetter('loss')):.4g}", f"loss, mean of the last {counted(len(newest), 'step')}"),
@@ -293,7 +293,7 @@ def _plan(left: _Left, missing: list[str]) -> tuple[Sequence[str], Sequence[Sequ
 
 
 def _timeline(left: _Left, missing: list[str]) -> tuple[TimelineChart | None, str]:
-    # The newest readable trace, else the prediction above the mean measured seconds. A damaged trace is reported.
+    # The newest readable trace, else the prediction and the mean measured seconds. Damaged traces are reported.
     for path in sorted((left.folder / "profile").glob("step-*-rank-0.json"), key=_step_of_trace, reverse=True):
         try:
             trace, compared = read_trace(path, left.folder)
@@ -354,7 +354,7 @@ def _event_row(event: RunEvent) -> tuple[str, str, str]:
 
 def _mean(records: Sequence[StepRecord], value: Callable[[StepRecord], float]) -> float:
     values = list(map(value, records))
-    # Losses may be NaN, and infinities of both signs have no sum.
+    # Losses may be NaN or infinite.
     return statistics.fmean(values) if all(map(math.isfinite, values)) else math.nan
 
 
@@ -366,7 +366,7 @@ def _by_category(
 
 
 def _when(time_s: float) -> str:
-    # Empty for a number that is no date.
+    # Empty for a number that is not a valid date.
     with suppress(ValueError, OverflowError, OSError):
         return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
     return ""

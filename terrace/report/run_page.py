@@ -1,7 +1,7 @@
-"""A run as one self-contained HTML page, also for a run that did not finish: no network, no external files.
+"""A run, finished or not, as one self-contained HTML page: no network, no external files.
 
-The data comes as plain values (`RunView`); missing parts are named on the page. Text from files is escaped, in the
-markup and in the script's data.
+The data are plain values (`RunView`); the page names missing parts. Text from files is escaped, in the markup and in
+the script's data.
 """
 
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ class RunView:
     loads: Sequence[LoadsOfSteps] = ()
     plan: tuple[Sequence[str], Sequence[Sequence[str]]] | None = None
     time_s: ComparedAmounts = _UNKNOWN  # of rank 0
-    slowest: tuple[str, ComparedAmounts] | None = None  # the rank with the most own work, unless it is rank 0
+    slowest: tuple[str, ComparedAmounts] | None = None  # seconds of the slowest rank, unless it is rank 0
     sent_bytes: ComparedAmounts = _UNKNOWN  # by tier
     memory_bytes: ComparedAmounts = _UNKNOWN
     peak_memory: Amounts = field(default_factory=dict)
@@ -67,7 +67,7 @@ class RunView:
 
 
 def run_page(view: RunView, numbers: str = "") -> str:
-    """The page; `numbers` is markup with links to its numbers (terrace.report.downloads)."""
+    """The page; `numbers` is markup with download links (terrace.report.downloads)."""
     drawn = drawable(view.curves)
     timeline, charts = "", list[dict[str, object]]()
     if view.timeline is not None:
@@ -102,9 +102,9 @@ def run_page(view: RunView, numbers: str = "") -> str:
         details("Settings", view.settings),
         details("The model continues the prompt", view.sample),
     ]
-    # Curves have data of their own; a chart is a timeline.
+    # `charts` are timelines; curves are passed separately.
     page = document(view.title, sections, charts, curves=[curve_data(curve) for curve in drawn])
-    # Escapes of JSON and names of folders can hold characters that UTF-8 cannot.
+    # JSON escapes and folder names may contain lone surrogates, which UTF-8 cannot encode.
     return page.encode(errors="replace").decode()
 
 

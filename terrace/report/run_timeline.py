@@ -1,4 +1,4 @@
-"""Timeline of one step from trace events: predicted above measured, on one time axis."""
+"""Timeline of one step from trace events, predicted above measured, on one time axis."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ _MAX_BARS = 1600
 _STREAM_HEIGHT, _LANE_HEIGHT, _GAP, _HEADING = 30, 20, 8, 22
 _US = 1e6
 
-_SHORTEST_S = 1e-12  # of a drawn step: below it ticks and bars would coincide
+_SHORTEST_S = 1e-12  # shortest step that is drawn: below it ticks and bars would coincide
 _PASSES = ("FORWARD", "BACKWARD")
 
 TraceEvent = Mapping[str, Any]
@@ -55,7 +55,7 @@ _KINDS: dict[str, type] = {"X": _Complete, "M": _Metadata}
 
 
 def read_trace(path: Path, folder: Path) -> tuple[list[dict[str, Any]], ComparedStep]:
-    """(events with their checked types, facts) of a trace of a run `folder` that has both steps.
+    """Read a trace of a predicted and a measured step from a run `folder`: (type-checked events, facts).
 
     Raises `OSError` for an unreadable file, `ValueError` for a damaged one.
     """
@@ -72,9 +72,9 @@ def read_trace(path: Path, folder: Path) -> tuple[list[dict[str, Any]], Compared
 
 
 def run_timeline(events: Sequence[TraceEvent], headings: Mapping[int, str]) -> TimelineChart | None:
-    """Timeline of the complete events of a trace, or None if there are none.
+    """Timeline of a trace's complete events (`ph` "X"), or None if there are none.
 
-    `headings` gives the heading above the rows of each process, in this order.
+    `headings` are the headings of the processes, in the order in which they are drawn.
     """
     words: list[str] = []
     rows: list[Row] = []
@@ -82,7 +82,7 @@ def run_timeline(events: Sequence[TraceEvent], headings: Mapping[int, str]) -> T
     titles: list[tuple[str, int]] = []
     top = 0
     for process, title in headings.items():
-        # The compute stream first, in a higher row below the heading.
+        # The compute stream is first, in a taller row under the heading.
         for number, (name, found) in enumerate(_lanes(events, process, words)):
             if number == 0:
                 titles.append((title, top + 15))
@@ -98,8 +98,8 @@ def run_timeline(events: Sequence[TraceEvent], headings: Mapping[int, str]) -> T
 
 
 def _lanes(events: Sequence[TraceEvent], process: int, words: list[str]) -> list[tuple[str, list[Interval]]]:
-    # (name, pieces) of each lane, the compute stream first. Appends the description of each piece to `words`.
-    # Names are metadata events of the trace.
+    # (name, pieces) of each lane, the compute stream first; appends the description of each piece to `words`.
+    # Lane names are metadata events.
     names = {
         event["tid"]: str(event["args"].get("name", ""))
         for event in events
@@ -112,7 +112,7 @@ def _lanes(events: Sequence[TraceEvent], process: int, words: list[str]) -> list
             start_s = event["ts"] / _US
             pieces[event["tid"]].append(Interval(start_s, start_s + event["dur"] / _US, event["name"], len(words)))
             instruction = str(event["args"].get("instruction", ""))
-            # A wait, and a message inside a pass, is named with its instruction; other spans are the instruction.
+            # Waits and messages inside a pass are shown with their instruction, other spans as the instruction alone.
             named = str(event["name"]).startswith("wait ") or (event["tid"] > 0 and instruction.startswith(_PASSES))
             words.append(f"{event['name']}: {instruction}" if named or not instruction else instruction)
     return [(names.get(tid, str(tid)), sorted(pieces[tid])) for tid in sorted(pieces)]

@@ -1,12 +1,12 @@
-"""A page served to its owner alone, rendered again when its files change.
+"""Serves a page to its owner only, and renders it again when its files change.
 
-The server listens on 127.0.0.1, which every user of this machine reaches. So all paths begin with a random token, which
-only the printed address has: `/TOKEN/` is the page, and `/TOKEN/state` a text that changes with it. An open page polls
-the state and reloads itself when that has changed. A request whose Host header is neither 127.0.0.1 nor localhost is
-refused, so that a foreign page whose name resolves to this machine (DNS rebinding) reads nothing.
+The server listens on 127.0.0.1, which every user of this machine can reach. So all paths begin with a random token that
+is only in the printed address: `/TOKEN/` is the page, `/TOKEN/state` a digest that changes with it. An open page polls
+the state and reloads itself when it has changed. Requests whose Host header is neither 127.0.0.1 nor localhost are
+refused, so that a foreign page whose name resolves to this machine (DNS rebinding) can read nothing.
 
-A request has a deadline as a whole, however slowly it arrives, and a limited number are open at once; of those that are
-not whole yet the oldest makes room.
+A request must arrive completely before a deadline, and the number of open connections is limited; when it is reached,
+the oldest connection with an incomplete request is closed.
 """
 
 import hashlib
@@ -28,12 +28,12 @@ from terrace.base.errors import TerraceError
 ADDRESS = "127.0.0.1"
 _POLL_S = 3.0  # between two polls of a page
 _REQUEST_S = 10.0  # for a whole request to arrive
-_ANSWER_S = 60.0  # for a page to be taken, perhaps through ssh
+_ANSWER_S = 60.0  # for a page to be sent, perhaps through ssh
 _MOST_OPEN = 32  # connections; a browser has six
 _TOKEN_BYTES = 24
-_SHARE = 0.2  # largest share of the time that goes into rendering
+_SHARE = 0.2  # largest share of the time spent rendering
 _WATCHED = ("*", "profile/*", "checkpoints/*/manifest.json", "*/checkpoints/*/manifest.json")
-_IGNORED = ("report.html", "compared.html", ".lock")  # a page does not show them
+_IGNORED = ("report.html", "compared.html", ".lock")  # files that do not affect the page
 
 # Polls the state. When the server does not answer, the page says that it is no longer updated.
 _SCRIPT = """<p id=stands hidden style="position:fixed;right:12px;bottom:12px;margin:0;padding:6px 10px;\
@@ -54,7 +54,7 @@ background:var(--ink);color:var(--paper);border-radius:5px;font-size:13px">terra
 
 
 class LivePage:
-    """The page of some folders, which `make` renders; again once a file there has changed."""
+    """A page that `make` renders from `folders`, again when a file there has changed."""
 
     def __init__(self, folders: Sequence[Path], make: Callable[[], str]) -> None:
         self._folders, self._make, self._lock = folders, make, threading.Lock()
@@ -66,7 +66,7 @@ class LivePage:
         with self._lock:
             state = self._state_of_files()
             begin_s = time.monotonic()
-            # A large page of a fast run must not be rendered all the time.
+            # Limit the share of time spent rendering a large page of a fast run.
             if state != self._state and begin_s >= self._not_before_s:
                 page = self._make()
                 script = _SCRIPT.replace("STATE", state).replace("POLL", f"{1000 * _POLL_S:g}")
@@ -80,7 +80,7 @@ class LivePage:
         found = hashlib.blake2b(self._salt.encode(), digest_size=12)
         for folder in self._folders:
             for path in sorted({path for pattern in _WATCHED for path in folder.glob(pattern)}):
-                # A run may remove a file after it was listed.
+                # The run may have removed the file after it was listed.
                 with suppress(OSError):
                     if path.name not in _IGNORED and path.is_file():
                         about = path.stat()
@@ -90,16 +90,16 @@ class LivePage:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    request_queue_size = 128  # connections that wait for a thread, so that the owner is not made to try again
+    request_queue_size = 128  # listen backlog, so that the owner's connections are not refused
 
     def __init__(self, port: int, page: LivePage) -> None:
         self.page, self.token = page, secrets.token_urlsafe(_TOKEN_BYTES)
         self._lock, self._open = threading.Lock(), set[Any]()
-        self._until_s = dict[Any, float]()  # connection whose request is not whole yet -> deadline, the oldest first
+        self._until_s = dict[Any, float]()  # connection with an incomplete request -> deadline, oldest first
         super().__init__((ADDRESS, port), _Handler)
 
     def server_bind(self) -> None:
-        # The base class looks up the machine's name, which may take seconds.
+        # Skip the base class, which looks up the machine's name, for seconds in some networks.
         TCPServer.server_bind(self)
         self.server_name, self.server_port = ADDRESS, self.server_address[1]
 
@@ -123,7 +123,7 @@ class _Server(ThreadingHTTPServer):
             super().process_request(request, client_address)
 
     def arrived(self, request: Any) -> None:
-        """The request of a connection is whole."""
+        """Record that a connection's request has arrived completely."""
         with self._lock:
             self._until_s.pop(request, None)
 
@@ -139,7 +139,7 @@ class _Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def _cut(self, request: Any) -> None:
-        # Its thread reads the end of the connection, and closes it.
+        # The connection's thread sees the end of the stream and closes it.
         self._forget(request)
         with suppress(OSError):
             request.shutdown(socket.SHUT_RDWR)
@@ -149,7 +149,7 @@ class _Server(ThreadingHTTPServer):
         self._until_s.pop(request, None)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        # Browsers close connections in the middle of an answer: no traceback for that.
+        # No traceback for browsers that close a connection in the middle of a response.
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -166,7 +166,7 @@ class _Handler(BaseHTTPRequestHandler):
         return is_whole
 
     def do_GET(self) -> None:
-        # Browsers leave the port out where it is 80.
+        # Ignore the port, which browsers omit if it is 80.
         named = (self.headers.get("Host") or "").partition(":")[0]
         if named not in (ADDRESS, "localhost"):
             return self._answer(HTTPStatus.FORBIDDEN, "text/plain", f"ask for {ADDRESS} or localhost\n")
@@ -206,7 +206,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def served(page: LivePage, port: int) -> Iterator[_Server]:
-    """A server of the page, not yet serving; port 0 is any free one. Raises `OSError` for a port that is taken."""
+    """Create a server for the page without starting it; port 0 picks a free one. Raises `OSError` for a used port."""
     server = _Server(port, page)
     try:
         yield server

@@ -1,4 +1,4 @@
-"""A run of a comparison: its curves, final figures and settings, taken from the view of its folder."""
+"""One run of a comparison: curves, final figures and settings, taken from the view of its folder."""
 
 import math
 import statistics
@@ -18,7 +18,7 @@ from terrace.train.metrics import num_final
 
 
 class Figure(NamedTuple):
-    """A final figure of a run: in plain units, and in the words of a table."""
+    """A final figure of a run: in plain units, and formatted for a table."""
 
     value: float
     words: str
@@ -26,7 +26,7 @@ class Figure(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One of the compared runs. `settings` are by dotted key, None where its config.toml cannot be read."""
+    """One of the compared runs. `settings` are by dotted key, None if config.toml cannot be read."""
 
     name: str
     status: str
@@ -37,7 +37,7 @@ class Side:
 
 
 def side_of_run(name: str, view: RunView) -> Side:
-    """A run of `terrace train`."""
+    """The side of a `terrace train` run."""
     curves = {curve.title: curve for curve in view.curves}
     figures = dict[str, Figure]()
 
@@ -80,7 +80,7 @@ def side_of_run(name: str, view: RunView) -> Side:
 
 
 def side_of_rl(name: str, view: RlView) -> Side:
-    """A run of `terrace rl`; its figures are the ends of its curves."""
+    """The side of a `terrace rl` run; its figures are the final values of its curves."""
     figures = dict[str, Figure]()
     for title, points in lines_of(view.curves).items():
         end = _end(points) if points else math.nan
@@ -102,7 +102,7 @@ def _side(name: str, view: RunView | RlView, figures: Mapping[str, Figure]) -> S
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """A name for each folder: the end of its path, with as many parts as all names need to differ."""
+    """A name for each folder: the fewest last components of its path that make all names unique."""
     parts = [folder.resolve().parts for folder in folders]
     for number in range(1, max(map(len, parts)) + 1):
         names = ["/".join(each[-number:]) for each in parts]
@@ -112,7 +112,7 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 
 
 def lines_of(curves: Sequence[Curve]) -> dict[str, Sequence[Point]]:
-    """Every line of some charts, by chart and line: `Loss: holdout`, or `Loss` where the chart's title says it all."""
+    """The lines of all charts by name: `Loss: holdout`, or just `Loss` for a chart's only or main line."""
     found: dict[str, Sequence[Point]] = {}
     for curve in curves:
         for line, points in curve.lines.items():
@@ -122,13 +122,13 @@ def lines_of(curves: Sequence[Curve]) -> dict[str, Sequence[Point]]:
 
 
 def _end(points: Sequence[Point]) -> float:
-    # As `train.target_loss` judges a run.
+    # The same steps by which `train.target_loss` judges a run.
     last = [value for _, value in points[-num_final(len(points)) :]]
     return statistics.fmean(last) if all(map(math.isfinite, last)) else math.nan
 
 
 def _of_parts(missing: Sequence[str]) -> list[str]:
-    # A sentence begins with the missing part; a comparison shows only settings and curves.
+    # Sentences begin with the missing part; a comparison shows only settings and curves.
     return [words for words in missing if words.startswith(("settings", "curves"))]
 
 

@@ -1,4 +1,4 @@
-"""The slowest rank of a run: the one with the most work of its own, for which the others wait."""
+"""The slowest rank of a run: the one with the most own work (time without waits), for which the others wait."""
 
 import statistics
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from terrace.train.recorder import RunEvent
 
 
 def slowest_times(events: Sequence[RunEvent], run: RunConfig | None) -> tuple[str, ComparedAmounts] | None:
-    """(The slowest rank in words, its predicted and measured seconds) of a finished run; None if rank 0 or unknown."""
+    """(Name of the slowest rank, its predicted and measured seconds) of a finished run; None if rank 0 or unknown."""
     last = events[-1] if events else None
     if last is None or last.event != "finished" or not last.slowest_rank or "measured" not in last.slowest_s:
         return None
@@ -23,12 +23,12 @@ def slowest_times(events: Sequence[RunEvent], run: RunConfig | None) -> tuple[st
 
 
 def slowest_points(records: Sequence[StepRecord]) -> list[tuple[int, float]]:
-    """(Step, seconds of own work of the rank that was slowest then, as a median over its last steps)."""
+    """(Step, own seconds of the rank that was slowest then, as a median over its last steps)."""
     return [(record.step, record.slowest["own_s"]) for record in records if "own_s" in record.slowest]
 
 
 def slowest_note(records: Sequence[StepRecord], run: RunConfig | None) -> str:
-    """A sentence on the slowest rank of the last steps; "" where no record names one."""
+    """A sentence on the slowest rank of the last steps; "" if no record names one."""
     found = [record.slowest for record in records if {"rank", "own_s"} <= record.slowest.keys()]
     if not found:
         return ""
@@ -43,7 +43,7 @@ def slowest_note(records: Sequence[StepRecord], run: RunConfig | None) -> str:
 def _rank_words(rank: int, run: RunConfig | None) -> str:
     """`rank 5`, or `rank 5 of stage 1` in a pipeline."""
     if run is not None:
-        # Settings that were changed may describe no such mesh.
+        # The settings file may have been edited and be inconsistent.
         with suppress(TerraceError):
             mesh = Mesh.of(run.cluster, run.plan)
             if mesh.total("pipeline") > 1 and rank < run.cluster.world_size:

@@ -16,7 +16,7 @@ from terrace.report.loads import ROUTED_COLUMN
 from terrace.report.tables import bytes_words, equal_bytes, new_table, quantity, seconds
 from terrace.simulate.step import WAITS_ON_STAGES, bubble, idle_s
 
-# Waits inside a stage that have a column of their own; all others are for its data ranks.
+# Waits inside a stage that have their own column; all others are for its data ranks.
 _INSIDE = {
     "tensor": (MessageClass.TENSOR,),
     "context": (MessageClass.CONTEXT,),
@@ -25,7 +25,7 @@ _INSIDE = {
 
 
 def others_s(report: StepReport) -> float:
-    """Seconds of a step in which a stage waits for its data and tensor ranks."""
+    """Seconds of a step in which a stage waits for ranks of its own stage."""
     return report.step_s - computing_s(report) - idle_s(report)
 
 
@@ -35,7 +35,7 @@ def computing_s(report: StepReport) -> float:
 
 
 def block_words(blocks: Sequence[BlockSpec], indexes: Sequence[int]) -> str:
-    """Names of neighbouring blocks, numbered ones joined: embedding, layers.0-3."""
+    """Names of consecutive blocks, with numbered ones joined: embedding, layers.0-3."""
     runs: list[list[str]] = []
     for index in indexes:
         name = blocks[index].name
@@ -49,7 +49,7 @@ def block_words(blocks: Sequence[BlockSpec], indexes: Sequence[int]) -> str:
 
 
 def num_params(blocks: Sequence[BlockSpec], indexes: Sequence[int]) -> int:
-    """Number of parameters owned by these blocks."""
+    """Number of parameters of these blocks."""
     return sum(blocks[index].num_trainable + blocks[index].num_frozen for index in indexes)
 
 
@@ -71,9 +71,9 @@ def stages_table(programs: Sequence[Program], blocks: Sequence[BlockSpec]) -> Ta
 
 
 def parts_words(programs: Sequence[Program], blocks: Sequence[BlockSpec]) -> str:
-    """Statement that the stages cover the model exactly once, and the stages that hold copies."""
+    """A statement that the stages cover the model exactly once, and a line for each copy that a stage holds."""
     run = sorted(index for program in programs for index in program.stage.own)
-    # The sentence below is a claim about the programs, so it is checked.
+    # Check the claim of the first line.
     assert run == list(range(len(blocks))), f"the stages run the blocks {run} of {len(blocks)}"
     whole = num_params(blocks, range(len(blocks)))
     lines = [f"together exactly the model's {whole:,} parameters"]
@@ -89,9 +89,9 @@ def parts_words(programs: Sequence[Program], blocks: Sequence[BlockSpec]) -> str
 
 
 def stage_memory_table(held: Sequence[Mapping[str, int]], activations: Sequence[int], room: str) -> Table:
-    """Model state by category (`held`, of each stage) and peak activations, of one rank of each stage.
+    """Model state by category (`held`) and peak activations of one rank of each stage.
 
-    `room` is the memory for a plan, in words.
+    `room` is the memory available to a plan, in words.
     """
     names = [name for name in held[0] if any(each[name] for each in held)]
     table = new_table(
@@ -106,8 +106,8 @@ def stage_memory_table(held: Sequence[Mapping[str, int]], activations: Sequence[
 
 
 def stage_bytes_tables(sent: Sequence[Mapping[tuple[MessageClass, str], int]], tiers: Sequence[str]) -> list[Table]:
-    """Bytes one rank of each stage sends per step: message classes and tiers down, eight stages per table."""
-    # One set of rows for all tables, so that stages can be compared across them.
+    """Bytes that one rank of each stage sends per step, by message class and tier, with eight stages per table."""
+    # The same rows in all tables, so that stages can be compared across them.
     keys = [key for message in MessageClass for tier in tiers if any((key := (message, tier)) in row for row in sent)]
     tables = []
     # More columns would not fit a terminal.
@@ -136,7 +136,7 @@ def stage_time_table(reports: Sequence[StepReport]) -> Table:
     rows = []
     for index, report in enumerate(reports):
         time_s, idle = report.time_s, idle_s(report)
-        # `idle` also counts waits for the tie and the norm, which have a column of their own.
+        # `idle` also includes waits for the tie and the norm, which have their own column.
         pipeline = time_s.get(WAITS_ON_STAGES[0], 0.0)
         shown = [time_s.get(name, 0.0) for name in names]
         rest = computing_s(report) - sum(shown)
@@ -159,7 +159,7 @@ def _waits_inside(report: StepReport) -> dict[str, float]:
 
 
 def stage_comparison_table(stages: Sequence[tuple[StepReport, StepReport]]) -> Table:
-    """(predicted, measured) of one rank of each stage side by side."""
+    """Compare (predicted, measured) of one rank of each stage."""
     headings = ("stage", "step", "error", "computing", "wait stages", "wait others", "model state", "bytes\nequal")
     table = new_table("every stage, predicted / measured (mean)", headings)
     for index, (predicted, measured) in enumerate(stages):
@@ -181,7 +181,7 @@ def _pair(predicted: str, measured: str) -> str:
 
 
 def order_text(orders: Orders, width: int = 100) -> str:
-    """Tasks of each stage in order, one line per stage, in the CSV notation; tasks that do not fit are counted."""
+    """Tasks of each stage in order, one line per stage, in CSV notation; tasks that do not fit are only counted."""
     rows = [line.split(",") for line in to_csv(orders).splitlines()]
     names = [f"stage {stage}" for stage in range(len(rows))]
     indent, cell = max(map(len, names)), max(len(task) for row in rows for task in row)

@@ -1,4 +1,4 @@
-"""A pipelined step for people: the table of exposed messages and a page, both from one `RecordedStep`."""
+"""Output on a pipelined step: the table of exposed messages and the page, both from one `RecordedStep`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -38,13 +38,13 @@ from terrace.simulate.timeline_picture import task_spans
 
 
 def exposed_table(exposed_s: Mapping[tuple[str, str], float], tiers: Sequence[str], step_s: float, title: str) -> Table:
-    """Seconds of exposed messages: axes down, tiers across."""
+    """Seconds of exposed messages by axis (rows) and tier (columns)."""
     headings, rows = _exposed_rows(exposed_s, tiers, step_s)
     return new_table(title, headings, left=("axis",), rows=rows)
 
 
 def path_sentence(recorded: RecordedStep) -> str:
-    """Critical path in words, and how long stages wait for other stages."""
+    """The critical path in words, and how long stages wait for other stages."""
     path, reports = recorded.path, recorded.prediction.reports
     idle = [idle_s(report) / (report.step_s or 1.0) for report in reports]
     # The busiest stage is the one that waits least for others.
@@ -57,10 +57,10 @@ def path_sentence(recorded: RecordedStep) -> str:
 
 
 def played_words(recorded: RecordedStep) -> str:
-    """How the seconds of the step were found."""
+    """How the step was simulated."""
     predicted, micros = recorded.prediction, recorded.step.num_micros
     words = f"Played are the programs of all {len(predicted.programs)} stages, as they run"
-    # Long steps are simulated in part and continued in a straight line.
+    # Long steps are simulated in part and extrapolated linearly.
     if predicted.is_whole:
         return f"{words}."
     return (
@@ -78,7 +78,7 @@ def stages_page(
     advice: str,
     cycle: ChartedSection | None = None,
 ) -> str:
-    """Page of a pipelined step; `sent` is bytes of the rank that sends most, `cycle` the section of islands."""
+    """Page of a pipelined step; `sent` are the bytes of the rank that sends most, `cycle` the section on islands."""
     cluster, step_s, end_s = recorded.step.cluster, recorded.step_s, recorded.end_s
     tiers, messages = [tier.name for tier in cluster.tiers], dict.fromkeys(message for message, _ in sent)
     fullest = recorded.curves[recorded.fullest]
@@ -138,7 +138,7 @@ def stages_page(
 
 
 def _entries(timeline: TimelineChart) -> list[tuple[str, str, str]]:
-    # Messages behind the last pass of a stage have a name each, also those that share the colour of unknown ones.
+    # Messages after a stage's last pass are listed by name, even if they share the colour of unknown categories.
     drawn = timeline.categories
     said = {"weight": "gradient of the weights, put off", "backward": "gradient of the input" * ("weight" in drawn)}
     names = [*(name for name in PIPELINE if name in drawn), *sorted(drawn - set(PIPELINE))]
@@ -151,7 +151,7 @@ def _used(recorded: RecordedStep) -> list[str]:
 
 
 def _time_bars(recorded: RecordedStep) -> str:
-    # Above the table, as wide as the page: beside many columns they would be cut. One scale for all stages.
+    # Above the table, since they would be cut off beside many columns. One scale for all stages.
     names, reports = _used(recorded), recorded.prediction.reports
     longest = max(report.step_s for report in reports)
     rows = (
@@ -204,9 +204,9 @@ _CLOSE = 32  # tasks of a stage in a close-up
 
 
 def stage_bars(recorded: RecordedStep, window: Window | None = None) -> tuple[dict[int, list[Bar]], float]:
-    """Bars of each stage, its tail included, and the seconds below which tasks are merged.
+    """(bars of each stage, including what follows its last pass; threshold in seconds below which tasks were merged).
 
-    Bars are cut at the ends of the window, by default the whole step.
+    Bars are clipped to the window, by default the whole step.
     """
     first_s, last_s = window or (0.0, recorded.end_s)
     rows: dict[int, list[Interval]] = {}
@@ -216,7 +216,7 @@ def stage_bars(recorded: RecordedStep, window: Window | None = None) -> tuple[di
         drawn = [(span.start_s, span.end_s, _CATEGORIES[span.task.pass_], str(span.task)) for span in tasks]
         drawn += [(start_s, end_s, category, category) for start_s, end_s, category in _tail_of(recorded, stage)]
         named[stage] = [words for *_, words in drawn]
-        # Pieces outside the window become empty and drop out below.
+        # Pieces outside the window become empty and are removed below.
         cut = (
             Interval(max(first_s, start_s), min(last_s, end_s), category, number)
             for number, (start_s, end_s, category, _) in enumerate(drawn)
@@ -230,7 +230,7 @@ def stage_bars(recorded: RecordedStep, window: Window | None = None) -> tuple[di
 
 
 def _tail_of(recorded: RecordedStep, stage: int) -> Iterator[tuple[float, float, str]]:
-    # (start, end, category) of computing and waits for data ranks after the last pass of a stage.
+    # (start, end, category) of computation and waits for data ranks after the last pass of a stage.
     recording = recorded.recordings[stage]
     last_s = recorded.passes[stage][-1].end_s - recording.begin_s
     for _, span in recording.visible():
@@ -241,13 +241,13 @@ def _tail_of(recorded: RecordedStep, stage: int) -> Iterator[tuple[float, float,
 
 
 def close_up(recorded: RecordedStep) -> Window:
-    """Window in the middle of the passes, short enough to tell tasks apart."""
+    """A window in the middle of the passes, short enough to distinguish tasks."""
     first_s = min(passes[0].start_s for passes in recorded.passes)
     last_s = max(passes[-1].end_s for passes in recorded.passes)
     stages = (program.stage for program in recorded.whole.programs)
-    # The stage with most tasks decides how narrow they get.
+    # The stage with the most tasks determines the width of the window.
     num_tasks = max(sum(len(group.micros) for group in stage.groups) for stage in stages)
-    # The middle, since all stages are busy there; the ends are the ramps.
+    # All stages are busy in the middle; at the ends the pipeline fills and drains.
     middle_s, span_s = (first_s + last_s) / 2, last_s - first_s
     half_s = min(span_s / 2, _CLOSE * span_s / num_tasks / 2)
     return middle_s - half_s, middle_s + half_s
@@ -257,7 +257,7 @@ def stages_timeline(recorded: RecordedStep, window: Window | None = None) -> Tim
     """Timeline of all stages, of the whole step or of a window; tasks on the critical path are underlined."""
     bars, least_s = stage_bars(recorded, window)
     num_stages = len(recorded.recordings)
-    # Lower rows where there are many.
+    # Many rows are drawn less tall.
     size = 26 if num_stages <= 16 else 16 if num_stages <= 40 else 12
     return TimelineChart(
         label="Timeline: a row for every pipeline stage",
@@ -277,13 +277,13 @@ def _rows(names: Sequence[str], size: int) -> list[Row]:
 def _critical(recorded: RecordedStep) -> Iterator[Stretch]:
     for piece in recorded.path.pieces:
         recording = recorded.recordings[piece.stage]
-        # A row of a stage shows its compute stream only.
+        # Rows show only compute streams.
         if recording.spans[piece.number].lane == COMPUTE:
             yield piece.stage, recording.begin_s + piece.start_s, recording.begin_s + piece.end_s
 
 
 def memories_svg(recorded: RecordedStep) -> str:
-    """Memory of each stage over the step: constant parts below, changing parts on top, all to one scale."""
+    """Memory of each stage over the step on one scale, with constant parts below and varying parts on top."""
     curves, step_s = recorded.curves, recorded.end_s
     # One scale for all stages, so that their rows can be compared.
     highest = max(curve.peak[0] for curve in curves) or 1.0
@@ -300,7 +300,7 @@ def memories_svg(recorded: RecordedStep) -> str:
 
 
 def memory_rows(recorded: RecordedStep) -> list[Row]:
-    """Rows of `memories_svg`, named by the stages and their peaks."""
+    """Rows of `memories_svg`, labelled with stage and peak."""
     peaks = [quantity(curve.peak[0], "B") for curve in recorded.curves]
     size = 44 if len(peaks) <= 8 else 26 if len(peaks) <= 24 else 14
     return _rows([f"stage {stage}: {peak}" for stage, peak in enumerate(peaks)], size)

@@ -1,7 +1,7 @@
 """SVG charts of the pages: rows over time, and memory, on the same time axis.
 
-Both are 1080 units wide: a gutter for names on the left, then the plot. The plot is an inner <svg>; the page's script
-zooms by narrowing its view box, so names and ticks stay outside it. Colours are CSS custom properties.
+Both are 1080 units wide, with a gutter for names on the left. The plot is an inner <svg>, which the page's script zooms
+by its view box, so names and ticks are outside it. Colours are CSS custom properties.
 """
 
 import math
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 WIDTH, GUTTER, PLOT, _AXIS = 1080, 130, 930, 26
 _MEMORY_HEIGHT, _MEMORY_TOP = 200, 12
 _GLYPH = 7.2  # widest average width of a character at font size 12, in units
-_COLUMNS = 300  # of the memory curve: each shows its peak
+_COLUMNS = 300  # of a memory curve; each shows its peak
 
 
 class Row(NamedTuple):
-    """A row of a chart; `name` stands in the gutter."""
+    """A row of a chart; `name` is drawn in the gutter."""
 
     name: str
     top: int
@@ -56,7 +56,7 @@ def rows_svg(
 
 
 def memory_svg(curve: "MemoryCurve", step_s: float, capacity_bytes: float) -> str:
-    """Memory over the step, constant states at the bottom, with the most that a plan may take if the peak is near."""
+    """Memory over the step, constant states at the bottom; a line at `capacity_bytes` if the peak is near it."""
     step_s = step_s or 1.0
     highest = curve.peak[0] or 1.0
     # A capacity far above the peak would flatten the curve.
@@ -74,12 +74,12 @@ def memory_svg(curve: "MemoryCurve", step_s: float, capacity_bytes: float) -> st
     parts.append(_open_plot(bottom))
     times_s, columns = memory_columns(curve, step_s)
     base = sum(curve.constant_bytes.values())
-    # Bands are stacked by painting the highest first, each covered by the next lower one.
+    # Bands are stacked by drawing the highest first, each partly covered by the next lower one.
     layers: list[tuple[str, list[float]]] = []
     for name, values in columns.items():
         lower = layers[-1][1] if layers else [float(base)] * len(values)
         layers.append((name, [below + value for below, value in zip(lower, values, strict=True)]))
-    for name, upper in reversed(layers):  # each is painted over the one above it
+    for name, upper in reversed(layers):  # each is drawn over the one above it
         if any(columns[name]):
             d = staircase(times_s, [y(value) for value in upper], step_s, bottom)
             parts.append(f'<path class="band" fill="var(--m-{name})" d="{d}"/>')
@@ -95,8 +95,8 @@ def memory_svg(curve: "MemoryCurve", step_s: float, capacity_bytes: float) -> st
 
 
 def shortened(name: str, room: float) -> str:
-    """A name cut to `room` units, with an ellipsis if it was cut."""
-    # The mean width of a letter: the font is the reader's, so the exact width is unknown.
+    """Truncate a name to `room` units, with an ellipsis."""
+    # By the mean width of a letter, since the reader's font is unknown.
     fits = int(room / _GLYPH)
     return name if len(name) <= fits else name[: fits - 1] + "\u2026"
 
@@ -109,7 +109,7 @@ def _open_chart(height: float, label: str) -> str:
 
 
 def _open_plot(height: float) -> str:
-    # What the script zooms by its view box.
+    # The script zooms this element by its view box.
     return (
         f'<svg class="plot" x="{GUTTER}" y="0" width="{PLOT}" height="{height:g}" viewBox="0 0 {PLOT} {height:g}" '
         'preserveAspectRatio="none">'
@@ -136,8 +136,8 @@ def _time_axis(window: Window, height: float) -> str:
 
 
 def time_ticks(first_s: float, last_s: float) -> list[tuple[float, str]]:
-    """Round times of a window and their labels: one unit for all, with just enough decimals to tell them apart."""
-    # The largest unit in which the window's end is at least 1.
+    """Round times in a window with their labels, all in one unit with just enough decimals to distinguish them."""
+    # The largest unit in which the end of the window is at least 1.
     factor, unit = next(((f, u) for f, u in ((1.0, "s"), (1e3, "ms")) if last_s * f >= 1), (1e6, "us"))
     ticks = round_ticks(first_s * factor, last_s * factor)
     step = min((after - before for before, after in pairwise(ticks)), default=1.0)
@@ -146,7 +146,7 @@ def time_ticks(first_s: float, last_s: float) -> list[tuple[float, str]]:
 
 
 def memory_columns(curve: "MemoryCurve", step_s: float) -> tuple[list[float], dict[str, list[float]]]:
-    """Memory curve in `_COLUMNS` columns, each with the parts at its peak."""
+    """(Start times, bytes by category) of `_COLUMNS` columns of a memory curve, each with the values at its peak."""
     totals = curve.total_bytes
     times_s: list[float] = []
     values: dict[str, list[float]] = {name: [] for name in curve.varying_bytes}
@@ -163,14 +163,14 @@ def memory_columns(curve: "MemoryCurve", step_s: float) -> tuple[list[float], di
 
 
 def memory_totals(curve: "MemoryCurve", step_s: float) -> list[int]:
-    """Bytes in each column of the curve, for the page's script."""
+    """Total bytes in each column of the curve, for the page's script."""
     _, columns = memory_columns(curve, step_s or 1.0)
     held = sum(curve.constant_bytes.values())
     return [round(held + sum(parts)) for parts in zip(*columns.values(), strict=True)]
 
 
 def staircase(times_s: Sequence[float], heights: Sequence[float], step_s: float, bottom: float) -> str:
-    """Path of a step curve: `heights[i]` holds from `times_s[i]` on."""
+    """Path of a step function that is `heights[i]` from `times_s[i]` on, closed at `bottom`."""
     d, before = f"M0 {bottom:g}", float("nan")
     for moment_s, height in zip(times_s, heights, strict=True):
         if height != before:

@@ -26,14 +26,14 @@ from terrace.program.verdict import judged
 
 STATES = ("params", "params_backward", "grads", "optimizer")
 _CATEGORY_ORDER = ("forward", "backward", "clip", "update")
-# Largest relative error of a prediction; bytes must be equal.
+# Largest relative error of a good prediction of step time and memory; bytes must be equal.
 STEP_BAND, MEMORY_BAND = 0.20, 0.10
-_WIDTH = 80  # of a terminal: longer titles are broken into lines
+_WIDTH = 80  # of a terminal; longer titles are wrapped
 _STATE_TITLE = "model state of one rank, each category at its own peak"
 
 
 def model_size(model: ModelConfig) -> str:
-    """Number of parameters; also of those that a token meets, if not all."""
+    """Number of parameters, and of active parameters for a mixture of experts."""
     size = quantity(num_params(model), " parameters")
     return size if is_dense(model) else f"{size} ({quantity(num_active_params(model), '').strip()} active)"
 
@@ -47,7 +47,7 @@ def quantity(value: float, unit: str) -> str:
 def scaled(value: float) -> tuple[float, str]:
     """(number, metric prefix) of a value."""
     for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        # Three digits round up to the next prefix.
+        # 0.9995, since three digits would round up to the next prefix.
         if abs(value) >= 0.9995 * factor:
             return value / factor, prefix
     return value, ""
@@ -59,10 +59,10 @@ def seconds(value: float) -> str:
 
 
 def plan_table(cluster: Cluster, plan: Plan) -> Table:
-    """The plan: tiers down (outermost first), axes across, and the states placed on each tier.
+    """The plan: a row per tier (outermost first), a column per axis, and the states placed on each tier.
 
-    `params /2` on a tier: parameters are sharded over the 2 ranks of the data and context axes within one group of that
-    tier.
+    `params /2` on a tier means that parameters are sharded over the 2 ranks of the data and context axes within one
+    group of that tier.
     """
     headings, rows = plan_rows(cluster, plan)
     return new_table(plan_title(cluster, plan), headings, left=("tier", "states placed here"), rows=rows)
@@ -74,7 +74,7 @@ def plan_title(cluster: Cluster, plan: Plan) -> str:
 
 
 def plan_summary(cluster: Cluster, plan: Plan) -> str:
-    """The plan in a line: its axes, and the number of ranks that share each state."""
+    """The plan in one line: its axes, and the number of ranks over which each state is sharded."""
     layout, mesh = Layout.of(cluster, plan), Mesh.of(cluster, plan)
     axes = [f"{axis} {mesh.total(axis)}" for axis in AXES if axis != "data" and mesh.total(axis) > 1]
     held: dict[str, list[str]] = {}
@@ -90,14 +90,14 @@ def plan_rows(cluster: Cluster, plan: Plan) -> tuple[list[str], list[list[str]]]
     """(headings, rows) of a plan's table."""
     layout = Layout.of(cluster, plan)
     mesh = Mesh.of(cluster, plan)
-    # Axes of degree 1 would be columns of ones.
+    # Leave out axes of degree 1.
     axes = [axis for axis in AXES if axis == "data" or mesh.total(axis) > 1]
     # The secondary copy has a row only in plans that keep one.
     placed = {state: getattr(layout, state) for state in STATES if state != "params_backward" or layout.has_secondary}
     rows = []
     for index in range(layout.outermost, -1, -1):
         tier = cluster.tiers[index]
-        # The span counts all ranks inside the tier, which is the divisor of the state.
+        # The span, the number of ranks inside the tier, is the divisor of the state.
         states = [f"{state} /{layout.span(index)}" for state, where in placed.items() if where == index]
         if tier.name == plan.outer.tier:
             states.append(outer_words(plan.outer))
@@ -113,7 +113,7 @@ def plan_rows(cluster: Cluster, plan: Plan) -> tuple[list[str], list[list[str]]]
 
 
 def outer_words(outer: Outer) -> str:
-    """How islands exchange, in a line."""
+    """How islands exchange, in one line."""
     parts = f"{outer.fragments} fragments" if outer.fragments > 1 else ""
     late = f"{counted(outer.delay, 'step')} late" if outer.delay else ""
     words = [f"islands exchange every {counted(outer.every, 'step')}", parts, late, outer.optimizer]
@@ -137,13 +137,13 @@ def wire_words(plan: Plan) -> str:
 
 
 def bytes_table(predicted: Mapping[tuple[MessageClass, str], int], tiers: Sequence[str]) -> Table:
-    """Bytes one rank sends per step: message classes down, tiers across."""
+    """Bytes that one rank sends per step, by message class (rows) and tier (columns)."""
     names = [message for message in MessageClass if any((message, tier) in predicted for tier in tiers)]
     return sent_table(predicted, names, tiers)
 
 
 def sent_table(sent: Mapping[tuple[Any, str], int], messages: Iterable[str], tiers: Sequence[str]) -> Table:
-    """Bytes one rank sends per step, by (message, tier): messages down, tiers across."""
+    """Bytes that one rank sends per step, by message (rows) and tier (columns)."""
     totals = (sum(size for (_, where), size in sent.items() if where == tier) for tier in tiers)
     return new_table(
         "bytes one rank sends in a step",
@@ -163,7 +163,7 @@ def bytes_words(size: float | None) -> str:
 
 
 def memory_table(predicted: Mapping[str, int], room: str) -> Table:
-    """Model state of one rank, every category at its own peak; `room` is the memory for a plan, in words."""
+    """Model state of one rank, each category at its own peak; `room` is the memory available to a plan, in words."""
     return new_table(
         f"{_STATE_TITLE}; no activations; a plan may take {room}",
         ("category", "predicted"),
@@ -198,24 +198,24 @@ def _size(value: float) -> str:
 
 
 def band_words(stages: Sequence[tuple[StepReport, StepReport]], why_not: str = "") -> str:
-    """A sentence on step time and memory of the worst of all stages, each (predicted, measured): relative error of the
-    prediction, and whether it kept to its band; with several stages, also on their bytes.
+    """The relative error of step time and memory on the worst of `stages`, each (predicted, measured), and whether it
+    is within its band; with several stages also whether their bytes are equal.
 
-    `why_not` (terrace.program.verdict) says why times are not judged, if they are not. Memory is counted, not timed.
+    `why_not` (terrace.program.verdict) is the reason for giving no verdict on times, if any. Memory is always judged.
     """
     sentences = []
     told = [(predicted, _as_told(predicted, measured)) for predicted, measured in stages]
-    # Said only where something was left out.
+    # Mentioned only if something was left out.
     parts = any(found is not measured for (_, measured), (_, found) in zip(stages, told, strict=True))
     left_out = ", messages in attention left out," if parts else ""
     of_time = f"step time{left_out}", STEP_BAND, attrgetter("step_s"), why_not
     for name, band, size, open_for in (of_time, ("model state", MEMORY_BAND, _state_bytes, "")):
         sizes = [(size(predicted), size(found)) for predicted, found in told]
-        # Relative to the measured value: a band says how far a prediction may miss reality.
+        # Relative to the measured value.
         errors = [(expected - found) / found if expected > 0 and found > 0 else 0.0 for expected, found in sizes]
         worst = max(range(len(stages)), key=lambda stage: abs(errors[stage]))
         if sizes[worst][0] > 0 and sizes[worst][1] > 0:
-            # One number for many stages is the worst one, and says which.
+            # With several stages, name the worst one.
             where = f" at most (stage {worst})" if len(stages) > 1 else ""
             sentences.append(f"predicted {name} {judged(errors[worst], band, open_for, where)}")
     if len(stages) > 1:
@@ -227,9 +227,7 @@ def band_words(stages: Sequence[tuple[StepReport, StepReport]], why_not: str = "
 
 
 def largest_miss(stages: Sequence[tuple[StepReport, StepReport]]) -> str:
-    """The category that is missed most, of the stages' (predicted, measured) steps, where a step time lies outside its
-    band; "" where none does.
-    """
+    """The category with the largest error among the stages whose step time is outside its band; "" if there is none."""
     told = [(predicted, _as_told(predicted, measured)) for predicted, measured in stages]
     outside = [
         (predicted, found)
@@ -259,13 +257,13 @@ def equal_bytes(predicted: StepReport, measured: StepReport) -> bool:
 
 
 def _by_batch(predicted: StepReport) -> set[MessageClass]:
-    # With balance = "cost" the bytes of CONTEXT depend on the batch, and always those of routed messages; the run
-    # itself checks them against each batch.
+    # Message classes whose bytes depend on the batch: routed ones, and CONTEXT with balance = "cost". The run itself
+    # checks them against each batch.
     return {MessageClass.CONTEXT, *ROUTED} - {message for message, _ in predicted.sent_bytes}
 
 
 def _as_told(predicted: StepReport, measured: StepReport) -> StepReport:
-    # Waits for messages that are not predicted are taken out of the measured step, too.
+    # Remove waits for messages that are not predicted from the measured step.
     waits = {f"wait {message.value}" for message in _by_batch(predicted)} & measured.time_s.keys()
     waits -= predicted.time_s.keys()
     if not waits:
@@ -283,7 +281,7 @@ def _compare_bytes(predicted: StepReport, measured: StepReport) -> Table:
     for message, tier in sorted(predicted.sent_bytes.keys() | measured.sent_bytes.keys()):
         expected = predicted.sent_bytes.get((message, tier), 0)
         found = measured.sent_bytes.get((message, tier), 0)
-        # No prediction to compare with; the run has checked these bytes against its batches.
+        # There is no prediction; the run has checked these bytes against its batches.
         if message in _by_batch(predicted):
             table.add_row(message.value, tier, "-", f"{found:,}", "as its batches say")
             continue
@@ -299,7 +297,7 @@ def _compare(
     measured: Mapping[str, float],
     show: Callable[[float], str],
 ) -> Table:
-    # The union: a category missing on either side would hide an error.
+    # The union, since a category that is missing on one side is an error, too.
     pairs = {name: (predicted.get(name, 0), measured.get(name, 0)) for name in {**predicted, **measured}}
 
     def row(name: str, expected: float, found: float) -> tuple[str, ...]:
@@ -318,7 +316,7 @@ def _compare(
 
 
 def time_categories(values: Mapping[str, object]) -> list[str]:
-    """Names in the order of display: compute, then waits, then the rest as they come."""
+    """Names in display order: computation, then waits, then the rest in their own order."""
     known = [name for name in _CATEGORY_ORDER if name in values]
     waits = sorted(name for name in values if name.startswith("wait "))
     return [*known, *waits, *(name for name in values if name not in known and name not in waits)]
@@ -332,7 +330,7 @@ def new_table(
     rows: Iterable[Iterable[str | Text]] = (),
     total: Iterable[str] | None = None,
 ) -> Table:
-    """A table in the house style; columns are right-aligned but those in `left`, a line separates the `total`."""
+    """A table in the house style: columns are right-aligned except those in `left`, a line separates the `total`."""
     width = min(len(title) + 2, _WIDTH)  # a narrower table would break its title into lines
     table = Table(
         title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, min_width=width
@@ -348,5 +346,5 @@ def new_table(
 
 
 def utilisation(share: float) -> str:
-    """A share of the peak in words, the same wherever a run's is shown; no device exceeds its peak."""
+    """MFU or HFU as text; marks values above 1, which mean that the device's peak is wrong."""
     return f"{100 * share:.1f} %{' (the peak is wrong)' * (share > 1)}"

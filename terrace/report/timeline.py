@@ -1,4 +1,4 @@
-"""A timeline: rows of bars over a window of time, as an SVG chart and as data for the page's script."""
+"""A timeline: rows of bars over a time window, as an SVG chart and as data for the page's script."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,16 +9,16 @@ from terrace.report.bars import Bar, Interval, Window, join_bars
 from terrace.report.palette import colour_key
 from terrace.report.svg import PLOT, Row, box, rows_svg
 
-_SEPARATED = 4  # units: narrower bars have no hairline, which would hide them
+_SEPARATED = 4  # units; narrower bars have no outline, which would hide them
 
 Stretch = tuple[int, float, float]  # row, start and end in seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimelineChart:
-    """Bars of each row. `least_s`: seconds below which spans were merged into one bar, 0 if none were.
+    """Bars of each row. `least_s` is the threshold in seconds below which spans were merged, 0 if none were.
 
-    `critical` is underlined, `gap` units below its row. `headings` are (words, baseline) of groups of rows.
+    `critical` stretches are underlined `gap` units below their row. `headings` are (text, baseline) of groups of rows.
     """
 
     label: str  # for screen readers
@@ -44,7 +44,7 @@ class TimelineChart:
         margin: int,
         headings: Sequence[tuple[str, int]],
     ) -> Self:
-        """The chart of pieces by row from 0 to `length_s`, joined into `most` bars; keys of pieces count `words`."""
+        """Chart of pieces by row from 0 to `length_s`, merged into at most `most` bars; their keys index `words`."""
         bars, least_s = join_bars(pieces, length_s, lambda _, key: words[key], most)
         window, of_rows = (0.0, length_s), list(bars.values())
         return cls(
@@ -58,7 +58,7 @@ class TimelineChart:
     def svg(self) -> str:
         shapes: list[str] = []
         for row, bars in zip(self.rows, self.bars, strict=True):
-            # One path per colour, not one per bar: pages with thousands of bars stay small.
+            # One path per colour instead of one per bar keeps pages with thousands of bars small.
             outlines: dict[tuple[str, bool], list[str]] = defaultdict(list)
             for bar in bars:
                 start, end = self._share(bar.start_s), self._share(bar.end_s)
@@ -78,13 +78,13 @@ class TimelineChart:
         return rows_svg(self.label, self.rows, self.window, shapes, margin=self.margin, headings=self.headings)
 
     def data(self, *, zooms: bool = True) -> dict[str, object]:
-        """The chart's part of the script's data; `zooms` ties it to the other charts of the whole step."""
+        """Data for the page's script; with `zooms` the chart zooms together with the others of the whole step."""
 
         def unit(moment_s: float) -> float:
-            # Two decimals are far below a pixel, and keep pages small.
+            # Two decimals are far below a pixel and keep pages small.
             return round(self._share(moment_s) * PLOT, 2)
 
-        # In units of the plot, so that the script needs no times to find the bar under the pointer.
+        # In units of the plot, so that the script can find the bar under the pointer without converting times.
         bars = [[[unit(bar.start_s), unit(bar.end_s), bar.words] for bar in row] for row in self.bars]
         return chart_data(self.window, zooms, rows=[(row.top, row.height) for row in self.rows], bars=bars)
 
@@ -99,7 +99,7 @@ def chart_data(window: Window, zooms: bool = True, **content: object) -> dict[st
 
 
 def joined(pieces: Iterable[Stretch], gap_s: float) -> list[Stretch]:
-    """Stretches of the critical path, with gaps in a row below `gap_s` closed: each would be an SVG element."""
+    """Merge stretches of a row with gaps of at most `gap_s`, since each becomes an SVG element."""
     newest: dict[int, int] = {}
     found: list[Stretch] = []
     for row, start_s, end_s in pieces:

@@ -1,4 +1,4 @@
-"""Throughput and energy of a plan, and the time and price of training on a number of tokens with it, in words."""
+"""Sentences on a plan's throughput and energy, and on time and price of training on a number of tokens."""
 
 import math
 
@@ -10,20 +10,20 @@ from terrace.planner.task import Task
 from terrace.report.tables import quantity, seconds
 
 _MOST_TOKENS = 1e18
-_MOST_MINUTES_S, _MOST_HOURS_S = 100 * 60.0, 100 * 3600.0  # from here on in the next unit
+_MOST_MINUTES_S, _MOST_HOURS_S = 100 * 60.0, 100 * 3600.0  # longer durations are shown in the next unit
 
 
 def throughput_words(task: Task, cost: Cost) -> str:
-    """Tokens per second of all devices and of one."""
+    """Tokens per second over all devices and per device."""
     rate = tokens_per_s(task, cost)
     each = quantity(rate / task.cluster.world_size, "").strip()
     return f"throughput: {quantity(rate, '').strip()} tokens/s of all devices, {each} of one"
 
 
 def training_words(task: Task, cost: Cost, tokens: int | None, price: float | None) -> str:
-    """Steps, time and device-hours of training on `tokens`, and its price; of a million tokens where none are given.
+    """Steps, time, device-hours and price of training on `tokens`; without `tokens`, the price of a million tokens.
 
-    `price` is that of one device for one hour. "" where neither is given.
+    `price` is that of one device-hour. Returns "" if neither is given.
     """
     devices = task.cluster.world_size
     if tokens is None:
@@ -37,7 +37,7 @@ def training_words(task: Task, cost: Cost, tokens: int | None, price: float | No
 
 
 def energy_words(task: Task, cost: Cost, tokens: int | None) -> str:
-    """Energy of a step, and of `tokens`, at the power that a device takes at most; "" where that is unknown."""
+    """Energy of a step, and of `tokens` if given, at the device's maximum power; "" if that is unknown."""
     watts = task.cluster.device.power_watts
     if not watts:
         return ""
@@ -54,7 +54,7 @@ def _tokens(number: int) -> str:
 
 
 def parse_tokens(text: str) -> int:
-    """A whole number of tokens from `300e9` or `300000000000`; raises `ConfigError` for anything else."""
+    """Parse a whole number of tokens such as `300e9` or `300000000000`; raises `ConfigError` for anything else."""
     try:
         tokens = float(text)
     except ValueError:
@@ -65,7 +65,7 @@ def parse_tokens(text: str) -> int:
 
 
 def duration(time_s: float) -> str:
-    """Seconds, minutes, hours or days, with three digits or all before the point."""
+    """A duration in seconds, minutes, hours or days, with three significant digits or all integer digits."""
     if time_s < 60:
         return seconds(time_s)
     if time_s < _MOST_HOURS_S:

@@ -1,4 +1,4 @@
-"""How far predicted figures may miss, in words: bands, plans that tie, how much a search has proved."""
+"""Sentences on the uncertainty of predictions: error bands, plans that tie, what a search has proved."""
 
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -17,18 +17,18 @@ _WIDTH = 80
 
 
 def predicted_words(step_s: float, band: Band) -> str:
-    """A predicted step with its band, and the rows that the band is from."""
+    """A predicted step with its band, and the validated rows from which the band comes."""
     return filled(f"predicted step {seconds(step_s)} {band}: {band.words}")
 
 
 def plan_bands_words(task: Task, estimates: Sequence[Estimate]) -> str:
-    """The bands of plans that are numbered from 1."""
+    """The bands of plans, which are numbered from 1."""
     bands = [band_of(task.cluster, plan_of(task, each.candidate)) for each in estimates]
     return _bands_words("plan", [str(number) for number, _ in enumerate(bands, start=1)], bands)
 
 
 def scaling_bands_words(points: Sequence[Point], plan: Plan, tier: str) -> str:
-    """The bands of a plan at the sizes of a scaling curve that it runs at."""
+    """The bands of a plan at the sizes of a scaling curve at which it runs."""
     ran = [point for point in points if point.estimate]
     return _bands_words(
         tier, [str(point.num_outermost) for point in ran], [band_of(point.task.cluster, plan) for point in ran]
@@ -36,13 +36,13 @@ def scaling_bands_words(points: Sequence[Point], plan: Plan, tier: str) -> str:
 
 
 def widest_band(task: Task, estimates: Iterable[Estimate | None]) -> str:
-    """The widest band of these plans' steps, for the title of a table, after a comma; "" without a plan."""
+    """The widest band of the plans' steps, with a leading comma, for a table title; "" without a plan."""
     bands = [band_of(task.cluster, plan_of(task, each.candidate)) for each in estimates if each is not None]
     return f", steps {max(bands, key=lambda band: band.share)}" if bands else ""
 
 
 def _bands_words(what: str, names: Sequence[str], bands: Sequence[Band]) -> str:
-    """A paragraph for each band: its subject, figures and rows."""
+    """One paragraph per band: the plans or sizes, the band, and its validated rows."""
     alike: dict[float, list[int]] = {}
     for place, band in enumerate(bands):
         alike.setdefault(band.share, []).append(place)
@@ -55,7 +55,7 @@ def _bands_words(what: str, names: Sequence[str], bands: Sequence[Band]) -> str:
 
 
 def ties_words(ties: Ties, num_shown: int) -> str:
-    """Which plans tie, by which rule the first of them was chosen, and which is the fastest; the first are shown."""
+    """Which plans tie, why plan 1 is first, and which is the fastest; the first `num_shown` plans are shown."""
     off = f"predictions of two plans are off each other by up to {_tie()}"
     if ties.num_tied == 1:
         return "" if len(ties.best) == 1 else filled(f"no other plan ties with plan 1: {off}")
@@ -76,12 +76,12 @@ def ties_words(ties: Ties, num_shown: int) -> str:
 
 
 def is_tie(step_s: float, other_s: float) -> bool:
-    """Whether predictions cannot tell two steps of one task apart."""
+    """Whether two predicted steps of one task differ by no more than the predictions' relative error."""
     return max(step_s, other_s) <= (1 + tie_share()) * min(step_s, other_s)
 
 
 def search_words(found: Found) -> str:
-    """How far a search went, and within which difference its first plan is proved the fastest."""
+    """How much a search evaluated, and to what accuracy its first plan is proved the fastest."""
     words = f"{counted(found.num_evaluated, 'plan')} simulated of {found.num_roots} shapes and micro-batches"
     if not found.proved:
         return filled(f"{words}; stopped at --limit, and no other plan can be faster than {seconds(found.least_s)}")
@@ -92,7 +92,7 @@ def search_words(found: Found) -> str:
 
 
 def filled(words: str) -> str:
-    """A paragraph for each line of `words`, in lines of at most 80 characters, with no break before a percent sign."""
+    """Wrap each line of `words` to 80 characters, with no break before a percent sign."""
     kept = words.replace(" %", "\N{NO-BREAK SPACE}%").splitlines()
     lines = [textwrap.fill(each, _WIDTH, break_on_hyphens=False, break_long_words=False) for each in kept]
     return "\n".join(lines).replace("\N{NO-BREAK SPACE}", " ")

@@ -1,9 +1,9 @@
 """Whether rollout and training find the same log-probabilities.
 
-Generation has the parameters that forwards compute with: the hand-over sends them as the gathers and refreshes of
-training round them (terrace.runtime.forward_values). So only the order of arithmetic differs. In fp32 that is rounding;
-a narrower compute dtype, products in 8 bits and coded activations round more, and a router may choose otherwise
-for a token. Where gathers for backwards have another format than those for forwards, the micro-batches of a step
+Generation uses the same rounded parameters as training's forwards: the hand-over sends them as the gathers and
+refreshes of training round them (terrace.runtime.forward_values). So only the order of arithmetic differs. In fp32 that
+is rounding error; a narrower compute dtype, products in 8 bits and coded activations add more, and a router may pick
+other experts for a token. Where gather_backward has another wire format than gather, the micro-batches of a step
 compute with either.
 """
 
@@ -33,14 +33,12 @@ def causes(config: RlConfig) -> list[str]:
 
 
 def rollout_is_exact(config: RlConfig) -> bool:
-    """Whether generation finds the log-probabilities of training but for rounding in fp32, and no weights of rollout
-    against training are asked for. Parameters are handed over as the messages of training round them.
-    """
+    """Whether generation and training agree up to fp32 rounding, and no importance weights are configured."""
     return config.plan.compute == "fp32" and not causes(config) and config.algorithm.importance_bound is None
 
 
 def _of_gathers(config: RlConfig) -> list[str]:
-    # A block that was gathered for a backward serves the forward of the next micro-batch, too.
+    # The next micro-batch's forward may reuse a block that was gathered for a backward.
     plan, layout = config.plan, Layout.of(config.places[ACTOR].cluster, config.plan)
     found = list[str]()
     for tier in (layout.tiers[index] for index in message_tiers(layout, MessageClass.GATHER_BACKWARD)):
@@ -51,18 +49,18 @@ def _of_gathers(config: RlConfig) -> list[str]:
 
 
 class Agreement:
-    """Watches the difference over the steps of a run, and warns once when it is above its usual size."""
+    """Tracks the log-probability difference over a run and warns once when it is unusually large."""
 
     def __init__(self, config: RlConfig) -> None:
         self._causes, self._bound = causes(config), config.algorithm.importance_bound
-        # Rounding is enough to turn a router.
+        # Rounding alone can change a router's choice.
         self._causes += turned_by_rounding(config.model)
         self._usual, self._has_said = _ROUNDED if self._causes else _IN_FP32, False
 
     def words(self, found: Metrics) -> str:
-        """A warning with the cause for the first step whose difference is above its usual size; "" for all others.
+        """A warning with the cause at the first step with an unusually large difference; "" at all others.
 
-        Steps with responses of older weights do not count, since these differ by the updates in between.
+        Steps with responses from older weights are skipped, since the updates in between explain their difference.
         """
         difference = found.get(DIFFERENCE, 0.0)
         if self._has_said or difference <= self._usual or found.get("sync/version_lag_max"):

@@ -1,7 +1,7 @@
-"""Calls of roles with their begin and end, a line a step: the page of a run draws them.
+"""Start and end times of role calls, one record per step, for the timeline on a run's page.
 
-A line has the calls that ended since the line before, without those of evaluations and checkpoints between two steps.
-A call that reached out of the step before, on a pool that works on meanwhile, has a begin below 0.
+A record holds the calls that ended since the previous record, without those of evaluations and checkpoints between two
+steps. A call that started in the previous step, on a pool that works ahead, has a negative `begin_s`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from terrace.rl.calls.spans import Span
     from terrace.rl.placing import Place
 
-_MOST = 64  # calls of a line before neighbours that are alike are joined; those beyond it are counted
+_MOST = 64  # calls per record; above it consecutive equal calls are merged, and then the rest is only counted
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoleCall:
-    """`num` calls of `method` on the ranks `pool`, one after the other; times are from the begin of their step."""
+    """`num` consecutive calls of `method` on the ranks `pool`; times are relative to the start of the step."""
 
     role: str
     pool: str
@@ -29,16 +29,16 @@ class RoleCall:
 
 
 class CallLines:
-    """Lines of the steps of a run whose roles have `places`."""
+    """Builds the records of a run whose roles are at `places`."""
 
     def __init__(self, places: Iterable["Place"]) -> None:
         self._pools = {place.pool: _ranks(place.first, place.cluster.world_size) for place in places}
         self._first_s = self._ended_s = 0.0  # the begin of the first step, the end of the newest
 
     def of_step(self, spans: Sequence["Span"], begin_s: float, end_s: float) -> dict[str, Any]:
-        """The line of a step from `begin_s` to `end_s`, seconds of the epoch; `spans` ended since the step before.
+        """The record of a step from `begin_s` to `end_s` (Unix time); `spans` ended since the previous step.
 
-        Its `begin_s` is counted from the first step's. `left_out` are calls that a line has no room for.
+        The record's `begin_s` is relative to the first step. `left_out` counts the calls beyond the limit.
         """
         self._first_s, before_s = self._first_s or begin_s, self._ended_s or begin_s
         self._ended_s = end_s
@@ -67,7 +67,7 @@ def _ranks(first: int, num: int) -> str:
 
 
 def _joined(calls: Iterable[RoleCall]) -> Iterable[RoleCall]:
-    """Neighbours of one role, pool and method as one call, such as the updates of a step."""
+    """Merge consecutive calls of the same role, pool and method, such as the updates of a step."""
     for _, group in groupby(calls, key=lambda call: (call.role, call.pool, call.method)):
         alike = list(group)
         yield replace(alike[0], end_s=max(call.end_s for call in alike), num=len(alike))

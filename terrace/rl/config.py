@@ -1,4 +1,4 @@
-"""The configuration of a run of `terrace rl`, as `terrace.rl.resolve` reads and checks it. All sizes are global."""
+"""The configuration of a `terrace rl` run, which `terrace.rl.resolve` parses and checks. All sizes are global."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -32,7 +32,7 @@ from terrace.runtime.settings import OptimizerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class RlConfig:
-    """A run, resolved."""
+    """The resolved configuration of a run."""
 
     model: ModelConfig
     cluster: Cluster
@@ -48,12 +48,12 @@ class RlConfig:
 
     @property
     def roles(self) -> dict[str, bool]:
-        """The roles of a run by name, and whether each has an engine, which has a plan."""
+        """The run's roles by name, and whether each has an engine (and so a plan)."""
         return roles_of(self.run, self.algorithm, self.reward, self.cost, self.pool)
 
     @cached_property
     def places(self) -> dict[str, Place]:
-        """Where each role is."""
+        """The pool and cluster of each role."""
         return places_of(self.cluster, self.pool, self.roles)
 
     def plan_of(self, role: str) -> Plan:
@@ -62,23 +62,24 @@ class RlConfig:
 
     @property
     def is_apart(self) -> bool:
-        """Whether a rollout draws for the actor."""
+        """Whether generation runs on ranks of its own, in a rollout role."""
         return ROLLOUT in self.roles
 
     @property
     def rewards(self) -> tuple[RewardKeys, ...]:
-        """Rewards and the cost."""
+        """All rewards, and the cost if there is one."""
         return (*self.reward, *(() if self.cost is None else (self.cost,)))
 
     @property
     def sequence(self) -> int:
-        """Labels of a row: all tokens of the longest prompt and response but the first."""
+        """Labels per row: the longest prompt plus the longest response, minus the first token."""
         return self.run.max_prompt + self.run.max_response - 1
 
     def num_micros(self, batch: int, role: str = ACTOR) -> int:
-        """Micro-batches of a role's data rank for a step of `batch` rows.
+        """Micro-batches per data rank of a role for a step of `batch` rows.
 
-        Raises `PlanError` where they do not fit a role that trains; one that only scores fills its last micro-batch.
+        Raises `PlanError` if a role that trains cannot divide the rows evenly; roles that only score pad the last
+        micro-batch.
         """
         plan = self.plan_of(role)
         layout = Layout.of(self.places[role].cluster, plan)
@@ -86,7 +87,7 @@ class RlConfig:
             try:
                 return num_micro_batches(plan, layout, batch)
             except PlanError as error:
-                # Its rows are those of an update.
+                # The batch of a role that trains is `run.mini_batch`, so the error names that key.
                 raise PlanError(f"run.mini_{error}" if str(error).startswith("batch = ") else str(error)) from error
         check_micro_batch(plan)
         return -(-batch // (layout.data_degree * plan.micro_batch))

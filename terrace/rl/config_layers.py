@@ -1,6 +1,7 @@
-"""The table of a run from its layers, each over the one before, with names of files as absolute paths.
+"""Merges the layers of a run's configuration into one table, with absolute paths of files.
 
-Layers: the defaults, those of `--task`, the file of --config, --model, --cluster and --plan, `--section.key value`.
+Layers, each overriding the one before: the defaults, the table of `--task`, the file of `--config`, then `--model`,
+`--cluster` and `--plan`, then `--section.key value`.
 """
 
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from terrace.train.layers import section
 def resolve_table(
     task: str | None, path: str | None, flags: Mapping[str, str | None], overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Table of a run, not checked yet."""
+    """The merged table of a run, not checked yet."""
     own: dict[str, Any] = {} if path is None else _with_paths(dict(read_table(Path(path))), Path(path).parent)
     of_run = own.get("run")
     name = task or (of_run.get("task", "") if isinstance(of_run, Mapping) else "")
@@ -28,7 +29,7 @@ def resolve_table(
     if name:
         table = merge(task_table(name), {"run": {"task": name}})
     for key, value in own.items():
-        # A name or a file takes the place of a task's table.
+        # These sections replace the task's as a whole.
         table = table | {key: value} if key in ("cluster", "plan", "model") else merge(table, {key: value})
     table |= {key: value for key, value in flags.items() if value is not None}
     if isinstance(table.get("model"), str) and Path(table["model"]).is_dir():
@@ -36,7 +37,7 @@ def resolve_table(
     for key in ("model", "cluster", "plan"):
         if key in table:
             table[key] = section(key, table[key])
-    # A command line names files as its shell does.
+    # Paths on the command line are relative to the working folder.
     return lay_over(table, _with_paths(overrides, Path()))
 
 
@@ -48,7 +49,7 @@ def task_table(name: str) -> dict[str, Any]:
 def given_table(
     path: str | None, flags: Mapping[str, str | None], overrides: Mapping[str, Any]
 ) -> Mapping[str, Mapping[str, Any]]:
-    """The sections of a run that its file or its command line names, without defaults of a task; others are {}."""
+    """The sections that the run's file or command line gives, without the task's defaults; non-tables are left out."""
     table = {} if path is None else dict(read_table(Path(path)))
     table |= {key: value for key, value in flags.items() if value is not None}
     table = merge(table, overrides)
@@ -56,7 +57,7 @@ def given_table(
 
 
 def _with_paths(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """`table` with absolute names of files, which are relative to `folder`: that of the file that has them."""
+    """`table` with absolute file paths; they are given relative to `folder`, that of the configuration file."""
     found = dict(table)
     for key in ("model", "cluster", "plan"):
         if isinstance(found.get(key), str) and (folder / found[key]).exists():
@@ -67,7 +68,7 @@ def _with_paths(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
             for role, plan in found["plans"].items()
         }
     found |= _absolute(found, "weights", folder)
-    # What is no table is refused by whoever reads the sections.
+    # Values that should be tables and are not are rejected when the sections are parsed.
     for section_name, key in (("run", "prompts_file"), ("cost", "model")):
         if section_name in found:
             found[section_name] = _absolute(found[section_name], key, folder)

@@ -1,7 +1,7 @@
-"""Keys of a run of `terrace rl` that have no effect under the others: refused, since they would be ignored.
+"""Rejects keys of a `terrace rl` run that would have no effect with the other keys as they are.
 
-Keys of plans have the rules of `terrace train`, and a key counts as given where it does there (terrace.train.effects).
-Rules within `[algorithm]` are with its dataclass.
+Keys of plans follow the rules of `terrace train`, and so does what counts as given (terrace.train.effects). Rules
+within `[algorithm]` are in its dataclass.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ from terrace.rl.keys import RewardKeys, RunKeys
 from terrace.rl.placing import LEARNING
 from terrace.train.effects import PLAN_RULES, PlanRule, refuse_without_effect, value_at, why_no_peak
 
-Rule = Callable[[RlConfig], str]  # why a key has no effect and what to do; "" if it has one
+Rule = Callable[[RlConfig], str]  # returns why a key has no effect and what to do; "" if it has one
 _LEAVE = "leave it out"
 
 
@@ -97,8 +97,8 @@ RULES: dict[str, Rule] = {
     "cost.weight": _cost_weight,
     **{f"algorithm.{item.name}": _of_algorithm(item.name) for item in fields(Algorithm)},
 }
-# It counts on the command line alone, as keys of training in the plan of a role that only scores do: a file serves runs
-# on several ranks, too, and one plan several roles.
+# Checked only for keys on the command line, as are keys of training in the plan of a role that only scores: a file may
+# also serve runs on several ranks, and a plan several roles.
 ASKED: dict[str, Rule] = {"run.timeout_s": _timeout}
 _OWNERS: dict[str, type[Any]] = {
     "run": RunKeys,
@@ -114,8 +114,8 @@ def check_effects(
 ) -> None:
     """Raise `ConfigError` for the first key of a run without effect.
 
-    A key of `table`, the whole run, counts where its value is no default, a key of `overrides` always. `has_timeouts`:
-    calls have them whatever the ranks, as under Ray.
+    Keys of `table`, the whole run, are checked if their value is not the default, keys of `overrides` always.
+    `has_timeouts`: calls have timeouts even on one rank, as under Ray.
     """
     own = {role for each in (table, overrides) for role in each.get("plans", {})}
     rules = dict(RULES)
@@ -149,7 +149,7 @@ def _of_plans(roles: list[str], rule: PlanRule) -> Rule:
         for role in roles:
             num_micros = config.num_micros(config.run.mini_batch, role)
             found.append(rule(config.places[role].cluster, config.plan_of(role), num_micros))
-        # A plan of several roles: a key has an effect where it has one on any of them.
+        # In a plan of several roles, a key needs an effect on only one of them.
         return found[0] if found and all(found) else ""
 
     return why

@@ -1,7 +1,7 @@
-"""The identity of a run of feedback: facts that a resumed run must have in common with the one that began.
+"""The identity of a feedback run: values that must be the same when it is resumed.
 
-Files are identified by their content, not by their name: prompts by their tokens, weights by their bytes, a reward by
-the source of its module. So a file that has moved is the same, and one that has changed is another.
+Files are identified by content, not by name: prompts by their tokens, weights by their bytes, a reward function by the
+source of its module. So a file may be moved, but not changed.
 """
 
 import hashlib
@@ -25,21 +25,21 @@ from terrace.rl.stream.prompt_file import PromptFile
 if TYPE_CHECKING:
     from terrace.rl.values.prompts import PromptSource
 
-# Keys of [run] that may change when a run is resumed: its length, where it runs, and the files that it writes.
+# Keys of [run] that may differ when a run is resumed: its length, where it runs, and the files that it writes.
 _MAY_CHANGE = (
     *("steps", "rows", "reference", "metrics", "timeout_s", "reward_timeout_s", "high_lr"),
     *("evaluate_every", "checkpoint_every", "keep_checkpoints"),
 )
-_OURS = "terrace."  # modules whose rewards a run knows by name, as it knows the rest of Terrace
+_OURS = "terrace."  # reward functions of these modules are identified by name alone
 _READ_BYTES, _NUM_READERS = 4 << 20, 8
 
 
 def identity(
     config: RlConfig, tokenizer: Tokenizer, stops: Collection[int], contents: Mapping[str, str]
 ) -> dict[str, Any]:
-    """By dotted name, values that a resumed run must have in common; `contents` as of `contents_of`.
+    """The values that must not change on resume, by dotted name; `contents` as from `contents_of`.
 
-    `stops` are the tokens at which a response ends.
+    `stops` are the tokens that end a response.
     """
     sections = {name: dump(getattr(config, name)) for name in ("run", "algorithm", "optimizer", "cost")}
     sections |= {f"reward[{index}]": dump(reward) for index, reward in enumerate(config.reward)}
@@ -51,7 +51,7 @@ def identity(
 
 
 def fixes_of(config: RlConfig) -> dict[str, str]:
-    """What to do where a resumed run has another value: which file to restore, by name of the value."""
+    """What to do if a value of `identity` has changed on resume (which file to restore), by its name."""
     found = {
         "run.prompts_file": f"restore {config.run.prompts_file}",
         "weights": f"restore the weights and config.json in {config.weights}",
@@ -67,9 +67,9 @@ def fixes_of(config: RlConfig) -> dict[str, str]:
 
 
 def contents_of(config: RlConfig, prompts: "PromptSource") -> dict[str, str]:
-    """The digest of every file that a run depends on, by the key that names it.
+    """Digests of all files that a run depends on, by the key that names them.
 
-    Raises `ModelError` for a folder without weights. Modules of rewards have been imported.
+    Raises `ModelError` for a folder without weights. Reward modules must have been imported.
     """
     found = {}
     if isinstance(prompts, PromptFile):
@@ -88,14 +88,14 @@ def contents_of(config: RlConfig, prompts: "PromptSource") -> dict[str, str]:
 def _prompts_digest(prompts: PromptFile) -> str:
     digest = hashlib.sha256()
     for each in prompts.prompts:
-        # Columns of Parquet may have values that JSON has not.
+        # Parquet columns may hold values that JSON cannot represent.
         line = json.dumps([each.text, each.tokens, each.data], sort_keys=True, default=repr)
         digest.update(line.encode() + b"\n")
     return f"sha256-{digest.hexdigest()}"
 
 
 def _weights_digest(folder: Path) -> str:
-    """Of all weights and their config.json; CRC-32 of each file, as in checkpoints: folders may have hundreds of GB."""
+    """Digest of all weight files and config.json, from CRC-32 of each, since folders may have hundreds of GB."""
     if is_dcp(folder):
         names = {METADATA, *(path.name for path in folder.glob("*.distcp"))}
     else:
@@ -117,7 +117,7 @@ def _checksum(path: Path) -> tuple[int, int]:
 
 
 def _function_digest(name: str) -> str:
-    """`function` of a module, with a digest of the source of the module and of what it imports beside it."""
+    """The function's name with a digest of its module's source and of the local modules that it imports."""
     module_name, _, function = name.partition(":")
     file = getattr(sys.modules.get(module_name), "__file__", None)
     if module_name.startswith(_OURS) or file is None:
@@ -129,11 +129,11 @@ def _function_digest(name: str) -> str:
 
 
 def _sources(module_name: str, file: Path, root: Path) -> list[Path]:
-    """Files below `root` that importing a module reads; of an installed package that of the module alone."""
+    """Files under `root` that importing a module reads; for an installed package, only the module's own file."""
     if root.name in ("site-packages", "dist-packages"):
         return [file]
     finder = ModuleFinder(path=[str(root)], excludes=["terrace"])
-    with suppress(Exception):  # of a source that does not compile, which the module may never import
+    with suppress(Exception):  # a source that does not compile, which the module may never import
         finder.import_hook(module_name)
     named = [getattr(each, "__file__", None) for each in finder.modules.values()]
     found = [Path(name) for name in named if name]

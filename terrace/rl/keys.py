@@ -1,4 +1,4 @@
-"""Sections of the file of a run, `[run]` and `[[reward]]`, each checked by itself."""
+"""The sections `[run]` and `[[reward]]` of a run's file, each checked on its own."""
 
 import math
 from dataclasses import dataclass, fields
@@ -7,9 +7,9 @@ from terrace.base.errors import ConfigError, did_you_mean
 from terrace.runtime.settings import LARGEST
 from terrace.train.trackers import check_names
 
-TASKS = ("sort",)  # a TOML file each, beside this one
-_MOST = 1 << 31  # of any count: more than a run or a tensor's dim has
-_LONGEST_S = 1e6  # of a deadline, 11 days: waiting for links overflows beyond 2^31 ms
+TASKS = ("sort",)  # each has a TOML file beside this one
+_MOST = 1 << 31  # bound of all counts: more than any run or tensor dim needs
+_LONGEST_S = 1e6  # longest deadline, 11 days: waiting for connections overflows beyond 2^31 ms
 _MOST_OF = dict.fromkeys(("critic_lr", "start_lr"), LARGEST) | dict.fromkeys(
     ("timeout_s", "reward_timeout_s"), _LONGEST_S
 )
@@ -17,7 +17,7 @@ _MOST_OF = dict.fromkeys(("critic_lr", "start_lr"), LARGEST) | dict.fromkeys(
 
 @dataclass(frozen=True, kw_only=True)
 class RunKeys:
-    """Length and sizes of a run: a step draws `responses` to each of `prompts`, and learns `mini_batch` at a time."""
+    """Length and sizes of a run: a step draws `responses` for each of `prompts`, with `mini_batch` per update."""
 
     max_prompt: int  # tokens; a longer prompt is refused
     max_response: int  # tokens; a longer response is cut
@@ -93,7 +93,7 @@ class RunKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardKeys:
-    """A reward, or a cost: numbers that a Python function `module:function`, or a model, gives to responses."""
+    """A reward or a cost: a Python function `module:function`, or a model, that returns a number for each response."""
 
     function: str = ""  # module:function
     model: str = ""  # Hugging Face folder of a model with one output

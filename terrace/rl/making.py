@@ -1,4 +1,4 @@
-"""The roles of a run, made on their pools: settings of each, checked before a process starts."""
+"""Creates the roles of a run on their pools, from settings that are checked before any process starts."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -39,7 +39,7 @@ _Worker = tuple[type, Mapping[str, Any]]  # a class and its settings
 
 
 def check_roles(config: RlConfig) -> None:
-    """Raise `PlanError` or `ModelError` for a plan or a model that no role can have; starts nothing."""
+    """Raise `PlanError` or `ModelError` for a plan or model that a role cannot run with; starts no process."""
     _check_model(config)
     workers = workers_of(config, config.weights)
     for role, (_, settings) in workers.items():
@@ -71,7 +71,7 @@ def _check_model(config: RlConfig) -> None:
 
 
 def _check_engine(settings: EngineSettings, *, learns: bool) -> None:
-    """Raise what the engine of a role would raise for its plan, by the same code: its programs are built."""
+    """Build a role's programs as its engine would, to raise the same errors for its plan."""
     cluster, plan = settings.cluster, settings.plan
     if is_context_parallel(Mesh.of(cluster, plan), plan):
         raise PlanError("responses need whole rows: leave out the context axis and balance")
@@ -84,12 +84,12 @@ def _check_engine(settings: EngineSettings, *, learns: bool) -> None:
 def engine_settings(
     config: RlConfig, role: str, weights: str, batch: int, optimizer: OptimizerConfig | None = None
 ) -> EngineSettings:
-    """The engine of a role that steps on `batch` rows; raises `PlanError` where these do not fit."""
+    """Engine settings of a role with `batch` rows per step; raises `PlanError` if the plan cannot divide them."""
     plan = config.plan_of(role)
     return EngineSettings(
         model=config.model,
         cluster=config.places[role].cluster,
-        # What only scores has no optimizer, and its plan must not ask anything of one.
+        # A role that only scores has no optimizer, so its plan must not depend on one.
         plan=plan if role in LEARNING else replace(plan, update=OptimizerConfig().update),
         num_micros=config.num_micros(batch, role),
         sequence=config.sequence,
@@ -100,7 +100,7 @@ def engine_settings(
 
 
 def reward_settings(config: RlConfig, role: str, folder: str) -> EngineSettings:
-    """The engine of a reward model; raises `ModelError` for a folder of another model."""
+    """Engine settings of a reward model; raises `ModelError` if the folder's model has no scalar head."""
     model = load_model(folder)
     if not has_scalar_head(model):
         raise ModelError(
@@ -108,12 +108,12 @@ def reward_settings(config: RlConfig, role: str, folder: str) -> EngineSettings:
             'train one with train.objective = "reward"'
         )
     settings = engine_settings(config, role, folder, config.run.mini_batch)
-    # A reward is read at the last token, which has no label otherwise.
+    # One label more, since the reward is read at the last token.
     return replace(settings, model=model, sequence=config.sequence + 1)
 
 
 def apart_of(config: RlConfig) -> Apart | None:
-    """The two pools of a hand-over to a rollout; None where the actor draws."""
+    """The two pools of a hand-over to a rollout; None if the actor generates itself."""
     if not config.is_apart:
         return None
     actor, rollout = config.places[ACTOR], config.places[ROLLOUT]
@@ -121,7 +121,7 @@ def apart_of(config: RlConfig) -> Apart | None:
 
 
 def workers_of(config: RlConfig, weights: str, inputs: RunInputs | None = None) -> dict[str, _Worker]:
-    """Class and settings of every role. Without `inputs`, they suffice for layouts alone."""
+    """Class and settings of every role. Without `inputs`, the settings are sufficient only for checks and layouts."""
     run, apart = config.run, apart_of(config)
     policy = engine_settings(config, ACTOR, weights, run.mini_batch)
     draws = {
@@ -150,14 +150,14 @@ def workers_of(config: RlConfig, weights: str, inputs: RunInputs | None = None) 
             found[role] = (RewardModel, {**column, "settings": reward_settings(config, role, reward.model)})
         else:
             tokenizer = None if inputs is None else inputs.tokenizer
-            # A user's module lies where the command was called, which is no rank's working folder on other machines.
+            # The user's module is in the command's working folder, which ranks on other machines do not have as theirs.
             judge = {"function": reward.function, "tokenizer": tokenizer, "folder": os.getcwd()}
             found[role] = (RewardFunction, {**column, **judge, "deadline_s": run.reward_timeout_s})
     return found
 
 
 def started(inputs: RunInputs, runtime: Runtime, folder: Path, say: Callable[[str], None]) -> Run:
-    """A run with its pools started and its roles made, after the supervised start if it has one."""
+    """Start a run's pools, do its supervised start if it has one, and create its roles."""
     config = inputs.config
     pools = [runtime.pool(size) for size in [pool.ranks for pool in config.pool] or [config.cluster.world_size]]
     actors = pools[config.places[ACTOR].pool]
@@ -167,7 +167,7 @@ def started(inputs: RunInputs, runtime: Runtime, folder: Path, say: Callable[[st
 
 
 def _begun(inputs: RunInputs, pool: Pool, folder: Path, say: Callable[[str], None]) -> Path:
-    """The checkpoint of the supervised start, made now unless the folder has it."""
+    """Do the supervised start unless `folder` has its checkpoint. Returns the checkpoint's folder."""
     run, examples = inputs.config.run, inputs.examples
     assert examples is not None, "only a task with examples has a supervised start"
     saved = folder_of(folder, run.start_steps)
@@ -181,7 +181,7 @@ def _begun(inputs: RunInputs, pool: Pool, folder: Path, say: Callable[[str], Non
 
 
 def made_roles(inputs: RunInputs, runtime: Runtime, pools: list[Pool], weights: str) -> tuple[Roles, Group | None]:
-    """The roles of a run on its pools, and the rollout if it has one, which has met the actor."""
+    """Create a run's roles on its pools. Returns them, and the rollout if there is one, connected to the actor."""
     config = inputs.config
     workers, made = workers_of(config, weights, inputs), dict[str, Group]()
     for index, pool in enumerate(pools):
@@ -203,9 +203,9 @@ def made_roles(inputs: RunInputs, runtime: Runtime, pools: list[Pool], weights: 
 
 
 def student_settings(config: RlConfig) -> EngineSettings:
-    """The engine of a supervised start."""
+    """Engine settings of the supervised start."""
     settings = engine_settings(config, ACTOR, config.weights, config.run.mini_batch)
     rows = Layout.of(settings.cluster, settings.plan).data_degree * settings.plan.micro_batch
-    # Rows without labels fill the last micro-batch.
+    # The last micro-batch is filled with rows without labels.
     num_micros = -(-config.run.start_batch // rows)
     return replace(settings, num_micros=num_micros, optimizer=replace(config.optimizer, lr=config.run.start_lr))

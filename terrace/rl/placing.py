@@ -1,4 +1,4 @@
-"""Pools of a run: which ranks have which roles, and where each pool lies in the cluster.
+"""The pools of a run: which ranks have which roles, and where each pool is in the cluster.
 
     [[pool]]
     ranks = 6
@@ -8,7 +8,7 @@
     ranks = 2
     roles = ["rollout"]
 
-A role that no pool names is with the actor. Without pools all roles are on all ranks.
+A role that no pool names shares the actor's pool. Without pools all roles are on all ranks.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -20,12 +20,12 @@ from terrace.cluster.cluster import Cluster
 from terrace.cluster.pools import pool_cluster, side_by_side
 
 ACTOR, ROLLOUT, REFERENCE, CRITIC, COST_CRITIC, COST = "actor", "rollout", "reference", "critic", "cost_critic", "cost"
-LEARNING = (ACTOR, CRITIC, COST_CRITIC)  # the checkpoints of each are in a folder of its name
+LEARNING = (ACTOR, CRITIC, COST_CRITIC)  # roles with checkpoints, each in a folder of its name
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolKeys:
-    """Neighbouring ranks, and the roles that share them."""
+    """Consecutive ranks, and the roles that share them."""
 
     ranks: int  # of the pool; pools lie side by side, the largest first
     roles: tuple[str, ...]  # that share these ranks
@@ -39,7 +39,7 @@ class PoolKeys:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a role is: its pool, the pool's first rank in the whole cluster, and the pool as a cluster of its own."""
+    """A role's pool: its index, its first rank in the whole cluster, and the pool as a cluster of its own."""
 
     pool: int
     first: int
@@ -47,15 +47,15 @@ class Place:
 
 
 def reward_name(index: int) -> str:
-    """The role of the reward at a place in the run's file."""
+    """Role name of the reward at `index` in the run's file."""
     return f"reward_{index}"
 
 
 def places_of(cluster: Cluster, pools: Sequence[PoolKeys], roles: Collection[str]) -> dict[str, Place]:
-    """The place of each of the run's `roles`.
+    """The pool of each of the run's `roles`.
 
-    Raises `ConfigError` for a role that is unknown, twice, or a rollout beside its actor; and for ranks that are left
-    over. Raises `PlanError` for pools that cannot lie side by side on the cluster.
+    Raises `ConfigError` for a role that is unknown or in two pools, a rollout in its actor's pool, and pools that do
+    not add up to the cluster. Raises `PlanError` for pools that cannot be placed side by side on the cluster.
     """
     if not pools:
         return dict.fromkeys(roles, Place(0, 0, cluster))
@@ -92,7 +92,7 @@ def _check(cluster: Cluster, pools: Sequence[PoolKeys], roles: Collection[str]) 
 
 
 def check_plans(plans: Mapping[str, object], roles: Collection[str], with_plans: Collection[str]) -> None:
-    """Raise `ConfigError` for a plan of a role that the run has not, or that has none."""
+    """Raise `ConfigError` for a plan of an unknown role, or of a role that has no plan."""
     for role in plans:
         if role not in roles:
             raise ConfigError(f"plans.{role}: the run has no role {role!r}{did_you_mean(role, with_plans)}")

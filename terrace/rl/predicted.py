@@ -1,7 +1,7 @@
-"""A run as a dataflow of roles, and its predicted iteration (terrace.planner.roles).
+"""Converts a run to a dataflow of roles and predicts its iteration (terrace.planner.roles).
 
-Every prompt and response counts as long as the longest, so that memory is that of the worst step. Rewards by a function
-are no model; neither the greedy responses of ReMax nor the further rounds of DAPO are counted.
+Every prompt and response is taken to have the maximum length, so that memory is that of the worst step. Not counted are
+reward functions, the greedy responses of ReMax, and additional sampling rounds of DAPO.
 """
 
 from collections import defaultdict
@@ -18,7 +18,7 @@ from terrace.rl.config import RlConfig
 from terrace.rl.placing import ACTOR, COST, COST_CRITIC, CRITIC, REFERENCE, ROLLOUT, PoolKeys, reward_name
 from terrace.rl.totals import Totals
 
-PHASES = {  # of a stage, in `time/...`
+PHASES = {  # stage of an iteration -> its phases in `time/...`
     RESHARD: ("reshard",),
     GENERATE: ("generate",),
     PREPARE: ("old_log_prob", "ref", "values", "reward"),
@@ -27,9 +27,9 @@ PHASES = {  # of a stage, in `time/...`
 
 
 def dataflow_of(config: RlConfig) -> Dataflow:
-    """The models of a run and the sizes of its steps; `ModelError` for responses longer than a model has positions."""
+    """A run's models and step sizes; raises `ModelError` for responses that exceed a model's positions."""
     model, run = config.model, config.run
-    # Responses of older weights are scored anew.
+    # Responses from older weights need a scoring pass.
     scores = not rollout_is_exact(config) or run.max_lag > 0
     roles = [Role(name=ACTOR, model=model, generates=not config.is_apart, scores=scores, trains=True)]
     if config.is_apart:
@@ -59,7 +59,7 @@ def dataflow_of(config: RlConfig) -> Dataflow:
 
 
 def placement_of(config: RlConfig) -> RolePlacement:
-    """Where a run has its roles. A pool of functions alone is left out: they are no model."""
+    """The pools of a run with their models; pools with only reward functions are left out."""
     pools = defaultdict[int, list[PlacedRole]](list)
     for role in dataflow_of(config).roles:
         plan = config.plan_of(role.name) if role.trains or role.scores else None
@@ -70,7 +70,7 @@ def placement_of(config: RlConfig) -> RolePlacement:
 
 
 def placed_run(config: RlConfig, placement: RolePlacement) -> RlConfig:
-    """The run with its roles as in `placement`; functions are with the actor."""
+    """The run with its roles placed as in `placement`; reward functions share the actor's pool."""
     roles = [role for pool in placement.pools for role in pool.roles]
     plans = {role.name: replace(role.plan, update=config.optimizer.update) for role in roles if role.plan is not None}
     pools = [PoolKeys(ranks=pool.devices, roles=tuple(role.name for role in pool.roles)) for pool in placement.pools]
@@ -84,10 +84,10 @@ def placed_run(config: RlConfig, placement: RolePlacement) -> RlConfig:
 
 
 def found_placements(config: RlConfig) -> FoundPlacements:
-    """The fastest placements of a run's roles, also with a rollout apart where a lag lets it draw ahead.
+    """Search the fastest placements of a run's roles; if `max_lag` allows generating ahead, also with a rollout.
 
-    Their plans have the dtypes of the run's, and no formats. Raises `PlanError` where none has room, and `ConfigError`
-    for a run that asks for formats.
+    The found plans keep the run's dtypes and use no wire formats, coded optimizer states or 8-bit products. Raises
+    `PlanError` if no placement fits in memory, and `ConfigError` for a run that configures one of these.
     """
     if config.plan.wire:
         formats = ", ".join(
@@ -128,9 +128,9 @@ def found_placements(config: RlConfig) -> FoundPlacements:
 
 
 def stages_of(measured: Totals) -> dict[str, float]:
-    """Seconds of a step, by stage and as a whole (`step`), as a run measured them (`time/...`).
+    """Measured seconds (`time/...`) of a step by stage, and in total under "step".
 
-    They are the means over its steps but the first, if there are others.
+    Means over all steps but the first, unless there is only one.
     """
     return {
         stage: sum(measured.steady(f"time/{phase}") for phase in phases)
@@ -139,5 +139,5 @@ def stages_of(measured: Totals) -> dict[str, float]:
 
 
 def predicted(config: RlConfig) -> IterationReport:
-    """The predicted iteration of a run; raises `PlanError` for a plan that cannot run."""
+    """Predict an iteration of a run; raises `PlanError` for a plan that cannot run."""
     return price(dataflow_of(config), placement_of(config), config.cluster)

@@ -1,6 +1,6 @@
-"""Learning rates of a run of feedback that loads weights: each has the default and the bound of `terrace train`.
+"""Learning rates of a feedback run that loads weights, with the defaults and bounds of `terrace train`.
 
-The actor, the critics and a supervised start begin with the loaded weights, and each has a rate of its own.
+The actor, the critics and a supervised start begin from the loaded weights, each with its own rate.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from terrace.rl.algorithms.algorithm import TRAITS, Algorithm
 from terrace.rl.config import RlConfig
 from terrace.train.rates import LoadedRate, check_rates, usual_rate
 
-_KEYS = {  # of a rate -> what learns by it, as terrace.train.rates knows it
+_KEYS = {  # key of a rate -> objective, as terrace.train.rates calls it
     "optimizer.lr": "feedback",
     "run.critic_lr": "critic",
     "run.start_lr": "next-token",
@@ -19,7 +19,7 @@ _OF = {"run.critic_lr": " of critics", "run.start_lr": " of the supervised start
 
 
 def with_rates(table: Mapping[str, Any], given: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Table of a run with the rates for loaded weights, where it loads some and `given`, by section, has no rate."""
+    """`table` with default rates for loaded weights, for each rate that is not in `given` (by section)."""
     found = dict(table)
     optimizer = table.get("optimizer", {})
     if not table.get("weights") or not isinstance(optimizer, Mapping):
@@ -44,13 +44,13 @@ def _learns(name: str, table: Mapping[str, Any]) -> bool:
 
 
 def check_loaded_rates(config: RlConfig) -> None:
-    """Raise `ConfigError` for a rate that would destroy loaded weights, or a key for it that has no effect."""
+    """Raise `ConfigError` for a rate that would destroy loaded weights, or for a `run.high_lr` without effect."""
     rates = loaded_rates(config)
     check_rates(rates, "run.high_lr", is_allowed=config.run.high_lr, lr=config.optimizer.lr)
 
 
 def loaded_rates(config: RlConfig) -> list[LoadedRate]:
-    """The rates of a run by which loaded weights learn; none where it begins with random ones."""
+    """The rates that apply to loaded weights; empty for a run from random weights."""
     if not config.weights:
         return []
     return [
@@ -60,7 +60,7 @@ def loaded_rates(config: RlConfig) -> list[LoadedRate]:
 
 
 def rate_lines(config: RlConfig) -> list[str]:
-    """A line for each rate of a run, beside the usual one for loaded weights."""
+    """A line for each rate of a run, compared with the usual rate if weights are loaded."""
     by_key = {each.key: each.words for each in loaded_rates(config)}
     return [
         by_key.get(name) or f"peak learning rate{_OF.get(name, '')} {lr:g} (--{name})"

@@ -1,6 +1,6 @@
-"""The file of a run of `terrace rl`, checked whole before anything starts.
+"""Resolves and checks the configuration of a `terrace rl` run before anything starts.
 
-Model, cluster and plan are given as to `terrace train`: a name or a file.
+Model, cluster and plan are given as for `terrace train`: by name or file.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ from terrace.rl.rules import check_sections, check_sizes
 from terrace.runtime.settings import OptimizerConfig
 from terrace.train.layers import section
 
-# Keys of a plan: that a search for plans keeps, and that it refuses with words of its own (terrace.rl.predicted).
+# Plan keys that a search for plans keeps, and those for which it has its own error message (terrace.rl.predicted).
 _KEPT_BY_SEARCH = ("compute", "master", "messages")
 _REFUSED_BY_SEARCH = ("wire", "optimizer_states", "products")
 
@@ -41,10 +41,10 @@ def resolve(
     is_resumed: bool = False,
     has_timeouts: bool = False,
 ) -> RlConfig:
-    """The checked configuration; raises the `TerraceError` of the first mistake.
+    """Resolve the configuration; raises a `TerraceError` for the first mistake.
 
-    Of a run that is not placed yet, plans need not fit its sizes, and there may be none: a search finds others. A
-    resumed run keeps the numbers of its file, whatever is refused by now. `has_timeouts` as for `check_effects`.
+    Without `is_placed`, plans may be missing or not fit the sizes, since a search will replace them. With `is_resumed`,
+    values of the run's file are kept even if a newer rule would reject them. `has_timeouts` as for `check_effects`.
     """
     table, given = resolve_table(task, path, flags, overrides), given_table(path, flags, overrides)
     if not is_placed:
@@ -57,7 +57,7 @@ def resolve(
     config = parse(with_rates(table, given), is_placed=is_placed, is_resumed=is_resumed)
     if is_placed:
         check_effects(config, {}, overrides, has_timeouts=has_timeouts)
-    # A resumed run has its rates, unless it is given others.
+    # A resumed run keeps its rates, unless the command line changes them.
     if not is_resumed or "optimizer" in overrides:
         check_loaded_rates(config)
     return config
@@ -69,9 +69,9 @@ def _named_plan(path: str | None) -> str | None:
 
 
 def _to_be_placed(table: Mapping[str, Any], given: Mapping[str, Any], named_plan: str | None) -> dict[str, Any]:
-    """The table of a run for which a search finds plans; of its own plan the dtypes stay.
+    """The table of a run for which plans will be searched, reduced to the plan keys that the search keeps or rejects.
 
-    Raises `ConfigError` for what the search finds and the user has given.
+    Raises `ConfigError` for a key that the search determines and the user has given.
     """
     if "rows" in given.get("run", {}):
         raise ConfigError(
@@ -93,7 +93,7 @@ def _to_be_placed(table: Mapping[str, Any], given: Mapping[str, Any], named_plan
 
 
 def parse(table: Mapping[str, Any], *, is_placed: bool = True, is_resumed: bool = False) -> RlConfig:
-    """Builds and checks a run from its whole table; other arguments as for `resolve`."""
+    """Build and check a run from its merged table; other arguments as for `resolve`."""
     known = [item.name for item in fields(RlConfig)]
     for name in table:
         if name not in known:
@@ -154,7 +154,7 @@ def _plans(
     roles: Mapping[str, bool],
     optimizer: OptimizerConfig,
 ) -> dict[str, Plan]:
-    """The plan of every role with an engine: its own or the run's, on the ranks of its pool."""
+    """The plan of every role with an engine: its own or the run's, for the cluster of its pool."""
     own = table.get("plans", {})
     if not isinstance(own, Mapping):
         raise ConfigError("plans must be a table: write [plans.critic], or plans.critic = the name of a plan")

@@ -1,4 +1,4 @@
-"""Rules across the sections of a run of `terrace rl`, and the role in the errors of its plan."""
+"""Rules across the sections of a `terrace rl` run, and errors that name the role whose plan they concern."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from terrace.rl.sort_task import LONGEST_PROMPT, LONGEST_RESPONSE, VOCAB
 
 @contextmanager
 def naming(config: RlConfig, role: str) -> Iterator[None]:
-    """Put the name of `role` before an error of the body, if roles have pools or plans of their own."""
+    """Prefix errors of the body with `role`, if any role has its own pool or plan."""
     try:
         yield
     except TerraceError as error:
@@ -25,7 +25,7 @@ def naming(config: RlConfig, role: str) -> Iterator[None]:
 
 
 def check_sections(config: RlConfig) -> None:
-    """Raise a `TerraceError` for sections that do not fit each other."""
+    """Raise a `TerraceError` for sections that contradict each other."""
     if "fp16" in (config.plan.compute, *(plan.compute for plan in config.plans.values())):
         raise ConfigError("plan.compute = 'fp16': losses of token numbers are not scaled; use 'bf16' or 'fp32'")
     algorithm, run = config.algorithm, config.run
@@ -67,7 +67,7 @@ def check_sections(config: RlConfig) -> None:
 
 
 def _check_compared(config: RlConfig) -> None:
-    """Raise `ConfigError` for a run whose rewards have nothing to be compared with, so that it would learn nothing."""
+    """Raise `ConfigError` if a reward would have no baseline, so that nothing would be learned."""
     run, name, baseline = config.run, config.algorithm.name, config.algorithm.traits.baseline
     if baseline == "group" and run.responses < 2:
         raise ConfigError(
@@ -83,7 +83,7 @@ def _check_compared(config: RlConfig) -> None:
 
 
 def check_sizes(config: RlConfig) -> None:
-    """Raise `PlanError` for a role whose plan does not fit the sizes of a step."""
+    """Raise `PlanError` for a role whose plan cannot divide the rows of a step."""
     for role, has_engine in config.roles.items():
         if has_engine:
             with naming(config, role):
@@ -91,7 +91,7 @@ def check_sizes(config: RlConfig) -> None:
 
 
 def check_vocabulary(run: RunKeys, model: ModelConfig) -> None:
-    """Raise `ConfigError` for a model with more tokens than its task has; a prediction does not need this check."""
+    """Raise `ConfigError` for a model with a larger vocabulary than its task's; predictions skip this check."""
     if run.task and vocabulary_size(model) > VOCAB:
         raise ConfigError(
             f"task {run.task!r} has a tokenizer of its own, of {VOCAB} tokens, and the model would write "

@@ -1,11 +1,9 @@
-"""A run of `terrace rl`: roles on a runtime, a controller, and all around its steps.
+"""The main loop of `terrace rl`: runs a controller on roles (created by terrace.rl.making), evaluates, and saves.
 
-    roles, once they are made (terrace.rl.making) -> steps: numbers, evaluation, checkpoint
-
-A checkpoint of the actor has the run's progress among its facts: steps, the KL coefficient, the multiplier; a file
-beside it has the responses under way. Prompts and responses are functions of seeds and places, so a resumed run has the
-bits of one that went on. As a run of `terrace train` does, it saves before its first step, after its last, and after
-the step in which it is asked to stop.
+The actor's checkpoint holds the run's progress among its facts: steps, KL coefficient, multiplier. A file beside it
+holds the responses in progress. Prompts and responses are functions of seeds and positions, so a resumed run is
+bitwise equal to an uninterrupted one. As in `terrace train`, a run saves before its first step, after its last, and
+after the step in which it is asked to stop.
 """
 
 import math
@@ -42,18 +40,18 @@ from terrace.train.facts import check_facts, model_facts
 from terrace.train.runs import FEEDBACK
 from terrace.train.schedule import warmed_up
 
-START, STREAM = "start", "stream"  # folders of a run folder, beside those of checkpoints by role
-_MULTIPLIER_WINDOW = 1024  # last responses whose mean cost the multiplier follows; a guess
+START, STREAM = "start", "stream"  # subfolders of a run folder, beside those of the roles' checkpoints
+_MULTIPLIER_WINDOW = 1024  # responses in the moving mean cost that updates the multiplier; a guess
 
 
-Examples = Callable[[int, int], Rows]  # (first, number) -> prompts with their right responses
+Examples = Callable[[int, int], Rows]  # (first, number) -> prompts with reference responses
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunInputs:
-    """Configuration, prompts and tokenizer of a run; `examples` are for its supervised start, if it has one.
+    """Configuration, prompts and tokenizer of a run, and `examples` for its supervised start, if it has one.
 
-    `contents` are digests of the files that it depends on (`terrace.rl.identity`).
+    `stops` are the tokens that end a response; `contents` are digests of the run's files (`terrace.rl.identity`).
     """
 
     config: RlConfig
@@ -65,9 +63,9 @@ class RunInputs:
 
 
 class Run:
-    """A run whose roles are made; `steps` are its steps from the first that is left.
+    """A run on created roles. `steps` yields the remaining steps.
 
-    `calls` and `samples` are of the newest step, for the run's record.
+    `calls` and `samples` describe the newest step, for the run's record.
     """
 
     def __init__(self, inputs: RunInputs, runtime: Runtime, roles: Roles, rollout: Group | None, folder: Path) -> None:
@@ -127,14 +125,14 @@ class Run:
         )
 
     def steps(self, stops: Callable[[], bool] = lambda: False) -> Iterator[tuple[int, Metrics]]:
-        """(number of the step, from 1, its numbers); saved and evaluated as the run says.
+        """Run the remaining steps, evaluating and saving as configured. Yields (step from 1, metrics).
 
-        Where it `stops`, asked after each step but the last, the step is saved, and no other begins.
+        `stops` is called after each step but the last; if it returns True, the run saves and ends.
         """
         config, controller = self._inputs.config, CONTROLLERS[self._inputs.config.algorithm.name](self._setup)
         run, world_size = config.run, config.cluster.world_size
         if not self._progress.step:
-            self._save()  # a folder that cannot be written ends the run in its first minute
+            self._save()  # so that a run folder that is not writable fails at once
         for step in range(self._progress.step + 1, run.steps + 1):
             self._runtime.step, begin_s = step, now_s()
             found = next(controller)
@@ -142,7 +140,7 @@ class Run:
             found |= self._timed(begin_s, end_s)
             seconds = end_s - begin_s
             lengths = (found.get(f"{kind}_length/mean", 0.0) for kind in ("prompt", "response"))
-            # DAPO draws more than it learns from.
+            # DAPO draws more tokens than it learns from.
             tokens = found.get("group/tokens", sum(lengths) * run.prompts * run.responses)
             found |= {
                 "time/step": seconds,
@@ -160,17 +158,17 @@ class Run:
                 return
 
     def _timed(self, begin_s: float, end_s: float) -> Metrics:
-        """Seconds of the step by phase, the ranks' idle share, and the bytes of its hand-over."""
+        """Metrics of a step: seconds by phase, the ranks' idle share, bytes of the hand-over. Also sets `calls`."""
         ended, under_way = self._runtime.calls.taken(end_s)
         self.calls = self._call_lines.of_step(ended, begin_s, end_s)
-        # Evaluations lie between two steps.
+        # Leave out evaluations, which run between steps.
         spans = [span for span in ended if span.end_s > begin_s]
         ranks = [pool.num_ranks for pool in self._runtime.pools]
         handed = {f"reshard/{name}": value for name, value in self._stream.numbers.items()}
         return handed | seconds_by_phase(spans) | idle_share([*spans, *under_way], ranks, begin_s, end_s)
 
     def evaluated(self) -> Metrics:
-        """The mean reward of the likeliest responses to held-out prompts; nothing without these."""
+        """The mean reward of greedy responses to held-out prompts; empty if there are none."""
         prompts = self._inputs.prompts.held_out()
         if not prompts:
             return {}
@@ -190,8 +188,8 @@ class Run:
         (actor, of_actor), *critics = self._learning()
         state = state_file(self._folder / STREAM, self._progress.updates, self._progress.step)
         of_run["stream"] = write_state(state, *self._stream.state())
-        # By updates, as checkpoints count. The actor last: a step counts as saved when it is there. Until then its
-        # earlier step needs the critics of that step.
+        # Checkpoints are numbered by updates. The actor's is written last and marks the step as saved. Until then the
+        # critics of its previous checkpoint must be kept.
         for name, role in critics:
             role.save(folder=self._folder / name, step=self._progress.updates, facts=facts, keep=None)
         of_actor.save(folder=self._folder / actor, step=self._progress.updates, facts=facts, keep=keep)
@@ -208,7 +206,7 @@ class Run:
         return [(name, role) for name, role in named if role is not None]
 
     def resume(self, checkpoint: Checkpoint | None) -> int:
-        """Go on from a checkpoint (`checkpoint_of`); returns its step, 0 without one."""
+        """Resume from a checkpoint (`checkpoint_of`). Returns its step, 0 without a checkpoint."""
         if checkpoint is None:
             return 0
         facts = checkpoint.facts[FEEDBACK]
@@ -228,10 +226,10 @@ class Run:
 
 
 def checkpoint_of(inputs: RunInputs, folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest whole checkpoint in the folder of a run, verified, or None; and the damage of each newer one.
+    """The newest intact checkpoint of a run folder, verified, or None if there is none; errors of damaged newer ones.
 
-    A checkpoint is whole with the critics and the responses under way that were saved with it. Raises `CheckpointError`
-    where none is whole, and for one of another run.
+    Intact includes the critics and the responses in progress that were saved with it. Raises `CheckpointError` if all
+    checkpoints are damaged, and for a checkpoint of another run.
     """
     if latest(folder / ACTOR) is None:
         return None, []
@@ -261,7 +259,7 @@ def checkpoint_of(inputs: RunInputs, folder: Path) -> tuple[Checkpoint | None, l
 
 
 def _check_beside(folder: Path, checkpoint: Checkpoint) -> None:
-    """Raise `CheckpointError` unless all that was saved with the actor's checkpoint is whole."""
+    """Raise `CheckpointError` unless everything that was saved with the actor's checkpoint is intact."""
     facts = checkpoint.facts[FEEDBACK]
     read_state(state_file(folder / STREAM, checkpoint.step, int(facts["step"])), facts["stream"])
     for name in facts.get("critics", ()):

@@ -1,7 +1,7 @@
-"""A few responses of a step, as text, for whoever reads the record of a run: its page, its trackers.
+"""A few responses of a step, as text, for a run's page and trackers.
 
-They are the first ones, not chosen by their reward: two to each of a few prompts of the step, and the likeliest
-responses to the same held-out prompts each time.
+They are not selected by reward: the first two responses to each of the step's first prompts, and greedy responses to a
+fixed set of held-out prompts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,16 +13,16 @@ from terrace.rl.values.ragged import Ragged
 from terrace.rl.values.rows import Rows
 
 DRAWN, HELD_OUT = "drawn", "held out"
-_DRAWN, _OF_A_PROMPT, _HELD_OUT = 6, 2, 4  # responses of each kind, and of those drawn, of a prompt
-_EVERY = 10  # steps, in a run that evaluates nothing
-_LONGEST, _END = 1000, 300  # characters of a text, and of these the last; all between are left out
+_DRAWN, _OF_A_PROMPT, _HELD_OUT = 6, 2, 4  # drawn responses, at most this many per prompt; held-out responses
+_EVERY = 10  # steps between samples, in a run without evaluation
+_LONGEST, _END = 1000, 300  # characters shown of a text, and how many of them from its end
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShownSample:
-    """A response and its numbers: `parts` of the reward by function or model where there are several.
+    """A response and its scores. `parts` are the rewards by function or model, if there are several.
 
-    `advantage` is the mean over its tokens. A greedy response to a held-out prompt has neither this nor a cost.
+    `advantage` is the mean over the tokens. Held-out responses have neither advantage nor cost.
     """
 
     kind: str
@@ -36,14 +36,14 @@ class ShownSample:
 
 
 class Samples:
-    """Samples of the newest step, every `every` steps. `rewards` are the names of the parts of a reward, in order."""
+    """Collects samples, every `every` steps. `rewards` are the names of the rewards, in order."""
 
     def __init__(self, tokenizer: Tokenizer, rewards: Sequence[str], every: int) -> None:
         self._tokenizer, self._rewards, self._every = tokenizer, _told_apart(rewards), every or _EVERY
         self._kept: dict[str, list[ShownSample]] = {}
 
     def drawn(self, rows: Rows, advantages: Ragged) -> None:
-        """Keep some rows that a step learns from, with `advantages` of their tokens; those of a step before leave."""
+        """Keep some of a step's rows, with their token `advantages`, in place of the previous step's."""
         seen, chosen = dict[int, int](), list[int]()
         for row, group in enumerate(rows.tensor("groups").tolist()):
             seen[group] = seen.get(group, 0) + 1
@@ -54,11 +54,11 @@ class Samples:
         self._kept[DRAWN] = list(self._of(DRAWN, rows.take(chosen), means))
 
     def held_out(self, rows: Rows) -> None:
-        """Keep some likeliest responses to prompts that are held out."""
+        """Keep some greedy responses to held-out prompts."""
         self._kept[HELD_OUT] = list(self._of(HELD_OUT, rows.part(0, min(_HELD_OUT, len(rows))), None))
 
     def taken(self, step: int, is_last: bool) -> list[dict[str, Any]]:
-        """Samples since the last call, as tables: of steps 0 (the start), 1, each `every`th and the last, else none."""
+        """Take the kept samples as tables, at steps 0 (the start) and 1, every `every`th and the last; else empty."""
         kept, self._kept = self._kept, {}
         if step != 1 and step % self._every and not is_last:
             return []
@@ -87,7 +87,7 @@ class Samples:
 
 
 def shortened(text: str) -> str:
-    """A text of bounded length: begin and end of a longer one, and how much lies between."""
+    """Shorten a text to its beginning and end, with the number of characters left out."""
     if len(text) <= _LONGEST:
         return text
     return f"{text[: _LONGEST - _END]} [... {len(text) - _LONGEST} characters ...] {text[-_END:]}"

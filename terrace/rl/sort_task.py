@@ -1,8 +1,8 @@
-"""Task `sort`: the digits of a prompt in ascending order. It ships with the project: no data, no download.
+"""Task `sort`: sort the digits of a prompt. It ships with the project and needs no data.
 
-A prompt is 5 to 10 random digits and `>`, a response the digits sorted and the end. The reward is 1 for exactly that,
-the end included, else 0. Prompts and responses differ in length, so a wrong mask or a lost end shows at once. A
-sixteenth of all prompts, by their checksum, is held out and never trained on.
+A prompt is 5 to 10 random digits and `>`; the right response is the sorted digits and an end token, for a reward of 1,
+else 0. Lengths vary, so that a wrong mask or a missing end token shows at once. A sixteenth of all prompts, chosen by
+checksum, is held out and never trained on.
 """
 
 import json
@@ -34,14 +34,14 @@ _HELD_OUT_OF = 16
 
 
 class SortTokenizer:
-    """A token a character, and the end."""
+    """One token per character, plus an end token."""
 
     vocab_size: int = VOCAB
     text_tokens: TextTokens = TextTokens(end=END, context=END)
     fingerprint: str = "sort-1"
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
-        """Ids of `text`; raises `ValueError` for another character than digits and `>`."""
+        """Token ids of `text`; raises `ValueError` for characters other than digits and `>`."""
         return np.array([_CHARACTERS.index(character) for character in text], dtype=np.int64)
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
@@ -51,7 +51,7 @@ class SortTokenizer:
         return self.encode(text)
 
     def files(self) -> dict[str, bytes]:
-        """The same tokenizer as the files of a Hugging Face folder, name -> content."""
+        """This tokenizer as files of a Hugging Face folder, by name."""
         ids = {character: token for token, character in enumerate(_CHARACTERS)} | {_END_TEXT: END}
         end = {"id": END, "content": _END_TEXT, "single_word": False, "lstrip": False, "rstrip": False}
         tokenizer = {
@@ -70,12 +70,12 @@ class SortTokenizer:
 
 @dataclass(frozen=True)
 class SortPrompts:
-    """Prompts of the task."""
+    """The `PromptSource` of the task."""
 
     seed: int = 0
 
     def prompt(self, place: int) -> Prompt:
-        """The training prompt at a place, from 0."""
+        """The training prompt at index `place`, from 0."""
         return _drawn(f"{self.seed}/{place}", is_held_out=False)
 
     def held_out(self) -> tuple[Prompt, ...]:
@@ -86,7 +86,7 @@ class SortPrompts:
         return tuple(_drawn(f"held out/{place}", is_held_out=True) for place in range(NUM_HELD_OUT))
 
     def examples(self, first: int, num: int) -> Rows:
-        """Prompts with their right responses, from place `first` of a stream of their own: for a supervised start."""
+        """`num` prompts with right responses, from index `first` of a separate stream, for a supervised start."""
         prompts = [_drawn(f"{self.seed}/example/{place}", is_held_out=False) for place in range(first, first + num)]
         encode = SortTokenizer().encode
         answers = [np.append(encode(answer(prompt.text)), END) for prompt in prompts]
@@ -102,17 +102,17 @@ def answer(prompt: str) -> str:
 
 
 def reward(samples: Sequence[Sample]) -> list[float]:
-    """1 for the sorted digits and the end, else 0."""
+    """1 for the sorted digits with the end token, else 0."""
     return [float(each.finish == "stop" and each.response == answer(each.prompt)) for each in samples]
 
 
 def length_cost(samples: Sequence[Sample]) -> list[float]:
-    """Digits of the response over the longest: a cost that works against the reward, to try a constraint on."""
+    """Response length over the maximum: a cost that conflicts with the reward, to try out a constraint."""
     return [len(each.response) / LONGEST for each in samples]
 
 
 def _drawn(name: str, *, is_held_out: bool) -> Prompt:
-    # A string seeds Python's generator by its SHA-512, the same in every process.
+    # Python seeds from a string by its SHA-512, which is the same in every process.
     draw = random.Random(name)
     while True:
         text = "".join(draw.choices("0123456789", k=draw.randint(SHORTEST, LONGEST))) + ASK

@@ -1,4 +1,4 @@
-"""Means and maxima of the numbers of a run's steps, for its last words, in memory that does not grow with the steps."""
+"""Running means and maxima of a run's metrics, for its final summary. Memory does not grow with the steps."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -7,9 +7,9 @@ from terrace.rl.algorithms.metrics import Metrics
 
 
 class Totals:
-    """The mean and the largest value of each number over the steps.
+    """Mean and maximum of each metric over the steps.
 
-    In means a step without a number counts as 0, except in `mean_that_have`.
+    In means, a step without the metric counts as 0, except in `mean_that_have`.
     """
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class Totals:
         self._first: Metrics = {}
 
     def add(self, found: Mapping[str, float]) -> None:
-        """Count the numbers of a step."""
+        """Add the metrics of a step."""
         if not self.num_steps:
             self._first = dict(found)
         self.num_steps += 1
@@ -30,7 +30,7 @@ class Totals:
 
     @property
     def names(self) -> list[str]:
-        """The names of all numbers, in the order in which they came."""
+        """The names of all metrics, in order of first appearance."""
         return list(self._sums)
 
     def mean(self, name: str) -> float:
@@ -38,15 +38,15 @@ class Totals:
         return self._sums.get(name, 0.0) / self.num_steps
 
     def mean_that_have(self, name: str) -> float | None:
-        """The mean over the steps that have the number; None where none has."""
+        """The mean over the steps that have the metric; None if none has it."""
         return self._sums[name] / self._nums[name] if name in self._nums else None
 
     def largest(self, name: str) -> float:
-        """The largest of a number, 0 where no step has it."""
+        """The maximum over the steps; 0 if none has the metric."""
         return self._largest.get(name, 0.0)
 
     def steady(self, name: str) -> float:
-        """The mean over all steps but the first, if there are others."""
+        """The mean over all steps but the first, unless there is only one."""
         if self.num_steps == 1:
             return self.mean(name)
         return (self._sums.get(name, 0.0) - self._first.get(name, 0.0)) / (self.num_steps - 1)

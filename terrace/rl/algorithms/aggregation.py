@@ -1,7 +1,7 @@
-"""How losses of tokens become one: each token's weight in a sum, and its share of the divisor.
+"""How token losses are aggregated into one: each token's weight in the sum, and its contribution to the divisor.
 
-The two are kept apart. A rank's micro-batch gives a weighted sum of its own tokens; the divisor is added up over all
-micro-batches and ranks of a step and divides once, so that no mean of means can arise.
+A micro-batch returns a weighted sum over its own tokens. The divisor is summed over all micro-batches and ranks of a
+step and applied once, so that the result is never a mean of means.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from terrace.rl.algorithms.algorithm import Form
 
 @dataclass(frozen=True)
 class Aggregation:
-    """For losses l of the tokens of R responses with T_i tokens (the names are verl's):
+    """Aggregates the token losses of R responses with T_i tokens each (the names are verl's):
 
         form                       weight   count               divisor
         token-mean                 1        1                   sum of T_i     DAPO (2503.14476)
@@ -24,8 +24,8 @@ class Aggregation:
         seq-mean-token-sum         1        1 / T_i             R              ReMax (2310.10505)
         seq-mean-token-sum-norm    1        max_length / T_i    R max_length   Dr. GRPO (2503.20783)
 
-    An empty response has no token, and does not count in R.
-    Raises `ConfigError` for another form, and unless exactly seq-mean-token-sum-norm has a `max_length`.
+    Empty responses do not count in R. Raises `ConfigError` for an unknown form, for seq-mean-token-sum-norm without a
+    `max_length`, and for any other form with one.
     """
 
     form: Form
@@ -43,7 +43,7 @@ class Aggregation:
             raise ConfigError(f"max_length {self.max_length} of an aggregation: must be 1 or more")
 
     def weights(self, lengths: Tensor, dtype: torch.dtype) -> Tensor:
-        """Weight of each token in a loss, (N), for responses with `lengths`, which may be any part of a step."""
+        """Weight of each token in the loss, (N), for responses of `lengths`, which may be any subset of a step."""
         return self._by_token(lengths, 1, self.form == "seq-mean-token-mean", dtype)
 
     def counts(self, lengths: Tensor) -> Tensor:
@@ -51,6 +51,6 @@ class Aggregation:
         return self._by_token(lengths, self.max_length or 1, self.form != "token-mean", torch.float64)
 
     def _by_token(self, lengths: Tensor, of_row: int, is_shared: bool, dtype: torch.dtype) -> Tensor:
-        # A number of a response, at each of its tokens or shared by them. None of an empty one is taken: x / 0 is inf.
+        # `of_row` at each token, or divided by the response's length. The inf of an empty response is repeated 0 times.
         by_row = torch.full_like(lengths, of_row, dtype=dtype)
         return (by_row / lengths if is_shared else by_row).repeat_interleave(lengths)

@@ -1,6 +1,6 @@
-"""The numbers of an algorithm, with those of its paper as defaults, and the traits that rules ask for. Needs no torch.
+"""Hyperparameters of an algorithm, with its paper's as defaults, and the traits that rules check. Needs no torch.
 
-The loss that they give is `terrace.rl.algorithms.policy_loss`; the rest of an algorithm is its controller
+Their loss is in `terrace.rl.algorithms.policy_loss`; the rest of an algorithm is its controller
 (`terrace.rl.controllers.controllers`).
 """
 
@@ -33,11 +33,11 @@ Baseline = Literal["group", "batch", "greedy", "critic"]
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """Facts of an algorithm that its numbers do not change.
+    """Properties of an algorithm that do not depend on its hyperparameters.
 
-    `baseline` is what a reward is compared with: the other responses to its prompt, the other responses of the step,
-    the likeliest response to its prompt, or a critic's value. `paper` has the numbers of its paper that differ from the
-    defaults.
+    `baseline` is what a reward is compared with: the other responses to its prompt (group), the other responses of the
+    step (batch), the greedy response to its prompt (greedy), or a critic's value (critic). `paper` holds the paper's
+    hyperparameters where they differ from the defaults of `Algorithm`.
     """
 
     baseline: Baseline
@@ -58,7 +58,7 @@ TRAITS: Mapping[str, Traits] = {
     "ppo": Traits(baseline="critic", paper={**_KL_IN_REWARD, "value_clip": 0.2}, has_token_rewards=True),
     "grpo": Traits(baseline="group", paper={"aggregation": "seq-mean-token-mean"}),
     "dr-grpo": Traits(baseline="group", paper={"aggregation": "seq-mean-token-sum-norm"}),
-    # A response is one action: the mean over its tokens of a loss that all of them share.
+    # A response is one action. All its tokens carry the same loss, so their mean is that loss.
     "rloo": Traits(
         baseline="group",
         paper={"aggregation": "seq-mean-token-mean", **_KL_IN_REWARD},
@@ -87,7 +87,7 @@ assert set(TRAITS) == set(get_args(Name)), "each algorithm has a row"
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    """Raises `ConfigError` for values out of range, and for an option without effect under `name`."""
+    """The table `[algorithm]`. Raises `ConfigError` for values out of range, and for keys without effect."""
 
     name: Name = "grpo"  # whose paper has the defaults of the other keys
     clip_low: float = 0.2  # of the ratio of policies, below 1
@@ -114,7 +114,7 @@ class Algorithm:
         for name in ("clip_low", "clip_high", "kl_coefficient", "entropy", "overlong_window"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"algorithm.{name} = {getattr(self, name)} must be 0 or more")
-        # Without an upper clip, and without a bound of weights, a number may be infinite.
+        # inf turns the upper clip or the bound of importance weights off.
         for item in fields(self):
             value = getattr(self, item.name)
             may_be_infinite = item.name in ("clip_high", "importance_bound")
@@ -159,7 +159,7 @@ class Algorithm:
         return TRAITS[self.name]
 
     def without_effect(self, key: str) -> str:
-        """Why `key` has no effect under the other numbers, and what to do; "" if it has one."""
+        """Why `key` has no effect with the other keys as they are, and what to do; "" if it has one."""
         return _WITHOUT_EFFECT[key](self) if key in _WITHOUT_EFFECT else ""
 
 
@@ -191,7 +191,7 @@ _WITHOUT_EFFECT: Mapping[str, Callable[[Algorithm], str]] = {
 
 
 def algorithm_of(table: Mapping[str, Any]) -> Algorithm:
-    """The algorithm of a table `[algorithm]`: keys that it leaves out are those of the algorithm's paper."""
+    """Parse a table `[algorithm]`; missing keys default to the values of the algorithm's paper."""
     if not isinstance(table, Mapping):
         raise ConfigError(f"algorithm must be a table, not {table!r}")
     name = table.get("name", Algorithm.name)

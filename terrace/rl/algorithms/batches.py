@@ -1,11 +1,12 @@
-"""Between `Rows` and the runtime's micro-batches, whose rows are a prompt and its response: padded, or joined.
+"""Converts `Rows` to the runtime's micro-batches, whose sequences are a prompt and its response: padded, or joined.
 
-Blocks need a rectangle, and messages of one size rows of one length: this is the one place with padding, and labels of
-it do not count. Where nothing needs that length, rows stand end to end. Losses see valid tokens alone again. Rows are
-whole, so a context axis, which cuts them, cannot have these batches.
+Blocks need rectangular inputs, and messages of a fixed size need sequences of one length. Padding exists only here, and
+its labels are ignored. Where nothing needs a fixed length, sequences are joined without padding. Losses see only valid
+tokens. Sequences are whole, so a context axis, which splits them, cannot use these batches.
 
-`rows` have the ragged columns `prompts` and `responses`, int64 tokens. Where `responses` hold tokens that the sampler
-did not emit, the ragged column `emitted`, bool, says which it did; all other ragged columns are of valid tokens.
+`rows` have the ragged columns `prompts` and `responses`, int64 tokens. Where `responses` include tokens that the
+sampler did not emit, the ragged bool column `emitted` marks those that it did; all other ragged columns hold valid
+tokens only.
 
 Shape legend: R rows, S tokens of a row of the batch, N valid tokens.
 """
@@ -26,7 +27,7 @@ from terrace.runtime.objective import TokenObjective, ValueObjective
 from terrace.runtime.token_numbers import TokenNumbers
 
 WEIGHTS = "loss_weights"  # the column with the aggregation's weights
-_ROW = "row"  # the column with the row of each label, where labels do not stand by rows
+_ROW = "row"  # the column with the row index of each label, in joined batches
 
 # (log-probabilities of valid tokens, their entropies where there are some, columns (N) by name) -> sum
 TokenLoss = Callable[[Ragged, Tensor | None, Mapping[str, Tensor]], Tensor]
@@ -36,14 +37,14 @@ ValueLoss = Callable[[Ragged, Mapping[str, Tensor]], Tensor]  # (values of valid
 def batch_of(
     rows: Rows, columns: Sequence[str], aggregation: Aggregation, *, sequence: int, is_joined: bool = False
 ) -> Batch:
-    """One micro-batch of all `rows`, labels (R, `sequence`): responses at the places that predict them.
+    """One micro-batch of all `rows`, with labels (R, `sequence`): response tokens at the positions that predict them.
 
-    If `is_joined`, the rows stand in one as `shared_prefixes.py` says, without padding; labels (1, N) are the
-    valid tokens in the order of `rows`, and one that does not count where there are none.
+    If `is_joined`, all sequences form one row without padding, with shared prefixes stored once (`shared_prefixes.py`).
+    Labels (1, N) are then the valid tokens in the order of `rows`, or one ignored label if there are none.
 
-    Its columns are those named, of valid tokens, and `WEIGHTS`; its `weights` are the tokens' shares of the divisor. No
-    router sees its padding: `places` count from the first row, or from another's with `Batch.with_places`. Raises
-    `DataError` for an empty prompt, a row that is too long, and a column of other lengths.
+    The batch's columns are the named ones, at valid tokens, and `WEIGHTS`; its `weights` are the tokens' contributions
+    to the divisor. Padding is hidden from routers: `places` count from the first row, or from another with
+    `Batch.with_places`. Raises `DataError` for an empty prompt, a row that is too long, and a column of other lengths.
     """
     texts = _texts(rows, sequence)
     valid = _valid(rows, rows.ragged("responses"))
@@ -77,13 +78,13 @@ def batch_of(
 
 
 def label_places(rows: Rows, sequence: int) -> Ragged:
-    """Where the valid tokens of responses are labels: places in padded labels of `batch_of(rows)` laid out flat."""
+    """Indices of the responses' valid tokens in the flattened padded labels of `batch_of(rows)`."""
     responses = rows.ragged("responses")
     return _valid(rows, _before_responses(rows, responses.spread(_starts(rows, sequence)).values))
 
 
 def at_valid_tokens(numbers: Tensor, rows: Rows, is_joined: bool = False) -> Ragged:
-    """Numbers (R, S), or (1, N) if `is_joined`, by label of `batch_of(rows)`, at the valid tokens of responses."""
+    """Select the responses' valid tokens from `numbers`, (R, S), or (1, N) if `is_joined`, by label of `batch_of`."""
     if is_joined:
         valid = _valid(rows, rows.ragged("responses"))
         return valid.with_values(numbers.flatten()[: len(valid.values)])
@@ -93,7 +94,7 @@ def at_valid_tokens(numbers: Tensor, rows: Rows, is_joined: bool = False) -> Rag
 
 def _joined(rows: Rows, texts: Ragged, numbers: Mapping[str, Tensor], counts: Tensor) -> Batch:
     responses = rows.ragged("responses")
-    # The last token of a text predicts nothing, and is no input.
+    # The last token of a sequence predicts nothing, so it is no input.
     given = [text[:-1] for text in texts.lists()]
     places = Ragged(
         torch.tensor([x for each in places_of(given) for x in each], dtype=torch.int64), offsets_of(texts.lengths - 1)
@@ -141,16 +142,16 @@ def _starts(rows: Rows, sequence: int) -> Tensor:
 
 
 def _before_responses(rows: Rows, starts: Tensor) -> Ragged:
-    """Places of the tokens before those of responses, where a row's inputs begin at `starts`, by token."""
+    """For each response token, the index of the token that predicts it. `starts` (N): where its row's inputs begin."""
     responses = rows.ragged("responses")
     lengths = responses.spread(rows.ragged("prompts").lengths).values
     return responses.with_values(starts + lengths - 1 + _place_in_row(responses))
 
 
 def objective_of(loss: TokenLoss) -> TokenObjective:
-    """Objective of an engine: `loss` of the valid tokens of micro-batches from `batch_of`.
+    """Engine objective that applies `loss` to the valid tokens of micro-batches from `batch_of`.
 
-    Raises `PlanError` in the first step of a plan that gives ranks parts of rows.
+    Raises `PlanError` in the first step if the plan splits sequences over ranks.
     """
 
     def of_batch(numbers: TokenNumbers, batch: Batch) -> Tensor:
@@ -163,7 +164,7 @@ def objective_of(loss: TokenLoss) -> TokenObjective:
 
 
 def values_objective_of(loss: ValueLoss) -> ValueObjective:
-    """Objective of a critic's engine, else as `objective_of`: the value of a token is of the state before it."""
+    """As `objective_of`, for a critic's engine: a token's value is that of the state before it."""
 
     def of_batch(values: Tensor, batch: Batch) -> Tensor:
         counted, columns, offsets = _counted(batch)
@@ -173,7 +174,7 @@ def values_objective_of(loss: ValueLoss) -> ValueObjective:
 
 
 def _counted(batch: Batch) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """Where labels count; columns there; offsets of the responses among them."""
+    """Mask of the labels that count, the columns there, and the offsets of responses among them."""
     if batch.token_layout is not None:
         raise PlanError(
             "losses of responses need whole rows, but this plan gives ranks parts of rows: leave out the context "
@@ -190,5 +191,5 @@ def _valid(rows: Rows, column: Ragged) -> Ragged:
 
 
 def _place_in_row(column: Ragged) -> Tensor:
-    # 0, 1, ... in each row, (N).
+    # Position in its row, 0, 1, ..., (N).
     return torch.arange(len(column.values), device=column.offsets.device) - column.spread(column.offsets[:-1]).values

@@ -1,7 +1,7 @@
-"""Weights for rollouts that another engine than the training one drew.
+"""Importance weights for rollouts that were sampled by another engine than training's.
 
-Kernels, formats and versions of weights differ, so that training finds other log-probabilities for the same tokens. The
-ratio of the two, bounded or masked, multiplies the weights of a loss; it has no gradient and leaves the divisor alone.
+Kernels, formats and weight versions differ, so that training computes other log-probabilities for the same tokens. The
+probability ratio, truncated or masked, multiplies the loss weights. It has no gradient and does not change the divisor.
 
 Shape legend: N tokens, R responses.
 """
@@ -16,7 +16,7 @@ from terrace.rl.values.ragged import Ragged, check_rows
 def token_ratios(logprobs: Ragged, rollout: Ragged) -> Ragged:
     """exp(logprobs - rollout) of each token.
 
-    `logprobs` are training's before the first update on the batch, `rollout` those of the distribution drawn from.
+    `logprobs` are training's, before the first update on the batch; `rollout` are the sampling distribution's.
     """
     check_rows(logprobs=logprobs, rollout=rollout)
     return logprobs.with_values((logprobs.values - rollout.values).exp())
@@ -24,7 +24,7 @@ def token_ratios(logprobs: Ragged, rollout: Ragged) -> Ragged:
 
 @torch.no_grad()
 def sequence_ratios(logprobs: Ragged, rollout: Ragged) -> Ragged:
-    """The product of a response's `token_ratios`, at each of its tokens: unbiased, but of a far larger variance."""
+    """The product of a response's `token_ratios`, at each of its tokens: unbiased, but with a far larger variance."""
     check_rows(logprobs=logprobs, rollout=rollout)
     return logprobs.spread(logprobs.with_values(logprobs.values - rollout.values).sums().exp())
 
@@ -37,7 +37,7 @@ def truncated(ratios: Ragged, bound: float) -> Ragged:
 
 
 def masked(ratios: Ragged, low: float, high: float) -> Ragged:
-    """The ratio between `low` and `high`, and 0 outside: tokens on which the engines disagree teach nothing."""
+    """The ratio where it is between `low` and `high`, else 0, which drops tokens on which the engines disagree."""
     if not 0 <= low < high:
         raise ConfigError(f"importance weights from {low:g} to {high:g}: must be 0 or more, and ascend")
     inside = (ratios.values >= low) & (ratios.values <= high)

@@ -1,6 +1,6 @@
-"""Divergence from the reference policy: estimators by token, in the reward, and a coefficient that adapts.
+"""KL divergence from the reference policy: estimators per token, KL in the reward, and an adaptive coefficient.
 
-As a loss, see `terrace.rl.algorithms.losses.kl_loss`. Shape legend: N tokens, R responses.
+For KL as a loss, see `terrace.rl.algorithms.losses.kl_loss`. Shape legend: N tokens, R responses.
 """
 
 from torch import Tensor
@@ -9,18 +9,18 @@ from terrace.base.errors import ConfigError, DataError
 from terrace.rl.algorithms.algorithm import Estimator
 from terrace.rl.values.ragged import Ragged, check_shapes
 
-# exp(20) = 5e8 is far beyond any clip. A ratio that overflows would make the gradient of the side that is not taken
-# 0 * inf, and k3 infinite. verl has the same bound.
+# exp(20) = 5e8 is far beyond any clip. An overflowing ratio would make k3 infinite, and give the branch of the minimum
+# that is not selected a gradient of 0 * inf. verl has the same bound.
 LARGEST_LOG_RATIO = 20.0
 
 
 def estimates(logprobs: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
-    """KL(policy || reference) by token, (N), from log-probabilities (N) of tokens that the policy drew.
+    """Estimate KL(policy || reference) per token, (N), from log-probabilities (N) of tokens sampled from the policy.
 
     With d = reference - logprobs (Schulman, "Approximating KL divergence", 2020):
 
         k1 = -d              unbiased, of either sign
-        k2 = d^2 / 2         biased; its gradient, on the policy's own samples, is that of the KL
+        k2 = d^2 / 2         biased; on the policy's own samples its expected gradient is that of the KL
         k3 = exp(d) - d - 1  unbiased, never negative
     """
     check_shapes(logprobs=logprobs, reference=reference)
@@ -36,11 +36,11 @@ def estimates(logprobs: Tensor, reference: Tensor, estimator: Estimator) -> Tens
 
 
 def token_rewards(outcomes: Tensor, kl: Ragged, coefficient: float) -> Ragged:
-    """r_t = -coefficient kl_t + [t = T] outcome, for `outcomes` (R) of responses (Ouyang et al., 2203.02155, eq. 2).
+    """r_t = -coefficient kl_t + [t = T] outcome, for response `outcomes` (R) (Ouyang et al., 2203.02155, eq. 2).
 
-    Raises `DataError` for an empty response with an outcome other than 0: it has no token to carry it.
+    Raises `DataError` for an empty response with an outcome other than 0, which no token could carry.
 
-    Safe-RLHF has half the coefficient in the reward, and the same with the other sign in the cost.
+    Safe-RLHF uses half the coefficient in the reward, and minus that half in the cost.
     """
     check_shapes(outcomes=outcomes, lengths=kl.lengths)
     if not outcomes.is_floating_point():
@@ -57,7 +57,7 @@ def token_rewards(outcomes: Tensor, kl: Ragged, coefficient: float) -> Ragged:
 
 
 def penalised(outcomes: Tensor, kl: Ragged, coefficient: float) -> Tensor:
-    """outcome - coefficient (sum of kl over the response), (R): the reward of algorithms without token rewards."""
+    """outcome - coefficient * sum of `kl` over the response, (R): the reward of algorithms without token rewards."""
     check_shapes(outcomes=outcomes, lengths=kl.lengths)
     return outcomes - coefficient * kl.sums()
 

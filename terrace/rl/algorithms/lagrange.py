@@ -1,4 +1,4 @@
-"""Safe RLHF: reward under a bound on cost, by a Lagrange multiplier (Dai et al., 2310.12773, eq. 31)."""
+"""Safe RLHF: maximise reward under a bound on mean cost, by a Lagrange multiplier (Dai et al., 2310.12773, eq. 31)."""
 
 import math
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from terrace.rl.values.ragged import Ragged, check_rows
 
 @dataclass(frozen=True, kw_only=True)
 class Multiplier:
-    """lambda, of the Lagrangian that is maximised: reward - lambda (cost - threshold).
+    """lambda of the Lagrangian to maximise, reward - lambda (cost - threshold).
 
-    `threshold` is the mean cost that is allowed, -d in the paper. `costs` are those of the last `window` responses.
-    The logarithm of lambda is updated, so that lambda stays above 0. A step grows with lambda, so `largest` bounds it,
-    as in the authors' code. Raises `ConfigError` for values outside their range.
+    `threshold` is the largest allowed mean cost, -d in the paper. `costs` are those of the last `window` responses.
+    Updates apply to ln lambda, so that lambda stays above 0. Their size grows with lambda, so `largest` bounds it, as
+    in the authors' code. Raises `ConfigError` for values outside their range.
     """
 
     threshold: float
@@ -38,7 +38,7 @@ class Multiplier:
         return math.exp(self.log_value)
 
     def updated(self, costs: Sequence[float]) -> "Multiplier":
-        """After responses with `costs`: ln lambda + rate lambda J, with J the moving mean less the threshold."""
+        """The multiplier after responses with `costs`: ln lambda += rate lambda (moving mean cost - threshold)."""
         kept = (*self.costs, *costs)[-self.window :]
         if not kept:
             return self
@@ -48,6 +48,6 @@ class Multiplier:
 
 
 def mixed(of_reward: Ragged, of_cost: Ragged, multiplier: float) -> Ragged:
-    """(A^R - lambda A^C) / (1 + lambda), from the advantages of reward and of cost, each with a critic of its own."""
+    """(A^R - lambda A^C) / (1 + lambda), from the reward's and the cost's advantages, each from its own critic."""
     check_rows(of_reward=of_reward, of_cost=of_cost)
     return of_reward.with_values((of_reward.values - multiplier * of_cost.values) / (1 + multiplier))

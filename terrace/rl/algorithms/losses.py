@@ -1,11 +1,11 @@
-"""Losses of a policy and of a critic, as SUMS over tokens: the step divides once (`terrace.rl.algorithms.aggregation`).
+"""Policy and critic losses, as SUMS over tokens: the step divides once (`terrace.rl.algorithms.aggregation`).
 
-A loss takes flat columns (N) of the valid tokens of some whole responses, and is differentiable in the first of them.
-`weights` (N) are those of the aggregation, times those of `importance.py` where rollout and training differ.
-Sums over any parts of a step add up to the sum over the step.
+A loss takes flat columns (N) of the valid tokens of whole responses, and is differentiable in the first column.
+`weights` (N) are the aggregation's, times those of `importance.py` where rollout and training differ.
+The sums of a step's micro-batches add up to the step's sum.
 
-Shape legend: N tokens, R responses. rho = exp(logprobs - old_logprobs): the present policy over the earlier one
-when the batch was scored.
+Shape legend: N tokens, R responses. rho = exp(logprobs - old_logprobs), the probability ratio of the current policy to
+the policy that scored the batch.
 """
 
 import torch
@@ -18,7 +18,7 @@ from terrace.rl.values.ragged import check_shapes, row_of_each, row_sums
 
 
 def reinforce(logprobs: Tensor, advantages: Tensor, weights: Tensor) -> Tensor:
-    """Sum of -A log pi: its gradient is that of Williams (1992), for samples of the present policy."""
+    """Sum of -A log pi: the policy gradient of Williams (1992), for samples of the current policy."""
     check_shapes(logprobs=logprobs, advantages=advantages, weights=weights)
     return -(weights * advantages * logprobs).sum()
 
@@ -35,8 +35,8 @@ def clipped_surrogate(
 ) -> Tensor:
     """Sum of -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A) (PPO, Schulman et al., 1707.06347, eq. 7).
 
-    DAPO clips higher: 0.2 and 0.28 (2503.14476, eq. 10). `dual_clip` c bounds the loss of a token with a negative
-    advantage by -c A (Ye et al., 1912.09729, eq. 5); usual is 3.
+    DAPO clips at 0.2 and 0.28 (2503.14476, eq. 10). `dual_clip` c bounds the loss of a token with a negative advantage
+    by -c A (Ye et al., 1912.09729, eq. 5); 3 is common.
     """
     check_shapes(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, weights=weights)
     losses = _surrogate(_ratio(logprobs - old_logprobs), advantages, clip_low, clip_high)
@@ -57,11 +57,11 @@ def rloo(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> Tensor:
-    """The clipped surrogate with the probability ratio of a response, exp(sum of log rho): a response is one action.
+    """The clipped surrogate with one ratio per response, exp(sum of log rho): a response is one action.
 
-    Before the first update rho is 1, and the gradient is that of REINFORCE, A times that of the response's
-    log-probability (RLOO, 2402.14740, eq. 7). The paper draws anew for every update; the ratio and the clips, those of
-    TRL, are for a step of several mini-batches. Else as `gspo`.
+    Before the first update rho is 1, so the gradient is REINFORCE's: A times the gradient of the response's
+    log-probability (RLOO, 2402.14740, eq. 7). The paper samples again for every update; ratio and clips, as in TRL,
+    allow several mini-batches a step. Otherwise as `gspo`.
     """
     ratios = response_log_ratios(logprobs, old_logprobs, offsets, is_mean=False)
     return _of_responses(ratios, advantages, weights, clip_low, clip_high)
@@ -77,17 +77,17 @@ def gspo(
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
 ) -> Tensor:
-    """The clipped surrogate with the ratio of a response, exp(mean of log rho) (GSPO, 2507.18071, eqs. 5 and 7).
+    """The clipped surrogate with one ratio per response, exp(mean of log rho) (GSPO, 2507.18071, eqs. 5 and 7).
 
-    `offsets` (R + 1) cut the tokens into responses. Each token has the loss of its response, so the aggregation
-    seq-mean-token-mean gives the paper's mean over responses. The clips are the paper's.
+    `offsets` (R + 1) delimit the responses. Each token carries its response's loss, so the aggregation
+    seq-mean-token-mean gives the paper's mean over responses. The default clips are the paper's.
     """
     ratios = response_log_ratios(logprobs, old_logprobs, offsets, is_mean=True)
     return _of_responses(ratios, advantages, weights, clip_low, clip_high)
 
 
 def response_log_ratios(logprobs: Tensor, old_logprobs: Tensor, offsets: Tensor, *, is_mean: bool) -> Tensor:
-    """Sum of log rho over a response, or its mean over the tokens, at each of its tokens (N)."""
+    """Sum of log rho over a response, or its mean if `is_mean`, copied to each of its tokens (N)."""
     check_shapes(logprobs=logprobs, old_logprobs=old_logprobs)
     sums = row_sums(logprobs - old_logprobs, offsets)
     return (sums / offsets.diff().clamp(min=1) if is_mean else sums)[row_of_each(offsets)]
@@ -102,9 +102,9 @@ def cispo(
     clip_low: float,
     clip_high: float,
 ) -> Tensor:
-    """Sum of -sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi, sg without gradient (CISPO, 2506.13585, eqs. 4, 5).
+    """Sum of -sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi, sg stop-gradient (CISPO, 2506.13585, eqs. 4, 5).
 
-    A token beyond a clip still has a gradient. The paper has no lower clip: `clip_low` 1.
+    Clipped tokens still have a gradient. The paper has no lower clip (`clip_low` = 1).
     """
     check_shapes(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, weights=weights)
     ratios = _ratio(logprobs.detach() - old_logprobs).clamp(1 - clip_low, 1 + clip_high)
@@ -116,8 +116,8 @@ def value_loss(
 ) -> Tensor:
     """Sum of max((V - return)^2, (V_clip - return)^2) / 2, with V_clip within `clip` of the old value.
 
-    The clip is that of PPO's first implementation (Dhariwal et al., OpenAI Baselines, 2017). Without it, the square
-    alone.
+    The clip is that of PPO's first implementation (Dhariwal et al., OpenAI Baselines, 2017). Without it the loss is
+    (V - return)^2 / 2.
     """
     check_shapes(values=values, old_values=old_values, returns=returns, weights=weights)
     losses = (values - returns).square()
@@ -128,10 +128,10 @@ def value_loss(
 
 
 def kl_loss(logprobs: Tensor, reference: Tensor, weights: Tensor, estimator: Estimator) -> Tensor:
-    """Sum of an estimate of KL(policy || reference) by token (`kl.estimates`), to be added to a loss.
+    """Sum of the per-token estimates of KL(policy || reference) (`kl.estimates`), to be added to a loss.
 
-    The gradient of k2 is that of the KL, for the policy's own samples. That of k3, which GRPO has (2402.03300, eq. 4),
-    is not; that of k1 is 0 on average, and is refused.
+    On the policy's own samples, the expected gradient of k2 is that of the KL. That of k3, which GRPO uses (2402.03300,
+    eq. 4), is not. That of k1 is 0, so k1 raises `ConfigError`.
     """
     if estimator == "k1":
         raise ConfigError("k1 as a loss has a gradient of mean 0: take k2 or k3, or put k1 into the reward")
@@ -140,7 +140,7 @@ def kl_loss(logprobs: Tensor, reference: Tensor, weights: Tensor, estimator: Est
 
 
 def entropy_loss(entropy: Tensor, weights: Tensor) -> Tensor:
-    """Sum of -H, of the policy's entropy at each token: added to a loss with a coefficient, it keeps entropy up."""
+    """Sum of -H, the policy's entropy at each token: added to a loss with a coefficient, it keeps entropy high."""
     check_shapes(entropy=entropy, weights=weights)
     return -(weights * entropy).sum()
 

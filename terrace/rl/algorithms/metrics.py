@@ -1,4 +1,4 @@
-"""Numbers of an iteration under the names that verl gives them, from its rows."""
+"""Metrics of an iteration, computed from its rows, under verl's names."""
 
 from collections.abc import Iterable, Mapping
 
@@ -14,9 +14,10 @@ ROLLOUT = ("rollout/logprob_diff_max", "rollout/logprob_diff_mean", "rollout/k3"
 
 
 def of_rows(rows: Rows, num_tokens: int) -> Metrics:
-    """Rewards, lengths and groups of responses, and how far rollout and training are apart.
+    """Metrics of rewards, lengths and groups, and of the difference between rollout and training.
 
-    `num_tokens` is the longest response that is drawn. Groups of equal rewards are all right above 0, else all wrong.
+    `num_tokens` is the longest response that may be sampled. A group of equal rewards counts as all right if the reward
+    is above 0, else as all wrong.
     """
     lengths, prompts = rows.ragged("responses").lengths.double(), rows.ragged("prompts").lengths.double()
     rewards, groups = rows.tensor("reward").double(), rows.tensor("groups")
@@ -41,12 +42,12 @@ def of_rows(rows: Rows, num_tokens: int) -> Metrics:
 
 
 def of_tokens(prefix: str, values: Ragged) -> Metrics:
-    """Mean, largest and least of a column of tokens."""
+    """Mean, maximum and minimum of a token column."""
     return _summary(prefix, values.values.double(), ("mean", "max", "min"))
 
 
 def joined(parts: Iterable[Mapping[str, float]], prefix: str) -> Metrics:
-    """The mean of each number over the updates of an iteration."""
+    """The mean of each metric over the updates of an iteration, with `prefix` before its name."""
     lists: dict[str, list[float]] = {}
     for part in parts:
         for name, value in part.items():
@@ -55,9 +56,9 @@ def joined(parts: Iterable[Mapping[str, float]], prefix: str) -> Metrics:
 
 
 def rollout_sums(logprobs: Ragged, rollout: Ragged) -> Metrics:
-    """Figures of training's `logprobs` beside those of the `rollout`, of some responses; the sums of parts add up.
+    """Sums that compare training's `logprobs` with the `rollout`'s; add those of several batches to get the total.
 
-    A name that ends in `_max` has the largest of parts instead. `rollout_numbers` reads the totals.
+    Names that end in `_max` are maxima instead. `rollout_numbers` turns the totals into metrics.
     """
     difference = logprobs.values.double() - rollout.values.double()
     ratios = logprobs.with_values(difference).sums().exp()
@@ -72,7 +73,7 @@ def rollout_sums(logprobs: Ragged, rollout: Ragged) -> Metrics:
 
 
 def rollout_numbers(means: Metrics) -> Metrics:
-    """The numbers `ROLLOUT` from totals of `rollout_sums`, all but the largest divided by the number of tokens."""
+    """The metrics `ROLLOUT` from totals of `rollout_sums` that were divided by the token count, except the maximum."""
     found = {name: means[name] for name in ROLLOUT if name in means}
     # Effective sample size of the weights of responses (Kong 1992): 1 where rollout and training agree.
     spread = means["rollout/squares"] * means["rollout/responses"]

@@ -1,4 +1,4 @@
-"""The policy's loss that the numbers of an algorithm give, and how losses of its tokens become one."""
+"""The policy loss and the aggregation of token losses that an `Algorithm` configures."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -21,21 +21,21 @@ from terrace.rl.algorithms.losses import (
 from terrace.rl.algorithms.metrics import rollout_sums
 from terrace.rl.values.ragged import Ragged
 
-Sums = defaultdict[str, float]  # of a number over tokens, and their number under "tokens"
+Sums = defaultdict[str, float]  # metrics summed over tokens; "tokens" counts them
 
 
 def aggregation_of(algorithm: Algorithm, max_length: int) -> Aggregation:
-    """Weights of tokens; `max_length` is the longest response that is drawn."""
+    """The aggregation of `algorithm`; `max_length` is the longest response that may be sampled."""
     form = algorithm.aggregation
     return Aggregation(form, max_length if form == "seq-mean-token-sum-norm" else None)
 
 
 def policy_loss(algorithm: Algorithm, sums: Sums) -> TokenLoss:
-    """The loss of a policy, which adds its figures to `sums`.
+    """The policy loss; each call adds its metrics to `sums`.
 
-    Columns: `old` log-probabilities and `advantages`; where they are there, `kl_weight` (the coefficient, at every
-    token) with `reference` log-probabilities, `importance`, which multiplies the weights, and `rollout`, with which the
-    log-probabilities are compared. Rows without advantages are examples, whose likelihood is raised.
+    Required columns: `old` log-probabilities and `advantages`. Optional: `kl_weight` (the KL coefficient at every
+    token) with `reference` log-probabilities; `importance`, which multiplies the weights; `rollout` log-probabilities,
+    for metrics. Without `advantages` the loss is the negative log-likelihood (supervised examples).
     """
 
     def loss(logprobs: Ragged, entropies: Tensor | None, columns: Mapping[str, Tensor]) -> Tensor:

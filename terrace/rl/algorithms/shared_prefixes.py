@@ -1,14 +1,14 @@
-"""Attention of texts that stand in one row, with the tokens of a common prefix there once.
+"""Attention over several sequences in one row, with common prefixes stored once.
 
-The texts of a micro-batch are sorted, and of each the row has the tokens behind the longest prefix that it has in
-common with the text before it: responses to one prompt share the prompt and the tokens in which they do not differ yet,
-prompts share their instructions. A token at position p sees, of each position up to p, the last token there that stands
-before it or is itself. So the row is the tree of its texts, depth first, and autograd sums up at a token of several
-texts the same as it would over copies: the same function as one row a text.
+The sequences of a micro-batch are sorted, and each adds to the row only the tokens after the longest prefix that it
+shares with the sequence before it: responses to one prompt share the prompt and their common first tokens, prompts
+share their instructions. A token at position p attends, at each position up to p, to the last token of the row there
+that is not after it. So the row is the prefix tree in depth-first order, and autograd sums the gradients of a shared
+token as it would over copies: the function is that of one row per sequence.
 
-Only on a CPU, where the pieces of a row are cut on the host (terrace.model.attention says why). Short runs share a
-piece under a mask, which costs less than another call of the kernel. Texts beyond `LONGEST_SHARED` share nothing, and
-need no mask.
+CPU only, where a row's pieces are computed on the host (terrace.model.attention says why). Short runs share a piece
+under a mask, which costs less than another kernel call. Sequences beyond `LONGEST_SHARED` share nothing and need no
+mask.
 
 Shape legend: T tokens of a row, N query heads, K key-value heads, D head_dim, L queries of a piece, M its keys.
 """
@@ -24,25 +24,25 @@ from terrace.base.errors import ModelError
 from terrace.model.attention import Capped, MaskPlan, PerMicroBatch, PlannedAttention, attend
 from terrace.model.attention_plans import AttentionPlans
 
-# Masks of shared rows are as large as the squares of their lengths; a guess.
+# Tokens. Masks grow with the square of the length of shared rows; the bound is a guess.
 LONGEST_SHARED = 512
-# Tokens. A step of the task sort takes 3 % less than with 64, and as long as with 160 (fp32, one AVX-512 core).
+# Tokens. A step of the task sort takes 3 % less time than with 64, and the same as with 160 (fp32, one AVX-512 core).
 _SHORT_PIECE = 96
 
 
 @dataclass(frozen=True)
 class _Pieces:
-    """The mask plan of a row: piece i has `sizes[i]` tokens, which also see some before it, at places of the row."""
+    """The mask plan of a row: piece i has `sizes[i]` queries, which also attend to tokens `before` it in the row."""
 
     sizes: tuple[int, ...]
-    before: Tensor  # int64, the places for all pieces
-    num_before: tuple[int, ...]  # how many of them are for each piece
-    masks: tuple[Tensor | None, ...]  # (L, M) each; without one, causal
+    before: Tensor  # int64, indices into the row, concatenated over pieces
+    num_before: tuple[int, ...]  # indices of each piece
+    masks: tuple[Tensor | None, ...]  # (L, M) each; None is causal
     cap: float = 0.0
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention output (1, N, T, D) of query over key and value (1, K, T, D)."""
-        # Split, and gathered at once: the gradient of a slice would be as large as the whole.
+        # One split and one gather, since the gradient of each slice would be as large as the whole tensor.
         queries = torch.split(query, list(self.sizes), 2)
         mixed = [
             attend(one, keys, values, Capped(mask, self.cap) if self.cap else mask).transpose(1, 2)
@@ -51,7 +51,7 @@ class _Pieces:
         return torch.cat(mixed, 1).transpose(1, 2)
 
     def _seen(self, part: Tensor) -> Sequence[Tensor]:
-        """The keys or values that each piece sees, (1, K, T, D), (1, K, M, D) each."""
+        """The keys or values (1, K, M, D) of each piece, from `part` (1, K, T, D)."""
         own = torch.split(part, list(self.sizes), 2)
         if not len(self.before):
             return own
@@ -60,9 +60,9 @@ class _Pieces:
 
 
 class SharedPrefixPlans:
-    """The mask plans of a model whose rows are trees; a `window` of 0 is no window, a `cap` of 0 no cap of scores.
+    """Mask plans for rows that are prefix trees. `window` 0 is no window, `cap` 0 no soft cap of scores.
 
-    One object serves all layers that attend alike.
+    All layers with the same window and cap share one object.
     """
 
     def __init__(self, window: int, cap: float = 0.0) -> None:
@@ -70,7 +70,7 @@ class SharedPrefixPlans:
         self._made = PerMicroBatch()
 
     def plan(self, positions: Tensor | None, query: Tensor) -> MaskPlan:
-        """The plan for query (1, N, T, D), whose tokens have `positions` (1, T) in their texts."""
+        """The plan for query (1, N, T, D); `positions` (1, T) are the tokens' positions in their sequences."""
         if positions is None or len(positions) != 1:
             raise ModelError("texts with shared prefixes stand in one row, with positions")
         return self._made.get(positions, query.dtype, lambda: self._of(positions[0], query.dtype))
@@ -81,7 +81,7 @@ class SharedPrefixPlans:
 
 
 def share_prefixes(blocks: Iterable[nn.Module]) -> None:
-    """Have all layers of a decoder's blocks attend as this module says, each with its window."""
+    """Switch all attention layers of `blocks` to `SharedPrefixPlans`, keeping each layer's window and cap."""
     made: dict[tuple[int, float], SharedPrefixPlans] = {}
     for block in blocks:
         for module in block.modules():
@@ -93,7 +93,7 @@ def share_prefixes(blocks: Iterable[nn.Module]) -> None:
 
 
 def has_shared_prefixes(blocks: Iterable[nn.Module]) -> bool:
-    """Whether `share_prefixes` has been here."""
+    """Whether `share_prefixes` has been applied to `blocks`."""
     return any(
         isinstance(module, PlannedAttention) and isinstance(module.plans, SharedPrefixPlans)
         for block in blocks
@@ -102,10 +102,10 @@ def has_shared_prefixes(blocks: Iterable[nn.Module]) -> bool:
 
 
 def places_of(texts: Sequence[list[int]]) -> list[list[int]]:
-    """The places of the tokens of each text in a row that has every shared prefix once."""
+    """The index in the row of each sequence's tokens, where the row stores every shared prefix once."""
     found: list[list[int]] = [[] for _ in texts]
     before, places, end = list[int](), list[int](), 0
-    # Of all texts, the one before in this order has the longest common prefix.
+    # In sorted order, no earlier sequence shares a longer prefix than the one just before.
     for index in sorted(range(len(texts)), key=texts.__getitem__):
         text = texts[index]
         shared = _num_common(before, text) if len(text) <= LONGEST_SHARED else 0
@@ -125,13 +125,13 @@ def _cut(positions: Tensor, window: int, dtype: torch.dtype) -> _Pieces:
     begins[1:] = positions[1:] != positions[:-1] + 1
     bounds = [*torch.nonzero(begins).flatten().tolist(), len(positions)]
     firsts = positions[bounds[:-1]].tolist()
-    path = list[int]()  # places, by position, of what the next token may see
-    unseen_from = [len(positions)] * len(positions)  # the first token after each that does not see it
+    path = list[int]()  # row index of the token at each position that the next token attends to
+    unseen_from = [len(positions)] * len(positions)  # for each token, the first later token that does not attend to it
     piece_begins, before = list[int](), list[list[int]]()
     for (begin, end), first in zip(pairwise(bounds), firsts, strict=True):
         if not piece_begins or end - piece_begins[-1] > _SHORT_PIECE:
             piece_begins.append(begin)
-            # Later runs of the piece see no more of what comes before it.
+            # Later runs of the piece attend to no further tokens before it.
             before.append(path[:first])
         for place in path[first:]:
             unseen_from[place] = begin

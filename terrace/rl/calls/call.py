@@ -1,8 +1,8 @@
-"""Calls of roles: how a method's rows are shared among the ranks of its role, and from whom its result is taken.
+"""Role calls: how a method's rows are split over the ranks of its role, and from which ranks its result is collected.
 
-A role is a plain class. Its constructor takes `(world, **settings)`; world is None for a rank alone. Every rank of a
-role gets every call, since its ranks may send each other messages. A call gives a method a share of rows and values by
-name:
+A role is a plain class. Its constructor takes `(world, **settings)`; `world` is None for a single rank. Every rank of a
+role receives every call, since its ranks may communicate. A method receives its share of the rows, and values as
+keyword arguments:
 
     class Reward:
         def __init__(self, world: World | None, scale: float) -> None:
@@ -33,14 +33,16 @@ _SPLITS = ("data", "replica", None)
 
 @dataclass(frozen=True)
 class Call:
-    """One method that a controller may call.
+    """A method that a controller may call.
 
-    `split`: rows are shared over data ranks of the role's plan, over replicas for generation, or all ranks get all.
-    `take`: rows of each data rank or replica, joined in order; the value of the first rank, or a list of all ranks'; or
-    the mean of numbers by name over the shares of `split` (of data ranks without one), weighted by their rows.
-    `balance`: shares have as even tokens as can be, or as even rows, for work that pads every row to one length.
-    `reads`: the columns that the method reads, so that no others are sent; empty: it may read all. `keeps_groups`:
-    neighbouring rows with one number in the column `groups` go to the same share.
+    `split`: rows are split over the data ranks of the role's plan ("data"), over generation replicas ("replica"), or
+    every rank gets all rows (None).
+    `take`: "data" and "replica" concatenate the rows of each data rank or replica, "first" is the value of the first
+    rank, "all" a list of all ranks' values, and "mean" averages a mapping of numbers over the shares of `split` (over
+    data ranks without one), weighted by rows.
+    `balance`: shares are balanced by tokens, or by rows for methods that pad rows to one length.
+    `reads`: the columns that the method reads; only these are sent. Empty: all columns.
+    `keeps_groups`: consecutive rows with the same value in the column `groups` go to the same share.
     """
 
     method: str
@@ -64,10 +66,10 @@ def call(
     reads: tuple[str, ...] = (),
     keeps_groups: bool = False,
 ) -> Callable[[_Method], _Method]:
-    """Let a controller call the decorated method.
+    """Mark a method as callable by a controller; for the arguments see `Call`.
 
     Raises `ConfigError` for an unknown `split`, `take` or `balance`, and for rows that are split over one axis and
-    taken over another: rows would be missing or doubled.
+    collected over the other, which would lose or duplicate rows.
     """
     if split not in _SPLITS:
         raise ConfigError(f"split = {split!r}: must be one of {', '.join(map(repr, _SPLITS))}")
@@ -92,7 +94,7 @@ def calls_of(worker: type) -> dict[str, Call]:
 
 
 def call_of(worker: type, method: str, role: str) -> Call:
-    """The call of a method; raises `ConfigError` for one that `worker` has not, or has without `@call`."""
+    """The `Call` of a method; raises `ConfigError` if `worker` has no such method, or has it without `@call`."""
     calls = calls_of(worker)
     if method in calls:
         return calls[method]

@@ -1,7 +1,7 @@
-"""A process of a role's ranks: it holds workers by name and runs their calls.
+"""One process of a pool: it holds the workers of its roles and runs their calls.
 
-Rows that a call returns stay here, in the process's store, until the controller drops them; the controller learns where
-they are and how many tokens each has. Whoever needs them fetches them from where they are.
+Returned rows stay in this process's store until the controller drops them. The controller receives only their place and
+token counts; consumers fetch the rows from the process that holds them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,13 +17,13 @@ from terrace.rl.calls.spans import now_s
 from terrace.rl.values.ragged import Ragged
 from terrace.rl.values.rows import Rows, cat
 
-MAKE = "__init__"  # the method of the task that makes a worker
+MAKE = "__init__"  # the method name of the task that creates a worker
 _TOKENS = ("prompts", "responses")  # the columns that blocks run on (terrace.rl.algorithms.batches)
 
 
 @dataclass(frozen=True)
 class Part:
-    """Rows where they were made: `place` is a store's name for them, `tokens` and `groups` are those of each row.
+    """A reference to rows in a store: their `place` there, and the token count and group of each row.
 
     `groups` is empty for rows without that column.
     """
@@ -35,7 +35,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows `start` to `stop` of those at a place."""
+    """Rows `start` to `stop` of the rows at `place`."""
 
     place: Any
     start: int
@@ -44,10 +44,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Task:
-    """One rank's part of a call. `rows` are the pieces of each argument; `values` is the rest, or a role's settings.
+    """One rank's share of a call: the pieces of each `Rows` argument, and the keyword arguments `values`.
 
-    `worker` is the class of a role that is made. Without `is_taken` the result is dropped. `step` is the run's, for
-    words on a rank that stopped.
+    `worker` is the class to create, with `values` as its settings, or None for an ordinary call. Without `is_taken` the
+    result is dropped. `step` is the run's, for the error message of a rank that stopped.
     """
 
     number: int
@@ -67,7 +67,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a task: rows that stayed, or a value; it ran from `begin_s` to `end_s`, seconds of the epoch."""
+    """The result of a task: a reference to rows, or a value. It ran from `begin_s` to `end_s` (Unix time)."""
 
     number: int
     part: Part | None = None
@@ -77,21 +77,21 @@ class Answer:
 
 
 class Store(Protocol):
-    """Rows of a process that others can fetch."""
+    """Holds rows of this process, which other processes can fetch."""
 
     def keep(self, rows: Rows) -> Any:
-        """Keep rows and return their place."""
+        """Store rows and return their place."""
 
     def fetch(self, place: Any) -> Rows:
-        """Rows of any process, which must not be changed in place."""
+        """Get rows of any process; do not change them in place."""
 
     def drop(self, place: Any) -> None:
-        """Forget rows that `keep` kept here."""
+        """Drop rows that this store keeps."""
 
     def part(self, place: Any, start: int, stop: int, columns: Sequence[str] = ()) -> Any:
-        """The place for who reads rows `start` to `stop` alone, and of these `columns`, if it has one of them.
+        """A smaller place for a reader of rows `start` to `stop`, and of `columns` if the rows have one of them.
 
-        It is as long as before; objects of other rows are missing, and may be other columns.
+        Row indices stay the same. Python objects of the other rows are left out, and the other columns may be.
         """
 
 
@@ -103,7 +103,7 @@ class Host:
         self._workers: dict[str, Any] = {}
 
     def run(self, task: Task) -> Answer:
-        """Run a task; raises the errors of the worker, and `ConfigError` for a result that cannot be taken."""
+        """Run a task; raises the worker's errors, and `ConfigError` for a result of a type that `take` cannot use."""
         begin_s = now_s()
         return replace(self._answer(task), begin_s=begin_s, end_s=now_s())
 
@@ -125,12 +125,12 @@ class Host:
 
 
 def kept(store: Store, rows: Rows) -> Part:
-    """Rows kept in a store."""
+    """Store rows and return a reference to them."""
     return Part(store.keep(rows), tokens_of(rows), groups_of(rows))
 
 
 def joined(store: Store, pieces: Sequence[Piece]) -> Rows:
-    """The rows of all pieces; a copy only where there are several."""
+    """Fetch and concatenate all pieces; copies only if there are several."""
     found = []
     for piece in pieces:
         rows = store.fetch(piece.place)
@@ -140,7 +140,7 @@ def joined(store: Store, pieces: Sequence[Piece]) -> Rows:
 
 
 def merged(arguments: Sequence[Rows]) -> Rows:
-    """The columns of all arguments; `DataError` for a name that two have."""
+    """The columns of all arguments side by side; raises `DataError` for a name that occurs twice."""
     found = arguments[0]
     for each in arguments[1:]:
         found = found | each
@@ -148,7 +148,7 @@ def merged(arguments: Sequence[Rows]) -> Rows:
 
 
 def tokens_of(rows: Rows) -> tuple[int, ...]:
-    """Tokens of each row: of prompt and response where it has these columns, else of all its ragged columns."""
+    """Token count of each row, over prompt and response if it has one of them, else over all ragged columns."""
     ragged = {name: column for name, column in rows.columns.items() if isinstance(column, Ragged)}
     counted = [ragged[name] for name in _TOKENS if name in ragged] or list(ragged.values())
     return tuple(map(sum, zip(*(column.lengths.tolist() for column in counted), strict=True))) or (0,) * len(rows)

@@ -10,9 +10,9 @@ from terrace.rl.values.rows import Rows, columns_read
 
 
 class InlineRuntime(Runtime):
-    """Roles in this process, each on a pool of one rank; a call runs when it is made, so that a debugger can follow.
+    """Roles in this process, on pools of one rank. Calls run synchronously, so that a debugger can step into them.
 
-    Rows are handed on as they are. Errors of a worker are raised as they are, with a note of role and method.
+    Rows are passed by reference. A worker's errors are raised unchanged, with a note that names role and method.
     """
 
     def __init__(self) -> None:
@@ -34,22 +34,22 @@ class InlineRuntime(Runtime):
                 raise
 
     def meeting(self) -> tuple[str, int]:
-        """Raises `ConfigError`: calls of this process run one after the other, and meeting takes two at once."""
+        """Raises `ConfigError`: meeting takes two concurrent calls, and calls in one process are sequential."""
         raise ConfigError("a rollout with ranks of its own needs processes of its own: use LocalRuntime")
 
     def collect(self, timeout_s: float | None) -> None:
-        """Nothing is ever under way."""
+        """Does nothing: no call is ever pending."""
 
     def forget(self, part: Part) -> None:
-        """Python forgets them."""
+        """Does nothing: rows are garbage-collected."""
 
     def close(self) -> None:
-        """Forget the workers."""
+        """Drop the workers."""
         self._hosts.clear()
 
 
 class _Here:
-    """Rows are their own place."""
+    """A `Store` in which the place of rows is the rows themselves."""
 
     def keep(self, rows: Rows) -> Rows:
         return rows

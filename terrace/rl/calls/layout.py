@@ -1,7 +1,7 @@
-"""Layout of a role: which of its ranks gets which share of a call's rows, and from which ranks results are taken.
+"""Layout of a role: which share of a call's rows each rank gets, and from which ranks results are collected.
 
-Pure functions of a plan's grid; no process is asked. Ranks that work on the same rows (of the tensor, context and
-pipeline axes) have the same share, and one of them answers for it: the first of the stage that has the logits.
+Pure functions of a plan's mesh; nothing is communicated. Ranks that work on the same rows (of the tensor, context and
+pipeline axes) get the same share, and one of them returns its result: the first of the stage that holds the logits.
 """
 
 import math
@@ -22,10 +22,10 @@ _NO_SHARE = -1
 
 @dataclass(frozen=True)
 class RoleLayout:
-    """Shares of a role's ranks by axis ("data", and "replica" where the role generates).
+    """Share of each rank of a role by axis ("data", and "replica" if the role generates).
 
-    `shares[axis][rank]` is the rank's share, -1 for one that is in no replica; `answering[axis][share]` is the rank
-    whose result counts.
+    `shares[axis][rank]` is the rank's share index, -1 for a rank in no replica; `answering[axis][share]` is the rank
+    whose result is collected.
     """
 
     num_ranks: int
@@ -34,7 +34,7 @@ class RoleLayout:
 
     @staticmethod
     def alike(num_ranks: int) -> "RoleLayout":
-        """Ranks that have nothing in common: each has a share of its own, of data and as a replica."""
+        """Independent ranks: each has its own share on both axes."""
         ranks = tuple(range(num_ranks))
         return RoleLayout(
             num_ranks, dict.fromkeys(("data", "replica"), ranks), dict.fromkeys(("data", "replica"), ranks)
@@ -42,10 +42,10 @@ class RoleLayout:
 
     @staticmethod
     def of(cluster: Cluster, plan: Plan, replicas: Sequence[Sequence[int]] = ()) -> "RoleLayout":
-        """The layout of a role that trains or scores under `plan`, and generates on `replicas` (ranks by slice).
+        """The layout of a role that trains or scores under `plan` and generates on `replicas` (the ranks of each).
 
-        Raises `PlanError` where the plan's documents are dealt out by cost, since rows then have no rank, and for a
-        rank in two replicas or outside of the cluster.
+        Raises `PlanError` for `balance = "cost"`, which splits rows over ranks, and for a rank that is in two replicas
+        or outside of the cluster.
         """
         if plan.balance == "cost":
             raise PlanError('plan.balance = "cost" parts rows among ranks, and roles need them whole: write "tokens"')
@@ -65,11 +65,11 @@ class RoleLayout:
         return RoleLayout(world, shares, sources)
 
     def num_shares(self, split: str | None) -> int:
-        """Parts into which rows are split; 1 where all ranks get all rows. Raises `ConfigError` without the axis."""
+        """Number of shares of rows, 1 if all ranks get all rows. Raises `ConfigError` if the layout lacks the axis."""
         return 1 if split is None else len(self._of(self.answering, split))
 
     def sources(self, call: Call) -> tuple[int, ...]:
-        """The ranks whose results are taken, in the order in which they are joined."""
+        """The ranks whose results are collected, in the order in which they are concatenated."""
         if call.take == "first":
             return self._of(self.answering, "data")[:1]
         if call.take == "all":
@@ -77,10 +77,10 @@ class RoleLayout:
         return self._of(self.answering, call.axis)
 
     def bounds(self, call: Call, tokens: Sequence[int], groups: Sequence[int] = ()) -> list[tuple[int, int]]:
-        """First row and end of the rows of every rank: shares are consecutive, and as even in `tokens` as can be.
+        """(start, stop) of each rank's rows: consecutive shares, balanced by tokens, or by rows if the call says so.
 
-        Those of a call with `balance="rows"` are as even in rows. `tokens` are those of each row, `groups` the group of
-        each, for a call that keeps groups together. A rank in no replica has no rows, nor have shares beyond the rows.
+        `tokens` is the token count of each row, `groups` its group, for a call with `keeps_groups`. Ranks in no replica
+        get (0, 0); shares are empty where there are fewer rows than shares.
         """
         if call.split is None:
             return [(0, len(tokens))] * self.num_ranks
@@ -89,7 +89,7 @@ class RoleLayout:
         if call.keeps_groups and groups:
             firsts = [row for row in firsts if row == 0 or groups[row] != groups[row - 1]]
         units = list(pairwise([*firsts, len(costs)]))
-        # A row costs something even where it has no token; `even_shares` counts that once for each unit.
+        # Every row has a fixed cost of 1, even without tokens. `even_shares` adds it once per unit.
         costs = [sum(costs[first:stop]) + stop - first - 1 for first, stop in units]
         shares = accumulate(even_shares(costs, self.num_shares(call.split)), initial=0)
         row_ends = [*firsts, len(tokens)]
@@ -104,15 +104,15 @@ class RoleLayout:
 
 
 def even_shares(tokens: Sequence[int], num_shares: int) -> list[int]:
-    """Rows of each of `num_shares` consecutive shares: the largest share has as few tokens as any division allows.
+    """Number of rows of each of `num_shares` consecutive shares, with the fewest possible tokens in the largest share.
 
-    The others are as near to the mean of the remaining tokens as that allows. A share has 0 rows only where rows run
-    out.
+    Within that limit, each share is as near as possible to the mean of the remaining tokens. A share is empty only if
+    there are fewer rows than shares.
     """
-    # A row costs something even where it has no token.
+    # Every row has a fixed cost of 1, even without tokens.
     ends = list(accumulate((1 + each for each in tokens), initial=0))
     limit = _least_limit(ends, num_shares)
-    # The earliest end of each share with which the later ones stay within the limit.
+    # The earliest end of each share that lets the later shares stay within the limit.
     earliest = [len(tokens)]
     for _ in range(num_shares - 1):
         earliest.append(bisect_left(ends, ends[earliest[-1]] - limit))
@@ -123,7 +123,7 @@ def even_shares(tokens: Sequence[int], num_shares: int) -> list[int]:
         near = bisect_left(ends, even)
         if near > start and even - ends[near - 1] < ends[min(near, len(tokens))] - even:
             near -= 1
-        # A row for this share, and one for each later share, where rows suffice.
+        # At least one row for this share and for each later one, if there are enough rows.
         near = max(start + 1, min(near, len(tokens) - left + 1))
         stop = min(len(tokens), max(least, min(most, near)))
         sizes.append(stop - start)
@@ -144,7 +144,7 @@ def _least_limit(ends: Sequence[int], num_shares: int) -> int:
 def _stage_of_logits(plan: Plan, num_stages: int) -> int:
     if num_virtual(plan, num_stages) == num_stages:
         return num_stages - 1
-    # Chunks may end on another stage than the last: those of a V return to the first.
+    # The last chunk may be on another stage: the chunks of a V schedule end on the first.
     orders = plan_orders(plan, (), num_stages, math.lcm(num_stages, plan.unit), 0)
     return [stage for stage, _ in orders.holders()][-1]
 

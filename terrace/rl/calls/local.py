@@ -1,4 +1,4 @@
-"""Roles in processes of this machine. Rows lie in shared memory; calls and answers go over a link to each process."""
+"""Roles in processes of this machine. Rows are in shared memory; calls and answers use a connection to each process."""
 
 import os
 import pickle
@@ -31,25 +31,25 @@ from terrace.rl.values.rows import Rows
 
 _CLOSE_S = 1.0  # for idle ranks to end
 _VERDICT_OF_PEER_S = 3 * GRACE_S
-_VERDICT_S = GRACE_S + 10.0  # for the pool to end its processes, and to say why
+_VERDICT_S = GRACE_S + 10.0  # for the pool to end its processes and report the cause
 
 
 @dataclass(eq=False)
 class _Rank(Pending):
-    """A process: its link, and rows that it may drop."""
+    """A process: its connection, and the rows that it may drop."""
 
     link: "Connection[Any, Any]"
     dropped: deque[Segment] = field(default_factory=deque)
 
 
 class LocalRuntime(Runtime):
-    """Pools of processes of this machine, which end with this one however it ends.
+    """Pools of processes on this machine, which end with this process however it ends.
 
-    With `backend` gloo they are on its CPU; with nccl each rank has a GPU, in the order in which pools are started.
-    A call that a rank has not answered `timeout_s` after it began is a `HangError` with its name and the ranks. After
-    any failure of a worker all pools are ended, and every later call raises the same error: a worker's `TerraceError`
-    in one line; `RuntimeError` with the traceback of another exception; `HangError` with the signal of a process that
-    was killed. Python starts the processes anew, so a script needs `if __name__ == "__main__":`.
+    With `backend` "gloo" they run on the CPU; with "nccl" each rank gets a GPU, in the order in which pools start.
+    A call that takes longer than `timeout_s` raises `HangError`, which names the call and the late ranks. After any
+    worker failure all pools are ended, and every later call raises the same error: the worker's `TerraceError` in one
+    line, `RuntimeError` with the traceback of any other exception, or `HangError` with the signal that killed a
+    process. Processes are started afresh, so a script needs `if __name__ == "__main__":`.
     """
 
     def __init__(self, *, timeout_s: float = 1800.0, backend: Literal["gloo", "nccl"] = "gloo") -> None:
@@ -96,7 +96,7 @@ class LocalRuntime(Runtime):
                 self._fail(pool.index)
 
     def collect(self, timeout_s: float | None) -> None:
-        """Give handles the answers that are there; wait until there is one, at most `timeout_s`."""
+        """Pass received answers to their handles; wait for at least one, at most `timeout_s`."""
         self._check()
         busy = [each for each in self._ranks.values() if each.calls]
         if not busy:
@@ -111,7 +111,7 @@ class LocalRuntime(Runtime):
             self._fail_late()
 
     def _receive(self, rank: _Rank) -> bool:
-        """Take one answer of a process; False where it has ended."""
+        """Receive one answer from a process; False if the process has ended."""
         try:
             answer = pickle.loads(rank.link.recv_bytes())
         except (EOFError, OSError):
@@ -123,7 +123,7 @@ class LocalRuntime(Runtime):
         return True
 
     def read(self, parts: Sequence[Part]) -> Rows:
-        """The rows of all parts, here; raises the failure of a pool whose process had them and has ended."""
+        """Read the rows of all parts; if a process that held some has ended, raises its pool's failure."""
         try:
             return super().read(parts)
         except HangError:
@@ -133,15 +133,15 @@ class LocalRuntime(Runtime):
             raise
 
     def forget(self, part: Part) -> None:
-        """Have the owner of rows drop them, with the next call that it gets."""
+        """Drop rows; a process that owns them is told with its next call."""
         if part.place.pid == os.getpid():
             self._store.drop(part.place)
         elif (owner := self._of_pid.get(part.place.pid)) is not None:
-            # The objects of these rows need not travel to be dropped.
+            # Dropping needs no Python objects of the rows, so they are not sent.
             owner.dropped.append(self._store.part(part.place, 0, 0))
 
     def meeting(self) -> tuple[str, int]:
-        """A store on this machine's loopback."""
+        """A new store on this machine's loopback address."""
         store = host_store(LOOPBACK, 0, self._timeout_s)
         assert isinstance(store, TCPStore), "whose port is known"
         self._stores.append(store)
@@ -162,9 +162,9 @@ class LocalRuntime(Runtime):
             raise self._error
 
     def _on_failure(self, pool: int, error: BaseException) -> None:
-        # In a thread of the pool that failed: the controller may not look for minutes, and nobody else may go on.
+        # Runs in a thread of the failed pool: the controller may not check for minutes, and other pools must stop now.
         if len(self._processes) > 1 and LOST_PEER in str(error):
-            # The peer may be in another pool, which says why a moment later.
+            # The peer may be in another pool, which reports the cause a moment later.
             self._has_failed.wait(_VERDICT_OF_PEER_S)
         with self._first_failure:
             if self._failure is not None:
@@ -176,13 +176,13 @@ class LocalRuntime(Runtime):
         self._has_failed.set()
 
     def _fail(self, pool: int) -> None:
-        """Raise the error of the first failure, once its pool has named it."""
+        """Raise the first failure's error, after waiting for its pool to report it."""
         self._has_failed.wait(_VERDICT_S)
         error: BaseException = HangError("a process closed its link, and its pool does not say why")
         if self._failure is not None:
             pool, error = self._failure
         of_pool = [rank for rank in self._ranks.values() if rank.pool == pool]
-        # Answers that came before the end, so that the call that was running is known.
+        # Receive the answers that were sent before the failure, to know which call was running.
         for rank in of_pool:
             while rank.calls and rank.link.poll() and self._receive(rank):
                 pass
@@ -199,16 +199,16 @@ class LocalRuntime(Runtime):
         late, words = overdue(self._ranks.values(), self._timeout_s)
         if not late:
             return
-        # Others, also those of other pools, wait for ranks that stand still: these alone are named.
+        # Ranks of any pool may be waiting for stopped ranks, so the error names only the stopped ones.
         stopped = silent([each.beats() for each in self._processes])
         if self._has_failed.is_set() or (not any(stopped) and self._has_answered(late)):
-            return  # meanwhile: who waits will see
+            return  # an answer or a failure has arrived meanwhile, which the caller handles next
         with self._first_failure:
             self._failure = self._failure or (late[0].pool, HangError())
         if any(stopped):
             words = "; ".join(self._stopped_words(pool, found) for pool, found in enumerate(stopped) if found)
         else:
-            # The stacks of the late ranks tell where they wait.
+            # Have the late ranks print their stacks.
             self._processes[late[0].pool].signal([each.rank for each in late], signal.SIGUSR1)
             time.sleep(STACKS_S)
             words += "; stacks are on stderr"

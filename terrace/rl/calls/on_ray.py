@@ -1,7 +1,7 @@
-"""Roles on several machines, as actors of Ray: the one file that imports it.
+"""Roles on several machines as Ray actors. Only this file imports Ray.
 
-Ray starts and places the processes and carries calls; rows lie in its object stores, from which a rank on another
-machine fetches them. Collectives of a role's ranks are gloo's, and no part of Ray.
+Ray starts and places the processes and transports calls. Rows are in Ray's object store, from which ranks on any
+machine fetch them. Collectives among a role's ranks use gloo and do not involve Ray.
 """
 
 import socket
@@ -45,10 +45,10 @@ try:
 except ImportError as error:
     raise ConfigError(f"RayRuntime {needs(str(error.name))}") from error
 
-_ray: Any = ray  # whose functions are not all typed
-_RAY_SOCKET = 75  # bytes that Ray adds to the path of its folder, and some more
+_ray: Any = ray  # not all of its functions are typed
+_RAY_SOCKET = 75  # bytes that Ray appends to the path of its folder, with a margin
 _REACH_S = 5.0  # for the head of a cluster to accept a connection
-_START_S = 120.0  # for a rank to join the world of its pool, and for Ray to find room
+_START_S = 120.0  # for a rank to join its pool's world, and for Ray to find free resources
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class _Place:
 
 
 class _ObjectStore:
-    """A `Store` in Ray's: it counts references, so nothing is dropped by hand."""
+    """A `Store` in Ray's object store, which counts references, so `drop` does nothing."""
 
     def keep(self, rows: Rows) -> _Place:
         packing = Packing.of(rows)
@@ -67,7 +67,7 @@ class _ObjectStore:
         return _Place(ray.put(memory), packing)
 
     def fetch(self, place: _Place) -> Rows:
-        # Ray's memory is for reading alone, and torch knows no such tensors.
+        # Ray's buffers are read-only, which torch tensors cannot be.
         return place.packing.read(ray.get(place.reference).copy())
 
     def drop(self, place: _Place) -> None:
@@ -78,20 +78,20 @@ class _ObjectStore:
 
 
 class _Actor:
-    """One rank: first `where`, then of one rank `host`, then `join`, then calls."""
+    """One rank. Call order: `where`, `host` on one rank, `join`, then `run`."""
 
     def where(self) -> tuple[str, str]:
-        """The node and its address."""
+        """Id and address of this node."""
         return _ray.get_runtime_context().get_node_id(), _ray.util.get_node_ip_address()
 
     def host(self, address: str) -> int:
-        """Host the store of the pool; its port."""
+        """Host the pool's store. Returns its port."""
         self._store = host_store(address, 0, _START_S)
         assert isinstance(self._store, TCPStore), "whose port is known"
         return int(self._store.port)
 
     def join(self, rank: int, nodes: Sequence[str], address: str, port: int, secret: bytes, limit_s: float) -> None:
-        """Join the world of the pool; `nodes` are those of its ranks."""
+        """Join the pool's world; `nodes[r]` is the node of rank r."""
         self._rank, own, world = rank, nodes[rank], None
         if len(nodes) > 1:
             store = open_store(address, port, _START_S)
@@ -110,7 +110,7 @@ class _Actor:
         self._host = Host(world, _ObjectStore())
 
     def run(self, task: Task) -> Answer | Report:
-        """Run a task; a failure is a report, as of any rank."""
+        """Run a task; a failure is returned as a report."""
         try:
             return self._host.run(task)
         except Exception as error:
@@ -123,16 +123,16 @@ class _Actor:
 class _Rank(Pending):
     actor: Any
     address: str
-    references: deque[Any] = field(default_factory=deque)  # of answers, one a call
+    references: deque[Any] = field(default_factory=deque)  # ObjectRefs of answers, one per pending call
 
 
 class RayRuntime(Runtime):
-    """Pools of Ray actors, one a rank, each with `num_cpus` of the cluster at `address`, on the CPU.
+    """Pools of Ray actors, one per rank, each with `num_cpus` CPUs of the cluster at `address`.
 
-    The cluster may be Ray's own default, or one that this process has joined (`ray.init`). Ranks on one node are
-    neighbours. Deadlines and errors are those of `LocalRuntime`, but that Ray does not say by which signal a process
-    was killed, and that failures are seen when the controller next calls or waits. Raises `ConfigError` for `num_gpus`
-    above 0: ranks would hold GPUs that their roles do not use.
+    Without an address it is Ray's default cluster, or the one that this process has joined (`ray.init`). Ranks on one
+    node are consecutive. Deadlines and errors are those of `LocalRuntime`, except that Ray does not report which signal
+    killed a process, and that failures are noticed only when the controller next calls or waits. Raises `ConfigError`
+    for `num_gpus` above 0: roles would not use the GPUs.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class RayRuntime(Runtime):
         self._stores: list[TCPStore] = []
 
     def meeting(self) -> tuple[str, int]:
-        """A store on the node of this process."""
+        """A new store on this process's node."""
         address = str(_ray.util.get_node_ip_address())
         store = host_store(address, 0, self._timeout_s)
         assert isinstance(store, TCPStore), "whose port is known"
@@ -179,7 +179,7 @@ class RayRuntime(Runtime):
         actors = [actor.remote() for _ in range(pool.num_ranks)]
         places = ray.get([each.where.remote() for each in actors])
         nodes = [node for node, _ in places]
-        # Ranks of a node side by side, nodes in the order in which they first appear.
+        # Ranks of a node are consecutive; nodes are in order of first appearance.
         order = sorted(range(pool.num_ranks), key=lambda index: nodes.index(nodes[index]))
         address, secret = places[order[0]][1], Seal.fresh().secret
         port = ray.get(actors[order[0]].host.remote(address)) if pool.num_ranks > 1 else 0
@@ -205,7 +205,7 @@ class RayRuntime(Runtime):
             rank.add(sent)
 
     def collect(self, timeout_s: float | None) -> None:
-        """Give handles the answers that are there; wait until there is one, at most `timeout_s`."""
+        """Pass received answers to their handles; wait for at least one, at most `timeout_s`."""
         self._check()
         busy = {rank.references[0]: rank for ranks in self._ranks for rank in ranks if rank.calls}
         if not busy:
@@ -226,7 +226,7 @@ class RayRuntime(Runtime):
                 self._end(HangError(words))
 
     def _fail(self, first: _Rank, found: Report | None) -> NoReturn:
-        """Raise the error of a pool's first failure, once its other ranks have had a moment to say theirs."""
+        """Raise a pool's first failure, after giving its other ranks `GRACE_S` to report theirs."""
         reports, deaths = list[Report](), list[str]()
         ranks = self._ranks[first.pool]
         doing = in_progress(self.pools[first.pool].roles, ranks)
@@ -241,7 +241,7 @@ class RayRuntime(Runtime):
         self._end(HangError(f"{error}; {doing}") if isinstance(error, HangError) else error)
 
     def forget(self, part: Part) -> None:
-        """Ray counts references."""
+        """Does nothing: Ray counts references."""
 
     def close(self) -> None:
         """End all actors, and leave the cluster if this runtime joined it."""
@@ -265,7 +265,7 @@ class RayRuntime(Runtime):
 
 
 def _join_cluster(address: str | None) -> None:
-    """Join Ray's cluster; `ConfigError` where there is none, of which Ray says nothing for minutes, and then exits."""
+    """Join Ray's cluster; raises `ConfigError` if there is none (Ray itself would wait for minutes and then exit)."""
     if address is not None:
         check_address(address)
     host, _, port = (address or "").rpartition(":")
@@ -278,12 +278,12 @@ def _join_cluster(address: str | None) -> None:
 
 
 def _init(address: str | None) -> None:
-    # Ray has its workers look for modules in the working folder first, but not those of such a job.
+    # Ray puts the working folder first on its workers' sys.path, except for client jobs.
     job: Any = JobConfig(_client_job=True) if safe_flags() else None
     try:
         ray.init(address=address, log_to_driver=False, job_config=job)
     except (OSError, ValueError) as error:
-        # Where Ray starts a cluster, paths of its sockets are much longer than that of TMPDIR.
+        # When Ray starts a cluster, its socket paths are much longer than TMPDIR and may exceed the limit.
         folders = short_folders(_RAY_SOCKET) if "AF_UNIX" in str(error) else []
         if not folders:
             raise

@@ -1,4 +1,4 @@
-"""Calls that ranks have not answered yet: one after the other by rank, with a deadline for the one that runs."""
+"""Calls that ranks have not answered yet. Each rank runs its calls in order, and the running one has a deadline."""
 
 import time
 from collections import deque
@@ -13,7 +13,7 @@ from terrace.rl.calls.runtime import Handle
 
 @dataclass(frozen=True, eq=False)
 class Sent:
-    """A call, kept with the rows that it was given until all ranks have answered."""
+    """A call that was sent. It keeps its argument rows alive until all ranks have answered."""
 
     name: str
     handle: Handle
@@ -22,7 +22,7 @@ class Sent:
 
 @dataclass(kw_only=True, eq=False)
 class Pending:
-    """The calls of one rank, the first of which runs since `since_s`."""
+    """The pending calls of one rank; the first has been running since `since_s` (`time.monotonic`)."""
 
     pool: int
     rank: int
@@ -30,43 +30,43 @@ class Pending:
     since_s: float = 0.0
 
     def add(self, sent: Sent) -> None:
-        """A call has been sent."""
+        """Record that a call was sent."""
         self.since_s = self.since_s if self.calls else time.monotonic()
         self.calls.append(sent)
 
     def take(self, answer: Answer) -> None:
-        """The first call has been answered."""
+        """Record the answer to the first call and pass it to its handle."""
         self.calls.popleft().handle.take_answer(self.rank, answer)
         self.since_s = time.monotonic()
 
 
 def checked(timeout_s: float) -> float:
-    """A deadline of calls; raises `ConfigError` unless it is above 0."""
+    """Return `timeout_s`; raises `ConfigError` unless it is above 0."""
     if not timeout_s > 0:
         raise ConfigError(f"timeout_s = {timeout_s:g}: a call needs more than 0 seconds")
     return timeout_s
 
 
 def seconds_left(busy: Iterable[Pending], timeout_s: float) -> float:
-    """Seconds to the first deadline of ranks that run calls."""
+    """Seconds until the earliest deadline of ranks with pending calls."""
     return min(each.since_s for each in busy) + timeout_s - time.monotonic()
 
 
 def overdue(busy: Iterable[Pending], timeout_s: float) -> tuple[list[Pending], str]:
-    """The ranks of one pool that have not answered in time, if any, and the same in words."""
+    """The ranks of the first pool with a missed deadline, if any, and a message that names them."""
     limit_s = time.monotonic() - timeout_s
     at_work = [each for each in busy if each.calls]
     first = next((each for each in at_work if each.since_s <= limit_s), None)
     if first is None:
         return [], ""
-    # A call reaches ranks one after the other, so that of its other ranks is late in a moment.
+    # Ranks receive a call one after another, so the call's other ranks would be late a moment later.
     late = [each for each in at_work if each.pool == first.pool and each.calls[0] is first.calls[0]]
     who = in_words(each.rank for each in late)
     return late, f"{late[0].calls[0].name}: {who} did not answer within {timeout_s:g} s"
 
 
 def in_progress(roles: Collection[str], ranks: Iterable[Pending]) -> str:
-    """The calls that the ranks of a pool run, in words."""
+    """A message that names the calls which the ranks of a pool are running."""
     names = dict.fromkeys(each.calls[0].name for each in ranks if each.calls)
     hosted = f"the pool of {', '.join(roles)}" if roles else "a new pool"
     return f"{hosted} was running {' and '.join(names)}" if names else f"{hosted} was idle"

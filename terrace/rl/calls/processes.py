@@ -1,7 +1,7 @@
-"""The processes of one local pool of roles, and the links to them: a `ProcessPool` whose one job is to serve calls.
+"""The processes of a local pool and the connections to them: a `ProcessPool` with one job, which serves calls.
 
-So ranks are started, joined into a world, watched and ended as those of a run are: the pool names who failed first, and
-ends the others. A thread waits for the job's end.
+The `ProcessPool` starts, joins, watches and ends the ranks as it does for `terrace train`: it reports the first failure
+and ends the other ranks. A thread waits for the job to end.
 """
 
 import os
@@ -22,7 +22,7 @@ from terrace.launch.postmortem import in_words
 from terrace.launch.process_pool import ProcessPool
 from terrace.rl.calls.serve import serve
 
-GRACE_S = 0.3  # for the other ranks of a failed call to report, so that the first failure is told from its consequences
+GRACE_S = 0.3  # for the other ranks of a failed call to report, to tell the first failure from its consequences
 STACKS_S = 0.3  # for a process to write its stacks
 _START_S = 120.0  # for ranks to join their world; importing torch takes 5 s on two busy cores
 _END_S = 10.0  # for processes that were killed to be gone
@@ -32,10 +32,10 @@ _Link = tuple[int, "Connection[Any, Any]"]
 
 
 class Processes:
-    """`num_ranks` processes that serve calls until their links close; `links` are in rank order.
+    """`num_ranks` processes that serve calls until their connections close; `links` are in rank order.
 
-    `failed` is called, in another thread, with the error of the first failure, when all of them have ended. The
-    constructor raises it, if they fail before they are there, and `HangError` where they are not within `start_s`.
+    After a failure, when all processes have ended, `failed` is called in another thread with the first error. The
+    constructor raises the error of a failed start, and `HangError` if ranks do not connect within `start_s`.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class Processes:
         return [found[rank] for rank in range(num_ranks)]
 
     def _abandon(self, num_ranks: int) -> None:
-        # Some may be starting yet: the pool ends all once it sees that one is gone. Where none has started, the fork
-        # server still imports, and nothing has to be ended.
+        # Some processes may still be starting: the pool ends them once it sees that one is gone. If none has started,
+        # the fork server is still importing, and there is nothing to end.
         deadline_s = time.monotonic() + _END_S
         while self._pool.pids and self._job.is_alive() and time.monotonic() < deadline_s:
             self.signal(list(range(num_ranks)), signal.SIGKILL)
@@ -104,7 +104,7 @@ class Processes:
         raise HangError(f"{in_words(missing)} of a new pool did not start within {start_s:g} s; stacks are on stderr")
 
     def signal(self, ranks: list[int], number: int) -> None:
-        """Send a signal to the processes of these ranks that are alive."""
+        """Send a signal to those of `ranks` whose processes are alive."""
         pids = self._pool.pids
         for rank in ranks:
             with suppress(ProcessLookupError, IndexError):
@@ -115,7 +115,7 @@ class Processes:
         return self._pool.beats(len(self.links))
 
     def close(self, patience_s: float) -> None:
-        """Close the links and end the processes: those that do not end by themselves in time are killed."""
+        """Close the connections and wait up to `patience_s` for the processes to end; then kill them."""
         for link in self.links:
             link.close()
         self._job.join(patience_s)
@@ -132,7 +132,7 @@ def _accept(listener: Listener, num_ranks: int, events: "queue.SimpleQueue[_Link
             link = listener.accept()
             events.put((int(link.recv_bytes()), link))
             left -= 1
-        except (AuthenticationError, EOFError):  # a stranger
+        except (AuthenticationError, EOFError):  # a process without the secret
             continue
-        except OSError:  # closed, since a process failed
+        except OSError:  # the listener was closed after a failure
             return

@@ -1,11 +1,11 @@
-"""The controller's side of roles: pools of ranks, groups of a role's ranks, handles of results.
+"""The controller's side of role calls: pools of ranks, groups (the ranks of a role), and handles of results.
 
-One controller, ordinary Python, calls roles. A pool is a number of ranks; roles that one pool hosts are colocated: each
-of its processes has them all, and runs their calls in turn. Roles on different pools run at the same time.
+A single controller, ordinary Python, calls roles. The roles of a pool are colocated: each of the pool's processes holds
+all of them and runs their calls in order. Roles on different pools run concurrently.
 
-A handle says where rows are; they travel when a role that needs them is called, from the processes that have them to
-those that need them, or when the controller asks for them (`Handle.get`). To share rows evenly the controller must know
-how many tokens they have, so a call waits until the handles it is given have been answered.
+A handle refers to rows without holding them. They are sent directly from the processes that hold them to those that
+need them when another role is called, or to the controller (`Handle.get`). Balancing needs the token counts of the
+rows, so a call first waits for the results of its argument handles.
 
 Runtimes: `InlineRuntime` (`inline.py`: one process, for a debugger), `LocalRuntime` (`local.py`: processes of this
 machine), `RayRuntime` (`on_ray.py`: several machines).
@@ -28,7 +28,7 @@ _MAKING = Call(MAKE, None, "all")
 
 
 class Handle:
-    """The result of a call, at the ranks that made it."""
+    """A reference to the result of a call, which stays at the ranks that produced it."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Handle:
         weights: Sequence[int],
         pool: int | None = None,
     ) -> None:
-        """`name` is `role.method`, of a role on `pool`; rows of the controller are on none."""
+        """`name` is `role.method`; `pool` is the role's pool, None for the controller's own rows."""
         self._runtime, self._name, self._take, self._sources, self._weights = runtime, name, take, sources, weights
         self._answers: dict[int, Answer] = {}  # by rank
         self._pool = pool
@@ -50,22 +50,22 @@ class Handle:
         return f"<result of {self._name}>"
 
     def __len__(self) -> int:
-        """The number of rows; waits for the call. Raises `ConfigError` if its result is no rows."""
+        """The number of rows; waits for the call. Raises `ConfigError` if the result is not `Rows`."""
         return len(self.tokens)
 
     @property
     def tokens(self) -> list[int]:
-        """Tokens of each row, as shares count them; waits and raises as `len` does."""
+        """Token count of each row, as used for balancing; waits and raises as `len` does."""
         return [each for part in self.parts for each in part.tokens]
 
     @property
     def groups(self) -> list[int]:
-        """The column `groups` of the rows, empty without one; waits and raises as `len` does."""
+        """The column `groups`, empty if there is none; waits and raises as `len` does."""
         return [each for part in self.parts for each in part.groups]
 
     @property
     def parts(self) -> list[Part]:
-        """Where the rows are; waits and raises as `len` does."""
+        """References to the rows; waits and raises as `len` does."""
         found = [answer.part for answer in self._all()]
         if self._take not in ("data", "replica", "first") or None in found:
             raise ConfigError(
@@ -74,9 +74,9 @@ class Handle:
         return [part for part in found if part is not None]
 
     def get(self) -> Any:
-        """Rows, a value, a list of these by rank, or means by name, as `@call` says; waits for the call.
+        """Wait for the call and return its result: rows, a value, a list by rank, or means by name (`Call.take`).
 
-        Raises the worker's own error, and `HangError` if a rank has died or has not answered in time.
+        Raises the worker's error, and `HangError` if a rank has died or has not answered in time.
         """
         answers = self._all()
         if self._take == "all":
@@ -86,7 +86,7 @@ class Handle:
         return _mean([each.value for each in answers], self._weights) if self._take == "mean" else answers[0].value
 
     def is_ready(self) -> bool:
-        """Whether the call has been answered, so that nothing waits for it."""
+        """Whether the result has arrived, so that `get` would not wait."""
         self._runtime.collect(0.0)
         return all(rank in self._answers for rank in self._sources)
 
@@ -96,7 +96,7 @@ class Handle:
         return [self._answers[rank] for rank in self._sources]
 
     def take_answer(self, rank: int, answer: Answer) -> None:
-        """For the runtime: take the answer of a rank."""
+        """Store a rank's answer; for the runtime."""
         if rank in self._sources:
             self._answers[rank] = answer
             if answer.part is not None:
@@ -109,9 +109,10 @@ class Handle:
 
 
 class Group:
-    """The ranks of one role. `group.method(rows, name=value)` is a call and its result, `.remote` leaves that there.
+    """The ranks of one role. `group.method(rows, name=value)` calls and returns the result; `.remote` returns a handle.
 
-    Rows and handles of rows are given by place, all with equally many rows: the method sees their columns side by side.
+    Positional arguments are rows or handles of rows, all with the same number of rows; the method receives their
+    columns merged into one `Rows`.
     """
 
     def __init__(self, pool: "Pool", name: str, worker: type, layout: RoleLayout) -> None:
@@ -119,7 +120,7 @@ class Group:
         self.layout = layout
 
     def __getattr__(self, method: str) -> "Caller":
-        if method.startswith("__"):  # Python asks for these, and takes an AttributeError for no
+        if method.startswith("__"):  # Python probes for these and expects an AttributeError
             raise AttributeError(method)
         return Caller(self._pool, self._name, call_of(self._worker, method, self._name), self.layout)
 
@@ -131,13 +132,13 @@ class Caller:
         self._pool, self._role, self._call, self._layout = pool, role, call, layout
 
     def __call__(self, *rows: Rows | Handle, **values: object) -> Any:
-        """The result of the call; waits for it."""
+        """Call and wait for the result."""
         return self.remote(*rows, **values).get()
 
     def remote(self, *rows: Rows | Handle, **values: object) -> Handle:
         """Send the call to every rank of the role and return a handle of its result.
 
-        Raises `ConfigError` for arguments with differing numbers of rows, and for a split without rows.
+        Raises `ConfigError` for arguments with different numbers of rows, and for a call that splits rows without any.
         """
         runtime, name = self._pool.runtime, f"{self._role}.{self._call.method}"
         if self._call.split is not None and not rows:
@@ -147,7 +148,7 @@ class Caller:
         lengths = [len(each) for each in given]
         if len(set(lengths)) > 1:
             raise ConfigError(f"{name} was given {' and '.join(map(str, lengths))} rows: must be equally many")
-        # The argument with the most tokens says most about the work.
+        # Balance by the argument with the most tokens, which determines most of the work.
         tokens = max((each.tokens for each in given), key=sum, default=[])
         groups = next((found for each in given if self._call.keeps_groups and (found := each.groups)), ())
         bounds = self._layout.bounds(self._call, tokens, groups)
@@ -172,11 +173,11 @@ class Pool:
         self.roles: dict[str, type] = {}
 
     def host(self, **roles: tuple[type, Mapping[str, Any]]) -> dict[str, Group]:
-        """Make a worker (class, settings) of every role on every rank, and return the groups by role.
+        """Create a worker (class, settings) of every role on every rank, and return the groups by role.
 
-        `worker.layout(num_ranks, **settings)`, where the class has it, gives the role's `RoleLayout`; without it every
-        rank has a share of its own. Raises `ConfigError` for a role that the runtime has, and a layout of other ranks;
-        and the errors of a constructor.
+        A class may define `layout(num_ranks, **settings)`, which returns the role's `RoleLayout`; by default every rank
+        has its own share. Raises `ConfigError` for a role name that the runtime already has, `ConfigError` for a layout
+        with another number of ranks, and the errors of constructors.
         """
         groups = {name: self._group(name, worker, settings) for name, (worker, settings) in roles.items()}
         for name, (worker, settings) in roles.items():
@@ -202,12 +203,12 @@ class Pool:
 
 
 class Runtime(ABC):
-    """Starts pools, carries tasks to their ranks and answers back. Use as a context manager."""
+    """Starts pools and transports tasks and answers. Use as a context manager."""
 
     def __init__(self, store: Store) -> None:
         self._store, self._numbers = store, 0
         self.pools: list[Pool] = []
-        self.step = 0  # of the run, for words on a rank that stopped
+        self.step = 0  # of the run, for the error message of a rank that stopped
         self.calls = Calls()
 
     def __enter__(self) -> Self:
@@ -217,7 +218,7 @@ class Runtime(ABC):
         self.close()
 
     def pool(self, num_ranks: int) -> Pool:
-        """Start a pool. Raises `ConfigError` for fewer than one rank, or as many as the runtime cannot have."""
+        """Start a pool. Raises `ConfigError` for fewer than one rank, or more than the runtime supports."""
         if num_ranks < 1:
             raise ConfigError(f"a pool of {num_ranks} ranks: must be 1 or more")
         pool = Pool(self, len(self.pools), num_ranks)
@@ -226,29 +227,29 @@ class Runtime(ABC):
         return pool
 
     def number(self) -> int:
-        """A number that no other call has."""
+        """A unique number for a call."""
         self._numbers += 1
         return self._numbers
 
     def given(self, rows: Rows) -> Handle:
-        """Rows of the controller as a handle."""
+        """Store rows of the controller and return a handle."""
         handle = Handle(self, "the controller", "first", (0,), (len(rows),))
         handle.take_answer(0, Answer(0, kept(self._store, rows)))
         return handle
 
     def read(self, parts: Sequence[Part]) -> Rows:
-        """The rows of all parts, here."""
+        """Fetch and concatenate the rows of all parts."""
         return joined(self._store, [Piece(part.place, 0, len(part.tokens)) for part in parts])
 
     def pieces(self, parts: Sequence[Part], start: int, stop: int, columns: Sequence[str]) -> tuple[Piece, ...]:
-        """Rows `start` to `stop` of all parts, without the objects of others, for a rank that reads these `columns`."""
+        """Rows `start` to `stop` of the concatenated parts, for a rank that reads `columns` (`Store.part`)."""
         found, first = [], 0
         for part in parts:
             end = first + len(part.tokens)
             if max(start, first) < min(stop, end):
                 found.append(self._piece(part, max(start, first) - first, min(stop, end) - first, columns))
             first = end
-        # A share without rows still has their columns.
+        # An empty share still has the columns.
         return tuple(found) or (self._piece(parts[0], 0, 0, columns),)
 
     def _piece(self, part: Part, start: int, stop: int, columns: Sequence[str]) -> Piece:
@@ -260,23 +261,23 @@ class Runtime(ABC):
 
     @abstractmethod
     def meeting(self) -> tuple[str, int]:
-        """Address and port of a new store, at which ranks of several pools can meet; it lives as long as this."""
+        """Address and port of a new rendezvous store for ranks of several pools; it lives as long as this runtime."""
 
     @abstractmethod
     def send(self, pool: Pool, tasks: Sequence[Task], handle: Handle, given: Sequence[Handle]) -> None:
-        """Send each rank its task; answers go to `handle`. Rows of `given` stay until all ranks have answered."""
+        """Send each rank its task; answers go to `handle`. Keeps `given` alive until all ranks have answered."""
 
     @abstractmethod
     def collect(self, timeout_s: float | None) -> None:
-        """Give handles the answers that are there; wait until there is one, at most `timeout_s`."""
+        """Pass received answers to their handles; wait for at least one, at most `timeout_s`."""
 
     @abstractmethod
     def forget(self, part: Part) -> None:
-        """Drop rows that no handle refers to."""
+        """Drop rows that no handle refers to any more."""
 
     @abstractmethod
     def close(self) -> None:
-        """End all ranks; harmless when repeated."""
+        """End all ranks; safe to call again."""
 
 
 def _mean(numbers: Sequence[Mapping[str, float]], weights: Sequence[int]) -> dict[str, float]:

@@ -1,7 +1,7 @@
-"""A rank of a local pool: a process that runs the calls it is sent, one after the other, until its controller is gone.
+"""A rank of a local pool: a process that runs the calls it receives, in order, until its controller is gone.
 
-Messages are pickled, and go between processes of one run alone: whoever opens the link proves that it has the run's
-secret (`multiprocessing.connection`).
+Messages are pickled. They are exchanged only between processes of one run, since a connection requires the run's secret
+(`multiprocessing.connection`).
 """
 
 import pickle
@@ -23,18 +23,18 @@ PROTOCOL = 5  # of pickle
 
 
 class CallError(Exception):
-    """An error of a worker that is none of Terrace's."""
+    """A worker's error that is not a `TerraceError`."""
 
 
 def serve(world: World, address: str, secret: bytes) -> None:
-    """Run tasks that arrive from the controller at `address`; every rank of a pool runs this.
+    """Run the tasks that the controller at `address` sends; the main function of every rank of a pool.
 
-    Raises the worker's error, with role and method in its message.
+    Raises a worker's error with role and method in its message.
     """
     store, everyone = SharedMemory(), tuple(range(world.world_size))
     host = Host(world if world.world_size > 1 else None, store)
-    # A signal that was sent to all processes of a run is for the controller; as a rank of `terrace train`, this one
-    # takes the first. The controller looks at heartbeats when a call is late.
+    # A SIGTERM to all processes of a run is meant for the controller, so this process only records the first, as ranks
+    # of `terrace train` do. The controller checks heartbeats when a call is late.
     with (
         StopSignal(SIGNALS[:1]),
         watch(world, timeout_s=NEVER_S) as dog,
@@ -43,7 +43,7 @@ def serve(world: World, address: str, secret: bytes) -> None:
         dog.idle("between calls")
         link.send_bytes(str(world.rank).encode())
         inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        # A controller that sends must not wait for a worker that sends to it.
+        # Receive in a thread: a controller blocked in send must not wait for a worker that is blocked in send to it.
         threading.Thread(target=_listen, args=(link, inbox), name="calls", daemon=True).start()
         while (message := inbox.get()) is not None:
             dropped, task = pickle.loads(message)
@@ -67,8 +67,8 @@ def _listen(link: "Connection[Any, Any]", inbox: "queue.SimpleQueue[bytes | None
 
 
 def named(error: Exception, task: Task) -> Exception:
-    """The error of a call, with role and method, from its worker's."""
-    # The error of a rank whose peer failed is told from that peer's own by its words.
+    """Add role and method to a worker's error."""
+    # Left unchanged: a lost peer is told from the peer's own failure by its message.
     if is_communication_error(error, waiting=False):
         return error
     if isinstance(error, TerraceError):

@@ -1,6 +1,6 @@
-"""Spans of calls of roles: seconds by phase, and the share of time in which ranks had no call.
+"""Time spans of role calls: seconds by phase, and the share of time in which ranks were idle.
 
-A span is of the ranks whose results are taken, by their own clocks, from the first that began to the last that ended.
+A span covers the ranks whose results are collected, by their own clocks, from the first start to the last end.
 """
 
 import time
@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-_MOST = 1 << 16  # spans kept until they are taken; the oldest are dropped, for a controller that never takes them
+_MOST = 1 << 16  # spans kept until `taken`; the oldest are dropped, for a controller that never takes them
 PHASES = {
     "hand_over": "reshard",
     "give": "reshard",
@@ -23,12 +23,12 @@ PHASES = {
 
 
 def now_s() -> float:
-    """Seconds of the epoch, by clocks that machines share. They are shown, and decide nothing."""
+    """Unix time, to compare machines. For display only: nothing depends on it."""
     return time.time()
 
 
 class Span(NamedTuple):
-    """A call of a role on a pool, from `begin_s` to `end_s`, seconds of the epoch."""
+    """A call of a role on a pool, from `begin_s` to `end_s` (Unix time)."""
 
     pool: int
     role: str
@@ -38,32 +38,32 @@ class Span(NamedTuple):
 
     @property
     def phase(self) -> str | None:
-        """The phase of a step that it counts for, if any."""
+        """The phase of a step to which the call belongs, if any."""
         return PHASES.get(self.method) or PHASES.get(f"{self.role}.{self.method}")
 
 
 class Calls:
-    """Calls of a runtime: spans of those that have ended, and those under way."""
+    """Spans of a runtime's finished calls, and its calls in progress."""
 
     def __init__(self) -> None:
         self._ended: deque[Span] = deque(maxlen=_MOST)
-        self._last_s = defaultdict[int, float](float)  # by pool: the end of its last call
+        self._last_s = defaultdict[int, float](float)  # end of each pool's last call
         self._sent: weakref.WeakKeyDictionary[object, tuple[int, float]] = weakref.WeakKeyDictionary()
 
     def sent(self, handle: object, pool: int) -> None:
-        """A call has been sent to a pool."""
+        """Record that a call was sent to a pool."""
         self._sent[handle] = pool, now_s()
 
     def ended(self, handle: object, span: Span) -> None:
-        """A call has been answered."""
+        """Record the span of an answered call."""
         self._sent.pop(handle, None)
         self._last_s[span.pool] = max(self._last_s[span.pool], span.end_s)
         self._ended.append(span)
 
     def taken(self, until_s: float) -> tuple[list[Span], list[Span]]:
-        """Spans of calls that ended since the last time, and of those under way, as if they ended at `until_s`.
+        """Spans of calls that ended since the last `taken`, and of calls in progress, cut at `until_s`.
 
-        A call under way began when it was sent, or when the one before it on its pool ended.
+        A call in progress counts from when it was sent, or from the end of the previous call on its pool.
         """
         ended = list(self._ended)
         self._ended.clear()
@@ -74,7 +74,7 @@ class Calls:
 
 
 def seconds_by_phase(spans: Iterable[Span]) -> dict[str, float]:
-    """`time/PHASE`: seconds of the calls of each phase; those of several pools add up."""
+    """`time/PHASE`: seconds of the calls of each phase, summed over pools."""
     found = defaultdict[str, float](float)
     for span in spans:
         if span.phase is not None:
@@ -83,9 +83,9 @@ def seconds_by_phase(spans: Iterable[Span]) -> dict[str, float]:
 
 
 def idle_share(spans: Sequence[Span], ranks: Sequence[int], begin_s: float, end_s: float) -> dict[str, float]:
-    """`sync/bubble`: the share of the ranks' time from `begin_s` to `end_s` in which they had no call; also by pool.
+    """`sync/bubble`: the share of the ranks' time from `begin_s` to `end_s` without a call; also for each pool.
 
-    `ranks` are those of each pool. Calls of a pool follow one another.
+    `ranks` is the number of ranks of each pool. Calls of one pool do not overlap.
     """
     busy = [0.0] * len(ranks)
     for span in spans:

@@ -1,9 +1,9 @@
-"""Algorithms as programs: a generator of steps each, over the calls of roles.
+"""One controller per algorithm: a generator that runs a step of role calls for each item.
 
     for metrics in grpo(setup): ...
 
-A step draws responses, scores them, computes advantages here, and updates the roles that learn. Its caller logs,
-evaluates, saves and stops, between two steps.
+A step draws responses, scores them, computes advantages on the controller, and updates the roles that learn. Between
+two steps, the caller logs, evaluates, saves and stops.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,14 +33,14 @@ from terrace.rl.controllers.step import (
 from terrace.rl.values.ragged import Ragged
 from terrace.rl.values.rows import Rows, cat
 
-_MOST_ROUNDS = 8  # of drawing prompts until the batch of DAPO or CISPO is full; a guess
+_MOST_ROUNDS = 8  # rounds of sampling to fill a batch of DAPO or CISPO; a guess
 
 Controller = Callable[[Setup], Iterator[Metrics]]
 _OfGroups = Callable[[Tensor, Tensor], Tensor]  # (rewards, groups) -> advantages, (R) each
 
 
 def of_groups(setup: Setup, estimate: _OfGroups) -> Iterator[Metrics]:
-    """GRPO, Dr. GRPO, GSPO and RLOO: a response against the others to its prompt."""
+    """GRPO, Dr. GRPO, GSPO and RLOO: a response is compared with the others to its prompt."""
     while True:
         rows = scored(setup, rewarded(setup, drawn(setup)))
         estimated = estimate(outcomes_of(setup, rows), rows.tensor("groups"))
@@ -48,7 +48,7 @@ def of_groups(setup: Setup, estimate: _OfGroups) -> Iterator[Metrics]:
 
 
 def reinforce_pp(setup: Setup) -> Iterator[Metrics]:
-    """REINFORCE++: whitened rewards to go, a response a prompt."""
+    """REINFORCE++: rewards to go, whitened over the batch."""
     while True:
         rows = scored(setup, rewarded(setup, drawn(setup)))
         by_token = token_rewards(rows.tensor("reward"), kl_of(rows), in_rewards(setup))
@@ -56,7 +56,7 @@ def reinforce_pp(setup: Setup) -> Iterator[Metrics]:
 
 
 def reinforce_pp_baseline(setup: Setup) -> Iterator[Metrics]:
-    """REINFORCE++ with the mean of the group as a baseline."""
+    """REINFORCE++ with the group mean as a baseline."""
     while True:
         rows = scored(setup, rewarded(setup, drawn(setup)))
         outcomes, groups = outcomes_of(setup, rows), rows.tensor("groups")
@@ -64,7 +64,7 @@ def reinforce_pp_baseline(setup: Setup) -> Iterator[Metrics]:
 
 
 def remax(setup: Setup) -> Iterator[Metrics]:
-    """ReMax: a response against the likeliest one to its prompt, which the stream draws beside it."""
+    """ReMax: a response is compared with the greedy one to its prompt, which the stream draws as well."""
     while True:
         both = rewarded(setup, drawn(setup))
         is_greedy = both.tensor("greedy")
@@ -76,7 +76,7 @@ def remax(setup: Setup) -> Iterator[Metrics]:
 
 
 def dapo(setup: Setup) -> Iterator[Metrics]:
-    """DAPO and CISPO: groups whose rewards are all equal leave, and others are drawn until the batch is full."""
+    """DAPO and CISPO: drop groups of equal rewards and draw others until the batch is full, in at most 8 rounds."""
     while True:
         kept, rewards, rounds, num, tokens = list[Rows](), list[Tensor](), 0, 0, 0
         while num < setup.sizes.prompts * setup.sizes.responses and rounds < _MOST_ROUNDS:
@@ -87,7 +87,7 @@ def dapo(setup: Setup) -> Iterator[Metrics]:
             num += len(kept[-1])
         rows = cat(kept).take(range(min(num, setup.sizes.prompts * setup.sizes.responses)))
         found: Metrics = {"group/rounds": float(rounds), "group/kept": float(len(rows)), "group/tokens": float(tokens)}
-        # Groups that stay are neither all right nor all wrong, so their mean reward says little about the policy.
+        # Over all drawn groups: the kept ones are neither all right nor all wrong, so their mean says little.
         found["group/reward"] = float(torch.cat(rewards).mean())
         if len(rows):
             rows = scored(setup, rows)
@@ -99,7 +99,7 @@ def dapo(setup: Setup) -> Iterator[Metrics]:
 
 
 def ppo(setup: Setup) -> Iterator[Metrics]:
-    """PPO: a critic's values, generalised advantages, whitened."""
+    """PPO: generalised advantages from a critic's values, whitened."""
     while True:
         rows = scored(setup, rewarded(setup, drawn(setup)))
         by_token = token_rewards(rows.tensor("reward"), kl_of(rows), in_rewards(setup))
@@ -110,7 +110,7 @@ def ppo(setup: Setup) -> Iterator[Metrics]:
 
 
 def safe_rlhf(setup: Setup) -> Iterator[Metrics]:
-    """Safe RLHF: PPO for reward less multiplier x cost, each with its critic; half of the KL is in each."""
+    """Safe RLHF: PPO on reward minus multiplier x cost, with a critic for each; each gets half of the KL penalty."""
     gamma, lam = setup.algorithm.gamma, setup.algorithm.lam
     while True:
         rows = rewarded(setup, drawn(setup))

@@ -1,4 +1,4 @@
-"""The arguments of a controller: roles, sizes, numbers of the algorithm, and the state that it keeps between steps."""
+"""A controller's arguments: roles, sizes, hyperparameters, and the state that it keeps between steps."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from terrace.rl.values.rows import Rows
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Global sizes of an iteration: `prompts` times `responses` rows, learned in `mini_batch` rows, `epochs` times."""
+    """Global sizes of an iteration: `prompts` x `responses` rows, `mini_batch` rows per update, `epochs` passes."""
 
     prompts: int
     responses: int
@@ -24,9 +24,9 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """The roles of an algorithm, each with the calls of its worker (`terrace.rl.workers`). `rewards` have a weight.
+    """The groups of an algorithm's roles, whose workers are in `terrace.rl.workers`. `rewards` are (weight, role).
 
-    Their stream has the role that draws, which is the actor or follows it.
+    The role that generates (the actor, or a rollout) belongs to the stream.
     """
 
     actor: Any
@@ -39,17 +39,17 @@ class Roles:
 
 @dataclass(kw_only=True)
 class Progress:
-    """The state of a run beside its weights and its stream: steps and updates done, coefficients."""
+    """State of a run besides weights and stream: completed steps and updates, coefficients."""
 
     kl_coefficient: float
     multiplier: Multiplier | None = None
     step: int = 0
-    updates: int = 0  # of the actor: several a step
+    updates: int = 0  # of the actor, several per step
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """All that a controller reads; `lr(step)` are the learning rates of the actor and of critics, from step 0."""
+    """All arguments of a controller. `lr(step)` and `critic_lr(step)` are learning rates, with steps from 0."""
 
     roles: Roles
     algorithm: Algorithm
@@ -58,6 +58,6 @@ class Setup:
     progress: Progress
     lr: Callable[[int], float]
     critic_lr: Callable[[int], float] = field(default=lambda step: 0.0)
-    # Sees the rows that a step learns from, with the advantages of their tokens, before it does.
+    # Called before the update with the step's rows and the advantages of their tokens.
     observe: Callable[[Rows, Ragged], None] = field(default=lambda rows, advantages: None)
-    rollout_is_exact: bool = False  # generation finds the numbers of training, but for rounding: `is_own`
+    rollout_is_exact: bool = False  # generation and training agree up to rounding; used by `step.is_own`

@@ -1,4 +1,4 @@
-"""Parts of a step that controllers share: drawing, scoring, and the updates of the roles that learn."""
+"""The parts of a step that controllers share: drawing, scoring, and updates of the roles that learn."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -19,12 +19,12 @@ TEXTS = ("prompts", "responses")
 
 
 def drawn(setup: Setup) -> Rows:
-    """The next prompts with responses of the actor, with weights that are as old as the stream allows."""
+    """The next prompts with their responses, from weights that are at most as old as the stream allows."""
     return setup.stream.next(setup.progress.step)
 
 
 def rewarded(setup: Setup, rows: Rows) -> Rows:
-    """With `reward`, the weighted sum of all rewards, and each of them as `score/NUMBER` where there are several."""
+    """Add `reward`, the weighted sum of all rewards, and each as `score/NUMBER` if there are several."""
     parts = [(weight, role.rewards(rows).tensor("reward")) for weight, role in setup.roles.rewards]
     total = torch.stack([weight * part for weight, part in parts]).sum(0)
     several = {f"score/{number}": part for number, (_, part) in enumerate(parts)} if len(parts) > 1 else {}
@@ -32,7 +32,7 @@ def rewarded(setup: Setup, rows: Rows) -> Rows:
 
 
 def overlong(setup: Setup, rows: Rows) -> Rows:
-    """With DAPO's penalty for long responses in the rewards."""
+    """Add DAPO's penalty for long responses to `reward`."""
     window, longest = setup.algorithm.overlong_window, setup.sizes.num_tokens
     if not window:
         return rows
@@ -41,7 +41,7 @@ def overlong(setup: Setup, rows: Rows) -> Rows:
 
 
 def scored(setup: Setup, rows: Rows) -> Rows:
-    """With log-probabilities `old` of the present policy and, if there is a reference, its own and `kl` by token."""
+    """Add the current policy's log-probabilities `old` and, if there is a reference, its `reference` and token `kl`."""
     texts = only(rows, *TEXTS)
     of_policy = Rows({"old": rows.ragged("rollout")}) if is_own(setup, rows) else setup.roles.actor.logprobs(texts)
     rows = rows | of_policy
@@ -54,38 +54,38 @@ def scored(setup: Setup, rows: Rows) -> Rows:
 
 
 def is_own(setup: Setup, rows: Rows) -> bool:
-    """Whether the present policy drew the rows, so that their log-probabilities `rollout` are its own.
+    """Whether the current policy drew all rows and generation is exact, so that `rollout` serves as `old`.
 
-    They are then not computed again; the first update of the step, which finds them anyway, compares.
+    No separate scoring pass is then needed; the step's first update computes the log-probabilities anyway and compares.
     """
     return setup.rollout_is_exact and bool((rows.ragged("versions").values == setup.progress.step).all())
 
 
 def only(rows: Rows, *names: str) -> Rows:
-    """These columns alone: columns that a call does not read need not travel."""
+    """Select columns, so that a call is not sent those that it does not read."""
     return Rows({name: rows.columns[name] for name in names})
 
 
 def kl_of(rows: Rows) -> Ragged:
-    """KL by token; 0 without a reference, whose coefficient then is 0."""
+    """KL per token; 0 without a reference, since the coefficient is then 0 as well."""
     if "kl" in rows.columns:
         return rows.ragged("kl")
     return rows.ragged("old").with_values(torch.zeros_like(rows.ragged("old").values))
 
 
 def in_rewards(setup: Setup) -> float:
-    """The coefficient of KL in rewards: 0 where KL counts in the loss, which `learned` sees to."""
+    """The KL coefficient in rewards; 0 if KL is part of the loss, which `learned` handles."""
     return setup.progress.kl_coefficient if setup.algorithm.kl == "reward" else 0.0
 
 
 def outcomes_of(setup: Setup, rows: Rows) -> Tensor:
-    """Rewards of responses, less their KL where it counts there, for algorithms without token rewards."""
+    """Response rewards, minus the KL penalty if it belongs in the reward, for algorithms without token rewards."""
     outcomes, coefficient = rows.tensor("reward"), in_rewards(setup)
     return penalised(outcomes, rows.ragged("kl"), coefficient) if coefficient else outcomes
 
 
 def learned(setup: Setup, rows: Rows, estimated: Ragged) -> Metrics:
-    """Update the actor with advantages of tokens, and the progress; the numbers of the step."""
+    """Update the actor with token advantages `estimated`, and the progress. Returns the step's metrics."""
     progress, algorithm = setup.progress, setup.algorithm
     setup.observe(rows, estimated)
     compares = is_own(setup, rows)
@@ -103,7 +103,7 @@ def learned(setup: Setup, rows: Rows, estimated: Ragged) -> Metrics:
     lr, names, updates = setup.lr(progress.step), tuple(columns), list[dict[str, float]]()
     for part in mini_batches(setup, only(rows, *TEXTS) | Rows(columns)):
         updates.append(setup.roles.actor.update(part, lr=lr, columns=names))
-        # Later updates are on another policy than the one that drew.
+        # After the first update the policy is no longer the one that drew.
         names = tuple(name for name in names if name != "rollout")
     found |= {name: updates[0].pop(name) for name in ROLLOUT if name in updates[0]}
     found |= joined(updates, "actor") | {"actor/kl_coef": progress.kl_coefficient}
@@ -119,7 +119,7 @@ def learned(setup: Setup, rows: Rows, estimated: Ragged) -> Metrics:
 def fitted_values(
     setup: Setup, critic: Any, rows: Rows, values: Ragged, returns: Ragged, prefix: str = "critic"
 ) -> Metrics:
-    """Update a critic with returns of tokens; its numbers."""
+    """Update a critic with token returns. Returns its metrics."""
     wanted = Rows({"old_values": values, "returns": returns.with_values(returns.values.float())})
     whole = only(rows, *TEXTS) | wanted
     lr = setup.critic_lr(setup.progress.step)
@@ -134,7 +134,7 @@ def fitted_values(
 
 
 def mini_batches(setup: Setup, rows: Rows) -> Iterator[Rows]:
-    """`rows` in mini-batches, as often as there are epochs; the last of each is smaller where rows run out."""
+    """Yield mini-batches of `rows`, once per epoch; the last of an epoch may be smaller."""
     size = setup.sizes.mini_batch
     sizes = [min(size, len(rows) - first) for first in range(0, len(rows), size)]
     for _ in range(setup.sizes.epochs):

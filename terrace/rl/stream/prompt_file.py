@@ -1,7 +1,7 @@
-"""Prompts of a JSONL or Parquet file, in an order that is drawn anew for every pass over them.
+"""Prompts of a JSONL or Parquet file, shuffled anew for every pass.
 
-A prompt is a text, or messages in any form of terrace.data.row_forms, which the chat template of the model turns into
-the text up to the assistant's answer.
+A prompt is a text, or messages in any form of terrace.data.row_forms, which the model's chat template renders up to the
+assistant's answer.
 """
 
 import random
@@ -24,21 +24,21 @@ from terrace.data.row_forms import prompt_row
 from terrace.data.tokenizer import Tokenizer
 from terrace.rl.values.prompts import Prompt
 
-_RENDERED = 64  # prompts that are rendered together
+_RENDERED = 64  # prompts per rendering batch
 _FORM = 'write an object on each line, such as {"prompt": "1 + 1?"}, or Parquet'
-_KEPT_ORDERS = 2  # a step may lie across two passes
+_KEPT_ORDERS = 2  # cached permutations, since a step may span two passes
 
 
 @dataclass(frozen=True)
 class PromptFile:
-    """A `PromptSource`: the first `num_held_out` of `prompts` are held out, the others are trained on."""
+    """A `PromptSource` that holds out the first `num_held_out` of `prompts` and trains on the others."""
 
     prompts: tuple[Prompt, ...]
     num_held_out: int
     seed: int
 
     def prompt(self, place: int) -> Prompt:
-        """The training prompt at a place, from 0; each pass over all of them has an order of its own."""
+        """The training prompt at index `place`, from 0; each pass over the prompts has its own order."""
         trained = len(self.prompts) - self.num_held_out
         order = _order(self.seed, place // trained, trained)
         return self.prompts[self.num_held_out + order[place % trained]]
@@ -57,11 +57,11 @@ def read_prompts(
     seed: int,
     chats: Callable[[], ChatPrompts] | None = None,
 ) -> PromptFile:
-    """Read and encode a file's prompts; the other columns of a line go to rewards.
+    """Read and tokenize a file's prompts; rewards receive the other columns of a line.
 
-    `chats` gives the template of prompts that are messages. Raises `DataError` for a file that cannot be read, a line
-    without a prompt in `column`, messages without a template, and a prompt of more tokens than `longest` or of none;
-    `ConfigError` where nothing is left to train on.
+    `chats` returns the chat template, for prompts that are messages. Raises `DataError` for a file that cannot be read,
+    a line without a prompt in `column`, messages without a template, and a prompt that is empty or has more than
+    `longest` tokens; `ConfigError` if no prompt is left to train on.
     """
     found = list[Prompt]()
     for lines in _batched(_lines(file)):
@@ -113,7 +113,7 @@ def _texts(
 
 
 def _batched(lines: Iterator[tuple[int, Mapping[str, Any]]]) -> Iterator[list[tuple[int, Mapping[str, Any]]]]:
-    # The template's process is asked for many at once.
+    # Batched, since the template runs in another process.
     while batch := list(islice(lines, _RENDERED)):
         yield batch
 
@@ -121,13 +121,13 @@ def _batched(lines: Iterator[tuple[int, Mapping[str, Any]]]) -> Iterator[list[tu
 @lru_cache(maxsize=_KEPT_ORDERS)
 def _order(seed: int, turn: int, num: int) -> Sequence[int]:
     order = list(range(num))
-    # A string seeds Python's generator by its SHA-512, the same in every process.
+    # Python seeds from a string by its SHA-512, which is the same in every process.
     random.Random(f"{seed}/{turn}").shuffle(order)
     return order
 
 
 def _lines(file: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Numbers of lines (of Parquet: rows), from 1, and their tables."""
+    """Yield (number from 1, table) for each line, or for each row of Parquet."""
     try:
         check_file(file)
     except OSError as error:
@@ -144,11 +144,11 @@ def _lines(file: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
             raise DataError(f"cannot read {file}: {' '.join(str(error).split())}") from error
         yield from enumerate(table.to_pylist(), start=1)
         return
-    # Of bytes, whose lines end at \n alone: strings of JSON may have U+2028, and other ends of lines of text.
+    # Read as bytes, whose lines end only at \n: JSON strings may contain U+2028 and other line separators of text.
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                # Some editors begin a file with a mark.
+                # Some editors begin a file with a byte order mark.
                 yield number, _table(line.removeprefix(BOM_UTF8) if number == 1 else line, f"{file} line {number}")
 
 

@@ -1,7 +1,7 @@
-"""The state of a stream in a file beside a checkpoint: responses that no step has learned from yet.
+"""Saves the state of a stream beside a checkpoint: responses that no step has learned from yet.
 
-Tensors alone, in safetensors. The checkpoint's facts have the file's digest, so a file that is damaged, or of another
-step, is refused.
+The file is safetensors. The checkpoint's facts hold its digest, so a file that is damaged or from another step is
+rejected.
 """
 
 import re
@@ -28,17 +28,18 @@ _MOST_BYTES = 16 << 30
 
 
 def state_file(folder: Path, updates: int, step: int) -> Path:
-    """The file of the state beside the checkpoint after `updates` updates.
+    """Path of the state that belongs to the checkpoint after `updates` updates.
 
-    Also by step: one without updates must not change the file of the checkpoint that it replaces.
+    The name includes `step`: after a step without updates, the new checkpoint replaces one with the same number, whose
+    state must not be overwritten.
     """
     return folder / f"{folder_name(updates)}.{step}.safetensors"
 
 
 def clear_states(newest: Path, kept: Collection[int]) -> None:
-    """Remove the files beside `newest` of checkpoints that are not `kept`, by updates, or that `newest` replaces.
+    """Remove states of checkpoints that are not `kept` (by updates), and other states with the number of `newest`.
 
-    Whatever else lies in the folder stays: a run did not write it.
+    Other files in the folder are left alone.
     """
     own = _NAME.fullmatch(newest.name)
     assert own is not None, "it is a file of `state_file`"
@@ -51,7 +52,7 @@ def clear_states(newest: Path, kept: Collection[int]) -> None:
 
 
 def write_state(path: Path, place: int, rows: Rows) -> dict[str, Any]:
-    """Write a stream's state (`Stream.state`) and return the facts that `read_state` checks it by."""
+    """Write a stream's state (`Stream.state`). Returns the facts with which `read_state` verifies it."""
     tensors = {name: rows.tensor(name) for name in ("groups", "finish")}
     tensors |= {name: rows.ragged(name).values for name in BEGUN} | {_OFFSETS: rows.ragged(BEGUN[0]).offsets}
     content = save({name: tensor.contiguous() for name, tensor in tensors.items()})
@@ -66,7 +67,7 @@ def write_state(path: Path, place: int, rows: Rows) -> dict[str, Any]:
 
 
 def read_state(path: Path, facts: Mapping[str, Any]) -> tuple[int, Rows]:
-    """The state that `write_state` wrote, as `Stream.restore` takes it; raises `CheckpointError` for another file."""
+    """Read a state of `write_state`, for `Stream.restore`; raises `CheckpointError` if it is damaged or missing."""
     try:
         content = read_file(path, path.parent, _MOST_BYTES)
         if sha256(content).hexdigest() != facts["sha256"]:

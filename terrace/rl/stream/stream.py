@@ -1,17 +1,17 @@
-"""The stream of responses that a controller learns from, drawn in rounds by the newest weights.
+"""The stream of responses that a controller learns from, generated in rounds with the newest weights.
 
-A group is a prompt and its responses. A round hands the present weights to the generator, begins new groups, goes on
-with unfinished ones, and ends. A step takes the oldest complete groups. Weights are numbered by the steps done, and the
-lag of a response is the number of steps between the weights that drew its first token and the step that learns from it.
+A group is a prompt and its responses. A round hands the current weights to the generator, starts new groups, and
+continues unfinished ones. A step takes the oldest complete groups. Weight versions count completed steps; the lag of a
+response is the number of steps between the weights that drew its first token and the step that learns from it.
 
-    max_lag = 0                     a round is asked for when a step needs it, and ends when all its groups are complete
-    a generator of its own, lag 1   the round of the next step runs while this step learns
-    a lag beyond that               a round ends when enough groups for a step are complete: half as many again are
-                                    under way, and the unfinished ones go on in the next round, under its weights
+    max_lag = 0                        a step starts its own round, which ends when all groups are complete
+    rollout with own ranks, lag 1      the round of the next step runs while this step learns
+    larger lag                         a round has half a step's groups more than a step needs, and ends when enough are
+                                       complete; unfinished groups continue in the next round, with its weights
 
-A group that would be too old after the next round must be complete at the end of this one, so no response is ever older
-than `max_lag`. At most half a step's groups are left at the end of a round, so a step can take all that become due at
-once. Rounds end by counts and not by the clock: a run that is repeated, or resumed, has the same bits.
+A group that would be too old after the next round must be complete at the end of this one, so no response ever exceeds
+`max_lag`. A round leaves at most half a step's groups unfinished, so a step can take all groups that become due at
+once. Rounds end by counts and never by the clock, so repeated or resumed runs are bitwise equal.
 """
 
 from collections.abc import Callable, Iterable
@@ -29,17 +29,17 @@ from terrace.rl.values.ragged import Ragged, offsets_of
 from terrace.rl.values.rows import Rows, cat
 from terrace.rl.workers.drawing import BEGUN, FINISHES, READS
 
-_SPARE = 2  # a step's groups, divided by the most that may be under way beyond them; a guess
+_SPARE = 2  # a round may have 1 / _SPARE of a step's groups in addition; a guess
 _SEEDS_A_GROUP = 1 << 20  # more than the responses to one prompt
-_STATE = ("groups", *BEGUN)  # columns, beside `finish`, from which a stream goes on
+_STATE = ("groups", *BEGUN)  # columns of the saved state, beside `finish`
 
-# Begins to hand over the present weights, which have this version; its result waits for the end and has the numbers.
+# Starts the hand-over of the current weights as this version; the returned function waits for it and returns metrics.
 HandOver = Callable[[int], Callable[[], Metrics]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
-    """Groups of `responses` to a prompt, with one likeliest response beside them where `has_greedy`.
+    """What a stream generates: groups of `responses` per prompt, plus one greedy response if `has_greedy`.
 
     A step takes `prompts` groups, at most `max_lag` steps old.
     """
@@ -49,41 +49,41 @@ class Drawing:
     responses: int
     has_greedy: bool = False
     max_lag: int = 0
-    is_apart: bool = False  # the generator has ranks of its own, so that it can draw while others learn
+    is_apart: bool = False  # the generator has its own ranks, so that it can draw while others learn
 
     @property
     def ahead(self) -> int:
-        """Steps from the one that begins a round to the one that learns from it: 1 where rounds run beside steps."""
+        """Steps between starting a round and learning from it: 1 if rounds overlap with steps, else 0."""
         return int(self.is_apart and self.max_lag > 0)
 
     @property
     def under_way(self) -> int:
-        """Groups of a round."""
+        """Number of groups in a round."""
         return self.prompts + (-(-self.prompts // _SPARE) if self.max_lag > self.ahead else 0)
 
 
 class Stream:
-    """Responses for a controller. `generate` is the call of the role that draws, `hand_over` gives it new weights."""
+    """Supplies a controller with responses from the call `generate`; `hand_over` gives the generator new weights."""
 
     def __init__(self, drawing: Drawing, generate: Any, hand_over: HandOver) -> None:
         self._drawing, self._generate, self._bring = drawing, generate, hand_over
-        self._place = 0  # of the next prompt
-        self._live: Rows | None = None  # groups begun, and not taken
-        self._asked: tuple[Rows, Any] | None = None  # rows of the round under way, and its result
+        self._place = 0  # index of the next prompt
+        self._live: Rows | None = None  # groups that are started and not yet taken
+        self._asked: tuple[Rows, Any] | None = None  # rows of the round in progress, and its result
         self._brought: int | None = None
         self._arrives: Callable[[], Metrics] = dict
-        self.numbers: Metrics = {}  # of the newest hand-over
+        self.numbers: Metrics = {}  # metrics of the newest hand-over
 
     def hand_over(self, step: int) -> None:
         """Give the generator the weights after `step` steps."""
-        # Ranks that send would wait for a round under way, and no longer than a message may take.
+        # End the round first: senders would wait for it, and might exceed their timeout.
         self._end()
         self._arrives = self._bring(step)
 
     def next(self, step: int) -> Rows:
-        """Rows of the next groups, by group and sample, at a controller that has done `step` steps.
+        """Rows of the next groups, sorted by group and sample, for a controller that has completed `step` steps.
 
-        Columns `prompts`, `prompt_texts`, `data`, `groups` (the prompt's place in the run), `samples`, `seeds`,
+        Columns `prompts`, `prompt_texts`, `data`, `groups` (the prompt's index in the run), `samples`, `seeds`,
         `greedy`, and those of a response: `responses`, `rollout`, `versions`, `finish`.
         """
         if self._asked is None and len(self._complete()) < self._drawing.prompts:
@@ -99,9 +99,9 @@ class Stream:
         return rows
 
     def state(self) -> tuple[int, Rows]:
-        """(Place of the next prompt, responses so far) for `restore`; waits for the round under way.
+        """(Index of the next prompt, responses so far), for `restore`; waits for the round in progress.
 
-        Columns `groups` (R), `responses`, `rollout`, `versions`, ragged, `finish` (R), places in FINISHES.
+        Columns: `groups` (R); ragged `responses`, `rollout`, `versions`; `finish` (R), indices into FINISHES.
         """
         self._end()
         rows = self._empty() if self._live is None else self._live
@@ -109,18 +109,18 @@ class Stream:
         return self._place, Rows({**{name: rows.columns[name] for name in _STATE}, "finish": finish})
 
     def restore(self, place: int, rows: Rows) -> None:
-        """Go on from the state that `state` returned."""
+        """Continue from a result of `state`."""
         self._place, self._live = place, None
         groups = rows.tensor("groups")
         if len(rows):
             asked = cat([self._prompts(group) for group in sorted(set(groups.tolist()))])
-            # In the order of `rows`: by group and sample.
+            # Same order as `rows`: by group and sample.
             asked = asked.drop(*BEGUN, "finish")
             finish = tuple(FINISHES[each] for each in rows.tensor("finish").tolist())
             self._live = asked | Rows({**{name: rows.columns[name] for name in BEGUN}, "finish": finish})
 
     def _begin(self, step: int) -> None:
-        """Start a round: new groups, and the unfinished rows of others."""
+        """Start a round with new groups and the unfinished rows of older ones."""
         drawing, live = self._drawing, self._live
         open_groups = set[int]() if live is None else set(live.tensor("groups").tolist())
         new = [self._prompts(self._place + each) for each in range(drawing.under_way - len(open_groups))]
@@ -141,7 +141,7 @@ class Stream:
         self._asked = asked, draw(given, leave=Fraction(num_spare, num_open))
 
     def _end(self) -> None:
-        """Take the results of the round under way, if there is one."""
+        """Wait for the round in progress, if any, and add its results."""
         if self._asked is None:
             return
         (asked, found), self._asked = self._asked, None
@@ -153,7 +153,7 @@ class Stream:
         self._live = _sorted(cat([done, asked.drop(*BEGUN, "finish") | made]))
 
     def _complete(self) -> list[tuple[int, int]]:
-        """(First version, group) of the groups whose responses have all ended, the oldest first."""
+        """(First version, group) of the complete groups, oldest first."""
         if self._live is None:
             return []
         groups, finish = self._live.tensor("groups").tolist(), self._live.objects("finish")
@@ -169,7 +169,7 @@ class Stream:
         return rows
 
     def _prompts(self, place: int) -> Rows:
-        """Rows of a group that has not begun."""
+        """Rows of a new group, with empty responses."""
         drawing = self._drawing
         num = drawing.responses + drawing.has_greedy
         rows = rows_of([drawing.source.prompt(place)], place).repeat(num)
@@ -182,7 +182,7 @@ class Stream:
 
 
 def stream_of(drawing: Drawing, actor: Any, rollout: Any = None) -> Stream:
-    """The stream of an actor that draws between its updates, or of a `rollout` with ranks of its own."""
+    """The stream of an actor that generates between its updates, or of a `rollout` with its own ranks."""
     if rollout is None:
 
         def hand_over(step: int) -> Callable[[], Metrics]:
@@ -204,10 +204,10 @@ def stream_of(drawing: Drawing, actor: Any, rollout: Any = None) -> Stream:
 
 
 def lags(rows: Rows, step: int) -> Metrics:
-    """Age of responses at step `step`, from 0: mean and largest lag.
+    """Mean and maximum lag of responses at step `step`, from 0.
 
-    `sync/stale_tokens`: share of tokens from older weights; `sync/resumed`: share of responses with tokens from weights
-    of several versions.
+    `sync/stale_tokens`: share of tokens from older weights; `sync/resumed`: share of responses with tokens from several
+    weight versions.
     """
     versions = [each for each in rows.ragged("versions").rows() if len(each)]
     if not versions:
@@ -224,17 +224,17 @@ def lags(rows: Rows, step: int) -> Metrics:
 
 
 def _first_versions(rows: Rows) -> dict[int, int]:
-    """The oldest version that drew a token of each group; groups that have not begun are left out."""
+    """The oldest version that drew a token of each group; groups without tokens are left out."""
     found: dict[int, int] = {}
     for group, versions in zip(rows.tensor("groups").tolist(), rows.ragged("versions").rows(), strict=True):
         if len(versions):
-            # Versions of a response ascend.
+            # Versions ascend within a response.
             found[group] = min(int(versions[0]), found.get(group, int(versions[0])))
     return found
 
 
 def _nothing(num: int) -> Rows:
-    """Columns of `num` responses that have not begun."""
+    """Columns of `num` empty responses."""
     offsets = offsets_of(torch.zeros(num, dtype=torch.int64))
     dtypes = dict(zip(BEGUN, (torch.int64, torch.float32, torch.int64), strict=True))
     columns = {name: Ragged(torch.zeros(0, dtype=dtype), offsets) for name, dtype in dtypes.items()}
@@ -242,7 +242,7 @@ def _nothing(num: int) -> Rows:
 
 
 def _sorted(rows: Rows) -> Rows:
-    """Rows by group and sample."""
+    """Sort rows by group and sample."""
     keys = list(zip(rows.tensor("groups").tolist(), rows.tensor("samples").tolist(), strict=True))
     return rows.take(torch.tensor(sorted(range(len(keys)), key=keys.__getitem__), dtype=torch.int64))
 

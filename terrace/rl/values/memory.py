@@ -1,9 +1,9 @@
 """Rows in shared memory, for processes of one machine (Linux).
 
-`keep` copies the tensors of rows into a file in memory (memfd) of this process. Another process opens it through
-`/proc`, as only processes of the same user may, and maps it: rows go between two processes by one copy, and without the
-controller. Mappings are private: a process that changes its rows in place changes nobody else's. The memory is freed
-when its owner has dropped it, or ended, and nobody maps it. Only numbers are read from it.
+`keep` copies the tensors of rows into an anonymous file (memfd) of this process. Another process of the same user opens
+it through `/proc` and maps it, so rows pass between processes with one copy and without the controller. Mappings are
+private (copy-on-write): in-place changes stay in their process. The memory is freed when its owner has dropped it or
+ended and no process maps it. Only tensor data is read from it.
 """
 
 import mmap
@@ -19,7 +19,7 @@ from terrace.rl.values.rows import Rows
 
 @dataclass(frozen=True)
 class Segment:
-    """The place of rows: a file of process `pid`. `inode` tells it from a later file with the same number."""
+    """The place of rows: file descriptor `file` of process `pid`; `inode` detects a reused descriptor."""
 
     pid: int
     file: int
@@ -28,14 +28,14 @@ class Segment:
 
 
 class SharedMemory:
-    """A `Store` whose rows other processes of this machine map."""
+    """A `Store` whose rows other processes of this machine can map."""
 
     def __init__(self) -> None:
         if not sys.platform.startswith("linux"):
             raise ConfigError(f"roles in local processes need Linux, and this is {sys.platform}: run them inline")
 
     def keep(self, rows: Rows) -> Segment:
-        """Copy rows, from whatever device, into a file in memory."""
+        """Copy rows, from any device, into an anonymous file."""
         packing = Packing.of(rows)
         file = os.memfd_create("rows")
         if packing.num_bytes:
@@ -44,7 +44,7 @@ class SharedMemory:
         return Segment(os.getpid(), file, os.fstat(file).st_ino, packing)
 
     def fetch(self, place: Segment) -> Rows:
-        """Map rows, of this process or another; raises `HangError` where their owner has ended."""
+        """Map rows of this or another process; raises `HangError` if their owner has ended."""
         try:
             file = os.open(f"/proc/{place.pid}/fd/{place.file}", os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError as error:
@@ -58,9 +58,9 @@ class SharedMemory:
         return place.packing.read(memory)
 
     def part(self, place: Segment, start: int, stop: int, columns: Sequence[str] = ()) -> Segment:
-        """The same file, as `Packing.part` describes it."""
+        """The same file with the packing restricted by `Packing.part`."""
         return replace(place, packing=place.packing.part(start, stop, columns))
 
     def drop(self, place: Segment) -> None:
-        """Close the file; whoever has mapped it keeps the rows."""
+        """Close the file; existing mappings stay valid."""
         os.close(place.file)

@@ -1,6 +1,6 @@
-"""Rows as one block of bytes and a description: how they lie in memory that processes share.
+"""Serialises rows to one block of bytes and a description of its layout, for memory that processes share.
 
-Only numbers are in the block; the objects of a column are in the description.
+The block holds only tensors; Python objects are part of the description.
 """
 
 import math
@@ -15,7 +15,7 @@ from torch import Tensor
 from terrace.rl.values.ragged import Ragged
 from terrace.rl.values.rows import Column, Rows
 
-_ALIGNMENT = 64  # bytes: a cache line, and no less than any dtype needs
+_ALIGNMENT = 64  # bytes: a cache line, which suffices for every dtype
 
 
 @dataclass(frozen=True)
@@ -28,20 +28,20 @@ class _Stored:
 @dataclass(frozen=True)
 class _Objects:
     each: tuple[object, ...]
-    before: int = 0  # rows before and after these, whose objects are not here
+    before: int = 0  # number of rows before and after `each`, whose objects are left out
     after: int = 0
 
 
 @dataclass(frozen=True)
 class Packing:
-    """The layout of `num_bytes`: tensors of each column (of a `Ragged` values and offsets), or its objects."""
+    """Layout of a block of `num_bytes`: each column's tensors (values and offsets of a `Ragged`), or its objects."""
 
     num_bytes: int
     columns: dict[str, tuple[_Stored, ...] | _Objects]
 
     @staticmethod
     def of(rows: Rows) -> "Packing":
-        """The packing of rows, in the order of their columns."""
+        """The layout for `rows`, in the order of their columns."""
         tensors = _tensors(rows)
         sizes = (-(-each.numel() * each.element_size() // _ALIGNMENT) * _ALIGNMENT for each in tensors)
         *starts, num_bytes = accumulate(sizes, initial=0)
@@ -53,9 +53,9 @@ class Packing:
         return Packing(num_bytes, columns)
 
     def part(self, start: int, stop: int, names: Sequence[str] = ()) -> "Packing":
-        """The packing of the same block for who reads rows `start` to `stop` alone: with no others' objects.
+        """A layout of the same block for a reader of rows `start` to `stop`, without the objects of other rows.
 
-        Without the columns that are not among `names`, unless none is.
+        Only columns in `names` are kept; all are if none is in `names`.
         """
         kept = {name: stored for name, stored in self.columns.items() if name in names} or self.columns
         columns = {
@@ -67,13 +67,13 @@ class Packing:
         return Packing(self.num_bytes, columns)
 
     def write(self, rows: Rows, memory: Any) -> None:
-        """Copy the tensors of rows, from whatever device, into a buffer of `num_bytes`."""
+        """Copy the tensors of rows, from any device, into a buffer of `num_bytes`."""
         stored = (each for column in self.columns.values() if isinstance(column, tuple) for each in column)
         for tensor, each in zip(_tensors(rows), stored, strict=True):
             _at(memory, each).copy_(tensor)
 
     def read(self, memory: Any) -> Rows:
-        """Rows whose tensors are views of a buffer, which they keep."""
+        """Rows whose tensors are views of `memory`, which they keep alive."""
         return Rows({name: _column(memory, stored) for name, stored in self.columns.items()})
 
 

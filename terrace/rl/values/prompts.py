@@ -1,6 +1,6 @@
-"""Prompts by their place in a run: a pure function of (seed, place), so that a resumed run takes the same ones.
+"""Prompts by index: a pure function of (seed, index), so that a resumed run gets the same prompts.
 
-A task, or a file of prompts, is a `PromptSource`. A reward sees a response as a `Sample`.
+A task or a file of prompts is a `PromptSource`. Rewards receive responses as `Sample`s.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from terrace.rl.values.rows import Rows
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text, its tokens, and further values of its line for rewards, such as an answer."""
+    """A prompt's text and tokens, and the other values of its line for rewards, such as an answer."""
 
     text: str
     tokens: tuple[int, ...]
@@ -24,9 +24,9 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Sample:
-    """A response to a prompt as rewards see it: `finish` is "stop" where the model ended it, else "length".
+    """A response as rewards receive it. `finish` is "stop" if the model ended it, "length" if it was truncated.
 
-    `data` is the prompt's line.
+    `data` are the other values of the prompt's line (`Prompt.data`).
     """
 
     prompt: str
@@ -36,17 +36,17 @@ class Sample:
 
 
 class PromptSource(Protocol):
-    """Training prompts without end, and some that are never trained on."""
+    """An endless sequence of training prompts, and some held-out prompts."""
 
     def prompt(self, place: int) -> Prompt:
-        """The training prompt at a place in the run, from 0."""
+        """The training prompt at index `place`, from 0."""
 
     def held_out(self) -> tuple[Prompt, ...]:
-        """Prompts that no place has; empty if there are none."""
+        """Prompts that are never trained on; may be empty."""
 
 
 def rows_of(prompts: list[Prompt], first_group: int = 0) -> Rows:
-    """A row a prompt: columns `prompts` (tokens), `prompt_texts`, `data`, and `groups`, numbered from `first_group`."""
+    """One row per prompt: columns `prompts` (tokens), `prompt_texts`, `data`, and `groups`, from `first_group` up."""
     return Rows({
         "prompts": Ragged.of([torch.tensor(prompt.tokens, dtype=torch.int64) for prompt in prompts]),
         "prompt_texts": tuple(prompt.text for prompt in prompts),

@@ -1,4 +1,4 @@
-"""Rows of different lengths in one tensor, one after the other: nothing is padded, so no padding can be counted.
+"""Rows of different lengths, concatenated in one tensor without padding.
 
 Shape legend: N tokens, R rows.
 """
@@ -19,7 +19,7 @@ from terrace.runtime.shapes import check_shapes as check_shapes
 class Ragged:
     """Row i is `values[offsets[i] : offsets[i + 1]]`: `values` (N, ...), `offsets` (R + 1), int64, from 0 to N.
 
-    Both are on one device. Raises `DataError` for offsets that do not cut the values into rows.
+    Both are on one device. Raises `DataError` for offsets that do not ascend from 0 to N.
     """
 
     values: Tensor
@@ -41,7 +41,7 @@ class Ragged:
 
     @staticmethod
     def of(rows: Sequence[Tensor]) -> "Ragged":
-        """One tensor (T_i, ...) a row; at least one row, since it gives the dtype."""
+        """Concatenate one tensor (T_i, ...) per row; at least one, since it determines the dtype."""
         if not rows:
             raise DataError("no rows to join: give at least one tensor, if need be an empty one")
         lengths = torch.tensor([len(row) for row in rows], device=rows[0].device)
@@ -52,19 +52,19 @@ class Ragged:
 
     @property
     def lengths(self) -> Tensor:
-        """Tokens of each row, int64 (R)."""
+        """Number of tokens of each row, int64 (R)."""
         return self.offsets.diff()
 
     def rows(self) -> list[Tensor]:
-        """Views of the rows, (T_i, ...) each."""
+        """The rows as views, (T_i, ...) each."""
         return [self.values[start:stop] for start, stop in pairwise(self.offsets.tolist())]
 
     def with_values(self, values: Tensor) -> "Ragged":
-        """Other values of the same rows."""
+        """The same rows with other values."""
         return Ragged(values, self.offsets)
 
     def lists(self) -> list[list[Any]]:
-        """The rows as Python numbers."""
+        """The rows as lists of Python numbers."""
         numbers = self.values.tolist()
         return [numbers[start:stop] for start, stop in pairwise(self.offsets.tolist())]
 
@@ -73,15 +73,15 @@ class Ragged:
         return row_sums(self.values, self.offsets)
 
     def spread(self, numbers: Tensor) -> "Ragged":
-        """`numbers` (R), each at every token of its row."""
+        """Copy each row's number, from `numbers` (R), to all its tokens."""
         check_shapes(numbers=numbers, lengths=self.lengths)
         return self.with_values(numbers[row_of_each(self.offsets)])
 
     def kept(self, mask: "Ragged") -> "Ragged":
-        """The tokens at which `mask`, bool, is true; rows stay, if need be empty.
+        """Keep the tokens where the bool `mask` is true; rows may become empty but are not removed.
 
-        Tokens that the sampler did not emit, such as the output of a tool between two turns, leave columns this way
-        before advantages and losses are computed.
+        Used to remove tokens that the sampler did not emit, such as tool output between two turns, before advantages
+        and losses are computed.
         """
         if mask.values.dtype != torch.bool or not torch.equal(mask.offsets, self.offsets):
             raise DataError(
@@ -91,27 +91,27 @@ class Ragged:
         return Ragged(self.values[mask.values], offsets_of(row_sums(mask.values.long(), mask.offsets)))
 
     def take(self, rows: Tensor) -> "Ragged":
-        """Rows by number, int64 (K), in this order; a row may be taken several times."""
+        """Select rows by index, int64 (K), in this order; indices may repeat."""
         lengths = self.lengths[rows]
         offsets = offsets_of(lengths)
-        # The distance of each token from its place here.
+        # Source index minus target index, by token.
         shift = (self.offsets[:-1][rows] - offsets[:-1]).repeat_interleave(lengths)
         return Ragged(self.values[torch.arange(len(shift), device=shift.device) + shift], offsets)
 
 
 def joined(parts: Sequence[Ragged]) -> Ragged:
-    """The rows of all parts, one part after the other."""
+    """Concatenate the rows of all parts."""
     lengths = torch.cat([part.lengths for part in parts])
     return Ragged(torch.cat([part.values for part in parts]), offsets_of(lengths))
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
-    """Offsets (R + 1) of rows with `lengths` (R)."""
+    """Offsets (R + 1) of rows of `lengths` (R)."""
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
 def row_of_each(offsets: Tensor) -> Tensor:
-    """The row of each token, int64 (N)."""
+    """Row index of each token, int64 (N)."""
     return torch.arange(len(offsets) - 1, device=offsets.device).repeat_interleave(offsets.diff())
 
 
@@ -122,7 +122,7 @@ def row_sums(values: Tensor, offsets: Tensor) -> Tensor:
 
 
 def check_rows(**columns: Ragged) -> None:
-    """Raise `DataError` unless all have one number for each token of the same rows."""
+    """Raise `DataError` unless all columns have values of one shape and equal row lengths."""
     check_shapes(**{name: column.values for name, column in columns.items()})
     first, *others = columns
     for name in others:

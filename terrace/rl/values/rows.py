@@ -1,7 +1,7 @@
-"""`Rows`: the value that travels between models that learn from feedback.
+"""`Rows`: the batch type that roles exchange.
 
-A row is a prompt, a response, or a pair of responses, whatever the columns say. Nothing is padded, and shares need not
-be equal, so no row is ever made up to fill a share.
+A row is a prompt, a response, or a pair of responses, depending on the columns. Nothing is padded, and shares may have
+different sizes, so there are no filler rows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,9 +20,9 @@ Column = Tensor | Ragged | tuple[object, ...]
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Columns of one length by name: a tensor (R, ...), a `Ragged` of R rows, or a tuple of R Python objects.
+    """Named columns of one length: a tensor (R, ...), a `Ragged` of R rows, or a tuple of R Python objects.
 
-    Raises `DataError` without columns, for a column of another kind, and for differing lengths.
+    Raises `DataError` without columns, for a column of another type, and for columns of different lengths.
     """
 
     columns: Mapping[str, Column]
@@ -40,28 +40,28 @@ class Rows:
         return _length("", next(iter(self.columns.values())))
 
     def tensor(self, name: str) -> Tensor:
-        """The column `name`, (R, ...); `DataError` if it is missing or no tensor."""
+        """The column `name`, (R, ...); raises `DataError` if it is missing or not a tensor."""
         column = self._column(name)
         if not isinstance(column, Tensor):
             raise DataError(f"column {name!r} is a {_kind(column)}, not a tensor")
         return column
 
     def ragged(self, name: str) -> Ragged:
-        """The column `name`; `DataError` if it is missing or not ragged."""
+        """The column `name`; raises `DataError` if it is missing or not ragged."""
         column = self._column(name)
         if not isinstance(column, Ragged):
             raise DataError(f"column {name!r} is a {_kind(column)}, not a ragged column")
         return column
 
     def objects(self, name: str) -> tuple[object, ...]:
-        """The column `name`; `DataError` if it is missing or no tuple."""
+        """The column `name`; raises `DataError` if it is missing or not a tuple."""
         column = self._column(name)
         if not isinstance(column, tuple):
             raise DataError(f"column {name!r} is a {_kind(column)}, not a tuple of objects")
         return column
 
     def take(self, rows: Tensor | Sequence[int]) -> "Rows":
-        """Rows by number, in this order and as often as named, or where a bool tensor (R) is true."""
+        """Select rows by index, in this order and with repetitions, or by a bool mask (R)."""
         index = torch.as_tensor(rows) if len(rows) else torch.zeros(0, dtype=torch.int64)
         if index.dtype == torch.bool and index.shape == (len(self),):
             index = index.nonzero().flatten()
@@ -76,7 +76,7 @@ class Rows:
         return Rows({name: _taken(column, index) for name, column in self.columns.items()})
 
     def split(self, sizes: Sequence[int]) -> list["Rows"]:
-        """Consecutive shares of `sizes` rows, as views; sizes may differ and be 0, and must add up to all rows."""
+        """Split into consecutive views of `sizes` rows, which may be 0 and must add up to all rows."""
         if any(size < 0 for size in sizes) or sum(sizes) != len(self):
             raise DataError(
                 f"sizes {list(sizes)} for {counted(len(self), 'row')}: must be 0 or more, and add up to {len(self)}"
@@ -85,23 +85,23 @@ class Rows:
         return [self.part(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
     def part(self, start: int, stop: int) -> "Rows":
-        """Rows `start` to `stop`, which these have: their columns are views."""
+        """Rows `start` to `stop`, as views; both must be within range."""
         return Rows({name: _cut(column, start, stop) for name, column in self.columns.items()})
 
     def repeat(self, num: int) -> "Rows":
-        """Every row `num` times, its copies side by side: the prompts of `num` samples each."""
+        """Repeat every row `num` times, with copies adjacent (`repeat_interleave`)."""
         if num < 1:
             raise DataError(f"rows repeated {num} times: must be 1 or more")
         return self.take(torch.arange(len(self)).repeat_interleave(num))
 
     def drop(self, *names: str) -> "Rows":
-        """All columns but these; `DataError` for one that is missing."""
+        """All columns but these; raises `DataError` for one that is missing."""
         for name in names:
             self._column(name)
         return Rows({name: column for name, column in self.columns.items() if name not in names})
 
     def __or__(self, other: "Rows") -> "Rows":
-        """The columns of both, which have equally many rows; `DataError` for a name that both have."""
+        """The columns of both, which need equal numbers of rows; raises `DataError` for a name that both have."""
         twice = sorted(self.columns.keys() & other.columns.keys())
         if twice:
             raise DataError(f"column {twice[0]!r} is in both: drop it from one of them")
@@ -114,9 +114,9 @@ class Rows:
 
 
 def cat(parts: Sequence[Rows]) -> Rows:
-    """The rows of all parts, one part after the other; `DataError` unless their columns have the same names and kinds.
+    """Concatenate rows; raises `DataError` unless all parts have columns of the same names, types and dtypes.
 
-    Empty parts count as well: a rank without rows still has columns.
+    This includes parts without rows.
     """
     if not parts:
         raise DataError("no rows to join: give at least one part")
@@ -158,7 +158,7 @@ def _cut(column: Column, start: int, stop: int) -> Column:
 def _joined(name: str, columns: Sequence[Column]) -> Column:
     tensors = [column for column in columns if isinstance(column, Tensor)]
     ragged = [column for column in columns if isinstance(column, Ragged)]
-    # torch would promote one dtype to another without a word.
+    # torch.cat would silently promote dtypes.
     forms = {_kind(column): None for column in columns}
     if len(forms) == 1:
         forms = {f"{each.dtype} {tuple(each.shape[1:])} by row": None for each in tensors}
@@ -173,6 +173,6 @@ def _joined(name: str, columns: Sequence[Column]) -> Column:
 
 
 def columns_read(rows: Rows, columns: Sequence[str]) -> Rows:
-    """`rows` with those of `columns` that they have; all of them if that is none: such a call reads all."""
+    """`rows` restricted to `columns`; unchanged if they have none of these."""
     kept = {name: column for name, column in rows.columns.items() if name in columns}
     return Rows(kept) if kept and len(kept) < len(rows.columns) else rows

@@ -1,4 +1,4 @@
-"""The critic: an engine whose head has one output, the value of the text before a token."""
+"""The critic: an engine with a scalar head, which predicts the value of the state before each token."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ _COLUMNS = ("old_values", "returns")
 
 
 class Critic:
-    """A critic of the responses of a policy; `value_clip` keeps values near those before the update."""
+    """The worker of a critic; `value_clip` clips values around those before the update (`losses.value_loss`)."""
 
     def __init__(self, world: World | None, *, settings: EngineSettings, value_clip: float | None = None) -> None:
         """`settings.model` has a scalar head. Raises as the engine does."""
@@ -40,7 +40,7 @@ class Critic:
 
     @classmethod
     def layout(cls, num_ranks: int, *, settings: EngineSettings, **_: object) -> RoleLayout:
-        """Data ranks of the plan."""
+        """The plan's data ranks."""
         return RoleLayout.of(settings.cluster, settings.plan)
 
     @call(split="data", take="data", balance="rows", reads=TEXTS)
@@ -48,10 +48,10 @@ class Critic:
         """`values` before each token of the responses."""
         return Rows({"values": values(self._engine, rows)})
 
-    # As the actor's: a step needs equally many rows on all data ranks.
+    # Not split by tokens, as in `Actor.update`: a step needs equally many rows on all data ranks.
     @call()
     def update(self, rows: Rows, *, lr: float) -> dict[str, float]:
-        """One step on a mini-batch with `old_values` and `returns`, the mean over its tokens; the critic's metrics."""
+        """Train one step on a mini-batch with columns `old_values` and `returns`. Returns the critic's metrics."""
         self._sums.clear()
         (step,) = step_batches(self._engine, own_rows(self._engine, rows), _COLUMNS, Aggregation("token-mean"))
         result = self._engine.step([batch for _, batch in step], lr)
@@ -59,10 +59,10 @@ class Critic:
 
     @call()
     def save(self, folder: Path, step: int, facts: Mapping[str, Any], keep: int | None) -> str:
-        """Write a checkpoint with `facts` into a run folder, and keep the newest `keep`, or all; returns its folder."""
+        """Write a checkpoint with `facts` and keep the newest `keep` (None: all). Returns the checkpoint's folder."""
         return saved(self._engine, self._settings, folder, step, facts, keep)
 
     @call()
     def resume(self, folder: Path) -> None:
-        """Take up a checkpoint that `save` has written."""
+        """Load a checkpoint of `save`."""
         resume(self._engine, Checkpoint(folder))

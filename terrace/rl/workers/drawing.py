@@ -1,6 +1,6 @@
-"""Responses by a replica: requests from rows of prompts, run until enough groups are complete, and back to rows.
+"""Generation on a replica: turns rows into requests, runs them until enough groups are complete, and returns rows.
 
-A replica stops by counts alone, never by the clock, so that the same calls give the same responses.
+A replica stops by counts and never by the clock, so that the same calls give the same responses.
 """
 
 from collections import Counter
@@ -22,10 +22,10 @@ from terrace.rl.values.rows import Rows
 
 Finish = Literal["stop", "length", "aborted"]
 FINISHES: tuple[Finish, ...] = get_args(Finish)
-BEGUN = ("responses", "rollout", "versions")  # columns of a response so far
+BEGUN = ("responses", "rollout", "versions")  # columns of partial responses
 READS = ("prompts", "seeds", "greedy", "groups", "must", *BEGUN)
-_PAGE_TOKENS = 16  # of keys and values, at least
-_MOST_REQUESTS = 256  # with pages at a time: beyond it a pass over a CPU's matrices gains nothing; a guess
+_PAGE_TOKENS = 16  # minimum tokens of a KV cache page
+_MOST_REQUESTS = 256  # concurrent requests: larger batches are no faster per token on a CPU; a guess
 
 
 def drawn(
@@ -41,12 +41,12 @@ def drawn(
     version: int,
     leave: Fraction,
 ) -> Rows:
-    """Responses of a replica of `tensor_rows` ranks, of at most `num_tokens` tokens, to its share of rows."""
+    """Generate responses of at most `num_tokens` tokens to this replica's share of rows, on `tensor_rows` ranks."""
     requests = requests_of(rows, num_tokens=num_tokens, stops=stops, seed=seed)
     if not requests:
         return rows_of_completions([])
     page_tokens = page_tokens_of(model, tensor_rows, next(blocks[0].parameters()).dtype)
-    # With pages for its requests and no more; every rank of the replica has the same requests.
+    # Allocate only the pages that its requests need; every rank of the replica has the same requests.
     engine = GenerationEngine(
         blocks,
         model,
@@ -61,14 +61,14 @@ def drawn(
 
 
 def page_tokens_of(model: ModelConfig, tensor_rows: int, dtype: torch.dtype) -> int:
-    """Tokens of a page of keys and values on one of the `tensor_rows` ranks of a replica."""
+    """Tokens of a KV cache page on each of the `tensor_rows` ranks of a replica."""
     return mapped_tokens(cache_shape(block_specs(model), tensor_rows), dtype, _PAGE_TOKENS)
 
 
 def requests_of(rows: Rows, *, num_tokens: int, stops: frozenset[int], seed: int) -> list[Request]:
-    """A request for each row: columns `prompts`, `seeds` (R) int64, and perhaps `greedy` (R) bool and those of BEGUN.
+    """One request per row, from columns `prompts`, `seeds` (R) int64, and optionally `greedy` (R) bool and BEGUN.
 
-    Responses are drawn from the policy itself, at temperature 1, or are its likeliest tokens where `greedy`.
+    Responses are sampled at temperature 1 without top-k, or greedily where `greedy`.
     """
     num = len(rows)
     greedy = rows.tensor("greedy").tolist() if "greedy" in rows.columns else [False] * num
@@ -98,10 +98,10 @@ def _begun(rows: Rows) -> list[Completion | None]:
 
 
 def completed(engine: GenerationEngine, requests: Sequence[Request], rows: Rows, leave: Fraction) -> list[Completion]:
-    """The completions of requests; those that are left have `finish` "aborted".
+    """Run requests and return their completions; unfinished ones have `finish` "aborted".
 
-    Of the groups of `rows` (column `groups`), a share `leave`, rounded down, may stay incomplete. Rows that `must` end
-    (R, bool) are waited for.
+    A share `leave` of the groups (column `groups`), rounded down, may stay incomplete. Rows with `must` (R, bool) are
+    always finished.
     """
     groups = rows.tensor("groups").tolist() if "groups" in rows.columns else list(range(len(requests)))
     must = rows.tensor("must").tolist() if "must" in rows.columns else [False] * len(requests)
@@ -123,7 +123,7 @@ def completed(engine: GenerationEngine, requests: Sequence[Request], rows: Rows,
 
 
 def rows_of_completions(made: Sequence[Completion]) -> Rows:
-    """`responses`, their log-probabilities `rollout`, `versions` of the weights, `finish`."""
+    """Columns `responses`, their log-probabilities `rollout`, weight `versions`, and `finish`."""
     offsets = offsets_of(torch.tensor([len(each.tokens) for each in made], dtype=torch.int64))
 
     def ragged(kind: str, dtype: torch.dtype) -> Ragged:

@@ -1,7 +1,7 @@
-"""An engine for rows of prompts and responses: made from a role's settings, fed with as many micro-batches as it takes.
+"""Runs an engine on rows of prompts and responses: creates it from a role's settings, and makes its micro-batches.
 
-A step has `num_micros` micro-batches of `plan.micro_batch` rows on each data rank, whatever the number of rows: the
-rest is filled with rows without a response, in which no label counts.
+A step always has `num_micros` micro-batches of `plan.micro_batch` rows on each data rank; missing rows are filled up
+with rows that have no response and so no labels.
 """
 
 from collections import defaultdict
@@ -35,9 +35,9 @@ from terrace.runtime.model_state import InitialValue
 from terrace.runtime.objective import Objective
 from terrace.train.job import device_of as run_device
 
-TEXTS = ("prompts", "responses", "emitted")  # columns of which micro-batches are made
-ALL = ("*",)  # parameters, by pattern
-_EACH = Aggregation("token-mean")  # of rows that are scored: no loss is taken of them
+TEXTS = ("prompts", "responses", "emitted")  # columns from which micro-batches are made
+ALL = ("*",)  # pattern of all parameters
+_EACH = Aggregation("token-mean")  # for scoring, which has no loss, so any aggregation serves
 
 
 def engine_of(
@@ -48,9 +48,9 @@ def engine_of(
     *,
     freeze: Sequence[str] = (),
 ) -> Engine:
-    """The engine of a role on this rank of its world; None is a world of one rank.
+    """Create a role's engine on this rank of `world` (None: a single rank).
 
-    A role that only scores gives `freeze=ALL`, and holds neither gradients nor optimizer states. Raises `PlanError`,
+    Roles that only score pass `freeze=ALL`, and then have no gradients or optimizer states. Raises `PlanError`,
     `ProgramError` or `ModelError`, on all ranks.
     """
     specs, blocks = block_specs(settings.model), build_blocks(settings.model)
@@ -75,8 +75,8 @@ def engine_of(
 
 
 def joins(settings: EngineSettings, device: torch.device) -> bool:
-    """Whether rows stand in one, with shared prefixes there once: where no message has a size that follows from theirs,
-    no router counts them, and masks are cut on a CPU.
+    """Whether sequences are joined with shared prefixes: on a CPU, for dense models, without pipeline, tensor and
+    context axes, whose messages need a fixed size.
     """
     mesh = Mesh.of(settings.cluster, settings.plan)
     parts_rows = any(mesh.total(axis) > 1 for axis in (*PIPELINE, *TENSOR, *CONTEXT))
@@ -92,7 +92,7 @@ def _initial(settings: EngineSettings) -> InitialValue:
         return fresh
     if (folder / "manifest.json").is_file():
         read = {(block, name): value for block, name, value in Checkpoint(folder).parameters()}
-        # A critic that begins as a policy has an output of its own.
+        # A critic that starts from a policy has a head that the policy lacks.
         return lambda block, name, shape: read[block, name] if (block, name) in read else fresh(block, name, shape)
     pretrained = Pretrained(folder, settings.model)
     return lambda block, name, shape: (
@@ -101,17 +101,17 @@ def _initial(settings: EngineSettings) -> InitialValue:
 
 
 def device_of(settings: EngineSettings) -> torch.device:
-    """Device of this rank: its GPU over nccl, the first GPU for one rank of a cluster of GPUs; else the CPU."""
+    """This rank's device: its GPU with nccl, GPU 0 for a single rank of a CUDA cluster, else the CPU."""
     if dist.is_initialized():
         return run_device()
-    # With an index, as tensors on it have.
+    # With an index, since the devices of tensors have one.
     return torch.device("cuda", 0) if settings.cluster.device.backend == "cuda" else torch.device("cpu")
 
 
 def step_batches(
     engine: Engine, rows: Rows, columns: Sequence[str], aggregation: Aggregation
 ) -> list[list[tuple[Rows, Batch]]]:
-    """Micro-batches of this data rank's `rows`, by step, each beside its rows; as many steps on all ranks."""
+    """This data rank's micro-batches with their rows, by step; all ranks get the same number of steps."""
     program, is_joined = engine.program, has_shared_prefixes(engine.state.modules.values())
     size, num_micros = program.plan.micro_batch, program.num_micros
     num = -(-max(engine.comm.exchange(len(rows))) // (size * num_micros)) * size * num_micros
@@ -127,12 +127,12 @@ def step_batches(
 
 
 def scores(engine: Engine, rows: Rows) -> Ragged:
-    """Log-probabilities of the valid tokens of this data rank's responses; no rows on stages without the head."""
+    """Log-probabilities of the valid tokens of this data rank's responses; empty on stages without the head."""
     return _numbers(engine, rows, lambda batches: [numbers.log_probs for numbers in engine.score(batches)])
 
 
 def values(engine: Engine, rows: Rows) -> Ragged:
-    """Values of a critic's engine before each valid token, else as `scores`."""
+    """As `scores`, for a critic's values before each valid token."""
     return _numbers(engine, rows, engine.values)
 
 
@@ -147,7 +147,7 @@ def _numbers(engine: Engine, rows: Rows, read: Callable[[Sequence[Batch]], list[
 
 
 def own_rows(engine: Engine, rows: Rows) -> Rows:
-    """This data rank's part of the `rows` of a step, as many as of any other, or fewer at the end."""
+    """This data rank's share of a step's `rows`: equal sizes, fewer on the last ranks."""
     layout = engine.program.layout
     size = -(-len(rows) // layout.data_degree)
     first = min(len(rows), layout.data_place(engine.rank) * size)
@@ -155,12 +155,9 @@ def own_rows(engine: Engine, rows: Rows) -> Rows:
 
 
 def means_of(engine: Engine, sums: Mapping[str, float]) -> dict[str, float]:
-    """Means over tokens of sums, which have the number of these under "tokens", over all ranks.
-
-    Of a name that ends in `_max`, the largest.
-    """
+    """Token means over all ranks: sums divided by the sum "tokens"; maxima for names that end in `_max`."""
     total, largest = defaultdict[str, float](float), defaultdict[str, float](float)
-    # Ranks with the head have the numbers of their tokens; tensor ranks with the same tokens all count.
+    # Only ranks with the head have sums. Tensor ranks repeat the same tokens, which leaves the means unchanged.
     for other in engine.comm.exchange(dict(sums)):
         for name, value in other.items():
             if name.endswith("_max"):
@@ -174,7 +171,7 @@ def means_of(engine: Engine, sums: Mapping[str, float]) -> dict[str, float]:
 def saved(
     engine: Engine, settings: EngineSettings, folder: Path, step: int, facts: Mapping[str, Any], keep: int | None
 ) -> str:
-    """Write a checkpoint with `facts` into a run folder, and keep the newest `keep`, or all; returns its folder."""
+    """Write a checkpoint with `facts` and keep the newest `keep` (None: all). Returns the checkpoint's folder."""
     engine.drain()
     return str(save(engine, folder, step, {"model": to_table(settings.model), **facts}, keep))
 
@@ -185,7 +182,7 @@ def _only(rows: Rows, columns: Sequence[str]) -> Rows:
 
 
 def _fillers(like: Rows, num: int) -> Rows:
-    """Rows of one token and no response, with the columns of `like`."""
+    """`num` filler rows of one token and no response, with the columns of `like`."""
 
     def empty(column: Ragged) -> Ragged:
         return Ragged(column.values[:0], offsets_of(torch.zeros(num, dtype=torch.int64)))

@@ -1,4 +1,4 @@
-"""Hand-overs of an engine given by its settings, planned without processes: for layouts, and for both of its ends."""
+"""Plans hand-overs from engine settings alone, without processes: for layouts, and for sender and receiver."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ MEET_S = 120.0  # for the ranks of two pools to meet
 
 
 def transition_of(settings: EngineSettings, rows: int, apart: Apart | None = None) -> Transition:
-    """The hand-over of an engine to replicas of `rows` tensor ranks; raises `PlanError` as `HandOver` does."""
+    """Plan the hand-over from an engine to replicas of `rows` tensor ranks; raises `PlanError` as `HandOver` does."""
     specs = block_specs(settings.model)
     programs = build_stages(settings.cluster, settings.plan, specs, settings.num_micros, settings.sequence)
     held = [set(program.stage.held) for program in programs]
@@ -21,11 +21,11 @@ def transition_of(settings: EngineSettings, rows: int, apart: Apart | None = Non
 
 
 def reshard_bytes(ledger: Ledger) -> int:
-    """Bytes of hand-overs that this rank has sent."""
+    """Bytes that this rank has sent in hand-overs."""
     return sum(size for (message, _), size in ledger.total().items() if message is MessageClass.RESHARD)
 
 
 def bytes_of_all(by_rank: Sequence[Sequence[int]]) -> dict[str, float]:
-    """`bytes_planned` and `bytes_sent`, from those of each rank."""
+    """Sum each rank's (planned, sent) bytes to `bytes_planned` and `bytes_sent`."""
     planned, sent = map(sum, zip(*by_rank, strict=True))
     return {"bytes_planned": float(planned), "bytes_sent": float(sent)}

@@ -1,8 +1,8 @@
-"""The actor, which learns and draws responses, and the reference, which it is held near.
+"""The workers of the actor (which learns and generates), the reference, and the supervised start.
 
-The actor is an engine under its plan and, between two updates, replicas for generation that have its parameters by a
-hand-over. Slices end with the next update, keys and values with the call that drew: nothing keeps a second copy of the
-parameters during training.
+The actor is an engine under its plan and, between two updates, also generation replicas that received its parameters in
+a hand-over. The replicas' slices are freed at the next update and the KV cache at the end of the generating call, so no
+second copy of the parameters exists during training.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,10 +46,7 @@ from terrace.runtime.reshard_apart import HandOverApart
 
 
 class Actor:
-    """A policy under `settings`, generating on replicas of `rows` tensor ranks, or `apart` by a `Rollout`.
-
-    A worker: every rank of its world makes it and gets every call, with its share of the rows.
-    """
+    """The worker of the actor. It generates on replicas of `rows` tensor ranks, or, if `apart`, through a `Rollout`."""
 
     def __init__(
         self,
@@ -64,9 +61,9 @@ class Actor:
         apart: Apart | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        """Responses have at most `num_tokens` tokens, and end with one of `stops`.
+        """Responses have at most `num_tokens` tokens and end with one of `stops`.
 
-        A message of a hand-over may take `timeout_s`. Raises as the engine does.
+        `timeout_s` is the timeout of a hand-over message. Raises as the engine does.
         """
         self._settings, self._num_tokens, self._stops, self._seed = settings, num_tokens, stops, seed
         self._aggregation, self._sums = aggregation_of(algorithm, num_tokens), Sums(float)
@@ -82,16 +79,16 @@ class Actor:
     def layout(
         cls, num_ranks: int, *, settings: EngineSettings, rows: int = 1, apart: Apart | None = None, **_: object
     ) -> RoleLayout:
-        """Data ranks of the plan, and replicas of `rows` tensor ranks unless others generate."""
+        """The plan's data ranks, and replicas of `rows` tensor ranks unless a rollout generates."""
         replicas = transition_of(settings, rows).replicas if apart is None else ()
         return RoleLayout.of(settings.cluster, settings.plan, replicas)
 
     @call()
     def hand_over(self, version: int) -> dict[str, float]:
-        """Give the replicas the present parameters as weights `version`; bytes that all ranks sent, and the plan's."""
+        """Hand the current parameters to the replicas as `version`. Returns planned and sent bytes over all ranks."""
         if self._hand_over is None:
             raise TrainingError("this actor generates apart: call give, and take of the rollout")
-        # Former slices go before new ones come: two sets may not fit.
+        # Free the old slices first: two sets may not fit in memory.
         self._blocks, self._version = None, version
         before = reshard_bytes(self.engine.comm.ledger)
         slices = self._hand_over.run(lend=True)
@@ -101,7 +98,7 @@ class Actor:
 
     @call(take="all")
     def join(self, address: str, port: int) -> None:
-        """Meet the ranks of the rollout at the store there, as they do at the same time."""
+        """Connect to the rollout's ranks through the store at this address; they call `join` concurrently."""
         assert self._apart is not None, "only an actor that generates apart joins"
         transition = transition_of(self._settings, self._rows, self._apart)
         store = open_store(address, port, MEET_S)
@@ -113,7 +110,7 @@ class Actor:
 
     @call()
     def give(self) -> dict[str, float]:
-        """Send the rollout the present parameters, as it takes them; bytes as of `hand_over`, of these ranks."""
+        """Send the current parameters to the rollout, which calls `take` concurrently. Returns bytes as `hand_over`."""
         if self._sends is None:
             raise TrainingError("this actor has met no rollout: call join of both first")
         before = reshard_bytes(self._sends.ledger)
@@ -123,11 +120,11 @@ class Actor:
 
     @call(split="replica", take="replica", reads=READS, keeps_groups=True)
     def generate(self, rows: Rows, *, leave: Fraction = Fraction(0)) -> Rows:
-        """Responses to prompts: `responses`, their log-probabilities `rollout`, `versions` of the weights, `finish`.
+        """Generate responses: columns `responses`, log-probabilities `rollout`, weight `versions`, `finish`.
 
-        `rows` have `prompts` and `seeds`, and may say which are `greedy` or begun already (`requests_of`). A response
-        depends on prompt, seed and weights alone. With `leave`, a replica stops while some groups are incomplete
-        (`completed`), and their rows have `finish` "aborted".
+        `rows` have `prompts` and `seeds`, and optionally `greedy` and partial responses (`requests_of`). A response
+        depends only on prompt, seed and weights. With `leave`, a replica may stop before all groups are complete
+        (`completed`); unfinished rows have `finish` "aborted".
         """
         if self._blocks is None:
             raise TrainingError("generation has no weights: call hand_over first")
@@ -146,14 +143,14 @@ class Actor:
 
     @call(split="data", take="data", balance="rows", reads=TEXTS)
     def logprobs(self, rows: Rows) -> Rows:
-        """Log-probabilities `old` of the responses' tokens, as the engine finds them."""
+        """Log-probabilities `old` of the responses' tokens, computed by the training engine."""
         return Rows({"old": scores(self.engine, rows)})
 
-    # Every rank gets all rows and takes its own: a step needs equally many on all data ranks, which shares of equal
-    # tokens are not.
+    # Every rank receives all rows and selects its own: a step needs equally many rows on all data ranks, which shares
+    # balanced by tokens do not have.
     @call()
     def update(self, rows: Rows, *, lr: float, columns: tuple[str, ...]) -> dict[str, float]:
-        """One step on a mini-batch with `columns` (`algorithms.algorithm.policy_loss`); returns the actor's metrics."""
+        """Train one step on a mini-batch with `columns` (`policy_loss.policy_loss`). Returns the actor's metrics."""
         self._blocks = None
         self._sums.clear()
         (step,) = step_batches(self.engine, own_rows(self.engine, rows), columns, self._aggregation)
@@ -166,18 +163,18 @@ class Actor:
 
     @call()
     def save(self, folder: Path, step: int, facts: Mapping[str, Any], keep: int | None) -> str:
-        """Write a checkpoint with `facts` into a run folder, and keep the newest `keep`, or all; returns its folder."""
+        """Write a checkpoint with `facts` and keep the newest `keep` (None: all). Returns the checkpoint's folder."""
         return saved(self.engine, self._settings, folder, step, facts, keep)
 
     @call()
     def resume(self, folder: Path) -> None:
-        """Take up a checkpoint that `save` has written."""
+        """Load a checkpoint of `save`."""
         resume(self.engine, Checkpoint(folder))
         self._blocks = None
 
 
 class Reference:
-    """A policy that does not change."""
+    """The worker of the reference: a policy that is never updated."""
 
     def __init__(self, world: World | None, *, settings: EngineSettings) -> None:
         objective = objective_of(policy_loss(Algorithm(), Sums(float)))
@@ -195,7 +192,7 @@ class Reference:
 
 
 class Student:
-    """A supervised start: learns the right responses to prompts, and leaves a checkpoint for the other roles."""
+    """The worker of a supervised start: trains on right responses and writes the checkpoint that the roles load."""
 
     def __init__(self, world: World | None, *, settings: EngineSettings) -> None:
         objective = objective_of(policy_loss(Algorithm(), Sums(float)))
@@ -208,13 +205,13 @@ class Student:
 
     @call()
     def update(self, rows: Rows, *, lr: float) -> dict[str, float]:
-        """One step on prompts and their right responses; returns the loss."""
+        """Train one step on prompts with right responses. Returns the loss."""
         (step,) = step_batches(self._engine, own_rows(self._engine, rows), (), Aggregation("token-mean"))
         return {"loss": self._engine.step([batch for _, batch in step], lr).loss}
 
     @call()
     def finish(self, folder: Path, step: int) -> str:
-        """Write a checkpoint, for `EngineSettings.weights`, and end; returns its folder."""
+        """Write a checkpoint for `EngineSettings.weights` and close the engine. Returns the checkpoint's folder."""
         written = saved(self._engine, self._settings, folder, step, {}, 1)
         self._engine.close()
         del self._engine

@@ -1,13 +1,13 @@
-"""The three signatures that a reward by a Python function may have, told apart by the names of its parameters.
+"""The three supported signatures of reward functions, distinguished by parameter names.
 
     f(samples)                                              Terrace's: all samples at once, a number for each
-    f(completions, **columns), f(prompts, completions, ...) TRL's: lists by keyword, one for each column of the prompts;
-                                                            f(**columns) is one, too
-    f(data_source, solution_str, ground_truth, extra_info)  verl's: one response a call, by keyword
+    f(completions, **columns), f(prompts, completions, ...) TRL's: keyword arguments, a list for each prompt column;
+                                                            also f(**columns)
+    f(data_source, solution_str, ground_truth, extra_info)  verl's: one response per call, by keyword
 
-TRL gives texts and token ids of responses and the columns of the file of prompts; verl gives `data_source` and
-`extra_info` of the prompt's line, and `ground_truth`, which stands in the line or in its table `reward_model`. verl's
-function returns a number, or a table with the number under `score`.
+TRL's functions receive texts and token ids of responses and the columns of the prompt file. verl's receive
+`data_source` and `extra_info` of the prompt's line, and `ground_truth` from the line or from its table `reward_model`;
+they return a number, or a mapping with the number under `score`.
 """
 
 import inspect
@@ -19,8 +19,8 @@ from terrace.base.errors import ConfigError, TrainingError
 from terrace.rl.values.prompts import Sample
 
 Call = Callable[[Sequence[Sample], Sequence[Sequence[int]]], Iterable[Any]]  # (samples, tokens of responses) -> numbers
-_TRL, _VERL = "completions", "solution_str"  # the parameter that tells
-_OF_TRL = ("prompts", "completions", "completion_ids")  # lists that are no columns
+_TRL, _VERL = "completions", "solution_str"  # the parameter that identifies the signature
+_OF_TRL = ("prompts", "completions", "completion_ids")  # arguments that are not prompt columns
 _OF_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _BY_PLACE = (
@@ -32,18 +32,18 @@ _BY_PLACE = (
 
 @dataclass(frozen=True)
 class _Signature:
-    """Parameters of a function by name, and whether each must be given; whether it takes any keyword."""
+    """Parameters of a function."""
 
-    required: Mapping[str, bool]
-    takes_all: bool
-    by_place: bool  # whether it takes an argument without a name
+    required: Mapping[str, bool]  # name -> whether it has no default
+    takes_all: bool  # has **kwargs
+    by_place: bool  # accepts a positional argument
 
     def takes(self, name: str) -> bool:
         return self.takes_all or name in self.required
 
 
 def call_of(function: Callable[..., Any], name: str) -> Call:
-    """How `function`, the reward `name`, is called on samples; raises `ConfigError` for a signature of another form."""
+    """Adapt the reward `function` to be called on samples; raises `ConfigError` for an unsupported signature."""
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         raise ConfigError(f"the reward {name!r} is async, and rewards are called without an event loop: write def")
     found = _signature(function, name)
@@ -65,7 +65,7 @@ def call_of(function: Callable[..., Any], name: str) -> Call:
 def _signature(function: Callable[..., Any], name: str) -> _Signature | None:
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # of a function that is not written in Python
+    except (TypeError, ValueError):  # a function that is not written in Python
         return None
     by_place = [each.name for each in parameters if each.kind is inspect.Parameter.POSITIONAL_ONLY]
     if len(by_place) > 1 or {_TRL, _VERL} & set(by_place):
@@ -77,7 +77,7 @@ def _signature(function: Callable[..., Any], name: str) -> _Signature | None:
 
 
 def check_columns(function: Callable[..., Any], name: str, columns: Iterable[str]) -> None:
-    """Raise `ConfigError` for a parameter that no column of the prompts gives."""
+    """Raise `ConfigError` for a required parameter that no prompt column provides."""
     found, known = _signature(function, name), set(columns)
     if found is None or not {_TRL, _VERL} & found.required.keys():
         return
@@ -150,5 +150,5 @@ _SHOWN = 60  # characters of a prompt in an error
 
 
 def shown(sample: Sample) -> str:
-    """The prompt of a sample in an error."""
+    """A sample's prompt, shortened for an error message."""
     return repr(sample.prompt if len(sample.prompt) <= _SHOWN else sample.prompt[:_SHOWN] + "...")

@@ -1,10 +1,10 @@
-"""Rewards by a Python function of the user's, `module:function`.
+"""Rewards from a user's Python function, `module:function`.
 
     def reward(samples: Sequence[Sample]) -> Iterable[float]: ...
 
-It gets the responses of a call and gives a number for each, in their order; other signatures are those of
-terrace.rl.workers.reward_forms. It runs in a thread with a deadline. A function that yields its numbers one by one has
-the prompt named that it stood at.
+The function receives a call's responses and returns a number for each, in order; for other signatures see
+terrace.rl.workers.reward_forms. It runs in a thread with a deadline. If it yields its numbers one by one, errors name
+the prompt at which it failed.
 """
 
 import math
@@ -40,10 +40,7 @@ _OBJECTS = ("prompt_texts", "finish", "data")  # columns
 
 
 def load_function(name: str, folder: str) -> Function:
-    """The function `module:function`, of a module that is installed or lies in `folder`.
-
-    Raises `ConfigError` where it cannot be imported.
-    """
+    """Import `module:function` from an installed module or from `folder`; raises `ConfigError` if that fails."""
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
         raise ConfigError(f"the reward {name!r} must be module:function, such as my_rewards:exact")
@@ -54,7 +51,7 @@ def load_function(name: str, folder: str) -> Function:
         )
     _check_name(name, module_name, folder)
     if folder not in sys.path:
-        # Last: the folder has the modules that the user's own imports, and must not stand for any that is installed.
+        # Last in the path, so that the user's modules in the folder can import each other but shadow no installed one.
         sys.path.append(folder)
     try:
         module = import_module(module_name)
@@ -66,13 +63,13 @@ def load_function(name: str, folder: str) -> Function:
     if not callable(found):
         names = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
         raise ConfigError(f"the reward {name!r}: no function of {module_name}{did_you_mean(function_name, names)}")
-    call_of(found, name)  # refuses another signature before a run begins
+    call_of(found, name)  # to reject an unsupported signature before the run starts
     function: Function = found
     return function
 
 
 def _check_name(name: str, module_name: str, folder: str) -> None:
-    """Raises `ConfigError` if both the folder and Python have the first part of a module's name."""
+    """Raise `ConfigError` if the module's top-level name is both in the folder and installed."""
     first = module_name.partition(".")[0]
     own = next(
         (path for path in (Path(folder, f"{first}.py"), Path(folder, first, "__init__.py")) if path.is_file()), None
@@ -81,7 +78,7 @@ def _check_name(name: str, module_name: str, folder: str) -> None:
         return
     try:
         installed = find_spec(first)
-    except ValueError:  # of a module that was made by hand
+    except ValueError:  # a module without a spec, created by hand
         return
     if installed is not None:
         raise ConfigError(
@@ -91,7 +88,7 @@ def _check_name(name: str, module_name: str, folder: str) -> None:
 
 
 class RewardFunction:
-    """A worker that gives `column` to rows of responses; a call ends after `deadline_s` seconds."""
+    """A worker that computes `column` for responses with a Python function; a call times out after `deadline_s`."""
 
     def __init__(
         self,
@@ -103,15 +100,15 @@ class RewardFunction:
         column: str = "reward",
         folder: str | None = None,
     ) -> None:
-        """The function's module lies in `folder`, the working folder by default."""
+        """The function's module may be in `folder`, by default the working folder."""
         self._name, self._call = function, call_of(load_function(function, folder or os.getcwd()), function)
         self._tokenizer, self._deadline_s, self._column = tokenizer, deadline_s, column
 
     @call(split="data", take="data", reads=("responses", *_OBJECTS))
     def rewards(self, rows: Rows) -> Rows:
-        """The column, fp32 (R). Raises `TrainingError` naming the prompt of a number that is missing, late or none.
+        """The column, fp32 (R). Raises `TrainingError` with the prompt of a missing, late or non-finite number.
 
-        A share without rows does not call the function.
+        The function is not called for an empty share.
         """
         tokens = [each.tolist() for each in rows.ragged("responses").rows()]
         texts = [self._tokenizer.decode(each) for each in tokens]
@@ -129,13 +126,13 @@ class RewardFunction:
 
         def run() -> None:
             try:
-                # One more than is asked for is enough to tell a function that gives too many, or never ends.
+                # Read one number too many at most, to detect a function that yields too many or never ends.
                 for number in islice(given_numbers(self._call(samples, tokens)), len(samples) + 1):
                     found.append(number)
             except BaseException as error:
                 failed.append(error)
 
-        # A thread that hangs cannot be ended: as a daemon it does not keep the process.
+        # A hanging thread cannot be killed; as a daemon it does not keep the process alive.
         thread = threading.Thread(target=run, name=f"reward {self._name}", daemon=True)
         thread.start()
         thread.join(self._deadline_s)
@@ -169,7 +166,7 @@ class RewardFunction:
         last = traceback.extract_tb(error.__traceback__)[-1]
         if last.filename == given_numbers.__code__.co_filename:
             raise TrainingError(f"the reward {self._name}: {error}; the first is to {shown(sample)}")
-        # Without the error itself as a cause: its own words may fail, and another process may not know its class.
+        # Not chained: the error's __str__ may raise, and another process may be unable to unpickle its class.
         raise TrainingError(
             f"the reward {self._name} {shown_error(error)}, in line {last.lineno} of {last.filename}, at the response "
             f"to {shown(sample)}"
@@ -177,21 +174,21 @@ class RewardFunction:
 
 
 def given_numbers(found: Any) -> Iterator[Any]:
-    """The numbers of a reward's result, one by one; raises `TypeError` for a result that is no series of numbers."""
+    """Iterate over a reward's result; raises `TypeError` if it is not a sequence or iterator of numbers."""
     if isinstance(found, (str, bytes, Mapping, AbstractSet)) or not isinstance(found, Iterable) or _is_one(found):
         raise TypeError(f"it gave {shown_value(found)}, which is no list: give a number for each response, in order")
     yield from found
 
 
 def in_fp32(given: Any) -> float:
-    """The number as it will be kept; NaN where it is none, infinite beyond fp32."""
+    """Round a number to fp32; NaN if it is not a number, infinite if it overflows."""
     try:
         if isinstance(given, (Tensor, np.ndarray)):
-            # The value below a mask is none.
+            # A masked value is not a number.
             if not _is_one(given) or given is np.ma.masked:
                 return math.nan
             given = given.item()
-        # A bool of numpy is no number to Python.
+        # numpy.bool_ is not a numbers.Number.
         if isinstance(given, complex) or not isinstance(given, (Number, np.bool_)):
             return math.nan
         return float(torch.tensor(float(given), dtype=torch.float32))  # type: ignore[arg-type]
@@ -202,12 +199,12 @@ def in_fp32(given: Any) -> float:
 
 
 def _is_one(value: Any) -> bool:
-    """Whether it is an array without dims."""
+    """Whether `value` is a 0-dimensional array."""
     return isinstance(value, (Tensor, np.ndarray)) and value.ndim == 0
 
 
 def shown_value(value: Any) -> str:
-    """A value in an error, on one line and short, whatever its own words do."""
+    """A short, one-line repr for an error message, even if the value's own __repr__ raises."""
     if isinstance(value, (Tensor, np.ndarray)) and value.ndim:
         return f"an array of shape {tuple(value.shape)}"
     try:
@@ -217,7 +214,7 @@ def shown_value(value: Any) -> str:
 
 
 def shown_error(error: BaseException) -> str:
-    """The type of an error and the first line of its message, whatever its own words do."""
+    """The type of an error and the first line of its message, even if its own __str__ raises."""
     try:
         lines = str(error).strip().splitlines()
     except (Exception, SystemExit):  # its own __str__ raises

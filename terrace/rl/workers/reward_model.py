@@ -1,6 +1,6 @@
-"""Rewards by a model: the value of its one output at the last token of a response.
+"""Rewards from a model: its scalar output at the last token of a response.
 
-Such a model is trained by `terrace train` on pairs (train.objective = "reward"), or is a folder of transformers'
+The model was trained on pairs by `terrace train` (train.objective = "reward"), or is a transformers
 `ForSequenceClassification` with one label.
 """
 
@@ -17,9 +17,9 @@ from terrace.rl.workers.settings import EngineSettings
 
 
 class RewardModel:
-    """A worker that gives `column` to rows of responses; `settings.model` has a scalar head, `weights` its folder.
+    """A worker that computes `column` for responses with a model that has a scalar head.
 
-    `settings.sequence` is one more than the longest prompt and response have labels.
+    `settings.sequence` must be one more than the labels of the longest prompt and response.
     """
 
     def __init__(self, world: World | None, *, settings: EngineSettings, column: str = "reward") -> None:
@@ -30,14 +30,14 @@ class RewardModel:
 
     @classmethod
     def layout(cls, num_ranks: int, *, settings: EngineSettings, column: str = "reward") -> RoleLayout:
-        """Data ranks of the plan."""
+        """The plan's data ranks."""
         return RoleLayout.of(settings.cluster, settings.plan)
 
     @call(split="data", take="data", balance="rows", reads=("prompts", "responses"))
     def rewards(self, rows: Rows) -> Rows:
         """The column, fp32 (R)."""
         responses = rows.ragged("responses")
-        # Values stand before a token, so that of the last one stands before another, whatever it is.
+        # A value belongs to the state before a token, so append a token (any) to read the value after the last one.
         longer = Ragged.of([torch.cat([each, each.new_zeros(1)]) for each in (*responses.rows(), responses.values[:0])])
         asked = Rows({"prompts": rows.ragged("prompts"), "responses": longer.take(torch.arange(len(rows)))})
         found = values(self._engine, asked)

@@ -1,6 +1,6 @@
-"""The rollout: replicas on ranks of their own, which generate with the parameters of an actor elsewhere.
+"""The rollout: generation replicas on ranks of their own, which receive their parameters from the actor's ranks.
 
-It draws while the actor learns, and takes new parameters between two calls of `generate`.
+It generates while the actor learns, and takes new parameters between two calls of `generate`.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from terrace.runtime.reshard_apart import HandOverApart, local_replica
 
 
 class Rollout:
-    """Draws responses for an actor with `settings`, whose pool is `apart`, on replicas of `rows` tensor ranks."""
+    """The worker of the rollout, on replicas of `rows` tensor ranks, for the actor with `settings` in pools `apart`."""
 
     def __init__(
         self,
@@ -44,9 +44,9 @@ class Rollout:
         seed: int = 0,
         timeout_s: float = 600.0,
     ) -> None:
-        """Responses have at most `num_tokens` tokens, and end with one of `stops`.
+        """Responses have at most `num_tokens` tokens and end with one of `stops`.
 
-        A message may take `timeout_s`. Raises as `transition_of`.
+        `timeout_s` is the timeout of a message. Raises as `transition_of` does.
         """
         self._world, self._settings, self._apart, self._rows = world, settings, apart, rows
         self._drawing: dict[str, Any] = {"num_tokens": num_tokens, "stops": stops, "seed": seed, "tensor_rows": rows}
@@ -67,14 +67,14 @@ class Rollout:
     def layout(
         cls, num_ranks: int, *, settings: EngineSettings, apart: Apart, rows: int = 1, **_: object
     ) -> RoleLayout:
-        """Replicas of `rows` tensor ranks; it has no plan, so every rank is a data rank."""
+        """Replicas of `rows` tensor ranks. A rollout has no plan, so every rank is a data rank."""
         replicas = transition_of(settings, rows, apart).replicas
         own = [tuple(rank - apart.first for rank in replica) for replica in replicas]
         return RoleLayout.of(apart.target, preset("ddp", apart.target), own)
 
     @call(take="all")
     def join(self, address: str, port: int) -> None:
-        """Meet the ranks of the actor at the store there, as they do at the same time."""
+        """Connect to the actor's ranks through the store at this address; they call `join` concurrently."""
         store = open_store(address, port, MEET_S)
         ranks = self._settings.cluster.world_size
         device = device_of(self._settings)
@@ -84,10 +84,10 @@ class Rollout:
 
     @call()
     def take(self, version: int) -> dict[str, float]:
-        """Take the parameters that the actor gives, as weights `version`; bytes that these ranks passed on."""
+        """Receive the parameters that the actor sends in `give`, as `version`. Returns bytes that these ranks sent."""
         if self._takes is None:
             raise TrainingError("this rollout has met no actor: call join of both first")
-        # Former slices go before new ones come: two sets may not fit.
+        # Free the old slices first: two sets may not fit in memory.
         self._blocks, self._version = None, version
         before = reshard_bytes(self._takes.ledger)
         self._blocks = sliced_blocks(self._settings.model, self._takes.run(), self._group)
@@ -99,7 +99,7 @@ class Rollout:
 
     @call(split="replica", take="replica", reads=READS, keeps_groups=True)
     def generate(self, rows: Rows, *, leave: Fraction = Fraction(0)) -> Rows:
-        """Responses to prompts, as those of `Actor.generate`."""
+        """Generate responses; arguments and result as for `Actor.generate`."""
         if self._blocks is None:
             raise TrainingError("generation has no weights: call take first")
         return drawn(

@@ -10,9 +10,9 @@ from terrace.runtime.settings import OptimizerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """Arguments of a role's engine: `num_micros` micro-batches a data rank are a step, a row has `sequence` labels.
+    """Arguments of a role's engine: `num_micros` micro-batches per step and data rank, `sequence` labels per row.
 
-    `weights` is a Hugging Face folder or a checkpoint; empty: values from the `seed`.
+    `weights` is a Hugging Face folder or a checkpoint; empty means initialisation from `seed`.
     """
 
     model: ModelConfig
