@@ -32,8 +32,8 @@ class BalanceConfig:
     sequence: float = 0.0  # factor of the balance loss over each sequence
     step: float = 0.0  # factor of the balance loss over the whole step
     z: float = 0.0  # factor of the loss on a router's logits
-    capacity: float = 0.0  # capacity factor, relative to an even load; 0: unlimited
-    bias: float = 0.0  # step of the gate bias
+    capacity: float = 0.0  # of an expert, over the tokens that even choices bring; 0: it takes all
+    bias: float = 0.0  # step of the bias that evens the choices
 
     def __post_init__(self) -> None:
         for item in fields(self):

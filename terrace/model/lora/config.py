@@ -25,8 +25,8 @@ _WEIGHT = ".weight"
 class LoraConfig:
     """The section `[lora]` of a run. Raises `ConfigError` for invalid values."""
 
-    rank: int  # rank of both matrices of an adapter
-    alpha: float = 16.0  # adapters are scaled by alpha / rank
+    rank: int  # of the two matrices of an adapter
+    alpha: float = 16.0  # an adapter counts alpha / rank times
     targets: tuple[str, ...] = ("layers.*",)  # patterns over block.parameter: weights of linear layers
 
     def __post_init__(self) -> None:
