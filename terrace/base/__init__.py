@@ -1,1 +1,1 @@
-"""Tools for every room: errors, strict loading of tables, atomic files."""
+"""Tools for every package: errors, strict loading of tables, atomic files."""

@@ -1,7 +1,7 @@
-"""Work done once for values that are alike.
+"""Call a function once per group of equal values.
 
-Most blocks of a model are equal, and mostly one object. Such values are compared, identity first, rather than hashed:
-a hash reads every parameter of a block each time.
+Most blocks of a model are equal, and usually the same object. Values are compared, identity first, because a hash would
+read every parameter of a block.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ R = TypeVar("R")
 
 
 def first_equal(values: Sequence[object]) -> list[int]:
-    """For each value, the index of the first that equals it."""
+    """For each value, the index of the first value equal to it."""
     distinct: list[object] = []
     firsts: list[int] = []
     found: list[int] = []
@@ -21,7 +21,7 @@ def first_equal(values: Sequence[object]) -> list[int]:
         if index and value is values[index - 1]:
             found.append(found[-1])
             continue
-        # `index` would spell out a value that it does not find, and programs are long.
+        # Not `list.index`: its error message would format the whole value, and programs are long.
         place = next((place for place, known in enumerate(distinct) if value == known), None)
         if place is None:
             distinct.append(value)
@@ -31,7 +31,7 @@ def first_equal(values: Sequence[object]) -> list[int]:
 
 
 def once_each(function: Callable[[T], R], values: Sequence[T]) -> list[R]:
-    """`function` of every value, called once for equal ones."""
+    """Map `function` over `values`, with one call for equal values."""
     firsts = first_equal(values)
     results = {first: function(values[first]) for first in dict.fromkeys(firsts)}
     return [results[first] for first in firsts]

@@ -1,7 +1,7 @@
-"""Boxes: rectangular parts of arrays, the unit in which parameters are stored and handed over. Pure arithmetic.
+"""Boxes: rectangular parts of arrays, in which parameters are stored and transferred. Pure arithmetic.
 
-A box has a range on every dim, so the box of a scalar has none. Elements [start, stop) of an array in row-major order
-are the end of a row, whole rows and the beginning of a row, recursively: at most 2n - 1 boxes for n dims.
+A box has one range per dim; the box of a scalar is empty. A row-major range of elements [start, stop) consists of the
+end of a row, whole rows and the beginning of a row, recursively: at most 2n - 1 boxes for n dims.
 """
 
 import math
@@ -36,7 +36,7 @@ def overlap(one: Box, other: Box) -> Box | None:
 
 
 def within(box: Box, outer: Box) -> tuple[slice, ...]:
-    """Index of `box` in an array that holds the elements of `outer`, which contains it."""
+    """Slices of `box` in an array that has the elements of `outer`; `outer` must contain `box`."""
     return tuple(slice(start - base, stop - base) for (start, stop), (base, _) in zip(box, outer, strict=True))
 
 
@@ -63,16 +63,16 @@ def cut(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 
 
 def uncovered(box: Box, others: Sequence[Box]) -> Box | None:
-    """A part of `box` that no other box covers, or None if it is fully covered.
+    """A part of `box` that none of `others` covers, or None if it is fully covered.
 
-    Splits around the middle one of the others: if they are sorted, each split halves their number.
+    Splits recursively around the middle box of `others`: if they are sorted, each split halves their number.
     """
     left = [(box, others)]
     while left:
         part, candidates = left.pop()
         if not numel(part):
             continue
-        # Only boxes that touch this part matter for its own parts, so the lists shrink quickly.
+        # Only boxes that overlap this part are passed on, so the lists shrink quickly.
         inside = [common for other in candidates if (common := overlap(part, other)) is not None]
         if not inside:
             return part
@@ -86,8 +86,9 @@ def to_text(box: Box) -> str:
 
 
 def from_text(text: str) -> Box:
-    """Inverse of `to_text`; raises `ValueError` for other text, and for more dims than any parameter has: the time to
-    find what a set of boxes leaves uncovered grows with a power of them.
+    """Inverse of `to_text`. Raises `ValueError` for malformed text and for more than 8 dims.
+
+    The limit bounds the time of `uncovered`, which is exponential in the number of dims.
     """
     ranges, parts = [], text.split(",") if text else []
     if len(parts) > _MOST_DIMS:

@@ -1,4 +1,4 @@
-"""The garbage collector, kept away from work that makes many values and no circles of them."""
+"""Suspends the garbage collector during work that creates many objects without reference cycles."""
 
 import gc
 from collections.abc import Iterator
@@ -8,9 +8,9 @@ _kept = False
 
 
 def keep_all() -> None:
-    """Take all objects that are alive out of the garbage collector's sight until the process ends.
+    """Exclude all existing objects from garbage collection until the process ends (`gc.freeze`).
 
-    For a process that has imported much and lives long: a full collection would walk over all of it each time.
+    For a long-lived process with many imports: every full collection would traverse all of them.
     """
     global _kept
     gc.freeze()
@@ -19,15 +19,15 @@ def keep_all() -> None:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Where nearly all objects that are made are kept, the garbage collector finds nothing."""
+    """Disable garbage collection in the body, for code that keeps nearly all objects that it creates."""
     was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was_on:
-            # Into the oldest generation, or the next collection of the youngest would walk over all of them.
-            if not _kept:  # it would come back into sight
+            # Move the new objects to the oldest generation; otherwise the next young collection would traverse them.
+            if not _kept:  # `unfreeze` would undo `keep_all`
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()

@@ -8,7 +8,7 @@ traceback.
 import difflib
 from collections.abc import Iterable
 
-_LEAST_BEGINNING = 3  # letters that say which word was meant
+_LEAST_BEGINNING = 3  # letters of a prefix that identify a word
 
 
 class TerraceError(Exception):
@@ -62,7 +62,7 @@ def first_line(error: BaseException) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str], where: str = "") -> str:
-    """`; did you mean 'x'?` for the nearest known word, or the list of known words; `where` goes before the nearest."""
+    """`; did you mean 'x'?` with the nearest known word, or else a list of all; `where` is prefixed to the nearest."""
     choices = sorted(known)
     begun = [each for each in choices if len(word) >= _LEAST_BEGINNING and each.startswith(word)]
     near = difflib.get_close_matches(word, choices, n=1, cutoff=0.6) or begun

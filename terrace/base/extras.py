@@ -1,7 +1,7 @@
-"""Packages that only some commands need, and the extra that installs each.
+"""Optional packages, and the extra that installs each.
 
-The distribution's name differs from the import's: `terrace` on the package index is somebody else's. Terrace itself is
-not on the index, so the commands here name the checkout that runs, or else the packages of the extra.
+The distribution is not called `terrace`, because that name on the package index is taken. Terrace itself is not on the
+index, so the commands here install from the running checkout, or else name the packages of the extra.
 """
 
 import re
@@ -24,7 +24,7 @@ EXTRAS = {
 
 
 def install(package: str, checkout: Path = Path(__file__).parents[2]) -> str:
-    """The command that installs `package`, with the others of its extra; `checkout` is the folder of this code."""
+    """Shell command that installs `package` with its extra; `checkout` is the folder of this code."""
     extra = EXTRAS.get(package)
     if extra is None:
         return f"pip install {package}"
@@ -51,5 +51,5 @@ def _packages(extra: str) -> list[str]:
 
 
 def needs(package: str) -> str:
-    """Words of a package that is not there, with the command that installs it."""
+    """Error text for a missing package, with the command that installs it."""
     return f"needs the package {package!r}: {install(package)}"

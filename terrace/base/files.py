@@ -17,13 +17,13 @@ _WRITING, _CONTENT = "writing.lock", "content"  # in a temporary folder
 
 @contextmanager
 def open_atomic(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a temporary file in the folder of `path`, which replaces `path` when the body succeeds.
+    """Open a temporary file in the folder of `path`, which replaces `path` when the body succeeds.
 
-    A reader sees the old file or the new one, never a part. After an error, also an `OSError` of a full disk, the old
-    file is untouched.
+    A reader sees the old file or the new one, never a part. After an error, including the `OSError` of a full disk, the
+    old file is unchanged.
     """
     handle, temporary = _temporary(path)
-    # All while the file is open, and so locked: afterwards the name may be that of another writer's file.
+    # Everything happens while the file is open and therefore locked; afterwards another writer may reuse its name.
     with os.fdopen(handle, "wb", buffering=1 << 20) as file:
         try:
             yield file
@@ -38,8 +38,8 @@ def open_atomic(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _temporary(path: Path) -> tuple[int, Path]:
-    # Names are numbered, not random, so that the file of a killed writer is found without a look through the folder.
-    # A writer holds a lock on its file.
+    # Names are numbered, not random, so that the file of a killed writer is found without listing the folder. A writer
+    # holds a lock on its file.
     for number in count():
         temporary = path.with_name(f".{path.name}.{number}.new")
         _remove_abandoned(temporary)
@@ -47,7 +47,7 @@ def _temporary(path: Path) -> tuple[int, Path]:
             handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except FileExistsError:
             continue  # another process writes it
-        # Another writer may take it for abandoned before it is locked.
+        # Before it was locked, another writer may have removed it as abandoned.
         if _is_locked(handle) and os.fstat(handle).st_nlink:
             return handle, temporary
         os.close(handle)
@@ -56,10 +56,10 @@ def _temporary(path: Path) -> tuple[int, Path]:
 
 @contextmanager
 def folder_atomic(path: Path) -> Iterator[Path]:
-    """A new folder, which is renamed to `path` when the body succeeds: a reader sees all of it or nothing.
+    """Create a temporary folder, which is renamed to `path` when the body succeeds: a reader sees all of it or nothing.
 
-    It is made in `.NAME.0.new` beside `path`, whose lock says that its writer lives; the remains of killed writers are
-    removed. Raises `OSError`, also where `path` is there and not an empty folder.
+    It is created in `.NAME.0.new` beside `path`. A lock in there shows that the writer is alive; folders of killed
+    writers are removed. Raises `OSError`, also if `path` exists and is not an empty folder.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, wrapper = _temporary_folder(path)
@@ -85,7 +85,7 @@ def _temporary_folder(path: Path) -> tuple[int, Path]:
         try:
             handle = os.open(wrapper / _WRITING, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except (FileExistsError, FileNotFoundError):
-            continue  # taken for abandoned while it was empty
+            continue  # removed as abandoned before it had a lock
         if _is_locked(handle) and os.fstat(handle).st_nlink:
             return handle, wrapper
         os.close(handle)
@@ -107,7 +107,7 @@ def _remove_abandoned_folder(wrapper: Path) -> None:
 
 
 def _remove_wrapper(wrapper: Path) -> None:
-    # The lock last: killed meanwhile, this leaves a folder that is still known as abandoned.
+    # The lock goes last: if this process is killed in between, the folder is still recognised as abandoned.
     shutil.rmtree(wrapper / _CONTENT, ignore_errors=True)
     shutil.rmtree(wrapper, ignore_errors=True)
 
@@ -118,17 +118,17 @@ def _is_locked(handle: int) -> bool:
     except BlockingIOError:
         return False
     except OSError:
-        return True  # without locks nothing is taken for abandoned
+        return True  # file system without locks: nothing counts as abandoned
     return True
 
 
 def _remove_abandoned(temporary: Path) -> None:
-    # Not where locks are missing, or the file is another user's or in use.
+    # Keeps the file if it is in use or another user's, or if the file system has no locks.
     with suppress(OSError):
         handle = os.open(temporary, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The name may be another file's by now.
+            # The name may belong to another file by now.
             if temporary.lstat().st_ino == os.fstat(handle).st_ino:
                 temporary.unlink()
         finally:
@@ -136,14 +136,14 @@ def _remove_abandoned(temporary: Path) -> None:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Removes temporary files of killed writers from `folder`; a write does the same for its own file."""
+    """Remove the temporary files of killed writers from `folder`; every write does this for its own file name."""
     for path in folder.glob(".*.new"):
         if _TEMPORARY.fullmatch(path.name):
             _remove_abandoned(path)
 
 
 def respect_umask(path: Path) -> None:
-    """Gives a file or folder that was made private the mode that its user's umask allows."""
+    """Set the mode of a file or folder that was created private to what the umask allows."""
     path.chmod((0o777 if path.is_dir() else 0o666) & ~_umask())
 
 
@@ -152,21 +152,21 @@ def _umask() -> int:
         status = Path("/proc/self/status").read_text()
         return int(next(line for line in status.splitlines() if line.startswith("Umask:")).split()[1], 8)
     except (OSError, StopIteration):
-        # Setting it is the only other way to ask, and another thread may make a file meanwhile.
+        # The only other way to read it is to set it; 0o077 is safe for files that other threads create meanwhile.
         mask = os.umask(0o077)
         os.umask(mask)
         return mask
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Descriptor of `path` opened with `flags`, never through a link: others may write in a shared folder."""
+    """Open `path` with `flags` without following links, which others may have put in a shared folder."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 def read_bounded(path: Path, most: int = 256 << 20) -> bytes:
-    """Content of a file of settings; raises `OSError` for one of more than `most` bytes, such as a device without end.
+    """Content of a small file. Raises `OSError` if it has more than `most` bytes, as an endless device would.
 
-    Pipes are read, too: a shell may give one for a file.
+    Pipes are allowed, for process substitution in a shell.
     """
     with path.open("rb") as file:
         raw = file.read(most + 1)
@@ -176,9 +176,9 @@ def read_bounded(path: Path, most: int = 256 << 20) -> bytes:
 
 
 def resolved(path: Path) -> Path:
-    """The path behind links. Raises `OSError` for links that lead round in a circle.
+    """Resolve links. Raises `OSError` for a loop of links.
 
-    Python's own method raises `RuntimeError` for these up to 3.12, and nothing from 3.13 on.
+    `Path.resolve` raises `RuntimeError` for a loop up to Python 3.12, and nothing from 3.13 on.
     """
     try:
         os.stat(path)
@@ -189,10 +189,9 @@ def resolved(path: Path) -> Path:
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Writes `content` to `path` as `open_atomic` does, and creates the folder.
+    """Write `content` to `path` as `open_atomic` does, and create the folder if needed.
 
-    The target of a link is replaced, not the link. Raises `OSError`, also for a path that exists and is not a regular
-    file, such as a device.
+    Replaces the target of a link, not the link. Raises `OSError`, also if `path` exists and is not a regular file.
     """
     path = resolved(path)
     if path.exists() and not path.is_file():
@@ -204,7 +203,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Makes a rename inside `path` survive a power cut."""
+    """Flush the folder `path` to disk, so that renames in it survive a power failure."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,7 +1,7 @@
-"""Typed values from JSON files of a run folder that may be damaged, or of another version.
+"""Typed values from JSON files of a run folder, which may be damaged or from another version.
 
-A value fits the type of its field or it does not; nothing is coerced, unknown keys are ignored. The strict schema
-(`terrace.base.schema`) explains each error instead, at a hundred times the cost: long runs have many lines.
+Values are checked against the types of fields; nothing is coerced, unknown keys are ignored. The strict schema
+(`terrace.base.schema`) explains each error, but takes a hundred times as long, too long for the many lines of a run.
 """
 
 import math
@@ -16,14 +16,14 @@ from terrace.base.sealed import KEY, is_intact_json
 
 T = TypeVar("T")
 
-# Sums, ratios and pictures of numbers up to here stay finite; no figure of a run comes near.
+# Sums, ratios and charts of numbers up to here stay finite; no figure of a run comes near.
 _LARGEST = 1e100
 
 MaybeNaN = Annotated[float, "NaN and infinities fit, too"]
 
 
 def parse_table(text: str) -> dict[str, Any]:
-    """A JSON text whose top level is a table, without its checksum.
+    """Parse a JSON object and remove its checksum.
 
     Raises `ValueError` for any other text, or if the checksum differs.
     """
@@ -37,10 +37,10 @@ def parse_table(text: str) -> dict[str, Any]:
 
 
 def fitting(cls: type[T], table: Mapping[str, Any], *, skip: bool = False) -> T:
-    """The dataclass `cls` with the values of `table`.
+    """Build the dataclass `cls` from `table`.
 
-    Raises `ValueError` if a required value is missing, or one does not fit; with `skip` a value that does not fit
-    counts as missing.
+    Raises `ValueError` if a required value is missing or a value has the wrong type; with `skip`, the latter counts as
+    missing.
     """
     values = {}
     for key, fits in _checks(cls).items():  # type: ignore[arg-type]  # a type has a hash
@@ -57,7 +57,7 @@ def fitting(cls: type[T], table: Mapping[str, Any], *, skip: bool = False) -> T:
 
 
 def numbers(table: object) -> dict[str, float]:
-    """The finite numbers of a table; empty if it is none."""
+    """The finite numbers in `table`; empty if it is not a dict."""
     return {key: value for key, value in table.items() if _is_finite(value)} if isinstance(table, dict) else {}
 
 

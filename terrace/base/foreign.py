@@ -1,12 +1,11 @@
-"""Files of folders that a stranger may have made: model folders, checkpoints, run folders.
+"""Files from untrusted folders: model folders, checkpoints, run folders.
 
-A file there is read only if it is a regular file of bounded size that lies in its folder. A pipe or a device could hold
-the reader for ever or fill its memory, and a link could lead to any file of the user, whose text would then stand in an
-exported folder or on a page. The links of the Hugging Face cache are the exception: there a model's folder,
-`snapshots/REVISION`, has links to `../../blobs`.
+Such a file is read only if it is a regular file of bounded size inside its folder. A pipe or a device could block the
+reader or fill its memory, and a link could expose any file of the user in an exported folder or on a page. Links of the
+Hugging Face cache are allowed: there a model's folder, `snapshots/REVISION`, links to `../../blobs`.
 
-A file that the user names is the user's own, links included. Where the name is only the beginning (a folder, a prefix),
-the files found from there are a stranger's.
+A file that the user names is trusted, including links. Files found below a folder or a prefix that the user names are
+not.
 """
 
 import errno
@@ -16,8 +15,8 @@ from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
 
-_SMALL_BYTES = 256 << 20  # of a file of settings, a tokenizer or a picture of a step
-_LINES_BYTES = 1 << 30  # of a file of lines: 500,000 steps have about as many
+_SMALL_BYTES = 256 << 20  # of settings, a tokenizer or the timeline of a step
+_LINES_BYTES = 1 << 30  # of a JSON Lines file: about 500,000 steps
 _LINE_BYTES = 4 << 20
 _KINDS = {
     stat.S_IFIFO: "a pipe",
@@ -29,12 +28,12 @@ _KINDS = {
 
 
 def open_file(path: Path, within: Path | None = None) -> BufferedReader:
-    """Open a regular file for reading; `within` is the folder that it must not leave.
+    """Open a regular file for reading. It must lie inside the folder `within`, if given.
 
-    Raises `OSError`, whose `strerror` says what the path is instead.
+    Raises `OSError`; for another kind of file, `strerror` names the kind.
     """
     real = path if within is None else _inside(path, within)
-    # Not blocking, since to open a pipe is to wait for its writer. Links are resolved: none may be put there meanwhile.
+    # Non-blocking, since opening a pipe would wait for its writer. NOFOLLOW, since links are resolved already.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if within is None else os.O_NOFOLLOW)
     try:
         handle = os.open(real, flags)
@@ -50,7 +49,7 @@ def open_file(path: Path, within: Path | None = None) -> BufferedReader:
 
 
 def check_file(path: Path, within: Path | None = None) -> None:
-    """Raise `OSError` as `open_file` does; before a library opens the file by its name."""
+    """Raise `OSError` as `open_file` does. Call it before a library opens the file by name."""
     open_file(path, within).close()
 
 
@@ -64,14 +63,14 @@ def read_file(path: Path, within: Path | None = None, most: int = _SMALL_BYTES) 
 
 
 def read_text(path: Path, within: Path | None = None, most: int = _SMALL_BYTES) -> str:
-    """Text of a regular file of at most `most` bytes, with U+FFFD for what is no UTF-8; raises `OSError`."""
+    """Text of a regular file of at most `most` bytes; invalid UTF-8 becomes U+FFFD. Raises `OSError`."""
     return read_file(path, within, most).decode("utf-8", errors="replace")
 
 
 def read_lines(path: Path, within: Path | None = None) -> Iterator[str]:
-    """The lines of a file, one in memory at a time; raises `OSError`.
+    """Iterate over the lines of a file, with one in memory at a time. Raises `OSError`.
 
-    Of a line of more than 4 MB only the beginning comes, which is no JSON: it counts as damaged.
+    A line of more than 4 MB is truncated, so that it is invalid JSON and counts as damaged.
     """
     with open_file(path, within) as file:
         if os.fstat(file.fileno()).st_size > _LINES_BYTES:
@@ -83,11 +82,11 @@ def read_lines(path: Path, within: Path | None = None) -> Iterator[str]:
 
 
 def leaves(path: Path, folder: Path) -> bool:
-    """Whether a path below `folder` leads out of it, by links or by `..`."""
+    """Whether a path below `folder` leads out of it, through links or `..`."""
     real, root = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
     if real.is_relative_to(root):
         return False
-    # Compared as it is: `blobs` may be a link itself, in a folder that only looks like the cache.
+    # `blobs` is not resolved: it may itself be a link, in a folder that imitates the cache.
     revision = next((each for each in (root, *root.parents) if each.parent.name == "snapshots"), None)
     return revision is None or real.parent != revision.parent.parent / "blobs"
 

@@ -1,4 +1,4 @@
-"""Hashes that are found once: for frozen values of many fields, which caches look up by the thousand."""
+"""Cached hashes, for large frozen dataclasses that are used as cache keys."""
 
 from typing import Any, TypeVar
 
@@ -6,9 +6,9 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def hashed_once(cls: _Class) -> _Class:
-    """Class decorator, above `@dataclass(frozen=True)`: keeps the hash of an instance after its first use.
+    """Class decorator, above `@dataclass(frozen=True)`: caches the hash of an instance.
 
-    Pickles leave it out, since the hash of a text differs from process to process.
+    Pickles omit it, since hashes of strings differ between processes.
     """
     class_: Any = cls
     whole = class_.__hash__

@@ -1,9 +1,8 @@
-"""Labelled boxes of one array laid over each other: disjoint cells, each with the labels of all boxes that contain it.
+"""Overlays labelled boxes of one array: disjoint cells, each with the labels of all boxes that contain it.
 
-A label is a set of bits, the ranks that hold a box, say. The first dim is cut into slabs at every end of a box; the
-rest of a slab is cut in the same way, among the boxes that reach into it. Neighbouring slabs with equal contents are
-one. Few boxes of row-major ranges (`terrace.base.boxes.cut`) reach into the same slab, so there are about as many cells
-as boxes.
+A label is a bit set, for example the ranks that hold a box. The first dim is split into slabs at the bounds of all
+boxes, and each slab is split recursively along the remaining dims. Adjacent slabs with equal contents are merged. Few
+boxes of row-major ranges (`terrace.base.boxes.cut`) share a slab, so there are about as many cells as boxes.
 """
 
 from collections.abc import Iterable
@@ -15,7 +14,7 @@ Labelled = dict[Box, int]
 
 
 def overlay(boxes: Iterable[tuple[Box, int]]) -> list[tuple[Box, int]]:
-    """Disjoint (cell, labels) that cover the elements of `boxes`, sorted; labels of boxes that overlap are joined."""
+    """Split `boxes` into disjoint cells, sorted, each with the union (bitwise or) of the labels that cover it."""
     found: Labelled = {}
     for box, label in boxes:
         if numel(box):
@@ -24,14 +23,14 @@ def overlay(boxes: Iterable[tuple[Box, int]]) -> list[tuple[Box, int]]:
 
 
 def _cells(boxes: Labelled) -> list[tuple[Box, int]]:
-    # A scalar, or the dims of a slab are used up: all boxes are the same one.
+    # At most one box is left; this includes scalars and slabs without remaining dims.
     if len(boxes) < 2:
         return list(boxes.items())
     return [((slab, *rest), label) for slab, inside in _slabs(boxes) for rest, label in _cells(inside)]
 
 
 def _slabs(boxes: Labelled) -> list[tuple[tuple[int, int], Labelled]]:
-    """Ranges of the first dim, and of each the boxes that reach into it without that dim."""
+    """Ranges of the first dim, each with the boxes that overlap it, without their first dim."""
     waiting = sorted(boxes.items(), reverse=True)
     ends = sorted({end for box in boxes for end in box[0]})
     reaching: list[tuple[Box, int]] = []

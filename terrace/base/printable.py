@@ -1,18 +1,18 @@
-"""Outside text (names of files, tokens, templates, generated text) made safe to show."""
+"""Makes untrusted text (file names, tokens, templates, generated text) safe to print."""
 
 import html
 import re
 
-# Control characters but tab and line break, which could drive a terminal; those that reverse the direction of writing
-# or break lines unseen; halves of surrogate pairs, which no stream takes.
+# Control characters that a terminal would act on, except tab and line feed; characters that change the direction of
+# text or break lines invisibly; lone surrogates, which cannot be encoded.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    r"""`text` with control characters, which a terminal would act on, spelled out: `\x1b` for ESC."""
+    r"""Escape unsafe characters of `text`, for example ESC as `\x1b`."""
     return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def escape(text: str) -> str:
-    """`text` for HTML or SVG."""
+    """Escape `text` for HTML or SVG."""
     return html.escape(printable(text))

@@ -1,5 +1,5 @@
-"""Messages of progress."""
+"""Progress messages."""
 
 
 class Passing(str):
-    """A message that the next one of the same work replaces: a screen may overwrite it, or leave it out."""
+    """A transient message, which the next one replaces: a display may overwrite or omit it."""

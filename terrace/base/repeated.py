@@ -1,6 +1,6 @@
-"""Sequences that repeat: a beginning, a body that comes again some micro-batches later each time, and an end.
+"""Compressed sequences: a prefix, a body that repeats with its micro-batch indices shifted each time, and a suffix.
 
-The order of a long step is kept in this form, so that it takes the time and the memory of a short one.
+The order of a long step is stored in this form, so that it needs only the time and memory of a short one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,10 +9,10 @@ from typing import Protocol, Self, TypeVar, overload
 
 
 class OfMicros(Protocol):
-    """A value that names micro-batches, if any."""
+    """A value that may refer to micro-batches."""
 
     def later(self, micros: int) -> Self:
-        """The same value that many micro-batches later."""
+        """This value with its micro-batch indices increased by `micros`."""
 
 
 T = TypeVar("T", bound=OfMicros)
@@ -20,16 +20,16 @@ T = TypeVar("T", bound=OfMicros)
 
 @dataclass(frozen=True)
 class Repeated(Sequence[T]):
-    """`prefix`, then `body` `repeats` times, each time `every` micro-batches later, then `suffix`."""
+    """`prefix`, then `repeats` copies of `body`, each `every` micro-batches after the one before, then `suffix`."""
 
     prefix: tuple[T, ...]
     body: tuple[T, ...]
-    suffix: tuple[T, ...]  # as it follows the last body
+    suffix: tuple[T, ...]  # with the micro-batch indices that follow the last body
     repeats: int
     every: int
 
     def times(self, repeats: int) -> "Repeated[T]":
-        """The same sequence with another number of bodies."""
+        """This sequence with another number of repeats; the suffix is shifted accordingly."""
         by = (repeats - self.repeats) * self.every
         return replace(self, suffix=tuple(item.later(by) for item in self.suffix), repeats=repeats)
 
@@ -62,10 +62,9 @@ class Repeated(Sequence[T]):
 
 
 def repeated(steps: Sequence[Sequence[T]], every: int) -> Repeated[T] | None:
-    """The repeated sequence that three `steps` have in common, None if there is none.
+    """Find the repeated form of three `steps`, each `every` micro-batches (one body) longer than the one before.
 
-    Each of the steps is `every` micro-batches longer than the one before, by one body. The sequence returned has one
-    body, behind the shortest prefix.
+    Returns it with one repeat and the shortest possible prefix, or None if the steps do not have this form.
     """
     short, long, longer = steps
     size = len(long) - len(short)

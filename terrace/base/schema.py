@@ -24,21 +24,21 @@ T = TypeVar("T")
 _PYTHON_BOOLS = ("True", "False")  # which TOML writes in lower case
 
 
-# A parser would take minutes for a larger TOML file, such as a link to a device; tables of weights are JSON.
+# Larger TOML files, such as a link to a device, would take minutes to parse. Indices of weights are JSON.
 _MOST_BYTES = {".json": 256 << 20, ".toml": 16 << 20}
 
 
 def read_table(path: Path, within: Path | None = None) -> dict[str, Any]:
     """Read a TOML (`.toml`) or JSON (`.json`) file whose top level is a table.
 
-    `within` is the folder to which the file belongs, as `terrace.base.foreign` reads it; a file that the user named has
-    none. Raises `ConfigError` for a missing, unreadable or malformed file. Warns of a TOML file that is not as Terrace
-    wrote it.
+    A file from an untrusted folder is confined to it by `within` (`terrace.base.foreign`); omit it for a file that the
+    user named. Raises `ConfigError` for a missing, unreadable or malformed file. Warns if the checksum of a TOML file
+    differs.
     """
     try:
         most = _MOST_BYTES.get(path.suffix, _MOST_BYTES[".toml"])
         raw = read_bounded(path, most) if within is None else read_file(path, within, most)
-        text = raw.decode("utf-8-sig")  # some editors begin a file with a mark
+        text = raw.decode("utf-8-sig")  # some editors write a byte order mark
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -58,7 +58,7 @@ def read_table(path: Path, within: Path | None = None) -> dict[str, Any]:
 
 
 def _python_word(text: str, error: Exception) -> str:
-    """Hint for True, False or None, as Python writes them, on the line that the `error` names."""
+    """Hint for a Python literal (True, False, None) on the line that `error` names; "" if there is none."""
     at = re.search(r"\bline (\d+)", str(error))
     line = text.splitlines()[int(at[1]) - 1 :][:1] if at else []
     found = re.search(r"\b(True|False|None)\b", "".join(line))
@@ -68,7 +68,7 @@ def _python_word(text: str, error: Exception) -> str:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object as a table; a repeated key, which would silently lose a value, is an error."""
+    """Build a JSON object. Raises `ValueError` for a repeated key, of which one value would be lost silently."""
     table = dict(pairs)
     if len(table) < len(pairs):
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
@@ -99,8 +99,9 @@ def load(cls: type[T], table: Mapping[str, Any], where: str) -> T:
 
 
 def dump(value: Any) -> Any:
-    """Turn a dataclass into plain tables and lists, leaving out fields that are `None`, or what their metadata calls
-    `absent`.
+    """Convert a dataclass to plain dicts and lists.
+
+    Omits fields that equal the `absent` entry of their metadata, `None` by default.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         pairs = ((field, getattr(value, field.name)) for field in dataclasses.fields(value) if _is_key(field))
@@ -113,21 +114,21 @@ def dump(value: Any) -> Any:
 
 
 def _is_key(field: "dataclasses.Field[Any]") -> bool:
-    # Some fields are set by programs alone.
+    # Fields with metadata key=False are set by code only, never read from a table.
     return field.init and bool(field.metadata.get("key", True))
 
 
 def _may_be_empty(field: "dataclasses.Field[Any]") -> bool:
-    # An empty path would be the working folder. Where empty text means something, it is the default or marked.
+    # An empty path would mean the working folder. A field that accepts "" has it as default, or metadata `empty`.
     if field.default is dataclasses.MISSING:
         return field.name not in ("name", "path")
     return bool(field.default == "" or field.metadata.get("empty"))
 
 
 def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` overlaid with the keys of `top`, table by table. Neither is changed.
+    """Merge `top` into a copy of `base`, recursively.
 
-    A list of tables with a `name` takes a table of these names: `tiers.node.size`.
+    A list of tables that have a `name` is merged with a table keyed by these names: `tiers.node.size`.
     """
     result = dict(base)
     for key, value in top.items():
@@ -144,10 +145,10 @@ def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_override(dotted: str, text: str) -> dict[str, Any]:
-    """`a.b.c` and a TOML value as nested tables; anything that is not a single TOML value is a string."""
+    """Nested tables for the override `a.b.c` = `text`. Text that is not a single TOML value is taken as a string."""
     check_text(f"--{dotted}", text)
     try:
-        # A text with a newline could smuggle in more keys; it then counts as a string.
+        # Text with a newline could add more keys; it then counts as a string (checked below).
         table = parse_toml(f"value = {text}")
     except ValueError:
         table = {}
@@ -179,14 +180,14 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if origin is Union or origin is types.UnionType:
         return _convert_union(hint, value, where)
     if origin is Literal:
-        # By type too: True == 1 and 1.0 == 1, and neither is the literal 1.
+        # Types must match as well: True == 1 and 1.0 == 1, but neither is the literal 1.
         if not any(type(value) is type(choice) and value == choice for choice in get_args(hint)):
             choices = [str(choice) for choice in get_args(hint)]
             raise ConfigError(f"{where} = {value!r} is not one of its values{did_you_mean(str(value), choices)}")
         return value
     if origin is tuple:
         if isinstance(value, str) and get_args(hint) == (str, ...):
-            value = [value]  # a name alone is a list of one, which spares a shell its quotes
+            value = [value]  # a single name stands for a list of one, which needs no quotes in a shell
         if not isinstance(value, (list, tuple)):
             names = isinstance(value, str) and not dataclasses.is_dataclass(get_args(hint)[0])
             example = f", such as [{json.dumps(value)}]" if names else ""
@@ -242,7 +243,7 @@ def _convert_scalar(hint: Any, value: Any, where: str) -> Any:
 
 
 def check_text(flag: str, text: str) -> None:
-    """Raise `ConfigError` for bytes of a shell that are no text: no file of a run could hold them."""
+    """Raise `ConfigError` for a command-line argument that is not UTF-8, which the files of a run cannot store."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

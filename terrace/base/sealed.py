@@ -1,8 +1,8 @@
-"""Checksums in the text files that Terrace writes and reads again, so that damage is found.
+"""Checksums in the text files that Terrace writes and reads, to detect damage.
 
-A JSON object ends with the key `crc32`, of all the text before it; a TOML file begins with the comment
-`# crc32 1a2b3c4d`, of the text below it. Text without a checksum passes: others write such files too, and earlier
-versions did. Somebody who edits a file may leave its checksum out.
+A JSON object ends with the key `crc32`, computed over all text before it; a TOML file begins with the comment
+`# crc32 1a2b3c4d`, computed over the text below it. Text without a checksum is accepted: other tools and earlier
+versions write such files, and a user who edits a file may delete its checksum.
 """
 
 import re
@@ -16,34 +16,34 @@ _TOML = re.compile(rf"# {KEY} ([0-9a-f]{{8}})\r?\n")
 
 
 class ChangedFile(UserWarning):
-    """A file is not as Terrace wrote it: damaged, or edited by a user, who may."""
+    """The checksum of a file differs: it was damaged, or edited by a user, which is allowed."""
 
 
 def sealed_json(text: str) -> str:
-    """The text of a JSON object that is not empty, on one line or several, with its checksum; ends with a line end."""
+    """Add the checksum to the text of a non-empty JSON object. The result ends with a newline."""
     body = text.rstrip().removesuffix("}").rstrip()
     return f'{body}, "{KEY}": "{checksum(body.encode())}"}}\n'
 
 
 def sealed_toml(text: str) -> str:
-    """A TOML text with its checksum."""
+    """Add the checksum to a TOML text."""
     return f"# {KEY} {checksum(text.encode())}\n{text}"
 
 
 def is_intact_json(text: str) -> bool:
-    """Whether a JSON text has its checksum, or none."""
+    """Whether the checksum of a JSON text is correct or absent."""
     found = _JSON.search(text)
     return found is None or checksum(_bytes(text[: found.start()])) == found[1]
 
 
 def is_intact_toml(text: str) -> bool:
-    """Whether a TOML text has its checksum, or none."""
+    """Whether the checksum of a TOML text is correct or absent."""
     found = _TOML.match(text)
     return found is None or checksum(_bytes(text[found.end() :])) == found[1]
 
 
 def warn_changed(path: Path, fix: str) -> None:
-    """Tell the user of a file that is not as it was written; a command shows it as a line."""
+    """Warn that the checksum of a file differs; commands print the warning as one line."""
     warnings.warn(f"{path} is not as it was written: edited, or damaged; {fix}", ChangedFile, stacklevel=2)
 
 

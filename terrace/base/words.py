@@ -1,4 +1,4 @@
-"""Words for counts."""
+"""Counts with nouns, in English."""
 
 
 def counted(number: int, noun: str, spec: str = "") -> str:

@@ -1,1 +1,1 @@
-"""Generating text: blocks of replicas with tensor ranks."""
+"""Text generation: continuous batching over paged keys and values, with tensor-parallel replicas."""

@@ -1,15 +1,16 @@
-"""Attention of a turn's tokens to the keys and values of their texts, which lie in pages.
+"""Attention of one engine step over paged keys and values.
 
-Tokens of several texts pass a layer end to end, (1, T), without padding. A token attends to the tokens of its own text
-up to itself, or to the last ones under a sliding window. The spans of a turn stand in this order:
+The tokens of all sequences are packed into one row (1, T), without padding. Attention is causal within each sequence,
+optionally with a sliding window. The spans of a step are ordered as follows:
 
-- beginnings of texts, to which nothing came before: the tokens themselves are all keys, as of the documents of a row;
-- parts of texts that are read already: each attends to the keys of its span, under a mask;
-- texts that write, a token each. The query heads that share keys are as several queries of one head. Short ones of
-  similar lengths attend together, where the call of a kernel takes longer than copying their keys: those beyond a
-  text's end are masked. Each long one attends by itself.
+- first prefill chunks, without cached keys: packed causal attention, as for the documents of a training row;
+- later prefill chunks: each attends to the cached keys of its span, with a mask;
+- decoding sequences, one token each. Query heads that share a key-value head are treated as several queries of that
+  head. Short sequences of similar lengths are gathered and attend in one padded, masked call, because launching a
+  kernel costs more than copying their keys. Each long sequence gets a call of its own.
 
-Shape legend: T tokens of a turn, B texts that attend together, N query heads, K key-value heads, D head_dim, L places.
+Shape legend: T tokens of a step, B sequences in one decode call, N query heads, K key-value heads, D head_dim,
+L positions read.
 """
 
 from collections.abc import Sequence
@@ -24,21 +25,21 @@ from terrace.model.attention import Capped, MaskPlan, additive_mask, attend, doc
 from terrace.model.attention_kernel import AttentionKernel
 from terrace.model.attention_plans import make_plan
 
-# Elements of a text's keys in a layer, up to which it attends together with others. On one AVX-512 core a call for one
-# text takes some 20 us before it reads keys, in which as many elements are copied.
+# Largest number of key elements per layer of a sequence that joins a batched decode call. One call costs about 20 us of
+# overhead on an AVX-512 core, enough time to copy this many elements.
 _SHORT = 2**15
-_SIMILAR = 0.75  # of the longest of those that attend together; a guess
-_ALIKE = 16  # places, up to which lengths make no difference
+_SIMILAR = 0.75  # shortest length in a batched call, relative to the longest; a guess
+_ALIKE = 16  # positions; sequences up to this length are always batched
 
 
 def order(spans: Sequence[Span]) -> list[int]:
-    """Indices of spans, in the order in which they must pass."""
+    """Indices of `spans` in the order that `Passing` requires."""
     return sorted(range(len(spans)), key=lambda index: _kind(spans[index]))
 
 
 @dataclass(frozen=True)
 class _Together:
-    """Texts that write and attend together: their rows (B) among the tokens, the places (B L) of their keys."""
+    """A batched decode call: indices (B) of its tokens in the step, and pool slots (B L) of its keys."""
 
     rows: Tensor
     places: Tensor
@@ -46,10 +47,10 @@ class _Together:
 
 
 class Passing:
-    """How the spans of a turn attend, in all layers with this `window` (0: none); a `cap` of scores of 0 is none.
+    """Attention plan of one step for all layers with this `window` (0: none) and soft cap `cap` of scores (0: none).
 
-    Spans hold the keys within the widest window of all layers. `key_size` is K D; `kernel` serves the beginnings of
-    texts.
+    Each span covers the keys within the widest window of all layers. `key_size` is K D; `kernel` computes the first
+    prefill chunks.
     """
 
     def __init__(
@@ -76,9 +77,9 @@ class Passing:
             end = begin + spans[index].end - spans[index].first
             self.parts.append((index, begin, end, _mask(spans[index], window, device, dtype)))
             begin = end
-        shift = begin - num_fresh - num_read  # from the index of a span that writes to its token
+        shift = begin - num_fresh - num_read  # token index = span index + shift, for decoding spans
         writing = range(num_fresh + num_read, len(spans))
-        # A text that writes one token attends to its last `window` keys alone.
+        # A decoding sequence attends only to its last `window` keys.
         spans = [replace(span, begin=max(span.begin, span.end - window)) if window else span for span in spans]
         short = [index for index in writing if _length(spans[index]) * key_size <= _SHORT]
         groups = [group for group in _similar(spans, short) if len(group) > 1]
@@ -89,19 +90,22 @@ class Passing:
 
 
 class PagedLayer:
-    """Keys and values of a layer beside those of the passing tokens: see `terrace.model.cache.LayerCache`."""
+    """The paged `terrace.model.cache.LayerCache` of one layer."""
 
-    continues = True  # the masks of a turn are made here
+    continues = True  # the masks of a step are made here
     passing: Passing
 
     def __init__(self, pool: PagePool, layer: int, window: int) -> None:
         self._pool, self._layer, self.window = pool, layer, window
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: MaskPlan) -> Tensor:
-        """Store key and value (1, K, T, D) of the turn's tokens; the attention output of query (1, N, T, D)."""
+        """Store key and value (1, K, T, D) of the step's tokens and return the attention output for `query`.
+
+        Query and output are (1, N, T, D).
+        """
         pool, layer, passing = self._pool, self._layer, self.passing
         queries = query.transpose(1, 2)  # (1, T, N, D), as it lies in memory
-        # A latent is key and value at once, and stored once.
+        # With latent attention one tensor is both key and value, and is stored once.
         pool.store(layer, *(each[0].transpose(0, 1) for each in ((key,) if value is key else (key, value))))
         out = torch.empty_like(queries)
         if fresh := passing.num_fresh:
@@ -138,7 +142,7 @@ def _both(stored: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _all_seen(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cap: float) -> Tensor:
-    # Attention of queries to all keys that the mask leaves; keys have as many heads as queries.
+    # Non-causal attention under an optional mask; keys have as many heads as queries.
     if not cap:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
     if mask is None:
@@ -147,7 +151,7 @@ def _all_seen(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, ca
 
 
 def _kind(span: Span) -> int:
-    # A text of one token is a beginning and could be either; it costs less beside the others of one token.
+    # A prompt of one token could count as prefill or decode; as decode it is cheaper.
     if span.end - span.first == 1:
         return 2
     return 0 if span.first == 0 else 1
@@ -160,7 +164,7 @@ def _length(span: Span) -> int:
 def _plan(
     spans: Sequence[Span], kernel: AttentionKernel, window: int, device: torch.device, dtype: torch.dtype, cap: float
 ) -> MaskPlan:
-    """The mask plan of beginnings of texts, end to end."""
+    """Mask plan of the packed first prefill chunks."""
     if not spans:
         return None
     positions = torch.cat([torch.arange(span.end) for span in spans])[None]
@@ -173,7 +177,7 @@ def _mask(span: Span, window: int, device: torch.device, dtype: torch.dtype) -> 
 
 
 def _similar(spans: Sequence[Span], indices: Sequence[int]) -> list[list[int]]:
-    """The spans of `indices` in groups of similar lengths, longest first."""
+    """Group the spans `indices` by similar length, longest first."""
     groups: list[list[int]] = []
     least = float("inf")
     for index in sorted(indices, key=lambda index: (-_length(spans[index]), index)):
@@ -194,7 +198,7 @@ def _together(
     for index, length in zip(group, lengths, strict=True):
         span = spans[index]
         own = places_of(span.pages, span.begin, span.end, page_tokens)
-        # Places beyond the end are masked, but must hold numbers: 0 times inf would be nan.
+        # Padding is masked, but must point at finite values: 0 times inf would be nan.
         places += own + own[-1:] * (longest - length)
     mask = None
     if min(lengths) < longest:

@@ -1,4 +1,4 @@
-"""What a token leaves behind in the layers of a model, and how far others see it, from the layers' operations."""
+"""Shape of a model's key-value cache, and limits on positions, derived from the operations of its layers."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,9 +13,9 @@ from terrace.plan.slices import rank_numel
 
 
 class CacheShape(NamedTuple):
-    """Numbers that a token leaves behind in each of `layers`: `tensors` of (heads, size), keys and values.
+    """Cached elements per token: in each of `layers`, `tensors` tensors of (heads, size).
 
-    One tensor serves as both where each layer stores keys and values as one vector.
+    There are two tensors, keys and values, or one where a layer caches a single vector for both (latent attention).
     """
 
     layers: int
@@ -24,20 +24,20 @@ class CacheShape(NamedTuple):
     tensors: int = 2
 
     def num_bytes(self, tokens: int, dtype: torch.dtype) -> int:
-        """Bytes of `tokens` in all layers."""
+        """Cache bytes of `tokens` tokens in all layers."""
         return self.tensors * self.layers * tokens * self.heads * self.size * dtype.itemsize
 
 
 def layers_of(blocks: Sequence[BlockSpec]) -> list[Operations]:
-    """The operations of a model's layers."""
+    """Operations of every block that has attention."""
     return [block.operations for block in blocks if block.attends]
 
 
 def cache_shape(blocks: Sequence[BlockSpec], rows: int = 1) -> CacheShape:
-    """Keys and values of the heads that one of `rows` tensor ranks has.
+    """Cache shape on one of `rows` tensor ranks.
 
-    Raises `PlanError` for rows that do not divide the heads, or neither divide the key-value heads nor are a multiple
-    of them.
+    Raises `PlanError` unless `rows` divides the number of heads, and either divides the number of key-value heads or is
+    a multiple of it.
     """
     layers = layers_of(blocks)
     core = layers[0].core
@@ -56,14 +56,14 @@ def cache_shape(blocks: Sequence[BlockSpec], rows: int = 1) -> CacheShape:
 
 
 def window_of(blocks: Sequence[BlockSpec]) -> int:
-    """The widest window of the layers; 0: none."""
+    """Widest sliding window of all layers; 0 if a layer has none."""
     return widest_window([layer.core.window for layer in layers_of(blocks)])
 
 
 def most_positions(blocks: Sequence[BlockSpec]) -> int:
-    """The most positions of a text whose length is not known yet; 0: no limit.
+    """Largest number of positions of a sequence that is still being generated; 0: no limit.
 
-    Learned positions end, and some kinds of RoPE change their frequencies with the length.
+    Learned positions have a last one, and some kinds of RoPE change their frequencies with the sequence length.
     """
     operations = [operation for block in blocks for operation in block.operations]
     limits = [each.positions for each in operations if isinstance(each, LookUp)]

@@ -1,15 +1,15 @@
-"""Pages of GPU memory that are seen at several addresses, through CUDA's calls for virtual memory.
+"""Pages of GPU memory mapped at several virtual addresses (CUDA virtual memory management).
 
-NOT RUN ON HARDWARE: written by the driver's documentation (CUDA driver API, "Virtual Memory Management"), and tested
-against a driver that only checks the rules of that page. Nothing chooses it by itself: an engine takes a `BuildPool`
-that makes `MappedPages` of it.
+NOT RUN ON HARDWARE: written from the CUDA driver API documentation ("Virtual Memory Management"), and tested against a
+fake driver that checks the rules given there. It is never selected automatically; pass an engine a `BuildPool` that
+creates `MappedPages` with it.
 
-    cuMemCreate            a handle of physical memory; one for each page, since a handle is mapped as a whole
-    cuMemAddressReserve    a range of addresses without memory
-    cuMemMap, SetAccess    a handle, put at a place of a range; the same handle may stand in many ranges
-    cuMemUnmap             before another takes its place
+    cuMemCreate                  allocates physical memory; one handle per page, since a handle is mapped as a whole
+    cuMemAddressReserve          reserves a range of addresses
+    cuMemMap, cuMemSetAccess     map a handle into a range; one handle may be mapped into many ranges
+    cuMemUnmap                   must come before another handle is mapped at the same address
 
-Pages are multiples of the driver's granularity, 2 MiB on known devices.
+The page size must be a multiple of the driver's granularity, 2 MiB on known devices.
 """
 
 import ctypes
@@ -49,7 +49,7 @@ class _Access(ctypes.Structure):
 
 @dataclass(frozen=True)
 class _Bytes:
-    """Memory at an address, in the form in which torch takes it over without a copy."""
+    """Device memory that torch wraps as a tensor without a copy (`__cuda_array_interface__`)."""
 
     address: int
     size: int
@@ -62,8 +62,8 @@ class _Bytes:
 class CudaMemory:
     """`num_pages` pages of `page_bytes` on a CUDA device; see `terrace.generation.host_memory.VirtualMemory`.
 
-    Calls that change mappings wait for the device, whose kernels may read them. Raises `ConfigError` for pages that are
-    no multiple of the granularity, and where a call of the driver fails.
+    Mappings change only after the device has been synchronised, because running kernels may read them. Raises
+    `ConfigError` if `page_bytes` is not a multiple of the granularity, or a driver call fails.
     """
 
     def __init__(self, num_pages: int, page_bytes: int, device: torch.device, driver: Any = None) -> None:
@@ -72,7 +72,7 @@ class CudaMemory:
         index = device.index or 0
         self._properties = _Properties(type=_PINNED, location=_Location(_DEVICE, index))
         self._access = _Access(_Location(_DEVICE, index), _READ_WRITE)
-        torch.zeros(1, device=device)  # so that the driver has a context, which nothing is asked for by an empty one
+        torch.zeros(1, device=device)  # creates the CUDA context; an empty tensor would not
         step = ctypes.c_size_t()
         self._call("cuMemGetAllocationGranularity", ctypes.byref(step), ctypes.byref(self._properties), _MINIMUM)
         if page_bytes % step.value:
@@ -86,7 +86,7 @@ class CudaMemory:
 
     def reserve(self) -> tuple[int, Tensor]:
         address = self._range()
-        # Torch asks the driver of which device an address is, which it knows of mapped ones.
+        # Torch asks the driver for the device of an address, which is known only of mapped addresses.
         self.map(address, 0, 0, 1)
         found = self._tensor(address)
         self.clear(address)
@@ -121,7 +121,7 @@ class CudaMemory:
         self.map(self._first, 0, 0, self._num_pages)
 
     def close(self) -> None:
-        """Return memory and addresses; no tensor of this memory may be used any more."""
+        """Free memory and address ranges. Tensors of this memory must not be used afterwards."""
         for address in self._shown:
             self.clear(address)
         self.give_back()

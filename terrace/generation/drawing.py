@@ -1,10 +1,10 @@
-"""Draws tokens of many requests at once, each by a random number of its own.
+"""Samples tokens for a batch of requests with counter-based random numbers.
 
-A token is drawn by the number u in [0, 1) that belongs to its request and its position: the token at which the sum of
-kept probabilities passes u. So it depends on the logits and on nothing else, and no generator has a state that would
-have to be kept, whatever runs beside it and however often the request was read again.
+Each (request, position) has a fixed random number u in [0, 1); the sampled token is the one at which the cumulative
+probability of the kept tokens passes u. Sampling is therefore stateless: it gives the same token whatever else is in
+the batch, and however often the request was preempted and recomputed.
 
-Shape legend: B requests that draw, V vocabulary.
+Shape legend: B requests sampled in this step, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def uniform(seed: int, position: int) -> float:
-    """The random number in [0, 1) of a position: output `position` of SplitMix64, begun by the scrambled seed.
+    """Random number in [0, 1) for a position: output `position` of SplitMix64 with the scrambled `seed`.
 
     Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014, figure 14.
     """
@@ -29,16 +29,15 @@ def uniform(seed: int, position: int) -> float:
 
 
 def seed_of(run_seed: int, seed: int) -> int:
-    """The seed of a request from that of its run and its own: neighbours in both have nothing in common."""
-    # The sum of both would give a request of one run the numbers of its neighbour in the next run.
+    """Combine the seeds of a run and of a request, such that adjacent seeds give independent numbers."""
+    # With a plain sum, (run 1, request 2) and (run 2, request 1) would get the same numbers.
     return _scrambled(run_seed) + seed
 
 
 def draw(logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> tuple[list[int], list[float]]:
-    """A token for each row of logits (B, V), and its log-probability under the distribution drawn from.
+    """Sample one token per row of logits (B, V). Returns tokens and their log-probabilities after temperature and cuts.
 
-    A logit may be -inf, of a token that is never drawn. Raises `TrainingError` for rows with nan or inf, or of -inf
-    alone.
+    A logit of -inf excludes a token. Raises `TrainingError` for a row with nan or inf, or with -inf only.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     largest = logits.amax(1)  # nan where any is
@@ -64,7 +63,7 @@ def draw(logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float
 
 
 def _draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens and log-probabilities (B) for logits (B, V), drawn in one way by `uniforms` (B)."""
+    """Sample rows that share one `sampling`: tokens and log-probabilities (B) from logits (B, V) and uniforms (B)."""
     if sampling.temperature <= 0:
         tokens = logits.argmax(1)
         return tokens, torch.zeros(len(tokens))
@@ -72,7 +71,7 @@ def _draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor,
     if sampling.top_k > 0:
         values, tokens_of = logits.topk(min(sampling.top_k, logits.shape[1]))
     elif sampling.top_p < 1:
-        # Equal logits keep the order of their tokens.
+        # Stable: equal logits stay in order of token id.
         values, tokens_of = logits.sort(descending=True, stable=True)
     # Subtracting the maximum keeps small temperatures from overflowing.
     logprobs = ((values - values.amax(1, keepdim=True)) / sampling.temperature).log_softmax(1)
@@ -86,7 +85,7 @@ def _draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor,
     if kept.dim():
         logprobs = logprobs.masked_fill(~kept, -torch.inf).log_softmax(1)
     sums = logprobs.double().exp().cumsum(1)
-    # Below the last sum, so that the place is one whose probability is above 0.
+    # Strictly below the total, so that the index found has a probability above 0.
     wanted = (uniforms.to(sums.device)[:, None] * sums[:, -1:]).minimum(
         torch.nextafter(sums[:, -1:], sums.new_zeros(()))
     )

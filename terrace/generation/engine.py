@@ -1,11 +1,11 @@
-"""Continues the texts of many requests at once with the blocks of a model: continuous batching over pages.
+"""Generation engine: continuous batching over paged keys and values.
 
-A turn passes tokens of several texts end to end, whatever their lengths: nothing is padded. A text that ends leaves its
-place to the next at once. The completion of a request does not depend on the requests beside it, nor on how often it
-was read again, but for the rounding of products with another number of rows.
+A step packs tokens of many sequences into one row, without padding; a finished sequence is replaced in the next step.
+The completion of a request depends neither on the other requests nor on preemptions, except for rounding in matrix
+products of different sizes.
 
-On several ranks whose blocks are slices of the same model, every rank has an engine and makes the same calls: it draws
-the same tokens, and so decides the same.
+With tensor-parallel slices every rank has its own engine and makes the same calls. All ranks sample the same tokens,
+and therefore schedule identically.
 """
 
 from collections.abc import Sequence
@@ -30,12 +30,13 @@ from terrace.model.facts import refuse_non_causal
 
 
 class GenerationEngine:
-    """Generates with `blocks` of a model, or with the slices of them that one of `rows` tensor ranks has.
+    """Generates with the `blocks` of a model, or with one tensor rank's slices of them (`rows` ranks).
 
-    A text attends to at most `context` tokens (terrace.generation.scheduler says how it goes on). Keys and values have
-    `num_pages` pages of `page_tokens` tokens, or as many as `memory_bytes` hold. `token_budget` is the most tokens that
-    pass at once, `version` that of the weights, `decode` turns tokens into text for stop texts. Raises `ConfigError`
-    for sizes that cannot be, `ModelError` for a model that is not causal.
+    A sequence attends to at most `context` tokens; see terrace.generation.scheduler for longer ones. The key-value
+    cache has `num_pages` pages of `page_tokens` tokens, or as many pages as fit in `memory_bytes`; give one of the two.
+    `token_budget` is the largest number of tokens per step, `version` the version of the weights. `decode` converts
+    tokens to text and is needed for stop texts. Raises `ConfigError` for invalid sizes, `ModelError` for a model that
+    is not causal.
     """
 
     def __init__(
@@ -56,10 +57,10 @@ class GenerationEngine:
         refuse_non_causal(config)
         specs = block_specs(config)
         layers, shape = layers_of(specs), cache_shape(specs, rows)
-        # Learned positions end, and some forms of RoPE change with the length of a text.
+        # Learned positions have a last one, and some kinds of RoPE change with the sequence length.
         limit = most_positions(specs)
         context = min(context, limit) if limit else context
-        self._window = window_of(specs)  # the widest of the layers, for which pages are kept
+        self._window = window_of(specs)  # widest of all layers; pages behind it are freed
         is_rolling = 0 < self._window <= context and not limit
         weight = next(blocks[0].parameters())
         num_pages = _num_pages(num_pages, memory_bytes, shape.num_bytes(max(page_tokens, 1), weight.dtype))
@@ -91,9 +92,9 @@ class GenerationEngine:
         return self._scheduler.is_idle()
 
     def run(self, requests: Sequence[Request]) -> list[Completion]:
-        """The completions of requests, in their order; nothing else may be under way.
+        """Run requests to their end and return the completions in the same order.
 
-        Raises as `add` does, before any work.
+        Raises `ConfigError` if the engine is not idle, or as `add` does; nothing has run then.
         """
         if not self.is_idle():
             raise ConfigError("requests are under way: step until they end, or abort them, before another run")
@@ -106,17 +107,17 @@ class GenerationEngine:
         return [ended[number] for number in numbers]
 
     def add(self, request: Request) -> int:
-        """Have a request wait for its turn; its number.
+        """Queue a request. Returns its id.
 
-        Raises `ConfigError` for a request that all pages together could not hold, or with stop texts where the engine
-        cannot decode.
+        Raises `ConfigError` if the request needs more pages than the pool has, or has stop texts although the engine
+        has no `decode`.
         """
         self._check(request)
         return self._scheduler.add(request)
 
     @torch.inference_mode()
     def step(self) -> dict[int, Completion]:
-        """Pass one turn of tokens through the model; the completions that end, by the numbers of their requests."""
+        """Run one step. Returns the completions that ended, by request id."""
         turn = self._scheduler.turn()
         if not turn.parts:
             return {}
@@ -139,14 +140,14 @@ class GenerationEngine:
         return ended
 
     def abort(self) -> dict[int, Completion]:
-        """Let go of all requests; the completion of each so far, by number, to be resumed as a request's `begun`."""
+        """Abort all requests. Returns partial completions by request id, to be resumed as `Request.begun`."""
         found = self._scheduler.abort()
         for number in found:
             self.pool.forget(number)
         return found
 
     def set_version(self, version: int) -> None:
-        """The blocks have the weights of `version` now: texts under way are read again before they go on."""
+        """Report that the blocks now have the weights of `version`. Running sequences are prefilled again."""
         self.version = version
         self._scheduler.drop_pages()
 
@@ -158,7 +159,7 @@ class GenerationEngine:
             )
 
     def _pass(self, turn: Turn, spans: Sequence[Span]) -> Tensor | None:
-        """Logits (B, V) for the members of the parts that draw; None if none does."""
+        """Forward pass. Returns logits (B, V), one row per request that samples a token; None if none does."""
         self.pool.prepare(spans)
         passing = {
             window: Passing(spans, window=window, **self._attending)
@@ -180,7 +181,7 @@ class GenerationEngine:
             x = block(x, places, cache)
         if not last:
             return None
-        # Only these logits are needed, and they are the largest tensor.
+        # Logits are the largest tensor, so compute only those that are sampled.
         logits: Tensor = self._blocks[-1](x[:, torch.tensor(last, device=self._device)])[0]
         rows = [row for row, part in enumerate(turn.drawing) for _ in part.text.members]
         return logits if len(rows) == len(last) else logits[torch.tensor(rows, device=self._device)]

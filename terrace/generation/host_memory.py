@@ -1,12 +1,11 @@
-"""Pages of memory that are seen at several addresses, on Linux: a file without a name, mapped as often as one likes.
+"""Pages of host memory mapped at several virtual addresses (Linux: mappings of an anonymous file).
 
-    memfd_create     physical memory, page after page; none until it is written
-    mmap PROT_NONE   a range of addresses without memory
-    mmap MAP_FIXED   pages of the file, put at a place of a range; the same page may stand in many ranges
-    PUNCH_HOLE       their memory goes back to the system
+    memfd_create     creates the file; a page takes physical memory when it is first written
+    mmap PROT_NONE   reserves a range of addresses
+    mmap MAP_FIXED   maps pages of the file into a range; one page may be mapped into many ranges
+    PUNCH_HOLE       returns the physical memory to the system
 
-The kernel limits how many mappings a process has, and merges those of pages that follow each other in the file and in
-the range.
+The kernel limits the number of mappings of a process. It merges adjacent mappings of consecutive pages into one.
 """
 
 import ctypes
@@ -24,40 +23,44 @@ from terrace.base.errors import ConfigError
 _FIXED, _NO_RESERVE = 0x10, 0x4000  # MAP_FIXED, MAP_NORESERVE: Python's mmap has no names for them
 _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE, which wants FALLOC_FL_KEEP_SIZE
 _FAILED = ctypes.c_void_p(-1).value  # MAP_FAILED
-_SPARE_SHARE = 10  # a tenth of all mappings is left to everything else in the process; a guess
+_SPARE_SHARE = 10  # one tenth of the mappings is left for the rest of the process; a guess
 
 
 class OutOfMappingsError(Exception):
-    """The system maps no further page for this process."""
+    """The process has reached the system's limit of mappings."""
 
 
 class VirtualMemory(Protocol):
-    """Pages, in the order of `whole`, and ranges of addresses that show some of them."""
+    """Physical pages, and address ranges into which they are mapped."""
 
-    whole: Tensor  # all pages, uint8
-    num_mappings: int  # that `map` may make beside those there are, at least
+    whole: Tensor  # all pages in order, uint8
+    num_mappings: int  # lower bound on the mappings that `map` can still create
 
     def reserve(self) -> tuple[int, Tensor]:
-        """A range with room for all pages, and its bytes, which may be touched where pages are mapped."""
+        """Reserve a range large enough for all pages. Returns its address and a uint8 view.
+
+        Only mapped pages of the view may be accessed.
+        """
         ...
 
     def map(self, address: int, place: int, page: int, count: int) -> None:
-        """Show pages `page` ... at places `place` ... of a range. Raises `OutOfMappingsError`."""
+        """Map `count` pages from `page` on at page index `place` of a range. Raises `OutOfMappingsError`."""
 
     def clear(self, address: int) -> None:
-        """Show nothing in a range."""
+        """Unmap all pages of a range."""
 
     def give_back(self) -> None:
-        """Return the memory of all pages to the system, and their content; no range may show any."""
+        """Free the physical memory of all pages; their content is lost. No range may have pages mapped."""
 
     def take_back(self) -> None:
-        """Have memory again, after `give_back`."""
+        """Allocate physical memory again after `give_back`."""
 
 
 class HostMemory:
-    """`num_pages` pages of `page_bytes` in the memory of a Linux machine; a page takes some when it is first written.
+    """`num_pages` pages of `page_bytes` in host memory on Linux. A page takes memory when it is first written.
 
-    Raises `ConfigError` where the system has no such files, and for pages that it cannot map.
+    Raises `ConfigError` on other systems, if the system refuses the file or the address range, and if `page_bytes` is
+    not a multiple of the system's page size.
     """
 
     def __init__(self, num_pages: int, page_bytes: int) -> None:
@@ -77,7 +80,7 @@ class HostMemory:
         except OSError as error:
             raise ConfigError(f"no file in memory for {self._size} bytes: {error.strerror}") from error
         self._ranges: list[int] = []
-        # Tensors do not own this memory, so it goes with the object that made them.
+        # Tensors do not own this memory; it is freed with this object.
         weakref.finalize(self, _release, self._libc, self._file, self._ranges, self._size)
         try:
             self.whole = self._range(self._file)[1]
@@ -93,7 +96,7 @@ class HostMemory:
         self._mmap(address + place * size, count * size, self._file, page * size)
 
     def clear(self, address: int) -> None:
-        # One range without memory takes the place of all mappings in it.
+        # Reserving the range again replaces all mappings in it.
         self._mmap(address, self._size, -1, 0)
 
     def give_back(self) -> None:
@@ -101,7 +104,7 @@ class HostMemory:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def take_back(self) -> None:
-        """A page that is written takes memory by itself."""
+        """Nothing to do: a page takes memory when it is written."""
 
     def _range(self, file: int) -> tuple[int, Tensor]:
         address = self._mmap(0, self._size, file, 0)
@@ -109,7 +112,7 @@ class HostMemory:
         return address, torch.frombuffer((ctypes.c_ubyte * self._size).from_address(address), dtype=torch.uint8)
 
     def _mmap(self, address: int, size: int, file: int, offset: int) -> int:
-        """Map `size` bytes, of a file or without memory (-1), at an address, or anywhere (0)."""
+        """Map `size` bytes of `file`, or reserve addresses only (file -1), at `address`, or anywhere (0)."""
         protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED
         if file < 0:
             protection, flags = 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE  # 0: PROT_NONE

@@ -1,19 +1,19 @@
-"""Keys and values in pages that each text sees as one tensor without gaps, through virtual memory.
+"""Paged keys and values that virtual memory makes contiguous for every sequence.
 
-    physical    page 0   page 1   page 2   page 3        text a sees  0 2      (a prompt in page 0, two samples of it)
-                                                         text b sees  0 3
+    physical    page 0   page 1   page 2   page 3        sequence a maps  0 2      (two samples of one prompt in page 0)
+                                                         sequence b maps  0 3
 
 vTensor (Xu et al. 2407.15309) and vAttention (Prabhu et al. 2405.04437) do this on GPUs: the pages of a prompt are
-mapped once for each of its samples, and attention reads plain tensors. A page has the places of all layers, so that a
-text costs one mapping for each run of its pages that lie side by side:
+mapped once per sample, and attention reads plain tensors. A page contains its positions for all layers, so a sequence
+needs one mapping per run of consecutive pages:
 
-    place p of layer l:   keys at [p, l, 0], values at [p, l, 1] of a text's tensor (places, layers, tensors, K, D)
+    position p of layer l: keys at [p, l, 0], values at [p, l, 1] of a tensor (positions, layers, tensors, K, D)
 
-`terrace generate` and `terrace rl` have mapped pages on a CPU under Linux (`platform_pages`), of as many tokens as fill
-whole pages of the system (`mapped_tokens`). Pages that the system cannot map are gathered: all pages where their size
-is no multiple of the system's, those of one text, with a warning, where the process has too many mappings.
+`terrace generate` and `terrace rl` use mapped pages on a CPU under Linux (`platform_pages`), with a page size that is a
+multiple of the system's (`mapped_tokens`). Pages that cannot be mapped are gathered instead: all of them if their size
+is not such a multiple, or those of one sequence, with a warning, when the process runs out of mappings.
 
-Shape legend: K heads of a place, D elements of a head, P page_tokens, L places that a span reads.
+Shape legend: K cached heads, D head_dim, P page_tokens, L positions that a span reads.
 """
 
 import functools
@@ -32,7 +32,7 @@ from terrace.generation.cache_shape import CacheShape
 from terrace.generation.host_memory import HostMemory, OutOfMappingsError, VirtualMemory
 from terrace.generation.pages import GatheredPages, PagePool, Span, targets_of
 
-# Tokens. With a larger page the samples of a prompt share little, and copy much of a page that is not full; a guess.
+# Largest page in tokens. With larger ones, samples share less of their prompt and copy more of its last page; a guess.
 _LARGEST_STEP = 256
 _AS_MANY = "the process has as many mappings as it may"
 
@@ -46,7 +46,7 @@ def mapped_pages(
     *,
     warns: bool = True,
 ) -> PagePool:
-    """A pool of mapped pages; of gathered ones, with a warning unless not `warns`, where the system cannot map them."""
+    """Pool of mapped pages. Falls back to gathered pages, with a warning if `warns`, where mapping is impossible."""
     try:
         return _mapped(shape, num_pages, page_tokens, device, dtype)
     except ConfigError as error:
@@ -55,18 +55,18 @@ def mapped_pages(
         return GatheredPages(shape, num_pages, page_tokens, device, dtype)
 
 
-# Of the commands, which say by `pages_words` which pages a model has here.
+# For commands, which print `pages_words` instead of a warning.
 platform_pages = functools.partial(mapped_pages, warns=False)
 
 
 def mapped_tokens(shape: CacheShape, dtype: torch.dtype, least: int) -> int:
-    """The fewest tokens of a page that can be mapped, at least `least`; `least` where that would be far more."""
+    """Smallest mappable page in tokens that is at least `least`; `least` itself where pages would become too large."""
     step = _step(shape.num_bytes(1, dtype))
     return -(-least // step) * step if step <= _LARGEST_STEP else least
 
 
 def pages_words(shape: CacheShape, page_tokens: int, device: torch.device, dtype: torch.dtype) -> tuple[str, bool]:
-    """The pages that `platform_pages` makes, in words, and whether a CPU falls back to gathered ones."""
+    """Describe the pages that `platform_pages` creates, and say whether a CPU falls back to gathered ones."""
     try:
         _mapped(shape, 1, page_tokens, device, dtype)
     except ConfigError as error:
@@ -94,18 +94,18 @@ def _mapped(
 
 @dataclass
 class _Text:
-    """The view of a text: pages by place in its range, -1 for none; `first`: the text's page at the first place."""
+    """The address range of a sequence and the pages mapped into it."""
 
     address: int
-    places: Tensor  # (places, layers, tensors, K, D)
-    shown: list[int] = field(default_factory=list)
-    first: int = 0
-    num_mapped: int = 0  # mappings, at most
+    places: Tensor  # (positions, layers, tensors, K, D)
+    shown: list[int] = field(default_factory=list)  # physical page by page index in the range, -1 if unmapped
+    first: int = 0  # index, within the sequence, of the page at the start of the range
+    num_mapped: int = 0  # upper bound on its mappings
     is_gathered: bool = False
 
 
 class MappedPages:
-    """A pool of `num_pages` pages in `memory`, whose pages have `page_tokens` places of all layers."""
+    """Pool of `num_pages` pages in `memory`, each with `page_tokens` positions for all layers."""
 
     def __init__(
         self, shape: CacheShape, num_pages: int, page_tokens: int, memory: VirtualMemory, dtype: torch.dtype
@@ -115,11 +115,11 @@ class MappedPages:
         self._places = self._typed(memory.whole)  # (pages P, layers, tensors, K, D)
         self._by_page = self._places.view(num_pages, page_tokens, *self._place)
         self._texts: dict[int, _Text] = {}
-        self._spare: list[_Text] = []  # ranges that show nothing
+        self._spare: list[_Text] = []  # ranges without mapped pages, to be reused
         self._left = memory.num_mappings
         self._has_warned = self._is_given_back = False
         self._targets = torch.empty(0, dtype=torch.int64)
-        self._reads: list[tuple[Tensor, Tensor | None, slice]] = []  # places, their pages if gathered, those read
+        self._reads: list[tuple[Tensor, Tensor | None, slice]] = []  # tensor, pages to gather (None: mapped), positions
 
     @property
     def nbytes(self) -> int:
@@ -160,9 +160,9 @@ class MappedPages:
                 self._spare.append(text)
 
     def give_back(self) -> None:
-        """Return the memory of all pages to the system, with the keys and values in them, until it is used again.
+        """Free the physical memory of all pages until the next `prepare`; keys and values are lost.
 
-        Raises `ConfigError` while a text has pages.
+        Raises `ConfigError` while a sequence has pages.
         """
         if self._texts:
             raise ConfigError(f"{len(self._texts)} texts have pages: end or abort their requests before")
@@ -198,8 +198,8 @@ class MappedPages:
         return _Text(address, self._typed(raw))
 
     def _show(self, text: _Text, pages: Sequence[int], first: int, end: int) -> None:
-        """Have a text see its pages `first` ... `end` - 1."""
-        # Under a window a long text runs out of its range, and begins again with the pages that it still reads.
+        """Map pages `first` ... `end` - 1 of a sequence into its range."""
+        # With a sliding window a long sequence reaches the end of its range; it restarts with the pages it still reads.
         if first < text.first or end - text.first > self._num_pages:
             self._clear(text)
             text.first = first
@@ -221,7 +221,7 @@ class MappedPages:
             place += run
 
     def _map(self, text: _Text, place: int, page: int, run: int) -> None:
-        # The system adds pages that follow a run to it; elsewhere a run may also leave two parts of another.
+        # The kernel merges pages that continue a mapping; any other may also split an existing mapping in two.
         follows = place > 0 and text.shown[place] < 0 and text.shown[place - 1] == page - 1
         cost = 0 if follows else 2
         if self._left < cost:

@@ -1,4 +1,4 @@
-"""Which pages of a pool are free, and how many texts hold each. Pure: needs no torch."""
+"""Reference counts of the pages of a pool. Needs no torch."""
 
 import re
 from collections.abc import Iterable
@@ -7,13 +7,13 @@ from terrace.base.errors import ConfigError
 
 
 class PageCounts:
-    """Counts of holders for `num_pages` pages. Raises `ConfigError` for a pool without pages."""
+    """Reference counts of `num_pages` pages. Raises `ConfigError` for fewer than one page."""
 
     def __init__(self, num_pages: int) -> None:
         if num_pages < 1:
             raise ConfigError(f"num_pages = {num_pages} must be at least 1")
         self._holders = [0] * num_pages
-        self._used = bytearray(num_pages)  # 1 for a page with holders
+        self._used = bytearray(num_pages)  # 1 for a page in use
         self._free = num_pages
 
     @property
@@ -21,14 +21,14 @@ class PageCounts:
         return self._free
 
     def holders(self, page: int) -> int:
-        """How many texts hold a page."""
+        """Number of sequences that use a page."""
         return self._holders[page]
 
     def take(self, after: int = -1) -> int:
-        """A free page with one holder; the one behind page `after` if that is free.
+        """Allocate a page with a count of one, preferably page `after` + 1.
 
-        A text whose pages follow each other is read without a copy. So one that must begin elsewhere begins in the
-        middle of the longest free run: the text before that run may go on, too.
+        Consecutive pages are read without a copy. If the next page is in use, the new one is in the middle of the
+        longest free run, so that the sequence in front of that run can also grow.
         """
         assert self._free, "no page is free: the caller must look first"
         page = after + 1
@@ -39,13 +39,13 @@ class PageCounts:
         return page
 
     def share(self, pages: Iterable[int]) -> None:
-        """Count one more holder of each page."""
+        """Increment the count of each page."""
         for page in pages:
             assert self._holders[page], f"page {page} is free and cannot be shared"
             self._holders[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Count one holder less of each page; a page without holders is free."""
+        """Decrement the count of each page; a page is free at zero."""
         for page in pages:
             assert self._holders[page], f"page {page} is free already"
             self._holders[page] -= 1
@@ -54,9 +54,9 @@ class PageCounts:
                 self._free += 1
 
     def _middle(self) -> int:
-        # The pages of a pool are many and asked for often: the search for runs is the interpreter's own.
+        # Called often on large pools, so the search for runs is left to `re`, which is written in C.
         longest = max(re.findall(rb"\0+", self._used), key=len)
         begin = self._used.find(longest)
         end = begin + len(longest)
-        # Nobody grows into the run at the very beginning of the pool.
+        # No sequence can grow into a run at the start of the pool.
         return begin + (end - begin) // 2 if begin else 0

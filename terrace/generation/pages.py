@@ -1,13 +1,13 @@
-"""Keys and values in pages, in the memory of one device.
+"""Paged keys and values on one device.
 
-A pool of pages is written and read by *spans*: the part of a text that passes the model now, the pages that the text
-has, and from which place on it reads them. `prepare` is called once a turn, `store` and `view` once a layer. Which page
-belongs to whom is decided elsewhere (terrace.generation.scheduler); a pool only has the memory.
+A pool is written and read through *spans*: the chunk of a sequence in the current step, the sequence's pages, and the
+first position that the chunk reads. `prepare` is called once per step, `store` and `view` once per layer. The pool only
+has the memory; the scheduler (terrace.generation.scheduler) assigns pages to sequences.
 
-A place has the numbers that a token leaves behind in every layer (terrace.generation.cache_shape): keys and values, or
-one tensor that serves as both.
+A position caches one token in every layer (terrace.generation.cache_shape): keys and values, or one tensor for both. A
+*slot* is the index of a position among those of all pages.
 
-Shape legend: T tokens of a turn, K heads of a place, D elements of a head, P page_tokens, L places that a span reads.
+Shape legend: T tokens of a step, K cached heads, D head_dim, P page_tokens, L positions that a span reads.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,10 +23,10 @@ from terrace.generation.cache_shape import CacheShape
 
 @dataclass(frozen=True)
 class Span:
-    """Places `first` ... `end` - 1 of a text are written, and places `begin` ... `end` - 1 are read.
+    """A chunk of a sequence: writes positions `first` ... `end` - 1 and reads positions `begin` ... `end` - 1.
 
-    Place p lies in page `pages[p // P]`; pages before the one of `begin` mean nothing. `holder` names the text from
-    turn to turn, until `forget`.
+    Position p is in page `pages[p // P]`; entries before the page of `begin` are not used. `holder` identifies the
+    sequence across steps, until `forget`.
     """
 
     holder: int
@@ -37,38 +37,41 @@ class Span:
 
 
 class PagePool(Protocol):
-    """Memory of pages; all layers have the same."""
+    """Memory of pages; every page holds its positions for all layers."""
 
     @property
     def nbytes(self) -> int: ...
 
     def prepare(self, spans: Sequence[Span]) -> None:
-        """Have these spans pass next, their new tokens end to end."""
+        """Set the spans of the next step; their new tokens are packed in this order."""
 
     def store(self, layer: int, *tensors: Tensor) -> None:
         """Write keys and values (T, K, D) of the new tokens of all spans."""
 
     def view(self, layer: int, index: int) -> list[Tensor]:
-        """Keys and values (K, L, D) that span `index` reads, stored ones included; not to be kept or written."""
+        """Keys and values (K, L, D) that span `index` reads, including those just stored.
+
+        They may be views of the pool: do not write to them, nor keep them beyond the step.
+        """
         ...
 
     def gather(self, layer: int, places: Tensor) -> list[Tensor]:
-        """Copies of the keys and values (n, K, D) at `places` (n) among those of all pages."""
+        """Copies of the keys and values (n, K, D) at the slots `places` (n)."""
         ...
 
     def copy(self, source: int, target: int) -> None:
         """Copy a page in all layers."""
 
     def forget(self, holder: int) -> None:
-        """A text has given up its pages."""
+        """Drop what the pool keeps for a sequence, which has released its pages."""
 
 
-# (numbers of a token, pages, page_tokens, device, dtype)
+# (shape of the cache, num_pages, page_tokens, device, dtype)
 BuildPool = Callable[[CacheShape, int, int, torch.device, torch.dtype], PagePool]
 
 
 def places_of(pages: Sequence[int], begin: int, end: int, page_tokens: int) -> list[int]:
-    """The places that tokens `begin` ... `end` - 1 of a text have among those of all pages."""
+    """Slots of positions `begin` ... `end` - 1 of a sequence with these `pages`."""
     found: list[int] = []
     while begin < end:
         run = min(page_tokens - begin % page_tokens, end - begin)
@@ -79,19 +82,19 @@ def places_of(pages: Sequence[int], begin: int, end: int, page_tokens: int) -> l
 
 
 def targets_of(spans: Sequence[Span], page_tokens: int, device: torch.device) -> Tensor:
-    """The places (T) that the new tokens of spans have among those of all pages."""
+    """Slots (T) of the new tokens of `spans`."""
     targets = [place for span in spans for place in places_of(span.pages, span.first, span.end, page_tokens)]
     return torch.tensor(targets, dtype=torch.int64, device=device)
 
 
 class GatheredPages:
-    """A pool in one tensor. A text whose pages follow each other is read where it lies, any other is gathered."""
+    """A pool in one tensor. Sequences with consecutive pages are read in place, all others are gathered (copied)."""
 
     def __init__(
         self, shape: CacheShape, num_pages: int, page_tokens: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        # A page is a run of places, so that pages in a row are one tensor, and a token's heads lie side by side, as a
-        # layer makes them. Places that nobody has written are never read.
+        # Consecutive pages are contiguous, and so are the heads of a token, as a layer produces them. Memory may stay
+        # uninitialised: slots are written before they are read.
         sizes = shape.layers, shape.tensors, num_pages, page_tokens, shape.heads, shape.size
         self._memory = torch.empty(sizes, device=device, dtype=dtype)
         self._layers = [layer.unbind() for layer in self._memory]  # (pages, P, K, D) each
@@ -128,7 +131,7 @@ class GatheredPages:
         self._memory[:, :, target] = self._memory[:, :, source]
 
     def forget(self, holder: int) -> None:
-        """Nothing is kept by text."""
+        """Nothing to do: this pool keeps nothing per sequence."""
 
     def _read(self, span: Span) -> Any:
         first, offset = divmod(span.begin, self._page_tokens)

@@ -1,4 +1,4 @@
-"""Requests to generation and their results. Pure: needs no torch."""
+"""Generation requests and their results. Needs no torch."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -7,23 +7,23 @@ from typing import Literal
 from terrace.base.errors import ConfigError
 
 _LIMIT = 2**63
-_LEAST_TEMPERATURE = 1e-6  # differences of logits over it stay far inside fp32; a guess
+_LEAST_TEMPERATURE = 1e-6  # logit differences divided by it stay well inside the range of fp32; a guess
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn; raises `ConfigError` for values out of range.
+    """Sampling parameters. Raises `ConfigError` for values out of range.
 
-    Probabilities are p^(1 / temperature), scaled to 1. Kept are the `top_k` likeliest tokens (0: all), among these the
-    likeliest that together reach `top_p`, and among these the tokens with at least `min_p` times the probability of the
-    likeliest. Holtzman et al. 1904.09751, section 3.1, is top-p; Nguyen et al. 2407.01082 is min-p.
+    Probabilities are p^(1 / temperature), normalised. Cuts are applied in this order: the `top_k` likeliest tokens
+    (0: all), of these the likeliest that together reach probability `top_p` (Holtzman et al. 1904.09751, section 3.1),
+    of these the tokens with at least `min_p` times the largest probability (Nguyen et al. 2407.01082).
     """
 
     temperature: float = 0.8  # 0 takes the likeliest
     top_k: int = 40
     top_p: float = 1.0
     min_p: float = 0.0
-    seed: int = 0  # a request draws from a generator keyed by this, its own seed, and the token's position
+    seed: int = 0  # random numbers depend on this, the request's own seed and the token's position
 
     def __post_init__(self) -> None:
         for name, least in (("temperature", 0), ("top_k", 0), ("seed", 0)):
@@ -40,9 +40,9 @@ class Sampling:
             raise ConfigError(f"min_p = {self.min_p} must be at least 0, which keeps all, and at most 1")
 
     def without_effect(self, given: Collection[str]) -> str:
-        """Why one of the fields `given` on purpose changes nothing, and the remedy; "" if all have an effect.
+        """Message about the first of the fields `given` by the user that has no effect; "" if there is none.
 
-        A cut at its neutral value and a seed of 0 may stand anywhere: they say what happens.
+        Neutral values (a cut that keeps all, a seed of 0) are never reported.
         """
         if self.temperature and self.top_k != 1:
             return ""
@@ -57,11 +57,11 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Completion:
-    """The tokens that continue a prompt; each has its log-probability and the version of the weights that drew it.
+    """Sampled tokens, and for each its log-probability and the version of the weights that sampled it.
 
-    The log-probability is under the distribution drawn from: after temperature and cuts, so 0.0 at temperature 0. A
-    token or text that stopped the completion is the end of `tokens`. `finish` is "length" after as many tokens as were
-    asked for, "aborted" for one that can be resumed as a request's `begun`.
+    Log-probabilities are of the distribution sampled from, after temperature and cuts: 0.0 at temperature 0. `tokens`
+    includes the stop token, or the tokens of the stop text. `finish` is "length" after `Request.num_tokens` tokens;
+    an "aborted" completion can be resumed as `Request.begun`.
     """
 
     tokens: tuple[int, ...]
@@ -79,10 +79,11 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A prompt to continue by up to `num_tokens` tokens, those of `begun` included.
+    """A prompt to continue by up to `num_tokens` tokens, including those of `begun`.
 
-    It ends early with a token of `stop_tokens`, or with one that completes a text of `stop_texts`. Raises `ConfigError`
-    for an empty prompt, no tokens to draw, an empty stop text, or one begun that has nothing left to draw.
+    Generation stops after a token of `stop_tokens`, or one that completes a text of `stop_texts`. Raises `ConfigError`
+    for an empty prompt, `num_tokens` below 1, a seed out of range, an empty stop text, and a `begun` that was not
+    aborted or already has `num_tokens` tokens.
     """
 
     prompt: tuple[int, ...]
@@ -91,7 +92,7 @@ class Request:
     sampling: Sampling = Sampling()
     stop_tokens: frozenset[int] = frozenset()
     stop_texts: tuple[str, ...] = ()
-    begun: Completion | None = None  # of an aborted request, to be resumed, perhaps under other weights
+    begun: Completion | None = None  # an aborted completion to resume, possibly with newer weights
 
     def __post_init__(self) -> None:
         if not self.prompt:

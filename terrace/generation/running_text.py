@@ -1,4 +1,4 @@
-"""Requests on their way: their tokens so far and the pages of keys and values. Pure: needs no torch."""
+"""Unfinished requests: their tokens so far and their pages of keys and values. Needs no torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(eq=False, slots=True)
 class Member:
-    """A request on its way, with the log-probabilities and versions of its tokens so far."""
+    """An unfinished request, with the log-probabilities and weight versions of its tokens so far."""
 
     number: int
     request: Request
@@ -21,13 +21,14 @@ class Member:
 
 @dataclass(eq=False, slots=True)
 class Text:
-    """The tokens of requests with the same prompt that have drawn the same tokens so far: they pass once for all.
+    """A sequence group: requests with the same prompt and the same tokens so far, computed once for all of them.
 
-    Places are counted from token `begin`, the first that is read; the keys and values of the first `computed` places
-    are kept. `pages[i]` has places i P ... (i + 1) P - 1; the first `num_dropped` pages lie behind a sliding window.
+    Position 0 is token `begin`, the first one in the context. The first `computed` positions are cached. `pages[i]` has
+    positions i P ... (i + 1) P - 1, P tokens per page; the first `num_dropped` pages are behind the sliding window and
+    have been released.
     """
 
-    members: list[Member]  # one or more, in the order in which they came
+    members: list[Member]  # one or more, in order of arrival
     tokens: list[int]  # prompt and completion
     begin: int = 0
     computed: int = 0
@@ -42,7 +43,7 @@ class Text:
 
     @property
     def number(self) -> int:
-        """The number of the request that came first."""
+        """Id of the oldest request."""
         return self.members[0].number
 
     @property
@@ -55,7 +56,7 @@ class Text:
 
     @property
     def pending(self) -> int:
-        """Tokens that must pass before the next one can be drawn."""
+        """Number of tokens to compute before the next one can be sampled."""
         return len(self.tokens) - self.begin - self.computed
 
     @property
@@ -64,18 +65,18 @@ class Text:
 
     @property
     def held(self) -> list[int]:
-        """The pages that it holds."""
+        """Pages that this group still references."""
         return self.pages[self.num_dropped :]
 
     def branch(self, members: list[Member]) -> "Text":
-        """The same text for some of its members alone; its pages have one holder more."""
+        """A copy of this group for `members`. The caller must count the new references to its pages."""
         return Text(members, list(self.tokens), self.begin, self.computed, self.num_dropped, list(self.pages))
 
     def completion(self, member: Member, finish: Literal["stop", "length", "aborted"]) -> Completion:
         return Completion(tuple(self.made), tuple(member.logprobs), tuple(member.versions), finish)
 
     def ending(self, member: Member, decode: Decode | None) -> Literal["stop", "length"] | None:
-        """How its last token ends a member, if it does."""
+        """Finish reason of a member after the last token, or None if it goes on."""
         request = member.request
         if self.tokens[-1] in request.stop_tokens:
             return "stop"
@@ -85,9 +86,9 @@ class Text:
 
 
 def _ends(made: Sequence[int], stop_texts: Sequence[str], decode: Decode) -> bool:
-    # Only the end is decoded: a stop text further back would have ended the completion there. Characters are at most as
-    # many as bytes, so a tail with more characters than a stop text has bytes holds all of it; three more, since the
-    # tail may begin inside a character.
+    # Decoding a tail is enough: an earlier stop text would have ended the completion already. A text has no more
+    # characters than UTF-8 bytes, so a tail of that many characters contains any stop text. Three more, since the tail
+    # may start inside a character.
     wanted = max(len(text.encode()) for text in stop_texts) + 3
     num_tokens = wanted
     while len(tail := decode(made[-num_tokens:])) < wanted and num_tokens < len(made):

@@ -1,21 +1,21 @@
-"""Decides by turn which tokens of which texts pass the model, and which pages hold their keys and values.
+"""Scheduler of the generation engine: which tokens run in each step, and which pages hold their keys and values.
 
-A turn takes at most `token_budget` tokens: one of every text that writes, and parts of prompts that are still read.
-Texts are served in the order in which they came, each with at least one token, so none starves. Keys and values lie in
-pages of `page_tokens` places with counts of holders. A text takes a page when it writes into it. If none is free, the
-text that came last gives up all of its pages and is read again later, which is exact: its tokens stay. So the text
-that came first always proceeds, and every request ends.
+A step has at most `token_budget` tokens: one of every decoding sequence, the rest for chunks of prompts (chunked
+prefill). Sequences are served in order of arrival, each with at least one token, so none starves. Pages of
+`page_tokens` positions are reference-counted and allocated on the first write. When no page is free, the newest
+sequence is preempted: it releases its pages, keeps its tokens and is prefilled again later. The oldest sequence
+therefore always advances, and every request ends.
 
-Requests with the same prompt are one text until they draw different tokens: common tokens pass once. Texts that part
-share pages, and copy one when they write into it (copy on write). So does a request that comes when another
-text has read its prompt; it waits while that prompt is still being read.
+Requests with the same prompt form one sequence group (`Text`) until they sample different tokens. Groups that split
+share their pages with copy on write. A new request also shares the pages of a prompt that is in the cache already, and
+waits while that prompt is still being prefilled.
 
-Without a sliding window a text attends to at most `context` tokens. When they are used up, the last half of them is
-read again as if the text began there. With a window no longer than the context nothing is read again, and pages that
-fall behind the window are given back; models with learned positions have an end and are always read again.
+Without a sliding window a sequence attends to at most `context` tokens. When it reaches that limit, it is prefilled
+again from its last `context / 2` tokens. With a window no longer than the context this is not needed, and pages behind
+the window are released. Models with learned positions always use the first rule.
 
-Pure: needs no torch. All decisions follow from the requests and the tokens drawn, so ranks that draw the same tokens
-decide alike.
+Needs no torch. Decisions depend only on requests and sampled tokens, so ranks that sample the same tokens schedule
+identically.
 """
 
 import bisect
@@ -31,29 +31,29 @@ from terrace.generation.running_text import Decode, Member, Text
 
 @dataclass(frozen=True)
 class Part:
-    """`num_tokens` tokens of a text that pass in a turn, from place `first`, counted from `Text.begin`."""
+    """A chunk of a sequence in one step: `num_tokens` tokens from position `first`, relative to `Text.begin`."""
 
     text: Text
     first: int
     num_tokens: int
-    draws: bool  # whether a token is drawn behind the last of them
+    draws: bool  # whether a token is sampled after the chunk
 
 
 @dataclass(frozen=True)
 class Turn:
-    """The parts of a turn, and the pages that are copied before it, in this order: (source, target)."""
+    """One scheduled step: its chunks, and the page copies (source, target) to make before it, in order."""
 
     parts: tuple[Part, ...]
     copies: tuple[tuple[int, int], ...]
 
     @property
     def drawing(self) -> list[Part]:
-        """The parts behind which tokens are drawn, one for each member of their texts."""
+        """The chunks after which one token per member of the group is sampled."""
         return [part for part in self.parts if part.draws]
 
 
 class Scheduler:
-    """Texts that run and texts that wait; `window` is 0 unless pages behind a sliding window may be given back."""
+    """Running and waiting sequences. `window` is 0 unless pages behind a sliding window may be released."""
 
     def __init__(self, *, num_pages: int, page_tokens: int, token_budget: int, context: int, window: int = 0) -> None:
         for name, value in (("page_tokens", page_tokens), ("token_budget", token_budget), ("context", context)):
@@ -62,9 +62,9 @@ class Scheduler:
         self.counts = PageCounts(num_pages)
         self._num_pages, self._page_tokens, self._token_budget = num_pages, page_tokens, token_budget
         self._context, self._window = context, window
-        self._kept = max(1, context // 2)  # tokens of a text that has used up its context
+        self._kept = max(1, context // 2)  # tokens that are prefilled again when the context is full
         self._next = 0
-        self._running: list[Text] = []  # in the order in which they came
+        self._running: list[Text] = []  # in order of arrival
         self._waiting: list[tuple[int, Text]] = []  # a heap
         self._copies: list[tuple[int, int]] = []
 
@@ -73,7 +73,7 @@ class Scheduler:
         return not self._running and not self._waiting
 
     def check(self, request: Request) -> None:
-        """Raise `ConfigError` for a request that all pages together could not hold."""
+        """Raise `ConfigError` for a request that may need more pages than the pool has."""
         needed = self._most_pages(request)
         if needed > self._num_pages:
             raise ConfigError(
@@ -82,12 +82,12 @@ class Scheduler:
             )
 
     def add(self, request: Request) -> int:
-        """Have a request wait; its number. Raises as `check` does."""
+        """Queue a request and return its id. Raises as `check` does."""
         self.check(request)
         text = Text.of(self._next, request)
         if not self._window:
             text.begin = max(0, len(request.prompt) - self._context)
-            # One that was begun goes on from where it would be now.
+            # A resumed request restarts its context where an uninterrupted one would have.
             while len(text.tokens) - text.begin > self._context:
                 text.begin += self._context + 1 - self._kept
         heapq.heappush(self._waiting, (text.number, text))
@@ -95,12 +95,12 @@ class Scheduler:
         return text.number
 
     def turn(self) -> Turn:
-        """The next turn; it has no parts if nothing waits or runs. `advance` must follow before the next turn."""
+        """Schedule the next step; it is empty when idle. Call `advance` before the next one."""
         parts: list[Part] = []
         self._copies = []
         left = self._token_budget
         index = 0
-        # The list shrinks from its end while texts give up their pages.
+        # Preemption shrinks the list from its end.
         while index < len(self._running):
             text = self._running[index]
             num_tokens = min(text.pending, left - (len(self._running) - index - 1))
@@ -120,7 +120,7 @@ class Scheduler:
         version: int,
         decode: Decode | None = None,
     ) -> dict[int, Completion]:
-        """Take the tokens drawn for the members of `turn.drawing`; the completions that end, by number."""
+        """Record the tokens sampled for the members of `turn.drawing`. Returns ended completions by request id."""
         for part in turn.parts:
             part.text.computed += part.num_tokens
         drawn = zip(tokens, logprobs, strict=True)
@@ -129,7 +129,7 @@ class Scheduler:
             texts = [part.text]
             if part.draws:
                 by_token: dict[int, list[Member]] = {}
-                # The zip comes second: it must not lose a pair when the members are at their end.
+                # `drawn` is the second argument, so that zip does not consume a pair when the members are exhausted.
                 for member, (token, logprob) in zip(part.text.members, drawn, strict=False):
                     member.logprobs.append(logprob)
                     member.versions.append(version)
@@ -142,12 +142,12 @@ class Scheduler:
         return ended
 
     def drop_pages(self) -> None:
-        """Have all texts be read again: their keys and values are worth nothing under other weights."""
+        """Preempt all sequences: after a change of weights their cached keys and values are invalid."""
         while self._running:
             self._wait_again(self._running[-1])
 
     def abort(self) -> dict[int, Completion]:
-        """Let go of all texts; their completions so far, by number."""
+        """Abort all requests. Returns partial completions by request id."""
         self.drop_pages()
         texts = [text for _, text in self._waiting]
         found = {each.number: text.completion(each, "aborted") for text in texts for each in text.members}
@@ -155,7 +155,7 @@ class Scheduler:
         return dict(sorted(found.items()))
 
     def _parted(self, text: Text, by_token: dict[int, list[Member]]) -> list[Text]:
-        """A text for each token that members of `text` have drawn, with the token; one of them is `text`."""
+        """Split a sequence group by sampled token; the original keeps one of the branches."""
         (token, text.members), *others = by_token.items()
         texts = [text]
         for other, members in others:
@@ -167,7 +167,7 @@ class Scheduler:
         return texts
 
     def _ended(self, text: Text, decode: Decode | None) -> dict[int, Completion]:
-        """The completions of members whose last token ends them, which leave."""
+        """Remove the members that end with the last token. Returns their completions by request id."""
         ended: dict[int, Completion] = {}
         for member in text.members:
             finish = text.ending(member, decode)
@@ -180,11 +180,11 @@ class Scheduler:
         return ended
 
     def _most_pages(self, *requests: Request) -> int:
-        """The most pages that the text of requests with the same prompt may hold at once."""
+        """Largest number of pages that a group of these requests can hold at once."""
         num_tokens = max(request.num_tokens for request in requests)
-        longest = len(requests[0].prompt) + num_tokens - 1  # nothing is drawn behind the last token
+        longest = len(requests[0].prompt) + num_tokens - 1  # the last token is never computed
         if self._window:
-            # A part of a prompt also sees the window before it, and neither begins with a page.
+            # A chunk also reads the window before it; neither is aligned to pages.
             longest = min(longest, self._window + self._token_budget + self._page_tokens)
         else:
             longest = min(longest, self._context)
@@ -197,14 +197,14 @@ class Scheduler:
         return Part(text, text.computed, num_tokens, draws=num_tokens == text.pending)
 
     def _admit(self, parts: list[Part], left: int) -> int:
-        """Have waiting texts run while there are tokens and pages for them; the tokens left."""
+        """Admit waiting sequences while tokens and pages last. Returns the remaining token budget."""
         if not self._waiting or not left:
             return left
         skipped: list[tuple[int, Text]] = []
         growing = sum(map(self._may_grow, self._running))
         num_members = sum(len(text.members) for text in self._running)
         readers = self._readers()
-        # At most as many requests run as there are tokens in a turn: each may come to need one.
+        # Each running request may need a token per step, so their number is limited by the budget.
         while self._waiting and left and num_members < self._token_budget:
             text = self._waiting[0][1]
             siblings = readers.get((text.prompt, text.begin), [])
@@ -213,16 +213,16 @@ class Scheduler:
             if sibling is not None and not shared:
                 skipped.append(heapq.heappop(self._waiting))
                 continue
-            # Under a window most of the shared pages may be gone: they count before the cap, which is of its own pages.
+            # With a window most shared pages may be released already, so they are subtracted before the cap is applied.
             unshared = self._pages_of(len(text.tokens) - text.begin + 1) - shared // self._page_tokens
             needed = min(unshared, self._most_pages(*text.requests)) if twin is None else len(text.members)
-            # A page more for each text that may grow, or it would soon take this one's away.
+            # Reserve a page for each sequence that may grow; otherwise it would soon preempt this one.
             if self._running and self.counts.num_free < needed + growing:
                 break
             heapq.heappop(self._waiting)
             num_members += len(text.members)
             if twin is not None:
-                # It passes in this turn, and draws for all.
+                # The twin is computed in this step and samples for all members.
                 twin.members = sorted([*twin.members, *text.members], key=lambda each: each.number)
                 growing += len(text.members)
                 continue
@@ -234,7 +234,7 @@ class Scheduler:
             assert has_places, "a text was admitted without pages"
             parts.append(self._part(text, num_tokens))
             left -= num_tokens
-            # Counted with the pages that it has now.
+            # After its pages have been allocated.
             growing += self._may_grow(text)
             readers.setdefault((text.prompt, text.begin), []).append(text)
         for each in skipped:
@@ -242,27 +242,28 @@ class Scheduler:
         return left
 
     def _may_grow(self, text: Text) -> int:
-        """How many pages a text may soon take: members that part write into pages of their own."""
+        """Number of pages that a group may soon allocate; after a split each branch writes to pages of its own."""
         return len(text.members) - (self._most_pages(*text.requests) <= len(text.held))
 
     def _readers(self) -> dict[tuple[tuple[int, ...], int], list[Text]]:
-        """The texts that run, by the prompt that they read and where it begins."""
+        """Running sequences by (prompt, begin)."""
         found: dict[tuple[tuple[int, ...], int], list[Text]] = {}
         for text in self._running:
             found.setdefault((text.prompt, text.begin), []).append(text)
         return found
 
     def _sibling(self, text: Text, readers: Sequence[Text]) -> tuple[Text | None, int]:
-        """One of the texts that read the same prompt, and how many of its tokens `text` can take over: none yet while
-        the prompt is being read.
+        """Sequence with the same prompt, and the number of its positions that `text` can share.
+
+        The number is 0 while that prompt is still being prefilled; the sequence is None if there is none to wait for.
         """
-        # The last token passes once more: its logits are wanted.
+        # The last token is computed again, since its logits are needed.
         wanted = min(len(text.prompt) - text.begin, len(text.tokens) - text.begin - 1)
         if wanted < 1:
             return None, 0
         reading = None
         for other in readers:
-            # Under a window the first keys that `text` needs may be gone.
+            # With a window, keys that `text` needs may have been released.
             is_there = not self._window or other.num_dropped * self._page_tokens <= max(0, wanted - self._window + 1)
             if other.computed >= wanted and is_there:
                 return other, wanted
@@ -276,7 +277,7 @@ class Scheduler:
         self.counts.share(text.held)
 
     def _has_places(self, text: Text, num_tokens: int) -> bool:
-        """Take the pages that the next tokens of a text are written to; False if the text gave up its own for it."""
+        """Allocate pages for the next tokens of a sequence. Returns False if the sequence itself was preempted."""
         first, end = text.computed // self._page_tokens, self._pages_of(text.computed + num_tokens)
         for index in range(first, end):
             if index < len(text.pages) and self.counts.holders(text.pages[index]) == 1:
@@ -286,7 +287,7 @@ class Scheduler:
                 self._wait_again(last)
                 if last is text:
                     return False
-            # Whoever gave up its pages may have been the other holder.
+            # The preempted sequence may have held the other reference.
             if index < len(text.pages):
                 source = text.pages[index]
                 if self.counts.holders(source) > 1:
@@ -307,11 +308,11 @@ class Scheduler:
         text.pages, text.num_dropped, text.computed = [], 0, 0
 
     def _move_on(self, text: Text) -> None:
-        """Give back pages behind the window, or all pages of a text that has used up its context."""
+        """Release pages behind the window, or all pages of a sequence whose context is full."""
         if not text.pages:
             return
         if self._window:
-            # The next token, at place `computed`, sees the window - 1 before it.
+            # The next token, at position `computed`, sees the window - 1 positions before it.
             behind = max(0, text.computed - self._window + 1) // self._page_tokens
             self.counts.release(text.pages[text.num_dropped : behind])
             text.num_dropped = max(text.num_dropped, behind)

@@ -1,18 +1,18 @@
-"""A decoder's blocks from the slices that the tensor ranks of a replica have, for generation.
+"""Tensor-parallel decoder blocks for generation (Megatron-LM, 1909.08053, section 3).
 
-    matrices out of the residual stream    a rank has rows of them, and so its own heads, keys and values
-    matrices back into it                  a rank has columns, and so a part of a sum: one all-reduce
-    embedding                              a rank looks up its part of the vocabulary: one all-reduce
-    head                                   a rank has logits of its part of the vocabulary: one all-gather
-    norm of all heads together             a rank has the sum of its squares, one a token: one all-reduce
-    all else, experts included             whole on every rank, which compute the same
+    input projections (column-parallel)    a rank has some output features: its own heads, keys and values
+    output projections (row-parallel)      a rank computes a partial sum: one all-reduce
+    embedding                              a rank looks up its shard of the vocabulary: one all-reduce
+    head                                   a rank has the logits of its shard of the vocabulary: one all-gather
+    norm over all heads                    a rank sums the squares of its heads: one all-reduce
+    everything else, including experts     replicated on all ranks
 
-(Megatron-LM, 1909.08053, section 3.) A pass is 2 L + 1 all-reduces of (B, S, H) for L layers, two more of (B, S, 1) in
-every layer with norms of all heads together, and one all-gather of logits. All ranks of a replica call the blocks with
-the same tokens, in the same order; each gets the whole logits, with the same bits. There is no backward. Training has
-other stand-ins (terrace.runtime.tensor), which follow a program.
+A forward pass has 2 L + 1 all-reduces of (B, S, H) for L layers, two of (B, S, 1) in every layer with norms over all
+heads, and one all-gather of logits. All ranks of a replica must call the blocks with the same tokens in the same order;
+all get bitwise equal logits. There is no backward; training uses terrace.runtime.tensor, which follows a program.
 
-Shape legend: B batch, S sequence, H hidden, V vocabulary, R rows, v = V / R rounded up, n inner features of a rank.
+Shape legend: B batch, S sequence, H hidden, V vocabulary, R tensor ranks, v = V / R rounded up, n inner features of a
+rank.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,11 +42,11 @@ Slices = Mapping[str, Tensor]  # parameter -> a rank's slice of it
 
 
 def sliced_blocks(config: ModelConfig, slices: Sequence[Slices], group: OrderedGroup | None = None) -> list[nn.Module]:
-    """Frozen blocks of the model `config` on one rank of `group`, the ranks of a replica in the order of their slices.
+    """Frozen blocks of the model `config` on one rank of `group`, whose ranks are in the order of their slices.
 
-    `slices` has the parameters of every block, as `HandOver.run` returns them; they are used where they are. Without a
-    group they are whole, and the blocks are plain ones. Raises `PlanError` for rows that cannot cut the model,
-    `ModelError` for slices of another model or of other rows.
+    `slices` has the parameters of every block, as returned by `HandOver.run`; they are not copied. Without a group
+    they must be whole, and the blocks are plain ones. Raises `PlanError` if the ranks of the group cannot share the
+    heads, `ModelError` for slices of another model or of another number of ranks.
     """
     rows, row = (1, 0) if group is None else (group.size, group.position)
     specs = block_specs(config)
@@ -74,7 +74,7 @@ def _values(spec: BlockSpec, places: Mapping[str, tuple[slice, ...]], own: Slice
     like, found = next(iter(own.values())), []
     for name, place in places.items():
         shape = tuple(part.stop - part.start for part in place)
-        # A dim that is padded may leave nothing for the last ranks.
+        # With padding the last ranks may have empty slices.
         value = own[name] if name in own or 0 not in shape else like.new_empty(shape)
         if value.shape != shape:
             raise ModelError(
@@ -96,11 +96,11 @@ def _set_parameter(block: nn.Module, name: str, value: Tensor) -> None:
 def _joined(
     config: ModelConfig, blocks: list[nn.Module], specs: Sequence[BlockSpec], part: slice, group: OrderedGroup
 ) -> list[nn.Module]:
-    """Blocks with a rank's slices as parameters, and messages among the ranks; `part` of the vocabulary is its own."""
+    """Add communication to blocks that have a rank's slices; `part` is its shard of the vocabulary."""
     ranks = TierGroup("rows", tuple(sorted(group.members)), dist.get_rank(group.handle), group.handle)
     for spec, block in zip(specs[1:-1], blocks[1:-1], strict=True):
         for operation in (*spec.operations, *spec.operations.mixture.shared):
-            # All other operations run on a rank's part of their operands as on the whole.
+            # All other operations are local to a rank's slice.
             match operation:
                 case Product() if operation.leaves:
                     _replace(block, operation.weight, lambda module: _RowLinear(module, ranks))
@@ -120,7 +120,7 @@ def _replace(block: nn.Module, path: str, by: Callable[[Any], nn.Module]) -> Non
 
 
 class _RowLinear(nn.Module):
-    """From (B, S, n) to (B, S, H): a rank has some columns of the matrix, so a part of a sum."""
+    """Row-parallel linear layer, (B, S, n) to (B, S, H): all-reduces the partial sums of the ranks."""
 
     def __init__(self, linear: nn.Linear, ranks: TierGroup) -> None:
         super().__init__()
@@ -135,9 +135,9 @@ class _RowLinear(nn.Module):
 
 
 class _HeadsNorm(nn.Module):
-    """RMS norm over the heads of all ranks together, of which x (..., n) has this rank's.
+    """RMS norm over the heads of all ranks; x (..., n) has the heads of this rank.
 
-    Key-value heads that several ranks share count once for each; all are shared by as many, so the mean is the same.
+    Key-value heads that are replicated on several ranks count several times, all equally often, so the mean is correct.
     """
 
     def __init__(self, norm: RMSNorm, ranks: TierGroup) -> None:
@@ -160,7 +160,7 @@ class _SlicedEmbedding(Embedding):
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         own, elsewhere = tokens - self._part.start, (tokens < self._part.start) | (tokens >= self._part.stop)
         if self.weight.numel():
-            # Rows of other ranks are zero here and come in by the sum.
+            # Embeddings of other shards are zero here; the all-reduce adds them.
             found = F.embedding(own.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
         else:
             found = self.weight.new_zeros(*tokens.shape, self.weight.shape[1])
@@ -174,10 +174,10 @@ class _SlicedHead(Head):
     ) -> None:
         super().__init__(config, whole.weight, device="meta")
         self.norm, self._ranks, self._vocab_size = whole.norm, ranks, vocabulary
-        self._places = places  # among `ranks`, of each part of the vocabulary
+        self._places = places  # rank index of each shard of the vocabulary
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        own = super().forward(x)  # (B, S, v), of the last ranks less
+        own = super().forward(x)  # (B, S, v), or fewer on the last ranks
         size = -(-self._vocab_size // self._ranks.size)
         own = F.pad(own, (0, size - own.shape[-1])).contiguous()
         parts = own.new_empty(self._ranks.size, *own.shape)  # (R, B, S, v)

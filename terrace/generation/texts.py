@@ -1,4 +1,4 @@
-"""Continues a few texts at once, with memory for all of them."""
+"""Generation for a fixed list of prompts, with a cache large enough for all of them."""
 
 from collections.abc import Callable, Collection, Sequence
 
@@ -13,8 +13,8 @@ from terrace.model.arranged import arrange
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig
 
-_PASS_TOKENS = 2048  # at once: no faster with more, and masks of parts of longer prompts grow with it
-_WINDOW_PAGE = 64  # a text under a window gives back as it goes; a guess
+_PASS_TOKENS = 2048  # per step: more is no faster, and the masks of prefill chunks grow with it
+_WINDOW_PAGE = 64  # tokens; with a sliding window, pages are released during generation; a guess
 
 
 def continue_texts(
@@ -30,10 +30,10 @@ def continue_texts(
     decode: Decode | None = None,
     say: Callable[[str, bool], None] = lambda words, is_fallback: None,
 ) -> list[Completion]:
-    """Up to `num_tokens` further tokens of every prompt; text i draws by the sampling's seed and by i.
+    """Continue every prompt by up to `num_tokens` tokens. Prompt i has the request seed i.
 
-    A text that `stops` or `stop_texts` end has the token that ended it. Frozen matrices of the blocks are rearranged in
-    memory (terrace.model.arranged). `say` is told which pages keys and values have (`pages_words`). Raises
+    A completion that ends at `stops` or `stop_texts` includes the token that ended it. The layout of frozen matrices of
+    the blocks is changed in place (terrace.model.arranged). `say` receives the result of `pages_words`. Raises
     `ConfigError` for an empty prompt and as `Request` does.
     """
     requests = [
@@ -58,7 +58,7 @@ def continue_texts(
         page_tokens = mapped_tokens(shape, weight.dtype, min(_WINDOW_PAGE, longest))
         pages = -(-min(longest, window + budget + page_tokens) // page_tokens)
     else:
-        # A page holds a whole text, which is then never gathered.
+        # One page per sequence, so that nothing is ever gathered.
         page_tokens, pages = mapped_tokens(shape, weight.dtype, min(longest, context, limit or context)), 1
     say(*pages_words(shape, page_tokens, weight.device, weight.dtype))
     engine = GenerationEngine(

@@ -1,11 +1,16 @@
-"""Matrices of a decoder arranged for generation on a CPU.
+"""Memory layout of a decoder's matrices for generation on a CPU.
 
-A pass of one token reads every matrix once and does little with it, so its layout in memory decides how long it takes.
-All matrices of a pass, 34 M parameters in fp32 on one core (torch 2.13): with one vector 12.0 ms stored by rows, as a
-Linear has them, 9.0 ms stored by columns, 10.8 ms packed by oneDNN; with eight vectors 17.7, 17.1 and 10.6 ms; with 700
-vectors 534, 494 and 429 ms. So the matrices lie by columns for one text and packed for several. An expert sees few of
-the vectors, so its matrices lie by columns for any number. Sums are added up in another order than before, so results
-differ by rounding.
+Decoding is bound by reading the matrices, so their layout matters. Time of all products of a pass, for 34 M parameters
+in fp32 on one core (torch 2.13):
+
+    vectors     row-major (nn.Linear)    column-major    packed by oneDNN
+          1                   12.0 ms          9.0 ms             10.8 ms
+          8                   17.7 ms         17.1 ms             10.6 ms
+        700                    534 ms          494 ms              429 ms
+
+Matrices are therefore column-major for one sequence and packed for several. Those of experts are always column-major,
+since each expert gets few vectors. Results differ by rounding from the original layout, because the order of summation
+changes.
 """
 
 from collections.abc import Sequence
@@ -20,27 +25,27 @@ from terrace.model.experts.mixture import Mixture
 from terrace.model.grouped import Order, collect, products, spread
 from terrace.model.layers import MLP, Attention
 
-# Products of the same input, which are faster as one.
+# Products of the same input, which are faster when joined.
 _TOGETHER: dict[type[nn.Module], tuple[str, ...]] = {Attention: ("query", "key", "value"), MLP: ("gate", "up")}
 
 
 class PackedLinear(nn.Module):
-    """A Linear whose matrix (out, in) is kept in oneDNN's blocks, for products with `num_rows` vectors."""
+    """A Linear whose matrix (out, in) is packed by oneDNN for inputs of `num_rows` vectors."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, num_rows: int) -> None:
         super().__init__()
-        # Torch's compiler packs the matrices of frozen models by the same two operators.
+        # torch.compile uses the same two operators to pack frozen weights.
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), num_rows)
         self._bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """The product of x (..., in) and the transposed matrix, (..., out)."""
+        """Linear layer, x (..., in) to (..., out)."""
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
         return out
 
 
 class ColumnsLinear(nn.Module):
-    """A Linear whose matrix (out, in) has its columns one after the other in memory."""
+    """A Linear whose matrix (out, in) is stored column-major."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -48,12 +53,12 @@ class ColumnsLinear(nn.Module):
         self._bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """The product of x (..., in) and the transposed matrix, (..., out)."""
+        """Linear layer, x (..., in) to (..., out)."""
         return F.linear(x, self.columns, self._bias)
 
 
 class ColumnsExperts(nn.Module):
-    """The experts of a mixture with the columns of each matrix one after the other, gate and up joined."""
+    """The experts of a mixture with column-major matrices, gate and up joined."""
 
     def __init__(self, mixture: Mixture) -> None:
         super().__init__()
@@ -73,7 +78,7 @@ class ColumnsExperts(nn.Module):
         return collect(products(inner, self.leaving, order.counts, transposed=True), order)
 
     def _of_one(self, token: Tensor, choice: Choice) -> Tensor:
-        # Sorting a token's few rows would take longer than it saves.
+        # For one token, sorting by expert costs more than it saves.
         experts = choice.experts[0].tolist()
         both = token.new_empty(len(experts), self.entering.shape[2])
         for row, expert in enumerate(experts):
@@ -87,10 +92,10 @@ class ColumnsExperts(nn.Module):
 
 
 def arrange(blocks: Sequence[nn.Module], num_rows: int) -> None:
-    """Arrange the matrices of a decoder's blocks, in place, for tokens of `num_rows` texts at a time.
+    """Change the layout of a decoder's matrices, in place, for batches of `num_rows` sequences.
 
-    The blocks compute the same as before. Only frozen fp32 matrices on a CPU are arranged; packed ones are no
-    parameters any more. A second copy is made of the output matrix alone, where it is packed or tied.
+    Applies only to frozen fp32 matrices on a CPU. Packed matrices are no longer parameters. Only the output matrix is
+    kept twice, if it is packed or tied.
     """
     for module in [module for block in blocks for module in block.modules()]:
         if isinstance(module, Mixture):
@@ -120,7 +125,7 @@ def _join(module: nn.Module, names: Sequence[str], linears: Sequence[nn.Linear],
     bias = None if linears[0].bias is None else torch.cat([each.bias for each in linears])
     module.joined = product = _product(torch.cat([each.weight for each in linears]), bias, num_rows)
     if isinstance(product, ColumnsLinear):
-        # The parameters are parts of the joined matrix: nothing is kept twice.
+        # The parameters become views of the joined matrix, so that nothing is kept twice.
         parts = torch.split(product.columns, [each.out_features for each in linears])
         for each, part in zip(linears, parts, strict=True):
             each.weight.data = part

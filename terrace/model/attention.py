@@ -1,26 +1,25 @@
-"""Attention within documents and sliding windows, on one device: ranges, masks, pieces.
+"""Causal attention within documents and sliding windows, on one device.
 
-A token sees itself and the tokens before it in its own document; with a sliding window of W, itself and the W - 1
-before (Mistral 7B, 2310.06825, section 2). So token q of a row sees the range first(q) ... q. `positions` mark
-documents: a token continues the document of its left neighbour if its position is one more, otherwise it begins a
-document.
+A token attends to itself and the earlier tokens of its document, or to the last W of these with a sliding window of W
+(Mistral 7B, 2310.06825, section 2). Token q of a row therefore sees the range first(q) ... q. Documents are given by
+`positions`: a token whose position is not one more than its left neighbour's begins a document.
 
-The ranges of a micro-batch are turned into a *mask plan* once, shared by all layers and every recomputation:
+The ranges of a micro-batch are converted once into a *mask plan*, shared by all layers and every recomputation:
 
-- `None`: a row is one document and no window cuts it; a causal kernel;
-- pieces: runs of tokens with exactly the keys they need, so work and memory grow with the squares of documents, not of
-  rows. A document is a piece with a causal kernel. Neighbours with at most 64 tokens together share a piece under a
-  mask, because a kernel call costs as much as that many tokens. A document longer than a window is cut into pieces of a
-  window's length, each of which also sees the piece before, under a band;
+- `None`: plain causal attention, for rows of one document without a window;
+- pieces: runs of tokens with exactly the keys that they need, so that work and memory are quadratic in documents, not
+  in rows. A document is a causal piece. Adjacent documents of at most 64 tokens together share a masked piece, because
+  a kernel call costs as much as that many tokens. A document longer than the window is split into pieces of the
+  window's length, each of which also sees the previous piece, with a band mask;
 - a mask over whole rows;
-- a `Declared` plan, which attends by itself: documents for torch's varlen kernel (terrace.model.documents), blocks for
-  FlexAttention (terrace.model.block_masks), any of the first three with capped scores, or one installed from outside in
-  place of `Attention.plans`.
+- a `Declared` plan, which computes attention itself: documents for torch's varlen kernel (terrace.model.documents),
+  blocks for FlexAttention (terrace.model.block_masks), one of the first three with capped scores, or one from a
+  replacement of `Attention.plans`.
 
 terrace.model.attention_plans chooses among them.
 
-Masks are additive and in the dtype of the query: torch converts a boolean mask to exactly that, once per layer, and
-keeps it.
+Masks are additive and have the dtype of the query. Torch would convert a boolean mask to this form in every layer, and
+keep the result.
 
 Shape legend: B batch, S sequence, N query heads, K key-value heads, D head_dim, W window, L queries of a piece.
 """
@@ -50,29 +49,29 @@ _Value = TypeVar("_Value")
 
 
 class PerMicroBatch:
-    """A cache of values derived from a tensor that all layers receive; entries live as long as the tensor."""
+    """Cache of values derived from a tensor that is shared by all layers; entries live as long as the tensor."""
 
     def __init__(self) -> None:
         self._made: Any = WeakTensorKeyDictionary()
 
     def get(self, of: Tensor, key: object, make: Callable[[], _Value]) -> _Value:
-        """The value of `make` for `key` and this tensor, made again if the tensor's values have changed since."""
+        """Cached result of `make` for `key` and this tensor; recomputed if the tensor was modified."""
         # Inference tensors have no version counter.
         version = 0 if of.is_inference() else of._version
         made = self._made.setdefault(of, {})
         return _made(made, (version, key), make)
 
 
-_ON_HOST: Any = WeakTensorKeyDictionary()  # positions on a device -> the same on the host
+_ON_HOST: Any = WeakTensorKeyDictionary()  # positions on a device -> their copy on the host
 
 
 def moved_from(moved: Tensor, host: Tensor) -> None:
-    """Remember that `moved`, on a device, has the values of `host`, so that `on_host` need not wait for the device."""
+    """Record that `moved`, on a device, is a copy of `host`, so that `on_host` does not synchronise."""
     _ON_HOST[moved] = host
 
 
 def on_host(positions: Tensor) -> Tensor:
-    """`positions` on the host; waits for the device only where `moved_from` has not seen them."""
+    """`positions` on the host; synchronises with the device unless `moved_from` recorded them."""
     if positions.device.type == "cpu":
         return positions
     found: Tensor | None = _ON_HOST.get(positions)
@@ -80,10 +79,10 @@ def on_host(positions: Tensor) -> Tensor:
 
 
 class PerLength(dict[object, Any]):
-    """A cache of values that depend on a sequence length; few are kept."""
+    """Cache of values that depend on a sequence length; keeps only a few."""
 
     def made(self, key: object, make: Callable[[], _Value]) -> _Value:
-        """The value of `make` for `key`."""
+        """Cached result of `make` for `key`."""
         # Clearing is simpler than evicting and bounds the memory.
         if key not in self and len(self) >= _MAX_KEPT:
             self.clear()
@@ -92,7 +91,7 @@ class PerLength(dict[object, Any]):
 
 def _made(values: dict[object, Any], key: object, make: Callable[[], _Value]) -> _Value:
     if key not in values:
-        # A value made in inference mode could not be saved for a later backward.
+        # A tensor created in inference mode could not be saved for a later backward.
         with torch.inference_mode(False), torch.no_grad():
             values[key] = make()
     value: _Value = values[key]
@@ -101,9 +100,9 @@ def _made(values: dict[object, Any], key: object, make: Callable[[], _Value]) ->
 
 @dataclass(frozen=True)
 class MaskPiece:
-    """Consecutive tokens that attend together: to themselves and, if `sees_before`, to the previous piece.
+    """Consecutive tokens that attend to their piece and, if `sees_before`, to the previous one.
 
-    `mask` (L, keys) is added to the scores; without one, attention within the piece is causal.
+    `mask` (L, keys) is added to the scores. Without a mask, attention is causal.
     """
 
     size: int
@@ -113,19 +112,17 @@ class MaskPiece:
 
 @dataclass(frozen=True)
 class MaskPieces:
-    """All tokens of a row in pieces, the same of every row; or, if `joined`, of all rows as if they were one."""
+    """A partition of every row into the same pieces or, if `joined`, of all rows concatenated."""
 
     joined: bool
     pieces: tuple[MaskPiece, ...]
 
 
 class Declared(Protocol):
-    """A mask plan made elsewhere, for example for tokens with keys on other ranks."""
+    """A mask plan that computes attention itself, for example with keys on other ranks."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention output of query (B, N, S, D) over keys and values (B, K, S, D), in the query's shape;
-        differentiable.
-        """
+        """Attention output (B, N, S, D) of `query` over keys and values (B, K, S, D); differentiable."""
         ...
 
 
@@ -133,15 +130,15 @@ MaskPlan = MaskPieces | Tensor | Declared | None  # the tensor is a mask (B or 1
 
 
 class Plans(Protocol):
-    """The source of a layer's mask plan."""
+    """Source of the mask plans of a layer."""
 
     def plan(self, positions: Tensor | None, query: Tensor) -> MaskPlan:
-        """Mask plan for query (B, N, S, D); `positions` (B, S) are the layer's, if given."""
+        """Mask plan for query (B, N, S, D) and, if rows have several documents, their `positions` (B, S)."""
         ...
 
 
 class PlannedAttention(nn.Module):
-    """A layer's attention within documents and windows, as `plans` say; an axis may put others in their place."""
+    """Base of attention modules, which take their mask plans from `plans`; a parallel axis may replace it."""
 
     plans: Plans
 
@@ -154,22 +151,25 @@ def document_begins(positions: Tensor) -> Tensor:
 
 
 def whole_mask(begins: Tensor, window: int, dtype: torch.dtype) -> Tensor:
-    """The mask (B, 1, S, S) of rows in which documents begin where `begins` (B, S) is true."""
+    """Additive mask (B, 1, S, S) for rows whose documents begin where `begins` (B, S) is true."""
     places = torch.arange(begins.shape[1], device=begins.device)
     return additive_mask(first_keys(begins, 0), places, places, window, dtype).unsqueeze(1)
 
 
 def first_keys(begins: Tensor, window: int) -> Tensor:
-    """The first key that each token sees, int64 (B, S): its document's, or that of its `window`."""
+    """First key that each token sees, int64 (B, S): the first of its document or of its `window` (0: none)."""
     places = torch.arange(begins.shape[1], device=begins.device)
-    # The newest document begin at or before each token.
+    # The last document begin at or before each token.
     first = torch.where(begins, places, 0).cummax(1).values
     return torch.maximum(first, places - (window - 1)) if window else first
 
 
 def cut(begins: Tensor, window: int, dtype: torch.dtype) -> MaskPieces | None:
-    """The pieces of rows in which documents begin where `begins` (B, S) is true; None if every row is one document."""
-    # Rows with different documents share no cut, so they are laid end to end as one row.
+    """Split rows whose documents begin where `begins` (B, S) is true into pieces.
+
+    Returns None if every row is one document without a window that limits it.
+    """
+    # Rows with different documents have no common split, so they are concatenated.
     joined = bool((begins != begins[:1]).any())
     starts = begins.flatten() if joined else begins[0]
     bounds = [*torch.nonzero(starts).flatten().tolist(), len(starts)]
@@ -179,7 +179,7 @@ def cut(begins: Tensor, window: int, dtype: torch.dtype) -> MaskPieces | None:
     pieces: list[MaskPiece] = []
     group: list[int] = []
     bands: dict[tuple[int, int], Tensor] = {}
-    for size in [*sizes, 0]:  # the last closes the last group
+    for size in [*sizes, 0]:  # 0 closes the last group
         if group and (size == 0 or sum(group) + size > _SHORT_PIECE):
             pieces.append(_group(group, window, dtype))
             group = []
@@ -203,7 +203,7 @@ def _group(sizes: Sequence[int], window: int, dtype: torch.dtype) -> MaskPiece:
 def _document(size: int, window: int, dtype: torch.dtype, bands: dict[tuple[int, int], Tensor]) -> list[MaskPiece]:
     if not 0 < window < size:
         return [MaskPiece(size, False, None)]
-    length = max(window, _SHORT_PIECE)  # so that none sees beyond the piece before
+    length = max(window, _SHORT_PIECE)  # so that the window reaches no further than the previous piece
     pieces = []
     for begin in range(0, size, length):
         num, before = min(length, size - begin), length if begin else 0
@@ -220,10 +220,10 @@ def _document(size: int, window: int, dtype: torch.dtype, bands: dict[tuple[int,
 
 
 def additive_mask(first: Tensor, queries: Tensor, keys: Tensor, window: int, dtype: torch.dtype) -> Tensor:
-    """A mask (..., L, keys): zero where a query at place `queries` (L) sees a key at place `keys`, else -inf.
+    """Additive mask (..., L, keys): 0 where the query at position `queries` (L) sees the key at `keys`, else -inf.
 
-    A query sees the keys from `first` (..., L), where its document begins, up to its own place; with a `window`, only
-    the last `window` of them.
+    A query sees the keys from `first` (..., L), the beginning of its document, up to its own position; with a `window`,
+    only the last `window` of them.
     """
     queries = queries.unsqueeze(-1)
     sees = (keys >= first.unsqueeze(-1)) & (keys <= queries)
@@ -245,9 +245,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, plan: MaskPlan) -> Tensor:
 
 @dataclass(frozen=True)
 class Capped:
-    """A plan whose scores s become `cap` tanh(s / cap) before the mask (Gemma 2, 2408.00118, section 2).
+    """A plan with soft-capped scores: s becomes `cap` tanh(s / cap) before the mask (Gemma 2, 2408.00118, section 2).
 
-    No kernel of `scaled_dot_product_attention` has this, so attention is two products and a softmax.
+    `scaled_dot_product_attention` does not support caps, so attention is computed as two products and a softmax.
     """
 
     plan: MaskPieces | Tensor | None
@@ -261,7 +261,7 @@ class Capped:
 
 
 def attend_in_pieces(query: Tensor, key: Tensor, value: Tensor, plan: MaskPieces, cap: float = 0.0) -> Tensor:
-    """Attend piece by piece; shapes as in `attend`. A `cap` of 0 is none."""
+    """Attend piece by piece; shapes as in `attend`. `cap` 0: none."""
     batch, heads, sequence, size = query.shape
     parts = (part.transpose(1, 2) for part in (query, key, value))  # (B, S, ., D), as they lie in memory
     if plan.joined:
@@ -290,10 +290,10 @@ def _core(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cap: f
 
 
 def plain_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cap: float = 0.0) -> Tensor:
-    """As `attend`, by two products and a softmax, in fp32 (fp64 for fp64), under a `mask` or causal; `cap` 0: none.
+    """As `attend`, by two products and a softmax, in fp32 (fp64 for fp64), with a `mask` or causal; `cap` 0: none.
 
-    Query heads that share keys are rows of one product, so no keys are repeated, as torch's own form repeats them. In
-    bf16, forward and backward of 128 tokens, it takes 0.79 of that one's time with 8 heads on 2, 0.93 with 8 on 8.
+    Unlike torch's math backend, it does not repeat keys: query heads that share them are rows of one product. In bf16,
+    forward and backward of 128 tokens take 0.79 of that backend's time with 8 heads on 2, 0.93 with 8 on 8.
     """
     batch, heads, length, size = query.shape
     kv_heads, num_keys, groups = key.shape[1], key.shape[2], heads // key.shape[1]
@@ -308,10 +308,10 @@ def plain_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Non
         )
     queries = query.to(dtype).reshape(batch * kv_heads, groups * length, size)
     keys, values = (part.to(dtype).reshape(batch * kv_heads, num_keys, size) for part in (key, value))
-    # As a factor of the product the scale is no tensor that is kept.
+    # Scaling inside the product saves a tensor that would be kept for the backward.
     alpha = 1.0 / math.sqrt(size)
     if cap:
-        # Only the two results that the backward needs have names, so that the others are freed at once.
+        # Only the two results that the backward needs are bound to names; others are freed at once.
         capped = torch.baddbmm(masks, queries, keys.transpose(1, 2), beta=0, alpha=alpha / cap).tanh_()
         weights = torch.add(masks, capped, alpha=cap).softmax(-1)
     else:
@@ -321,8 +321,9 @@ def plain_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Non
 
 
 def _takes_groups_under_a_mask(query: Tensor) -> bool:
-    """Whether a fused kernel takes both a mask and grouped heads; without one, torch on CUDA would materialise the
-    scores.
+    """Whether a fused kernel supports a mask together with grouped heads.
+
+    On CUDA none does, and torch would materialise the scores.
     """
     return query.device.type == "cpu"
 

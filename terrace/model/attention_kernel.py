@@ -1,15 +1,14 @@
-"""Kernels of attention and the one table that chooses among them, for the runtime and the simulator alike.
+"""Attention kernels and the table that chooses among them, shared by the runtime and the simulator.
 
-    sdpa     `torch.nn.functional.scaled_dot_product_attention`: causal where a row is one document, else under one mask
-             over whole rows, (S, S)
+    sdpa     `torch.nn.functional.scaled_dot_product_attention`: causal if a row is one document, else masked, (S, S)
     pieces   the same, over runs of tokens with exactly the keys that they need (terrace.model.attention)
-    varlen   `torch.nn.attention.varlen`: flash attention 2 over documents end to end, with windows, without a mask
-    flex     `torch.nn.attention.flex_attention`, compiled: blocks of keys that no query of a block sees are skipped
+    varlen   `torch.nn.attention.varlen`: flash attention 2 over packed documents, with windows, without a mask
+    flex     `torch.nn.attention.flex_attention`, compiled: skips blocks of keys that no query of a block sees
 
-On a CPU rows that documents or windows cut go in pieces. On CUDA they take varlen in half precision, else flex, else a
-mask. Rows that nothing cuts take the causal kernel, but in fp32 with grouped heads, for which it has no fused form
-(torch's documentation of `scaled_dot_product_attention`), flex. Only flex caps scores; where it cannot serve, capped
-attention under sdpa and pieces is two products and a softmax.
+Rows with several documents or a window use pieces on a CPU; on CUDA they use varlen in half precision, else flex, else
+a mask. All other rows use the causal kernel, except on CUDA in fp32 with grouped heads, where it has no fused form
+(torch's documentation of `scaled_dot_product_attention`) and flex is used. Only flex caps scores; with sdpa and pieces,
+capped attention is two products and a softmax.
 """
 
 from dataclasses import dataclass
@@ -20,23 +19,23 @@ AttentionChoice = Literal["auto", "sdpa", "pieces", "varlen", "flex"]
 
 _HALF = ("bf16", "fp16")
 _LARGEST_HEAD = 256  # of flash attention 2
-_SMALLEST_FLEX_HEAD = 16  # tl.dot of Triton takes no fewer
+_SMALLEST_FLEX_HEAD = 16  # the smallest that Triton's tl.dot supports
 
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """The inputs of attention, as far as kernels differ in them."""
+    """The properties of an attention call on which the choice of a kernel depends."""
 
     backend: str  # "cpu" or "cuda"
     dtype: str  # "bf16", ...
     head_dim: int
     is_grouped: bool = False  # several query heads share a key-value head
-    is_cut: bool = False  # documents or a window cut rows
+    is_cut: bool = False  # rows have several documents or a window
     is_capped: bool = False  # scores are capped before the softmax
 
 
 def refusal(kernel: AttentionKernel, case: AttentionCase) -> str:
-    """The reason why a kernel cannot serve, with the values in it; empty where it can."""
+    """Why a kernel does not support a case, with the values; empty if it does."""
     if kernel == "pieces" and case.backend != "cpu":
         return f"pieces are cut on the host, for a CPU, and this is a device of type {case.backend!r}"
     if kernel in ("varlen", "flex") and case.backend != "cuda":
@@ -56,7 +55,7 @@ def refusal(kernel: AttentionKernel, case: AttentionCase) -> str:
 
 
 def candidates(case: AttentionCase) -> tuple[AttentionKernel, ...]:
-    """Kernels that can serve, the best one first; the last one, sdpa or pieces, is on every machine."""
+    """Kernels that support a case, fastest first. The last one, sdpa or pieces, is always available."""
     order: tuple[AttentionKernel, ...] = ("sdpa",)
     if case.backend == "cpu":
         order = ("pieces",) if case.is_cut else ("sdpa",)
@@ -70,7 +69,7 @@ def candidates(case: AttentionCase) -> tuple[AttentionKernel, ...]:
 
 
 def expected(case: AttentionCase, choice: AttentionChoice = "auto") -> AttentionKernel:
-    """The kernel that serves where torch has all of them; sdpa computes a piece of a whole row."""
+    """The kernel used, assuming that torch has all of them. For uncut rows, "pieces" means sdpa."""
     if choice == "auto":
         return candidates(case)[0]
     return "sdpa" if choice == "pieces" and not case.is_cut else choice

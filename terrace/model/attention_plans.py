@@ -1,9 +1,9 @@
-"""The mask plans of a model's layers, by the kernel that serves: one dispatcher, with a trial of each kernel.
+"""Mask plans of a model's layers, and the selection of the attention kernel.
 
-terrace.model.attention_kernel says which kernel is best for a device, a dtype and rows. Here it is tried, once, on a
-few tokens, forward and backward against the reference, before it is trusted: kernels of torch come and go with its
-version, with the device and with Triton. Where it fails, a warning names the reason and the next one serves. If it was
-chosen by name (`choose_kernel`), that is an error instead.
+terrace.model.attention_kernel ranks the kernels for a device, dtype and shape. Which of them work depends on torch's
+version, the device and Triton, so each is tested once against the reference on a few tokens, forward and backward. If
+it fails, a warning names the reason and the next kernel is used; if it was chosen by name (`choose_kernel`), that is an
+error.
 """
 
 import warnings
@@ -38,8 +38,8 @@ from terrace.model.block_masks import BlockMasked
 from terrace.model.config import ModelConfig
 from terrace.model.documents import Documents
 
-_TRIED_CAP = 2.0  # within the scores of the trial, so that it shows
-# Of the largest element: the error of kernels in half precision, whose products keep 8 or 11 bits.
+_TRIED_CAP = 2.0  # small enough to affect the scores of the trial
+# Relative to the largest element. Half precision has 8 or 11 significant bits.
 _TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-4}
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 _WORDS = {
@@ -52,10 +52,10 @@ _MASKED = "scaled_dot_product_attention of torch, under masks of whole rows"
 
 
 class AttentionPlans:
-    """The mask plans of a model, shared by its layers.
+    """Mask plans, shared by all layers with the same window.
 
-    A `window` of 0 means none, as does a `cap` of scores of 0; `is_grouped`: several query heads share a key-value
-    head. `choice` is the kernel that serves, "auto" for the best one.
+    `window` 0 and `cap` 0 mean none. `is_grouped`: several query heads share a key-value head. `choice` is the kernel,
+    "auto" for the best one.
     """
 
     def __init__(
@@ -66,21 +66,21 @@ class AttentionPlans:
         self._whole = PerLength()
 
     def plan(self, positions: Tensor | None, query: Tensor) -> MaskPlan:
-        """The mask plan for query (B, N, S, D), with documents marked by `positions` (B, S) int64.
+        """Mask plan for query (B, N, S, D) and documents given by `positions` (B, S) int64.
 
-        Raises `ModelError` for positions of another shape, `ConfigError` where the chosen kernel cannot serve.
+        Raises `ModelError` for positions of another shape, `ConfigError` if the chosen kernel does not work.
         """
         batch, sequence = query.shape[0], query.shape[2]
         if positions is not None and positions.shape != (batch, sequence):
             raise ModelError(f"positions {tuple(positions.shape)} must be (batch, sequence) = {batch, sequence}")
-        # Nothing is looked up here, so a compiled block has no break in its graph.
+        # No cache look-up on this path, so that torch.compile has no graph break.
         is_cut = positions is not None or 0 < self.window < sequence
         if not is_cut and expected(self._case(query, is_cut=False), self.choice) == "sdpa":
             return Capped(None, self.cap) if self.cap else None
         return self.made(positions, query)
 
     def made(self, positions: Tensor | None, query: Tensor) -> MaskPlan:
-        """The plan, made where it is not known yet."""
+        """The plan, from the cache or newly built."""
         key = (*query.shape[:1], *query.shape[2:], query.device, query.dtype, self.choice)
         if positions is not None:
             return self._packed.get(positions, key, lambda: self._of(positions, query))
@@ -95,7 +95,7 @@ class AttentionPlans:
             begins = (torch.arange(sequence) == 0).expand(1 if kernel != "varlen" else batch, sequence)
         elif kernel in ("varlen", "pieces"):
             begins = document_begins(on_host(positions))
-            # Rows that turn out to be whole have a faster kernel.
+            # If every row is one document, a faster kernel applies.
             if kernel == "varlen" and not is_windowed and not bool(begins[:, 1:].any()):
                 kernel = serves(is_cut=False)
         else:
@@ -103,7 +103,7 @@ class AttentionPlans:
         return make_plan(kernel, begins, self.window, device, query.dtype, self.cap)
 
     def kernel(self, device: torch.device, dtype: torch.dtype, head_dim: int, *, is_cut: bool) -> AttentionKernel:
-        """The kernel that serves; raises as `kernel_for` does."""
+        """The kernel used; raises as `kernel_for` does."""
         return kernel_for(device, dtype, head_dim, self.is_grouped, is_cut, self.choice, self.cap > 0)
 
     def _case(self, query: Tensor, *, is_cut: bool) -> AttentionCase:
@@ -111,7 +111,7 @@ class AttentionPlans:
 
 
 def plans_of(config: ModelConfig) -> AttentionPlans:
-    """The mask plans of a model's layers, which attend alike (`ModelConfig.of_layer`)."""
+    """Mask plans for one layer's configuration (`ModelConfig.of_layer`)."""
     is_grouped = config.num_kv_heads != config.num_heads
     return AttentionPlans(config.sliding_window, is_grouped=is_grouped, cap=config.scales.attention_cap)
 
@@ -124,9 +124,9 @@ def make_plan(
     dtype: torch.dtype,
     cap: float = 0.0,
 ) -> MaskPlan:
-    """The plan of a kernel for rows in which documents begin where `begins` (B, S) is true, with a `cap` of scores.
+    """Mask plan of `kernel` for rows whose documents begin where `begins` (B, S) is true; `cap` 0: none.
 
-    For varlen and pieces `begins` is on the host; where rows are alike the others take one row.
+    For varlen and pieces `begins` must be on the host. For sdpa and flex, B may be 1 if all rows are alike.
     """
     if cap and kernel != "flex":
         plan = make_plan(kernel, begins, window, device, dtype)
@@ -156,9 +156,9 @@ def kernel_for(
     choice: AttentionChoice = "auto",
     is_capped: bool = False,
 ) -> AttentionKernel:
-    """The kernel that serves attention; tried once.
+    """Select the attention kernel; each is tested once.
 
-    Raises `ConfigError` where a kernel that is chosen by name cannot serve. Warns where the best one fails its trial.
+    Raises `ConfigError` if a kernel that was chosen by name does not work. Warns if a better one fails its trial.
     """
     case = _case(device, dtype, head_dim, is_grouped, is_cut, is_capped)
     if choice != "auto":
@@ -177,7 +177,7 @@ def kernel_for(
 def _case(
     device: torch.device, dtype: torch.dtype, head_dim: int, is_grouped: bool, is_cut: bool, is_capped: bool
 ) -> AttentionCase:
-    # A compiled block passes here.
+    # This runs inside compiled blocks.
     name = _NAMES[dtype] if dtype in _NAMES else str(dtype)
     return AttentionCase(device.type, name, head_dim, is_grouped, is_cut, is_capped)
 
@@ -186,20 +186,23 @@ def _case(
 def problem(
     kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, head_dim: int, is_capped: bool = False
 ) -> str:
-    """Why a kernel does not work on a device, in words, or nothing: it runs a few documents, forward and backward."""
+    """Why a kernel does not work on a device, or "". Runs it on a few documents, forward and backward."""
     if kernel in ("sdpa", "pieces"):
         return ""
     try:
         with torch.enable_grad(), torch.inference_mode(False):
             return disagreement(kernel, device, dtype, head_dim, _TRIED_CAP if is_capped else 0.0)
-    except Exception as error:  # whatever a loader, a compiler or a kernel makes of it
+    except Exception as error:  # anything that a loader, a compiler or a kernel raises
         return first_line(error)
 
 
 def disagreement(
     kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, head_dim: int, cap: float = 0.0
 ) -> str:
-    """A kernel's difference from masks in fp64 in words, or nothing: documents, one of a token, and a window."""
+    """Compare a kernel with masked attention in fp64, with and without a window, for three documents, one of one token.
+
+    Returns a description of the first difference, or "".
+    """
     generator = torch.Generator().manual_seed(0)
 
     def normal(heads: int) -> Tensor:
@@ -228,7 +231,7 @@ def _results(inputs: tuple[Tensor, ...], grad: Tensor, plan: MaskPlan) -> tuple[
 
 
 def choose_kernel(blocks: Iterable[nn.Module], choice: AttentionChoice) -> None:
-    """Have the layers of a decoder's blocks attend by a kernel."""
+    """Set the attention kernel of all layers in `blocks`."""
     for block in blocks:
         for module in block.modules():
             plans = getattr(module, "plans", None)
@@ -246,7 +249,7 @@ def describe(
     is_capped: bool = False,
     choice: AttentionChoice = "auto",
 ) -> str:
-    """Words that name the kernel of a device; raises as `kernel_for` does."""
+    """Describe the attention kernel used on a device. Raises as `kernel_for` does."""
     kernel = kernel_for(device, dtype, head_dim, is_grouped, is_cut, choice, is_capped)
     if is_capped and kernel != "flex":
         pieces = ", piece by piece" if kernel == "pieces" and is_cut else ""

@@ -1,18 +1,17 @@
-"""Losses, capacity and bias that keep the loads of experts even: the section [balance] of a run. Pure: needs no torch.
+"""Load balancing of experts, the section [balance] of a run: router losses, capacity, gate bias. Needs no torch.
 
-Losses of a router are sums over tokens that are added to the loss for its gradient alone; both are divided by the same
-number of labels. A token weighs w, the labels of its document over its tokens, so that a document weighs the
-same in all losses, and those of routers are means over routed tokens. Where labels have weights, as in learning from
-feedback, sums of weights take the place of both numbers of labels. Layers add up. With s the scores of a token
-for E experts and z their logits:
+Router losses contribute only to the gradient, not to the reported loss. Like the loss, they are sums over tokens,
+divided by the number of labels, and added up over layers. A token has the weight w = labels of its document / tokens of
+its document, so that router losses weigh documents as the loss does. If labels have weights, as in learning from
+feedback, sums of weights replace both numbers of labels. With s the scores of a token for E experts and z their logits:
 
-    sequence   alpha sum_i f_i sum_t w s_i / sum_j s_j,   f_i = E / (k S) times the choices of i   in every sequence of
-               S tokens (DeepSeek-V3, 2412.19437, equations 17-20)
-    step       the same over all tokens of a step, with f_i of the choices of the step before (Switch Transformer,
-               2101.03961, equations 4-6): a constant, so that this, too, is a sum over tokens
-    z          alpha times the sum of w logsumexp(z)^2   (ST-MoE, 2202.08906, equation 5)
+    sequence   alpha sum_i f_i sum_t w s_i / sum_j s_j, in every sequence of S tokens, where f_i = E / (k S) times the
+               number of choices of i (DeepSeek-V3, 2412.19437, equations 17-20)
+    step       the same over all tokens of a step, with f_i from the previous step (Switch Transformer, 2101.03961,
+               equations 4-6): f_i is then a constant, and the loss again a sum over tokens
+    z          alpha times the sum of w logsumexp(z)^2 (ST-MoE, 2202.08906, equation 5)
 
-The bias of a gate chooses and does not weigh. After each step, with n_i the tokens that expert i got in it,
+The bias of a gate affects the choice of experts, not their weights. After each step, with n_i the tokens of expert i,
 
     bias       b_i += u sign(mean n - n_i)   (2408.15664, algorithm 1)
 """
@@ -23,12 +22,12 @@ from terrace.base.errors import ConfigError
 
 LOSSES = ("sequence", "step", "z")
 _ENDLESS = 1e30  # beyond, sums in fp32 overflow
-FIGURES = (*LOSSES, "dropped")  # of routers in a step's sums, in this order; the last counts choices
+FIGURES = (*LOSSES, "dropped")  # router figures of a step, in this order; the last is a number of choices
 
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceConfig:
-    """The factor of each loss of a router, of an expert's capacity, and the step u of a bias; 0 turns it off."""
+    """Factors of the router losses and of the capacity, and the step u of the bias; 0 turns each off."""
 
     sequence: float = 0.0  # factor of the balance loss over each sequence
     step: float = 0.0  # factor of the balance loss over the whole step

@@ -1,12 +1,12 @@
-"""Attention by FlexAttention, which skips blocks of keys that no query of a block of queries sees.
+"""FlexAttention with a block mask: blocks of keys that no query of a block sees are skipped.
 
-Token q of a row sees the keys first(q) ... q (terrace.model.attention), and first never falls along a row. So a block
-of queries sees some key of block j where its least first(q) is at most the block's last key, and every query sees all
-of a block before its own where its largest first(q) is at most the block's first key. Both follow from two elements of
-`first` for each block of queries: no mask of (S, S) is ever made, not even to build this one. Inside blocks that some
-queries see in part, the kernel masks. Source: Dong et al. 2412.05496; torch.nn.attention.flex_attention.
+Token q of a row sees the keys first(q) ... q (terrace.model.attention), and first(q) is non-decreasing. A block of
+queries therefore sees some key of an earlier block if its smallest first(q) is at most that block's last key, and all
+keys of it if its largest first(q) is at most that block's first key. Both need only two elements of `first` per block
+of queries, so no (S, S) mask is ever created. Blocks that are seen in part are masked in the kernel. Source: Dong et
+al. 2412.05496; torch.nn.attention.flex_attention.
 
-Compiled on CUDA. Elsewhere torch runs it unfused, which is for tests.
+Compiled on CUDA; on other devices torch runs it unfused, for tests only.
 
 Shape legend: B batch, S sequence, N query heads, K key-value heads, D head_dim, Q blocks of a row.
 """
@@ -26,15 +26,15 @@ BLOCK = 128  # tokens of a block, torch's default
 
 @dataclass(frozen=True)
 class BlockMasked:
-    """The mask plan of rows whose tokens see the keys `first` ... their own place; a `cap` of scores, 0 for none."""
+    """FlexAttention mask plan; `cap` is the soft cap of scores, 0 for none."""
 
     mask: "BlockMask"
     cap: float = 0.0
 
     @classmethod
     def of(cls, first: Tensor, cap: float = 0.0) -> "BlockMasked":
-        """`first` (B, S) int64 is the first key that each token sees; (1, S) for rows that are alike."""
-        # Imported at its first use: it brings the compiler of torch, seconds in every process.
+        """Build the plan from the first key that each token sees, int64 (B, S), or (1, S) if all rows are alike."""
+        # Imported on first use: it loads torch's compiler, which takes seconds.
         from torch.nn.attention.flex_attention import BlockMask
 
         seen, whole = seen_blocks(first)
@@ -57,7 +57,7 @@ class BlockMasked:
 
 
 def seen_blocks(first: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks of keys that each block of queries sees in part, and wholly: bool (B, 1, Q, Q), from `first` (B, S)."""
+    """Key blocks that each query block sees partly, and completely: two bool (B, 1, Q, Q), from `first` (B, S)."""
     sequence = first.shape[1]
     num = -(-sequence // BLOCK)
     places = torch.arange(num, device=first.device)
@@ -65,7 +65,7 @@ def seen_blocks(first: Tensor) -> tuple[Tensor, Tensor]:
     lasts = (begins + BLOCK - 1).clamp(max=sequence - 1)
     least, largest = first[:, begins].unsqueeze(2), first[:, lasts].unsqueeze(2)  # (B, Q, 1)
     before = places.unsqueeze(1) > places
-    # The last block may have places that no token has; torch masks these, so it is never whole.
+    # The last block may extend beyond the row; torch masks that part, so the block is never complete.
     is_full = (begins + BLOCK <= sequence).unsqueeze(1)
     whole = before & is_full & (largest <= begins)
     seen = (before & (least <= lasts)) | torch.eye(num, dtype=torch.bool, device=first.device)
@@ -73,7 +73,7 @@ def seen_blocks(first: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers of blocks (B, 1, Q), and their indices (B, 1, Q, Q), int32, the marked ones first."""
+    """Number (B, 1, Q) and indices (B, 1, Q, Q) of the marked blocks, which come first in each row; int32."""
     indices = torch.argsort(blocks.int(), dim=-1, descending=True, stable=True)
     return blocks.sum(-1).int(), indices.int().contiguous()
 
@@ -94,7 +94,7 @@ def _of_all_rows(first: Tensor) -> Any:
 
 @cache
 def _capped(cap: float) -> Any:
-    # One function for a cap: another object would be compiled again.
+    # Cached, since FlexAttention recompiles for every new function object.
     def capped(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)
 

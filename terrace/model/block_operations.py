@@ -1,4 +1,4 @@
-"""The operations of a decoder's blocks, from its configuration. Pure: needs no torch.
+"""Operations of a decoder's blocks, derived from its configuration. Needs no torch.
 
 The modules of terrace.model.decoder run these operations, with parameters of the same names.
 """
@@ -30,14 +30,14 @@ from terrace.model.operations import (
     Tokens,
 )
 
-Sublayer = Callable[[ModelConfig, Tensor, Tensor], Iterator[Operation]]  # (config, what it reads, its result)
+Sublayer = Callable[[ModelConfig, Tensor, Tensor], Iterator[Operation]]  # (config, input, output)
 
-SCORE = "score.weight"  # of a scalar head, here and in weight files
+SCORE = "score.weight"  # parameter of a scalar head, here and in weight files
 
 
 @lru_cache(maxsize=256)
 def embedding_operations(config: ModelConfig) -> Operations:
-    """Tokens to the residual stream."""
+    """Operations of the embedding block."""
     stream, positions = _stream(config), config.max_positions if config.learned_positions else 0
     target = Tensor(OUTPUT, stream)
     look_up = LookUp(
@@ -48,7 +48,7 @@ def embedding_operations(config: ModelConfig) -> Operations:
 
 @lru_cache(maxsize=256)
 def head_operations(config: ModelConfig) -> Operations:
-    """The residual stream to the loss of every token, or to one number a token."""
+    """Operations of the head: logits and loss, or one number per token with a scalar head."""
     stream, divisor = _stream(config), config.scales.logit_divisor
     ready = Tensor("head input", stream)
     if config.scalar_head:
@@ -65,9 +65,9 @@ def head_operations(config: ModelConfig) -> Operations:
 
 @lru_cache(maxsize=256)
 def layer_operations(config: ModelConfig) -> Operations:
-    """A layer: attention, and an MLP or a mixture of experts, each added to the residual stream.
+    """Operations of a layer: attention, then an MLP or a mixture of experts, each added to the residual stream.
 
-    `config` is the layer's own (`ModelConfig.of_layer`).
+    `config` is the configuration of this layer (`ModelConfig.of_layer`).
     """
     stream = _stream(config)
     source, middle, target = Tensor(INPUT, stream), Tensor("middle", stream), Tensor(OUTPUT, stream)
@@ -127,7 +127,7 @@ def _attention(config: ModelConfig, source: Tensor, target: Tensor) -> Iterator[
     }
     turned: dict[str, Tensor] = {}
     for name, result in ready.items():
-        # What a product's result passes, in order: a norm, a scale, RoPE.
+        # Operations applied to the projection, in this order: norm, scale, RoPE.
         stages = []
         if config.qk_norm and name != "value":
             stages.append("norm")
@@ -175,7 +175,7 @@ def _attention(config: ModelConfig, source: Tensor, target: Tensor) -> Iterator[
 
 
 def _latent_attention(config: ModelConfig, source: Tensor, target: Tensor) -> Iterator[Operation]:
-    """The operations of terrace.model.latent_attention. No axis cuts a latent."""
+    """The operations of terrace.model.latent_attention. No axis shards a latent."""
     enter, latent, bias = _entered(source), config.latent, config.attention_bias
     yield enter
     unturned = config.head_dim - config.rotary_dim
@@ -237,7 +237,7 @@ def _mlp(config: ModelConfig, source: Tensor, target: Tensor) -> Iterator[Operat
 def _feed_forward(
     config: ModelConfig, source: Tensor, target: Tensor, weight: str, size: int, prefix: str = ""
 ) -> Iterator[Operation]:
-    """An MLP of inner size `size`; names of its operations and tensors begin with `prefix`."""
+    """An MLP of inner size `size`; `prefix` is put before the names of its operations and tensors."""
     enter = _entered(source)
     yield enter
     inner, bias = Dim("intermediate", size), config.mlp_bias

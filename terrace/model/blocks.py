@@ -1,7 +1,7 @@
-"""The blocks of a decoder, from its configuration. Pure: needs no torch.
+"""Specs of a decoder's blocks, derived from its configuration. Needs no torch.
 
-They are "embedding", "layers.0" ... and "head", in this order. Their operations (terrace.model.block_operations) say
-what they compute, and their parameters, which follow from these, are named and shaped exactly as the modules of
+The blocks are "embedding", "layers.0" ... and "head", in this order. Each has its operations
+(terrace.model.block_operations) and the parameters that follow from them, with the names and shapes of the modules of
 `terrace.model.decoder`.
 """
 
@@ -16,13 +16,13 @@ from terrace.model.spec import BlockSpec
 
 
 def block_specs(config: ModelConfig) -> tuple[BlockSpec, ...]:
-    """The blocks in order, their parameters in the order of `named_parameters`.
+    """Specs of all blocks in order, with parameters in the order of `named_parameters`.
 
-    With tied embeddings the head borrows block 0 and does not list the output matrix; a scalar head has its own.
+    With tied embeddings the head borrows block 0 and does not list the output matrix. A scalar head is never tied.
     """
     layers = [config.of_layer(index) for index in range(config.num_layers)]
     borrows = (0,) if config.tied_embeddings and not config.scalar_head else ()
-    # Blocks of a kind share one value of operations and one tuple of parameters: caches recognise them by identity.
+    # Equal blocks share the same Operations and parameter objects, so that caches can compare them by identity.
     return (
         _spec("embedding", embedding_operations(config)),
         *(_spec(f"layers.{index}", layer_operations(layer)) for index, layer in enumerate(layers)),
@@ -35,9 +35,9 @@ def _spec(name: str, operations: Operations, borrows: tuple[int, ...] = ()) -> B
 
 
 def operations_of(blocks: Sequence[BlockSpec]) -> Operations:
-    """The operations that a model's layers share: of its first layer with experts, else of its first layer, else any.
+    """Operations of a representative block: the first layer with experts, else the first layer, else the first block.
 
-    Raises `ModelError` where no block declares any.
+    Raises `ModelError` if no block declares operations.
     """
     known = [block for block in blocks if block.declared.each]
     if not known:
@@ -62,12 +62,12 @@ def num_params(config: ModelConfig) -> int:
 
 
 def num_active_params(config: ModelConfig) -> int:
-    """Number of parameters that a token meets: of a mixture's experts, those that it passes."""
+    """Number of parameters active for one token: of a mixture's experts, only the chosen ones count."""
     return sum(block.active(param) for block in block_specs(config) for param in block.params)
 
 
 def model_flops(model: ModelConfig, sequence: int, batch: int) -> int:
-    """FLOPs that `batch` sequences need: three times the forward's products, the full S x S square.
+    """Model FLOPs of a step on `batch` sequences: three times the products of the forward, with full S x S attention.
 
     For GPT this is 72 B S L H^2 (1 + S / 6H + V / 12LH): Korthikanti et al. 2205.05198, section 6, from which they take
     the model FLOPs utilization (MFU).
@@ -76,11 +76,11 @@ def model_flops(model: ModelConfig, sequence: int, batch: int) -> int:
 
 
 def hardware_flops(model: ModelConfig, sequence: int, batch: int) -> int:
-    """FLOPs that `batch` sequences cost with full recomputation of the layers.
+    """FLOPs executed for `batch` sequences with full recomputation of the layers.
 
     For GPT, 96 B S L H^2 (1 + S / 6H + V / 16LH): Narayanan et al. 2104.04473, equation 3, as used in their Table 1.
     Recomputation inside a flash kernel is not counted.
     """
-    # Recomputation runs every layer's forward a second time.
+    # Recomputation runs the forward of every layer twice.
     again = sum(block.forward_flops(batch, sequence) for block in block_specs(model) if block.attends)
     return model_flops(model, sequence, batch) + again

@@ -1,8 +1,8 @@
-"""Keys and values of earlier passes, as a layer's attention asks for them.
+"""Interface of the key-value cache, used only by a layer's attention.
 
-Nothing else of a decoder knows of them. terrace.generation has the pages in which they are kept.
+terrace.generation implements it with pages.
 
-Shape legend: B rows, S tokens that pass, K key-value heads, N query heads, D head_dim.
+Shape legend: B rows, S new tokens, K key-value heads, N query heads, D head_dim.
 """
 
 from typing import Protocol
@@ -13,15 +13,16 @@ from terrace.model.attention import MaskPlan
 
 
 class LayerCache(Protocol):
-    """Keys and values that a layer keeps of the tokens before those that pass."""
+    """Cached keys and values of one layer."""
 
     @property
     def continues(self) -> bool:
-        """Whether the cache itself masks keys for the passing tokens, so that they need no mask plan."""
+        """Whether the cache does the masking itself, so that no mask plan is needed."""
         ...
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: MaskPlan) -> Tensor:
-        """Store key and value (B, K, S, D) of the passing tokens; the attention output of query (B, N, S, D) over all
-        that they see.
+        """Store key and value (B, K, S, D) of the new tokens and return their attention output.
+
+        Query and output are (B, N, S, D); attention includes the cached tokens.
         """
         ...

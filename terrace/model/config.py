@@ -1,7 +1,7 @@
-"""The configuration of a decoder. Pure: needs no torch.
+"""Configuration of a decoder. Needs no torch.
 
-A `ModelConfig` describes the computation, under the same names for every family; the Hugging Face `config.json` is its
-file format. Its blocks are in terrace.model.blocks.
+A `ModelConfig` describes the computation with the same field names for every family. Its file format is the Hugging
+Face `config.json`. terrace.model.blocks derives the blocks from it.
 """
 
 import math
@@ -25,10 +25,10 @@ from terrace.model.sizes import check_sizes
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The computation of a decoder. Raises `ModelError` for a configuration of no possible model.
+    """Configuration of a decoder. Raises `ModelError` for invalid values.
 
-    Layers are alike with two exceptions (`of_layer`): with `experts` most of them have a mixture in place of the MLP,
-    and with `kinds` they differ in window and RoPE.
+    All layers are alike, with two exceptions (`of_layer`): with `experts`, all but the dense ones have a mixture in
+    place of an MLP; with `kinds`, layers differ in window and RoPE.
     """
 
     family: str  # one of FAMILIES: the layout of its config.json and of its weight files
@@ -45,7 +45,7 @@ class ModelConfig:
     activation: str  # silu, gelu, gelu_tanh or relu
     gated_mlp: bool  # down(act(gate(x)) * up(x)) instead of down(act(up(x)))
     rope_theta: float  # 0: no RoPE
-    rotary_dim: int  # leading elements of a head that RoPE turns; 0: no RoPE, or learned positions
+    rotary_dim: int  # leading elements of a head that RoPE rotates; 0: no RoPE, or learned positions
     parallel_residual: bool  # x + attention(norm(x)) + mlp(norm'(x)) instead of one after the other
     attention_bias: bool  # of query, key, value and output
     mlp_bias: bool
@@ -76,7 +76,7 @@ class ModelConfig:
                 f"make the number even and at most the head"
             )
         if (self.rotary_dim > 0) != bool(FAMILIES[self.family].theta_key and self.rope_theta):
-            # Zero stands for no positions, so a head too small to turn must not read as such.
+            # 0 means no RoPE, so a fraction that rounds to 0 must not be accepted silently.
             raise ModelError(
                 f"RoPE would turn {self.rotary_dim} elements of a head of {self.head_dim}, which "
                 f"{self.family} does not do: change the heads or the rotated fraction"
@@ -100,7 +100,7 @@ class ModelConfig:
             raise ModelError("rope_scaling has no effect where positions are learned: leave it out")
         check_kinds(self)
         self.latent.check(LATENT_KEYS, self.head_dim, self.rotary_dim)
-        # Two ways to say one thing would make equal models compare unequal.
+        # Redundant settings are rejected, since equal models must compare equal.
         if self.qkv_bias and self.attention_bias:
             raise ModelError("attention_bias covers qkv_bias: set one of them to false")
         if self.whole_qk_norm and not self.qk_norm:
@@ -113,14 +113,14 @@ class ModelConfig:
     def _check_experts(self, names: Mapping[str, str]) -> None:
         if self.experts is None:
             return
-        # Experts are gated and without biases; where a weight goes in front of `down` relies on it.
+        # Experts are gated and have no biases. `Mixture` relies on this when it applies weights before `down`.
         if not self.gated_mlp or self.mlp_bias:
             raise ModelError("experts are gated MLPs without biases: use gated_mlp and no mlp_bias")
         fields = {name.removeprefix("experts."): key for name, key in names.items() if name.startswith("experts.")}
         self.experts.check(self.num_layers, fields)
 
     def of_layer(self, index: int) -> "ModelConfig":
-        """The configuration of one layer: without `experts` where it has an MLP, and of its own kind."""
+        """Configuration of one layer, with its own window and RoPE, and without `experts` if the layer has an MLP."""
         changes: dict[str, Any] = {}
         if self.experts is not None and index in self.experts.dense_layers:
             changes["experts"] = None
@@ -133,38 +133,38 @@ class ModelConfig:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """The sliding windows of its layers, each once, ascending; 0: none."""
+        """Distinct sliding windows of the layers, ascending; 0: none."""
         return tuple(sorted({kind.sliding_window for kind in self.kinds} or {self.sliding_window}))
 
     @property
     def rope_limit(self) -> int:
-        """The longest row that has the same RoPE frequencies as all shorter ones; 0: rows of any length."""
+        """Largest row length up to which RoPE frequencies do not depend on the length; 0: no limit."""
         scalings = [kind.rope_scaling for kind in self.kinds] or [self.rope_scaling]
         limits = [0 if each is None else each.limit(self.max_positions) for each in scalings]
         return min((limit for limit in limits if limit), default=0)
 
     @property
     def most_positions(self) -> int:
-        """The most positions of a text whose length is not known yet; 0: no limit.
+        """Largest number of positions of a sequence that is still being generated; 0: no limit.
 
-        Learned positions end, and some kinds of RoPE change their frequencies with the length.
+        Learned positions have a last one, and some kinds of RoPE change their frequencies with the sequence length.
         """
         return self.max_positions if self.learned_positions else self.rope_limit
 
     @property
     def query_factor(self) -> float:
-        """The factor of queries: kernels of attention divide scores by sqrt(head_dim), whatever `scales.attention`."""
+        """Factor applied to queries, since attention kernels always divide scores by sqrt(head_dim)."""
         factor = self.latent.score_factor(self.rope_scaling)
         return factor * self.scales.attention * math.sqrt(self.head_dim) if self.scales.attention else factor
 
     @property
     def mlp_size(self) -> int:
-        """Inner size of the MLP that every token of a layer passes; 0 for a mixture without a shared expert."""
+        """Inner size of the MLP or shared expert that every token passes; 0 for a mixture without a shared expert."""
         return self.intermediate_size if self.experts is None else self.experts.shared_size
 
     @property
     def learned_positions(self) -> bool:
-        """Whether the embedding block owns a matrix of positions."""
+        """Whether the embedding block has learned positions."""
         return not FAMILIES[self.family].theta_key
 
     @property
@@ -174,7 +174,7 @@ class ModelConfig:
 
 
 def parse_model(table: Mapping[str, Any]) -> ModelConfig:
-    """Read the table of a Hugging Face `config.json`; absent keys get the defaults of `transformers`.
+    """Parse the table of a Hugging Face `config.json`; missing keys get the defaults of `transformers`.
 
     Raises `ModelError` for a key or value that is missing, unknown or not implemented.
     """
@@ -187,11 +187,11 @@ def parse_model(table: Mapping[str, Any]) -> ModelConfig:
 
 
 def load_model(path: str, *, training: bool = True) -> ModelConfig:
-    """Read a `config.json`, or the one in a folder; without `training` its dropout and losses of routers do not count.
+    """Read a `config.json`, or the one in a folder. Without `training`, dropout and router losses in it are ignored.
 
     Raises `ModelError` as `parse_model` does, and for a file that is missing or is not JSON.
     """
-    from terrace.model.hf.folder import config_file, read_model_table  # here, since few commands read a model
+    from terrace.model.hf.folder import config_file, read_model_table  # imported here, since few commands read a model
 
     file = config_file(path)
     if file.suffix != ".json":
@@ -206,16 +206,16 @@ def load_model(path: str, *, training: bool = True) -> ModelConfig:
 
 
 def to_table(config: ModelConfig) -> dict[str, Any]:
-    """A `config.json` table that `parse_model` reads back as the same configuration.
+    """Table of a `config.json` that `parse_model` reads back as the same configuration.
 
-    Raises `ModelError` when the family cannot express the configuration (a GPT-2 with grouped heads).
+    Raises `ModelError` if the family cannot express the configuration, for example a GPT-2 with grouped heads.
     """
     if (config.experts is not None) != FAMILIES[config.family].is_mixture:
         said, others = ("no", True) if config.experts is not None else ("only models with", False)
         named = ", ".join(sorted(name for name, family in FAMILIES.items() if family.is_mixture == others))
         raise ModelError(f"a {config.family} config.json has {said} experts: use one of {named}")
     table = write_table(asdict(config))
-    # Read back and compared: a family may silently give a field another meaning.
+    # Parsed again and compared, since a family may give a field another meaning.
     back, wanted = _fields(parse_model(table)), _fields(config)
     for name, value in wanted.items():
         if back[name] != value:

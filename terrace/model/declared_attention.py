@@ -1,6 +1,6 @@
-"""Attention between the projections of a layer from another library.
+"""Terrace's attention for use inside a layer of another library, between its projections.
 
-Masks are those of `terrace.model.attention`; where keys are on other ranks, an axis replaces `plans`.
+It uses the masks of `terrace.model.attention`; the context axis replaces `plans`.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from terrace.model.attention_plans import AttentionPlans
 
 
 class DeclaredAttention(PlannedAttention):
-    """The attention of one layer, without parameters: from projected queries, keys and values to the heads' outputs."""
+    """Attention of one layer without parameters: projected queries, keys and values to the outputs of the heads."""
 
     def __init__(self, window: int, is_grouped: bool) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class DeclaredAttention(PlannedAttention):
 
     @contextmanager
     def on(self, positions: Tensor | None) -> Iterator[None]:
-        """In the body of a `with` the layer attends by this module; `positions` (B, S) mark documents."""
+        """Context in which the layer uses this module; `positions` (B, S) mark documents."""
         before = self.is_running, self._positions
         self.is_running, self._positions = True, positions
         try:
@@ -33,9 +33,9 @@ class DeclaredAttention(PlannedAttention):
             self.is_running, self._positions = before
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """Outputs (B, N, S, D) of query (B, N, S, D) over keys and values (B, K, S, D).
+        """Attention output (B, N, S, D) of query (B, N, S, D) over keys and values (B, K, S, D).
 
-        Raises `ModelError` for another `scale` of the scores than 1 / sqrt(D).
+        Raises `ModelError` if `scale` is given and is not 1 / sqrt(D).
         """
         size = query.shape[3]
         if scale is not None and abs(scale * size**0.5 - 1) > 1e-6:

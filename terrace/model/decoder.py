@@ -1,9 +1,9 @@
 """A decoder as a list of blocks, in plain single-device PyTorch.
 
-`build_blocks` returns one module a block, in the order of `block_specs`; running them one after the other
-is the model. The modules are usually built on the meta device and given their values later, so they own
-parameters and nothing else: no buffers. A tied head holds the embedding's own `Parameter` object. Where a row holds
-several documents, every block takes the position of each token in its own: see `terrace.model.attention`.
+`build_blocks` returns one module per block, in the order of `block_specs`; the model is their composition. Modules are
+usually built on the meta device and get their values later, so they have no buffers, only parameters. A tied head holds
+the `Parameter` object of the embedding. If a row has several documents, every block takes the position of each token
+within its document: see `terrace.model.attention`.
 
 Shape legend: B batch, S sequence, H hidden, V vocabulary, P max_positions.
 """
@@ -28,16 +28,16 @@ from terrace.model.operation import Runs, keeping
 from terrace.model.rotary import Rotary, rotary_of
 
 _Module = TypeVar("_Module", bound=nn.Module)
-IGNORE_INDEX = -100  # the label of a position that has no target, as in Hugging Face data
+IGNORE_INDEX = -100  # label of a position without a target, as in Hugging Face data
 
 
 def scaled(rows: Tensor, scale: float) -> Tensor:
-    """Rows of an embedding times `scale`, which is first rounded to their dtype, as in the released Gemma models."""
+    """Embeddings times `scale`, which is first rounded to their dtype, as in the released Gemma models."""
     return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=rows.dtype)
 
 
 class Embedding(nn.Module):
-    """Tokens (B, S) int64 to hidden states (B, S, H), with learned positions where the model has them."""
+    """Token embedding, (B, S) int64 to (B, S, H), plus learned positions if the model has them."""
 
     def __init__(self, config: ModelConfig, **where: Any) -> None:
         super().__init__()
@@ -48,15 +48,15 @@ class Embedding(nn.Module):
             self.positions = nn.Parameter(torch.empty(config.max_positions, config.hidden_size, **where))
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Look up tokens (B, S), at `positions` (B, S) or else 0 .. S-1.
+        """Embed tokens (B, S) at `positions` (B, S), by default 0 .. S-1.
 
-        Raises `ModelError` when one exceeds the learned positions.
+        Raises `ModelError` for a position beyond the learned ones.
         """
         hidden = scaled(F.embedding(tokens, self.weight), self.scale)  # (B, S, H)
         return hidden if self.positions is None else self.placed(hidden, tokens, positions)
 
     def placed(self, hidden: Tensor, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        """`hidden` (B, S, H) of tokens (B, S) with learned positions added; raises as `forward` does."""
+        """Add learned positions to the embeddings `hidden` (B, S, H) of tokens (B, S). Raises as `forward` does."""
         assert self.positions is not None, "asked only where positions are learned"
         check_positions(tokens, positions, self.positions.shape[0])
         if positions is None:
@@ -81,12 +81,12 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = norm("before")
         self.mlp = MLP(config, **where) if config.experts is None else Mixture(config, **where)
         self.mlp_output_norm = norm("after")
-        self.run: Runs = keeping  # runs the norms before attention and MLP, which have their own
+        self.run: Runs = keeping  # runs the input norms; attention and MLP have their own
 
     def forward(self, x: Tensor, positions: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
-        """The layer's output for x (B, S, H); `positions` (B, S) mark documents if a row holds several.
+        """Run the layer on x (B, S, H). `positions` (B, S) mark documents if a row has several.
 
-        With a `cache`, handed over by terrace.model.cache, x continues the cached tokens.
+        With a `cache` (terrace.model.cache), x continues the cached tokens.
         """
 
         def attended(normalised: Tensor) -> Tensor:
@@ -121,9 +121,9 @@ class Head(nn.Module):
             weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, **where))
         self.weight = weight
         self.norm = build_norm(config, **where)
-        # The product with `weight`, where terrace.model.arranged keeps it in another form.
+        # Product with `weight` in another memory layout, set by terrace.model.arranged.
         self.product: Callable[[Tensor], Tensor] | None = None
-        self.to_gradient = to_gradient  # of logits, for a runtime that has them a chunk at a time
+        self.to_gradient = to_gradient  # called per chunk by the runtime; may be a kernel
         self.divisor, self.cap = config.scales.logit_divisor, config.scales.logit_cap
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -133,13 +133,13 @@ class Head(nn.Module):
         return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
 
     def entering(self, x: Tensor) -> Tensor:
-        """The vectors (B, S, H) that the output matrix multiplies."""
+        """Input (B, S, H) of the output matrix: x normalised and divided by the logit divisor."""
         y: Tensor = self.norm(x)
         return y if self.divisor == 1.0 else y / self.divisor
 
 
 class ValueHead(nn.Module):
-    """Final norm and a linear layer with one output, without a bias; (B, S, H) to values (B, S), in fp32 at least."""
+    """Final norm and a linear layer with one output and no bias; (B, S, H) to values (B, S) in at least fp32."""
 
     def __init__(self, config: ModelConfig, **where: Any) -> None:
         super().__init__()
@@ -155,15 +155,15 @@ class ValueHead(nn.Module):
 def build_blocks(
     config: ModelConfig, device: torch.device | str = "meta", dtype: torch.dtype = torch.float32
 ) -> list[nn.Module]:
-    """The model's blocks without values: on a real device their memory is uninitialised.
+    """Build the model's blocks; on a device other than meta their parameters are uninitialised.
 
-    Names and shapes are as in `block_specs`. A tied head's `weight` is the embedding's Parameter itself, so it also
-    appears in the head's `named_parameters`.
+    Names and shapes are those of `block_specs`. The `weight` of a tied head is the Parameter of the embedding, so it
+    also appears in the head's `named_parameters`.
     """
     meta: dict[str, Any] = {"device": "meta", "dtype": dtype}
-    # Built on meta first, so that no layer draws from the global random generator.
+    # Built on meta first, so that no layer uses the global random generator.
     embedding = _placed(Embedding(config, **meta), device)
-    # One object for all layers that attend alike, so that they share a micro-batch's tables and mask plan.
+    # Equal layers share one object, and thereby the rotary tables and mask plan of a micro-batch.
     rotaries: dict[LayerKind, Rotary | None] = {}
     plans: dict[int, AttentionPlans] = {}
     layers = []
@@ -179,7 +179,7 @@ def build_blocks(
     head = Head(config, None, **meta)
     if not config.tied_embeddings:
         return [embedding, *layers, _placed(head, device)]
-    # Only the norm: the tied weight exists already, and would be replaced.
+    # Only the norm is materialised; the weight is the embedding's.
     _placed(head.norm, device)
     head.weight = embedding.weight
     return [embedding, *layers, head]
@@ -197,7 +197,7 @@ def _placed(module: _Module, device: torch.device | str) -> _Module:
 
 
 def check_positions(tokens: Tensor, positions: Tensor | None, limit: int) -> None:
-    """Raise `ModelError` when tokens (B, S) stand, at `positions` (B, S) or 0 .. S-1, beyond the `limit` learned."""
+    """Raise `ModelError` if tokens (B, S) at `positions` (B, S), by default 0 .. S-1, exceed `limit` positions."""
     longest = tokens.shape[-1]
     if positions is not None:
         if positions.shape != tokens.shape:
@@ -210,9 +210,9 @@ def check_positions(tokens: Tensor, positions: Tensor | None, limit: int) -> Non
 
 
 def to_gradient(logits: Tensor, labels: Tensor, scale: float = 1.0) -> Tensor:
-    """The SUM of the cross entropies as `token_loss`, fp64; logits (N, V) become `scale` times its gradient, in place.
+    """Replace logits (N, V) by `scale` times the gradient of `token_loss`, in place; returns the loss SUM in fp64.
 
-    Labels (N) are as there. Computed in fp32 at least.
+    Labels (N) are as in `token_loss`. Computed in at least fp32.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
     step = max(1, CACHED_NUMEL // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
@@ -220,7 +220,7 @@ def to_gradient(logits: Tensor, labels: Tensor, scale: float = 1.0) -> Tensor:
     at = labels.masked_fill(~counted, 0).unsqueeze(-1)
     losses = logits.new_empty(len(logits), dtype=wide)
     for rows in slices(len(logits), step):
-        # Rows per turn fit the CPU's caches: several passes over the same logits follow.
+        # The slice fits the CPU's caches, since several passes over it follow.
         x = torch.log_softmax(logits[rows], -1, dtype=wide)
         losses[rows] = x.gather(-1, at[rows]).squeeze(-1)
         x.exp_().scatter_add_(-1, at[rows], x.new_full((1, 1), -1.0).expand_as(at[rows]))
@@ -230,10 +230,10 @@ def to_gradient(logits: Tensor, labels: Tensor, scale: float = 1.0) -> Tensor:
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """The SUM of the cross entropies of logits (B, S, V) against labels (B, S), a scalar.
+    """SUM of the cross entropies of logits (B, S, V) against labels (B, S), a scalar.
 
     Labels are already shifted: `labels[b, s]` is the token that follows position s, or `IGNORE_INDEX`. The sum is
-    computed in fp32 at least; the caller divides once by the tokens of the whole step.
+    computed in at least fp32; the caller divides once by the tokens of the whole step.
     """
     assert labels.shape == logits.shape[:-1], f"labels {tuple(labels.shape)} do not match logits {tuple(logits.shape)}"
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -1,12 +1,12 @@
-"""The operations that the dims of a block's parameters tell, where the block declares none. Pure: needs no torch.
+"""Infers operations from the dims of a block's parameters, for blocks that declare none. Needs no torch.
 
-    (inner, hidden)    a product out of the residual stream; inner counts heads, key-value heads or inner features
-    (hidden, inner)    the product back into it, which ends attention or the MLP
-    (vocab, ...)       the output matrix in a block with a norm, else the table of a look-up
-    (one dim)          a norm over it, where it is no bias of a matrix
+    (inner, hidden)    input projection; inner counts heads, key-value heads or inner features
+    (hidden, inner)    output projection, which ends attention or the MLP
+    (vocab, ...)       the output matrix in a block with a norm, else an embedding table
+    (one dim)          a norm over this dim, unless it is the bias of a matrix
 
-They say where a tensor axis cuts the block and which messages follow. They say too little for seconds and memory: such
-a block is priced as the chain of its products (`terrace.model.spec.BlockSpec.operations`).
+This is enough to place the cuts of a tensor axis and its messages, but not to estimate seconds and memory. For these,
+such a block counts as the chain of its products (`terrace.model.spec.BlockSpec.operations`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,9 +35,9 @@ _INNER = ("heads", "kv_heads", "intermediate")
 
 
 def operations_of_dims(params: Sequence[ParamSpec]) -> Operations:
-    """The operations of a block with these parameters, in their order; norms of heads stand behind their product.
+    """Operations of a block with these parameters, in their order; norms of heads follow their product.
 
-    Empty where nothing is declared. Stacks of experts are left out, and so are matrices of other dims.
+    Empty if no dims are declared. Stacks of experts and matrices of other dims are omitted.
     """
     matrices = [param for param in params if len(param.dims) == 2]
     modules = {_module(param) for param in matrices}
@@ -47,10 +47,10 @@ def operations_of_dims(params: Sequence[ParamSpec]) -> Operations:
         return Operations(tuple(found))
     table = next((param for param in matrices if param.dims[0][0] == "vocab"), None)
     if table is None:
-        # The head of a tied model has a norm alone.
+        # The head of a tied model has only a norm.
         losses = [Loss("loss", each.writes, (_LOSSES,), "", 0, owns=False) for each in found[-1:]]
         return Operations((*found, *losses))
-    # Its name is the parameter's: a block may own it without a module.
+    # Named after the parameter, which may belong to the block directly rather than to a submodule.
     tensor, vocabulary = Tensor("stream", _dim(table, 1)), table.dims[0][1]
     if found:
         return Operations((*found, Loss("loss", (tensor,), (_LOSSES,), table.name, vocabulary)))
@@ -61,7 +61,7 @@ _LOSSES = Tensor(OUTPUT, Dim("losses", 1), Tokens.ALL)
 
 
 def _in_order(params: Sequence[ParamSpec], vectors: Sequence[ParamSpec]) -> Iterator[Operation]:
-    """Norms of the stream, and whole regions at the place of the matrix that leads back into it."""
+    """Norms of the residual stream, and complete regions at the position of their output projection."""
     entering: list[ParamSpec] = []
     for param in params:
         match _counts(param):

@@ -1,8 +1,8 @@
-"""Attention by torch's varlen kernel: flash attention 2 over documents that lie end to end.
+"""Attention with torch's varlen kernel: flash attention 2 over packed documents.
 
-All rows of a micro-batch are one run of tokens, in which documents begin at the places `starts`. No mask exists,
-grouped heads are taken as they are, and a window of W is the kernel's own: a token sees itself and the W - 1 before it,
-which the kernel calls (W - 1, 0). The kernel needs the number of documents and the longest one on the host.
+All rows of a micro-batch are concatenated; documents begin at the offsets `starts`. The kernel needs no mask and
+supports grouped heads and windows: a window of W, a token and the W - 1 before it, is (W - 1, 0) in its arguments. It
+needs the number of documents and the length of the longest one on the host.
 
 Shape legend: B batch, S sequence, N query heads, K key-value heads, D head_dim.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Documents:
-    """The mask plan of documents end to end: document i holds tokens `starts[i]` ... `starts[i + 1] - 1` of B S."""
+    """Mask plan of packed documents: document i has tokens `starts[i]` ... `starts[i + 1] - 1` of all B S."""
 
     starts: Tensor  # int32 (documents + 1), on the device of the queries
     longest: int
@@ -27,7 +27,7 @@ class Documents:
 
     @classmethod
     def of(cls, begins: Tensor, window: int, device: torch.device) -> "Documents":
-        """Documents begin where `begins` (B, S), on the host, is true; each row begins one."""
+        """Build the plan from `begins` (B, S) on the host, true at the first token of each document and row."""
         starts = [*torch.nonzero(begins.flatten()).flatten().tolist(), begins.numel()]
         sizes = [end - begin for begin, end in pairwise(starts)]
         longest = max(sizes)
@@ -37,7 +37,7 @@ class Documents:
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention output (B, N, S, D) of query over key and value (B, K, S, D)."""
         batch, heads, sequence, size = query.shape
-        # Heads of a token lie side by side, so these are views.
+        # Views, since the heads of a token are contiguous.
         flat = [part.transpose(1, 2).flatten(0, 1) for part in (query, key, value)]  # (B S, ., D)
         window = (self.window - 1, 0) if self.window else (-1, 0)
         starts, longest = self.starts, self.longest
@@ -48,8 +48,8 @@ class Documents:
 
 @cache
 def kernel() -> Any:
-    """`torch.nn.attention.varlen.varlen_attn`; raises `ImportError` where torch has none that takes windows."""
-    # Imported at its first use: it brings the compiler of torch, seconds in every process.
+    """`torch.nn.attention.varlen.varlen_attn`. Raises `ImportError` if torch has none that supports windows."""
+    # Imported on first use: it loads torch's compiler, which takes seconds.
     from torch.nn.attention.varlen import varlen_attn
 
     if "window_size" not in inspect.signature(varlen_attn).parameters:
@@ -58,6 +58,6 @@ def kernel() -> Any:
 
 
 def _options(*, is_grouped: bool) -> dict[str, Any]:
-    # torch 2.11 takes grouped heads without being told.
+    # torch 2.11 supports grouped heads without this option.
     told = "enable_gqa" in inspect.signature(kernel()).parameters
     return {"enable_gqa": is_grouped} if told else {}

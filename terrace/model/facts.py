@@ -1,7 +1,7 @@
-"""Facts of a whole model that the rest of the house asks for. Pure: needs no torch.
+"""Properties of a whole model, for the packages outside terrace.model. Needs no torch.
 
-Nobody outside terrace.model names a field of `ModelConfig`: what a block computes is asked of its operations
-(terrace.model.operations), and what concerns the model as a whole is a function here.
+No code outside terrace.model reads a field of `ModelConfig`. What a block computes is described by its operations
+(terrace.model.operations); everything about the model as a whole is a function here.
 """
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ from terrace.model.params import ParamSpec
 
 
 def family_of(config: ModelConfig) -> str:
-    """The family whose layout the model's files have."""
+    """Family that defines the layout of the model's files."""
     return config.family
 
 
@@ -22,52 +22,52 @@ def layers_of(config: ModelConfig) -> int:
 
 
 def vocabulary_size(config: ModelConfig) -> int:
-    """Tokens that the model has rows for."""
+    """Number of rows of the embedding."""
     return config.vocab_size
 
 
 def has_scalar_head(config: ModelConfig) -> bool:
-    """Whether it gives one number a token in place of logits: a reward model or a critic."""
+    """Whether the model gives one number per token instead of logits: a reward model or a critic."""
     return config.scalar_head
 
 
 def with_scalar_head(config: ModelConfig) -> ModelConfig:
-    """The model with one number a token in place of logits."""
+    """This model with one output number per token instead of logits."""
     return replace(config, scalar_head=True)
 
 
 def initial_std(config: ModelConfig) -> float:
-    """Standard deviation of matrices that begin with random values."""
+    """Standard deviation of the initial values of matrices."""
     return config.init_std
 
 
 def positions_of(config: ModelConfig) -> int:
-    """Positions that the model's file names; a limit only where `longest_row` says so."""
+    """`max_positions` of the configuration, which is a limit only if `longest_row` is not 0."""
     return config.max_positions
 
 
 def longest_row(config: ModelConfig) -> int:
-    """The longest row that has learned positions; 0: rows of any length."""
+    """Largest row length with learned positions; 0: no limit."""
     return config.max_positions if config.learned_positions else 0
 
 
 def longest_text(config: ModelConfig) -> int:
-    """The longest text whose length is not known yet, as `ModelConfig.most_positions`; 0: texts of any length."""
+    """Largest number of positions of a sequence that is being generated (`ModelConfig.most_positions`); 0: no limit."""
     return config.most_positions
 
 
 def rope_limit(config: ModelConfig) -> int:
-    """The longest row that has the same RoPE frequencies as all shorter ones; 0: rows of any length."""
+    """Largest row length up to which RoPE frequencies do not depend on the length; 0: no limit."""
     return config.rope_limit
 
 
 def layer_windows(config: ModelConfig) -> tuple[int, ...]:
-    """The sliding windows of its layers, each once, ascending; 0: none."""
+    """Distinct sliding windows of the layers, ascending; 0: none."""
     return config.windows
 
 
 def rolling_window(config: ModelConfig, context: int) -> int:
-    """The widest window of its layers, if a text of `context` tokens outgrows it and may go on without end; else 0."""
+    """Widest window of the layers if it is at most `context` and sequences may be of any length; else 0."""
     window = config.sliding_window
     return window if 0 < window <= context and not config.most_positions else 0
 
@@ -76,17 +76,17 @@ LOOKS_AHEAD = "the experts of a token depend on later tokens"  # why a model is 
 
 
 def is_dense(config: ModelConfig) -> bool:
-    """Whether a token meets every parameter: no layer has a mixture of experts."""
+    """Whether no layer has a mixture of experts."""
     return config.experts is None
 
 
 def is_causal(config: ModelConfig) -> bool:
-    """Whether no token depends on later ones, as it does where experts choose their tokens."""
+    """Whether no token depends on later ones; false with expert-choice gates."""
     return config.experts is None or not config.experts.looks_ahead
 
 
 def refuse_non_causal(config: ModelConfig) -> None:
-    """Raise `ModelError` for a model that cannot be sampled from, nor predict a token by those before it."""
+    """Raise `ModelError` for a model that is not causal."""
     if config.experts is not None and config.experts.looks_ahead:
         raise ModelError(
             f"gate = {config.experts.gate!r}: {LOOKS_AHEAD}, so the model can neither "
@@ -95,13 +95,14 @@ def refuse_non_causal(config: ModelConfig) -> None:
 
 
 def turned_by_rounding(config: ModelConfig) -> list[str]:
-    """Choices of the model that rounding may turn, in words."""
+    """Discrete decisions of the model that rounding may change, described in words."""
     return [] if config.experts is None else ["routers that choose other experts"]
 
 
 def read_share(config: ModelConfig, param: ParamSpec, num_tokens: int) -> float:
-    """Share of a parameter that `num_tokens` tokens read: all of it, but for a stack the experts that some token chose,
-    under even routing, which leaves out the fewest.
+    """Fraction of a parameter that is read for `num_tokens` tokens: 1, except for stacks of experts.
+
+    For these it is the expected fraction of experts that are chosen under even routing, the largest of any routing.
     """
     if not param.is_stack or config.experts is None:
         return 1.0
@@ -109,13 +110,13 @@ def read_share(config: ModelConfig, param: ParamSpec, num_tokens: int) -> float:
 
 
 def one_layer(config: ModelConfig) -> ModelConfig:
-    """The model with one layer of the widest window, a mixture if any layer is one, and a vocabulary of 1."""
+    """This model with one layer (the widest window; a mixture if any layer has one) and a vocabulary of 1."""
     experts = None if config.experts is None else replace(config.experts, dense_layers=())
     return replace(config, num_layers=1, vocab_size=1, kinds=(), experts=experts)
 
 
 def refuse_unpublished_gate(config: ModelConfig, weights: str) -> None:
-    """Raise `ModelError` for a gate that initial weights in the folder `weights` cannot have."""
+    """Raise `ModelError` for a gate whose parameters are in no published weights; `weights` is the folder to load."""
     experts = config.experts
     if experts is not None and experts.gate in ("noisy", "cosine"):
         raise ModelError(

@@ -1,6 +1,6 @@
-"""Products of rows that are sorted by expert, and the way of tokens into that order and back.
+"""Grouped matrix products over rows sorted by expert, and the permutation of tokens into that order and back.
 
-No sum is atomic: both directions gather rows and add up each token's k in order, so a result is the same in every run.
+Deterministic: no atomic additions; both directions gather rows, and the k rows of a token are added in a fixed order.
 
 Shape legend: T tokens, E experts, k experts of a token, N = T k rows sorted by expert, I inputs and O outputs of an
 expert's matrix, H hidden.
@@ -15,7 +15,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 
 class Order(NamedTuple):
-    """The rows of the choices (T, k), sorted by expert; the rows of one expert in the order of its tokens."""
+    """Permutation of the choices (T, k) to rows sorted by expert, and by token within an expert."""
 
     choices: Tensor  # (N) int64: row n is choice choices[n], of token choices[n] // k
     rows: Tensor  # (T, k) int64: the row of each choice, -1 for none
@@ -24,7 +24,7 @@ class Order(NamedTuple):
 
     @classmethod
     def of(cls, experts: Tensor, num_experts: int, *, is_whole: bool = True) -> "Order":
-        """The order of choices (T, k), of which those of -1 have no row unless `is_whole`.
+        """Order of the choices `experts` (T, k). If not `is_whole`, choices of -1 get no row.
 
         On a GPU the host waits for the counts.
         """
@@ -41,19 +41,22 @@ class Order(NamedTuple):
 
 
 def spread(x: Tensor, order: Order) -> Tensor:
-    """The tokens x (T, H) as rows (N, H), each once for every expert that it passes."""
+    """Copy tokens x (T, H) to rows (N, H), once per chosen expert."""
     result: Tensor = _Moved.apply(x, order, True)  # type: ignore[no-untyped-call]
     return result
 
 
 def collect(rows: Tensor, order: Order) -> Tensor:
-    """The sum (T, H) of each token's rows (N, H)."""
+    """Sum the rows (N, H) of each token, to (T, H)."""
     result: Tensor = _Moved.apply(rows, order, False)  # type: ignore[no-untyped-call]
     return result
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-    """Rows x (N, I), the first counts[0] times weight[0] transposed, and so on; weight (E, O, I), result (N, O)."""
+    """Multiply rows x (N, I) with the matrix of their expert, weight (E, O, I); returns (N, O).
+
+    The first counts[0] rows belong to expert 0, and so on.
+    """
     if has_torch_function_unary(weight):
         found: Tensor = handle_torch_function(grouped_linear, (weight,), x, weight, counts)
         return found
@@ -62,7 +65,7 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def products(x: Tensor, weight: Tensor, counts: Sequence[int], transposed: bool = False) -> Tensor:
-    """`grouped_linear` without a gradient; `transposed`: with weight (E, I, O), not (E, O, I)."""
+    """`grouped_linear` without autograd; `transposed`: weight is (E, I, O) instead of (E, O, I)."""
     matrices, sizes = weight if transposed else weight.mT, list(counts)
     out = x.new_empty(len(x), matrices.shape[2])
     for matrix, rows, found in zip(matrices.unbind(), torch.split(x, sizes), torch.split(out, sizes), strict=True):
@@ -72,7 +75,7 @@ def products(x: Tensor, weight: Tensor, counts: Sequence[int], transposed: bool 
 
 
 def stack_gradient(gradient: Tensor, x: Tensor, counts: Sequence[int]) -> Tensor:
-    """The gradient (E, O, I) of a stack from dy (N, O) and x (N, I); zero for an expert without a row."""
+    """Weight gradient (E, O, I) from the output gradient (N, O) and x (N, I); zero for an expert without rows."""
     out, sizes = gradient.new_empty(len(counts), gradient.shape[1], x.shape[1]), list(counts)
     for part, rows, inputs in zip(out.unbind(), torch.split(gradient, sizes), torch.split(x, sizes), strict=True):
         if len(rows):
@@ -100,7 +103,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 class _Moved(torch.autograd.Function):
-    # Spreading and collecting are each the other's gradient.
+    # Each direction is the gradient of the other.
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Order, spreads: bool) -> Tensor:
@@ -122,7 +125,7 @@ def _collect(rows: Tensor, order: Order) -> Tensor:
         wide = torch.promote_types(rows.dtype, torch.float32)
         total = rows.new_zeros(len(order.rows), rows.shape[1], dtype=wide)
         for of_token in order.rows.t():
-            # A token has one row or none in each column, so no two additions meet.
+            # Each column has at most one row per token, so indices are unique and the addition deterministic.
             tokens = (of_token >= 0).nonzero().squeeze(1)
             total.index_add_(0, tokens, rows.index_select(0, of_token[tokens]).to(wide))
         return total.to(rows.dtype)

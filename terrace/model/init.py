@@ -1,12 +1,12 @@
-"""Initial values of parameters, each a function of only (configuration, seed, name, shape).
+"""Initial values of parameters, as a function of configuration, seed, name and shape only.
 
-Every parameter has its own generator, seeded by a hash of the seed and its full name. So a value does not
-depend on the order of initialisation, on which rank makes it, or on the plan.
+Every parameter has its own generator, seeded by a hash of the seed and its full name. Values therefore do not depend on
+the order of initialisation, the rank or the plan.
 
-Matrices are normal with `init_std`; the two projections that write to the residual stream are scaled down
-by sqrt(2 * num_layers), after GPT-2, so that the stream's variance does not grow with depth. Norm weights
-are one (zero where norms multiply by 1 + weight) and biases zero. A of an adapter is uniform within 1 / sqrt(in), as a
-linear layer of torch is, and B is zero, so that it adds nothing at first (Hu et al. 2106.09685, section 4.1).
+Matrices are normal with standard deviation `init_std`, divided by sqrt(2 * num_layers) for the two projections that
+write to the residual stream, as in GPT-2, so that its variance does not grow with depth. Norm weights are one (zero if
+norms multiply by 1 + weight), biases zero. Matrix A of a LoRA adapter is uniform in +-1 / sqrt(in), as in torch's
+Linear; B is zero, so that the adapter adds nothing at first (Hu et al. 2106.09685, section 4.1).
 """
 
 import hashlib
@@ -26,10 +26,7 @@ _RESIDUAL_OUTPUTS = ("attention.output.weight", "mlp.down.weight", "mlp.shared.d
 
 
 def initial_value(config: ModelConfig, block_name: str, param_name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """The initial value of one parameter, an fp32 CPU tensor of `shape`.
-
-    Always the whole parameter: a caller that holds a shard cuts it from this.
-    """
+    """Initial value of one whole parameter, an fp32 CPU tensor of `shape`; callers slice their shard from it."""
     if param_name.endswith("router.temperature"):
         return torch.full(shape, math.log(_TEMPERATURE))
     if param_name.endswith(("bias", UP)):
@@ -55,9 +52,9 @@ def initialise(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> None:
-    """Give all blocks of a model their values, in place, on one device; meta blocks become real.
+    """Initialise all blocks of a model in place, on one device; meta parameters are materialised.
 
-    The `Parameter` objects stay the same, so ties and lists made of them stay valid.
+    The `Parameter` objects stay the same, so ties and references to them remain valid.
     """
     specs = block_specs(config)
     assert len(specs) == len(blocks), f"{len(blocks)} blocks for a model of {len(specs)}"
@@ -71,6 +68,6 @@ def initialise(
 
 
 def _seed_of(seed: int, name: str) -> int:
-    # Python's own hash differs from process to process; a digest is the same everywhere.
+    # Not `hash`, which differs between processes.
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1

@@ -1,4 +1,4 @@
-"""Kinds of layers, which differ in window and RoPE, and constants that multiply or cap. Pure: needs no torch."""
+"""Kinds of layers (window and RoPE), and constants that scale or cap values. Needs no torch."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,21 +13,21 @@ from terrace.model.windows import widest_window
 
 @dataclass(frozen=True, kw_only=True)
 class LayerKind:
-    """Window and RoPE of one layer, in a model whose layers differ in them; the fields are those of `ModelConfig`."""
+    """Window and RoPE of one layer, if layers differ in them; fields as in `ModelConfig`."""
 
     sliding_window: int = 0
-    rope_theta: float = 0.0  # 0: queries and keys are not turned
+    rope_theta: float = 0.0  # 0: no RoPE
     rope_scaling: RopeScaling | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scales:
-    """Constants that multiply or cap values of a model. Raises `ModelError` for a number out of range.
+    """Constants that scale or cap values of a model. Raises `ModelError` for a number out of range.
 
-    A cap c turns x into c tanh(x / c): scores of attention before the mask, logits before the loss.
+    A cap c replaces x by c tanh(x / c), for attention scores before the mask and logits before the loss.
     """
 
-    embedding: float = 1.0  # multiplies the rows looked up; rounded to the dtype of the embedding
+    embedding: float = 1.0  # multiplies embeddings; rounded to their dtype
     residual: float = 1.0  # multiplies outputs of attention and MLP before they are added to the residual stream
     attention: float = 0.0  # multiplies the product of query and key; 0: 1 / sqrt(head_dim)
     logit_divisor: float = 1.0
@@ -44,13 +44,13 @@ class Scales:
 
 
 def with_scaling(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The `fields` of a model or a kind, with the table `rope_scaling` as a `RopeScaling`."""
+    """Copy `fields` with the table `rope_scaling` converted to a `RopeScaling`."""
     scaling = fields.get("rope_scaling")
     return {**fields, "rope_scaling": None if scaling is None else RopeScaling(**scaling)}
 
 
 def check_kinds(config: Any) -> None:
-    """Raise `ModelError` for windows, RoPE or kinds of a `ModelConfig` that are out of range or disagree."""
+    """Raise `ModelError` if windows, RoPE or kinds of a `ModelConfig` are out of range or inconsistent."""
     kinds: Sequence[LayerKind] = config.kinds
     model = LayerKind(
         sliding_window=config.sliding_window, rope_theta=config.rope_theta, rope_scaling=config.rope_scaling
@@ -71,7 +71,7 @@ def check_kinds(config: Any) -> None:
         raise ModelError(
             f"kinds has {len(kinds)} entries, and the model {config.num_layers} layers: give one for each layer"
         )
-    # Two ways to say one thing would make equal models compare unequal.
+    # Redundant settings are rejected, since equal models must compare equal.
     if len(set(kinds)) == 1:
         raise ModelError("kinds are all alike: leave them out, and give their window and RoPE to the model")
     widest = widest_window([kind.sliding_window for kind in kinds])

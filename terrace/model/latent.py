@@ -1,4 +1,4 @@
-"""Latent attention of a configuration: the ranks through which queries, keys and values pass. Pure: needs no torch."""
+"""Configuration of latent attention. Needs no torch."""
 
 import math
 from collections.abc import Mapping
@@ -11,21 +11,21 @@ from terrace.model.sizes import LARGEST_SIZE
 
 @dataclass(frozen=True, kw_only=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-V2, 2405.04434, section 2.1); a rank of 0 is none.
+    """Multi-head latent attention (DeepSeek-V2, 2405.04434, section 2.1); rank 0: none.
 
-    With a `key_value_rank` keys and values are products of a vector of that size, and the elements of a key that RoPE
-    turns, the last `rotary_dim` of a head, are one vector for all heads. With a `query_rank` queries are products of a
-    vector of that size.
+    With a `key_value_rank`, keys and values are projected from a latent vector of this size. The elements of a key that
+    RoPE rotates, the last `rotary_dim` of a head, are shared by all heads. With a `query_rank`, queries are projected
+    from a latent vector of this size.
     """
 
     key_value_rank: int = 0
     query_rank: int = 0
-    value_dim: int = 0  # elements of a head's value; of its query and key there are `head_dim`
-    interleaved: bool = True  # whether RoPE turns neighbours, or elements half of `rotary_dim` apart
+    value_dim: int = 0  # elements of a value head; query and key heads have `head_dim`
+    interleaved: bool = True  # RoPE rotates adjacent elements, else elements `rotary_dim` / 2 apart
     mscale: float = 0.0  # of yarn (`mscale_all_dim`): scores are multiplied by (0.1 mscale ln factor + 1)^2
 
     def check(self, names: Mapping[str, str], head_dim: int, rotary_dim: int) -> None:
-        """Raise `ModelError` for sizes of no possible attention; `names` are the keys of a file for the fields."""
+        """Raise `ModelError` for invalid sizes. `names` maps fields to the keys of the file, for messages."""
         if not self.key_value_rank:
             return
         for field, least in (("key_value_rank", 1), ("value_dim", 1), ("query_rank", 0)):
@@ -47,7 +47,7 @@ class Latent:
             raise ModelError(f"mscale_all_dim = {self.mscale} must be at least 0 and below 1000")
 
     def score_factor(self, scaling: RopeScaling | None) -> float:
-        """The factor of scores beside 1 / sqrt(head_dim)."""
+        """Factor of attention scores in addition to 1 / sqrt(head_dim)."""
         if scaling is None or not self.mscale or scaling.factor <= 1:
             return 1.0
         return (0.1 * self.mscale * math.log(scaling.factor) + 1.0) ** 2

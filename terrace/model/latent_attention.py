@@ -1,12 +1,12 @@
 """Multi-head latent attention (DeepSeek-V2, 2405.04434, section 2.1, equations 9 to 19), on one device.
 
-    c = norm(W_DQ x),  q = W_UQ c            queries (N, D), of D the last R turned by RoPE
-    (l, r) = W_DKV x,  l = norm(l)           a latent of keys and values, and a key of R elements, turned, for all heads
-    (k, v) = W_UKV l                         of each head D - R elements of a key, and V of a value
+    c = norm(W_DQ x),  q = W_UQ c            queries (N, D); RoPE rotates the last R of D elements
+    (l, r) = W_DKV x,  l = norm(l)           latent of keys and values; r, R elements with RoPE, is shared by all heads
+    (k, v) = W_UKV l                         for each head D - R elements of a key and V of a value
     o = W_O softmax(q (k, r)^T) v
 
-Values are filled up with zeros to D elements, so that every kernel of attention takes them, and the context axis too;
-the zeros of the result are cut off again.
+Values are padded with zeros to D elements, as attention kernels and the context axis require; the padding is removed
+from the result.
 
 Shape legend: B batch, S sequence, H hidden, N heads, D head_dim, R rotary_dim, V value_dim, L rank of keys and values.
 """
@@ -28,7 +28,7 @@ from terrace.model.rotary import Rotary
 
 
 class LatentAttention(PlannedAttention):
-    """Causal self-attention whose keys and values are products of a latent vector; (B, S, H) to (B, S, H)."""
+    """Causal self-attention with keys and values projected from a latent vector; (B, S, H) to (B, S, H)."""
 
     def __init__(self, config: ModelConfig, rotary: Rotary | None, plans: Plans | None = None, **where: Any) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class LatentAttention(PlannedAttention):
         def norm(size: int) -> RMSNorm:
             return RMSNorm(size, config.norm_eps, **where)
 
-        # In the order in which they are multiplied, and as terrace.model.block_operations lists them.
+        # In the order of execution, as in terrace.model.block_operations.
         self.query: nn.Linear | None = None
         self.query_down: nn.Linear | None = None
         if latent.query_rank:
@@ -63,10 +63,9 @@ class LatentAttention(PlannedAttention):
         self.run: Runs = keeping
 
     def forward(self, x: Tensor, positions: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
-        """Causal attention within x (B, S, H).
+        """Causal attention over x (B, S, H) and the tokens in `cache`.
 
-        `positions` (B, S) int64, each token's place in its document, restrict a token to its own document; a `cache`
-        adds the tokens before these.
+        `positions` (B, S) int64 are the positions of tokens within their documents; a token attends only to its own.
         """
         query, compressed = self._entered(x)
         tables = self.rotary.tables_of(query, positions)
@@ -88,8 +87,8 @@ class LatentAttention(PlannedAttention):
         return self.run(core, (query, key, value), self.output)
 
     def _entered(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries (B, N, S, D) of x (B, S, H), not turned, and the vectors (B, S, L + R) of its keys and values."""
-        # Products of one input follow each other, so that what they need of it is made once.
+        """Queries (B, N, S, D) without RoPE, and compressed keys and values (B, S, L + R), of x (B, S, H)."""
+        # Products of one input are adjacent, so that conversions of it, as to 8 bits, are made once.
         entering = self.query if self.query_down is None else self.query_down
         assert entering is not None, "one of the two is there"
         query, compressed = entering(x), self.key_value_down(x)
@@ -98,7 +97,7 @@ class LatentAttention(PlannedAttention):
         return _heads(query, self.head_dim), compressed
 
     def _keys_and_values(self, compressed: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values (B, N, S, D) of `compressed` (B, S, L + R); values end in zeros."""
+        """Keys and zero-padded values (B, N, S, D) from `compressed` (B, S, L + R)."""
         unturned_dim = self.head_dim - self.rotary.dim
         latent, turned = self._parts(compressed, cos, sin)
         expanded = _heads(self.key_value_up(latent), unturned_dim + self.value_dim)
@@ -107,7 +106,7 @@ class LatentAttention(PlannedAttention):
         return key, F.pad(value, (0, self.head_dim - self.value_dim))
 
     def _parts(self, compressed: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """The latent (B, S, L), and the part of a key that all heads share, turned, (B, 1, S, R)."""
+        """The latent (B, S, L), and the shared part of the keys with RoPE (B, 1, S, R)."""
         latent, shared = torch.split(compressed, [self.rank, self.rotary.dim], -1)
         turned = self.rotary.turn_last(shared.unsqueeze(1), cos, sin, self.interleaved)
         return self.key_value_norm(latent), turned
@@ -115,10 +114,10 @@ class LatentAttention(PlannedAttention):
     def _absorbed(
         self, query: Tensor, compressed: Tensor, tables: tuple[Tensor, Tensor], cache: LayerCache, plan: MaskPlan
     ) -> Tensor:
-        """Results (B, S, N*V) of attention to a cache of latents, for turned queries (B, N, S, D).
+        """Attention over a cache of latents, for queries with RoPE (B, N, S, D); returns (B, S, N*V).
 
-        The cache keeps (l, r) of each token, which is key and value of one head for all queries: W_UK is multiplied
-        with the queries, and W_UV with what they read (section 2.1.2).
+        The cache has (l, r) of each token, which serves as the key and value of a single head. W_UK is absorbed into
+        the queries, W_UV is applied to the output (section 2.1.2).
         """
         unturned_dim = self.head_dim - self.rotary.dim
         up = self.key_value_up.weight.view(-1, unturned_dim + self.value_dim, self.rank)  # (N, D - R + V, L)
@@ -126,7 +125,7 @@ class LatentAttention(PlannedAttention):
         unturned, turned = torch.split(query, [unturned_dim, self.rotary.dim], -1)
         latent, shared = self._parts(compressed, *tables)
         key = torch.cat([latent.unsqueeze(1), shared], -1)  # (B, 1, S, L + R)
-        # Kernels divide by the root of the elements that they see.
+        # Kernels divide scores by sqrt(L + R), the size of this key.
         factor = self._factor * math.sqrt(key.shape[-1] / self.head_dim)
         query = torch.cat([unturned @ to_key, turned], -1) * factor  # (B, N, S, L + R)
         read = cache.attend(query, key, key, plan)[..., : self.rank]  # (B, N, S, L)

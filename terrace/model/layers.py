@@ -1,7 +1,7 @@
-"""The parts of a decoder layer: norms, rotary positions, attention, MLP.
+"""Modules of a decoder layer: norms, attention, MLP.
 
-Plain single-device PyTorch: the sizes come from a `ModelConfig`, a forward pass sees whole tensors, and
-nothing here knows how they may be sharded.
+Plain single-device PyTorch: sizes come from a `ModelConfig`, a forward pass sees whole tensors, and nothing here
+depends on how they are sharded.
 
 Shape legend: B batch, S sequence, H hidden, N query heads, K key-value heads, D head_dim, R rotary_dim,
 I intermediate.
@@ -35,22 +35,19 @@ Normal = Callable[[Tensor, Tensor, float], Tensor]  # (x, weight, eps), as `rms_
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x (..., H) divided by its root mean square, times weight (H).
 
-    `F.rms_norm` computes in fp32 for half-precision input and in the input's precision otherwise.
+    `F.rms_norm` computes half-precision input in fp32, other input in its own precision.
     """
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
 class RMSNorm(nn.Module):
-    """Scale to unit root mean square over the last dim; (..., H) to (..., H).
-
-    With an `offset` of 1 it multiplies by 1 + weight, as Gemma does.
-    """
+    """RMS norm over the last dim, (..., H) to (..., H). Multiplies by `offset` + weight; the offset is 1 in Gemma."""
 
     def __init__(self, size: int, eps: float, offset: float = 0.0, **where: Any) -> None:
         super().__init__()
         self.eps, self.offset = eps, offset
         self.weight = nn.Parameter(torch.empty(size, **where))
-        self.normal: Normal = rms_norm  # or a kernel that computes the same
+        self.normal: Normal = rms_norm  # may be replaced by an equivalent kernel
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x (..., H)."""
@@ -58,7 +55,7 @@ class RMSNorm(nn.Module):
 
 
 def build_norm(config: ModelConfig, **where: Any) -> nn.Module:
-    """The model's norm over H; `where` is the device and dtype."""
+    """Build the model's norm over H; `where` is device and dtype."""
     if config.norm == "rms":
         return _rms_norm(config, config.hidden_size, **where)
     return nn.LayerNorm(config.hidden_size, eps=config.norm_eps, **where)
@@ -78,7 +75,7 @@ class Attention(PlannedAttention):
         self.key = nn.Linear(hidden, key_size, bias=bias, **where)
         self.value = nn.Linear(hidden, key_size, bias=bias, **where)
         self.output = nn.Linear(query_size, hidden, bias=config.attention_bias, **where)
-        # The three products as one, where terrace.model.arranged has joined their matrices; its parts.
+        # Query, key and value in one product, if terrace.model.arranged has joined them; `_sizes` are their widths.
         self.joined: nn.Module | None = None
         self.run: Runs = keeping
         self._sizes = query_size, key_size, key_size
@@ -89,13 +86,12 @@ class Attention(PlannedAttention):
         self._norms_whole = config.whole_qk_norm
 
     def forward(self, x: Tensor, positions: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
-        """Causal attention within x (B, S, H).
+        """Causal attention over x (B, S, H) and the tokens in `cache`.
 
-        `positions` (B, S) int64, each token's place in its document, restrict a token to its own document; a `cache`
-        adds the tokens before these.
+        `positions` (B, S) int64 are the positions of tokens within their documents; a token attends only to its own.
         """
         if self.joined is None:
-            # One after the other: a product is dropped once its heads are normalised.
+            # In sequence, so that each product is freed once its heads are normalised.
             query = self._heads(self.query(x), self.query_norm)
             key = self._heads(self.key(x), self.key_norm)
             value = self._heads(self.value(x), None)
@@ -105,7 +101,7 @@ class Attention(PlannedAttention):
             value = self._heads(parts[2], None)
         if self._factor != 1.0:
             query = query * self._factor
-        # Looked up before rotation: it depends on positions and shapes only.
+        # Before the rotation: the plan depends only on positions and shapes.
         plan = None if cache is not None and cache.continues else self.plans.plan(positions, query)
         if self.rotary is not None:
             query, key = self.rotary.both(query, key, positions)
@@ -125,7 +121,7 @@ class Attention(PlannedAttention):
 
 
 class MLP(nn.Module):
-    """The feed-forward part, gated or plain; (B, S, H) to (B, S, H)."""
+    """MLP, gated or plain; (B, S, H) to (B, S, H)."""
 
     def __init__(self, config: ModelConfig, **where: Any) -> None:
         super().__init__()
@@ -138,7 +134,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(intermediate, hidden, bias=bias, **where)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply to each position of x (B, S, H) by itself."""
+        """Apply the MLP to x (B, S, H)."""
         if self.joined is not None:
             gate, up = self.joined(x).chunk(2, -1)
             return self.run(self._gated, (gate, up), self.down)

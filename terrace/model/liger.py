@@ -1,24 +1,24 @@
-"""Parts of a layer by the Triton kernels of the package `liger-kernel`, and a trial of each.
+"""Parts of a layer computed by the Triton kernels of the package `liger-kernel`.
 
-Each function has the arguments, the result and the meaning of the one that it stands in for in `terrace.model`:
+Each function is a drop-in replacement for one in `terrace.model`:
 
-    rms_norm        F.rms_norm, computed in fp32 (liger's casting mode "gemma"); keeps its input and a number a row
+    rms_norm        F.rms_norm, computed in fp32 (liger's casting mode "gemma"); saves its input and one number per row
     silu_gated, gelu_tanh_gated
-                    MLP._gated; keeps gate and up, and its backward writes their gradients over them
-    turn_both       Rotary.turn_both, for queries and keys at once; writes over both, its backward over both gradients
-    to_gradient     decoder.to_gradient: a chunk of logits becomes its gradient in place, without a copy in fp32
+                    MLP._gated; saves gate and up, and the backward overwrites them with their gradients
+    turn_both       Rotary.turn_both, for queries and keys at once; overwrites both, and the backward both gradients
+    to_gradient     decoder.to_gradient: replaces a chunk of logits by its gradient, without a copy in fp32
 
-Writing in place is safe where nobody else reads: gate, up, queries and keys are results of products, whose backwards
-need only their inputs. Torch cannot see the writes of a Triton kernel, so `increment_version` records each: a backward
-that kept such a tensor then raises autograd's error in place of giving a wrong number. The norm could write over its
-gradient and does not: autograd may give one tensor to two readers.
+In-place writes are safe here, since gate, up, queries and keys are outputs of products, whose backwards need only their
+inputs. Torch does not notice the writes of a Triton kernel, so each is recorded with `increment_version`: if a backward
+saved such a tensor, autograd raises an error instead of computing wrong gradients. The norm does not overwrite its
+incoming gradient, because autograd may pass the same tensor to two functions.
 
-The package's fused linear cross entropy is not used. It holds up to 2 T H logits at a time, where the chunks of
-terrace.runtime.head have a fixed number; it makes a weight gradient of its own, the size of the output matrix; and it
-waits for the device in every call. Nor is its cross entropy, which rounds losses to the dtype of the logits and waits
-for the device in every chunk: `to_gradient` launches the kernel of both by itself.
+The package's fused linear cross entropy is not used: it holds up to 2 T H logits at a time, whereas the chunks of
+terrace.runtime.head have a fixed size; it allocates a weight gradient of the size of the output matrix; and it
+synchronises with the device in every call. Its cross entropy is not used either: it rounds losses to the dtype of the
+logits and synchronises for every chunk. `to_gradient` launches the kernel that underlies both.
 
-Written against liger-kernel 0.8.5. A version whose functions differ fails the trial.
+Written for liger-kernel 0.8.5. Other versions whose functions differ fail the trial (terrace.model.liger_trial).
 
 Shape legend: B batch, S sequence, N query heads, K key-value heads, D head_dim, R rotary_dim, H hidden, I intermediate,
 V vocabulary, T rows.
@@ -45,7 +45,7 @@ _BLACKWELL = 10  # compute capability from which fewer warps are faster in half 
 
 
 def why_missing() -> str:
-    """The reason why the package cannot be used here; empty where it is installed with Triton."""
+    """Why the package cannot be used; empty if it is installed together with Triton."""
     for name, module in ((PACKAGE, _MODULE), ("triton", "triton")):
         if find_spec(module) is None:
             return f"{name} is not installed ({install(PACKAGE)})"
@@ -59,19 +59,19 @@ def words() -> str:
 
 @cache
 def _ops(name: str) -> Any:
-    # Imported at its first use: the package brings all of its kernels, seconds in every process. By module, since
-    # names of the package itself may be replaced by an environment variable.
+    # Imported on first use: the package loads all of its kernels, which takes seconds. Imported from submodules, since
+    # an environment variable may replace the names at the top level of the package.
     return import_module(f"{_MODULE}.ops.{name}")
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise x (..., H) by its root mean square, times weight (H)."""
+    """x (..., H) divided by its root mean square, times weight (H)."""
     normal: Tensor = _ops("rms_norm").LigerRMSNormFunction.apply(x, weight, eps, 0.0, "gemma", False)
     return normal
 
 
 class _Gated(torch.autograd.Function):
-    """act(gate) * up, by the functions of a module of the package."""
+    """act(gate) * up, with the forward and backward of the package's module `name`."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, name: str) -> Tensor:
@@ -84,7 +84,7 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
-        # Recorded before the kernel: the results are views, and would count as older than their storage otherwise.
+        # Recorded before the kernel runs: the results are views, and must not be older than their storage.
         increment_version((gate, up))
         of_gate, of_up = ctx.function(gate, up, grad.contiguous())
         return of_gate, of_up, None
@@ -101,7 +101,7 @@ def silu_gated(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def gelu_tanh_gated(gate: Tensor, up: Tensor) -> Tensor:
-    """gelu(gate) * up by the tanh form, each (..., I)."""
+    """gelu(gate) * up with the tanh approximation, each (..., I)."""
     return _gated(gate, up, "geglu")
 
 
@@ -109,7 +109,7 @@ GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"silu": silu_gated, "gel
 
 
 class _Turned(torch.autograd.Function):
-    """Queries and keys turned by tables, in place where their heads lie side by side."""
+    """RoPE on queries and keys, in place where the heads of a token are contiguous."""
 
     @staticmethod
     def forward(
@@ -119,7 +119,7 @@ class _Turned(torch.autograd.Function):
         _record_writes(query, key)
         turned = _ops("rope").rope_forward(query, key, cos, sin, rotary_dim=rotary_dim)
         ctx.save_for_backward(*turned[2:])
-        # Detached: a view of an input would be one for autograd, too.
+        # Detached, since autograd must not treat the outputs as views of the inputs.
         return turned[0].detach(), turned[1].detach()
 
     @staticmethod
@@ -131,21 +131,21 @@ class _Turned(torch.autograd.Function):
 
 
 def _record_writes(*heads: Tensor) -> None:
-    # The kernel copies heads (B, N, S, D) that do not lie side by side, and leaves them as they are.
+    # The kernel copies inputs (B, N, S, D) whose heads are not contiguous, and does not change these.
     increment_version([each for each in heads if each.transpose(1, 2).is_contiguous()])
 
 
 def turn_both(rotary_dim: int, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn query (B, N, S, D) and key (B, K, S, D) by tables (S, R/2) or (B, S, R/2)."""
+    """Apply RoPE to query (B, N, S, D) and key (B, K, S, D) with tables (S, R/2) or (B, S, R/2)."""
     turned: tuple[Tensor, Tensor] = _Turned.apply(query, key, cos, sin, rotary_dim)  # type: ignore[no-untyped-call]
     return turned
 
 
 def to_gradient(logits: Tensor, labels: Tensor, scale: float = 1.0) -> Tensor:
-    """The sum of the cross entropies of logits (T, V), in fp64; the logits become `scale` times its gradient."""
+    """Replace logits (T, V) by `scale` times the gradient of their summed cross entropy; returns the sum in fp64."""
     losses = torch.zeros(len(logits), dtype=torch.float32, device=logits.device)
     num_words = logits.shape[1]
-    # By its mean over 1 / scale tokens, so that a scaled gradient is scaled before it is rounded.
+    # Uses the kernel's mean over 1 / scale tokens, so that the gradient is scaled before it is rounded.
     count = 1.0 / scale
     _ops("cross_entropy").liger_cross_entropy_kernel[(len(logits),)](
         X_ptr=logits,

@@ -1,6 +1,6 @@
-"""The kernels of `liger-kernel` as attributes of a decoder's modules.
+"""Installs kernels of `liger-kernel` as attributes of a decoder's modules.
 
-A tensor axis that replaces a norm moves its kernel to the new module (terrace.runtime.tensor.apply).
+When a tensor axis replaces a norm, it moves the kernel to the new module (terrace.runtime.tensor.apply).
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -18,13 +18,13 @@ from terrace.model.layers import MLP, Attention, RMSNorm
 from terrace.model.part_kernel import GATED, PARTS, Part, PartChoice
 from terrace.model.rotary import Rotary
 
-DEVICES = ("cuda",)  # that the kernels run on; a test adds the CPU of Triton's interpreter
+DEVICES = ("cuda",)  # supported devices; a test adds the CPU, for Triton's interpreter
 _KERNELS = (liger.rms_norm, liger.turn_both, liger.to_gradient, *liger.GATED.values())
 
 
 @dataclass(frozen=True)
 class _Place:
-    """A part of a module: the object, and the attribute that computes it."""
+    """An attribute `name` of the object `owner` that computes a part, and the kernel to put there."""
 
     part: Part
     owner: object
@@ -35,10 +35,9 @@ class _Place:
 def serve(
     blocks: Iterable[nn.Module], choice: PartChoice, device: torch.device, parts: Collection[Part] = PARTS
 ) -> dict[Part, int]:
-    """Set the kernels of `choice` for `parts` of `blocks`; the number of modules that have one, by part.
+    """Install the kernels of `choice` for `parts` of `blocks`. Returns the number of modules changed, by part.
 
-    They are attributes of these objects; classes stay as they are. Raises `ConfigError` where those of "liger" cannot
-    run.
+    Kernels are set on instances, not on classes. Raises `ConfigError` if the kernels of "liger" cannot run.
     """
     if choice == "torch":
         return {}
@@ -54,13 +53,13 @@ def serve(
 
 
 def is_served(owner: object, name: str) -> bool:
-    """Whether an attribute of a module is a kernel, so that there is nothing to compile."""
+    """Whether an attribute of a module is a liger kernel, which needs no compilation."""
     found = vars(owner).get(name)
     return getattr(found, "func", found) in _KERNELS
 
 
 def any_served(blocks: Iterable[nn.Module]) -> bool:
-    """Whether a kernel computes any part of `blocks`."""
+    """Whether any part of `blocks` is computed by a liger kernel."""
     return any(is_served(place.owner, place.name) for place in _places(blocks))
 
 

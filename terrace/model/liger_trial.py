@@ -1,6 +1,6 @@
-"""A trial of the kernels of `liger-kernel`, each on a few rows of a model's sizes: forward and backward against fp64.
+"""Trial of the kernels of `liger-kernel`: forward and backward on a few rows of a model's sizes, compared with fp64.
 
-No kernel runs before its trial: the package is written for its own callers, and its functions change with its version.
+No kernel is used before its trial, since these functions are internal to the package and change between versions.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,19 +15,19 @@ from terrace.model.config import ModelConfig
 from terrace.model.part_kernel import LARGEST_ROW, PARTS, Part
 from terrace.model.rotary import rotary_of
 
-# Of the largest element; the tables of positions are rounded to the dtype, too.
+# Relative to the largest element. Rotary tables are rounded to the dtype as well.
 _TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-5}
 _ROWS = 6
-# Norms of at most so many elements over at least so many rows have kernels of their own, of several rows at a time.
+# The package has separate kernels, of several rows each, for norms of at most _SHORT elements over many rows.
 _SHORT, _MANY_ROWS = 256, 4096 * 8
 _SCALE = 0.125
 _Function = Callable[..., Tensor | tuple[Tensor, ...]]
 
 
 def check(config: ModelConfig, device: torch.device, dtype: torch.dtype, parts: Sequence[Part] = PARTS) -> None:
-    """Try the kernels of parts at a model's sizes.
+    """Try the kernels of `parts` at a model's sizes.
 
-    Raises `ConfigError` with the reason where the package is missing or one of them fails.
+    Raises `ConfigError` with the reason if the package is missing or a kernel fails.
     """
     reason = liger.why_missing()
     for part in parts if not reason else ():
@@ -41,13 +41,13 @@ def check(config: ModelConfig, device: torch.device, dtype: torch.dtype, parts: 
 
 @cache
 def problem_of(part: Part, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> str:
-    """The reason why the kernels of a part do not work on a device; empty where they do."""
+    """Why the kernels of a part do not work on a device; empty if they do."""
     try:
         with torch.enable_grad(), torch.inference_mode(False):
             for trial in _TRIALS[part](config, device, dtype):
                 if trial:
                     return trial
-    except Exception as error:  # whatever a loader, a compiler or a kernel makes of it
+    except Exception as error:  # anything that a loader, a compiler or a kernel raises
         return first_line(error)
     return ""
 
@@ -57,7 +57,7 @@ def _norms(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Ite
     if config.whole_qk_norm:
         shapes += [(_ROWS, number * config.head_dim) for number in (config.num_heads, config.num_kv_heads)]
     elif config.qk_norm:
-        # On a CPU only an interpreter runs kernels, which takes many rows too slowly.
+        # On a CPU kernels run in an interpreter, which is too slow for many rows.
         shapes += [(_ROWS, config.head_dim)]
         shapes += [(_MANY_ROWS + 1, config.head_dim)] if config.head_dim <= _SHORT and device.type == "cuda" else []
     for shape in shapes:
@@ -68,7 +68,7 @@ def _norms(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Ite
 
 def _gated(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Iterator[str]:
     activation, size = layers.ACTIVATIONS[config.activation], config.mlp_size or config.intermediate_size
-    shape = (_ROWS, min(size, LARGEST_ROW))  # ranks of a tensor axis may have a part each
+    shape = (_ROWS, min(size, LARGEST_ROW))  # ranks of a tensor axis may have a slice each
     inputs = _normal(device, dtype, shape, shape, shape)
     yield _compared(liger.GATED[config.activation], lambda gate, up: activation(gate) * up, inputs)
 
@@ -84,7 +84,7 @@ def _rotary(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> It
         cos, sin = rotary.tables_of(inputs[0], places)
 
         def own(query: Tensor, key: Tensor, cos: Tensor = cos, sin: Tensor = sin) -> tuple[Tensor, ...]:
-            # Copies, since the kernel writes over both, which no leaf allows.
+            # Copies, since the kernel writes in place, which leaves do not allow.
             return liger.turn_both(config.rotary_dim, query.clone(), key.clone(), cos, sin)
 
         def reference(query: Tensor, key: Tensor, cos: Tensor = cos, sin: Tensor = sin) -> tuple[Tensor, ...]:
@@ -117,9 +117,9 @@ def _normal(device: torch.device, dtype: torch.dtype, *shapes: Sequence[int]) ->
 
 
 def _compared(own: _Function, reference: _Function, tensors: Sequence[Tensor]) -> str:
-    """The first difference of two functions in words; empty for none.
+    """Describe the first difference between two functions; empty if they agree.
 
-    The first two `tensors` are their arguments, the others the gradients of their results.
+    The first two `tensors` are the arguments, the others the gradients of the outputs.
     """
     inputs, grads, dtype = tensors[:2], tensors[2:], tensors[0].dtype
     found = _results(own, inputs, grads)
@@ -133,13 +133,13 @@ def _results(function: _Function, inputs: Sequence[Tensor], grads: Sequence[Tens
     leaves = [each.detach().clone().requires_grad_() for each in inputs]
     outputs = function(*leaves)
     outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
-    # Copies, since kernels write over gradients and over results.
+    # Copies, since kernels overwrite gradients and results.
     kept = [each.detach().clone() for each in outputs]
     return [*kept, *torch.autograd.grad(outputs, leaves, [each.clone() for each in grads])]
 
 
 def _difference(name: str, found: Tensor, wanted: Tensor, dtype: torch.dtype) -> str:
-    # Not "greater than": NaN must fail.
+    # "<=", so that NaN fails.
     if (found.double() - wanted).abs().max() <= _TOLERANCE[dtype] * wanted.abs().max():
         return ""
     return f"it differs from the reference ({name})"

@@ -1,7 +1,7 @@
-"""An operation of a layer with the module that takes its result: the place where a runtime may drop the result.
+"""Hook for pairs of an operation and the module that reads its result.
 
-A layer hands over both, so that whoever runs them knows who keeps the result for a backward, and may compute it again
-instead (terrace.runtime.replay).
+Layers call it with both, so that a runtime can drop the result that the reader would save for the backward, and
+recompute it instead (terrace.runtime.replay).
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Runs(Protocol):
-    """Runs an operation on its inputs and gives the result to its reader; returns the reader's result."""
+    """Computes `reader(operation(*inputs))`."""
 
     def __call__(
         self, operation: Callable[..., Tensor], inputs: tuple[Tensor, ...], reader: Callable[[Tensor], Tensor]
@@ -19,5 +19,5 @@ class Runs(Protocol):
 
 
 def keeping(operation: Callable[..., Tensor], inputs: tuple[Tensor, ...], reader: Callable[[Tensor], Tensor]) -> Tensor:
-    """Run both; autograd keeps the tensors that their backwards need."""
+    """Run both normally; autograd saves what their backwards need."""
     return reader(operation(*inputs))

@@ -22,9 +22,9 @@ from terrace.model.params import STACKED, ParamSpec
 
 @lru_cache(maxsize=256)
 def params_of(operations: Operations) -> tuple[ParamSpec, ...]:
-    """The parameters of a block, in the order of `named_parameters` of its module.
+    """Parameters of a block, in the order of `named_parameters` of its module.
 
-    A module's matrices come before its norms, as its constructor makes them.
+    Within a submodule matrices come before norms, as in its constructor.
     """
     modules: dict[str, list[tuple[bool, list[ParamSpec]]]] = {}
     ends = any(isinstance(operation, Loss | Score) for operation in operations)
@@ -55,7 +55,7 @@ def _params(operation: Operation, *, is_stacked: bool = False) -> list[ParamSpec
         case Loss():
             return [_table(operation.weight, operation.vocabulary, operation.source.features)] if operation.owns else []
         case Score():
-            # Every tensor rank has the score whole, as it has the hidden states before it.
+            # Replicated on all tensor ranks, as are the hidden states before it.
             features = operation.source.features._replace(counts="features")
             return [_param(f"{operation.weight}.weight", operation.target.features, features)]
         case _:
@@ -65,13 +65,13 @@ def _params(operation: Operation, *, is_stacked: bool = False) -> list[ParamSpec
 def _mixture_params(mixture: Mixture) -> Iterator[ParamSpec]:
     yield from _router_params(mixture.experts, (mixture.hidden.counts, mixture.hidden.units))
     for operation in mixture.each:
-        yield from _params(operation, is_stacked=True)  # of one expert, too
+        yield from _params(operation, is_stacked=True)  # also with a single expert
     for operation in (*mixture.shared, *mixture.shared_gate):
         yield from _params(operation)
 
 
 def _router_params(experts: ExpertsConfig, hidden: tuple[str, int]) -> list[ParamSpec]:
-    """The parameters of the router of a mixture for tokens of size `hidden`, in order; the bias is no optimizer's."""
+    """Parameters of a mixture's router for tokens of size `hidden`, in order. No optimizer updates the bias."""
     choices, size = ("choices", experts.num_experts), ("router", experts.router_size)
     dims: dict[str, tuple[tuple[str, int], ...]] = {"weight": (choices, size if experts.router_size else hidden)}
     if experts.gate == "noisy":
@@ -93,7 +93,7 @@ def _router_params(experts: ExpertsConfig, hidden: tuple[str, int]) -> list[Para
 
 
 def _table(name: str, vocabulary: int, hidden: Dim) -> ParamSpec:
-    # Whole rows: no axis that cuts the residual stream cuts them.
+    # "features": rows stay whole under axes that cut the residual stream ("hidden").
     return _param(name, Dim("vocab", vocabulary), hidden._replace(counts="features"))
 
 
@@ -104,9 +104,9 @@ def _param(name: str, *dims: Dim) -> ParamSpec:
 
 
 def active_numel(operations: Operations, param: ParamSpec) -> int:
-    """Elements of a parameter that a token meets: of a stack of experts, those that it passes.
+    """Elements of a parameter that are active for one token: all, or those of the chosen experts.
 
-    None of a stack of experts where the block does not declare how many these are.
+    0 for a stack of experts if the block does not declare how many experts a token has.
     """
     if not param.is_stack:
         return param.numel
@@ -117,16 +117,16 @@ def active_numel(operations: Operations, param: ParamSpec) -> int:
 def forward_flops(operations: Operations, batch_size: int, sequence: int) -> int:
     """FLOPs of the matrix products in one forward pass on (B, S) tokens.
 
-    A product of (m, k) and (k, n) counts 2mnk; of experts those that a token passes count. Attention counts the full
+    A product of (m, k) and (k, n) counts 2mnk; only the chosen experts of a token count. Attention counts the full
     S x S square, 2 B S^2 for each element of a query and of a value, as published FLOP counts do, although a causal
-    kernel may skip half of it. Biases, norms, activations, RoPE and the embedding's look-up count nothing.
+    kernel may skip half of it. Biases, norms, activations, RoPE and the embedding look-up are not counted.
     """
     tokens = batch_size * sequence
     return sum(2 * tokens * _multiplications(operations, each, sequence) for each in operations)
 
 
 def _multiplications(operations: Operations, operation: Operation, sequence: int) -> int:
-    """Multiplications of a token."""
+    """Multiplications per token."""
     match operation:
         case Core():
             return sequence * operation.heads * (operation.head_dim + operation.value_dim)

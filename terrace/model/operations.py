@@ -1,18 +1,16 @@
-"""The operations of a block: the one description of a layer, from which every other fact about it follows.
+"""Operations of a block: the single description of a layer, from which everything else is derived.
 
-A block is a list of operations in the order in which its forward runs them. An operation reads and writes tensors whose
-features are counted in named dims, so that its parameters, FLOPs, seconds, kept tensors, regions, messages and slices
-are short folds over the list:
+A block is a list of operations in the order of its forward. Operations read and write tensors with named feature dims,
+so that parameters, FLOPs, seconds, saved tensors, regions, messages and slices are short folds over the list:
 
     parameters, FLOPs        terrace.model.operation_folds
     seconds                  terrace.simulate.layers
-    tensors that are kept    terrace.simulate.kept_tensors
+    saved tensors            terrace.simulate.kept_tensors
     regions, messages        terrace.program.block_program.regions
-    stand-ins on a rank      terrace.runtime.tensor
+    modules on a rank        terrace.runtime.tensor
 
-terrace.model.block_operations makes the lists of a decoder. Each rule about an operation is written by its type: what a
-product costs, keeps and how it may be cut is said once in each fold, for every product of every model. Pure: needs no
-torch.
+terrace.model.block_operations builds the lists of a decoder. Each fold has one rule per type of operation: the cost of
+a product, what it saves and how it is sharded are written once, for all products of all models. Needs no torch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,11 +23,11 @@ from terrace.base.hashing import hashed_once
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.rope_scaling import RopeScaling
 
-INPUT, OUTPUT = "input", "output"  # of a block, among its tensors
+INPUT, OUTPUT = "input", "output"  # names of a block's input and output tensors
 
 
 class Dim(NamedTuple):
-    """Features of a token: the quantity that they count, its units, and the elements of a unit, which is never cut."""
+    """Feature dim: `units` of the quantity `counts` with `size` elements each; a unit is never split."""
 
     counts: str
     units: int
@@ -37,17 +35,17 @@ class Dim(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return self.units * self.size
 
 
 class Tokens(StrEnum):
-    """The tokens that a rank has of a tensor."""
+    """Which tokens of a tensor a rank has."""
 
-    STREAM = "stream"  # of the residual stream: a part of the micro-batch's under sequence parallelism
-    ALL = "all"  # of the micro-batch, on every tensor row
-    ROUTED = "routed"  # those whose experts a rank chooses
-    ROWS = "rows"  # a row for each expert that a token passes
+    STREAM = "stream"  # those of its residual stream: a shard of the micro-batch under sequence parallelism
+    ALL = "all"  # the whole micro-batch, on every tensor row
+    ROUTED = "routed"  # those that this rank routes to experts
+    ROWS = "rows"  # one row per token and chosen expert
 
 
 class Tensor(NamedTuple):
@@ -60,7 +58,7 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation, its operands and its results. `holds` are operands that variables keep alive until it has run."""
+    """An operation with its operands and results. `holds` (of a product) names tensors that are alive until it ran."""
 
     name: str
     reads: tuple[Tensor, ...]
@@ -79,12 +77,12 @@ class Operation:
 
 @dataclass(frozen=True)
 class Enter(Operation):
-    """From the residual stream into attention or the MLP, which see every token: tensor rows gather their parts."""
+    """Entry to attention or the MLP, which need all tokens: tensor rows gather their shards of the residual stream."""
 
 
 @dataclass(frozen=True)
 class Norm(Operation):
-    """A normalisation of `over` features at a time, with the parameters `weight` and, of a layer norm, a bias."""
+    """A norm over `over` features, with the parameter `weight` and, for a layer norm, a bias."""
 
     weight: str
     over: Dim
@@ -94,10 +92,10 @@ class Norm(Operation):
 
 @dataclass(frozen=True)
 class Product(Operation):
-    """A product with the matrix `weight`, (features written, features read), and a bias.
+    """A product with the matrix `weight` (outputs, inputs), and optionally a bias.
 
-    Products of one `group` read the same operand, one after the other, and may run as one. In a mixture `stack` counts
-    the matrices side by side, of which a row meets one.
+    Adjacent products of one `group` read the same operand and may run as one. In a mixture, `stack` is the number of
+    experts, each with a matrix of its own.
     """
 
     weight: str
@@ -118,28 +116,28 @@ class Product(Operation):
 
     @property
     def leaves(self) -> bool:
-        """Whether it ends attention or the MLP: it writes the residual stream, from features of all tokens."""
+        """Whether it is the output projection of attention or an MLP, which returns to the residual stream."""
         return self.source.tokens is Tokens.ALL and self.target.tokens is Tokens.STREAM
 
 
 @dataclass(frozen=True)
 class Rotary(Operation):
-    """Rotary positions of queries and keys: each operand to the result at its place."""
+    """RoPE on queries and keys; operand i gives result i."""
 
-    dim: int  # leading elements of a head that are turned
+    dim: int  # elements of a head that are rotated
     theta: float
     scaling: RopeScaling | None = None
-    limit: int = 0  # the longest row with the frequencies of all shorter ones; 0: rows of any length
+    limit: int = 0  # row length up to which frequencies do not depend on the length; 0: no limit
 
 
 @dataclass(frozen=True)
 class Join(Operation):
-    """Copies parts of its operands into one tensor, side by side, or beside zeros."""
+    """A copy of slices of the operands, concatenated or padded with zeros."""
 
 
 @dataclass(frozen=True)
 class Scale(Operation):
-    """A multiplication by a constant. `in_sum`: the next sum multiplies; only the gradient is a tensor of its own."""
+    """A multiplication by a constant. `in_sum`: fused into the next sum, so that only the gradient is a new tensor."""
 
     factor: float
     in_sum: bool = False
@@ -147,10 +145,10 @@ class Scale(Operation):
 
 @dataclass(frozen=True)
 class Core(Operation):
-    """Causal attention of queries to keys and values: softmax(q k^T) v of `heads`, which share `kv_heads`.
+    """Causal attention, softmax(q k^T) v, with `heads` query heads and `kv_heads` key-value heads.
 
-    `value_dim` elements of a value are not zeros that fill it up to `head_dim`. Where keys and values are products of a
-    `latent`, that is what a generator keeps of a token.
+    Values have `value_dim` elements, zero-padded to `head_dim`. If keys and values are projected from a `latent`,
+    generation caches the latent.
     """
 
     heads: int
@@ -163,7 +161,7 @@ class Core(Operation):
 
     @property
     def cached(self) -> tuple[Tensor, ...]:
-        """The tensors that a generator keeps of a token: keys and values, or one from which both follow."""
+        """Tensors that generation caches for a token: keys and values, or the latent."""
         return self.reads[1:] if self.latent is None else (self.latent,)
 
     @property
@@ -186,16 +184,16 @@ class Activation(Operation):
 
 @dataclass(frozen=True)
 class Sum(Operation):
-    """The residual stream, and what attention or the MLP adds to it."""
+    """The residual addition: the stream plus the output of attention or the MLP."""
 
 
 @hashed_once
 @dataclass(frozen=True)
 class Mixture(Operation):
-    """A mixture of experts in place of an MLP: routes a token to experts, and sums their weighted results.
+    """A mixture of experts: routes tokens to experts and sums their weighted outputs.
 
-    `each` are the operations of an expert on its rows, `shared` those of an expert that every token passes, and
-    `shared_gate` the product whose sigmoid multiplies its result, if any.
+    `each` has the operations of an expert on its rows, `shared` those of the shared expert, which every token passes,
+    and `shared_gate` the product whose sigmoid multiplies the output of the shared expert, if any.
     """
 
     experts: ExpertsConfig
@@ -212,7 +210,7 @@ class Mixture(Operation):
 
 @dataclass(frozen=True)
 class LookUp(Operation):
-    """Rows of a matrix for tokens, and of learned `positions`, if it has any."""
+    """An embedding look-up, plus learned `positions` if there are any."""
 
     weight: str
     vocabulary: int
@@ -222,7 +220,7 @@ class LookUp(Operation):
 
 @dataclass(frozen=True)
 class Loss(Operation):
-    """Logits and the cross-entropy of each token. Without `owns` its matrix is another block's."""
+    """Logits and cross-entropy of each token. Not `owns`: the matrix belongs to another block (tied)."""
 
     weight: str
     vocabulary: int
@@ -232,14 +230,14 @@ class Loss(Operation):
 
 @dataclass(frozen=True)
 class Score(Operation):
-    """A product with one output, in fp32 at least: the value of each token."""
+    """A product with one output per token, in at least fp32: the value of the token."""
 
     weight: str
 
 
 @dataclass(frozen=True)
 class PlainProduct(Operation):
-    """A product of which no more than the size is known; tensor ranks share its outputs evenly."""
+    """A product of which only the sizes are known; its outputs are divided evenly among tensor ranks."""
 
 
 _Operation = TypeVar("_Operation", bound=Operation)
@@ -256,27 +254,27 @@ class Operations:
         return iter(self.each)
 
     def of(self, kind: type[_Operation]) -> list[_Operation]:
-        """Its operations of a type."""
+        """Operations of type `kind`."""
         return [operation for operation in self.each if isinstance(operation, kind)]
 
     @cached_property
     def passed(self) -> tuple[Operation, ...]:
-        """Its operations, and after a mixture those of the shared expert, which every token passes too."""
+        """All operations, with those of a shared expert after its mixture."""
         return tuple(chained for each in self.each for chained in (each, *_shared(each)))
 
     @cached_property
     def core(self) -> Core:
-        """Its attention; `NO_CORE` where it has none."""
+        """The attention core, or `NO_CORE`."""
         return next(iter(self.of(Core)), NO_CORE)
 
     @cached_property
     def mixture(self) -> Mixture:
-        """Its mixture of experts; `NO_MIXTURE` where every token passes an MLP, or the block has neither."""
+        """The mixture of experts, or `NO_MIXTURE`."""
         return next(iter(self.of(Mixture)), NO_MIXTURE)
 
     @cached_property
     def hidden(self) -> Dim:
-        """Features of the residual stream; none where the block does not say."""
+        """Feature dim of the residual stream, or `NO_FEATURES` if unknown."""
         streams = (tensor for each in self.each for tensor in (*each.reads, *each.writes))
         return next((each.features for each in streams if each.features.counts in ("hidden", "features")), NO_FEATURES)
 
@@ -287,14 +285,14 @@ def _shared(operation: Operation) -> tuple[Operation, ...]:
 
 NO_FEATURES = Dim("", 0)
 NO_CORE = Core("no attention", (), (), heads=0, kv_heads=0, head_dim=0, value_dim=0)
-# Of one expert, which every token passes: its products are the MLP's own.
+# One expert for every token, as if an MLP were a mixture.
 _ONE = ExpertsConfig(num_experts=1, per_token=1, intermediate_size=0)
 NO_MIXTURE = Mixture("no mixture", (), (), experts=_ONE, weight="", each=())
 NO_OPERATIONS = Operations()
 
 
 def chain(matrices: Sequence[tuple[int, int]]) -> Operations:
-    """Products with (inputs, outputs), one after the other."""
+    """A sequence of products with these (inputs, outputs)."""
     tensors = [Tensor(INPUT, NO_FEATURES)]
     found = []
     for index, (inputs, outputs) in enumerate(matrices):

@@ -1,17 +1,17 @@
-"""Kernels that attend queries to some of their keys, and give the denominator of the softmax over these keys.
+"""Kernels for attention of queries over a part of their keys, which also return the log-sum-exp of the scores (lse).
 
-A kernel has a forward, which returns the output and the log of the sum of exponentials of the scores, and a backward,
-which is given both over *all* keys of its queries (terrace.model.blockwise has the algebra). There are three:
+The forward of a kernel returns output and lse over the part; the backward is given both over *all* keys (derivation in
+terrace.model.blockwise). There are three kernels:
 
-    plain    products of torch, a few queries at a time, computed in fp32 (fp64 for fp64): the reference
-    flash    the flash attention behind torch's own attention, on a CPU or on CUDA, through operators that are not
-             public. On a CPU for which oneDNN has no products of bf16 it gets fp32: its own loops are slow
-    cudnn    cuDNN's, which torch's own attention takes from Hopper on, through operators that are not public either
+    plain    torch products over a few queries at a time, in fp32 (fp64 for fp64): the reference
+    flash    torch's flash attention on a CPU or on CUDA, through private operators. On a CPU without bf16 products in
+             oneDNN it is given fp32, since its fallback loops are slow
+    cudnn    cuDNN attention, which torch uses from Hopper on, also through private operators
 
-A kernel is used on a device in a dtype after it agreed with the reference there, which is tried once (`kernels_for`);
-if it disagrees, a warning says so. Each pair is for the first of these that takes it, plain products last: cuDNN makes
-a graph for every new shape, which takes milliseconds, so it gets lengths that repeat alone, and flash attention those
-of documents. `describe` names the kernels in use.
+A kernel is tested once per device and dtype against the reference (`kernels_for`); if it differs, it is not used and a
+warning says so. Each pair uses the first kernel that accepts it, plain products last. cuDNN builds a graph for every
+new shape, which takes milliseconds, so it only gets lengths that are likely to repeat; documents go to flash attention.
+`describe` names the kernels in use.
 
 Shape legend: B batch, N query heads, K key-value heads, G = N / K, D head_dim, L queries, M keys, R queries at a time.
 """
@@ -32,20 +32,20 @@ from terrace.model.attention import suits_plain_products
 
 KINDS = ("full", "causal", "mask")
 
-# Plain products have this many scores at a time: 4 MB in fp32, about a core's part of the caches.
+# Scores that plain products compute at a time: 4 MB in fp32, about the cache of one core.
 _MAX_SCORES = 1 << 20
 
-# cuDNN's backward has heads of up to 128 on every device from Hopper on; longer ones are for flash attention 2.
+# cuDNN's backward supports head sizes up to 128 on all devices from Hopper on; larger ones use flash attention 2.
 CUDNN_HEAD, _HOPPER = 128, (9, 0)
-# A length that is a multiple of it is taken for one that repeats: parts of whole rows are, documents hardly.
+# Multiples of this are assumed to be lengths that repeat: shards of whole rows are, documents rarely.
 CUDNN_LENGTHS = 128
 
-# Of the largest element. Half precision: weights rounded to 8 bits differ from those of 24 bits by a few 2^-8.
+# Relative to the largest element. Half precision: weights with 8 significant bits are off by a few 2^-8.
 _TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 class PairInputs(NamedTuple):
-    """Queries (B, N, L, D) that attend to keys and values (B, K, M, D); `mask` (L, M), additive, is for kind "mask"."""
+    """Queries (B, N, L, D), keys and values (B, K, M, D), a kind, and for "mask" an additive `mask` (L, M)."""
 
     query: Tensor
     key: Tensor
@@ -61,42 +61,42 @@ Backward = Callable[[Tensor, PairInputs, Tensor, Tensor], Gradients]
 
 @dataclass(frozen=True)
 class Kernel:
-    """One way to compute `terrace.model.blockwise.pair_forward` and `pair_backward`, which have the shapes."""
+    """Implementation of `terrace.model.blockwise.pair_forward` and `pair_backward`; shapes are given there."""
 
     name: str
     forward: Forward
     backward: Backward
-    takes: Callable[[PairInputs], bool]  # whether a pair is for it
-    lengths: tuple[int, int] = (5, 7)  # queries and keys of its trial: odd ones reach the cases in which kernels differ
-    head_dims: tuple[int, ...] = (16,)  # of its trial
+    takes: Callable[[PairInputs], bool]  # whether it accepts a pair
+    lengths: tuple[int, int] = (5, 7)  # queries and keys in its trial; odd, to test edge cases
+    head_dims: tuple[int, ...] = (16,)  # in its trial
 
 
 def precise(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums over keys: fp32, or fp64 for fp64."""
+    """Accumulation dtype: fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def without_infinity(lse: Tensor) -> Tensor:
-    """`lse` with zeros in place of -inf, for queries that see no key: their weights exp(-inf - 0) are zeros then."""
+    """Replace -inf in `lse` (queries that see no key) by 0, so that their weights are exp(-inf - 0) = 0."""
     return lse.masked_fill(lse == -torch.inf, 0.0)
 
 
 def side_by_side(like: Tensor, dtype: torch.dtype | None = None, shape: Sequence[int] | None = None) -> Tensor:
-    """Memory for (B, N, L, D) with the heads of a token side by side; defaults are taken from `like`."""
+    """Uninitialised (B, N, L, D) with the heads of a token contiguous in memory; defaults from `like`."""
     batch, heads, length, size = like.shape if shape is None else shape
     return like.new_empty((batch, length, heads, size), dtype=dtype).transpose(1, 2)
 
 
 def _spans(query: Tensor, num_keys: int) -> Iterator[slice]:
     length = query.shape[2]
-    # Bounds the memory of scores, whatever the numbers of queries and keys.
+    # Bounds the memory of the scores.
     step = max(1, _MAX_SCORES // max(1, query.shape[0] * query.shape[1] * num_keys))
     for start in range(0, length, step):
         yield slice(start, min(start + step, length))
 
 
 def _grouped(part: Tensor, span: slice, num_kv_heads: int) -> Tensor:
-    # Query heads that share keys become rows of one product.
+    # Query heads that share a key-value head become rows of one product.
     rows = part[:, :, span].to(precise(part.dtype))
     return rows.reshape(rows.shape[0], num_kv_heads, -1, rows.shape[3])
 
@@ -140,11 +140,11 @@ def plain_backward(grad_out: Tensor, pair: PairInputs, out: Tensor, lse: Tensor)
     query, key, value, kind, mask = pair
     dtype, heads = precise(query.dtype), key.shape[1]
     keys, values = key.to(dtype), value.to(dtype)
-    # delta and the lse over all keys make the pair's gradients independent of other pairs: see terrace.model.blockwise.
+    # With delta and lse over all keys, the gradients of pairs are independent: see terrace.model.blockwise.
     delta = (grad_out.to(dtype) * out).sum(-1, keepdim=True)  # (B, N, L, 1)
     sums = without_infinity(lse).unsqueeze(-1)
     grad_query = side_by_side(query, query.dtype)
-    # Sums over spans, hence in wide precision.
+    # Accumulated over spans, hence in wide precision.
     grad_key, grad_value = (side_by_side(key, dtype).zero_() for _ in range(2))
     scale = 1.0 / math.sqrt(query.shape[3])
     for span in _spans(query, key.shape[2]):
@@ -165,7 +165,7 @@ def plain_backward(grad_out: Tensor, pair: PairInputs, out: Tensor, lse: Tensor)
 def _cpu_forward(pair: PairInputs) -> tuple[Tensor, Tensor]:
     flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = flash(*pair[:3], 0.0, pair.kind == "causal", attn_mask=pair.mask)
-    if pair.mask is not None:  # the kernel reports 0, the log of one, for queries that see no key
+    if pair.mask is not None:  # the kernel returns 0 for queries that see no key
         lse.masked_fill_(pair.mask.amax(-1) == -torch.inf, -torch.inf)
     return out, lse
 
@@ -205,7 +205,7 @@ def _cuda_backward(grad_out: Tensor, pair: PairInputs, out: Tensor, lse: Tensor)
     assert pair.mask is None, "flash attention on CUDA has no masks"
     flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward
     unused = torch.empty(0, dtype=torch.uint64, device=pair.query.device)  # the state of dropout
-    sums = lse.contiguous()  # the kernel does not look at its strides
+    sums = lse.contiguous()  # the kernel ignores strides
     sizes = (None, None, pair.query.shape[2], pair.key.shape[2])
     causal = pair.kind == "causal"
     grads: Gradients = flash(grad_out, *pair[:3], out, sums, *sizes, 0.0, causal, unused, unused)
@@ -244,7 +244,7 @@ def _guarded_backward(grad_out: Tensor, pair: PairInputs, out: Tensor, lse: Tens
 
 
 def _tell_refused(error: RuntimeError, pair: PairInputs) -> None:
-    """Warn that cuDNN has no kernel for a shape that its trial did not have; raises what is no refusal."""
+    """Warn that cuDNN does not support a shape that was not in its trial. Raises `error` if it is out of memory."""
     if isinstance(error, torch.OutOfMemoryError):
         raise error
     shapes = f"queries {tuple(pair.query.shape)}, keys {tuple(pair.key.shape)}"
@@ -261,8 +261,8 @@ PLAIN = Kernel("plain products of torch", plain_forward, plain_backward, lambda 
 CPU_FLASH = Kernel(
     "flash kernel of torch", _cpu_forward, _cpu_backward, lambda pair: not suits_plain_products(pair.query)
 )
-# Backward of 512 tokens, 8 heads of 64, bf16 (torch 2.13, one AVX2 core): 23 ms so, 256 ms if it is given bf16, 22 ms
-# of fp32; forward 9, 10 and 9 ms. At 64 tokens 0.7 ms for both, where plain products take 1.5 ms.
+# 512 tokens, 8 heads of 64, bf16 (torch 2.13, one AVX2 core): the backward takes 23 ms this way, 256 ms if the kernel
+# is given bf16, 22 ms with fp32 inputs; the forward 9, 10 and 9 ms. At 64 tokens both take 0.7 ms, plain products 1.5.
 CPU_FLASH_WIDE = Kernel("flash kernel of torch in float32", _wide_forward, _wide_backward, lambda pair: True)
 CUDA_FLASH = Kernel(
     "flash kernel of torch, plain products under a mask",
@@ -273,12 +273,12 @@ CUDA_FLASH = Kernel(
 
 
 CUDNN = Kernel("cuDNN attention of torch", _cudnn_forward, _cudnn_backward, _repeats, (128, 256), (64, CUDNN_HEAD))
-# The same after its trial: flash attention takes shapes that cuDNN refuses.
+# Used after the trial: falls back to flash attention for shapes that cuDNN rejects.
 CUDNN_OR_FLASH = replace(CUDNN, forward=_guarded_forward, backward=_guarded_backward)
 
 
 def _candidates(device: torch.device, dtype: torch.dtype) -> tuple[Kernel, ...]:
-    """Kernels beside the reference, the fastest first."""
+    """Kernels other than the reference, fastest first."""
     if device.type == "cpu" and dtype in _TOLERANCE:
         # Without oneDNN products in half precision, converting to fp32 is faster.
         return (CPU_FLASH if dtype.itemsize > 2 or _has_products(dtype) else CPU_FLASH_WIDE,)
@@ -289,7 +289,7 @@ def _candidates(device: torch.device, dtype: torch.dtype) -> tuple[Kernel, ...]:
 
 
 def _has_products(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies bf16 or fp16 matrices on this CPU; the flash kernel's own loops are far slower."""
+    """Whether oneDNN supports bf16 or fp16 products on this CPU; the flash kernel's fallback is far slower."""
     name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}[dtype]
     ask = getattr(torch.ops.mkldnn, name, None)  # absent from a torch that is built without oneDNN
     return ask is not None and bool(ask())
@@ -297,11 +297,11 @@ def _has_products(dtype: torch.dtype) -> bool:
 
 @cache
 def kernels_for(device: torch.device, dtype: torch.dtype) -> tuple[Kernel, ...]:
-    """The kernels that agree with the reference on a device, in a dtype, the fastest first and the reference last.
+    """Kernels that agree with the reference for a device and dtype, fastest first and the reference last.
 
-    Each is tried once. Warns if an expected kernel is missing or wrong.
+    Warns if an expected kernel is missing or wrong.
     """
-    # Private operators may change with torch, so each is tried once before it is trusted.
+    # Private operators may change between versions of torch, so each is tested once.
     found = []
     for kernel, other in pairwise((*_candidates(device, dtype), PLAIN)):
         wrong = disagreement(kernel, device, dtype)
@@ -313,16 +313,19 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> tuple[Kernel, ...]:
 
 
 def describe(device: torch.device, dtype: torch.dtype) -> str:
-    """Words that name the kernels of pairs on a device."""
+    """Names of the kernels that are used for pairs on a device."""
     name, kernels = str(dtype).removeprefix("torch."), kernels_for(device, dtype)
     return f"{' or '.join(each.name for each in kernels[:-1] or kernels)} ({device}, {name})"
 
 
 @torch.no_grad()
 def disagreement(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> str:
-    """A kernel's error against the reference in words, or nothing: small pairs of every kind, forward and backward."""
+    """Compare a kernel with the reference on small pairs of every kind, forward and backward.
+
+    Returns a description of the first difference, or "".
+    """
     generator, (num_queries, num_keys) = torch.Generator().manual_seed(0), kernel.lengths
-    # An empty row reaches another case in which kernels differ.
+    # A fully masked row is a further edge case.
     hidden = torch.zeros(num_queries, num_keys).masked_fill_(torch.ones(num_queries, num_keys).tril(1) == 0, -torch.inf)
     hidden[2] = -torch.inf  # a query that sees nothing
     hidden = hidden.to(device, dtype)
@@ -337,7 +340,7 @@ def disagreement(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> st
         if kind == "mask" and not kernel.takes(pair):
             continue
         grad, out = normal(length, 4), normal(length, 4)
-        sums = plain_forward(pair)[1] + 0.5  # as if there were other keys
+        sums = plain_forward(pair)[1] + 0.5  # as if there were further keys
         try:
             found = [*kernel.forward(pair), *kernel.backward(grad, pair, out, sums)]
         except (AttributeError, TypeError, RuntimeError) as error:
@@ -350,7 +353,7 @@ def disagreement(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> st
 
 
 def _equal(one: Tensor, other: Tensor, tolerance: float) -> bool:
-    # Infinities must stand in the same places before differences can be taken.
+    # Infinities must be at equal indices; they are excluded from the difference.
     if one.shape != other.shape or not torch.equal(one == -torch.inf, other == -torch.inf):
         return False
     one, other = (part.double().masked_fill(part == -torch.inf, 0.0) for part in (one, other))

@@ -1,21 +1,23 @@
-"""The parameters of a block: their shapes, and the quantities that their dims count. Pure: needs no torch."""
+"""Specs of a block's parameters: shapes and the meaning of their dims. Needs no torch."""
 
 import math
 from dataclasses import dataclass
 
-STACKED = "experts"  # the quantity whose dim counts parts of one shape
+STACKED = "experts"  # the quantity of the leading dim of a stack
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParamSpec:
     """One parameter: its name inside the block and its shape.
 
-    `dims` names the quantity that each dim counts, with the number of units that cannot be cut ("heads" of 64 elements,
-    say); empty where nothing is declared. A leading dim that counts "experts" makes the parameter a stack of parts of
-    one shape: (experts, out, in) is a matrix for each expert, (experts, out) a vector. `is_moved` by counts and by no
-    optimizer: it is whole on every rank, in fp32 at least. In the slice that one rank holds
-    (terrace.plan.slices), `shape` includes padding, `whole` is the shape before slicing, `cuts` names the axes that cut
-    each dim, and `replicated_over` the axes along which every rank holds this slice; together they shard its states.
+    `dims` has a (quantity, number of units) for each dim; a unit, such as a head of 64 elements, is never split. It is
+    empty if nothing is declared. A leading dim of "experts" makes the parameter a stack with one part per expert:
+    matrices in (experts, out, in), vectors in (experts, out). A parameter that `is_moved` is updated from token counts
+    instead of by an optimizer; it is replicated on every rank, in at least fp32.
+
+    In the slice of one rank (terrace.plan.slices), `shape` includes padding, `whole` is the shape before slicing,
+    `cuts` names the axes that shard each dim, and `replicated_over` the axes whose ranks all hold this slice and
+    together shard its states.
     """
 
     name: str
@@ -38,12 +40,12 @@ class ParamSpec:
 
     @property
     def part_shape(self) -> tuple[int, ...]:
-        """Shape of one part of a stack, else `shape`."""
+        """Shape of one part if it is a stack, else `shape`."""
         return self.shape[1:] if self.is_stack else self.shape
 
     @property
     def num_parts(self) -> int:
-        """Number of parts of a stack, else 1."""
+        """Number of parts if it is a stack, else 1."""
         return self.shape[0] if self.is_stack else 1
 
     @property

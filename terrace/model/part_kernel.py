@@ -1,10 +1,10 @@
-"""Kernels for the parts of a layer between its matrix products, and the table of parts that `liger-kernel` serves.
+"""Choice of kernels for the parts of a layer between its matrix products.
 
     torch   operations of torch, which `torch.compile` may fuse (terrace.runtime.compiled)
-    liger   the Triton kernels of the package `liger-kernel` (terrace.model.liger), each one pass over memory: rms
-            norms, the product of a gated activation, rotary positions, and the gradient of a chunk of logits
+    liger   Triton kernels of the package `liger-kernel` (terrace.model.liger) with one pass over memory: rms norms,
+            gated activations, rotary positions, and the gradient of a chunk of logits
 
-A part that liger does not serve stays with torch. Pure: needs no torch.
+Parts that liger does not support use torch. Needs no torch.
 """
 
 from collections.abc import Mapping
@@ -19,24 +19,24 @@ Part = Literal["norms", "gated activations", "rotary positions", "loss"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
 GATED = ("silu", "gelu_tanh")  # activations with a kernel
-LARGEST_ROW = 65536  # elements: a norm or an activation has a row in one block
+LARGEST_ROW = 65536  # elements; norms and activations process a row in one block
 _DTYPES = ("bf16", "fp16", "fp32")
 
 
 @dataclass(frozen=True)
 class PartsCase:
-    """The properties of a model and a device that decide which kernels serve."""
+    """Properties of a model and a device on which the choice of kernels depends."""
 
     model: "ModelConfig"
     backend: str  # "cpu" or "cuda"
     dtype: str  # "bf16", ...
-    rows: int = 1  # ranks of a tensor axis that share heads and inner features
-    columns: int = 1  # ranks that share hidden features
+    rows: int = 1  # tensor ranks that shard heads and inner features
+    columns: int = 1  # tensor ranks that shard hidden features
     objective: str = "next-token"
 
 
 def refusal(case: PartsCase) -> str:
-    """The reason why liger serves no part at all, with the values; empty where it serves some."""
+    """Why liger supports no part at all, with the values; empty if it supports some."""
     if case.backend != "cuda":
         return f"its kernels are for CUDA, and devices are of type {case.backend!r}"
     if case.dtype not in _DTYPES:
@@ -48,7 +48,7 @@ def refusal(case: PartsCase) -> str:
 
 
 def left_to_torch(case: PartsCase) -> Mapping[Part, str]:
-    """Parts that stay with torch, each with the reason."""
+    """Parts that liger does not support, each with the reason."""
     model = case.model
     reasons: dict[Part, str] = {
         "norms": _norms(case),

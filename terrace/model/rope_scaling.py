@@ -1,4 +1,4 @@
-"""How the frequencies of rotary positions are changed for longer sequences. Pure: the formula is in `rotary`."""
+"""Configuration of RoPE scaling for longer sequences; the formulas are in `rotary`. Needs no torch."""
 
 import math
 from dataclasses import dataclass
@@ -13,16 +13,20 @@ _OF_ORIGINAL = ("llama3", "yarn", "longrope")
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """A `rope_type` other than the default; the fields are named as in a Hugging Face `config.json`.
+    """A `rope_type` other than the default; fields are named as in a Hugging Face `config.json`.
 
-    `linear` divides every frequency by `factor` (Chen et al. 2306.15595). `dynamic` raises the base with the length of
-    a row, where that exceeds the model's `max_positions`. `llama3` divides by `factor` frequencies with a wavelength
-    above `original_max_position_embeddings / low_freq_factor`, leaves wavelengths below the same over
-    `high_freq_factor`, and interpolates smoothly between them (the Llama 3.1 release). `yarn` interpolates between the
-    frequencies that turn `beta_slow` and `beta_fast` times in the original length (Peng et al. 2309.00071, section
-    3.2). `longrope` divides each frequency by its own factor, a long one in rows beyond the original length (Ding et
-    al. 2402.13753). The last two multiply cosines and sines by `attention_factor`. Fields of other kinds keep their
-    defaults. Raises `ModelError` for meaningless numbers.
+    - `linear` divides every frequency by `factor` (Chen et al. 2306.15595);
+    - `dynamic` increases the base with the row length, beyond the model's `max_positions`;
+    - `llama3` divides frequencies by `factor` if their wavelength is above
+      `original_max_position_embeddings / low_freq_factor`, keeps them if it is below
+      `original_max_position_embeddings / high_freq_factor`, and interpolates in between (the Llama 3.1 release);
+    - `yarn` interpolates between the frequencies with `beta_slow` and `beta_fast` rotations in the original length
+      (Peng et al. 2309.00071, section 3.2);
+    - `longrope` divides each frequency by a factor of its own, `long_factor` for rows beyond the original length, else
+      `short_factor` (Ding et al. 2402.13753).
+
+    `yarn` and `longrope` multiply cosines and sines by `attention_factor`. Fields of other types keep their defaults.
+    Raises `ModelError` for invalid numbers.
     """
 
     rope_type: RopeType
@@ -65,7 +69,7 @@ class RopeScaling:
                     raise ModelError(f"{name} of longrope RoPE scaling has {each}: all must be positive and finite")
 
     def check(self, rotary_dim: int, theta: float) -> None:
-        """Raise `ModelError` where it cannot scale the frequencies of `rotary_dim` elements with the base `theta`."""
+        """Raise `ModelError` if it is not applicable to `rotary_dim` elements with the base `theta`."""
         if self.rope_type == "yarn" and theta <= 1:
             raise ModelError(f"rope_theta = {theta} must be above 1 for yarn RoPE scaling, which divides by its log")
         if self.rope_type == "dynamic" and rotary_dim <= 2:
@@ -80,7 +84,7 @@ class RopeScaling:
                 )
 
     def limit(self, max_positions: int) -> int:
-        """The longest row before the frequencies change; 0: they are the same for all rows."""
+        """Largest row length up to which frequencies do not depend on the length; 0: no limit."""
         if self.rope_type == "dynamic":
             return max_positions
         return self.original_max_position_embeddings if self.rope_type == "longrope" else 0

@@ -1,4 +1,4 @@
-"""Rotary positions: the tables of cosines and sines, and the turn.
+"""Rotary position embedding (RoPE): tables of cosines and sines, and the rotation.
 
 Shape legend: B batch, S sequence, N heads, D head_dim, R rotary_dim.
 """
@@ -17,11 +17,11 @@ from terrace.model.rope_scaling import RopeScaling
 class Rotary:
     """Rotary position embedding in the rotate-half convention, on the first `dim` elements of a head.
 
-    Pair i is elements i and i + R/2; position s turns it by s * theta^(-2i/R), or by less as `scaling` says.
-    The tables are computed on first use and kept here, not in module buffers, so that a model built on the meta
-    device holds nothing but its parameters. One object serves all layers that turn alike.
+    Pair i is elements i and i + R/2; at position s it is rotated by s * theta^(-2i/R), changed by `scaling`. Tables are
+    computed on first use and cached here, not in module buffers, so that models on the meta device have only
+    parameters. Layers with equal RoPE share one object.
 
-    Rows longer than `limit` have other frequencies (`RopeScaling.limit`); 0: all rows have the same.
+    Rows longer than `limit` have other frequencies (`RopeScaling.limit`); 0: no limit.
     """
 
     def __init__(self, dim: int, theta: float, scaling: RopeScaling | None = None, limit: int = 0) -> None:
@@ -47,7 +47,7 @@ class Rotary:
         return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
     def _of_documents(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        # Positions of one rank, or of one turn of generation, do not show the length of the longest row of all.
+        # The positions of one rank, or of one generation step, do not show the length of the longest row.
         if self.limit and (last := int(on_host(positions).max())) >= self.limit:
             assert self.scaling is not None, "only a scaling has a limit"
             raise ModelError(
@@ -57,41 +57,41 @@ class Rotary:
         return self._compute(positions, dtype, 0)
 
     def __call__(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Turn x (B, N, S, D) by `positions` (B, S) int64, or else by 0 .. S-1.
+        """Rotate x (B, N, S, D) by `positions` (B, S) int64, by default 0 .. S-1.
 
-        The result has the heads of a token side by side in memory. Attention lays its output out as its query, so
-        that merging the heads there is a view, where it would be a copy that is kept for the backward. Raises
-        `ModelError` for positions of documents beyond the limit.
+        In the result the heads of a token are contiguous in memory. The output of attention has the layout of its
+        query, so merging its heads is then a view instead of a copy that is saved for the backward. Raises
+        `ModelError` if positions are given and exceed the limit.
         """
         return self.turn(x, *self.tables_of(x, positions))
 
     def both(self, query: Tensor, key: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Query (B, N, S, D) and key (B, K, S, D), each turned as by the call; raises as it does."""
+        """Rotate query (B, N, S, D) and key (B, K, S, D) as `__call__` does."""
         return self.turn_both(query, key, *self.tables_of(query, positions))
 
     def tables_of(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The tables for x (B, N, S, D), each (S, R/2), or (B, S, R/2) with positions."""
+        """Tables cos and sin for x (B, N, S, D), each (S, R/2), or (B, S, R/2) with positions."""
         if positions is None:
             return self.tables(x.shape[-2], x.device, x.dtype)
         return self._packed.get(positions, x.dtype, lambda: self._of_documents(positions, x.dtype))
 
     def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Turn x (B, N, S, D) by tables (S, R/2) or (B, S, R/2); see the call."""
+        """Rotate x (B, N, S, D) by tables (S, R/2) or (B, S, R/2); layout of the result as in `__call__`."""
         cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # (S, 1, R/2) or (B, S, 1, R/2)
         x = x.transpose(-3, -2)  # (B, S, N, D)
         half = self.dim // 2
         first, second, rest = x[..., :half], x[..., half : self.dim], x[..., self.dim :]
-        # Halves are rotated against each other, as in Hugging Face's layout.
+        # Pairs are split across the halves, as in Hugging Face's layout.
         parts = [first * cos - second * sin, second * cos + first * sin]
         if self.dim < x.shape[-1]:
             parts.append(rest)
         return torch.cat(parts, dim=-1).transpose(-3, -2)
 
     def turn_last(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-        """Turn the last R elements of x (B, N, S, D) by tables as `turn` takes them.
+        """Rotate the last R elements of x (B, N, S, D); tables as in `turn`.
 
-        Pairs are neighbours if `interleaved`; their results stand apart, so that the elements of a result are in
-        another order than those of x, the same for queries and keys.
+        If `interleaved`, pairs are adjacent elements of x, but in different halves of the result. This permutation is
+        the same for queries and keys.
         """
         cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
         x = x.transpose(-3, -2)  # (B, S, N, D)
@@ -101,19 +101,19 @@ class Rotary:
         return torch.cat(parts[0 if rest.shape[-1] else 1 :], dim=-1).transpose(-3, -2)
 
     def turn_both(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Query and key, each as by `turn`; a kernel for both may stand here."""
+        """Apply `turn` to query and key; may be replaced by a kernel for both."""
         return self.turn(query, cos, sin), self.turn(key, cos, sin)
 
 
 def rotary_of(config: ModelConfig) -> Rotary | None:
-    """The rotary positions of a layer; None where it has none."""
+    """RoPE of a layer, or None if it has none."""
     if not config.rotary_dim:
         return None
     return Rotary(config.rotary_dim, config.rope_theta, config.rope_scaling, config.rope_limit)
 
 
 def _frequencies(exponents: Tensor, theta: float, scaling: RopeScaling | None, length: int, limit: int) -> Tensor:
-    # Of rows of `length` tokens; 0: within the limit.
+    # For rows of `length` tokens; 0: a length within the limit.
     if scaling is not None and scaling.rope_type == "dynamic" and length > limit:
         dim = 2 * len(exponents)
         stretch = scaling.factor * length / limit - (scaling.factor - 1)
@@ -132,14 +132,14 @@ def _frequencies(exponents: Tensor, theta: float, scaling: RopeScaling | None, l
 
 
 def _by_turns(scaling: RopeScaling, frequencies: Tensor) -> Tensor:
-    # How many turns the positions of the original training hold: few turns are slowed down, many stay as they are.
+    # Frequencies with few rotations in the original length are slowed down, those with many are kept.
     turns = frequencies * (scaling.original_max_position_embeddings / (2 * math.pi))
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     return ((turns - low) / (high - low)).clamp(0.0, 1.0)
 
 
 def _ramp(theta: float, scaling: RopeScaling, frequencies: Tensor) -> Tensor:
-    # The share of each frequency that stays as it is, falling along the index from the fast ones to the slow ones.
+    # The unscaled fraction of each frequency, decreasing from fast to slow frequencies.
     num = len(frequencies)
 
     def index_of(turns: float) -> float:
@@ -150,7 +150,7 @@ def _ramp(theta: float, scaling: RopeScaling, frequencies: Tensor) -> Tensor:
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * num - 1)
-    # A ramp of no length would divide by zero; the reference makes it a thousandth.
+    # A ramp of length zero would divide by zero; the reference uses 0.001.
     span = high - low if high != low else 0.001
     index = torch.arange(num, device=frequencies.device, dtype=frequencies.dtype)
     return 1.0 - ((index - low) / span).clamp(0.0, 1.0)

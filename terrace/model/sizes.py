@@ -1,4 +1,4 @@
-"""Bounds of a model's sizes. Pure: needs no torch."""
+"""Bounds of a model's sizes. Needs no torch."""
 
 from collections.abc import Mapping
 
@@ -14,14 +14,14 @@ _SIZES = (
     "intermediate_size",
     "max_positions",
 )
-LARGEST_SIZE = 2**31 - 1  # the largest index of kernels
+LARGEST_SIZE = 2**31 - 1  # kernels use 32-bit indices
 _LARGEST = {"num_layers": 10**5}  # every layer is a block of its own
 
 
 def check_sizes(config: object, names: Mapping[str, str]) -> None:
-    """Raise `ModelError` for a size of a `ModelConfig` out of bounds, or heads that are no multiple of key-value heads.
+    """Raise `ModelError` if a size of a `ModelConfig` is out of bounds, or heads are not a multiple of key-value heads.
 
-    `names` are the keys of its family, for the messages.
+    `names` maps fields to the keys of the family, for messages.
     """
     sizes = {name: int(getattr(config, name)) for name in _SIZES}
     for name, size in sizes.items():

@@ -1,7 +1,6 @@
-"""The interface of a model to the rest of Terrace: its blocks and the shapes in them.
+"""Specs of a model's blocks, the interface of a model to the rest of Terrace. Needs no torch.
 
-A model is an ordered list of blocks. The block is the unit of sharding, of recomputation, of pipeline placement and of
-cost. This file is pure: planning needs no torch.
+A model is an ordered list of blocks. The block is the unit of sharding, recomputation, pipeline placement and cost.
 """
 
 import fnmatch
@@ -34,10 +33,10 @@ _COMPUTED = {
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSpec:
-    """One block: the parameters it owns, the earlier blocks it also reads parameters from, and its operations.
+    """One block: the parameters that it owns, the earlier blocks whose parameters it `borrows`, and its operations.
 
-    A tied head owns its norm and borrows block 0, so a parameter always has exactly one owner. A block that declares no
-    operations has the products of its matrices, one after the other.
+    Every parameter has exactly one owner: a tied head owns only its norm and borrows block 0. A block that declares no
+    operations counts as the chain of products with its matrices.
     """
 
     name: str
@@ -47,52 +46,52 @@ class BlockSpec:
 
     @cached_property
     def operations(self) -> Operations:
-        """Its operations."""
+        """Declared operations, or else the chain of its products."""
         return self.declared if self.declared.each else chain(self.matrices)
 
     @cached_property
     def cut_operations(self) -> Operations:
-        """The operations that a tensor axis cuts: its own, or those that the dims of its parameters tell."""
-        from terrace.model.dim_operations import operations_of_dims  # here, as below: much imports this file
+        """Operations that a tensor axis shards: the declared ones, or else those inferred from the parameters' dims."""
+        from terrace.model.dim_operations import operations_of_dims  # local, as below: this module is imported widely
 
         return self.declared if self.declared.each else operations_of_dims(self.params)
 
     @cached_property
     def computes(self) -> Computes | None:
-        """The computation with known kernels that its operations are, if it declares any."""
+        """Kind of computation according to the declared operations; None if there are none."""
         for operation in self.declared:
             if type(operation) in _COMPUTED:
                 return _COMPUTED[type(operation)]
         return None
 
     def is_like(self, other: "BlockSpec") -> bool:
-        """Whether both specs are equal but for the name."""
+        """Whether both specs are equal except for the name."""
         return self.params == other.params and replace(other, name=self.name) == self
 
     @property
     def matrices(self) -> tuple[tuple[int, int], ...]:
-        """(Inputs, outputs) of its matrices in order, before slicing. Stacks are left out: a token takes few parts."""
+        """(inputs, outputs) of its matrices in order, before slicing, without stacks of experts."""
         shapes = (param.whole or param.shape for param in self.params)
         return tuple((shape[1], shape[0]) for shape in shapes if len(shape) == 2)
 
     @property
     def at_an_end(self) -> bool:
-        """Whether it looks tokens up or makes logits or values, rather than working on the residual stream."""
+        """Whether it is the embedding or a head, rather than a layer."""
         return self.computes in (Computes.LOOK_UP, Computes.LOGITS, Computes.VALUES)
 
     @property
     def attends(self) -> bool:
-        """Whether it has attention, whose cost depends on the sequences that its tokens are in."""
+        """Whether it has attention, whose cost depends on the lengths of sequences."""
         return self.computes is Computes.RESIDUAL
 
     def active(self, param: ParamSpec) -> int:
-        """Elements of one of its parameters that a token meets: of a stack, the parts that it passes."""
+        """Elements of one of its parameters that are active for one token."""
         from terrace.model.operation_folds import active_numel
 
         return active_numel(self.operations, param)
 
     def forward_flops(self, batch_size: int, sequence: int) -> int:
-        """FLOPs of the matrix products in one forward pass on (B, S) tokens; see the function of this name."""
+        """FLOPs of a forward pass on (B, S) tokens; see `terrace.model.operation_folds.forward_flops`."""
         from terrace.model.operation_folds import forward_flops
 
         return forward_flops(self.operations, batch_size, sequence)
@@ -114,7 +113,7 @@ class BlockSpec:
 
 
 def freeze(blocks: Sequence[BlockSpec], patterns: Sequence[str]) -> tuple[BlockSpec, ...]:
-    """`blocks` with every parameter that matches a pattern over `block.parameter` frozen.
+    """Copy of `blocks` in which parameters are frozen whose `block.parameter` matches one of `patterns`.
 
     Raises `ModelError` for a pattern that matches nothing.
     """

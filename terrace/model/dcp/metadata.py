@@ -1,7 +1,7 @@
-"""`.metadata` of a DCP folder, read without running anything in it, in a time that its size bounds.
+"""Safe reader for `.metadata` of a DCP folder, in time linear in its size.
 
-The file is a pickle, read by a table of the names that `torch.distributed.checkpoint` writes
-(`terrace.model.dcp.pickled`). What it lists is checked in one pass: chunks, dims and names have limits.
+The file is a pickle. It is read with an allow-list of the names that `torch.distributed.checkpoint` writes
+(`terrace.model.dcp.pickled`), and its contents are checked in one pass with limits on chunks, dims and names.
 
 Source: `torch.distributed.checkpoint.metadata` and `.filesystem` of torch 2.4 to 2.13.
 """
@@ -34,21 +34,22 @@ _CLASSES = {
     ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch.serialization": ("_get_layout",),
-    # The folder that was written, in `StorageMeta`.
+    # `StorageMeta` has the path of the folder.
     **dict.fromkeys(("pathlib", "pathlib._local"), ("Path", "PosixPath", "PurePosixPath", "WindowsPath")),
 }
-# As safetensors names them; of other dtypes only the name is kept, for an error.
+# Names of safetensors. Other dtypes keep their name, for the error message.
 _DTYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _OF_TORCH = re.compile(r"Size|bool|(u?int|float|bfloat|complex|qu?int|bits)\d+\w*")
-_MOST_BYTES = 4 << 30  # of a file; one of 100,000 tensors in 1,024 chunks each has about as many
+_MOST_BYTES = 4 << 30  # about the size for 100,000 tensors of 1,024 chunks each
 _MOST_DIMS, _MOST_LETTERS = 64, 4096
-# A pickle can list one object a million times in two bytes each. A chunk takes 30, and tied tensors may share theirs.
+# Limits the number of chunks by the file size, since a pickle can repeat one object for two bytes each. A genuine chunk
+# takes 30 bytes; tied tensors may share theirs.
 _CHUNK_BYTES, _FEW_CHUNKS = 4, 1000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """A box of a tensor, saved by `torch.save` in a part of a file."""
+    """A box of a tensor, written by `torch.save` into a byte range of a file."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -59,7 +60,7 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class DcpTensor:
-    """A tensor of a DCP folder; its chunks cover it once."""
+    """A tensor of a DCP folder; its chunks cover it exactly once."""
 
     shape: tuple[int, ...]
     dtype: str  # as safetensors names it
@@ -67,9 +68,9 @@ class DcpTensor:
 
 
 def read_metadata(folder: Path) -> dict[str, DcpTensor]:
-    """The tensors of a DCP folder by their whole names. Objects beside them are left out.
+    """Tensors of a DCP folder by full name; other objects are skipped.
 
-    Raises `ModelError` for a file that is missing, damaged, or names anything but DCP's own records.
+    Raises `ModelError` if the file is missing or damaged, or names anything other than DCP's own classes.
     """
     path = folder / METADATA
     try:
@@ -133,10 +134,10 @@ def _tensor(
         place = places.get((name, offsets))
         if place is None:
             raise DamagedError(f"a chunk of {name} is in no file")
-        # A rank without a share of the tensor has written an empty chunk.
+        # Ranks without a shard of the tensor write empty chunks.
         if prod(sizes) or not prod(shape):
             found.append(_chunk(name, offsets, sizes, place))
-    # Together with the mask of `terrace.model.dcp.reading`, this says that each element is there once.
+    # With the coverage mask of `terrace.model.dcp.reading`, this ensures that each element is present exactly once.
     if sum(prod(chunk.shape) for chunk in found) != prod(shape):
         raise DamagedError(f"the chunks of {name} do not cover it once")
     return DcpTensor(shape=shape, dtype=_dtype(item.get("properties")), chunks=tuple(found))
@@ -149,7 +150,7 @@ def _chunk(name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], place: M
             "without extensions"
         )
     file, position, length = _text(place.get("relative_path")), place.get("offset"), place.get("length")
-    # A name must not lead out of the folder.
+    # The file must be inside the folder.
     if os.path.basename(file) != file or file in ("", ".", ".."):
         raise DamagedError(f"{name} is in {file}, which is no file of the folder")
     if type(position) is not int or type(length) is not int or position < 0 or length < 0:
@@ -164,7 +165,7 @@ def _state(value: object, kind: str) -> Mapping[str, Any]:
 
 
 def _dtype(properties: object) -> str:
-    # The state of TensorProperties is a tuple, which begins with the dtype: pickled as its name.
+    # The state of TensorProperties is a tuple that begins with the dtype, pickled by name.
     if not isinstance(properties, Kept) or type(properties.state) is not tuple or not properties.state:
         raise DamagedError("a tensor has no dtype")
     dtype = properties.state[0]
@@ -181,7 +182,7 @@ def _sizes(value: object) -> tuple[int, ...]:
     if type(sizes) is tuple and len(sizes) > _MOST_DIMS:
         raise DamagedError(f"a size has {len(sizes)} dims")
     if type(sizes) is not tuple or not all(type(each) is int and 0 <= each < 2**48 for each in sizes):
-        # Its text could be far longer than the file: a tuple may hold one object twice, which holds another twice.
+        # Not shown: with shared objects, its text could be exponentially longer than the file.
         raise DamagedError("a size has other parts than whole numbers of elements")
     return sizes
 

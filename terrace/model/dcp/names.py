@@ -1,9 +1,9 @@
-"""Names that other programs give the parameters of a model in a DCP folder.
+"""Parameter names of other programs in DCP folders.
 
-A DCP folder holds the state dict of a program, so names begin with the keys around the model: `model.` where it was
-saved as `{"model": ...}`, nothing in torchtitan. The rest is a name of Hugging Face, or torchtitan's own. RoPE in
-torchtitan's Llama turns neighbouring elements of a head as a pair, and in Hugging Face's elements of its two halves, so
-the rows of query and key are reordered. torchtitan's Qwen 3 turns halves.
+A DCP folder stores a program's state dict, so names have a prefix: `model.` if it was saved as `{"model": ...}`, none
+in torchtitan. The rest is the Hugging Face name or torchtitan's own. RoPE in torchtitan's Llama rotates adjacent
+elements of a head, in Hugging Face's Llama elements of its two halves, so the rows of query and key are permuted.
+torchtitan's Qwen 3 uses halves as well.
 
 Source: `state_dict_adapter.py` of torchtitan's llama3 and qwen3; newer releases call the output matrix `lm_head`, and
 put `qkv_linear` before `wq`, `wk` and `wv`.
@@ -23,7 +23,7 @@ from terrace.model.hf.names import NAMES
 
 HUGGING_FACE, TORCHTITAN = "hf", "torchtitan"
 NAMINGS = (HUGGING_FACE, TORCHTITAN)
-OPTIMIZER = "optimizer"  # key of optimizer states in a state dict
+OPTIMIZER = "optimizer"  # key of the optimizer states in a state dict
 
 _EMBEDDING = "model.embed_tokens.weight"
 _TITAN_ENDS = {
@@ -44,16 +44,16 @@ _TITAN_LAYER = {
     "mlp.up_proj": "feed_forward.w3",
     "mlp.down_proj": "feed_forward.w2",
 }
-# Beside a model without a key of its own.
+# Other entries next to a model that was saved without a prefix.
 _OTHERS = (f"{OPTIMIZER}.", "optim.", "lr_scheduler.", "train_state", "dataloader")
 _TITAN_FAMILIES = ("llama", "qwen3")
-# Names that modules of transformers have since release 5 where its files keep another: the output matrix of GPT-NeoX.
+# Modules that are renamed in transformers 5, but not in its files: the output matrix of GPT-NeoX.
 _IN_FILES = {"lm_head.weight": "embed_out.weight"}
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
 
 
 def _titan_name(name: str) -> str | None:
-    """torchtitan's name of a parameter that Hugging Face calls `name`; None where it has none."""
+    """torchtitan's name of the parameter with the Hugging Face name `name`, or None."""
     if name in _TITAN_ENDS:
         return _TITAN_ENDS[name]
     found = _LAYER.fullmatch(name)
@@ -62,7 +62,7 @@ def _titan_name(name: str) -> str | None:
 
 
 def program_name(name: str, naming: str) -> str:
-    """The name that a program has for a tensor of a Hugging Face file; raises `ModelError` where it has none."""
+    """Convert the name of a tensor in Hugging Face files to `naming`. Raises `ModelError` if there is none."""
     if naming == HUGGING_FACE:
         return next((own for own, in_files in _IN_FILES.items() if in_files == name), name)
     found = _titan_name(name)
@@ -72,7 +72,7 @@ def program_name(name: str, naming: str) -> str:
 
 
 def check_dense(config: ModelConfig) -> None:
-    """Raise `ModelError` for a mixture: its experts are stacks under names that differ between releases."""
+    """Raise `ModelError` for a mixture, whose experts have different names in different releases."""
     if config.experts is not None:
         raise ModelError(
             f"DCP folders are read and written for dense models alone, and this {config.family} has experts: use "
@@ -81,7 +81,7 @@ def check_dense(config: ModelConfig) -> None:
 
 
 def check_titan(config: ModelConfig) -> None:
-    """Raise `ModelError` for a model that torchtitan does not have under its names."""
+    """Raise `ModelError` for a family whose torchtitan names are not known."""
     if config.family not in _TITAN_FAMILIES:
         raise ModelError(
             f"torchtitan's names are known for {' and '.join(_TITAN_FAMILIES)} models alone, and this is "
@@ -90,7 +90,7 @@ def check_titan(config: ModelConfig) -> None:
 
 
 def heads_of(config: ModelConfig, name: str) -> int:
-    """The heads of the tensor that Hugging Face calls `name`, if torchtitan orders their rows differently; else 0."""
+    """Number of heads of the tensor with the Hugging Face name `name` if torchtitan permutes its rows; else 0."""
     if config.family != "llama":
         return 0
     module = name.rpartition(".")[0].rpartition(".")[2]
@@ -98,7 +98,7 @@ def heads_of(config: ModelConfig, name: str) -> int:
 
 
 def to_titan(value: Tensor, num_heads: int) -> Tensor:
-    """Rows of halves (N 2 D/2, H) as rows of neighbours (N D/2 2, H)."""
+    """Permute rows from RoPE pairs in halves (N 2 D/2, H) to adjacent pairs (N D/2 2, H); 0 heads: unchanged."""
     rows = value.reshape(num_heads, 2, -1, value.shape[-1]) if num_heads else value  # (N, 2, D/2, H)
     return rows.transpose(1, 2).flatten(0, 2) if num_heads else value
 
@@ -110,11 +110,11 @@ def from_titan(value: Tensor, num_heads: int) -> Tensor:
 
 
 def model_names(names: Collection[str], where: str) -> tuple[str, dict[str, str]]:
-    """(naming, Hugging Face name -> name) of the model among the `names` of a DCP folder `where`.
+    """Find the model among the `names` of the DCP folder `where`. Returns (naming, Hugging Face name -> name).
 
-    Raises `ModelError` where there is no model, or more than one.
+    Raises `ModelError` if there is no model, or more than one.
     """
-    # A model saved without its head has names without their base, so short names count where there are no long ones.
+    # A model that was saved without its head has short names, without the base prefix; these are the second choice.
     found = next(filter(None, (_embeddings(names, short=short) for short in (False, True))), [])
     if not found:
         raise ModelError(

@@ -1,13 +1,13 @@
-"""Pickles of `torch.distributed.checkpoint` and of `torch.save`, read without running anything in them.
+"""Safe reader for pickles of `torch.distributed.checkpoint` and `torch.save`.
 
-A pickle names classes and functions and has them called, so one from a stranger could run anything. Here every name is
-looked up in a table, and each stands for a class of this module that only keeps its arguments; no class or function of
-torch is called. Any other name is refused. The classes are made anew for each file.
+Unpickling can call any function, so an untrusted pickle could run anything. This reader accepts only names of an
+allow-list, and replaces each by a class that merely records its arguments; nothing of torch is called. The classes are
+created anew for each file.
 
-Nor can a small pickle take long. A tuple may hold one object twice, which holds another twice: what is 60 objects in
-the file has 2^60 parts, and a dict hashes them all for a key, inside of Python where Ctrl-C does not reach. So keys are
-texts, numbers or records, a call has few arguments, and operations that neither writer needs are refused. The reader is
-pickle's own in Python: five bytes, the number of an object, can make the one in C clear 64 GiB of memory.
+It also bounds the time. Nested tuples that repeat their items can have 2^60 elements with 60 objects, and hashing one
+as a dict key runs in C, where Ctrl-C has no effect. Dict keys are therefore limited to strings, integers and records,
+calls to a few arguments, and opcodes that neither writer needs are rejected. The reader is derived from pickle's Python
+implementation, because in the C implementation a five-byte memo index can allocate 64 GiB.
 """
 
 import pickle
@@ -19,7 +19,7 @@ from typing import Any
 
 from terrace.base.errors import ModelError
 
-# A damaged pickle may raise nearly any of these, among them the errors of a stack that is too short.
+# Errors that a damaged pickle can raise, including those of a stack underflow.
 OF_PICKLE = (
     pickle.UnpicklingError,
     struct.error,
@@ -31,8 +31,8 @@ OF_PICKLE = (
     AssertionError,
     EOFError,
 )
-_MOST_ARGUMENTS = 16  # of a call; torch's largest has seven
-_NUMBERS = 1 << 60  # of keys of a table, which are numbers of parameters
+_MOST_ARGUMENTS = 16  # of a call; torch needs up to seven
+_NUMBERS = 1 << 60  # bound of integer keys, which are parameter indices
 _TAKEN = (
     pickle.PROTO,
     pickle.FRAME,
@@ -81,11 +81,11 @@ _TAKEN = (
 
 
 class DamagedError(Exception):
-    """What is wrong with a pickle, for the error that names its file."""
+    """A damaged pickle; the caller adds the name of the file."""
 
 
 class Kept:
-    """Stands for every class and function of the table: keeps its arguments and its state."""
+    """Placeholder for every allowed class and function; records arguments and state."""
 
     kind = ""
     args: tuple[object, ...]
@@ -96,9 +96,9 @@ class Kept:
 
 
 class PickleReader(pickle._Unpickler):
-    """Reads one pickle. `is_known(module, name)` is the table, `of` says in errors whose it is."""
+    """Reads one pickle. `is_known(module, name)` is the allow-list; `of` names the writing program in errors."""
 
-    # Attributes of the reader in Python, which its type in C does not declare.
+    # Attributes of the Python implementation, which are missing in the type stubs.
     stack: list[Any]
     append: Callable[[object], None]
     pop_mark: Callable[[], list[Any]]
@@ -145,7 +145,7 @@ class PickleReader(pickle._Unpickler):
         self.stack[-1].state = state
 
     def _put(self, key: object, value: object) -> None:
-        # Beyond the modulus of hashes, numbers can be made to collide, and a table takes the square of its size.
+        # Larger integers could be chosen such that hashes collide, which makes a dict quadratic.
         is_number = type(key) is int and abs(key) < _NUMBERS
         if type(self.stack[-1]) is not dict or not (type(key) is str or is_number or isinstance(key, Kept)):
             raise DamagedError("a table has keys that are neither names nor records")

@@ -1,6 +1,6 @@
-"""Tensors of a DCP folder, with the names and the interface of an open safetensors file.
+"""Reads a DCP folder through the interface of an open safetensors file.
 
-A tensor is read whole, chunk by chunk, each as `torch.save` wrote it (`terrace.model.dcp.stored_tensor`).
+A tensor is assembled from its chunks, each written by `torch.save` (`terrace.model.dcp.stored_tensor`).
 """
 
 import os
@@ -29,10 +29,9 @@ _UNREADABLE = (*OF_PICKLE, DamagedError, RuntimeError, OverflowError, NotImpleme
 
 
 class DcpWeights:
-    """The model of a DCP folder, opened for reading: its tensors under the names and in the order of Hugging Face.
+    """The model in a DCP folder, with tensors under their Hugging Face names and with Hugging Face's order of rows.
 
-    Raises `ModelError` for a `.metadata` that cannot be read or has no model, and for files that are missing or too
-    short.
+    Raises `ModelError` if `.metadata` cannot be read or has no model, or if files are missing or too short.
     """
 
     def __init__(self, folder: Path, config: Callable[[], ModelConfig]) -> None:
@@ -40,7 +39,7 @@ class DcpWeights:
         self._tensors = read_metadata(folder)
         self.naming, self._names = model_names(self._tensors, str(folder / METADATA))
         self._check_files()
-        # A tensor may be asked for part by part, as query, key and value of one matrix.
+        # Cached, since a fused tensor is requested once for each part, such as query, key and value.
         self._last: tuple[str, Tensor] | None = None
 
     def _check_files(self) -> None:
@@ -72,13 +71,13 @@ class DcpWeights:
         return {}
 
     def get_slice(self, name: str) -> "_Slice":
-        """A tensor that is read when it is indexed."""
+        """Lazy tensor, read when it is indexed."""
         return _Slice(self, name, self._tensors[self._names[name]])
 
     def get_tensor(self, name: str) -> Tensor:
-        """A whole tensor on the CPU, in its stored dtype; raises `ModelError`."""
+        """Read a whole tensor to the CPU, in its stored dtype. Raises `ModelError`."""
         if self._last is None or self._last[0] != name:
-            self._last = None  # before the next takes its memory
+            self._last = None  # freed before the next one is read
             value = self._read(self._names[name], self._tensors[self._names[name]])
             if self.naming == TORCHTITAN:
                 value = from_titan(value, heads_of(self._config(), name))
@@ -98,7 +97,7 @@ class DcpWeights:
             box = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.shape, strict=True))
             whole[box] = self._chunk(name, chunk, dtype)
             seen[box] = True
-        # The chunks have as many elements as the tensor, so an overlap leaves a gap.
+        # The numbers of elements agree (checked in `metadata`), so an overlap implies a gap.
         if not bool(seen.all()):
             raise ModelError(f"the chunks of {name} in {self.folder} overlap: save the model again")
         return whole

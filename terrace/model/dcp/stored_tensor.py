@@ -1,12 +1,12 @@
-"""A tensor as `torch.save` writes it, read without torch's unpickler.
+"""Safe reader for a tensor written by `torch.save`, without torch's unpickler.
 
-    a zip file without compression:  NAME/data.pkl      a call of _rebuild_tensor_v2 with the storage's key, the offset,
-                                                        the size and the strides
-                                     NAME/data/KEY      the storage's bytes
-                                     NAME/byteorder     "little" or "big"
+    an uncompressed zip file:  NAME/data.pkl      a call of _rebuild_tensor_v2 with the storage's key, the offset, the
+                                                  size and the strides
+                               NAME/data/KEY      the storage's bytes
+                               NAME/byteorder     "little" or "big"
 
-The pickle is read by a table of names (`terrace.model.dcp.pickled`). The tensor is a view of the bytes that were read:
-a small file cannot ask for much memory.
+The pickle is read with an allow-list (`terrace.model.dcp.pickled`). The tensor is a view of the bytes that were read,
+so that a small file cannot claim much memory.
 """
 
 import struct
@@ -32,7 +32,7 @@ _STORAGES = {
 }
 _REBUILD = "_rebuild_tensor_v2"
 _NAMES = {"torch._utils": (_REBUILD,), "torch": tuple(_STORAGES), "collections": ("OrderedDict",)}
-_LOCAL = struct.Struct("<4s22x2H")  # header of an entry: signature, length of its name, of its extra field
+_LOCAL = struct.Struct("<4s22x2H")  # header of an entry: signature, lengths of name and extra field
 _MOST_ENTRIES, _MOST_PICKLE_BYTES, _MOST_DIMS = 64, 1 << 16, 64
 
 
@@ -45,10 +45,10 @@ class _Reader(PickleReader):
 
 
 def read_tensor(path: Path, raw: bytearray) -> Tensor:
-    """The tensor in `raw`, a part of the file `path` in errors, as a view of it.
+    """Return the tensor in `raw` as a view of it; `path` is the file to name in errors.
 
-    Raises `ModelError` for a pickle that names anything but a tensor, and `DamagedError`, `zipfile.BadZipFile` or an
-    error of `OF_PICKLE` for other bytes.
+    Raises `ModelError` for a pickle that names anything other than a tensor, and `DamagedError`, `zipfile.BadZipFile`
+    or an error of `OF_PICKLE` for damaged bytes.
     """
     entries = _entries(raw)
     root = _Reader(path, bytes(_content(raw, entries, "data.pkl", _MOST_PICKLE_BYTES))).load()
@@ -63,7 +63,7 @@ def read_tensor(path: Path, raw: bytearray) -> Tensor:
     if type(offset) is not int or offset < 0 or len(shape) != len(steps):
         raise DamagedError("its tensor has no place")
     last = offset + sum((number - 1) * step for number, step in zip(shape, steps, strict=True))
-    # The second: a stride of 0 would make a large tensor of one number.
+    # The second check rejects large tensors that a stride of 0 would make of one number.
     if prod(shape) and (last >= len(values) // dtype.itemsize or prod(shape) * dtype.itemsize > len(values)):
         raise DamagedError("its tensor is larger than its file")
     if not prod(shape):
@@ -87,7 +87,7 @@ def _content(raw: bytearray, entries: Mapping[str, zipfile.ZipInfo], name: str, 
     signature, *lengths = _LOCAL.unpack_from(raw, entry.header_offset)
     begin = entry.header_offset + _LOCAL.size + sum(lengths)
     found = memoryview(raw)[begin : begin + entry.file_size]
-    # torch can be told to leave the checksums out, which are 0 then.
+    # CRC is 0 if torch was configured not to compute checksums.
     if signature != b"PK\3\4" or len(found) != entry.file_size or entry.CRC not in (0, zlib.crc32(found)):
         raise DamagedError(f"its {name} does not have its checksum")
     return found

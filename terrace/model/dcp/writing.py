@@ -1,7 +1,7 @@
-"""Writing a DCP folder: one process writes whole tensors one after the other, as `dcp.save` of one rank would.
+"""Writes a DCP folder from one process with whole tensors, as `dcp.save` with one rank would.
 
-`dcp.load` cuts a tensor for its ranks while it reads. Objects (numbers, None) are written once however many names have
-them: several names may lead to one place in a file.
+`dcp.load` shards tensors for its ranks when it reads them. Equal objects (numbers, None) are written once: several
+names may refer to one byte range of a file.
 """
 
 import os
@@ -29,9 +29,9 @@ _VERSION = "1.0.0"  # of the format, as torch 2.6 to 2.13 write it; earlier ones
 
 
 class DcpWriter:
-    """Writes tensors and objects into the files of `folder`, each of at most `file_bytes` unless a tensor is larger.
+    """Writes tensors and objects to files in `folder`, each of at most `file_bytes` unless a tensor is larger.
 
-    `finish` writes `.metadata`, without which no program takes the folder for DCP. Raises `OSError`.
+    `finish` writes `.metadata`, which makes it a DCP folder. Raises `OSError`.
     """
 
     def __init__(self, folder: Path, file_bytes: int) -> None:
@@ -44,7 +44,7 @@ class DcpWriter:
         self._objects: dict[str, _StorageInfo] = {}
 
     def tensor(self, path: tuple[str, ...], value: Tensor) -> None:
-        """Write a tensor whose name is `path`, the keys of a state dict, joined by dots."""
+        """Write a tensor. Its name is `path`, its keys in the state dict, joined by dots."""
         value = value.detach().contiguous()
         start = torch.Size([0] * value.dim())
         self._add(
@@ -59,7 +59,7 @@ class DcpWriter:
         )
 
     def alias(self, path: tuple[str, ...], of: tuple[str, ...]) -> None:
-        """Give a tensor that was written a second name, as a tied matrix has."""
+        """Add a second name for a written tensor, for a tied matrix."""
         first = ".".join(of)
         described = self._described[first]
         assert isinstance(described, TensorStorageMetadata), f"{first} is no tensor"
@@ -82,7 +82,7 @@ class DcpWriter:
             storage_data=self._places,
             storage_meta=StorageMeta(),
         )
-        # Releases before 2.6 have no such field.
+        # Releases of torch before 2.6 do not have this field.
         metadata.version = _VERSION
         write_atomic(self.folder / METADATA, pickle.dumps(metadata, protocol=4))
         return [METADATA, *self.files]

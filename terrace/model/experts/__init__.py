@@ -1,1 +1,1 @@
-"""Mixtures of experts on one device: their configuration, the gates, and the layer."""
+"""Mixtures of experts on one device: configuration, gates and the layer."""

@@ -1,8 +1,9 @@
-"""A bound on the tokens of a sequence that an expert takes, in training alone: others leave it out.
+"""Expert capacity: a limit, in training only, on the tokens of a sequence that an expert takes.
 
-An expert takes C = ceil(factor k S / E) of S tokens. The choices of least weight are dropped first, the later of two
-equal ones. Counted in a sequence, this drops the same choices whatever the micro-batches and ranks. Evaluation
-drops nothing: its loss would depend on how texts are put together (marin-community/marin#8134 found 0.11 more).
+An expert takes at most C = ceil(factor k S / E) of S tokens. Choices with the smallest weight are dropped first; of
+equal weights, the later one. The limit applies per sequence, so the same choices are dropped for any micro-batches and
+ranks. Evaluation drops nothing, since its loss would depend on how documents are packed (a difference of 0.11 in
+marin-community/marin#8134).
 
 Shape legend: T tokens, B sequences, E experts, k experts of a token.
 """
@@ -19,14 +20,14 @@ from terrace.model.experts.gates import Choice, coarse
 def bounded(
     choice: Choice, sequences: Tensor, num_sequences: int, factor: float, config: ExpertsConfig
 ) -> tuple[Choice, Tensor]:
-    """`choice` with the choices within the capacity alone, and the number of choices dropped, a scalar.
+    """Drop choices beyond the capacity. Returns the remaining choice and the number of dropped ones, a scalar.
 
-    `sequences` (T), ascending, has the sequence of each token; tokens of a sequence are in the order of their places.
-    A dropped choice is -1 with a weight of 0; the other weights of its token stay as they are.
+    `sequences` (T), ascending, is the sequence of each token; the tokens of a sequence are in order. A dropped choice
+    is -1 with weight 0; the other weights of its token are unchanged.
     """
     cells = (sequences.unsqueeze(-1) * config.num_experts + choice.experts).flatten()
     by_weight = coarse(choice.weights).flatten().sort(descending=True, stable=True).indices
-    # Stable twice: by expert and sequence, in them by weight, of equal weights by place.
+    # Two stable sorts: by sequence and expert, then by weight, then by position.
     order = by_weight[cells[by_weight].sort(stable=True).indices]
     counts = torch.bincount(cells, minlength=num_sequences * config.num_experts)
     begins = (counts.cumsum(0) - counts)[cells[order]]
@@ -38,15 +39,15 @@ def bounded(
 
 
 def without(choice: Choice, beyond: Tensor) -> Choice:
-    """`choice` with the choices of `beyond` (T, k) dropped."""
+    """Drop the choices that are true in `beyond` (T, k)."""
     experts, weights = choice.experts.masked_fill(beyond, -1), choice.weights.masked_fill(beyond, 0.0)
     return choice._replace(experts=experts, weights=weights, is_whole=False)
 
 
 def capacities(lengths: Tensor, factor: float, config: ExpertsConfig) -> Tensor:
-    """C for sequences of `lengths`, int64."""
-    # In whole numbers: a product of floats that is just above one would round up. Beyond E / k an expert takes all, and
-    # the smallest fraction still takes one token: no factor of a file overflows, and none drops every choice.
+    """Capacity C for sequences of `lengths`, int64."""
+    # In integers, since ceil would round up a float product that is slightly too large. The factor is clamped: beyond
+    # E / k an expert takes all tokens, and the lower limit still gives one token, so that nothing overflows.
     least, most = Fraction(1, 10**6), Fraction(config.num_experts, config.per_token)
     exact = min(max(Fraction(factor).limit_denominator(10**6), least), most)
     return -(-exact.numerator * config.per_token * lengths // (exact.denominator * config.num_experts))

@@ -1,7 +1,7 @@
-"""The configuration of a model's mixtures of experts. Pure: needs no torch.
+"""Configuration of a model's mixtures of experts. Needs no torch.
 
-In place of one MLP such a layer has E experts, gated MLPs of which every token passes k, and a router that scores all
-of them (Shazeer et al. 1701.06538). A gate (terrace.model.experts.gates) chooses by the scores and weighs the chosen.
+Instead of one MLP, such a layer has E experts (gated MLPs), of which every token uses k, and a router that scores all
+experts (Shazeer et al. 1701.06538). A gate (terrace.model.experts.gates) chooses experts by score and computes weights.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,32 +12,32 @@ from terrace.base.errors import ModelError, did_you_mean
 
 Gate = Literal["softmax", "sigmoid", "noisy", "cosine", "expert_choice"]
 Route = Literal["gate", "even"]
-_MOST_EXPERTS = 2**16  # each has tensors of its own in files
-GATE_BIAS = "mlp.router.bias"  # in a block; fp32 at least wherever it is kept, as 16 bits would round its steps away
+_MOST_EXPERTS = 2**16  # each has its own tensors in files
+GATE_BIAS = "mlp.router.bias"  # always at least fp32, as its updates would be rounded away in 16 bits
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """The mixtures of a model, which are alike, and the layers that have an MLP instead."""
+    """Configuration shared by all mixtures of a model, and the layers that have an MLP instead."""
 
     num_experts: int
-    per_token: int  # experts that a token passes: k
+    per_token: int  # experts per token: k
     intermediate_size: int  # of one expert
     gate: Gate = "softmax"
     router_size: int = 0  # dims that the gate "cosine" projects a token to; 0 for all others
-    shares_choices: bool = False  # set for a run whose sequence loss needs whole sequences
-    route: Route = "gate"  # "even": for measuring, experts follow from a token's place among those of a rank
-    normalized: bool = True  # the weights of a token's experts are divided by their sum
-    scale: float = 1.0  # and multiplied by this
-    num_groups: int = 1  # groups of neighbouring experts, of which a token's experts come from `kept_groups`
+    shares_choices: bool = False  # set by a run whose sequence loss needs whole sequences
+    route: Route = "gate"  # "even": for benchmarks, experts depend only on a token's index on its rank
+    normalized: bool = True  # divide the weights of a token's experts by their sum
+    scale: float = 1.0  # factor of the weights, after normalisation
+    num_groups: int = 1  # groups of adjacent experts; a token uses experts of `kept_groups` of them
     kept_groups: int = 1
-    biased: bool = False  # a bias that chooses and does not weigh, moved by load and by no optimizer (2408.15664)
-    shared_size: int = 0  # inner size of an MLP that every token passes as well; 0: none
-    shared_gate: bool = False  # and whose output is multiplied by a sigmoid of the token
+    biased: bool = False  # bias of the choice, not of weights; updated by load, not by an optimizer (2408.15664)
+    shared_size: int = 0  # inner size of the shared expert, which every token passes; 0: none
+    shared_gate: bool = False  # multiply the output of the shared expert by a sigmoid gate of the token
     dense_layers: tuple[int, ...] = ()  # layers with an MLP, ascending
 
     def check(self, num_layers: int, names: Mapping[str, str]) -> None:
-        """Raise `ModelError` for mixtures of no possible model; `names` are the keys of a file for the fields."""
+        """Raise `ModelError` for invalid values. `names` maps fields to the keys of the file, for messages."""
 
         def said(field: str) -> str:
             return f"{names.get(field, field)} = {getattr(self, field)}"
@@ -81,7 +81,7 @@ class ExpertsConfig:
 
     @property
     def num_choices(self) -> int:
-        """Numbers of experts that go with a token: k, or one for each expert that may take it."""
+        """Columns of a token's choices: k, or E with expert choice."""
         return self.num_experts if self.gate == "expert_choice" else self.per_token
 
     def _check_gate(self, said: Callable[[str], str]) -> None:

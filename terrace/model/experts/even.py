@@ -1,9 +1,9 @@
-"""Even choices for measuring: a fixed table, under which every rank sends as the plan's formula says. No torch.
+"""Even routing for benchmarks: a fixed table of choices with exactly balanced loads. Needs no torch.
 
-The tokens of a micro-batch on a rank are dealt with E at a time. Token r of a group of E passes the experts b + r,
-modulo E, for the k numbers b that the group has drawn. So all experts have the same load in every group, and so has
-every unit of E/q neighbouring experts: how many tokens have one of its experts does not depend on the unit. The
-numbers b are drawn as if at random, so that about as many units have an expert of a token as under even routing.
+The tokens of a micro-batch on a rank are divided into groups of E. Token r of a group uses the experts (b + r) mod E
+for k offsets b of the group. All experts therefore have the same load in every group, and every unit of E/q adjacent
+experts gets the same number of tokens. The offsets are pseudorandom, so that a token's experts are spread over about as
+many units as under random even routing.
 
 Shape legend: T tokens, a multiple of E experts; k experts of a token.
 """
@@ -15,17 +15,17 @@ _MASK = 2**64 - 1
 
 @cache
 def drawn(group: int, num_experts: int, per_token: int) -> tuple[int, ...]:
-    """The k numbers of a group, ascending."""
+    """The k offsets of a group, ascending."""
     return tuple(sorted(sorted(range(num_experts), key=lambda expert: _hashed(group, expert))[:per_token]))
 
 
 @cache
 def rows_to_units(num_tokens: int, num_experts: int, per_token: int, num_units: int) -> int:
-    """Over T tokens, the sum of the numbers of units, of `num_units` equal ones, that have an expert of a token."""
+    """Number of (token, unit) pairs in which the unit, one of `num_units`, has an expert of the token."""
     assert num_tokens % num_experts == 0, "tokens are dealt with E at a time"
     size, total = num_experts // num_units, 0
     for group in range(num_tokens // num_experts):
-        # The shifts at which some number falls on the first unit; as many fall on each other one.
+        # Tokens r of the group that use the first unit; every other unit has as many.
         first = {
             (place - number) % num_experts for number in drawn(group, num_experts, per_token) for place in range(size)
         }

@@ -1,10 +1,9 @@
-"""The tokens of a pass that take part in choices, and their places in the run, as gates and losses of routers see them.
+"""State of routing during a micro-batch: which tokens are routed, and the router losses.
 
-Padding and documents without a label take no part: no router scores them, no expert gets them, no loss and no choice
-counts them, and a mixture adds only its shared expert to them. A model without a `Gating` counts all tokens, and has no
-losses of routers.
+Padding and documents without labels are not routed: they are not scored, counted or sent to experts, and a mixture
+applies only its shared expert to them. Without a `Gating`, all tokens are routed and there are no router losses.
 
-Shape legend: T tokens of a pass that take part, B sequences of it, E experts, k experts of a token.
+Shape legend: T routed tokens of a micro-batch, B sequences, E experts, k experts of a token.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,44 +22,44 @@ from terrace.model.experts.losses import add_losses, choices_by_sequence, loads_
 
 @dataclass(frozen=True, eq=False)
 class Passage:
-    """The tokens of one micro-batch that take part in choices."""
+    """The routed tokens of one micro-batch."""
 
-    kept: Tensor | None  # (T) int64, their indexes among all tokens; None: all take part
-    sequences: Tensor | None  # (T) int64, the sequence of each, ascending on one rank; None: not needed
+    kept: Tensor | None  # (T) int64, their indices among all tokens; None: all tokens
+    sequences: Tensor | None  # (T) int64, sequence of each token, ascending on one rank; None: not needed
     num_sequences: int = 0
-    places: Tensor | None = None  # (T) int64, in the run
-    weights: Tensor | None = None  # (T) fp64, what each counts in losses of routers; None: 1
+    places: Tensor | None = None  # (T) int64, position of each token in the run
+    weights: Tensor | None = None  # (T) fp64, weight of each token in router losses; None: 1
 
     @staticmethod
     def of_rows(shape: torch.Size, device: torch.device) -> "Passage":
-        """Whole rows of tokens (B, S), all of which take part."""
+        """All tokens of rows of shape (B, S)."""
         rows = torch.arange(shape[0], device=device)
         return Passage(None, rows.repeat_interleave(shape[1]), shape[0])
 
 
 @dataclass(eq=False)
 class Kept:
-    """The choices of a recomputed block's first forward on a micro-batch, which its second forward repeats.
+    """Choices of the first forward of a recomputed block, to be repeated in the recomputation.
 
-    Chosen again, equal scores or rounding could send rows another way.
+    Choosing again could give other experts, because of rounding or equal scores.
     """
 
-    # (T, k) int32; of a gate that chooses for tokens, `~i` is expert i beyond its capacity; where experts choose, -1 is
-    # none (the two exclude each other)
+    # (T, k) int32. If tokens choose, `~i` means that expert i was dropped by its capacity; with expert choice, -1 means
+    # none. The two never occur together.
     experts: Tensor | None = None
-    choices: Tensor | None = None  # (B, E), of whole sequences where ranks share them
+    choices: Tensor | None = None  # (B, E), summed over the ranks that share sequences
 
     def keep(self, chosen: Tensor, within: Tensor) -> None:
-        """Remember choices (T, k), of which those `within` capacity were made: the same tensor where there is none."""
+        """Store the choices (T, k); `within` has those left by the capacity, or is `chosen` itself without one."""
         self.experts = (chosen if chosen is within else torch.where(within < 0, ~chosen, chosen)).int()
 
 
 class Gating:
-    """The passage of the micro-batch that runs, and the figures of all routers of a rank, summed up by backwards.
+    """The current micro-batch's passage, and the sums of router figures over all routers of a rank.
 
-    A backward runs once for each forward that counts, so a recomputed forward counts nothing twice. `choices` has the
-    tokens of each expert (E) in the step before, by layer. `kept` is of the block that runs, if it runs twice.
-    `add_up` sums choices by sequence (B, E) over the ranks that share sequences, if any do.
+    Figures are added in the backward, so that a recomputed forward is not counted twice. `choices` has the tokens per
+    expert (E) of the previous step, by layer. `kept` belongs to the current block, if it is recomputed. `add_up` sums
+    per-sequence choices (B, E) over the ranks that share sequences, if any.
     """
 
     def __init__(self, balance: BalanceConfig, device: torch.device | str = "cpu", seed: int = 0) -> None:
@@ -73,22 +72,22 @@ class Gating:
         self.sums = torch.zeros(len(FIGURES), dtype=torch.float64, device=device)
 
     def noise(self, layer: int, passage: Passage, num_experts: int) -> Tensor | None:
-        """The noise (T, E) on the logits of a layer; None outside training."""
+        """Noise (T, E) for the logits of a layer; None outside training."""
         if not self.trains:
             return None
         assert passage.places is not None, "checked before the first step"
         return normal(self.seed, layer, passage.places, num_experts)
 
     def again(self) -> Tensor | None:
-        """The choices (T, k) of the first forward, as in `Kept`; None in that forward, and where it is the only one."""
+        """Choices (T, k) of the first forward, encoded as in `Kept`; None unless this is a recomputation."""
         experts = None if self.kept is None else self.kept.experts
         return None if experts is None else experts.long()
 
     def balanced(self, choice: Choice, logits: Tensor, passage: Passage, config: ExpertsConfig, layer: int) -> Choice:
-        """`choice` of a layer's logits (T, E) within the capacity of experts, with the run's losses at its weights."""
+        """Apply the capacity to `choice`, made from logits (T, E), and attach the router losses to its weights."""
         balance = self.balance
         if not self.trains and balance.sequence and self.add_up is not None:
-            self._of_sequences(choice, passage, config)  # an evaluation sends what a step sends
+            self._of_sequences(choice, passage, config)  # an evaluation sends the same messages
         if not (self.trains and (balance.losses or balance.capacity)):
             return choice
         figures, weights = dict.fromkeys(FIGURES, logits.new_zeros(())), passage.weights
@@ -116,7 +115,7 @@ class Gating:
         return choice._replace(weights=add_losses(choice.weights, torch.stack(list(figures.values())), self.sums))
 
     def _of_sequences(self, choice: Choice, passage: Passage, config: ExpertsConfig) -> Tensor:
-        """The choices of each expert in whole sequences (B, E)."""
+        """Number of choices per sequence and expert (B, E), summed over the ranks that share sequences."""
         kept = self.kept
         if kept is not None and kept.choices is not None:
             return kept.choices

@@ -1,6 +1,6 @@
-"""Losses of a router, each a sum over tokens, and the function that adds their gradients to the loss's.
+"""Router losses, each a sum over tokens, and the autograd function that adds their gradients.
 
-A token counts `weights` (T) times, or once without them (terrace.runtime.batch.shares_of).
+Tokens are weighted by `weights` (T), by default 1 (terrace.runtime.batch.shares_of).
 
 Shape legend: T tokens, B sequences, E experts, k experts of a token.
 """
@@ -14,30 +14,30 @@ from terrace.model.experts.gates import TINY
 
 
 def choices_by_sequence(experts: Tensor, sequences: Tensor, num_sequences: int, num_experts: int) -> Tensor:
-    """The choices (T, k) of each expert in each sequence, int64 (B, E); `sequences` (T) has the sequence of a token."""
+    """Count the choices `experts` (T, k) per sequence and expert, int64 (B, E); `sequences` (T) as in `Passage`."""
     cells = (sequences.unsqueeze(-1) * num_experts + experts).flatten()
-    # bincount would wait for the device, to learn its length.
+    # Not bincount, which would synchronise with the device.
     counts = cells.new_zeros(num_sequences * num_experts).scatter_add_(0, cells, torch.ones_like(cells))
     return counts.view(num_sequences, num_experts)
 
 
 def loads_of(choices: Tensor, dtype: torch.dtype) -> Tensor:
-    """f, E times the part of each expert in choices (..., E), in `dtype`; 0 where there are none."""
+    """Relative loads f: E times each expert's fraction of choices (..., E), in `dtype`; 0 if there are no choices."""
     return choices.to(dtype) * choices.shape[-1] / choices.sum(-1, keepdim=True).clamp(min=1)
 
 
 def share_loss(scores: Tensor, loads: Tensor, weights: Tensor | None = None) -> Tensor:
-    """The sum over tokens of sum_i f_i s_i / sum_j s_j, a scalar, for scores s (T, E), positive, and loads f.
+    """Balance loss, a scalar: the sum over tokens of sum_i f_i s_i / sum_j s_j for positive scores s (T, E).
 
-    With f (T, E) of the sequence of each token it is the sum of S sum_i f_i P_i over sequences (2412.19437, equations
-    17-20, times S); with f (E) of a whole step, of all its tokens (2101.03961, equations 4-6). Loads carry no gradient.
+    With loads f (T, E) of each token's sequence, this is S sum_i f_i P_i summed over sequences (2412.19437, equations
+    17-20, times S); with f (E), the loss over a whole step (2101.03961, equations 4-6). Loads have no gradient.
     """
     shares = scores / (scores.sum(-1, keepdim=True) + TINY)  # sigmoids may all underflow
     return _summed((loads * shares).sum(-1), weights)
 
 
 def z_loss(logits: Tensor, weights: Tensor | None = None) -> Tensor:
-    """The sum over tokens of logsumexp(z)^2 for logits z (T, E) (2202.08906, equation 5), a scalar."""
+    """z-loss, a scalar: the sum over tokens of logsumexp(z)^2 for logits z (T, E) (2202.08906, equation 5)."""
     return _summed(logits.logsumexp(-1).square(), weights)
 
 
@@ -46,9 +46,9 @@ def _summed(of_tokens: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def add_losses(weights: Tensor, losses: Tensor, sums: Tensor) -> Tensor:
-    """`weights` unchanged; a backward through them adds the gradient of `losses` (n), and `losses` to `sums`.
+    """Return `weights` unchanged; their backward also propagates into `losses` (n) and adds these to `sums`.
 
-    So the losses act without being in the loss, and are counted when their gradient is.
+    The losses thereby contribute gradients without being part of the loss, and are counted once per backward.
     """
     result: Tensor = _Added.apply(weights, losses, sums)  # type: ignore[no-untyped-call]
     return result

@@ -2,8 +2,8 @@
 
     y = sum over the chosen i of g_i down_i(act(gate_i(x)) * up_i(x))   + shared(x), times sigmoid(shared_gate(x))
 
-Scores, choices and weights are computed in fp32 at least. As `down` has no bias, the weight g multiplies its
-input, so that no expert's output is kept for the backward. No token is dropped.
+Scores, choices and weights are computed in at least fp32. Since `down` has no bias, the weight g is applied to its
+input, so that the outputs of experts are not saved for the backward. No token is dropped here.
 
 Shape legend: B batch, S sequence, H hidden, T = B S tokens, E experts, I inner size of an expert, k experts of a token,
 N = T k rows.
@@ -24,12 +24,12 @@ from terrace.model.experts.tally import Tally
 from terrace.model.grouped import Order, collect, grouped_linear, spread
 from terrace.model.layers import ACTIVATIONS, MLP
 
-# Gates by which a token chooses; noisy and cosine differ from softmax in their logits alone.
+# Gates where tokens choose; noisy and cosine differ from softmax only in the logits.
 GATES = {"softmax": softmax.choose, "sigmoid": sigmoid.choose, "noisy": softmax.choose, "cosine": softmax.choose}
 
 
 class Router(nn.Module):
-    """The score of every expert for every token, and the choice that a gate makes of them."""
+    """Scores all experts for every token and applies the gate."""
 
     def __init__(self, config: ModelConfig, **where: Any) -> None:
         super().__init__()
@@ -46,10 +46,10 @@ class Router(nn.Module):
         if self.config.biased:
             self.bias = nn.Parameter(torch.empty(num_experts, **where), requires_grad=False)
         self.gating: Gating | None = None
-        self.layer = 0  # its block in the model
+        self.layer = 0  # index of its block in the model
 
     def forward(self, x: Tensor, passage: Passage) -> Choice:
-        """The experts of tokens x (T, H), all that take part in the passage."""
+        """Choose experts for the routed tokens x (T, H)."""
         wide = torch.promote_types(x.dtype, torch.float32)
         logits, gating = self._logits(x.to(wide), passage), self.gating  # (T, E)
         choice = self._chosen(logits, passage, None if gating is None else gating.again())
@@ -58,7 +58,7 @@ class Router(nn.Module):
             choice = gating.balanced(choice, logits, passage, self.config, self.layer)
             if kept is not None and kept.experts is None:
                 kept.keep(chosen, choice.experts)
-        return choice._replace(scores=None)  # which would be kept until the experts are done
+        return choice._replace(scores=None)  # frees the scores before the experts run
 
     def _chosen(self, logits: Tensor, passage: Passage, again: Tensor | None) -> Choice:
         config = self.config
@@ -67,7 +67,7 @@ class Router(nn.Module):
             return expert_choice.choose(logits, passage.sequences, passage.num_sequences, config, again)
         bias = None if self.bias is None else self.bias.to(logits.dtype)
         if again is not None:
-            again = torch.where(again < 0, ~again, again)  # before any was dropped
+            again = torch.where(again < 0, ~again, again)  # undo the marks of dropped choices
         choice = GATES[config.gate](logits, bias, config, again)
         return even.instead(choice, config) if config.route == "even" else choice
 
@@ -82,7 +82,7 @@ class Router(nn.Module):
 
 
 class Stack(nn.Module):
-    """A linear layer for each expert, without biases; `weight` is (E, O, I)."""
+    """One linear layer per expert, without bias; `weight` is (E, O, I)."""
 
     def __init__(self, num_experts: int, inputs: int, outputs: int, **where: Any) -> None:
         super().__init__()
@@ -93,22 +93,23 @@ class Stack(nn.Module):
         return grouped_linear(x, self.weight, order.counts)
 
 
-# (module, tokens (T, H), their choice, all tokens) -> weighted sums of the experts' results, (T, H), and results of the
-# shared expert for all tokens if `shares_waits`
+# (module, routed tokens (T, H), their choice, all tokens) -> weighted sums of expert outputs (T, H), and the output of
+# the shared expert for all tokens if `shares_waits`
 Spread = Callable[["Mixture", Tensor, Choice, Tensor], tuple[Tensor, Tensor | None]]
 
 
 def here(mixture: "Mixture", tokens: Tensor, choice: Choice, all_tokens: Tensor) -> tuple[Tensor, None]:
-    """The `Spread` of a mixture whose experts are all on this rank: tokens stay."""
+    """The `Spread` for experts that are all on this rank."""
     passed: Tensor = (mixture.pass_through if mixture.joined is None else mixture.joined)(tokens, choice)
     return passed, None
 
 
 class Mixture(nn.Module):
-    """A router, its experts, and a shared expert where the model has one; (B, S, H) to (B, S, H).
+    """A router with its experts, and optionally a shared expert; (B, S, H) to (B, S, H).
 
-    `spread` brings tokens to their experts and back, on several ranks or `here`, and calls `pass_through` there; with
-    `shares_waits` it also calls `pass_shared`, while messages travel. A `tally` gets choices and rows.
+    `spread` dispatches tokens to their experts, on other ranks or `here`, calls `pass_through` there and combines the
+    results; with `shares_waits` it also calls `pass_shared`, to overlap with communication. `tally` counts choices and
+    rows.
     """
 
     def __init__(self, config: ModelConfig, **where: Any) -> None:
@@ -123,7 +124,7 @@ class Mixture(nn.Module):
         self.gate = Stack(experts.num_experts, hidden, experts.intermediate_size, **where)
         self.up = Stack(experts.num_experts, hidden, experts.intermediate_size, **where)
         self.down = Stack(experts.num_experts, experts.intermediate_size, hidden, **where)
-        # The experts' products as one module, where terrace.model.arranged has joined their matrices.
+        # Replaces `pass_through` if terrace.model.arranged has joined the experts' matrices.
         self.joined: nn.Module | None = None
         self.shared: MLP | None = None
         self.shared_gate: nn.Linear | None = None
@@ -133,7 +134,7 @@ class Mixture(nn.Module):
             self.shared_gate = nn.Linear(hidden, 1, bias=False, **where)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Every token of x (B, S, H) through its experts."""
+        """Apply the mixture to x (B, S, H)."""
         if self.router.config.looks_ahead and self.router.gating is None:
             output = torch.stack([self.routed(row) for row in x])
         else:
@@ -141,20 +142,20 @@ class Mixture(nn.Module):
         return output if self.shared is None or self.shares_waits else output + self.pass_shared(x)
 
     def pass_shared(self, x: Tensor) -> Tensor:
-        """The results of the shared expert."""
+        """Output of the shared expert, times its gate if there is one."""
         assert self.shared is not None, "the layer has a shared expert"
         shared: Tensor = self.shared(x)
         return shared if self.shared_gate is None else self.shared_gate(x).sigmoid() * shared
 
     def routed(self, tokens: Tensor) -> Tensor:
-        """Tokens (T, H) through the experts that the gate chooses, (T, H); zero for those that take no part.
+        """Output (T, H) of the routed experts for tokens (T, H); zero for tokens that are not routed.
 
-        Unless a runtime sets `gating`, all take part, and are one sequence.
+        Without a `gating` set by the runtime, all tokens are routed and form one sequence.
         """
         gating = self.router.gating
         passage = None if gating is None else gating.passage
         if passage is None:
-            # Only experts that choose ask which tokens are of one sequence.
+            # Only expert choice needs the sequences of tokens.
             asks, row = self.router.config.looks_ahead, torch.Size((1, len(tokens)))
             passage = Passage.of_rows(row, tokens.device) if asks else Passage(None, None)
         kept = passage.kept
@@ -167,7 +168,7 @@ class Mixture(nn.Module):
         return passed if shared is None else passed + shared
 
     def pass_through(self, tokens: Tensor, choice: Choice) -> Tensor:
-        """The weighted sum (T, H) of the results of this module's experts for tokens (T, H)."""
+        """Weighted sum (T, H) of the outputs of this module's experts for tokens (T, H)."""
         order = Order.of(choice.experts, len(self.down.weight), is_whole=choice.is_whole)
         self.tally.multiply(order.counts)
         rows = spread(tokens, order)  # (N, H)

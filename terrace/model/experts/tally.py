@@ -1,7 +1,7 @@
-"""Numbers of one mixture in a step: tokens of every expert, and rows that were sent, received and multiplied.
+"""Counters of one mixture in a step: tokens per expert, and rows sent, received and multiplied.
 
-A mixture adds to its tally while the tally is open: in the first forward of a micro-batch of a training step, so that
-neither recomputation nor an evaluation counts.
+A tally is open only during the first forward of a training micro-batch, so that recomputation and evaluation are not
+counted.
 """
 
 from collections.abc import Sequence
@@ -9,28 +9,28 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_SENT, _RECEIVED, _MULTIPLIED = -3, -2, -1  # places behind the experts
+_SENT, _RECEIVED, _MULTIPLIED = -3, -2, -1  # indices after the experts' counters
 
 
 class Tally:
-    """Adds to `numbers` (E + 3) int64; a tally without any is never opened."""
+    """Adds to `numbers` (E + 3) int64; a tally without `numbers` is never opened."""
 
     def __init__(self, numbers: Tensor | None = None) -> None:
         self._numbers, self.is_open = torch.empty(0) if numbers is None else numbers, False
 
     def choose(self, experts: Tensor) -> None:
-        """Choices (T, k) of tokens; -1 is none."""
+        """Count choices (T, k); -1 is none."""
         if self.is_open:
             flat = experts.flatten()
             self._numbers.scatter_add_(0, flat.clamp(min=0), (flat >= 0).to(torch.int64))
 
     def move(self, sent: int, received: int) -> None:
-        """Rows that left this rank for their experts, and that came."""
+        """Count rows that left this rank for their experts, and rows that arrived."""
         if self.is_open:
             self._numbers[_SENT] += sent
             self._numbers[_RECEIVED] += received
 
     def multiply(self, counts: Sequence[int]) -> None:
-        """Rows of each expert that this rank multiplied."""
+        """Count the rows of each expert that this rank multiplied."""
         if self.is_open:
             self._numbers[_MULTIPLIED] += sum(counts)

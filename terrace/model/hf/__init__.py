@@ -1,1 +1,1 @@
-"""Hugging Face folders, read and written: configurations, tensor names, weights."""
+"""Reads and writes Hugging Face folders: configurations, tensor names, weights."""

@@ -1,13 +1,12 @@
-"""`terrace.blocks_of`: an unmodified decoder of `transformers`, as a list of blocks.
+"""`terrace.blocks_of`: an unmodified decoder of `transformers` as a list of blocks.
 
-The blocks call the model's own modules: the embedding (with learned positions where the decoder has them), each layer,
-then the final norm with the output matrix. The model's forward also hands position ids, rotary tables and a causal or
-sliding mask to every layer; here each block makes these itself, with the model's rotary module and the masks of
-`transformers`.
+The blocks call the model's own modules: the embedding (with learned positions, if any), each layer, and the final norm
+with the output matrix. Position ids, rotary tables and the causal or sliding mask, which the model's forward passes to
+every layer, are computed by each block with the model's rotary module and the masks of `transformers`.
 
-No family is known here by name. A model is taken if its parts are found, its layers ask for nothing else, its
-configuration names nothing that the loss would lack (capped or scaled logits, router losses), and the blocks give the
-model's own logits on a few tokens, with an output matrix scaled up until a cap would show; otherwise it is refused.
+No family is recognised by name. A model is accepted if its parts are found, its layers need no other arguments, its
+configuration has no setting that the loss would ignore (capped or scaled logits, router losses), and the blocks
+reproduce the model's logits on a few tokens. For this comparison the output matrix is scaled up until a cap would show.
 
 Shape legend: B batch, S sequence, H hidden, V vocabulary.
 """
@@ -27,35 +26,36 @@ from terrace.model.hf.declared import Declaration, attend_as_declared, check_mod
 from terrace.model.spec import BlockSpec
 from terrace.model.windows import SLIDING
 
-# Arguments that a layer may ask for: given by a block, or left at the layer's own default.
+# Arguments of a layer that a block can pass; all others must have a default.
 _GIVEN = ("hidden_states", "attention_mask", "position_ids", "position_embeddings")
 _LAYERS = ("layers", "h", "blocks")
 _NORMS = ("norm", "final_layer_norm", "ln_f", "final_layernorm")
 _LEARNED = ("wpe",)
 _EMBEDDED_DROPOUTS = ("drop", "emb_dropout", "embd_dropout", "dropout")
-# Of the decoder's own modules; any other would do something in its forward that no block does.
+# Accepted children of the decoder; any other would do something in its forward that no block does.
 _KNOWN = {*_LAYERS, *_NORMS, *_LEARNED, *_EMBEDDED_DROPOUTS, "rotary_emb"}
 
 _CHECK_TOKENS = 12
-_LARGE_LOGIT = 100.0  # of the comparison: above every cap in use
-_CHECK_TOLERANCE = 1e-5  # of the largest logit; blocks and model call the same kernels
-_DOCUMENT_TOLERANCE, _DOCUMENT_TOLERANCE_16 = 1e-4, 1e-2  # wider: kernels differ with the length of a row
-_CHECK_TOLERANCE_16 = 1e-3  # the same in 16 bits, where kernels may take other shapes
+_LARGE_LOGIT = 100.0  # in the comparison: above all caps in use
+_CHECK_TOLERANCE = 1e-5  # relative to the largest logit; blocks and model call the same kernels
+_DOCUMENT_TOLERANCE, _DOCUMENT_TOLERANCE_16 = 1e-4, 1e-2  # wider: kernels depend on the row length
+_CHECK_TOLERANCE_16 = 1e-3  # for 16 bits, where kernels may use other shapes
 
 
 def blocks_of(model: nn.Module, declaration: Declaration | None = None) -> list[nn.Module]:
-    """The blocks of a causal language model of `transformers`, for `terrace.Trainer`.
+    """Convert a causal language model of `transformers` to blocks for `terrace.Trainer`.
 
-    They share the model's modules: training them trains the model, and `trainer.unload()` gives it plain parameters
-    back. A tied output matrix stays tied. The blocks take tokens (B, S), and positions within documents (B, S) where
-    given, and return logits (B, S, V); labels are already shifted, as in `terrace.model.decoder.token_loss`. Layers
-    that carry a state from token to token (Mamba, linear attention) refuse positions, in the first step that has some.
+    Blocks share the model's modules: training them trains the model, and `trainer.unload()` restores its plain
+    parameters. A tied output matrix stays tied. Blocks take tokens (B, S), optionally with positions within documents
+    (B, S), and return logits (B, S, V); labels are already shifted, as in `terrace.model.decoder.token_loss`. Layers
+    with a recurrent state (Mamba, linear attention) raise an error in the first step that has positions.
 
-    With a `declaration` of the parameters' dims (terrace.model.hf.declared) the blocks also take a tensor and a context
-    axis, and attention runs by terrace.model.attention.
+    With a `declaration` of the parameters' dims (terrace.model.hf.declared), blocks support tensor and context axes,
+    and use terrace.model.attention.
 
-    Runs the model once on a few tokens. Raises `ModelError`, naming the missing part, for a model that is not a decoder
-    of this form, has parameters elsewhere, is in training mode with dropout or noise, or computes more than its blocks.
+    Runs the model on a few tokens. Raises `ModelError`, naming the missing part, for a model that is not a decoder of
+    this form, has parameters outside its blocks, is in training mode with dropout or noise, or computes more than its
+    blocks.
     """
     what = type(model).__name__
     decoder, output = _decoder_of(model, what)
@@ -65,7 +65,7 @@ def blocks_of(model: nn.Module, declaration: Declaration | None = None) -> list[
     for part, found in {"layers": layers, "final norm": norm, "input embedding": lookup}.items():
         if found is None:
             raise ModelError(f"{what} has no {part} where a decoder has it: write its blocks by hand (docs/python.md)")
-    # An unknown module would be skipped silently, so it is refused.
+    # Unknown modules are rejected, since no block would run them.
     for name, child in decoder.named_children():
         if name not in _KNOWN and child is not lookup:
             raise ModelError(
@@ -79,7 +79,7 @@ def blocks_of(model: nn.Module, declaration: Declaration | None = None) -> list[
     count = getattr(model.config, "num_hidden_layers", len(layers))
     middle = [LayerBlock(layer, index, context, what) for index, layer in enumerate(list(layers)[:count])]
     blocks: list[nn.Module] = [embedding, *middle, HeadBlock(norm, output)]
-    # Names first: they are part of the blocks, which the comparison runs as a whole.
+    # Names first: the comparison runs complete blocks.
     _name(model, blocks, what)
     _check_loss(model.config, what)
     _compare(model, blocks, output, what)
@@ -112,8 +112,9 @@ def _declare(model: nn.Module, blocks: list[nn.Module], output: nn.Module, decla
 
 
 class _Context:
-    """Arguments of a layer besides its hidden states. Not a module: its rotary module is already a child of every
-    block.
+    """Computes the arguments of a layer other than hidden states.
+
+    Not an nn.Module, since its rotary module is already a child of every block.
     """
 
     def __init__(self, config: Any, rotary: nn.Module | None) -> None:
@@ -121,26 +122,26 @@ class _Context:
         self.rotary = rotary
 
     def is_sliding(self, layer: int) -> bool:
-        """Whether a layer attends within a window."""
-        # Newer configurations list a kind for each layer; older ones have one window for all.
+        """Whether a layer has a sliding window."""
+        # Newer configurations list a type for each layer; older ones have one window for all.
         kind = self.kind(layer)
         if kind is not None:
             return kind == SLIDING
         return getattr(self.config, "sliding_window", None) is not None
 
     def kind(self, layer: int) -> str | None:
-        """The kind of a layer, as newer configurations list it."""
+        """Type of a layer in `layer_types`, or None if the configuration has none."""
         kinds = getattr(self.config, "layer_types", None)
         return None if kinds is None else str(kinds[layer])
 
     def turns(self, rotary: nn.Module, x: Tensor, places: Tensor, layer: int) -> Any:
-        """The rotary tables of a layer; some models have different ones for each kind of layer (Gemma 3, OLMo 3)."""
+        """Rotary tables of a layer, which may depend on its type (Gemma 3, OLMo 3)."""
         asks = "layer_type" in inspect.signature(rotary.forward).parameters
         return rotary(x, places, self.kind(layer)) if asks else rotary(x, places)
 
     def mask(self, x: Tensor, places: Tensor, sliding: bool) -> Any:
-        """The mask of `transformers` for x (B, S, H): causal, within documents and the window."""
-        # transformers is imported only for its own models.
+        """Mask of `transformers` for x (B, S, H): causal, within documents and the window."""
+        # Imported here, since transformers is needed only for its own models.
         masks = importlib.import_module("transformers.masking_utils")
         make = masks.create_sliding_window_causal_mask if sliding else masks.create_causal_mask
         return make(config=self.config, inputs_embeds=x, attention_mask=None, past_key_values=None, position_ids=places)
@@ -156,7 +157,7 @@ class EmbeddingBlock(nn.Module):
         self.lookup, self.learned, self.dropout = lookup, learned, dropout
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Look tokens up, and add learned positions where there are any."""
+        """Embed tokens (B, S), and add learned positions if there are any."""
         x: Tensor = self.lookup(tokens)
         if self.learned is not None:
             x = x + self.learned(_places(tokens, positions))
@@ -173,10 +174,10 @@ class LayerBlock(nn.Module):
         self._context, self._index, self._sliding = context, index, context.is_sliding(index)
         self._wants = _wanted(layer, context, what)
         self.attending: DeclaredAttention | None = None  # of a model with a declaration
-        self.whole_shape: Callable[[], Sequence[int]] | None = None  # (B, S) where an axis keeps x in another shape
+        self.whole_shape: Callable[[], Sequence[int]] | None = None  # returns (B, S), if an axis changes the shape of x
 
     def declare(self, spec: BlockSpec, what: str) -> None:
-        """Attend by terrace.model.attention whenever the block runs."""
+        """Use terrace.model.attention whenever this block runs."""
         window = int(self._context.config.sliding_window) if self._sliding else 0
         self.attending = attend_as_declared(self.layer, spec, "layer.", window, what)
 
@@ -186,7 +187,7 @@ class LayerBlock(nn.Module):
             places = torch.arange(self.whole_shape()[1], device=x.device).unsqueeze(0)
         else:
             places = _places(x, positions)
-        # Each layer gets only the arguments that its forward declares.
+        # Pass only arguments that the layer's forward declares.
         given: dict[str, Any] = {}
         if "attention_mask" in self._wants and self.attending is None:
             given["attention_mask"] = self._context.mask(x, places, self._sliding)
@@ -194,7 +195,7 @@ class LayerBlock(nn.Module):
             given["position_ids"] = places
         if "position_embeddings" in self._wants and self.rotary is not None:
             given["position_embeddings"] = self._context.turns(self.rotary, x, places, self._index)
-        # Some releases return a tuple, others the tensor.
+        # Some releases of transformers return a tuple, others a tensor.
         with nullcontext() if self.attending is None else self.attending.on(positions):
             out = self.layer(x, **given)
         result: Tensor = out if isinstance(out, Tensor) else out[0]
@@ -241,7 +242,7 @@ def _first(parent: nn.Module, names: tuple[str, ...], kind: type[nn.Module]) -> 
 def _wanted(layer: nn.Module, context: _Context, what: str) -> set[str]:
     parameters = inspect.signature(layer.forward).parameters
     named = {name for name, each in parameters.items() if each.kind is not inspect.Parameter.VAR_KEYWORD}
-    # A forward with **kwargs may pass positions on to attention.
+    # A forward with **kwargs may pass position ids on to attention.
     open_ended = len(named) < len(parameters)
     for name in list(parameters)[1:]:
         if name in named and name not in _GIVEN and parameters[name].default is inspect.Parameter.empty:
@@ -257,7 +258,7 @@ def _wanted(layer: nn.Module, context: _Context, what: str) -> set[str]:
 
 
 def _check_dropout(model: nn.Module, what: str) -> None:
-    # Attention keeps its rate as a float attribute, not as a Dropout module; so do routers that jitter their inputs.
+    # Attention, and routers with jitter, have their rate in a float attribute instead of a Dropout module.
     for name, module in model.named_modules():
         found = {key: value for key, value in vars(module).items() if isinstance(value, float)}
         rates = {key: value for key, value in found.items() if "dropout" in key or key == "jitter_noise"}
@@ -284,7 +285,7 @@ def _name(model: nn.Module, blocks: list[nn.Module], what: str) -> None:
 
 
 def _check_loss(config: Any, what: str) -> None:
-    # Parts of the model's own forward or loss that the blocks, which end in plain logits, would lack.
+    # Settings of the model's forward or loss that blocks, which return plain logits, do not implement.
     lacking = {
         "final_logit_softcapping": getattr(config, "final_logit_softcapping", None),
         "logits_scaling": getattr(config, "logits_scaling", 1.0) != 1.0,
@@ -307,14 +308,14 @@ def _compare(model: nn.Module, blocks: list[nn.Module], output: nn.Module, what:
     config: Any = model.config
     limit = getattr(config, "max_position_embeddings", _CHECK_TOKENS)
     vocabulary = int(config.vocab_size)
-    # Distinct, scattered tokens without drawing from the random generator.
+    # Distinct, scattered tokens, without using the random generator.
     tokens = (torch.arange(min(_CHECK_TOKENS, limit), device=first.device) * 7919 + 1) % vocabulary
     tokens = torch.stack([tokens, (tokens * 31 + 3) % vocabulary])
     weight: Any = getattr(output, "weight", None)
     before = None if weight is None else weight.detach().clone()
     try:
         if weight is not None:
-            # A cap on the logits shows where they are large; those of a new model are small.
+            # A cap shows only for large logits, and those of a new model are small.
             weight.mul_(_LARGE_LOGIT / max(float(_own_logits(model, tokens, what).abs().max()), 1e-6))
         wanted = _own_logits(model, tokens, what)
         x = _logits(blocks, tokens, what)
@@ -345,7 +346,7 @@ def _own_logits(model: nn.Module, tokens: Tensor, what: str) -> Tensor:
 
 @torch.no_grad()
 def _unfit_for_documents(model: nn.Module, blocks: list[nn.Module], what: str) -> str:
-    # Why the blocks cannot run on rows of several documents, "" if they can: two documents in a row and each by itself.
+    # Why blocks do not support rows of several documents, or "". Compares two documents in one row with each alone.
     config: Any = model.config
     first = next(model.parameters())
     limit = max(1, min(_CHECK_TOKENS, getattr(config, "max_position_embeddings", _CHECK_TOKENS)) // 2)

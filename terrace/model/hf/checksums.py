@@ -1,6 +1,6 @@
-"""Checksums in the metadata of exported weights: CRC-32 of every tensor of a file, and of the files written with them.
+"""Checksums in the metadata of exported weights: CRC-32 of every tensor, and of the other files of the export.
 
-Other programs ignore this metadata. Weights of others have none, and are read as they are.
+Other programs ignore this metadata. Weights without it are read unchecked.
 """
 
 import json
@@ -20,7 +20,7 @@ _TENSORS, _FILES = "crc32", "crc32_of_files"
 
 
 def checksums_of(tensors: Mapping[str, Tensor], files: Mapping[str, str | bytes]) -> dict[str, str]:
-    """Metadata of a file of `tensors` that is written with `files`, name -> content."""
+    """Metadata for a file of `tensors` in an export with other `files` (name -> content)."""
     raw = {name: content.encode() if isinstance(content, str) else content for name, content in files.items()}
     tables = {
         _TENSORS: {name: _crc(tensor) for name, tensor in sorted(tensors.items())},
@@ -30,26 +30,26 @@ def checksums_of(tensors: Mapping[str, Tensor], files: Mapping[str, str | bytes]
 
 
 def sort_metadata(path: Path) -> None:
-    """Give the metadata of a file of weights a fixed order, which safetensors does not. Raises `OSError`."""
+    """Sort the metadata of a safetensors file, whose order is otherwise random. Raises `OSError`."""
     with path.open("rb+") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
         metadata = dict(sorted(header.pop("__metadata__").items()))
         text = json.dumps({"__metadata__": metadata, **header}, separators=(",", ":"), ensure_ascii=False)
         file.seek(8)
-        # Spaces are the padding of the format. Other escapes would make another length: then the order stays.
+        # The format is padded with spaces. If other escapes make the text longer, the order stays.
         if len(text.encode()) <= size:
             file.write(text.encode().ljust(size))
 
 
 class Checksums:
-    """The checksums of a folder of weights; a tensor is compared with its own when it is first read."""
+    """Verifies the checksums of a folder of weights, once for each tensor."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._agrees = folder, set[str]()
 
     def check(self, file: Any, file_name: str, tensor: str) -> None:
-        """Raise `ModelError` unless a tensor of an open file is as it was written."""
+        """Raise `ModelError` if the checksum of a tensor in an open file differs."""
         if tensor in self._agrees:
             return
         wanted = _table(file, _TENSORS).get(tensor)
@@ -61,7 +61,7 @@ class Checksums:
         self._agrees.add(tensor)
 
     def check_others(self, file: Any) -> None:
-        """Warn of files that were written with an open file of weights and have changed since; a user may edit them."""
+        """Warn of other files of the export that have changed since, which a user may do on purpose."""
         for name, wanted in _table(file, _FILES).items():
             path = self._folder / str(name)
             if path.parent == self._folder and path.is_file() and _checksum(path) != wanted:
@@ -78,12 +78,12 @@ def _checksum(path: Path) -> str:
 def _table(file: Any, key: str) -> Mapping[str, Any]:
     try:
         found = parse_json((file.metadata() or {}).get(key, "{}"))
-    except ValueError:  # of another program, or damaged: then the tensors are not
+    except ValueError:  # written by another program, or damaged metadata
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def _crc(tensor: Tensor) -> str:
     flat = tensor.contiguous().flatten()
-    # One element has the stride that it came with, and only elements at stride 1 can be viewed as bytes.
+    # A view as bytes requires stride 1, but a tensor of one element may have any stride.
     return checksum(flat.as_strided((flat.numel(),), (1,)).view(torch.uint8).numpy().data)

@@ -1,7 +1,7 @@
-"""From a Hugging Face `config.json` table to the fields of `ModelConfig`, and back.
+"""Converts a Hugging Face `config.json` table to the fields of `ModelConfig`, and back.
 
-Strict in the sense of `terrace.model.hf.families`: every key is implemented, harmless, or refused with the
-value to give it. Rotary positions and the kinds of layers are in files of their own beside this one.
+Every key must be implemented or harmless, or have the only supported value (`terrace.model.hf.families`); others raise
+an error. RoPE and kinds of layers have modules of their own.
 """
 
 import dataclasses
@@ -31,10 +31,10 @@ from terrace.model.windows import FULL, SLIDING
 
 
 def read_fields(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `ModelConfig` that a `config.json` table describes; `experts` as a table of its own fields.
+    """Fields of `ModelConfig` for a `config.json` table; nested configurations such as `experts` are tables.
 
-    Raises `ModelError` for a family, key or value that is unknown, missing, mistyped or not implemented. Sizes are not
-    checked here; `ModelConfig` does that.
+    Raises `ModelError` for a family, key or value that is unknown, missing, of the wrong type or not implemented. Sizes
+    are checked by `ModelConfig`, not here.
     """
     name = table.get("model_type")
     if not isinstance(name, str):
@@ -69,14 +69,14 @@ def read_fields(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_table(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The `config.json` table of the fields of a `ModelConfig`, with the newer form of RoPE keys."""
+    """`config.json` table for the fields of a `ModelConfig`, with the newer form of RoPE keys."""
     family = FAMILIES[fields["family"]]
     table: dict[str, Any] = {"model_type": fields["family"], "architectures": [family.architecture]}
     if fields["scalar_head"]:
         table |= {"architectures": [family.scored_architecture], "num_labels": 1}
     table |= {key: fields[own] for own, key in family.names.items() if "." not in own}
     activation_key = family.names["activation"]
-    # Several spellings mean one activation; the first is written.
+    # An activation may have several names; the first is written.
     spellings = [theirs for theirs, ours in ACTIVATIONS.items() if ours == fields["activation"]]
     table[activation_key] = spellings[0]
     table |= family.written
@@ -86,7 +86,7 @@ def write_table(fields: Mapping[str, Any]) -> dict[str, Any]:
     if family.theta_key:
         theta, scaling = fields["rope_theta"], fields["rope_scaling"]
         table["rope_parameters"] = write_turns(kinds_of(fields), scaling, theta, family) | written_mscale(fields)
-        # Where a family has the key at the top, transformers reads it there.
+        # transformers reads this key at the top level in families that have it there.
         if scaling and ORIGINAL in family.table.__dataclass_fields__:
             table[ORIGINAL] = scaling[ORIGINAL]
     table |= write_scales(fields["scales"], fields["head_dim"], family.table)
@@ -96,10 +96,11 @@ def write_table(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def published_table(table: Mapping[str, Any], dtype: str, tokens: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json to publish with weights of `dtype`, made from a table of `write_table`.
+    """The config.json to publish with weights of `dtype`, from a table of `write_table`.
 
-    RoPE appears under its newer and its older keys: releases of `transformers` that know only the older ones would
-    otherwise take their defaults silently. `tokens` are the ids that begin, end and pad a text.
+    RoPE is written with newer and older keys, since releases of `transformers` that know only the older ones would
+    silently use defaults. `tokens` has the BOS, EOS and padding ids. Raises `ModelError` for a model that
+    `transformers` does not have.
     """
     own = next((key for key in table if key in OWN_KEYS), None)
     if own is not None:
@@ -128,7 +129,7 @@ def published_table(table: Mapping[str, Any], dtype: str, tokens: Mapping[str, A
 
 
 def without_training(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The table without dropout, noise and losses of routers, for a model that is not being trained."""
+    """Copy of the table without dropout, router noise and router losses, for a model that is not trained."""
     name = table.get("model_type")  # of a file that nobody has checked yet
     family = FAMILIES.get(name) if isinstance(name, str) else None
     given = {**(family.implied if family else {}), **table}
@@ -145,7 +146,7 @@ def _without_aliases(table: Mapping[str, Any], family: Family) -> Mapping[str, A
 
 
 def _refuse_values(table: Mapping[str, Any], family: Family) -> None:
-    # Absent keys count with the default of transformers.
+    # Missing keys have the defaults of transformers.
     given, only = {**family.implied, **table}, {**ONLY, **family.only}
     refused = [key for key, value in given.items() if key in only and value not in only[key]]
     if not refused:
@@ -160,7 +161,7 @@ def _refuse_values(table: Mapping[str, Any], family: Family) -> None:
 
 
 def _read_head(table: Mapping[str, Any], family: Family) -> bool:
-    # Whether `architectures` says that a score stands in place of the output matrix.
+    # Whether `architectures` names a model with a scalar head instead of an output matrix.
     named = table.get("architectures")
     named = named[0] if isinstance(named, list | tuple) and named else None
     if named == family.scored_architecture.replace("Sequence", "Token"):
@@ -206,8 +207,8 @@ def _complete(fields: dict[str, Any], table: Mapping[str, Any]) -> dict[str, Any
         raise ModelError(f"a head would have more than {ENDLESS:g} elements: give a smaller {' or '.join(sizes)}")
     if fields["head_dim"] > 0 and fields["scales"].get("attention") == fields["head_dim"] ** -0.5:
         del fields["scales"]["attention"]  # the default is stored as 0, so that equal models compare equal
-    # Rounded down as the reference does: 0.25 of a head of 90 rotates 22 elements.
-    if "latent" in fields:  # its keys name the elements that are turned
+    # Rounded down as in transformers: 0.25 of a head of 90 rotates 22 elements.
+    if "latent" in fields:  # latent attention has a key for rotary_dim
         return fields
     turned = fields["rope_theta"] > 0
     return fields | {"rotary_dim": int(fields["head_dim"] * read_rope(table, family, 1.0)[1]) if turned else 0}

@@ -1,11 +1,11 @@
-"""Declared blocks of a `transformers` model: quantities of its parameters' dims, and attention that axes can replace.
+"""Declares the dims of a `transformers` model's parameters, so that tensor and context axes can be used with it.
 
-A tensor axis cuts each parameter along the dims that count heads, inner features or words; the declaration names them.
-A context axis spreads the tokens of a row: it needs the module with attention, which holds the output projection. This
-module attends by terrace.model.attention while a block runs, and by its own implementation in the model's own forward.
+A tensor axis shards parameters along dims of heads, inner features or vocabulary, which the declaration names. A
+context axis shards the tokens of a row and must replace attention: the module that has the output projection uses
+terrace.model.attention while a block runs, and its own implementation in the model's own forward.
 
-A declaration is checked before it is used: every parameter has dims, projections are `nn.Linear`, norms equal the
-modules that a tensor axis puts in their place, and blocks with terrace.model.attention give the model's logits.
+A declaration is verified before use: every parameter has dims, projections are `nn.Linear`, norms agree with the
+modules by which a tensor axis replaces them, and blocks with terrace.model.attention reproduce the model's logits.
 """
 
 import copy
@@ -27,18 +27,18 @@ from terrace.model.spec import BlockSpec
 _HEADS, _KV_HEADS = "heads", "kv_heads"
 _COUNTED = ("hidden", "intermediate", "vocab", "head_dim", "positions")  # a unit is one element
 _IMPLEMENTATION, _ORIGINAL = "terrace", "sdpa"
-_SITE = "terrace_attention"  # attribute of the attention module, not a child module
+_SITE = "terrace_attention"  # plain attribute of the attention module, not a child module
 _EPSILONS = ("eps", "variance_epsilon")
-_NORM_TOLERANCE = 1e-4  # of values near 1; 16-bit norms differ in their last bit
+_NORM_TOLERANCE = 1e-4  # for values near 1; 16-bit norms differ in the last bit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """The quantities that the dims of a decoder's parameters count. Raises `ModelError` for an unknown quantity.
+    """Quantities of the dims of a decoder's parameters. Raises `ModelError` for an unknown quantity.
 
-    - `heads`, `kv_heads`: numbers of query heads and of key-value heads; without the second, as many as the first;
-    - `dims`: a pattern over the model's own names of parameters -> one quantity for each dim: `hidden` (the residual
-      stream), `heads`, `kv_heads`, `intermediate` (the inner size of the MLP), `vocab`, `head_dim`, `positions`.
+    - `heads`, `kv_heads`: numbers of query heads and key-value heads; `kv_heads` is `heads` by default;
+    - `dims`: pattern over the model's parameter names -> one quantity per dim: `hidden` (the residual stream), `heads`,
+      `kv_heads`, `intermediate` (the inner size of the MLP), `vocab`, `head_dim` or `positions`.
     """
 
     heads: int
@@ -58,7 +58,7 @@ class Declaration:
                     )
 
     def of(self, name: str, shape: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
-        """(Quantity, units) of each dim of the parameter `name`; raises `ModelError` unless one pattern fits it."""
+        """(quantity, units) of each dim of the parameter `name`. Raises `ModelError` unless one pattern fits."""
         fitting = [pattern for pattern in self.dims if fnmatch.fnmatchcase(name, pattern)]
         if len(fitting) != 1:
             found = " and ".join(repr(pattern) for pattern in fitting) if fitting else "no pattern"
@@ -70,7 +70,7 @@ class Declaration:
             raise ModelError(
                 f"{name} has the shape {list(shape)}, and dims[{fitting[0]!r}] names {len(names)} dims: name each"
             )
-        # Embedding and output matrix keep whole rows, whichever axis cuts the residual stream.
+        # "features": embedding and output matrix keep whole rows, even if an axis shards the residual stream.
         of_table = "features" if "vocab" in names else "hidden"
         return tuple(
             (of_table if each == "hidden" else each, self._units(name, each, size))
@@ -90,7 +90,7 @@ class Declaration:
 
 
 def declared_specs(blocks: Sequence[nn.Module], declaration: Declaration) -> tuple[BlockSpec, ...]:
-    """Specs of the blocks of `terrace.blocks_of` with the dims of a declaration."""
+    """Specs of the blocks of `terrace.blocks_of`, with the dims of `declaration`."""
     owners: dict[int, int] = {}
     specs = []
     for index, block in enumerate(blocks):
@@ -108,7 +108,7 @@ def declared_specs(blocks: Sequence[nn.Module], declaration: Declaration) -> tup
 
 
 def _check_sizes(specs: Sequence[BlockSpec]) -> None:
-    # A quantity has one size in the whole model; for heads and key-value heads that is the size of one head.
+    # A quantity has the same size everywhere; for heads and key-value heads this is the size of a head.
     first: dict[str, tuple[int, str]] = {}
     for spec in specs:
         for param in spec.params:
@@ -125,9 +125,9 @@ def _check_sizes(specs: Sequence[BlockSpec]) -> None:
 
 
 def attend_as_declared(layer: nn.Module, spec: BlockSpec, prefix: str, window: int, what: str) -> DeclaredAttention:
-    """Have a layer attend by terrace.model.attention while its block runs; names in `spec` begin with `prefix`.
+    """Make a layer use terrace.model.attention while its block runs. Names in `spec` begin with `prefix`.
 
-    Raises `ModelError` for a layer without one output projection of heads, or whose attention cannot be replaced.
+    Raises `ModelError` unless the layer has exactly one output projection of heads and its attention can be replaced.
     """
     dims = {param.name.removeprefix(prefix): [name for name, _ in param.dims] for param in spec.params}
     outputs = [name for name, names in dims.items() if names == ["hidden", _HEADS]]
@@ -146,7 +146,7 @@ def attend_as_declared(layer: nn.Module, spec: BlockSpec, prefix: str, window: i
     grouped = any(names[0] == _KV_HEADS for names in dims.values())
     attention = DeclaredAttention(window, grouped)
     _register()
-    # A copy: the model's own forward makes its masks from the configuration that all modules share.
+    # A copy, since the model's own forward creates masks from the shared configuration.
     module.config = copy.copy(config)
     module.config._attn_implementation = _IMPLEMENTATION
     module.__dict__[_SITE] = attention
@@ -154,7 +154,7 @@ def attend_as_declared(layer: nn.Module, spec: BlockSpec, prefix: str, window: i
 
 
 def _register() -> None:
-    # transformers is imported only for its own models.
+    # Imported here, since transformers is needed only for its own models.
     utils = importlib.import_module("transformers.modeling_utils")
     utils.AttentionInterface.register(_IMPLEMENTATION, _attention)
 
@@ -162,7 +162,7 @@ def _register() -> None:
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention function of `transformers`: heads (B, N, S, D) to (B, S, N, D)."""
+    """Attention function with the interface of `transformers`: heads (B, N, S, D) to (B, S, N, D)."""
     attention: DeclaredAttention = module.__dict__[_SITE]
     if not attention.is_running:
         functions = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
@@ -188,9 +188,9 @@ def _attention(
 
 
 def check_modules(block: nn.Module, spec: BlockSpec, what: str) -> dict[str, float]:
-    """Epsilons of the norms of a block, by the module's name.
+    """Verify the modules of a block. Returns the epsilon of each norm by module name.
 
-    Raises `ModelError` for a module that a tensor axis could not replace without changing the model.
+    Raises `ModelError` for a module that a tensor axis could not replace with an equivalent one.
     """
     epsilons: dict[str, float] = {}
     for param in spec.params:
@@ -222,7 +222,7 @@ def _checked_norm(module: Any, name: str, what: str) -> float:
         )
     weight, bias = module.weight, getattr(module, "bias", None)
     x = torch.linspace(-1.5, 2.0, 3 * weight.numel(), dtype=weight.dtype, device=weight.device).view(3, -1)
-    # A weight of ones would not show whether the module multiplies by 1 + weight.
+    # Weights other than one, to detect modules that multiply by 1 + weight.
     before = weight.detach().clone()
     try:
         weight.copy_(torch.linspace(0.5, 1.5, weight.numel()))
@@ -239,7 +239,7 @@ def _checked_norm(module: Any, name: str, what: str) -> float:
 
 
 def normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """torch's rms norm, or with a bias its layer norm."""
+    """RMS norm, or with a bias layer norm, of torch."""
     if bias is None:
         return F.rms_norm(x, weight.shape, weight, eps)
     return F.layer_norm(x, weight.shape, weight, bias, eps)

@@ -1,9 +1,8 @@
-"""The Hugging Face `config.json` of each model family, and the meaning of its keys in Terrace.
+"""Model families: how the keys of a Hugging Face `config.json` map to `ModelConfig`.
 
-A family is data: a table class with the keys Terrace implements as fields (terrace.model.hf.key_tables), the names of
-these keys in `ModelConfig`, and the values fixed by the family. Every other key is either harmless (`HARMLESS` of
-terrace.model.hf.keys, and the family's own), or accepted only with the value Terrace implements (`ONLY`), or refused:
-no key is ignored by accident.
+A family is data: a dataclass of the implemented keys (terrace.model.hf.key_tables), the `ModelConfig` fields of these
+keys, and fields that are constant in the family. Every other key is harmless (`HARMLESS` of terrace.model.hf.keys, or
+the family's own), or accepted only with the implemented value (`ONLY`), or rejected. No key is ignored by accident.
 """
 
 import re
@@ -32,15 +31,15 @@ from terrace.model.hf.key_tables import (
     SmolLM3Table,
 )
 
-# Layers with the window where layer_types are absent: "" none, as the family has no window; "all"; "after" the first
-# max_window_layers; "alternating", every other one; "unturned", those without RoPE; "pattern", all but each
-# sliding_window_pattern-th.
+# Which layers have the window if layer_types is missing: "": none, the family has no window; "all"; "after": those
+# after the first max_window_layers; "alternating": every other one; "unturned": those without RoPE; "pattern": all
+# except every sliding_window_pattern-th.
 WindowRule = Literal["", "all", "after", "alternating", "unturned", "pattern"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One `model_type`: how its keys become the fields of `ModelConfig`."""
+    """One `model_type`: the mapping of its keys to the fields of `ModelConfig`."""
 
     table: type[Any]
     architecture: str
@@ -68,7 +67,7 @@ class Family:
 
     @property
     def scored_architecture(self) -> str:
-        """The architecture with a score in place of the output matrix."""
+        """Architecture with a scalar head instead of the output matrix."""
         return re.sub("(ForCausalLM|LMHeadModel)$", "ForSequenceClassification", self.architecture)
 
 
@@ -108,7 +107,7 @@ _GEMMA2 = Family(
     names=_GROUPED | {"activation": "hidden_activation", "head_dim": "head_dim"} | _BIASED,
     constants=_GATED | {"mlp_bias": False, "norms": "both", "norm_offset": True, "scales.embedding": ROOT_OF_HIDDEN},
     only={"use_bidirectional_attention": (False, None)},
-    # Released files have second names, which transformers does not read.
+    # Alternative names in released files, which transformers does not read.
     harmless=frozenset({"hidden_act", "sliding_window_size", "_sliding_window_pattern"}),
     windows="pattern",
     mixes=True,
@@ -126,7 +125,7 @@ _SIGMOID_ROUTED = _ROUTED | {
 }
 _SIGMOID = _GATED | {"mlp_bias": False, "experts.gate": "sigmoid", "experts.biased": True}
 _SIGMOID_ALIASES = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
-# A head for further tokens is no part of the next token, and is not written.
+# Multi-token prediction heads do not affect the next token, and are not written.
 _NO_FURTHER_TOKENS = {"num_nextn_predict_layers": 0}
 _DEEPSEEK_V3 = Family(
     table=DeepseekV3Table,
@@ -136,7 +135,7 @@ _DEEPSEEK_V3 = Family(
     written=_NO_FURTHER_TOKENS,
     aliases=_SIGMOID_ALIASES,
     is_mixture=True,
-    # Released files name how they were trained, and constants of the family; transformers writes sums of the others.
+    # Released files have training settings and constants of the family; transformers also writes derived sizes.
     harmless=frozenset(
         {"num_nextn_predict_layers", "aux_loss_alpha", "seq_aux", "ep_size", "auto_map", "output_router_logits"}
         | {"head_dim", "qk_head_dim"}
@@ -195,7 +194,7 @@ FAMILIES: Mapping[str, Family] = {
         factor_is_free=True,
         rope_types=("default", "longrope"),
         harmless=frozenset({"auto_map"}),
-        # Phi-4-mini's files name parts of the family that it does without.
+        # Keys in Phi-4-mini's files for features that it does not use.
         only={
             **dict.fromkeys(("attention_bias", "mlp_bias", "lm_head_bias"), (False,)),
             **dict.fromkeys(("full_attn_mod", "interpolate_factor"), (1,)),
@@ -245,7 +244,7 @@ FAMILIES: Mapping[str, Family] = {
         },
         theta_key="",
         implied={"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
-        # Absent keys would take the defaults of transformers.
+        # Written explicitly, since the defaults of transformers differ.
         written={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     ),
     "mixtral": Family(
@@ -280,7 +279,7 @@ FAMILIES: Mapping[str, Family] = {
         constants=_GATED | {"mlp_bias": False, "qk_norm": True},
         aliases={"num_local_experts": "num_experts"},
         harmless=frozenset({"max_window_layers"}),
-        # Qwen3-Coder's files name constants of the family.
+        # Qwen3-Coder's files have keys for constants of the family.
         only={"shared_expert_intermediate_size": (0,), "use_qk_norm": (True,), "qkv_bias": (False,)},
         is_mixture=True,
         windows="after",
@@ -300,6 +299,6 @@ FAMILIES: Mapping[str, Family] = {
         factor_is_free=True,
     ),
     "deepseek_v3": _DEEPSEEK_V3,
-    # The same layer; its files name the architecture of DeepSeek-V3.
+    # Same layers; its files name the architecture of DeepSeek-V3.
     "kimi_k2": _DEEPSEEK_V3,
 }

@@ -1,7 +1,7 @@
-"""The files of a Hugging Face folder besides its config.json. Pure: needs no torch.
+"""Files of a Hugging Face folder other than config.json. Needs no torch.
 
 weights     model.safetensors, or model.safetensors.index.json and the files it names
-tokenizer   tokenizer.json, and the files next to it that say how to use it
+tokenizer   tokenizer.json and related files
 generation  generation_config.json
 """
 
@@ -40,9 +40,9 @@ _OTHER_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "tf_model.h5", "flax_mo
 
 
 def config_file(name: str | Path) -> Path:
-    """The config.json that `name` names, itself or its folder.
+    """Path of the config.json that `name` is or contains.
 
-    Raises `ModelError` for the folder of an adapter, and for a run folder, which is no model yet.
+    Raises `ModelError` for the folder of an adapter and for a run folder, which are not models.
     """
     path = Path(name)
     if words := adapter_words(path):
@@ -55,20 +55,20 @@ def config_file(name: str | Path) -> Path:
 
 
 def read_model_table(path: str) -> dict[str, Any]:
-    """The table of `config_file`. Raises `ConfigError`."""
+    """Read the table of `config_file`. Raises `ConfigError`."""
     file = config_file(path)
     return read_table(file, None if file == Path(path) else Path(path))
 
 
 def holds_weights(folder: str) -> bool:
-    """Say whether `folder` holds weights in any form, also in one that `weight_files` refuses."""
+    """Whether `folder` has weights in any format, including those that `weight_files` rejects."""
     if not os.path.isdir(folder):
         return False
     return any(any(Path(folder).glob(pattern)) for pattern in (INDEX, METADATA, *_OTHER_WEIGHTS))
 
 
 def adapter_words(folder: Path) -> str:
-    """Why a folder that holds an adapter of peft is no model, and how to make one; "" for any other folder."""
+    """Error text for a folder with a peft adapter instead of a model, with the remedy; "" for any other folder."""
     if not (folder / ADAPTER).is_file() or (folder / CONFIG).is_file():
         return ""
     try:
@@ -85,21 +85,21 @@ def adapter_words(folder: Path) -> str:
 
 
 def is_dcp(folder: Path) -> bool:
-    """Whether the weights of a folder are in files of `torch.distributed.checkpoint`; safetensors come first."""
+    """Whether the weights of a folder are in `torch.distributed.checkpoint` format and not in safetensors."""
     return (folder / METADATA).is_file() and not any((folder / name).is_file() for name in (INDEX, SINGLE))
 
 
 def weight_files(folder: Path) -> dict[str, str] | None:
-    """Tensor -> file of an index, or None if all tensors are in one `model.safetensors`.
+    """Tensor -> file according to the index, or None if all tensors are in one `model.safetensors`.
 
-    Raises `ModelError` for a folder without weights or with weights in another form, and for a damaged index.
+    Raises `ModelError` for a folder without weights or with weights in another format, and for a damaged index.
     """
     if (folder / INDEX).is_file():
         index = read_table(folder / INDEX, folder).get("weight_map")
         if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
             raise ModelError(f"{folder / INDEX} has no weight_map of tensors to files: download it again")
         for file in sorted(set(index.values())):
-            # A path in an index must not lead out of the folder.
+            # Files must be inside the folder.
             if os.path.basename(file) != file or not (folder / file).is_file():
                 raise ModelError(f"{folder / INDEX} names {file}, which is not in the folder: download it")
         return index
@@ -121,9 +121,9 @@ def weight_files(folder: Path) -> dict[str, str] | None:
 
 
 def token_ids(source: str | Path | None, end_of_text: int | None) -> dict[str, Any]:
-    """The ids that begin, end and pad a text, from the config.json of `source`, or `end_of_text`.
+    """BOS, EOS and padding ids from the config.json of `source`; by default `end_of_text` is the EOS id.
 
-    All three are present, because `transformers` gives a meaning of its own to a missing one.
+    All three keys are present, since `transformers` has its own defaults for missing ones.
     """
     table: dict[str, Any] = dict.fromkeys(_TOKEN_IDS) | {"eos_token_id": end_of_text}
     if source is not None and (Path(source) / CONFIG).is_file():
@@ -133,10 +133,10 @@ def token_ids(source: str | Path | None, end_of_text: int | None) -> dict[str, A
 
 
 def carried_files(source: str | Path | None, end_of_text: int | None = None) -> dict[str, bytes]:
-    """Name -> content of the files of `source` that belong to a model whatever its weights are.
+    """Files (name -> content) of `source` that are copied with any weights: tokenizer and generation config.
 
-    A tokenizer.json without a tokenizer_config.json gets one; without it `transformers` would load the original
-    tokenizer of the model's family. Raises `ModelError` for a file that cannot be read.
+    Adds a tokenizer_config.json if only tokenizer.json exists; otherwise `transformers` would load the original
+    tokenizer of the family. Raises `ModelError` for a file that cannot be read.
     """
     found = {} if source is None else read_files(Path(source), (*TOKENIZER_FILES, GENERATION))
     if TOKENIZER in found and TOKENIZER_CONFIG not in found:
@@ -146,8 +146,9 @@ def carried_files(source: str | Path | None, end_of_text: int | None = None) -> 
 
 
 def read_files(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
-    """Name -> content of the files that exist; raises `ModelError` for one that is not readable, or a link out of the
-    folder: the content goes into other folders.
+    """Read those of `names` that exist, as name -> content.
+
+    Raises `ModelError` for a file that is not readable, or is a link out of the folder, since contents are exported.
     """
     found = {}
     for name in names:
@@ -160,7 +161,7 @@ def read_files(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
 
 
 def with_templates(folder: Path, found: Mapping[str, bytes]) -> dict[str, bytes]:
-    """`found` of a folder with all its chat templates: those in the folder inside of it move to tokenizer_config.json.
+    """Add the folder's additional chat templates to `found`, in its tokenizer_config.json.
 
     Raises `ModelError` for a file that cannot be read.
     """
@@ -168,7 +169,7 @@ def with_templates(folder: Path, found: Mapping[str, bytes]) -> dict[str, bytes]
     if not names:
         return dict(found)
     named = {"default": found[CHAT_TEMPLATE]} if CHAT_TEMPLATE in found else {}
-    # From the model's folder, since the folder of templates may be a link itself.
+    # Confined to the model's folder, since the folder of templates may itself be a link.
     named |= {
         Path(name).stem: raw for name, raw in read_files(folder, [f"{MORE_TEMPLATES}/{n}" for n in names]).items()
     }
@@ -182,7 +183,7 @@ def with_templates(folder: Path, found: Mapping[str, bytes]) -> dict[str, bytes]
             f"a chat template or {TOKENIZER_CONFIG} in {folder} is damaged ({error}): repair it"
         ) from error
     listed = [{"name": name, "template": source} for name, source in sources.items()]
-    # The list counts only without the file.
+    # transformers ignores the list if the file chat_template.jinja exists.
     kept = {name: content for name, content in found.items() if name != CHAT_TEMPLATE}
     return {**kept, TOKENIZER_CONFIG: json.dumps({**table, "chat_template": listed}, ensure_ascii=False).encode()}
 

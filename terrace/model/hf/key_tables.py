@@ -1,13 +1,13 @@
-"""The keys of `config.json` that each model family implements, with the defaults of `transformers`.
+"""Implemented keys of `config.json` for each model family, with the defaults of `transformers`.
 
-terrace.model.hf.families gives them their meaning. The defining sizes of a model (vocabulary, width, depth, heads) have
-defaults in `transformers` too, but are required here: a forgotten key should not silently train a model of seven
+terrace.model.hf.families maps them to `ModelConfig`. The main sizes of a model (vocabulary, width, depth, heads) are
+required here although `transformers` has defaults for them: a missing key must not silently give a model of seven
 billion parameters.
 """
 
 from dataclasses import dataclass
 
-ROOT_OF_HIDDEN = "root of hidden"  # as a family's constant: the embedding times sqrt(H)
+ROOT_OF_HIDDEN = "root of hidden"  # value of a family's constant: embeddings are scaled by sqrt(H)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +166,7 @@ class _MixtureTable(_RotaryTable):
 
 @dataclass(frozen=True, kw_only=True)
 class _BalancedTable(_MixtureTable):
-    # Their loss has a part of the router's if its logits are asked for. The gate is a key of Terrace's own.
+    # transformers adds a router loss if output_router_logits is set. The gate is a key of Terrace only.
 
     gate: str = "softmax"
     router_size: int = 0
@@ -197,7 +197,7 @@ class _QwenMoeTable(_BalancedTable):
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2MoeTable(_QwenMoeTable):
-    """The implemented keys of `Qwen2MoeConfig`. Without `layer_types` a window is in every other layer alone."""
+    """The implemented keys of `Qwen2MoeConfig`. Without `layer_types` only every other layer has a window."""
 
     shared_expert_intermediate_size: int
     qkv_bias: bool = True
@@ -230,7 +230,7 @@ class Glm4MoeTable(_MixtureTable):
 
 @dataclass(frozen=True, kw_only=True)
 class DeepseekV3Table(_MixtureTable):
-    """The implemented keys of `DeepseekV3Config`, with its defaults but for the sizes of its attention and experts."""
+    """The implemented keys of `DeepseekV3Config`; sizes of attention and experts have no defaults here."""
 
     n_routed_experts: int
     moe_intermediate_size: int

@@ -1,9 +1,9 @@
-"""Keys of a Hugging Face `config.json` whose meaning is the same in every family, and families that are refused."""
+"""Keys of a Hugging Face `config.json` with the same meaning in every family, and rejected families."""
 
 from collections.abc import Mapping
 from typing import Any
 
-# Keys that do not change the next-token function or its gradient.
+# Keys without effect on the logits or gradients.
 _HARMLESS = """
 _attn_implementation _attn_implementation_autoset _commit_hash _experts_implementation _name_or_path architectures
 attn_implementation bad_words_ids begin_suppress_tokens bos_token_id cache_implementation chunk_size_feed_forward
@@ -26,7 +26,7 @@ resid_pdrop embd_pdrop attn_pdrop attention_dropout hidden_dropout attention_pro
 router_jitter_noise
 """
 _NOISES = tuple(_NOISE.split())
-# Keys that matter in training alone, and their value without it.
+# Keys that matter only in training, with their neutral value.
 TRAINING: Mapping[str, object] = {**dict.fromkeys(_NOISES, 0.0), "output_router_logits": False}
 ONLY: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(_NOISES, (0.0, None)),
@@ -42,7 +42,7 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "reorder_and_upcast_attn": (False,),
 }
 
-# Names of one function differ in how `transformers` computes it; the first is written.
+# Several names may denote one function, with different implementations in `transformers`; the first is written.
 ACTIVATIONS: Mapping[str, str] = {
     "silu": "silu",
     "swish": "silu",
@@ -56,7 +56,7 @@ ACTIVATIONS: Mapping[str, str] = {
     "relu": "relu",
 }
 
-# Families that are like others here, and differ in what they compute.
+# Families that resemble supported ones but compute something else.
 _LATENT = "deepseek_v3 has latent attention, and this family another gate or other attention"
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v32", "glm4_moe_lite"), _LATENT),

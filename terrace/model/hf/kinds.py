@@ -1,7 +1,7 @@
-"""The keys of `config.json` for windows and RoPE of each layer, to `ModelConfig.kinds` and back.
+"""Converts the `config.json` keys for per-layer windows and RoPE to `ModelConfig.kinds`, and back.
 
-`sliding_window` is the size of windows, and `layer_types` names the layers that have one; without `layer_types` each
-family has a rule of its own. `no_rope_layers` has a 1 for every layer with RoPE.
+`sliding_window` is the window size, and `layer_types` says which layers have a window; if it is missing, each family
+has its own rule. `no_rope_layers` has a 1 for every layer with RoPE.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from terrace.model.hf.families import Family
     from terrace.model.hf.rope import Turn
 
-_MOST_LAYERS = 10**5  # absurd numbers are refused where all sizes are; until then they must not fill memory
+_MOST_LAYERS = 10**5  # bounds memory until `check_sizes` rejects absurd values
 
 
 def read_kinds(loaded: Any, family: "Family", turns: Mapping[str, "Turn"]) -> dict[str, Any]:
-    """The fields of `ModelConfig` for windows and RoPE, with `kinds` where layers differ.
+    """Fields of `ModelConfig` for windows and RoPE, with `kinds` if layers differ.
 
-    `turns` are base and scaling of RoPE for each kind of layer. Raises `ModelError` for layers that are not
+    `turns` has the RoPE base and scaling for each type of layer. Raises `ModelError` for values that are not
     implemented.
     """
     num_layers = max(0, min(loaded.num_hidden_layers, _MOST_LAYERS)) if hasattr(loaded, "num_hidden_layers") else 0
@@ -46,13 +46,13 @@ def read_kinds(loaded: Any, family: "Family", turns: Mapping[str, "Turn"]) -> di
 
 
 def kinds_of(fields: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """The fields of `LayerKind` for every layer."""
+    """Fields of `LayerKind` for every layer."""
     alike = {key: fields[key] for key in ("sliding_window", "rope_theta", "rope_scaling")}
     return fields["kinds"] or [alike] * fields["num_layers"]
 
 
 def write_kinds(fields: Mapping[str, Any], family: "Family") -> dict[str, Any]:
-    """The keys that `read_kinds` reads as these fields of a `ModelConfig`, but for RoPE."""
+    """Inverse of `read_kinds`, without the RoPE parameters."""
     num_layers, table, kinds = fields["num_layers"], dict[str, Any](), kinds_of(fields)
     windows = [kind["sliding_window"] for kind in kinds]
     if family.windows:
@@ -95,10 +95,10 @@ def _window(loaded: Any, family: "Family") -> int:
 
 
 def _named(loaded: Any, family: "Family", turned: Sequence[bool]) -> list[str] | None:
-    # The kind of each layer; None: all have the window, if there is one.
+    # Type of each layer; None: all layers have the window, if there is one.
     kinds, window, num_layers = getattr(loaded, "layer_types", None), _window(loaded, family), len(turned)
     if kinds is None and family.windows == "pattern" and not window:
-        # Without a window their layers would still be of two kinds, each with its own RoPE.
+        # Without a window there would still be two types of layers, each with its own RoPE.
         raise ModelError(f"sliding_window = None needs layer_types, all of them {FULL!r}: give these, or a window")
     if kinds is None:
         sliding = _sliding(loaded, family, turned)

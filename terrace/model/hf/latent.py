@@ -1,11 +1,11 @@
-"""The keys of `config.json` that describe latent attention, to the fields of `ModelConfig` and back."""
+"""Converts the `config.json` keys of latent attention to fields of `ModelConfig`, and back."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from terrace.base.errors import ModelError
 
-# Field of Latent -> key; null is no rank.
+# Field of Latent -> key; null means rank 0.
 KEYS = {
     "key_value_rank": "kv_lora_rank",
     "query_rank": "q_lora_rank",
@@ -16,9 +16,10 @@ _TURNED, _UNTURNED, _MSCALE = "qk_rope_head_dim", "qk_nope_head_dim", "mscale_al
 
 
 def read_latent(loaded: Any, table: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields `latent`, `head_dim` and `rotary_dim` of a loaded table; none of a family without latent attention.
+    """Fields `latent`, `head_dim` and `rotary_dim` of a loaded table; empty for families without latent attention.
 
-    `table` is the whole config.json. Raises `ModelError` for fewer key-value heads than heads.
+    `table` is the whole config.json. Raises `ModelError` if there are fewer key-value heads than heads, or the rank of
+    keys and values is below 1.
     """
     if not hasattr(loaded, KEYS["key_value_rank"]):
         return {}
@@ -40,10 +41,7 @@ def read_latent(loaded: Any, table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_latent(fields: Mapping[str, Any], table: type[Any]) -> dict[str, Any]:
-    """The keys of a family's `table` that `read_latent` reads as the latent attention of these `ModelConfig` fields.
-
-    A key of rotary positions is in the table `rope_parameters`, which is not written here (`written_mscale`).
-    """
+    """Inverse of `read_latent`, for a family's `table`, except for the RoPE key of `written_mscale`."""
     latent = fields["latent"]
     if KEYS["key_value_rank"] not in table.__dataclass_fields__:
         return {}
@@ -57,6 +55,6 @@ def write_latent(fields: Mapping[str, Any], table: type[Any]) -> dict[str, Any]:
 
 
 def written_mscale(fields: Mapping[str, Any]) -> dict[str, float]:
-    """The key of `rope_parameters` by which yarn multiplies scores, where it does."""
+    """The key of `rope_parameters` for yarn's factor of attention scores, if it is set."""
     mscale = fields["latent"]["mscale"]
     return {_MSCALE: mscale} if mscale else {}

@@ -1,4 +1,4 @@
-"""Why tensors of a folder do not fit a model, where their names tell it, and what to do. Pure: only names."""
+"""Diagnoses from tensor names why the tensors of a folder do not fit a model. Needs no torch."""
 
 import re
 from collections.abc import Collection
@@ -12,7 +12,7 @@ _WRAPPERS = {
     "pretrained_model.": "trl",
     "_checkpoint_wrapped_module.": "activation checkpointing",
 }
-# In names of tensors that stand beside a matrix, or for it.
+# Names of tensors that accompany or replace a matrix.
 _ADAPTER = re.compile(r"\.(lora_(A|B|embedding_A|embedding_B|magnitude_vector)|base_layer|modules_to_save)\.")
 _QUANTISED = re.compile(
     r"\.(qweight|qzeros|scales|g_idx|absmax|quant_map|quant_state\..+|SCB|weight_(scale|scale_inv|scale_2|packed|shape|"
@@ -21,10 +21,10 @@ _QUANTISED = re.compile(
 
 
 def misfit_words(missing: Collection[str], unexpected: Collection[str]) -> str:
-    """The cause that the names show, with the remedy; "" where they show none.
+    """Error text with cause and remedy; "" if the names show no cause.
 
-    All names have something in front, or some have it inside, as a wrapper of a module puts there; or the tensors that
-    are too many are those of an adapter, of quantised matrices, or one module: a head of its own.
+    Recognised are prefixes and infixes that module wrappers add, and unexpected tensors of an adapter, of quantised
+    matrices, or of a single additional module (a value or reward head).
     """
     if any(map(_ADAPTER.search, unexpected)):
         return (
@@ -59,7 +59,7 @@ def misfit_words(missing: Collection[str], unexpected: Collection[str]) -> str:
 
 
 def _shared_prefix(missing: Collection[str], unexpected: Collection[str]) -> str:
-    """The beginning that all missing names lack, "" if there is none or another for some."""
+    """Longest prefix with which all missing names are present, or ""."""
     there, found = set(unexpected), ""
     first = min(missing, key=len)
     for name in there:
@@ -69,8 +69,8 @@ def _shared_prefix(missing: Collection[str], unexpected: Collection[str]) -> str
 
 
 def _inner_wrappers(missing: Collection[str], unexpected: Collection[str]) -> list[str]:
-    """The wrappers without whose names all missing tensors are there."""
-    # Only whole parts of a name count: "module." ends other wrappers' names, too.
+    """Wrappers in the names; empty unless all missing tensors are present once their names are removed."""
+    # Only complete components count, since "module." is also the end of other wrappers' names.
     found = [wrapper for wrapper in _WRAPPERS if any(f".{wrapper}" in name for name in unexpected)]
     there = set(unexpected)
     for wrapper in found:
@@ -79,7 +79,7 @@ def _inner_wrappers(missing: Collection[str], unexpected: Collection[str]) -> li
 
 
 def _spare_module(unexpected: Collection[str]) -> str:
-    """The module, outside of all layers, that all names are of."""
+    """The one top-level module, other than the decoder, that all names belong to, or ""."""
     begins = {name.partition(".")[0] for name in unexpected if "." in name}
     begin = begins.pop() if len(begins) == 1 and all("." in name for name in unexpected) else ""
     return begin if begin not in ("model", "transformer", "gpt_neox") else ""

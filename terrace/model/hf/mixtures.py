@@ -1,7 +1,7 @@
-"""The keys of `config.json` that describe mixtures of experts, to the fields of `ExpertsConfig` and back.
+"""Converts the `config.json` keys of mixtures of experts to fields of `ExpertsConfig`, and back.
 
-Layers without experts are named in three ways: `mlp_only_layers`, every layer but each `decoder_sparse_step`-th, or the
-first `first_k_dense_replace`. Written are the first of them or the last.
+Layers without experts are given by `mlp_only_layers`, by `decoder_sparse_step` (all but every n-th), or by
+`first_k_dense_replace` (the first n). The second form is read but never written.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ _MOST_LAYERS = 10**6
 
 
 def read_experts(loaded: Any, names: Mapping[str, str], constants: Mapping[str, object]) -> dict[str, Any]:
-    """The fields of `ExpertsConfig` of a loaded table, by the `names` and `constants` of its family.
+    """Fields of `ExpertsConfig` from a loaded table, with the `names` and `constants` of its family.
 
     Raises `ModelError` for a value that is not implemented.
     """
@@ -33,7 +33,7 @@ def read_experts(loaded: Any, names: Mapping[str, str], constants: Mapping[str, 
     }
     fields |= {own.removeprefix(_PART): value for own, value in constants.items() if _is_part(own)}
     if hasattr(loaded, "n_shared_experts"):
-        # The shared experts are one MLP of their joint size.
+        # Several shared experts are one MLP of their total size.
         if loaded.n_shared_experts < 1:
             raise ModelError(f"n_shared_experts = {loaded.n_shared_experts} must be at least 1 in this family")
         fields["shared_size"] = loaded.n_shared_experts * loaded.moe_intermediate_size
@@ -45,9 +45,9 @@ def read_experts(loaded: Any, names: Mapping[str, str], constants: Mapping[str, 
 
 
 def write_experts(fields: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The keys that `read_experts` reads as these fields of an `ExpertsConfig`, as far as the family has them."""
+    """Inverse of `read_experts`, for the keys that the family has."""
     table = {key: fields[own.removeprefix(_PART)] for own, key in names.items() if _is_part(own)}
-    # Keys that only Terrace reads are left out where they say nothing.
+    # Terrace's own keys are omitted if they have their default.
     table = {key: value for key, value in table.items() if OWN_KEYS.get(key) != value}
     if "n_shared_experts" in table:
         table["n_shared_experts"] = fields["shared_size"] // fields["intermediate_size"]
@@ -63,7 +63,7 @@ def _is_part(own: str) -> bool:
 
 
 def _dense_layers(loaded: Any) -> tuple[int, ...]:
-    # Absurd numbers of layers are refused where all sizes are; until then they must not fill memory.
+    # Bounds memory until `check_sizes` rejects absurd numbers of layers.
     layers = range(max(1, min(loaded.num_hidden_layers, _MOST_LAYERS)))
     if hasattr(loaded, "first_k_dense_replace"):
         if loaded.first_k_dense_replace < 0:

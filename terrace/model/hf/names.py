@@ -1,11 +1,11 @@
-"""Location of each parameter of a decoder in the weight files of its family. Pure: only names and shapes.
+"""Maps each parameter of a decoder to tensors in the weight files of its family. Needs no torch.
 
-A parameter is a whole tensor there, a part of one, or a stack of several:
+A parameter is a whole tensor there, a slice of one, or a stack of several:
 
-- experts have a tensor each, which one parameter (experts, out, in) holds here;
-- GPT-2 stores matrices as (in, out), and query, key and value one after the other in `c_attn`;
-- GPT-NeoX stores query, key and value in `query_key_value`, head by head: of head 0 all three, then of head 1;
-- Phi-3 stores query, key and value in `qkv_proj`, gate and up in `gate_up_proj`, one after the other.
+- experts have one tensor each, and are one parameter (experts, out, in) in Terrace;
+- GPT-2 stores matrices as (in, out), and query, key and value concatenated in `c_attn`;
+- GPT-NeoX stores query, key and value in `query_key_value`, interleaved by head;
+- Phi-3 stores query, key and value concatenated in `qkv_proj`, gate and up in `gate_up_proj`.
 """
 
 import math
@@ -19,23 +19,23 @@ from terrace.model.config import ModelConfig
 from terrace.model.experts.config import GATE_BIAS
 from terrace.model.params import ParamSpec
 
-# Tensors that files of older releases hold beside parameters: masks and frequencies, which follow from config.json.
+# Buffers in files of older releases, masks and frequencies, which follow from config.json.
 DERIVED = re.compile(r"(^|\.)((attn|attention)\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """A parameter in a file: part `part` of the tensor `name`, which has `parts` rows for each part; empty: all of it.
+    """The location of a parameter in weight files.
 
-    Parts follow one another in each of `num_groups` groups of rows; with several groups all parts have as many rows.
-
-    With `num_stacked`, a stack of tensors, in whose names the index stands in place of "{}".
+    It is slice number `part` of the fused tensor `name`, whose slices have `parts` rows; if `parts` is empty, it is the
+    whole tensor. Rows consist of `num_groups` groups, each with all slices in order; with several groups all slices
+    have equally many rows. With `num_stacked`, it is a stack of tensors, with the index in place of "{}" in names.
     """
 
     name: str
-    shape: tuple[int, ...]  # of the whole tensor, or of each stacked one, as it is stored
+    shape: tuple[int, ...]  # of the stored tensor, or of each stacked one
     num_stacked: int = 0
-    wide: bool = False  # fp32 at least, whatever the dtype of the others
+    wide: bool = False  # at least fp32, whatever the dtype of other tensors
     transposed: bool = False  # stored as (in, out)
     part: int = 0
     parts: tuple[int, ...] = ()
@@ -46,30 +46,30 @@ class StoredTensor:
         return max(1, len(self.parts))
 
     def nbytes(self, dtype_bytes: int) -> int:
-        """Bytes of one of its tensors where files have `dtype_bytes` an element."""
+        """Bytes of one of its tensors in files with `dtype_bytes` per element."""
         return (max(4, dtype_bytes) if self.wide else dtype_bytes) * math.prod(self.shape)
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """The names of its tensors in the files."""
+        """Names of its tensors in the files."""
         return tuple(self.name.format(index) for index in range(self.num_stacked)) if self.num_stacked else (self.name,)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """The names of one family; a parameter's own ending, `weight` or `bias`, follows those of modules."""
+    """Module names of a family, to which `.weight` or `.bias` is appended."""
 
-    base: str  # in front of all but the output matrix; files of the model without its head leave it out
+    base: str  # prefix of all names except the output matrix; missing in files of a model without its head
     layers: str
     embedding: str
     output: str
     final_norm: str
     layer: Mapping[str, str]
-    stacked: Mapping[str, str] = field(default_factory=dict)  # modules with a tensor for each expert
-    router_bias: str = ""  # the whole name of the parameter
+    stacked: Mapping[str, str] = field(default_factory=dict)  # modules with one tensor per expert
+    router_bias: str = ""  # full name of the parameter in a layer
     positions: str = ""
-    fused: Mapping[str, int] = field(default_factory=dict)  # projection -> its part of the tensor they share
-    by_head: bool = False  # whether the parts take turns head by head
+    fused: Mapping[str, int] = field(default_factory=dict)  # projection -> its slice of the fused tensor
+    by_head: bool = False  # slices are interleaved by head
     transposed: bool = False
 
 
@@ -181,7 +181,7 @@ NAMES: Mapping[str, Names] = {
 
 
 def sources(config: ModelConfig) -> dict[tuple[str, str], StoredTensor]:
-    """(block, parameter) -> its place in the files, in the order of the blocks; a tied head is not stored."""
+    """(block, parameter) -> its location in the files, in the order of blocks; a tied head is not stored."""
     names = NAMES[config.family]
     return {
         (block.name, param.name): _source(config, names, block.name, param)
@@ -191,7 +191,7 @@ def sources(config: ModelConfig) -> dict[tuple[str, str], StoredTensor]:
 
 
 def output_name(config: ModelConfig) -> str:
-    """The name of the output matrix, which a file may hold even if it is tied to the embedding."""
+    """Name of the output matrix, which a file may contain even if it is tied to the embedding."""
     return f"{NAMES[config.family].output}.weight"
 
 
@@ -228,7 +228,7 @@ def _source(config: ModelConfig, names: Names, block: str, spec: ParamSpec) -> S
 
 
 def _parts(config: ModelConfig, names: Names, module: str, rows: int) -> tuple[int, ...]:
-    # Fused tensors hold query, key and value in one matrix, or gate and up.
+    # Rows of query, key and value, or of gate and up, in a fused tensor.
     if module not in names.fused:
         return ()
     if module not in _PARTS:
@@ -238,6 +238,6 @@ def _parts(config: ModelConfig, names: Names, module: str, rows: int) -> tuple[i
 
 
 def stored_bytes(config: ModelConfig, dtype_bytes: int) -> int:
-    """Bytes of the tensors in the weight files of a model, stored with `dtype_bytes` an element."""
+    """Bytes of all tensors in the weight files of a model, with `dtype_bytes` per element."""
     tensors = {name: source for source in sources(config).values() for name in source.tensors}
     return sum(source.nbytes(dtype_bytes) for source in tensors.values())

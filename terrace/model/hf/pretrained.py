@@ -1,8 +1,7 @@
-"""Weights of a Hugging Face folder: read one parameter at a time, written as `transformers` reads them.
+"""Reads and writes the weights of Hugging Face folders.
 
-Reading is lazy: opening a folder reads its index, and `value` reads one parameter, so a pipeline rank touches only its
-own layers. Values keep their stored dtype. Folders written from the same values have the same bytes: the order of
-tensors, their names and the headers follow from the model.
+Reading is lazy: opening a folder reads its index and `value` one parameter, so a pipeline rank reads only its own
+layers. Values keep their stored dtype. Writing is deterministic: equal values give folders with equal bytes.
 
 Shape legend: G groups, P parts, d rows of a part in a group.
 """
@@ -32,18 +31,18 @@ from terrace.model.hf.folder import CONFIG, INDEX, METADATA, SINGLE, carried_fil
 from terrace.model.hf.misfit import misfit_words
 from terrace.model.hf.names import DERIVED, NAMES, StoredTensor, output_name, sources, stored_bytes
 
-SHARD_BYTES = 5_000_000_000  # the size at which transformers begins the next file
+SHARD_BYTES = 5_000_000_000  # file size limit of transformers
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
-_FLOATS = {"F64": "fp64", "F32": "fp32", "BF16": "bf16", "F16": "fp16"}  # as safetensors names them, and as Terrace
-_NAMED = 3  # how many tensors of a kind an error names
+_FLOATS = {"F64": "fp64", "F32": "fp32", "BF16": "bf16", "F16": "fp16"}  # safetensors' name -> Terrace's
+_NAMED = 3  # number of tensors of a kind that an error lists
 
 
 class Pretrained:
     """The weights in a folder, opened for reading.
 
-    `config` is the model they are for; by default, the folder's own config.json. With `adds_rows` that model may have
-    more tokens than the folder's own: their rows begin as the mean of the others. Raises `ModelError` for a folder
+    `config` is the model to read them for, by default that of the folder's config.json. With `adds_rows` it may have a
+    larger vocabulary than the folder; new rows are the mean of the existing ones. Raises `ModelError` for a folder
     without readable weights.
     """
 
@@ -64,27 +63,27 @@ class Pretrained:
 
     @cached_property
     def config(self) -> ModelConfig:
-        """The model; raises `ModelError` when config.json is missing or names something Terrace does not implement."""
+        """The model. Raises `ModelError` if config.json is missing or has something that is not implemented."""
         return load_model(str(self.folder)) if self._config is None else self._config
 
     @property
     def lacks_score(self) -> bool:
-        """Whether the model has a scalar head and the folder, of a causal model, has none: the score begins anew."""
+        """Whether the model has a scalar head but the folder does not, so that the head must be initialised."""
         return self.config.scalar_head and SCORE not in self._files
 
     @property
     def dtype(self) -> str:
-        """The dtype of the embedding as it is stored: fp32, bf16, fp16 or fp64."""
+        """Stored dtype of the embedding: fp32, bf16, fp16 or fp64."""
         return _FLOATS[self._header(self._stored_name(self._sources["embedding", "weight"].name))[1]]
 
     def __contains__(self, parameter: tuple[str, str]) -> bool:
-        """Whether the folder has the value of (block, parameter) of its model; `check` names others that it lacks."""
+        """False only for a scalar head that the folder lacks; `check` reports other missing parameters."""
         return not (self.lacks_score and parameter == ("head", SCORE))
 
     def value(self, block_name: str, param_name: str, parts: Sequence[int] | None = None) -> Tensor:
-        """A whole parameter in Terrace's layout, in its stored dtype, on the CPU; of a stack, `parts` alone if given.
+        """Read a whole parameter, or only `parts` of a stack, in Terrace's layout and its stored dtype, to the CPU.
 
-        Raises `ModelError` when it is missing or cannot be read.
+        Raises `ModelError` if it is missing or cannot be read.
         """
         source = self._sources[block_name, param_name]
         if not source.num_stacked:
@@ -106,14 +105,14 @@ class Pretrained:
 
     @cached_property
     def num_new_rows(self) -> int:
-        """Tokens of the model that the folder's own has no row for, where they are added."""
+        """Number of vocabulary rows to add to those of the folder; 0 without `adds_rows`."""
         if not self._adds_rows or self._dcp is not None or not (self.folder / CONFIG).is_file():
             return 0
         return max(0, self.config.vocab_size - load_model(str(self.folder), training=False).vocab_size)
 
     @cached_property
     def _of_tokens(self) -> tuple[str, ...]:
-        # The tensors with a row for each token.
+        # Tensors with a row per token.
         return (self._sources["embedding", "weight"].name, output_name(self.config)) if self.num_new_rows else ()
 
     def _with_new_rows(self, tensor: Tensor) -> Tensor:
@@ -121,10 +120,10 @@ class Pretrained:
         return torch.cat([tensor, mean.expand(self.num_new_rows, -1)])
 
     def check(self, config: ModelConfig | None = None) -> None:
-        """Compare names, shapes and dtypes with the model, `config` or the folder's own.
+        """Compare names, shapes and dtypes with the model, by default that of this object.
 
-        Raises `ModelError` naming each missing or unexpected tensor, and each of another shape or of a dtype that is
-        not a plain float. Warns of files that were written with the weights and have changed since.
+        Raises `ModelError` that lists missing and unexpected tensors, and tensors with another shape or a dtype that is
+        not a plain float. Warns of other files of the export that have changed.
         """
         if config is not None and config != self._config:
             Pretrained(self.folder, config, adds_rows=self._adds_rows).check()
@@ -140,7 +139,7 @@ class Pretrained:
         names = {self._stored_name(name): name for name in wanted}
         missing = [name for stored, name in names.items() if stored not in self._files]
         output = output_name(self.config)
-        # A score in its place makes the output matrix spare.
+        # With a scalar head the output matrix is not needed.
         is_spare = self.config.tied_embeddings or self.lacks_score
         tied = output if is_spare and output in self._files else None
         # Derived buffers (rotary frequencies, masks) and a tied output matrix may be stored or not.
@@ -160,7 +159,7 @@ class Pretrained:
             raise ModelError(f"{self.folder} does not fit the model: {'; '.join(complaints[:_NAMED])}{more}: {fix}")
         for file in sorted(set(self._files.values())):
             self._sums.check_others(self._file(file))
-        # A folder may store both matrices with different values; tying them would lose one.
+        # A folder may contain an output matrix that differs from the embedding; tying them would lose it.
         if tied is None or self.config.scalar_head:
             return
         stored = self._file(self._files[tied]).get_tensor(tied)
@@ -173,7 +172,7 @@ class Pretrained:
     def _is_spare(self, name: str) -> bool:
         if DERIVED.search(name):
             return True
-        # A further layer that predicts the token after the next is no part of the decoder.
+        # A multi-token prediction layer is not part of the decoder.
         if "num_nextn_predict_layers" not in FAMILIES[self.config.family].harmless:
             return False
         names = NAMES[self.config.family]
@@ -185,7 +184,7 @@ class Pretrained:
         return sources(self.config)
 
     def _stored_name(self, name: str) -> str:
-        # Folders of a bare model (without head) leave out the base prefix.
+        # Folders of a bare model (without head) omit the base prefix.
         short = name.removeprefix(NAMES[self.config.family].base)
         return short if name not in self._files and short in self._files else name
 
@@ -214,7 +213,7 @@ def _listed(what: str, names: list[str]) -> Iterator[str]:
 
 def _taken(stored: Any, source: StoredTensor) -> Tensor:
     if source.parts and source.num_groups == 1:
-        # Rows of one part follow one another, so only they are read.
+        # The rows of a part are contiguous, so only these are read.
         begin = sum(source.parts[: source.part])
         part = slice(begin, begin + source.parts[source.part])
         tensor: Tensor = stored[:, part] if source.transposed else stored[part]
@@ -239,14 +238,14 @@ def write_pretrained(
     carried: Mapping[str, bytes] | None = None,
     ids: Mapping[str, int | None] | None = None,
 ) -> list[str]:
-    """Write a folder that `transformers` loads, whole or not at all, and return the names of its files.
+    """Write a folder for `transformers` atomically, and return the names of its files.
 
-    `value` returns the whole parameter of (block, parameter); it is called in the order of the blocks, once for each,
-    and a shard is in memory at a time. `dtype` is fp32, bf16, fp16 or fp64. From the folder `source` come, byte for
-    byte, the tokenizer's files and generation_config.json, and of its config.json which tokens begin, end and pad a
-    text; without one, `end_of_text` ends it. `carried` files and `ids`, keys of config.json, replace these. Raises
-    `ModelError` for a folder that is not empty or cannot be written, for values that fp16 cannot hold, and for a model
-    that its family's config.json cannot describe.
+    `value` returns the whole parameter of (block, parameter); it is called once for each, in the order of blocks, and
+    one shard is in memory at a time. `dtype` is fp32, bf16, fp16 or fp64. Tokenizer files and generation_config.json
+    are copied from the folder `source`, and the BOS, EOS and padding ids from its config.json; without it, the EOS id
+    is `end_of_text`. `carried` (files) and `ids` (keys of config.json) override these. Raises `ModelError` for a folder
+    that is not empty or cannot be written, for values beyond the range of `dtype`, and for a model that its family's
+    config.json cannot describe.
     """
     folder = Path(folder)
     if dtype not in DTYPES:
@@ -275,12 +274,12 @@ def write_pretrained(
     return sorted([*shards, *others])
 
 
-# (block, parameter, index in a stack, where it belongs) of one tensor, in the order of its parts
+# For one stored tensor: (block, parameter, index in a stack, location) of each of its parts, in order
 Parts = list[tuple[str, str, int, StoredTensor]]
 
 
 class _Once:
-    # The tensors of a stack follow one another, perhaps in several shards, and are asked for once.
+    # Caches the last value, since the tensors of a stack are consecutive, possibly in several shards.
     def __init__(self, value: Callable[[str, str], Tensor]) -> None:
         self._value, self._last = value, ("", "")
         self._held = torch.empty(0)
@@ -292,7 +291,7 @@ class _Once:
 
 
 def stored_parts(config: ModelConfig) -> dict[str, Parts]:
-    """Name -> parts of each tensor of a model's files, in the order of the blocks."""
+    """Parts of each tensor in a model's files, by name, in the order of blocks."""
     tensors: dict[str, Parts] = {}
     for (block, param), source in sources(config).items():
         for index, name in enumerate(source.tensors):
@@ -329,9 +328,9 @@ def _stored(parts: Parts, value: Callable[[str, str], Tensor], dtype: str) -> Te
 
 
 def rounded(value: Tensor, dtype: str, name: str) -> Tensor:
-    """`value` in `dtype`. Raises `ModelError` for a tensor `name` with numbers beyond the range of `dtype`."""
+    """Convert the tensor `name` to `dtype`. Raises `ModelError` if its values exceed the range of `dtype`."""
     found = value.to(DTYPES[dtype])
-    # An infinity that was there before is not the conversion's fault.
+    # Infinities that were there before the conversion are accepted.
     if found.isinf().any() and not value.isinf().any():
         wider = "bf16 or fp32" if dtype == "fp16" else "fp64"
         raise ModelError(f"{name} has values beyond what {dtype} holds: write {wider}")
@@ -339,14 +338,14 @@ def rounded(value: Tensor, dtype: str, name: str) -> Tensor:
 
 
 def joined(parts: list[Tensor], source: StoredTensor) -> Tensor:
-    """The tensor of a file from its parts in Terrace's layout, contiguous and with memory of its own size."""
+    """Join parts in Terrace's layout to the tensor of a file, contiguous and with storage of exactly its size."""
     whole = parts[0]
     if source.num_groups == 1:
         whole = torch.cat(parts) if source.parts else whole
     elif source.parts:
         whole = torch.stack([part.reshape(source.num_groups, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 2)
     whole = (whole.t() if source.transposed else whole).contiguous()
-    # A view of a larger tensor cannot be stored: the file would not know the rest of its memory.
+    # safetensors cannot store a view of a larger tensor.
     return whole if whole.untyped_storage().nbytes() == whole.nbytes else whole.clone()
 
 

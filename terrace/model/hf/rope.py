@@ -1,8 +1,8 @@
-"""The keys of `config.json` that describe rotary positions, read as numbers of `ModelConfig` and written again.
+"""Converts the `config.json` keys of RoPE to fields of `ModelConfig`, and back.
 
-Both spellings are read: a `rope_parameters` table, and `rope_theta`, `rotary_emb_base`, `rotary_pct` or `rope_scaling`
-at the top. When a file holds both they must agree. A value that `transformers` derives from absent keys is computed
-here, and written as a number.
+Both forms are read: a `rope_parameters` table, and `rope_theta`, `rotary_emb_base`, `rotary_pct` or `rope_scaling` at
+the top level. If a file has both, they must agree. Values that `transformers` derives if keys are missing are computed
+here and written explicitly.
 """
 
 import math
@@ -15,7 +15,7 @@ from terrace.model.windows import FULL, SLIDING
 if TYPE_CHECKING:
     from terrace.model.hf.families import Family
 
-# Keys of a config.json that a rope_type must have, and keys that it may have.
+# Required and optional keys of each rope_type.
 _NEEDED: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -27,9 +27,9 @@ _FREE: dict[str, tuple[str, ...]] = {
     "yarn": ("attention_factor", "beta_fast", "beta_slow", "truncate"),
     "longrope": ("attention_factor",),
 }
-Turn = tuple[float, Mapping[str, Any] | None]  # base and fields of a scaling
+Turn = tuple[float, Mapping[str, Any] | None]  # RoPE base, fields of the scaling
 
-ENDLESS = 1e30  # beyond, it is no number that anyone means
+ENDLESS = 1e30  # larger numbers are rejected as errors
 ORIGINAL = "original_max_position_embeddings"
 _OTHERS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 _REMARKS = {"finetuned"}  # says how the weights came about
@@ -38,7 +38,7 @@ _ALIASES = {"su": "longrope"}  # older names
 
 
 def rope_keys(family: "Family") -> set[str]:
-    """Keys of a config.json that describe rotary positions."""
+    """Keys of config.json that describe RoPE."""
     if not family.theta_key:
         return set()
     keys = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}
@@ -46,7 +46,7 @@ def rope_keys(family: "Family") -> set[str]:
 
 
 def read_rope(table: Mapping[str, Any], family: "Family", default_theta: float) -> tuple[float, float]:
-    """The base and the rotated fraction of a head."""
+    """RoPE base and rotated fraction of a head."""
     found: dict[str, dict[str, Any]] = {"theta": {}, "factor": {}}
     # Newer files keep RoPE in a table, older ones at the top level; both may be present.
     for where, inner in _tables(table).items():
@@ -58,7 +58,7 @@ def read_rope(table: Mapping[str, Any], family: "Family", default_theta: float) 
         found["factor"][key] = table.get(key)
     # The same number may appear under several keys; disagreeing values are refused.
     theta = _agreed(found["theta"], default_theta)
-    if theta <= 0:  # which would read as layers that are not turned
+    if theta <= 0:  # 0 would mean layers without RoPE
         raise ModelError(f"rope_theta = {theta} must be positive and finite")
     factor = _agreed(found["factor"], family.default_factor)
     if not family.factor_is_free and factor != family.default_factor:
@@ -67,9 +67,9 @@ def read_rope(table: Mapping[str, Any], family: "Family", default_theta: float) 
 
 
 def read_turns(loaded: Any, table: Mapping[str, Any], family: "Family") -> dict[str, Turn]:
-    """Base and scaling for each kind of layer; (0, None) in a family without rotary positions.
+    """RoPE base and scaling for each type of layer; (0, None) for a family without RoPE.
 
-    `table` is the whole config.json, `loaded` its keys that the family names.
+    `table` is the whole config.json, `loaded` the keys that the family implements.
     """
 
     def turn(keys: Mapping[str, Any], default_theta: float) -> Turn:
@@ -80,7 +80,7 @@ def read_turns(loaded: Any, table: Mapping[str, Any], family: "Family") -> dict[
         return dict.fromkeys((SLIDING, FULL), (0.0, None))
     if not family.local_theta_key:
         return dict.fromkeys((SLIDING, FULL), turn(table, family.default_theta))
-    # A table for each kind of layer, or older keys at the top.
+    # One table per type of layer, or older keys at the top level.
     nested = table.get("rope_parameters")
     if not isinstance(nested, Mapping | None) or set(nested or ()) - {SLIDING, FULL}:
         raise ModelError(f"rope_parameters = {nested!r} must have a table {FULL!r} and a table {SLIDING!r}, or neither")
@@ -91,7 +91,7 @@ def read_turns(loaded: Any, table: Mapping[str, Any], family: "Family") -> dict[
 
 
 def read_scaling(table: Mapping[str, Any], family: "Family", max_positions: int) -> Mapping[str, Any] | None:
-    """The fields of the scaling of a model with `max_positions`; None for the default."""
+    """Fields of the `RopeScaling` of a model with `max_positions`; None for the default."""
     found: list[dict[str, Any] | None] = []
     for where, inner in _tables(table).items():
         kind = _kind(inner, where, family)
@@ -111,9 +111,10 @@ def read_scaling(table: Mapping[str, Any], family: "Family", max_positions: int)
 def write_turns(
     kinds: Sequence[Mapping[str, Any]], scaling: Mapping[str, Any] | None, theta: float, family: "Family"
 ) -> dict[str, Any]:
-    """The table `rope_parameters`, from the model's `scaling` and base `theta`, or from the `kinds` of its layers.
+    """Table `rope_parameters` for the model's `scaling` and base `theta`.
 
-    A family with a RoPE of its own for layers with a window (`local_theta_key`) has one table inside for each kind.
+    In a family with a separate RoPE for windowed layers (`local_theta_key`), it has one inner table per type of layer,
+    built from `kinds`.
     """
     if not family.local_theta_key:
         return _written(scaling, theta or family.default_theta)
@@ -133,15 +134,15 @@ def _written(scaling: Mapping[str, Any] | None, theta: float) -> dict[str, Any]:
 
 
 def published_scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The `rope_scaling` of older releases that equals a table `rope_parameters`; None for the default."""
+    """Equivalent `rope_scaling` for older releases; None for the default."""
     others = {"rope_theta", "partial_rotary_factor"}
     scaled = {key: value for key, value in rope.items() if key not in others}
     return None if rope["rope_type"] == "default" else scaled
 
 
 def fraction_of(rotary_dim: int, head_dim: int) -> float:
-    """A fraction of `head_dim` that rounds down to `rotary_dim` again."""
-    # Rounding of the quotient may lose one element.
+    """Fraction such that int(head_dim * fraction) is `rotary_dim`."""
+    # The quotient may be rounded down and lose one element.
     factor = rotary_dim / head_dim
     return factor if int(head_dim * factor) == rotary_dim else math.nextafter(factor, math.inf)
 
@@ -199,7 +200,7 @@ def _checked(name: str, key: str, value: object) -> object:
 def _attention_factor(
     kind: str, inner: Mapping[str, Any], where: str, fields: Mapping[str, Any], max_positions: int
 ) -> float:
-    # The factor of cosines and sines, where a file does not have it.
+    # Default of attention_factor, as in transformers.
     original = max(1, fields[ORIGINAL])
     factor = _agreed({f"{where}.factor": inner.get("factor")}, max_positions / original)
     if kind == "longrope":

@@ -1,4 +1,4 @@
-"""The keys of `config.json` for multipliers and caps, to the fields of `Scales` and back."""
+"""Converts the `config.json` keys of multipliers and caps to fields of `Scales`, and back."""
 
 import math
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 from terrace.base.errors import ModelError
 from terrace.model.hf.key_tables import ROOT_OF_HIDDEN
 
-# Field of Scales -> key, where both have the same number; null is no cap.
+# Field of Scales -> key with the same value; null means no cap.
 _PLAIN = {
     "embedding": "embedding_multiplier",
     "residual": "residual_multiplier",
@@ -20,7 +20,7 @@ _INVERSE_SQUARE = "query_pre_attn_scalar"  # the attention scale is 1 / its root
 
 
 def read_scales(loaded: Any, constants: Mapping[str, object]) -> dict[str, float]:
-    """The fields of `Scales` of a loaded table. Raises `ModelError` for a number out of range."""
+    """Fields of `Scales` from a loaded table. Raises `ModelError` for a number out of range."""
     found = {own: float(getattr(loaded, key) or 0.0) for own, key in _PLAIN.items() if hasattr(loaded, key)}
     if hasattr(loaded, _INVERSE_SQUARE):
         if not 0 < (scalar := getattr(loaded, _INVERSE_SQUARE)) < math.inf:
@@ -35,7 +35,7 @@ def read_scales(loaded: Any, constants: Mapping[str, object]) -> dict[str, float
 
 
 def write_scales(fields: Mapping[str, Any], head_dim: int, table: type[Any]) -> dict[str, Any]:
-    """The keys of a family's `table` that `read_scales` reads as these `fields`."""
+    """Inverse of `read_scales`, for the keys of a family's `table`."""
     keys = table.__dataclass_fields__
     values = dict(fields) | {"attention": fields["attention"] or head_dim**-0.5}
     found: dict[str, Any] = {key: values[own] for own, key in _PLAIN.items() if key in keys}

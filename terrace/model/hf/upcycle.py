@@ -1,10 +1,10 @@
-"""A mixture of experts from a dense model that computes the same (sparse upcycling, 2212.05055).
+"""Converts a dense model to a mixture of experts that computes the same function (sparse upcycling, 2212.05055).
 
-Every MLP becomes N copies of itself. The weights of a token's copies sum to 1, so the output is the MLP's for any
-router, and the copies part ways in training. Each copy can be cut into G experts, of which a token then passes G
-times as many: equal router rows keep the parts of a copy together, and their down products count G times (fine-grained
-upcycling with virtual groups, 2410.07524). A shared expert, where the family has one, is a copy too: its gate of zeros
-counts it half, and the other experts count the other half.
+Every MLP becomes N copies of itself. The weights of a token's copies sum to 1, so the output equals that of the MLP for
+any router; the copies diverge in training. Each copy can be split into G experts, and a token then uses G times as
+many: equal router rows keep the parts of a copy together, and their down projections are multiplied by G (fine-grained
+upcycling with virtual groups, 2410.07524). If the family has a shared expert, it is a copy too: its gate is zero, so
+that it has the weight 0.5, and the other experts are multiplied by 0.5.
 
 Shape legend: N copies, G parts of a copy, E = N G experts, I inner size of the MLP, H hidden.
 """
@@ -26,11 +26,11 @@ TARGETS: Mapping[str, str] = {"llama": "mixtral", "mistral": "mixtral", "qwen2":
 
 @dataclass(frozen=True, kw_only=True)
 class Upcycling:
-    """How a dense model becomes a mixture. Raises `ModelError` for numbers of no mixture."""
+    """Options of the conversion. Raises `ModelError` for values out of range."""
 
     num_copies: int  # of every MLP
-    per_token: int = 2  # copies that a token passes
-    num_parts: int = 1  # experts that a copy is cut into
+    per_token: int = 2  # copies that a token uses
+    num_parts: int = 1  # experts per copy
     noise: float = 0.02  # standard deviation of the router's rows
     seed: int = 0
 
@@ -40,7 +40,7 @@ class Upcycling:
                 raise ModelError(f"{option} {getattr(self, name)} must be at least 1 and below {2**31}")
         if self.per_token > self.num_copies:
             raise ModelError(f"--per-token {self.per_token} must be at most --experts {self.num_copies}")
-        # With equal rows every token would pass the same copies, and the others would never be trained.
+        # With equal router rows every token would use the same copies, and the others would never be trained.
         if not 0 < self.noise < 1e30:
             raise ModelError(
                 f"--noise {self.noise} must be positive and below 1e30: by these rows the copies get different tokens"
@@ -49,9 +49,9 @@ class Upcycling:
             raise ModelError(f"--seed {self.seed} must be at least 0 and below 2^63")
 
     def config_of(self, dense: ModelConfig) -> ModelConfig:
-        """The mixture that a dense model becomes, in the family whose config.json describes it.
+        """Configuration of the mixture, in a family that supports it.
 
-        Raises `ModelError` where none does, or where the parts do not divide the MLP.
+        Raises `ModelError` if there is no such family, or `num_parts` does not divide the inner size of the MLP.
         """
         family = TARGETS.get(dense.family)
         if dense.experts is not None:
@@ -72,7 +72,7 @@ class Upcycling:
             shared_size=inner if shared else 0,
             shared_gate=shared,
         )
-        # Mixtral has one key for both sizes; the others keep the MLP's for layers without experts, of which none is.
+        # Mixtral has one key for both sizes; in other families this is the size of dense layers, and there are none.
         made = replace(dense, family=family, experts=experts, intermediate_size=size if family == "mixtral" else inner)
         try:
             to_table(made)
@@ -81,7 +81,7 @@ class Upcycling:
         return made
 
     def values(self, dense: ModelConfig, value: Callable[[str, str], Tensor]) -> Callable[[str, str], Tensor]:
-        """Values of (block, parameter) of the mixture from those of the dense model."""
+        """Values of the mixture, by (block, parameter), computed from those of the dense model."""
         made = self.config_of(dense)
         routers = replace(made, init_std=self.noise)
         shapes = {(block.name, param.name): param.shape for block in block_specs(made) for param in block.params}

@@ -1,10 +1,10 @@
-"""Low-rank adapters (LoRA, Hu et al. 2106.09685): the adapted matrices, and the specs of a model with adapters. Pure.
+"""Low-rank adapters (LoRA, Hu et al. 2106.09685): targets, and specs of a model with adapters. Needs no torch.
 
-A target is the matrix W (out, in) of a linear layer. W stays as it is; A (rank, in) and B (out, rank) are trained:
+A target is the matrix W (out, in) of a linear layer. W is frozen; A (rank, in) and B (out, rank) are trained:
 
     y = x W^T + b + (alpha / rank) x A^T B^T
 
-Everything but the adapters is frozen: in the compute dtype, without gradients and without optimizer states. The modules
+Everything except the adapters is frozen: it has the compute dtype, no gradients and no optimizer states. The modules
 are in `terrace.model.lora.modules`.
 """
 
@@ -17,13 +17,13 @@ from terrace.base.errors import ConfigError, ModelError, did_you_mean
 from terrace.model.params import STACKED, ParamSpec
 from terrace.model.spec import BlockSpec
 
-DOWN, UP = "lora_a", "lora_b"  # the parameters A and B of a target, beside its weight
+DOWN, UP = "lora_a", "lora_b"  # parameters A and B, next to the weight of a target
 _WEIGHT = ".weight"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """The section `[lora]` of a run. Raises `ConfigError` for numbers that no adapter has."""
+    """The section `[lora]` of a run. Raises `ConfigError` for invalid values."""
 
     rank: int  # of the two matrices of an adapter
     alpha: float = 16.0  # an adapter counts alpha / rank times
@@ -39,26 +39,26 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """Factor of an adapter's product."""
+        """Factor of the adapter's output, alpha / rank."""
         return self.alpha / self.rank
 
 
 def is_adapter(param: str) -> bool:
-    """Whether a parameter is an adapter's, by its name inside a block."""
+    """Whether a parameter, by its name inside a block, belongs to an adapter."""
     return param.rpartition(".")[2] in (DOWN, UP)
 
 
 def adapter_names(weight: str) -> tuple[str, str]:
-    """Names of A and B of the target `weight`, inside a block."""
+    """Names inside a block of A and B for the target `weight`."""
     module = weight.removesuffix(_WEIGHT)
     return f"{module}.{DOWN}", f"{module}.{UP}"
 
 
 def targets(blocks: Sequence[BlockSpec], lora: LoraConfig) -> set[tuple[str, str]]:
-    """(block, weight) of every target among `blocks`, a decoder's without adapters.
+    """(block, weight) of every target in the `blocks` of a decoder without adapters.
 
-    Only weights of linear layers can be adapted; a pattern that also matches other parameters takes these weights
-    alone. Raises `ModelError` for a pattern that matches none, or that matches experts or their router.
+    Only weights of linear layers are targets; other parameters that a pattern matches are ignored. Raises `ModelError`
+    for a pattern that matches no such weight, or that matches experts or their router.
     """
     routed = [f"{block.name}.{param.name}" for block in blocks for param in block.params if _is_routed(param)]
     for pattern in lora.targets:
@@ -73,7 +73,7 @@ def targets(blocks: Sequence[BlockSpec], lora: LoraConfig) -> set[tuple[str, str
         for param in block.params
         if param.decays and param.name.endswith(_WEIGHT) and not _is_routed(param)
     }
-    # A pattern that matches nothing is most likely a typing error.
+    # A pattern without a match is probably a typing error.
     for pattern in lora.targets:
         if not fnmatch.filter(names, pattern):
             raise ModelError(
@@ -89,11 +89,11 @@ def _is_routed(param: ParamSpec) -> bool:
 
 
 def with_adapters(blocks: Sequence[BlockSpec], lora: LoraConfig) -> tuple[BlockSpec, ...]:
-    """`blocks` with everything frozen and the adapters of the targets, in the order of `named_parameters`."""
+    """Freeze `blocks` and add adapters to the targets; parameters are in the order of `named_parameters`."""
     chosen = targets(blocks, lora)
     _check_rank(blocks, chosen, lora.rank)
     weights = [frozenset(weight for name, weight in chosen if name == block.name) for block in blocks]
-    # Layers that are alike still share their parameters.
+    # Equal layers keep sharing one tuple of parameters.
     adapted = once_each(
         lambda each: tuple(_adapted(*each, lora.rank)),
         [(block.params, own) for block, own in zip(blocks, weights, strict=True)],
@@ -102,8 +102,8 @@ def with_adapters(blocks: Sequence[BlockSpec], lora: LoraConfig) -> tuple[BlockS
 
 
 def _check_rank(blocks: Sequence[BlockSpec], chosen: Collection[tuple[str, str]], rank: int) -> None:
-    # A rank beyond the smaller side adds parameters but no expressiveness. The error names the matrix with the smallest
-    # side: a rank that suits it suits all others.
+    # A rank above the smaller side adds parameters but no expressiveness. The error names the matrix with the smallest
+    # side, since a rank that fits it fits all.
     matrices = [param for block in blocks for param in block.params if (block.name, param.name) in chosen]
     least = min(matrices, key=lambda param: min(param.shape), default=None)
     if least is not None and rank > min(least.shape):

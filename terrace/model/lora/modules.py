@@ -1,4 +1,4 @@
-"""Adapters as modules, and adapters folded into the weights that they adapt."""
+"""LoRA modules, and merging of adapters into weights."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,7 +16,7 @@ Value = Callable[[str, str], Tensor]  # (block, parameter) -> the whole paramete
 
 
 class LoraLinear(nn.Module):
-    """A linear layer, weight and bias unchanged, with an adapter; (..., I) to (..., O)."""
+    """A linear layer with an adapter, (..., I) to (..., O); weight and bias are those of `base`."""
 
     def __init__(self, base: nn.Linear, lora: LoraConfig) -> None:
         super().__init__()
@@ -27,15 +27,15 @@ class LoraLinear(nn.Module):
         self.scale = lora.scale
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer's output for x (..., I), the adapter's product included."""
+        """Output of the layer plus that of the adapter, for x (..., I)."""
         y = F.linear(x, self.weight, self.bias)
         return torch.add(y, F.linear(F.linear(x, self.lora_a), self.lora_b), alpha=self.scale)
 
 
 def add_adapters(blocks: Sequence[nn.Module], config: ModelConfig, lora: LoraConfig) -> None:
-    """Freeze the blocks of a decoder and put adapters, without values yet, into the target layers.
+    """Freeze the blocks of a decoder and add uninitialised adapters to the target layers.
 
-    The parameters then match `terrace.model.lora.config.with_adapters`.
+    Afterwards the parameters match `terrace.model.lora.config.with_adapters`.
     """
     specs = block_specs(config)
     for block in blocks:
@@ -46,14 +46,14 @@ def add_adapters(blocks: Sequence[nn.Module], config: ModelConfig, lora: LoraCon
         parent = modules[block_name].get_submodule(path.rpartition(".")[0])
         base = modules[block_name].get_submodule(path)
         assert isinstance(base, nn.Linear), f"{block_name}.{path} is no linear layer"
-        # The layer is replaced under its name; the block's code does not change.
+        # The layer is replaced under its name, so the block's code does not change.
         setattr(parent, path.rpartition(".")[2], LoraLinear(base, lora))
 
 
 def merged(config: ModelConfig, lora: LoraConfig, value: Value) -> Value:
-    """`value` of the model without adapters: each adapter is folded into its weight.
+    """Values of the model with adapters merged into their weights.
 
-    Folding is computed in the wider dtype of weight and adapter, fp32 at least, and the result stays in it.
+    Merging is computed in the wider dtype of weight and adapter, at least fp32, which is also the dtype of the result.
     """
     chosen = targets(block_specs(config), lora)
 
@@ -71,9 +71,9 @@ def merged(config: ModelConfig, lora: LoraConfig, value: Value) -> Value:
 def merged_parameters(
     parameters: Iterable[tuple[str, str, Tensor]], config: ModelConfig, lora: LoraConfig | None
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """(block, parameter, value) of a model with adapters folded in; without `lora`, unchanged.
+    """(block, parameter, value) of a model with merged adapters; unchanged if `lora` is None.
 
-    Parameters come block by block; one block is in memory at a time.
+    `parameters` must be ordered by block; one block is in memory at a time.
     """
     if lora is None:
         yield from parameters
@@ -86,7 +86,7 @@ def merged_parameters(
         del held[block]
 
     for block, param, value in parameters:
-        # A new block begins, so the one before is complete.
+        # A new block begins, so the previous one is complete.
         if held and block not in held:
             yield from finished(next(iter(held)))
         held[block][param] = value

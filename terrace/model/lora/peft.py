@@ -1,12 +1,12 @@
-"""Adapters as `peft` stores them: a folder with adapter_config.json and adapter_model.safetensors.
+"""Writes adapters in the format of `peft`: adapter_config.json and adapter_model.safetensors.
 
-`PeftModel.from_pretrained(base, folder)` reads it, and so do servers of a base model with adapters. A tensor is named
-after the module of the base model that it belongs to, `base_model.model.MODULE.lora_A.weight` (rank, in) and
+The folder can be loaded with `PeftModel.from_pretrained(base, folder)`, and by servers that support adapters. Tensors
+are named after the module of the base model, `base_model.model.MODULE.lora_A.weight` (rank, in) and
 `...lora_B.weight` (out, rank), even if the base stores its matrix transposed (GPT-2).
 
-Where a family stores query, key and value in one matrix, their adapters become one adapter of their summed rank: the
-rows of its A are the parts' rows one after the other, and its B has each part's rows at the part's place and zeros
-elsewhere. Its alpha grows with its rank, so the factor alpha / rank stays.
+If a family stores query, key and value in one fused matrix, their adapters become one adapter with the sum of their
+ranks: A is the concatenation of their A, and B is block diagonal in the row layout of the fused matrix. Alpha grows
+with the rank, so that alpha / rank is unchanged.
 
 Shape legend: G groups, P parts, d rows of a part in a group, r rank.
 """
@@ -32,11 +32,11 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def write_adapter(folder: str | Path, config: ModelConfig, lora: LoraConfig, value: Value, base: str) -> list[str]:
-    """Write a model's adapters into a folder in the format of `peft`; the names of its files.
+    """Write a model's adapters to a folder in the format of `peft`. Returns the names of its files.
 
-    `value` gives the whole parameter of (block, parameter) and is called for adapters only; they are stored in fp32.
-    `base` is the name of the base model: a folder or a repository. Raises `ModelError` for a folder that is not empty
-    or cannot be written.
+    `value` returns the whole parameter of (block, parameter) and is called only for adapters, which are stored in fp32.
+    `base` is the folder or repository of the base model. Raises `ModelError` for a folder that is not empty or cannot
+    be written.
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -58,7 +58,7 @@ def write_adapter(folder: str | Path, config: ModelConfig, lora: LoraConfig, val
     return [CONFIG, WEIGHTS]
 
 
-_Part = tuple[str, str, StoredTensor]  # block, weight, where the weight lies
+_Part = tuple[str, str, StoredTensor]  # block, weight, location of the weight in files
 
 
 def _by_module(config: ModelConfig, lora: LoraConfig) -> dict[str, list[_Part]]:
@@ -78,7 +78,7 @@ def _joined(parts: Sequence[_Part], value: Value) -> tuple[Tensor, Tensor]:
         return down.contiguous(), adapters[0][1].contiguous()
     source, rank = parts[0][2], len(adapters[0][0])
     if source.num_groups == 1:
-        # Parts may differ in their rows; columns of B are by adapter, rows by their place.
+        # Parts may have different numbers of rows. Columns of B are ordered by adapter, rows by part.
         whole = torch.zeros(sum(source.parts), len(down))
         for index, ((_, _, own), (_, up)) in enumerate(zip(parts, adapters, strict=True)):
             begin = sum(own.parts[: own.part])
@@ -96,12 +96,12 @@ def _table(config: ModelConfig, lora: LoraConfig, num_parts: Mapping[str, int], 
     prefix = f"{names.base}{names.layers}."
     inside = {module: module.removeprefix(prefix).partition(".")[2] for module in num_parts}  # "self_attn.q_proj"
     kinds = {(inside[module], num) for module, num in num_parts.items()}
-    # If every layer has the same targets, short names describe them all.
+    # If every layer has the same targets, names without the layer are sufficient.
     everywhere = all(
         kinds == {(inside[m], num) for m, num in num_parts.items() if m.startswith(f"{prefix}{index}.")}
         for index in range(config.num_layers)
     )
-    # The names as long as they must be for peft to find these modules and no others.
+    # The shortest names by which peft finds exactly these modules.
     short = {
         path: path if _is_shared(names.layer.values(), path) else path.rpartition(".")[2] for path in inside.values()
     }

@@ -1,7 +1,7 @@
-"""Gates: pure functions from scores to the experts of each token and their weights, a file each. They know no ranks.
+"""Gates, one per file: pure functions from scores to the experts of each token and their weights.
 
-Equal scores go to the expert with the lower index, so that a choice is the same wherever it is made. Weights carry the
-gradient of the scores, choices none.
+Of equal scores the expert with the lower index wins, so that choices are deterministic. Gradients flow through weights,
+not through choices.
 
 Shape legend: T tokens, E experts, k experts of a token.
 """
@@ -11,30 +11,30 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-TINY = 1e-20  # in sums that scores are divided by, where all scores may underflow to zero
+TINY = 1e-20  # added to denominators, since all scores may underflow to zero
 
 
 class Choice(NamedTuple):
-    """Which experts each token passes, and how much each result counts."""
+    """The experts of each token and their weights."""
 
     experts: Tensor  # (T, k) int64, the highest score first; -1: none
     weights: Tensor  # (T, k)
-    scores: Tensor | None = None  # (T, E), positive, of which no bias is a part
+    scores: Tensor | None = None  # (T, E), positive, without bias
     is_whole: bool = True  # whether no choice is -1
 
 
 def best(scores: Tensor, count: int) -> Tensor:
-    """Indexes (T, count) of the largest of scores (T, N), the largest first; of equal ones the lower index."""
-    # `topk` promises nothing about equal values. A copy: a view would keep the indexes of all experts.
+    """Indices (T, count) of the largest of scores (T, N), in descending order; of equal scores the lower index."""
+    # Not `topk`, which does not order equal values. Copied, since a view would keep the indices of all experts.
     return scores.detach().sort(dim=-1, descending=True, stable=True).indices[:, :count].contiguous()
 
 
 def coarse(scores: Tensor) -> Tensor:
-    """Scores, not below zero, without the last third of their bits: nearly all that differ by rounding become equal.
+    """Truncate the mantissa of non-negative scores, so that nearly all scores that differ only by rounding are equal.
 
-    A token that repeats at the beginning of a text has the same score each time but for rounding, which differs from
-    plan to plan. A comparison of these scores takes the earlier token under every plan, unless the last bits kept
-    differ: for a difference in the last place one pair in 2^8 in fp32, in 2^17 in fp64.
+    Repeated tokens at the beginning of a document have equal scores except for rounding, which depends on the plan.
+    With truncated scores, a stable comparison prefers the earlier token under every plan, unless the remaining bits
+    differ: for a difference of one unit in the last place, in one of 2^8 cases in fp32, one of 2^17 in fp64.
     """
     bits, dropped = (torch.int64, 17) if scores.dtype == torch.float64 else (torch.int32, 8)
     return (scores.detach().contiguous().view(bits) >> dropped << dropped).view(scores.dtype)

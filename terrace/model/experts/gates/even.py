@@ -1,4 +1,4 @@
-"""Choices of a fixed table in place of a gate's, weighed by the gate's scores (terrace.model.experts.even).
+"""Replaces a gate's choices by a fixed, even table, with weights from the gate's scores (terrace.model.experts.even).
 
 Shape legend: T tokens, E experts, k experts of a token.
 """
@@ -14,7 +14,7 @@ from terrace.model.experts.gates import Choice
 
 
 def instead(choice: Choice, config: ExpertsConfig) -> Choice:
-    """`choice` with the experts of the table, for the tokens of a rank in their order."""
+    """Replace the experts of `choice`, for the tokens of a rank in order, by those of the table."""
     assert choice.scores is not None, "gates have scores"
     experts = _table(len(choice.experts), config.num_experts, config.per_token, choice.experts.device)
     weights = choice.scores.gather(-1, experts)

@@ -1,7 +1,7 @@
-"""Each expert takes the tokens of a sequence that score best for it (2202.09368, section 3.2).
+"""Expert-choice gate (2202.09368, section 3.2): each expert takes the tokens of a sequence with the highest scores.
 
-An expert takes C = ceil(k S / E) of S tokens, so all have the same load, and a token passes k of them on average, any
-number from none to all. A choice depends on later tokens: a decoder that is trained so cannot be sampled from.
+An expert takes C = ceil(k S / E) of S tokens, so that all loads are equal; a token gets k experts on average, between
+none and all. Choices depend on later tokens, so that a decoder trained this way cannot be sampled from.
 
 Shape legend: T tokens, B sequences, E experts.
 """
@@ -16,10 +16,10 @@ from terrace.model.experts.gates import Choice, coarse
 def choose(
     logits: Tensor, sequences: Tensor, num_sequences: int, config: ExpertsConfig, again: Tensor | None = None
 ) -> Choice:
-    """Choose by the softmax of logits (T, E) over the experts; `sequences` (T), ascending, has each token's sequence.
+    """Choose by the softmax of logits (T, E) over experts; `sequences` (T), ascending, is the sequence of each token.
 
-    The choices are (T, E), -1 where an expert leaves a token to others; of equal scores the earlier token is taken.
-    `again` (T, E) are choices to be made as before.
+    Choices are (T, E), -1 where an expert does not take a token; of equal scores the earlier token wins. If given,
+    `again` (T, E) are earlier choices to repeat.
     """
     scores = logits.softmax(-1)
     taken = _taken(scores, sequences, num_sequences, config) if again is None else again >= 0
@@ -38,11 +38,11 @@ def _taken(scores: Tensor, sequences: Tensor, num_sequences: int, config: Expert
 
 
 def places_in_sequences(scores: Tensor, sequences: Tensor, num_sequences: int) -> Tensor:
-    """The rank, from 0, of every token of scores (T, E) in its sequence for each expert, the largest score first."""
+    """Rank (T, E) of every token in its sequence by descending score for each expert, from 0."""
     by_score = scores.sort(dim=0, descending=True, stable=True).indices  # (T, E)
-    # Stable, so that the tokens of a sequence stay in the order of their scores.
+    # Stable, so that the tokens of a sequence stay sorted by score.
     order = by_score.gather(0, sequences[by_score].sort(dim=0, stable=True).indices)
     lengths = torch.bincount(sequences, minlength=num_sequences)
-    begins = (lengths.cumsum(0) - lengths)[sequences]  # (T): sequences follow one another
+    begins = (lengths.cumsum(0) - lengths)[sequences]  # (T): sequences are contiguous
     ranks = torch.arange(len(scores), device=scores.device) - begins
     return torch.empty_like(order).scatter_(0, order, ranks.unsqueeze(1).expand_as(order))

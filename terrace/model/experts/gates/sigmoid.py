@@ -1,6 +1,6 @@
-"""A sigmoid of each expert's own logit, a bias that only chooses, and groups (DeepSeek-V3, 2412.19437, section 2.1.2).
+"""Sigmoid gate with a choice bias and groups (DeepSeek-V3, 2412.19437, section 2.1.2).
 
-A group's score is the sum of its best two; a token's experts come from its best `kept_groups`.
+The score of a group is the sum of its two best experts; a token uses experts of its best `kept_groups`.
 
 Shape legend: T tokens, E experts, G groups, k experts of a token.
 """
@@ -13,7 +13,7 @@ from terrace.model.experts.gates import TINY, Choice, best
 
 
 def choose(logits: Tensor, bias: Tensor | None, config: ExpertsConfig, again: Tensor | None = None) -> Choice:
-    """Choose by the sigmoids of logits (T, E) plus `bias` (E), or as before, `again` (T, k); weights are without it."""
+    """Choose by sigmoid(logits (T, E)) + `bias` (E), or repeat the choices `again` (T, k); weights omit the bias."""
     scores = logits.sigmoid()
     experts = _chosen(scores.detach(), bias, config) if again is None else again
     weights = scores.gather(-1, experts)
@@ -28,6 +28,6 @@ def _chosen(scores: Tensor, bias: Tensor | None, config: ExpertsConfig) -> Tenso
         grouped = ranked.view(-1, config.num_groups, config.num_experts // config.num_groups)  # (T, G, E/G)
         kept = best(grouped.topk(2, -1).values.sum(-1), config.kept_groups)
         dropped = torch.ones(grouped.shape[:2], dtype=torch.bool, device=scores.device).scatter_(1, kept, False)
-        # Never chosen: below any bias.
+        # -inf, below any score plus bias.
         ranked = grouped.masked_fill(dropped.unsqueeze(-1), -torch.inf).flatten(1)
     return best(ranked, config.per_token)

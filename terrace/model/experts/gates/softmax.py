@@ -1,4 +1,4 @@
-"""Softmax over all experts, then the k most likely (Shazeer et al. 1701.06538; Mixtral, 2401.04088, section 2.1).
+"""Softmax gate: the k most likely experts (Shazeer et al. 1701.06538; Mixtral, 2401.04088, section 2.1).
 
 Shape legend: T tokens, E experts, k experts of a token.
 """
@@ -10,9 +10,9 @@ from terrace.model.experts.gates import Choice, best
 
 
 def choose(logits: Tensor, bias: Tensor | None, config: ExpertsConfig, again: Tensor | None = None) -> Choice:
-    """Choose by logits (T, E), to which `bias` (E) is added for the choice alone; or as before, `again` (T, k).
+    """Choose by softmax(logits (T, E)) + `bias` (E), or repeat the choices `again` (T, k).
 
-    Weights are the likelihoods of the chosen, divided by their sum if `normalized`.
+    Weights are the probabilities of the chosen experts, without bias, divided by their sum if `normalized`.
     """
     likely = logits.softmax(-1)
     experts = best(likely if bias is None else likely + bias, config.per_token) if again is None else again
