@@ -5,7 +5,7 @@ take. A plan's table `wire.<class>.<tier> = "<format>"` combines them. A format 
 
     fp64 | fp32 | bf16                       a dtype: every element as it is, or rounded
     fp8 | int8 | int4 [:BLOCK] [+feedback]   codes of 8, 8 or 4 bits; BLOCK elements share one scale; plain fp8 can
-                                           also mean the codes of 8-bit matmuls (terrace.plan.products)
+                                             also mean the codes of 8-bit matmuls (terrace.plan.products)
     topk [:N] [+feedback]                    the largest 1/N of the elements of every block of 4096, in 4 bits
 
 A message of a block format holds, for n elements in blocks of B, a bf16 scale per block, then the codes of all

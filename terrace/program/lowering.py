@@ -2,7 +2,7 @@
 
 Groups of micro-batches pass the chunks of a stage (terrace.plan.stage) in the order of its schedule, each task as
 
-    RECV      its input, if another stage computes it; issued one task ahead
+    RECV        its input, if another stage computes it; issued one task ahead
     GATHER      `prefetch` visits before the first block that reads it (terrace.plan.residency)
     FORWARD, BACKWARD, or one half of a backward, of each block
     FREE        after the last visit that uses the block

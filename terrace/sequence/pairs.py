@@ -5,8 +5,8 @@ Two runs of tokens are either identical or disjoint; if disjoint, at most one do
 
     identical   every document by itself, CAUSAL; neighbours of at most 64 tokens together share one MASK; a document
                 longer than the window is cut into pieces of its length, under a MASK that includes the previous piece
-    disjoint    all queries of that document see all of its keys: FULL. Under a window,
-                keys and queries out of reach are dropped, and the rest is a MASK unless all see all
+    disjoint    all queries of that document attend to all of its keys: FULL. Under a window,
+                keys and queries out of reach are dropped, and the rest is a MASK unless all queries reach all keys
 
 If the two runs of a shard have the same keys, or the same queries, they share one pair: with even chunks, a ring round
 is a single pair.
