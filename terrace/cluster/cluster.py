@@ -1,11 +1,11 @@
 """Device, Tier, Cluster, and the numbering of ranks.
 
-Ranks are numbered in mixed radix, the innermost tier fastest: with tiers (package 2, node 4), rank 5 is position 1 of
-package 2. Bandwidths are per device and in one direction; vendors often quote the sum of both.
+Ranks are numbered in mixed radix, the innermost tier varying fastest: with tiers (package 2, node 4), rank 5 is
+position 1 of package 2. Bandwidths are per device and in one direction; vendors often quote the sum of both directions.
 
-Constants of the cost model stand next to the figures they scale: the share of a device's peaks that kernels reach
-(`Kernels`), and of a link's bandwidth that messages reach (`Tier.efficiency`, `Tier.half_bytes`). Their defaults are
-ideal: a cluster without them is priced at its peaks. `marks` gives the source of each constant.
+The cost model's constants are next to the figures they scale: the share of a device's peaks that kernels reach
+(`Kernels`), and of a link's bandwidth that messages reach (`Tier.efficiency`, `Tier.half_bytes`). They default to the
+ideal, so a cluster without them is priced at its peaks. `marks` gives the source of each constant.
 """
 
 import math
@@ -24,12 +24,12 @@ from terrace.cluster.kernels import Kernels as Kernels
 from terrace.cluster.width import Tree, wrong_width
 from terrace.cluster.wiring import by_degree, wrong_links
 
-DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")  # of which a device may state its FLOP/s
+DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")  # for which a device may give its FLOP/s
 
-# Figures beyond these are no machine's: GB where bytes are meant, or a slip of the exponent.
+# Plausible ranges, which catch GB given as bytes and wrong exponents.
 _LEAST_BYTES, _LEAST_RATE, _MOST_RATE, _LONGEST_S = 1e3, 1e-6, 1e20, 1e12
 _MOST_WATTS = 1e6
-_MOST_DEVICES = 10**12  # far more than there are, and their quantile is still below 1 in floating point
+_MOST_DEVICES = 10**12  # far more than exist; their quantile is still below 1 in floating point
 Mark = Literal["preset", "measured", "fitted"]  # from a table, from this machine, or from matching whole steps
 
 
@@ -39,25 +39,25 @@ class Device:
     """One accelerator (or one process on a CPU).
 
     `peak_flops_per_s` maps a dtype name ("bf16", "fp32", ...) to dense FLOP/s. `marks` maps the name of a constant
-    ("memory_bandwidth_bytes_per_s", "kernels.gemm", ...) to its mark; one that is absent is a preset. `memory_bytes`
-    are those that a process can get of the device, fewer than its chips hold.
+    ("memory_bandwidth_bytes_per_s", "kernels.gemm", ...) to its mark, by default "preset". `memory_bytes` is what a
+    process can allocate, less than the physical memory.
     """
 
     name: str
     memory_bytes: float
     memory_bandwidth_bytes_per_s: float
-    peak_flops_per_s: Mapping[str, float] = field(hash=False)  # a mapping has no hash; equality still sees it
-    backend: Literal["cuda", "cpu"] = "cuda"  # whose kernels run (ROCm's count as cuda): they decide what is kept
-    headroom: str = DEFAULT  # memory that plans leave free: a share or bytes (terrace.cluster.headroom)
-    overlap_penalty: float = 0.0  # how much compute slows while messages travel: 0 not at all, 1 by as long
-    power_watts: float = 0.0  # that it takes at most; 0: not known
-    spread: float = 0.0  # standard deviation of the clocks of such devices, over their mean
+    peak_flops_per_s: Mapping[str, float] = field(hash=False)  # mappings are unhashable; still compared by equality
+    backend: Literal["cuda", "cpu"] = "cuda"  # which kernels run (ROCm counts as cuda); affects what a backward keeps
+    headroom: str = DEFAULT  # memory that plans leave free, as a share or bytes (terrace.cluster.headroom)
+    overlap_penalty: float = 0.0  # slowdown of compute during messages: 0 none, 1 by the full duration of the messages
+    power_watts: float = 0.0  # maximum power; 0: unknown
+    spread: float = 0.0  # relative standard deviation of clocks between such devices
     kernels: Kernels = IDEAL
     marks: Mapping[str, Mark] = field(default_factory=dict, hash=False)
     source: str = ""
     pace: float = field(
         default=1.0, init=False
-    )  # clock of the slowest device of a cluster, over the mean; it sets this
+    )  # clock of the cluster's slowest device over the mean; set by `Cluster`
 
     @cached_property
     def usable_bytes(self) -> float:
@@ -69,47 +69,47 @@ class Device:
 
     @property
     def bf16_slowdown(self) -> float:
-        """The fp32 peak over that of bf16 of a CPU; 1 where a figure is absent, and for other devices."""
+        """fp32 peak over bf16 peak of a CPU; 1 if either is missing, and for other devices."""
         peaks = self.peak_flops_per_s
         return peaks["fp32"] / peaks["bf16"] if self.backend == "cpu" and {"fp32", "bf16"} <= peaks.keys() else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tier:
-    """A level of the cluster: `size` members of the tier below, joined by one kind of link.
+    """A level of the cluster: `size` members of the next inner tier, joined by one kind of link.
 
-    Messages of S bytes reach `efficiency * S / (S + half_bytes)` of the bandwidth. `marks` is as a device's.
+    Messages of S bytes reach `efficiency * S / (S + half_bytes)` of the bandwidth. `marks` is as in `Device`.
     """
 
     name: str
     size: int
     bandwidth_bytes_per_s: float  # per device, one direction
     latency_s: float
-    shared: bool = False  # True: the ranks below share one link, and the figure is already a rank's share
-    shared_by: str = ""  # tier inside this one whose devices share a link; "" where shared: all inside share one
-    direct: bool = False  # True: members are wired in pairs without a switch, each pair with its part of the bandwidth
-    # (Device, device, number of links) of a group's devices that are wired by different numbers of links; the bandwidth
-    # is then that of one link (terrace.cluster.wiring).
+    shared: bool = False  # True: inner ranks share one link, and the bandwidth is already one rank's share
+    shared_by: str = ""  # inner tier whose devices share a link; "" with `shared`: all inner devices share one
+    direct: bool = False  # True: members are wired in pairs without a switch; each pair has its part of the bandwidth
+    # (Device, device, number of links) in a group, if pairs have different numbers of links; the bandwidth is then that
+    # of one link (terrace.cluster.wiring).
     links: tuple[tuple[int, int, int], ...] = ()
-    tree: Tree | None = None  # the algorithm for small messages among many members; None: rings alone
-    # (Members, share of the rate among so many), as a fabric carries many members at less than full rate.
+    tree: Tree | None = None  # algorithm for small messages among many members; None: only rings
+    # (Number of members, share of the rate), if the fabric is slower for many members.
     contention: tuple[tuple[int, float], ...] = ()
     efficiency: float = 1.0  # share of the bandwidth that large messages reach
-    half_bytes: float = 0.0  # size of a message that reaches half of that
-    overlap_penalty: float | None = None  # how much compute slows while messages travel here; None: as the device says
-    # Tiers inside this one that share a bus with it, and how much longer messages on both take while both are under
-    # way: 1 on one bus, which carries them as fast as one after the other; 0 on links of their own.
+    half_bytes: float = 0.0  # message size that reaches half of that
+    overlap_penalty: float | None = None  # slowdown of compute during messages on this tier; None: the device's value
+    # Inner tiers that share a bus with this one -> slowdown of concurrent messages on both: 1 on one bus (as slow as
+    # one after the other), 0 on separate links.
     bus: Mapping[str, float] = field(default_factory=dict, hash=False)
     marks: Mapping[str, Mark] = field(default_factory=dict, hash=False)
     source: str = ""
-    # Of `links`, those over which each of 2, 3, ... members sends; the cluster finds them.
+    # Number of `links` that each of 2, 3, ... members sends over; computed by `Cluster`.
     by_degree: tuple[int, ...] = field(default=(), metadata={"key": False})
 
 
 def expected_most(number: int) -> float:
-    """The expected largest of `number` normal values, in standard deviations above their mean.
+    """Expected maximum of `number` normal values, in standard deviations above the mean.
 
-    Within 2 % by Blom's formula (Statistical Estimates and Transformed Beta-Variables, 1958).
+    Accurate to 2 % (Blom's formula, Statistical Estimates and Transformed Beta-Variables, 1958).
     """
     number = min(number, _MOST_DEVICES)
     return NormalDist().inv_cdf((number - 0.375) / (number + 0.25))
@@ -120,13 +120,13 @@ def expected_most(number: int) -> float:
 class Cluster:
     """A device and an ordered list of tiers, innermost first.
 
-    Raises `ClusterError` when no such machine can exist.
+    Raises `ClusterError` for values that no machine can have.
     """
 
     name: str
     device: Device
     tiers: tuple[Tier, ...] = field(default=())
-    # Devices of the cluster that this one is a part of: they wait for each other. 0: it is no part.
+    # Number of devices of the whole cluster, if this is a part of one: they wait for each other. 0: not a part.
     around: int = field(default=0, metadata={"key": False})
 
     def __post_init__(self) -> None:
@@ -141,14 +141,14 @@ class Cluster:
             _check_bus(tier, names[:index])
             _check_shared_by(tier, names[:index])
         object.__setattr__(self, "tiers", tuple(self._wired(index, tier) for index, tier in enumerate(self.tiers)))
-        # Ranks wait for each other in every step, so the slowest device sets the pace of all.
+        # Ranks wait for each other in every step, so the slowest device determines the pace.
         number = max(self.world_size, self.around)
         device = replace(self.device)
         object.__setattr__(device, "pace", 1 / (1 + device.spread * expected_most(number)))
         object.__setattr__(self, "device", device)
 
     def _wired(self, index: int, tier: Tier) -> Tier:
-        # Known already: this is a part of a cluster, on the links of the whole.
+        # Already computed: this is a part of a cluster and uses the links of the whole.
         if not tier.links or tier.by_degree:
             return tier
         inner = self.ranks_within(index - 1)
@@ -158,12 +158,12 @@ class Cluster:
 
     @property
     def is_measured(self) -> bool:
-        """Whether constants of its device were measured, as `terrace probe` marks them."""
+        """Whether any constant of the device was measured or fitted, as `terrace probe` marks them."""
         return any(mark != "preset" for mark in self.device.marks.values())
 
     @property
     def shared_buses(self) -> tuple[tuple[int, int, float], ...]:
-        """(Tier, a tier inside it, share) of tiers that share a bus."""
+        """(Tier, inner tier, slowdown) of each pair of tiers that share a bus."""
         names = [tier.name for tier in self.tiers]
         return tuple(
             (index, names.index(inner), share)
@@ -178,7 +178,7 @@ class Cluster:
         return math.prod(tier.size for tier in self.tiers)
 
     def index(self, tier_name: str) -> int:
-        """The position of a tier, 0 for the innermost, -1 for `device`."""
+        """Index of a tier: 0 for the innermost, -1 for `device`. Raises `ClusterError` for an unknown tier."""
         if tier_name == "device":
             return -1
         for index, tier in enumerate(self.tiers):
@@ -192,7 +192,7 @@ class Cluster:
         return math.prod(tier.size for tier in self.tiers[: index + 1])
 
     def sharers(self, index: int) -> int:
-        """Number of ranks that share one link of tier `index`, whose bandwidth is the share of one of them."""
+        """Number of ranks that share one link of tier `index`; the tier's bandwidth is one rank's share."""
         tier = self.tiers[index]
         if not tier.shared:
             return 1
@@ -222,9 +222,9 @@ class Cluster:
         return rank
 
     def peers(self, rank: int, index: int) -> tuple[int, ...]:
-        """The ranks that differ from `rank` on tier `index` only, itself included, in tier order.
+        """The ranks that differ from `rank` only on tier `index`, itself included, in tier order.
 
-        On `device` (index -1) a rank is alone.
+        On `device` (index -1), only `rank`.
         """
         position = self.coordinates(rank)
         if index == -1:

@@ -1,15 +1,14 @@
-"""Headroom: memory of a device that every plan leaves free, a share of it ("5%") or bytes ("4GB").
+"""Headroom: device memory that every plan leaves free, as a share ("5%") or in bytes ("4GB").
 
-Predicted memory counts tensors, the process (CUDA context, communicators) and the average loss in an allocator. The
-headroom is for memory that it does not count: scratch memory of kernels, RoPE's tables, fragmentation above the
-average, and the error of the prediction itself.
+Predicted memory counts tensors, the process (CUDA context, communicators) and average allocator overhead. The headroom
+covers what it does not count: kernels' scratch memory, RoPE tables, above-average fragmentation, and prediction error.
 """
 
 import re
 
-# As much as predicted memory may be off on a GPU (the goal of `bench/gpu.py`), so that what is predicted to fit fits.
-# Together with the process and the allocator's share, which are counted, about a tenth of an 80 GB device holds no
-# tensor; vLLM, which counts neither, leaves a tenth free (`gpu_memory_utilization` = 0.9).
+# The allowed error of predicted memory on a GPU (the goal of `bench/gpu.py`), so that what is predicted to fit does
+# fit. With process and allocator, which are counted separately, about a tenth of an 80 GB device holds no tensors;
+# vLLM, which counts neither, leaves a tenth free (`gpu_memory_utilization` = 0.9).
 DEFAULT = "5%"
 _UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2.0**20, "GiB": 2.0**30}
 
@@ -18,7 +17,7 @@ _FORM = re.compile(r"(\d+(?:\.\d+)?) ?(%|[kMGT]?B|[MG]iB)")
 
 
 def headroom_error(headroom: str, memory_bytes: float) -> str:
-    """The rule that a headroom breaks, and the fix; "" for none."""
+    """What is wrong with a headroom, and the fix; "" if it is valid."""
     if _FORM.fullmatch(headroom) is None:
         return "must be a share of the memory or bytes of it: write 5% or 4GB"
     nothing = headroom_bytes(headroom, memory_bytes) >= memory_bytes
@@ -34,7 +33,7 @@ def headroom_bytes(headroom: str, memory_bytes: float) -> float:
 
 
 def room_words(memory_bytes: float, headroom: str) -> str:
-    """The memory that a plan may take, and how it comes about."""
+    """The memory that a plan may use, and how it is computed, as text."""
     kept = headroom_bytes(headroom, memory_bytes)
     whole = f"{memory_bytes / 1e9:.4g} GB"
     return f"{max(0.0, memory_bytes - kept) / 1e9:.4g} GB ({whole} less a headroom of {headroom})" if kept else whole

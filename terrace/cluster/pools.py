@@ -1,8 +1,8 @@
-"""Pools: neighbouring devices that a set of roles shares, as clusters of their own; and all ways to group roles.
+"""Pools: consecutive devices that a set of roles shares, as separate clusters; and all ways to group roles.
 
-A pool is a part of a tier's members that divides them, or whole members of the outermost tier, so that all pools of a
-size are alike wherever they are. Pools lie one after the other, the largest first, and none straddles a unit of a tier
-that it could lie in.
+A pool is an even fraction of a unit of some tier, or whole members of the outermost tier, so that pools of equal size
+are equal wherever they are placed. Pools are placed one after another, largest first; none crosses the boundary of a
+unit that it would fit into.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from terrace.cluster.cluster import Cluster
 
 @lru_cache(maxsize=64)
 def pool_sizes(cluster: Cluster) -> tuple[int, ...]:
-    """Sizes of pools that the cluster can be cut into, ascending; its own is the last."""
+    """Possible pool sizes of a cluster, ascending; the last is the whole cluster."""
     found = {1}
     for index, tier in enumerate(cluster.tiers):
         inside, is_last = cluster.ranks_within(index - 1), index == len(cluster.tiers) - 1
@@ -25,7 +25,7 @@ def pool_sizes(cluster: Cluster) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def pool_cluster(cluster: Cluster, size: int) -> Cluster:
-    """`size` neighbouring devices of the cluster as a cluster; raises `PlanError` for a size that pools cannot have."""
+    """`size` consecutive devices of the cluster as a cluster. Raises `PlanError` for an impossible pool size."""
     sizes = pool_sizes(cluster)
     if size not in sizes:
         fitting = [each for each in sizes if each < size]
@@ -43,7 +43,7 @@ def pool_cluster(cluster: Cluster, size: int) -> Cluster:
 
 
 def first_ranks(cluster: Cluster, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The first rank of each pool, in the order of `sizes`; None where pools do not lie side by side."""
+    """The first rank of each pool, in the order of `sizes`; None if the pools cannot be placed."""
     starts, at = [0] * len(sizes), 0
     # Stable: equal pools keep their order.
     for index in sorted(range(len(sizes)), key=lambda each: -sizes[each]):
@@ -56,7 +56,7 @@ def first_ranks(cluster: Cluster, sizes: tuple[int, ...]) -> tuple[int, ...] | N
 
 
 def side_by_side(cluster: Cluster, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """`first_ranks`; raises `PlanError` where pools of these sizes do not lie side by side."""
+    """`first_ranks`. Raises `PlanError` if the pools cannot be placed."""
     firsts = first_ranks(cluster, sizes)
     if firsts is None:
         raise PlanError(
@@ -67,7 +67,7 @@ def side_by_side(cluster: Cluster, sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def partitions(count: int) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Every partition of range(count) into sets, fewest sets first; both levels in ascending order of first members."""
+    """Every partition of range(count) into sets, fewest sets first; sets and their members are in ascending order."""
 
     def extend(sets: tuple[tuple[int, ...], ...], at: int) -> Iterator[tuple[tuple[int, ...], ...]]:
         if at == count:
@@ -81,7 +81,7 @@ def partitions(count: int) -> Iterator[tuple[tuple[int, ...], ...]]:
 
 
 def _units(cluster: Cluster, size: int) -> tuple[int, int]:
-    """(Devices of the members that a pool of this size is made of, devices of the unit in which they lie)."""
+    """(Devices per member that a pool of this size consists of, devices per unit that contains it)."""
     for index in range(len(cluster.tiers)):
         if size <= cluster.ranks_within(index):
             return cluster.ranks_within(index - 1), cluster.ranks_within(index)

@@ -1,13 +1,13 @@
-"""Sizes of tiers for a number of ranks."""
+"""Tier sizes for a number of ranks."""
 
 from collections.abc import Sequence
 
 
 def sizes_for(num_ranks: int, sizes: Sequence[int]) -> list[int]:
-    """Sizes of tiers, innermost first, with `num_ranks` ranks together; `sizes` are those of a cluster.
+    """Tier sizes, innermost first, whose product is `num_ranks`; `sizes` are those of a cluster.
 
-    From the innermost tier outward each gets as many members as divide the ranks left, at most as many as it has; the
-    outermost gets all that are left.
+    From the innermost tier outward, each gets the largest divisor of the remaining ranks up to its size; the outermost
+    gets the rest.
     """
     found, left = list[int](), num_ranks
     for size in sizes[:-1]:

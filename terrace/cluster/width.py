@@ -1,8 +1,8 @@
-"""Cost of width: latency by algorithm, and the share of a fabric that many members reach.
+"""Cost of many members: latency by algorithm, and the share of the fabric's rate that they reach.
 
-A gather or a reduction along a ring of n members takes n - 1 steps, one after the other. Other algorithms (`Tree`) take
-about log n steps, and reach a smaller share of the bandwidth, so a library takes them for small messages among many
-members. A fabric that carries the messages of few members at full rate need not do so for many (`share`).
+A gather or reduction along a ring of n members takes n - 1 sequential steps. Other algorithms (`Tree`) take about log n
+steps but reach a smaller share of the bandwidth, so libraries use them for small messages among many members. A fabric
+with full rate for few members may be slower for many (`share`).
 """
 
 import math
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-Point = tuple[int, float]  # members of a message, and the share of the rate that it reaches among so many
+Point = tuple[int, float]  # (number of members, share of the rate that messages among them reach)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,12 +22,12 @@ class Tree:
     member_s: float = 0.0
 
     def latency_s(self, degree: int) -> float:
-        """Fixed seconds of a gather or a reduction among `degree` members."""
+        """Latency in seconds of a gather or reduction among `degree` members."""
         return self.step_s * math.ceil(math.log2(degree)) + self.member_s * degree
 
 
 def share(points: Sequence[Point], degree: int) -> float:
-    """Share of the rate that messages among `degree` members reach: along log `degree` between points, else as next."""
+    """Share of the rate among `degree` members, interpolated linearly in log `degree`; constant beyond the ends."""
     if not points or degree <= points[0][0]:
         return points[0][1] if points else 1.0
     for (few, above), (many, below) in pairwise(points):
@@ -37,7 +37,7 @@ def share(points: Sequence[Point], degree: int) -> float:
 
 
 def wrong_width(tier: str, tree: Tree | None, contention: Sequence[Point], longest_s: float) -> str | None:
-    """Words for figures that no fabric and no algorithm can have; "" if all can be."""
+    """What is wrong with these constants; None if they are valid."""
     if tree is not None:
         if not 0 < tree.share <= 1:
             return f"tiers.{tier}.tree.share = {tree.share} must lie above 0, and at most at 1"

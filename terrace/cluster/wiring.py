@@ -1,11 +1,11 @@
-"""Rings over the links of a node whose devices are wired in pairs, some by more links than others.
+"""Rings over the links of a node whose devices are wired in pairs, some with more links than others.
 
-A collective library sends along rings that share no link, in both directions of each link. A ring over n members passes
-each once, so its links are a cycle through all of them, and it runs at the rate of one link: with k disjoint cycles a
-member sends at the rate of 2 k links. Two members need no cycle, and send over all links between them. Members without
-a cycle of their own reach one another through devices in between, which is taken for one link.
+A collective library sends along rings that share no link, in both directions of each link. A ring visits each of n
+members once, so its links are a Hamiltonian cycle, and it runs at the rate of one link: with k disjoint cycles a member
+sends at the rate of 2 k links. Two members need no cycle and use all links between them. Members without a cycle reach
+each other through other devices, which counts as one link.
 
-RCCL's rings over the eight devices of a node of Frontier (rome_models.cc, model 52) are the two cycles found here.
+RCCL's rings over the eight devices of a Frontier node (rome_models.cc, model 52) are the two cycles found here.
 """
 
 import random
@@ -16,21 +16,21 @@ from math import gcd
 
 Link = tuple[int, int, int]  # two devices, numbered within their tier's group, and the links between them
 Pair = tuple[int, int]
-_MOST_LINKS = 100  # of a pair; devices have tens of links
-_TRIES = 30  # of finding disjoint cycles one after the other
-# Bounds of what is tried, since both searches take exponential time: members that a path is longer by, and cycles.
+_MOST_LINKS = 100  # per pair; devices have tens of links
+_TRIES = 30  # random tries to find disjoint cycles greedily
+# Limits of the searches, which take exponential time: path extensions, cycles, and choices of cycles.
 _MOST_STEPS, _MOST_CYCLES, _MOST_CHOICES = 2_000, 3_000, 20_000
 
 
 @lru_cache(maxsize=1024)
 def num_links(links: tuple[Link, ...], group: tuple[int, ...]) -> int:
-    """The links at whose rate together a member of a group sends, while all members send."""
+    """Number of links whose total rate a member of a group reaches while all members send."""
     left = {pair: number for *ends, number in links if set(pair := _pair(*ends)) <= set(group)}
     if len(group) == 2:
         return max(1, left.get(_pair(*group), 0))
     degrees = [sum(number for pair, number in left.items() if member in pair) for member in group]
     most = min(degrees) // 2
-    alike = max(1, gcd(*left.values()))  # bundles of links that may go round together
+    alike = max(1, gcd(*left.values()))  # links that can be treated as one bundle
     found = alike * _one_by_one(group, {pair: number // alike for pair, number in left.items()}, most // alike)
     if found < most:
         found = max(found, _one_by_one(group, left, most))
@@ -41,9 +41,9 @@ def num_links(links: tuple[Link, ...], group: tuple[int, ...]) -> int:
 
 
 def by_degree(links: tuple[Link, ...], inner: int, size: int) -> tuple[int, ...]:
-    """`num_links` of groups of 2, 3, ... `size` members with `inner` devices each, a group for each of these.
+    """`num_links` for groups over 2, 3, ... `size` members; each member has `inner` devices, each in its own group.
 
-    Members of a group are neighbours or equally far apart; the placement with the fewest links counts.
+    Members of a group are adjacent or equally spaced; the placement with the fewest links counts.
     """
     return tuple(
         min(
@@ -56,7 +56,7 @@ def by_degree(links: tuple[Link, ...], inner: int, size: int) -> tuple[int, ...]
 
 
 def wrong_links(tier: str, links: Sequence[Link], num_devices: int) -> str | None:
-    """Words for links that no group of `num_devices` devices can have."""
+    """What is wrong with the links of a group of `num_devices` devices; None if they are valid."""
     seen, wired = set[Pair](), set[int]()
     for one, other, number in links:
         if one == other or min(one, other) < 0 or number < 1:
@@ -76,7 +76,7 @@ def wrong_links(tier: str, links: Sequence[Link], num_devices: int) -> str | Non
             f"tiers.{tier}.links joins device {alone[0]} to no other of the {num_devices} in the tier's group: add its "
             "links, or leave links out"
         )
-    # Through devices outside the group too: a smaller group is a part of a node.
+    # Paths may use devices outside the group, which can be a part of a node.
     reached = _reached(0, seen)
     if links and (apart := sorted(set(range(num_devices)) - reached)):
         return f"tiers.{tier}.links has no way from device 0 to device {apart[0]}: add links between them"
@@ -107,7 +107,7 @@ def _placements(degree: int, size: int) -> Iterator[range]:
 def _cycles(
     group: Sequence[int], left: Mapping[Pair, int], shuffled: random.Random | None = None
 ) -> Iterator[list[Pair]]:
-    """Cycles through all members, each in one of its two directions; `shuffled` begins with any of them."""
+    """Hamiltonian cycles of the members, each in one direction only; with `shuffled`, in random order."""
     steps = _MOST_STEPS if shuffled else _MOST_STEPS * _TRIES
 
     def longer(path: list[int]) -> Iterator[list[Pair]]:
@@ -130,7 +130,7 @@ def _cycles(
 
 
 def _one_by_one(group: Sequence[int], links: Mapping[Pair, int], most: int) -> int:
-    """Cycles that share no link, each any cycle of the links that those before it leave: the most of some tries."""
+    """Number of disjoint cycles found greedily: each uses links that earlier ones leave; the best of `_TRIES`."""
     best, shuffled = 0, random.Random(0)  # the same cycles in every run
     for _ in range(_TRIES):
         left, found = dict(links), 0
@@ -145,7 +145,7 @@ def _one_by_one(group: Sequence[int], links: Mapping[Pair, int], most: int) -> i
 
 
 def _disjoint(cycles: Sequence[list[Pair]], left: dict[Pair, int], most: int) -> int:
-    """The most cycles that share no link; `most` is a bound."""
+    """Maximum number of disjoint cycles, at most `most`."""
     choices = _MOST_CHOICES
 
     def chosen(first: int, most: int) -> int:

@@ -1,4 +1,4 @@
-"""Checks of the section [balance] of a run, and of the gates of its model, against the plan."""
+"""Checks of a run's [balance] section and of its model's gates against the plan."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -16,19 +16,20 @@ from terrace.plan.dims import has_routers
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 
-_BY_COUNTS = ("step", "bias")  # what goes by the tokens of each expert in a whole step
+_BY_COUNTS = ("step", "bias")  # options that use each expert's token count over a whole step
 
 
 def splits_sequences(mesh: Mesh, plan: Plan) -> bool:
-    """Whether several ranks have tokens of one sequence where a router chooses."""
+    """Whether the tokens of one sequence are on several ranks at the router."""
     return is_context_parallel(mesh, plan) or mesh.total("rows") > 1
 
 
 def check_balance(balance: BalanceConfig, mesh: Mesh, plan: Plan, blocks: Sequence[BlockSpec]) -> None:
-    """Raise `ModelError` for losses of routers that are not there or have no effect, and for a bias that is not there.
+    """Check balance losses and the gate bias.
 
-    Raises `PlanError` for a loss or a gate that goes by the tokens of a sequence where ranks share sequences, and for
-    islands, whose counts and so whose biases and losses would differ.
+    Raises `ModelError` if the model has no router or bias for them, or if they have no effect. Raises `PlanError` for a
+    per-sequence loss or gate if ranks share sequences, and for step counts under islands: every island would count
+    its own tokens, so biases and losses would diverge.
     """
     if balance.active and not has_routers(blocks):
         raise ModelError(
@@ -75,7 +76,7 @@ def check_balance(balance: BalanceConfig, mesh: Mesh, plan: Plan, blocks: Sequen
 
 
 def telling_choices(balance: BalanceConfig | None, blocks: Iterable[BlockSpec]) -> tuple[BlockSpec, ...]:
-    """`blocks` of a run: where a loss goes by whole sequences, ranks that share them tell one another their choices."""
+    """`blocks`, marked to exchange router choices between ranks that share sequences if the sequence loss is on."""
     tells = balance is not None and balance.sequence > 0
     return tuple(_telling(block) if tells and experts_of(block) is not None else block for block in blocks)
 
@@ -86,7 +87,7 @@ def _telling(block: BlockSpec) -> BlockSpec:
 
 @lru_cache(maxsize=256)
 def _sharing_choices(operations: Operations) -> Operations:
-    # Layers that were alike stay one value.
+    # Cached, so that equal layers keep sharing one object.
     each = (
         replace(operation, experts=replace(operation.experts, shares_choices=True))
         if isinstance(operation, Mixture)
@@ -115,7 +116,7 @@ def _check_effects(balance: BalanceConfig, mixtures: set[ExpertsConfig]) -> None
             f"balance.step = {balance.step} goes by the tokens that experts took, and balance.capacity = "
             f"{balance.capacity} bounds these: leave one of them out, or use balance.sequence, which counts all choices"
         )
-    # An expert gets a token at most once, so S choices of a sequence of S are all it can get.
+    # An expert gets a token at most once, so at most S choices from a sequence of S tokens.
     least = max((each.num_experts / each.per_token for each in mixtures), default=math.inf)
     if balance.capacity >= least:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""Rules of `plan.tensor_chunks`: a number of parts of each message, or "fused" with the products beside them."""
+"""Rules of `plan.tensor_chunks`: the number of parts of each message, or "fused" with the adjacent matmul."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ _INSTEAD = "write a number of parts, tensor_chunks = 4"
 
 
 def check_tensor_chunks(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> None:
-    """Raise `PlanError` for a value without effect, and for messages that cannot be fused with products."""
+    """Raise `PlanError` for a value without effect, or for messages that cannot be fused with matmuls."""
     value = plan.tensor_chunks
     if plan.num_tensor_parts < 1:
         raise PlanError(f"tensor_chunks = {value}: a message travels in at least 1 part")
@@ -39,11 +39,11 @@ def _is_of_adapter(param: ParamSpec) -> bool:
 
 
 def why_not_fused(cluster: Cluster, mesh: Mesh, plan: Plan) -> str:
-    """Why the messages of a mesh with tensor rows cannot be fused with products, and the fix; "" where they can."""
+    """Why messages over tensor rows cannot be fused with matmuls, and the fix; "" if they can."""
     device, tiers = cluster.device, cluster.tiers
     if device.backend != "cuda":
         return f"only CUDA devices have symmetric memory, and device.backend is {device.backend!r}; {_INSTEAD}"
-    # Ranks read each other's memory: on one node, or on one fabric of NVLink.
+    # Ranks read each other's memory, so they must be on one node or one NVLink fabric.
     innermost = next((index for index, tier in enumerate(tiers) if tier.size > 1), 0)
     if mesh.tiers("rows") != (innermost,):
         there = " and ".join(repr(tiers[tier].name) for tier in mesh.tiers("rows"))

@@ -1,10 +1,10 @@
-"""The context axis: the ranks that attend to a micro-batch together, and the number of tokens that each holds.
+"""The context axis: which ranks attend to a micro-batch together, and how many tokens each holds.
 
-The axis has two forms, each with a degree of its own on every tier (unified sequence parallelism, Fang and Zhao,
+The axis has two forms, each with its own degree on every tier (unified sequence parallelism, Fang and Zhao,
 2405.07719):
 
-    ulysses   its ranks exchange tokens for heads, so that each attends with a part of the heads (2309.14509)
-    ring      its ranks keep their queries and pass keys and values on (2310.01889)
+    ulysses   ranks exchange tokens for heads: each attends with a subset of the heads (2309.14509)
+    ring      ranks keep their queries and pass keys and values around (2310.01889)
 
 A *ring rank* is one set of u Ulysses ranks: together they attend to its tokens with all heads. The ring ranks of a
 context group differ on the ring axis, and with `balance = "cost"` on the data axis too. Outside attention, every rank
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from terrace.model.spec import BlockSpec
 
 ULYSSES = ("ulysses",)
-CHUNKS_PER_RING_RANK = 2  # of a causal ring: an early and a late one
+CHUNKS_PER_RING_RANK = 2  # in a causal ring: an early and a late one
 
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """Ranks that attend together; member `ring_rank * ulysses + ulysses_rank` is global rank `members[...]`.
+    """Ranks that attend together. `members[ring_rank * ulysses + ulysses_rank]` is a global rank.
 
     Ring ranks are numbered over the tiers, the innermost fastest, so the ring ranks inside one unit of a tier are
     neighbours. `ring_degrees` is the number of ring ranks that each tier joins, `sizes` the cluster's degrees.
@@ -46,11 +46,11 @@ class ContextGroup:
     members: tuple[int, ...]
     ulysses: int
     ring_degrees: tuple[int, ...]
-    sizes: tuple[int, ...]  # of the cluster's tiers
+    sizes: tuple[int, ...]  # sizes of the cluster's tiers
 
     @staticmethod
     def of(cluster: Cluster, plan: Plan, rank: int) -> "ContextGroup":
-        """The group of `rank`: all ranks that differ from it only on `ring_axes` and Ulysses."""
+        """The context group of `rank`: all ranks that differ from it only on `ring_axes` and Ulysses."""
         mesh = Mesh.of(cluster, plan)
         # One Ulysses rank stands for each ring rank while the ring is laid out.
         first = mesh.members(rank, ULYSSES)[0]
@@ -75,28 +75,28 @@ class ContextGroup:
 
 
 def tier_between(sizes: Sequence[int], rank: int, other: int) -> int:
-    """Index of the outermost tier on which two different ranks differ. Also takes ring ranks with `ring_degrees`."""
+    """Index of the outermost tier on which two ranks differ; for ring ranks, pass `ring_degrees` as `sizes`."""
     assert rank != other, f"rank {rank} needs no link to itself"
     crossed = 0
     for tier, size in enumerate(sizes):
-        # Peel off one tier per turn: quotients are the units that hold the two ranks.
+        # Strip one tier per iteration; the quotients are the units that contain the two ranks.
         (rank, here), (other, there) = divmod(rank, size), divmod(other, size)
         crossed = tier if here != there else crossed
     return crossed
 
 
 def ring_axes(plan: Plan) -> tuple[str, ...]:
-    """Axes on which the ring ranks of a context group differ."""
+    """Axes that the ring of a context group spans."""
     return ("ring", "data") if plan.balance == "cost" else ("ring",)
 
 
 def is_context_parallel(mesh: Mesh, plan: Plan) -> bool:
-    """Whether attention goes over several ranks, so that a rank's tokens are no whole rows."""
+    """Whether several ranks attend together, so that a rank does not hold whole rows."""
     return mesh.total("ulysses") * num_ring_ranks(mesh, plan) > 1
 
 
 def num_ring_ranks(mesh: Mesh, plan: Plan) -> int:
-    """Ring ranks of a context group."""
+    """Number of ring ranks in a context group."""
     return math.prod(mesh.group(*ring_axes(plan)))
 
 
@@ -115,7 +115,7 @@ def _attention_tokens(micro_batch: int, sequence: int, ring: int) -> int:
 
 
 def batch_shape(plan: Plan, mesh: Mesh, sequence: int) -> tuple[int, int]:
-    """(rows, tokens per row) that blocks run on; under context parallelism, one row of the rank's local tokens."""
+    """(Rows, tokens per row) that blocks run on; under context parallelism one row with the rank's local tokens."""
     return (1, local_tokens(plan, mesh, sequence)) if is_context_parallel(mesh, plan) else (plan.micro_batch, sequence)
 
 
@@ -126,7 +126,7 @@ def local_tokens(plan: Plan, mesh: Mesh, sequence: int) -> int:
 
 def count_local_tokens(micro_batch: int, sequence: int, ulysses: int, ring: int, balance: str = "tokens") -> int:
     """Same as `local_tokens`, from plain integers."""
-    # Tokens of all documents are dealt out evenly, without chunks per row.
+    # Documents are distributed evenly by token, without chunks per row.
     if balance == "cost":
         return -(-micro_batch * sequence // (ulysses * ring))
     return -(-_attention_tokens(micro_batch, sequence, ring) // ulysses)
@@ -134,26 +134,26 @@ def count_local_tokens(micro_batch: int, sequence: int, ulysses: int, ring: int,
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads of a block's attention on a tensor rank, each of `size` features."""
+    """Number of attention heads on a tensor rank, each with `size` features."""
 
     queries: int
     keys: int
     size: int
 
     def can_split(self, ulysses: int) -> bool:
-        """Whether as many ranks can share the heads: each with as many, and with whole key-value heads or one."""
+        """Whether `ulysses` ranks can split the heads evenly, with whole key-value heads or one shared head each."""
         return self.queries % ulysses == 0 and (self.keys % ulysses == 0 or ulysses % self.keys == 0)
 
     def per_ulysses_rank(self, ulysses: int) -> "Heads":
-        """Heads of one Ulysses rank: K/u of K key-value heads, or one shared head where u > K.
+        """Heads of one Ulysses rank: K/u of K key-value heads, or one shared head if u > K.
 
-        If the heads do not divide evenly (`can_split`), the largest rank's share.
+        If the heads do not divide evenly (`can_split`), these are the largest rank's.
         """
         return Heads(-(-self.queries // ulysses), -(-self.keys // ulysses), self.size)
 
 
 def attention_heads(block: "BlockSpec", rows: int) -> Heads | None:
-    """Heads of a block on each of `rows` tensor rows; None for a block that declares none.
+    """Heads of a block on each of `rows` tensor rows, None if the block declares none.
 
     With more rows than key-value heads each row uses one of them (terrace.plan.slices).
     """
@@ -162,12 +162,12 @@ def attention_heads(block: "BlockSpec", rows: int) -> Heads | None:
         return None
     # Without `kv_heads` attention is multi-head: as many keys as queries.
     num_keys = queries[0] if keys is None else keys[0]
-    # At least one key-value head per row: rows beyond their number share one.
+    # At least one key-value head per row: if there are more rows than heads, rows share one.
     return Heads(queries[0] // rows, max(1, num_keys // rows), queries[1])
 
 
 def _declared(block: "BlockSpec", name: str) -> tuple[int, int] | None:
-    """(units, elements of a unit) of the first dim of that name."""
+    """(Units, elements per unit) of the first dim with that name."""
 
     def elements(param: ParamSpec, dim: int) -> int:
         return (param.whole or param.shape)[dim]

@@ -1,4 +1,4 @@
-"""Rules on layers whose ranks attend together (terrace.plan.context): their windows, caps and RoPE."""
+"""Which windows, score caps and RoPE scalings context parallelism supports (terrace.plan.context)."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from terrace.model.windows import widest_window
 
 
 def windows_of(blocks: Sequence[BlockSpec]) -> tuple[int, ...]:
-    """The windows of a decoder's layers, each once, the widest first; 0: none. Empty for blocks of another kind."""
+    """The distinct attention windows of the layers, widest first; 0 means no window. Empty without attention."""
     found = {block.operations.core.window for block in blocks if block.attends}
     if not found:
         return ()
@@ -17,7 +17,7 @@ def windows_of(blocks: Sequence[BlockSpec]) -> tuple[int, ...]:
 
 
 def why_whole(blocks: Sequence[BlockSpec], sequence: int = 0, balance: str = "tokens") -> str:
-    """Why ranks cannot share the attention of rows of `sequence` tokens (0: of any length); empty where they can."""
+    """Why attention over rows of `sequence` tokens (0: any length) cannot be split over ranks; "" if it can."""
     windows = windows_of(blocks)
     if len(windows) > 1 and balance == "cost":
         listed = " and ".join("no window" if not window else f"a window of {window}" for window in windows)

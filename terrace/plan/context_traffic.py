@@ -1,36 +1,36 @@
-"""Messages of the context axis in a layer, and their bytes, with `balance = "tokens"`.
+"""Messages of the context axis in one layer, and their bytes, under `balance = "tokens"`.
 
-Every rank sends the same. Let it hold T tokens of a micro-batch, padding included, its place A tokens of the u parts
-together (terrace.plan.context: A <= u T, which padding at the end of the last part makes even), and let a part attend
-with n of the N query heads and k of the K key-value heads that a tensor rank has: n = N/u, k = max(K/u, 1). In elements
-of one head, in the order of a pass:
+Every rank sends the same amount. A rank holds T tokens of a micro-batch, padding included; its ring rank, u Ulysses
+ranks together, attends to A tokens (terrace.plan.context: A <= u T, the rest is padding at the end of the last one).
+A Ulysses rank attends with n of the N query heads and k of the K key-value heads of a tensor rank: n = N/u,
+k = max(K/u, 1). In elements of one head, in the order of a pass:
 
     leg        forward               backward
-    into       T (n + 2k)            T n             to every other part: queries, keys, values; gradient of the output
+    into       T (n + 2k)            T n             to every other Ulysses rank: queries, keys, values; output gradient
     keys       A 2k                  A 2k            before each round s = 1 ... r-1, during round s-1
-    gradients                        A 2k            after each round s = 1 ... r-2, during round s+1: of the keys
-    home                             A 2k            after the last round: of the keys, to the place that owns them
-    back       T n                   T (n + 2k)      to every other part: output; gradients of queries, keys, values
+    gradients                        A 2k            of the keys: after each round s = 1 ... r-2, during round s+1
+    home                             A 2k            of the keys: after the last round, to the ring rank that owns them
+    back       T n                   T (n + 2k)      to every other Ulysses rank: output; input gradients
 
-A rank keeps only the queries and keys of its own tokens, so keys go round once more in the backward. Gradients of a
-place's own keys from its own queries stay, so they go one step less than round the ring. A layer that is recomputed
-does its forward twice. Blocks without attention send nothing.
+A rank keeps only the queries and keys of its own tokens, so keys travel around the ring again in the backward. A ring
+rank's own contribution to the gradients of its keys is added locally, so gradients make one ring step less. A
+recomputed layer runs its forward, with its messages, twice. Blocks without attention send nothing.
 
-A message counts on the outermost tier that it crosses. Of the other parts of a place u_0 ... u_t - u_0 ... u_(t-1) are
-across tier t. A step s of the ring goes over the outermost tier t such that s is a multiple of r_0 ... r_(t-1)
-(terrace.sequence.segments), so r/(r_0 ... r_(t-1)) - r/(r_0 ... r_t) steps cross tier t; `home` crosses the outermost.
+A message counts on the outermost tier that it crosses. Of the other Ulysses ranks of a ring rank,
+u_0 ... u_t - u_0 ... u_(t-1) are across tier t. Ring step s crosses the outermost tier t such that s is a multiple of
+r_0 ... r_(t-1) (terrace.sequence.segments), so r/(r_0 ... r_(t-1)) - r/(r_0 ... r_t) steps cross tier t; `home` crosses
+the outermost. If a tier has a format (`wire.context`), each row of a tensor (one token's heads) is encoded separately
+and again for every message, so keys are encoded again in each ring step that crosses the tier. Rows that stay on a
+rank are not encoded.
 
-Where a tier has a format (`wire.context`), each row of a tensor, one token's heads of it, is coded by itself, anew at
-every message: by keys also in each step of the ring that crosses the tier. Rows that stay on a rank are as they are.
-
-Per layer and micro-batch of b rows of L tokens of hidden size d, K = N, forward and backward, over N ranks (Fang and
-Zhao, 2405.07719, table 2, without its factors (N-1)/N):
+Forward and backward of one layer on a micro-batch of b rows of L tokens, hidden size d, K = N, over N ranks (Fang and
+Zhao, 2405.07719, table 2, which omits the factors (N-1)/N):
 
     Ulysses    8/N b L d (N-1)/N
-    ring       4 b L d (N-1)/N: keys and values, and their gradients; and 2 b L d (N-1)/N of keys in the backward,
-               which the table leaves out. Grouped queries divide a ring's by N/K
+    ring       4 b L d (N-1)/N for keys, values and their gradients, plus 2 b L d (N-1)/N for keys in the backward,
+               which the table omits. Grouped-query attention divides the ring's bytes by N/K
 
-With `balance = "cost"` bytes depend on the batch, so there is no formula:
+Under `balance = "cost"` bytes depend on the batch, so there is no formula:
 terrace.sequence.traffic counts them for one batch.
 """
 
@@ -46,11 +46,11 @@ from terrace.plan.mesh import Mesh, no_sequence
 from terrace.plan.plan import Plan
 from terrace.plan.wire import FORMATS, MessageClass, WireFormat
 
-_DEALT = ContextLeg.INTO, ContextLeg.BACK  # to every other part of a place; the others go to one rank
+_DEALT = ContextLeg.INTO, ContextLeg.BACK  # all-to-all among Ulysses ranks; the other legs go to one rank
 
 
 class Sizes(NamedTuple):
-    """Bytes of `AttentionBytes` in the format of one tier, and whether it is a block format."""
+    """Byte sizes of `AttentionBytes` in one tier's format; `is_coded` for a block format."""
 
     inputs: int
     outputs: int
@@ -61,10 +61,10 @@ class Sizes(NamedTuple):
 def sizes_by_tier(
     wires: Sequence[WireFormat], compute: str, *, held: int, attended: int, queries: int, keys: int
 ) -> tuple[Sizes, ...]:
-    """Sizes on every tier, for its format: of `held` and `attended` tokens, with elements of queries and of keys.
+    """Message sizes in every tier's format; empty if everything travels in the compute dtype.
 
-    Keys have as many elements as values. Empty where all travels in the compute dtype. A row of each tensor is coded by
-    itself.
+    `held` and `attended` are numbers of tokens, `queries` and `keys` elements per token (values have as many as keys).
+    Each token's row of a tensor is encoded separately.
     """
     if all(wire == FORMATS[compute] for wire in wires):
         return ()
@@ -77,11 +77,11 @@ def sizes_by_tier(
 
 @dataclass(frozen=True)
 class AttentionBytes:
-    """Bytes of the messages of a layer's attention on one micro-batch; degrees by tier, innermost first.
+    """Message bytes of one layer's attention on a micro-batch; degrees are by tier, innermost first.
 
-    `inputs` are the queries, keys and values of a rank's tokens in the heads of one part, `outputs` the attention
-    output of the same; `keys` are the keys and values of a place in the heads of one part. These are in the compute
-    dtype; `formats` has the format on each tier, if some tier has another one.
+    All are for the heads of one Ulysses rank: `inputs` are queries, keys and values of the tokens that a rank holds,
+    `outputs` their attention output, `keys` the keys and values of a ring rank. They are in the compute dtype;
+    `formats` has the sizes for every tier if some tier uses another format.
     """
 
     ulysses: tuple[int, ...]
@@ -92,7 +92,7 @@ class AttentionBytes:
     formats: tuple[Sizes, ...] = ()
 
     def on(self, tier: int) -> Sizes:
-        """The sizes in the format of a tier."""
+        """Sizes in a tier's format."""
         return self.formats[tier] if self.formats else self._plain
 
     @property
@@ -101,18 +101,18 @@ class AttentionBytes:
 
     @property
     def parts(self) -> int:
-        """Ulysses ranks."""
+        """Number of Ulysses ranks."""
         return prod(self.ulysses)
 
     def sends(self, message: ContextMessage) -> tuple[tuple[int, int], ...]:
-        """(tier index, bytes sent over it) of a message, the innermost tier first."""
-        # Ring messages go to one rank, dealt ones to every other Ulysses rank.
+        """(Tier index, bytes that a rank sends over it) of a message, innermost tier first."""
+        # Ring messages go to one rank, the others to every other Ulysses rank.
         if message.leg not in _DEALT:
             return ((message.tier, self.on(message.tier).keys),)
         return tuple((tier, peers * self._dealt(message, self.on(tier))) for tier, peers in _peers(self.ulysses))
 
     def coding_bytes(self, message: ContextMessage) -> dict[int, float]:
-        """Bytes of memory that coding and decoding a message reads and writes, by tier index; none for dtypes."""
+        """Memory traffic in bytes of encoding and decoding a message, by tier index; no entry for dtypes."""
         ring = message.leg not in _DEALT
         counts = [(message.tier, 1)] if ring else _peers(self.ulysses)
         found = {}
@@ -124,13 +124,13 @@ class AttentionBytes:
 
     @staticmethod
     def _dealt(message: ContextMessage, sizes: Sizes) -> int:
-        # A backward sends gradients the other way: into carries the output's, back the inputs'.
+        # In a backward INTO carries gradients of the outputs and BACK gradients of the inputs.
         return sizes.inputs if (message.leg is ContextLeg.INTO) is not message.backward else sizes.outputs
 
 
 @dataclass(frozen=True)
 class ContextTraffic:
-    """Bytes of a context axis with `balance = "tokens"`, for rows of `sequence` tokens; `tiers` are their names."""
+    """Message bytes of the context axis under `balance = "tokens"`, for rows of `sequence` tokens."""
 
     plan: Plan
     mesh: Mesh
@@ -139,13 +139,13 @@ class ContextTraffic:
 
     @property
     def has_formula(self) -> bool:
-        """Whether there are messages and the plan determines their bytes."""
+        """Whether there are messages whose bytes follow from the plan alone."""
         return self.plan.balance == "tokens" and is_context_parallel(self.mesh, self.plan)
 
     def attention(self, block: BlockSpec) -> AttentionBytes | None:
-        """Bytes of a block's attention; None for a block without messages, or with messages that the batch decides.
+        """Message bytes of a block's attention; None if it sends none, or if they depend on the batch.
 
-        Raises `PlanError` where sequences have no length.
+        Raises `PlanError` if the sequence length is unknown.
         """
         heads = attention_heads(block, self.mesh.total("rows")) if self.has_formula else None
         if self.has_formula and self.sequence < 1:
@@ -172,8 +172,8 @@ class ContextTraffic:
 
 
 def _peers(degrees: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(Tier, number of other Ulysses ranks across it)."""
+    """(Tier, number of Ulysses ranks to which a message crosses it)."""
     for tier, degree in enumerate(degrees):
         if degree > 1:
-            # Across tier t a rank meets (degree - 1) units, each with all Ulysses ranks of the tiers inside.
+            # There are (degree - 1) other units on tier t, each with all Ulysses ranks of the inner tiers.
             yield tier, (degree - 1) * prod(degrees[:tier])

@@ -1,13 +1,12 @@
-"""The numbers that the ranks of a stage add up once a step for its mixtures of experts: int64, a row for each.
+"""Expert statistics that the ranks of a stage all-reduce once a step: one int64 row per mixture of experts.
 
-A row has the tokens of each expert, then the rows of tokens that ranks sent, received and multiplied on their way. The
-numbers of all mixtures stand one after the other, padded so that every tier divides them, and are summed from the
-innermost tier outward and gathered back: with P numbers and degrees n_0, n_1, ... of the ranks with different tokens, a
-rank sends over tier i
+A row holds the token count of each expert, then how many token rows ranks sent, received and multiplied. The rows of
+all mixtures are concatenated, padded so that every tier divides them, reduce-scattered from the innermost tier outward
+and gathered back. With P numbers and degrees n_0, n_1, ... of the ranks with different tokens, a rank sends over tier i
 
     2 (n_i - 1) P / (n_0 ... n_i)
 
-numbers a step. Only mixtures send any.
+numbers a step. A stage without mixtures sends none.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,34 +21,34 @@ OF_ROWS = ("sent", "received", "multiplied")
 
 
 def num_choices(block: BlockSpec) -> int:
-    """Experts of a block among which its router chooses; 0 for a block without a router."""
+    """Number of experts that a block's router chooses from; 0 without a router."""
     experts = experts_of(block)
     return 0 if experts is None else experts.num_experts
 
 
 def experts_of(block: BlockSpec) -> ExpertsConfig | None:
-    """The mixture of a block; None where it has none."""
+    """Config of a block's mixture of experts; None without one."""
     mixture = block.declared.mixture
     return mixture.experts if mixture.each and block.has_stacks else None
 
 
 def counted(blocks: Sequence[BlockSpec], indexes: Iterable[int]) -> tuple[int, ...]:
-    """The blocks among `indexes` whose routers' choices are counted."""
+    """Those of the blocks `indexes` whose router choices are counted."""
     return tuple(index for index in indexes if num_choices(blocks[index]))
 
 
 def num_counts(blocks: Iterable[BlockSpec]) -> int:
-    """Numbers of the mixtures of `blocks`."""
+    """Length of the statistics of all mixtures in `blocks`, without padding."""
     return sum(num + len(OF_ROWS) for num in map(num_choices, blocks) if num)
 
 
 def choices_bytes(block: BlockSpec) -> int:
-    """Bytes of the tokens of each expert of a block, as a checkpoint has them; 0 without a mixture."""
+    """Bytes of a block's per-expert token counts in a checkpoint; 0 without a mixture."""
     return COUNT_BYTES * num_choices(block)
 
 
 def count_hops(layout: Layout, num: int) -> tuple[Hop, ...]:
-    """The hops of the reduction of `num` numbers over the ranks of a stage; a gather takes them back. None of none."""
+    """Hops that reduce `num` numbers over the ranks of a stage; the gather reverses them. Empty if `num` is 0."""
     padded = layout.padded(num)
     tiers = (tier for tier in layout.inside if num and layout.degrees[tier] > 1)
     return tuple(Hop(tier, layout.degrees[tier], COUNT_FORMAT, padded // layout.span(tier)) for tier in tiers)

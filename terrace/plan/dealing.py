@@ -1,14 +1,13 @@
-"""Dealing the slices of a model to ranks, so that they receive the least when they take them over.
+"""Assigns model slices to ranks for generation such that ranks receive as few elements as possible.
 
-A replica for generation has a rank for every slice. Replicas lie in units of the innermost tiers with room for one, so
-messages that their ranks exchange for every token stay on fast links. Inside a unit each slice goes to equally many
-ranks, chosen so that together they already hold the most of their slices. A rank receives the elements of its slice
-that it does not hold.
+A generation replica has one rank per slice. A replica stays inside the smallest unit of inner tiers that has room for
+it, so its per-token messages use fast links. Inside a unit every slice is assigned to equally many ranks, chosen to
+maximise the elements that they already hold. A rank receives only the elements of its slice that it lacks.
 
 On ranks of a tensor axis, in any number of stages, this is HybridFlow's strided grouping (2409.19256, section 5.3):
-training rank (pp, tp) of t gets slice tp // (t / g) of g, so that its parameters are part of its slice. With S = p t
-ranks that hold a model of M bytes once, it receives (S - g) / (g S) M, holds M / g at the most, and nothing twice.
-Neighbours as a replica, rank tp with slice tp % g, receive more and keep parameters that are no part of their slice.
+training rank (pp, tp) of t gets slice tp // (t / g) of g, which contains its parameters. With S = p t ranks that hold
+a model of M bytes once, a rank receives (S - g) / (g S) M bytes and holds at most M / g, without duplicates. With
+neighbours as a replica (rank tp with slice tp % g), ranks receive more and keep parameters outside their slice.
 """
 
 import math
@@ -20,11 +19,11 @@ from terrace.base.boxes import numel
 from terrace.base.errors import PlanError
 from terrace.plan.hand_over import Parts, cells_of, members
 
-Replica = tuple[int, ...]  # the rank that has each slice
+Replica = tuple[int, ...]  # rank of each slice
 
 
 def kept_elements(holds: Sequence[Parts], slices: Sequence[Parts]) -> list[list[int]]:
-    """Elements of each slice that each rank holds already, by rank and slice."""
+    """[rank][slice] -> elements of the slice that the rank already holds."""
     kept = [[0] * len(slices) for _ in holds]
     for cell in cells_of(holds, slices):
         count, wanting = numel(cell.box), members(cell.needers)
@@ -35,9 +34,10 @@ def kept_elements(holds: Sequence[Parts], slices: Sequence[Parts]) -> list[list[
 
 
 def deal(kept: Sequence[Sequence[int]], tiers: Sequence[int]) -> list[Replica]:
-    """The replicas of slices, such that ranks keep the most of `kept` (`kept_elements`, summed over blocks).
+    """Replicas that maximise the elements that ranks keep; `kept` is `kept_elements` summed over blocks.
 
-    `tiers` are the sizes of the cluster's tiers, innermost first. Raises `PlanError` where slices do not divide ranks.
+    `tiers` are the sizes of the cluster's tiers, innermost first. Raises `PlanError` if the number of slices does not
+    divide the number of ranks.
     """
     num_slices, world = len(kept[0]), math.prod(tiers)
     fitting = [ranks for ranks in accumulate(tiers, mul) if ranks % num_slices == 0]
@@ -54,23 +54,23 @@ def deal(kept: Sequence[Sequence[int]], tiers: Sequence[int]) -> list[Replica]:
 
 
 def needs_of(replicas: Sequence[Replica], slices: Sequence[Parts], world_size: int) -> list[Parts]:
-    """The parts that each of the cluster's ranks needs for its slice; none of a rank in no replica."""
+    """Parts that each rank of the cluster needs; empty for ranks outside all replicas."""
     slice_of = {rank: index for replica in replicas for index, rank in enumerate(replica)}
     return [slices[slice_of[rank]] if rank in slice_of else {} for rank in range(world_size)]
 
 
 def _shared_out(kept: Sequence[Sequence[int]], room: int) -> list[list[int]]:
-    """The ranks of each slice, `room` for each, with the largest sum of kept[rank][slice].
+    """Assign `room` ranks to each slice, maximising the sum of kept[rank][slice].
 
-    Ranks come one by one (successive longest paths, Ahuja et al., Network Flows, section 9.7): one takes a slice, whose
-    ranks may pass one of them on to another slice, until there is room. Each time the best of all such chains is taken,
-    which keeps the sum the largest for the ranks that have come.
+    Ranks are added one by one (successive longest paths, Ahuja et al., Network Flows, section 9.7). A new rank joins a
+    slice; if that is full, one of its ranks moves on to another slice, and so on until there is room. Taking the best
+    such chain each time keeps the assignment of the ranks so far optimal.
     """
     ranks: list[list[int]] = [[] for _ in kept[0]]
     passed: list[dict[int, tuple[int, int]]] = [{} for _ in kept[0]]
     for comer, own in enumerate(kept):
         best, came_from = list(own), [-1] * len(own)
-        # Bellman-Ford: no chain passes a slice twice.
+        # Bellman-Ford: no chain visits a slice twice.
         for _ in range(len(ranks) - 1):
             for index, chosen in enumerate(passed):
                 for other, (gain, _) in chosen.items():
@@ -91,6 +91,6 @@ def _shared_out(kept: Sequence[Sequence[int]], room: int) -> list[list[int]]:
 
 
 def _passed_on(kept: Sequence[Sequence[int]], ranks: Sequence[int], index: int) -> dict[int, tuple[int, int]]:
-    """For every other slice, the best gain from giving it one of the ranks of slice `index`, and which rank."""
+    """For every other slice: (best gain from moving one of `ranks` from slice `index` to it, that rank)."""
     others = [other for other in range(len(kept[0])) if other != index]
     return {other: max((kept[rank][other] - kept[rank][index], rank) for rank in ranks) for other in others}

@@ -1,4 +1,4 @@
-"""The declared dims of parameters: which axes cut each kind, and the roles that follow from them."""
+"""Declared dims of parameters: which axes cut which dim, and what kind of parameter the dims imply."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -9,7 +9,7 @@ from terrace.model.params import ParamSpec
 if TYPE_CHECKING:
     from terrace.model.spec import BlockSpec
 
-STACK_DIMS = ("experts", "expert_intermediate")  # the parts of a stack, and the inner dim of a part
+STACK_DIMS = ("experts", "expert_intermediate")  # the experts of a stack, and the inner dim of one expert
 CUT_BY: Mapping[str, tuple[str, ...]] = {
     "heads": ("rows",),
     "kv_heads": ("rows",),
@@ -22,22 +22,20 @@ CUT_BY: Mapping[str, tuple[str, ...]] = {
 
 
 def cut_sizes(blocks: Sequence["BlockSpec"], axis: str) -> list[int]:
-    """Sizes of the dims that `axis` alone cuts, which its degree must divide to cut every rank's part alike."""
+    """Sizes of the dims that only `axis` cuts; its degree must divide them for equal slices."""
     dims = {dim for block in blocks for param in block.params if not param.is_stack for dim in param.dims}
     return sorted({size for name, size in dims if CUT_BY.get(name) == (axis,)})
 
 
 def stack_sizes(blocks: Sequence["BlockSpec"]) -> tuple[int, int]:
-    """(Parts, inner size of a part) of the stacks of matrices of `blocks`; (1, 1) without stacks, or where they
-    differ.
-    """
+    """(Experts, inner size of an expert) of the matrix stacks in `blocks`; (1, 1) without stacks or if they differ."""
     stacks = (dict(param.dims) for block in blocks for param in block.params if param.is_stack and param.is_matrix)
     sizes = {(dims[STACK_DIMS[0]], dims[STACK_DIMS[1]]) for dims in stacks if dims.keys() >= {*STACK_DIMS}}
     return sizes.pop() if len(sizes) == 1 else (1, 1)
 
 
 def is_inner(param: ParamSpec) -> bool:
-    """Whether it is a matrix of attention or of the MLP: from the residual stream to an inner dim, or back."""
+    """Whether this is a matrix of attention or MLP, between the residual stream and an inner dim."""
     names = [name for name, _ in param.dims]
     return len(names) == 2 and "hidden" in names and any(CUT_BY.get(name) == ("rows",) for name in names)
 
@@ -46,9 +44,9 @@ _MULTIPLIED = frozenset(("hidden", "heads", "kv_heads", "intermediate", "latent"
 
 
 def is_product_matrix(param: ParamSpec) -> bool:
-    """Whether a layer may multiply with it in narrower floats: a matrix of attention or of the MLP.
+    """Whether matmuls with this parameter may use 8 bits: a matrix of attention or MLP.
 
-    Of a parameter that declares no dims, its shape decides.
+    A parameter without declared dims is judged by its shape.
     """
     if param.is_stack or not param.is_matrix:
         return False
@@ -56,7 +54,7 @@ def is_product_matrix(param: ParamSpec) -> bool:
 
 
 def is_router(param: ParamSpec) -> bool:
-    """Whether it scores choices for a token: a router's matrix, or the bias that it chooses by."""
+    """Whether this is a router's matrix, or the bias added to its scores."""
     return bool(param.dims) and param.dims[0][0] == "choices"
 
 
@@ -66,24 +64,24 @@ def has_routers(blocks: Sequence["BlockSpec"]) -> bool:
 
 
 def is_norm(param: ParamSpec) -> bool:
-    """Whether it is a parameter of a norm over the residual stream, not of a norm of heads, which a rank has whole."""
+    """Whether this belongs to a norm over the residual stream, as opposed to a per-head norm (whole on every rank)."""
     return len(param.dims) == 1 and param.dims[0][0] == "hidden" and "norm" in param.name.split(".")[-2]
 
 
 def is_norm_of_heads(param: ParamSpec) -> bool:
-    """Whether it is a parameter of a norm over all heads together, of which rows have parts."""
+    """Whether this belongs to a norm over all heads together, which tensor rows split."""
     return len(param.dims) == 1 and param.dims[0][0] in ("heads", "kv_heads") and "norm" in param.name.split(".")[-2]
 
 
 def declared_hidden_size(blocks: Sequence["BlockSpec"]) -> int | None:
-    """The model's hidden size, None where no parameter declares it."""
+    """The model's hidden size, None if no parameter declares it."""
     names = ("hidden", "features")
     sizes = (size for block in blocks for param in block.params for name, size in param.dims if name in names)
     return next(sizes, None)
 
 
 def hidden_size(blocks: Sequence["BlockSpec"]) -> int:
-    """The model's hidden size; raises `PlanError` where no parameter declares it."""
+    """The model's hidden size. Raises `PlanError` if no parameter declares it."""
     size = declared_hidden_size(blocks)
     if size is None:
         raise PlanError('no block declares a dim "hidden", which the messages of the plan go by: declare dims')
@@ -91,9 +89,9 @@ def hidden_size(blocks: Sequence["BlockSpec"]) -> int:
 
 
 def is_layer(blocks: Sequence["BlockSpec"], index: int) -> bool:
-    """Whether a block is a layer, neither an embedding nor the head.
+    """Whether a block is a layer, that is, neither embedding nor head.
 
-    Where blocks do not declare `computes`, the model's first is taken for the embedding and its last for the head.
+    If blocks do not declare `computes`, the first is taken to be the embedding and the last the head.
     """
     if blocks[index].computes is None:
         return 0 < index < len(blocks) - 1
@@ -101,5 +99,5 @@ def is_layer(blocks: Sequence["BlockSpec"], index: int) -> bool:
 
 
 def is_table(param: ParamSpec) -> bool:
-    """Whether it has a row for every word."""
+    """Whether this has one row per vocabulary entry (embedding or head)."""
     return len(param.dims) == 2 and param.dims[0][0] == "vocab"

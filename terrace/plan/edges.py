@@ -1,15 +1,15 @@
-"""Messages between the stages of a pipeline: the activation at an edge, its rounds, residuals and buffers.
+"""Messages between pipeline stages: the activation at an edge, exchange rounds, residuals and buffers.
 
-At the edge between two chunks an activation goes onward and its gradient back, once a micro-batch each: T H elements, T
-being the tokens of a micro-batch on a rank (terrace.plan.context), H the hidden size. Each travels in the format that
-the outermost tier between the two stages has for its class, all elements of a rank in one message. With a tensor axis
-of R rows x C columns, every rank sends to the same place in the other stage
+For each micro-batch, an activation crosses the edge between two chunks forward and its gradient backward: T H elements
+each, with T tokens of a micro-batch on a rank (terrace.plan.context) and hidden size H. A rank sends its elements in
+one message, in the format that the outermost tier between the two stages has for the message class. With a tensor axis
+of R rows x C columns, a rank sends to its counterpart in the other stage
 
-    with sequence parallelism    its own part:  T'/R x H/C, T' being T padded for the rows to divide
+    with sequence parallelism    its own part:  T'/R x H/C, where T' is T padded to a multiple of R
     without                      1/R of the replicated activation, T H / C / R, which receivers gather over the rows
                                  (scatter/gather, Narayanan et al. 2104.04473, section 4.1)
 
-A block that two stages hold, a tied embedding, has its accumulated gradient shards exchanged once a step.
+If two stages hold one block (a tied embedding), they exchange its accumulated gradient shards once a step.
 """
 
 from collections.abc import Sequence
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Edge:
-    """An activation between two stages: its `shape` on a rank, and the elements that the rank sends of it.
+    """An activation between two stages: its `shape` on a rank, and the number of elements that a rank sends.
 
-    `gathers` is the message by which receivers complete it, None where they have all of it.
+    `gathers` is the message with which receivers complete it, None if they receive all of it.
     """
 
     shape: tuple[int, ...]
@@ -41,11 +41,11 @@ class Edge:
 
 
 def edge_of(tensor: "TensorTraffic", blocks: Sequence[BlockSpec]) -> Edge:
-    """The activation at every edge of a pipeline; raises `PlanError` where its size is not known."""
+    """The activation at every edge of a pipeline. Raises `PlanError` if its size is not known."""
     if tensor.tokens < 1:
         raise no_sequence("pipeline")
     rows, features = tensor.rows.degree, hidden_size(blocks) // tensor.columns.degree
-    # Ranks hold distinct tokens already, so nothing is sent twice.
+    # Ranks hold distinct tokens, so nothing is sent twice.
     if tensor.splits_tokens:
         shape: tuple[int, ...] = (tensor.padded_tokens // rows, features)
         return Edge(shape=shape, numel=shape[0] * shape[1], gathers=None)
@@ -57,7 +57,7 @@ def edge_of(tensor: "TensorTraffic", blocks: Sequence[BlockSpec]) -> Edge:
 
 
 def rounds_of(pairs: Sequence[tuple[int, int]]) -> list[tuple[tuple[int, int], ...]]:
-    """The pairs of stages in rounds; no stage appears twice in a round."""
+    """Split pairs of stages into rounds in which no stage appears twice."""
     rounds: list[list[tuple[int, int]]] = []
     # Greedy edge colouring: a pair joins the first round in which both stages are free.
     for pair in pairs:
@@ -71,7 +71,7 @@ def rounds_of(pairs: Sequence[tuple[int, int]]) -> list[tuple[tuple[int, int], .
 
 
 def edge_coding_bytes(compute: str, hop: Hop) -> float:
-    """Bytes of memory that the sender reads and writes to code a message between stages, and the receiver to decode it.
+    """Memory traffic in bytes of encoding a message between stages, and likewise of decoding it.
 
     0 for dtypes, which are cast on the fly.
     """
@@ -83,14 +83,14 @@ def edge_coding_bytes(compute: str, hop: Hop) -> float:
 
 
 def edge_feedback_bytes(numel: int) -> int:
-    """Bytes of the residual of messages of `numel` elements that cross a boundary in one direction."""
+    """Bytes of the error-feedback residual for messages of `numel` elements in one direction."""
     return numel * RESIDUAL_BYTES * RESIDUAL_COPIES
 
 
 def edge_buffers(plan: Plan, tiers: Sequence[str], numel: int) -> int:
-    """Bytes of the messages of `numel` elements that a rank has on their way: one out and one in, in each direction.
+    """Bytes of a rank's message buffers for edges: one outgoing and one incoming message per direction.
 
-    Each in the widest of the formats that its class has on `tiers`, those between neighbouring stages.
+    Messages have `numel` elements, in the widest format of their class on `tiers`, those between neighbouring stages.
     """
     each = [max(plan.wire_format(message, tier).message_bytes(numel) for tier in tiers) for message in BETWEEN_STAGES]
     return 2 * sum(each)

@@ -1,26 +1,28 @@
-"""Mean bytes of the messages of a layer's experts under even routing, for predictions.
+"""Expected bytes of a layer's expert messages under uniform routing, for predictions.
 
-A run declares its bytes batch by batch (terrace.runtime.routing.route). A token chooses k of E experts; of q equal
-units
+A run declares its actual bytes batch by batch (terrace.runtime.routing.route). If a token chooses k of E experts, each
+choice equally likely, it reaches on average D(q) of q equal units of experts:
 
     D(q) = q (1 - C(E - E/q, k) / C(E, k))
 
-have one of them on average, if every choice is as likely. With degrees e_0 .. e_t of the expert axis by tier, the
-outermost last, w_i of the rows, and T tokens of a rank, a rank sends over tier i, in rows
+With degrees e_0 .. e_t of the expert axis by tier, innermost first, w_i of the rows, and T tokens on a rank, a rank
+sends over tier i, counted in token rows
 
-    experts   T D(e_i ... e_t) (1 - 1/e_i)                   on the way to them; on the way back the same
-    rows      T D(e_0 ... e_t) (w_(i+1) ... w_t) (w_i - 1)   where every expert is cut, to every peer; the same back
+    experts   T D(e_i ... e_t) (1 - 1/e_i)                   to the experts; the same on the way back
+    rows      T D(e_0 ... e_t) (w_(i+1) ... w_t) (w_i - 1)   to every peer, where rows cut every expert; the same back
 
-Where experts choose, each unit has none of them with the likelihood (1 - k/E)^(E/q).
+Under expert choice, a token reaches no expert of a unit with probability (1 - k/E)^(E/q).
 
-A row has H elements in the format of its class and tier, coded by itself. To the experts it also has k weights, in fp32
-at least, and k numbers of experts, or E of each where experts choose; gradients of weights come back with the gradients
-of tokens. These are never coded.
-Before a dispatch the ranks gather a table: for each rank, piece of its tokens and prefix of units, the number of tokens
-that go there, in 4 bytes. The second forward of a recomputed block needs none.
+A row has H elements in the format of its class and tier, encoded separately. On the way to the experts it also carries
+k weights, in fp32 or wider, and k expert indices (E of each under expert choice); gradients of weights return with the
+gradients of tokens. Weights, their gradients and indices are never encoded.
 
-On the way to the experts a row is coded once for neighbouring tiers of one format, a rank's own too, and decoded where
-the format ends. On the way back rows are coded anew on every tier, and arriving rows are summed in fp32 at least.
+Before a dispatch the ranks gather a table with a 4-byte token count for every rank, piece of its tokens and prefix of
+units. The second forward of a recomputed block reuses it.
+
+On the way to the experts a row, also one that stays on the rank, is encoded once for adjacent tiers with the same
+format and decoded where the format ends. On the way back rows are encoded again on every tier, and arriving rows are
+summed in fp32 or wider.
 """
 
 import math
@@ -39,33 +41,33 @@ from terrace.plan.wire import FORMATS, MessageClass, WireFormat
 if TYPE_CHECKING:
     from terrace.plan.tensor_traffic import TensorTraffic
 
-NUMBER_BYTES = 4  # of a count in a table, and of an expert's number in a row
+NUMBER_BYTES = 4  # of a count in a table, and of an expert index in a row
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertTraffic:
-    """The sizes of a mixture on one rank; degrees by tier, innermost first."""
+    """Sizes of a mixture of experts on one rank; degrees are by tier, innermost first."""
 
-    tokens: int  # of a rank and micro-batch
+    tokens: int  # per rank and micro-batch
     num_experts: int
     per_token: int
-    num_choices: int  # weights and numbers of experts that go with a row
+    num_choices: int  # weights and expert indices per row
     hidden: int
-    item_bytes: int  # of an element of a row where it is computed with
+    item_bytes: int  # per element of a row in the compute dtype
     weight_bytes: int
     dispatch: tuple[WireFormat, ...]  # by tier, as `combine`
     combine: tuple[WireFormat, ...]
     expert: tuple[int, ...]
     rows: tuple[int, ...]
-    is_even: bool = False  # whether choices are those of terrace.model.experts.even, so that bytes are exact
-    chunks: tuple[int, int] = (1, 1)  # of tokens, in a forward and in a backward
-    ahead: int = 1  # chunks that come over inner tiers before the products of another (terrace.program.block_program)
+    is_even: bool = False  # whether terrace.model.experts.even routes, so that bytes are exact
+    chunks: tuple[int, int] = (1, 1)  # token chunks in a forward and in a backward
+    ahead: int = 1  # how many chunks are dispatched ahead of the matmuls (terrace.program.block_program)
     shares: bool = False  # whether every token also passes a shared expert
     has_gaps: bool = False  # whether gradients travel between the messages of a backward
 
     @staticmethod
     def of(tensor: "TensorTraffic", block: BlockSpec) -> "ExpertTraffic":
-        """The experts of a block; `NO_TRAFFIC` where it has none, or every rank of a stage has all of them."""
+        """The traffic of a block's experts; `NO_TRAFFIC` if it has none, or if every rank holds all of them."""
         mixture = block.declared.mixture
         experts = mixture.experts
         of_experts = None if tensor.rows.mesh is None else tensor.rows.mesh.apart
@@ -101,21 +103,21 @@ class ExpertTraffic:
 
     @property
     def num_units(self) -> int:
-        """Ranks that hold different experts."""
+        """Number of ranks with different experts."""
         return math.prod(self.expert)
 
     @property
     def num_rows(self) -> int:
-        """Ranks that every expert is cut over."""
+        """Number of ranks that every expert is cut over."""
         return math.prod(self.rows)
 
     @property
     def pieces(self) -> int:
-        """Pieces that a micro-batch's tokens are cut into; a chunk of a forward or a backward is one or several."""
+        """Number of pieces of a micro-batch's tokens; a chunk of a forward or backward is one or more pieces."""
         return max(self.chunks)
 
     def units_of(self, num_units: int) -> float:
-        """How many of `num_units` equal units the choices of a token fall on, on average: D(q)."""
+        """Average number of the `num_units` equal units that a token's choices fall on: D(q)."""
         if self.is_even:
             return rows_to_units(self.tokens, self.num_experts, self.per_token, num_units) / self.tokens
         if self.num_choices > self.per_token:  # experts choose, each k of E tokens
@@ -124,7 +126,7 @@ class ExpertTraffic:
         return mean_units(self.num_experts, self.per_token, num_units)
 
     def sends(self, message: RoutedMessage) -> tuple[tuple[int, int], ...]:
-        """(Tier index, bytes that a rank sends over it) of a message."""
+        """(Tier index, bytes that a rank sends over it) for each tier of a message."""
         if message.message_class is MessageClass.ROUTE:
             return tuple(self._table(message.copies))
         row_bytes = self.wire(message).message_bytes(self.hidden)
@@ -132,11 +134,11 @@ class ExpertTraffic:
         return ((message.tier, round(self._sent(message) * row_bytes)),)
 
     def wire(self, message: RoutedMessage) -> WireFormat:
-        """The format of a row."""
+        """Wire format of a message's rows."""
         return (self.dispatch if message.message_class is MessageClass.DISPATCH else self.combine)[message.tier]
 
     def coding_bytes(self, message: RoutedMessage) -> float:
-        """Bytes of memory that coding and decoding in a block format reads and writes for a message; 0 for a dtype."""
+        """Memory traffic in bytes of encoding and decoding a message; 0 for a dtype."""
         if message.message_class is MessageClass.ROUTE or not self.wire(message).block:
             return 0.0
         wire, tokens = self.wire(message), self._tokens(message)
@@ -152,17 +154,17 @@ class ExpertTraffic:
         return (encoded + decoded) * (held + coded)
 
     def degree(self, message: RoutedMessage) -> int:
-        """Ranks among which a message goes on its tier."""
+        """Number of ranks that exchange a message on its tier."""
         return (self.rows if message.copies else self.expert)[message.tier]
 
     @cached_property
     def way(self) -> tuple[tuple[int, bool], ...]:
-        """(Tier, whether every row goes to every peer) of the hops to the experts, in order."""
+        """(Tier, whether every row goes to every peer) of each hop to the experts, in order."""
         lines = ((self.expert, False), (self.rows, True))
         return tuple((tier, copies) for line, copies in lines for tier in reversed(range(len(line))) if line[tier] > 1)
 
     def _tokens(self, message: RoutedMessage) -> tuple[int, int]:
-        """First and last token, exclusive, of a message's chunk."""
+        """(Start, stop) of the tokens in a message's chunk."""
         return spans_of(self.tokens, self.chunks[message.backward])[message.chunk]
 
     def _sent(self, message: RoutedMessage) -> float:
@@ -173,7 +175,7 @@ class ExpertTraffic:
         return self._held(self.way[: at + 1], tokens) * (1 - 1 / self.expert[tier])
 
     def _held(self, way: Sequence[tuple[int, bool]], tokens: tuple[int, int]) -> float:
-        """Rows on a rank after these hops, of some of the tokens of each rank."""
+        """Rows on a rank after the hops `way`, from tokens [start, stop) of every rank."""
         units = math.prod(self.expert[tier] for tier, copies in way if not copies)
         copied, (start, stop) = math.prod(self.rows[tier] for tier, copies in way if copies), tokens
         if self.is_even:
@@ -184,7 +186,7 @@ class ExpertTraffic:
     def _table(self, copies: bool) -> Iterator[tuple[int, int]]:
         units = [degree for degree in reversed(self.expert) if degree > 1]
         prefixes = sum(math.prod(units[:length]) for length in range(len(units) + 1))
-        # Rows gather first, and the tables of all of them go on.
+        # The rows axis gathers first; the expert axis then carries the tables of all rows.
         num_bytes = self.pieces * prefixes * NUMBER_BYTES * (1 if copies else math.prod(self.rows))
         for tier, degree in enumerate(self.rows if copies else self.expert):
             if degree > 1:
@@ -192,7 +194,7 @@ class ExpertTraffic:
             num_bytes *= degree
 
 
-# Of a block whose tokens stay on their rank: its way has no hops.
+# For blocks whose tokens stay on their rank: no hops.
 NO_TRAFFIC = ExpertTraffic(
     tokens=0, num_experts=1, per_token=1, num_choices=1, hidden=0, item_bytes=0, weight_bytes=0,
     dispatch=(), combine=(), expert=(), rows=(),
@@ -201,18 +203,18 @@ NO_TRAFFIC = ExpertTraffic(
 
 @lru_cache(maxsize=1024)
 def mean_units(num_experts: int, per_token: int, num_units: int) -> float:
-    """How many of `num_units` equal units of experts an even choice of `per_token` falls on, on average: D(q)."""
+    """Average number of `num_units` equal units of experts that a uniform choice of `per_token` falls on: D(q)."""
     elsewhere = math.comb(num_experts - num_experts // num_units, per_token)
     return num_units * (1 - elsewhere / math.comb(num_experts, per_token))
 
 
 def uncoded_bytes(message: RoutedMessage, num_choices: int, weight_bytes: int) -> int:
-    """Bytes of a row besides its elements: weights and numbers of experts, and in a backward gradients of weights."""
+    """Bytes of a row besides its elements: weights and expert indices, or gradients of weights in a backward."""
     if message.message_class is MessageClass.DISPATCH and not message.backward:
         return num_choices * (weight_bytes + NUMBER_BYTES)
     return num_choices * weight_bytes if message.message_class is MessageClass.COMBINE and message.backward else 0
 
 
 def spans_of(tokens: int, number: int) -> list[tuple[int, int]]:
-    """First and last token, exclusive, of each of `number` parts of `tokens`; of more parts some are empty."""
+    """(Start, stop) of each of `number` parts of `tokens`; some are empty if there are more parts than tokens."""
     return [(tokens * part // number, tokens * (part + 1) // number) for part in range(number)]

@@ -1,7 +1,7 @@
-"""Runs with too few messages for the memory of these: an outer momentum, the elements that a sparse format leaves out.
+"""Detects runs with too few messages for an outer momentum or a sparse format to settle.
 
-A momentum m remembers 1 / (1 - m) exchanges. A sparse format that keeps one of N elements sends an element every N
-messages in the mean. A run of fewer than ten times as many is over before they have settled.
+A momentum m averages over 1 / (1 - m) exchanges. A sparse format that keeps one of N elements sends an element every N
+messages on average. Both need about ten times as many messages to settle.
 """
 
 from terrace.cluster.cluster import Cluster
@@ -9,13 +9,13 @@ from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
 from terrace.plan.wire import CHANGES, MessageClass
 
-_FEWEST = 10.0  # times as many: of the start, a share of exp(-10) is left
+_FEWEST = 10.0  # time constants, after which exp(-10) of the initial value is left
 
 
 def few_exchanges(cluster: Cluster, plan: Plan, num_steps: int) -> str:
-    """A notice of a run of `num_steps` with its numbers and a remedy; "" where there are enough messages."""
+    """Notice for a run of `num_steps` steps with numbers and a remedy; "" if there are enough messages."""
     outer, found = plan.outer, list[str]()
-    # The last step of a run exchanges whatever has not been.
+    # The last step of a run exchanges everything that is still pending.
     num_exchanges = -(-num_steps // outer.every)
     if outer.beta:
         remembered = 1.0 / (1.0 - outer.beta)
@@ -39,7 +39,7 @@ def few_exchanges(cluster: Cluster, plan: Plan, num_steps: int) -> str:
 
 
 def _sparse(cluster: Cluster, plan: Plan) -> list[tuple[MessageClass, str, int]]:
-    """(class, format, N) of messages that keep one of N elements, the sparsest of each class."""
+    """(Class, format, N) of each class with a format that keeps one of N elements; the sparsest of its tiers."""
     layout, found = Layout.of(cluster, plan), list[tuple[MessageClass, str, int]]()
     for message in CHANGES:
         tiers = (tier for tier, degree in zip(layout.tiers, layout.degrees, strict=True) if degree > 1)

@@ -1,10 +1,10 @@
-"""The flat buffers of a block: which parameters stand together, and which ranks hold them.
+"""The flat buffers of a block: which parameters share a buffer, and which ranks hold it.
 
-Parameters of one block that are replicated over the same axes and train, or do not, stand in one buffer. Without a
-tensor axis that is one buffer of trainable and one of frozen parameters. With it, parameters that the axis does not cut
-(norms, say) have buffers of their own, which tensor ranks hold as data ranks do. Where a plan factors the ranks once
-more for stacks, these have buffers of their own, with other holders. So has a gate's bias, which is moved by counts
-of tokens: it is whole on every rank. So have matrices that are held as codes.
+Parameters of a block share a buffer if they are replicated over the same axes and are all trainable or all frozen.
+Without a tensor axis that is one trainable and one frozen buffer. Parameters that the tensor axis does not cut (norms,
+for example) have separate buffers, which tensor ranks shard as data ranks do. Also in separate buffers: expert stacks,
+if the plan factors the ranks separately for them; gate biases that are updated from token counts, whole on every rank;
+and matrices held as 8-bit codes.
 """
 
 from collections.abc import Sequence
@@ -22,15 +22,15 @@ from terrace.plan.mesh import HOLDERS, ORDER, STAGE, Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.wire import CODES, FORMATS, ROUTES, MessageClass
 
-Extent = tuple[tuple[int, ...], int, int]  # shape of a matrix, and where it begins and ends in its flat buffer
+Extent = tuple[tuple[int, ...], int, int]  # (shape of a matrix, its start and stop in the flat buffer)
 
 
 @dataclass(frozen=True)
 class FlatParamSpec:
     """One flat buffer: its parameters in order, weight-decayed matrices first, and the layout of its slices.
 
-    The first `num_orthogonal` elements are matrices that the optimizer updates whole: under Muon, the matrices of
-    layers. The working copies of an `is_coded` buffer are the codes of its matrices (terrace.runtime.matrix_codes).
+    The first `num_orthogonal` elements are matrices that the optimizer updates whole (the layers' matrices under Muon).
+    If `is_coded`, the working copy holds the matrices' 8-bit codes (terrace.runtime.matrix_codes).
     """
 
     layout: Layout
@@ -41,7 +41,7 @@ class FlatParamSpec:
 
     @cached_property
     def orthogonal(self) -> tuple[Extent, ...]:
-        """The matrices that the optimizer updates whole, each of a stack by itself."""
+        """The matrices that the optimizer updates whole; each matrix of a stack is listed separately."""
         found, start = list[Extent](), 0
         for param in self.params:
             if start >= self.num_orthogonal:
@@ -54,33 +54,33 @@ class FlatParamSpec:
 
     @property
     def is_moved(self) -> bool:
-        """Whether counts move it."""
+        """Whether it holds biases that are updated from token counts."""
         return any(param.is_moved for param in self.params)
 
     def dtype(self, plan: Plan) -> str:
-        """Dtype of its working copy: the compute dtype; fp32 at least where 16 bits would round steps away."""
+        """Dtype of the working copy: the compute dtype, but fp32 for a gate's bias that bf16 would round away."""
         if self.is_coded:
             return CODES.codec
         return "fp32" if self.is_moved and plan.compute == "bf16" else plan.compute
 
     def element_bytes(self, plan: Plan) -> int:
-        """Bytes of an element of its working copy."""
+        """Bytes per element of the working copy."""
         return CODES.element_bytes if self.is_coded else FORMATS[self.dtype(plan)].element_bytes
 
     @property
     def num_scales(self) -> int:
-        """Matrices with codes, each with a scale."""
+        """Number of scales: one per matrix held as codes."""
         return len(self.params) if self.is_coded else 0
 
     @cached_property
     def numel(self) -> int:
-        """Elements without padding."""
+        """Number of elements without padding."""
         return sum(param.numel for param in self.params)
 
     def travels_in(self, message: MessageClass) -> bool:
         """Whether a block's message of this class carries this buffer."""
         carries = ROUTES[message].carries
-        # Parameters that are whole on every rank stay where they are.
+        # Parameters that are whole on every rank need no gather.
         if message in (MessageClass.GATHER, MessageClass.GATHER_BACKWARD):
             return self.layout.gathers
         if carries == "change":
@@ -89,22 +89,22 @@ class FlatParamSpec:
 
     @cached_property
     def padded(self) -> int:
-        """Elements with the padding that makes every tier divide them."""
+        """Number of elements, padded so that every tier divides it."""
         return self.layout.padded(self.numel)
 
 
 def gathered_bytes(plan: Plan, flats: Sequence[FlatParamSpec]) -> int:
-    """Bytes of a block's whole parameters that come and go."""
+    """Bytes of a block's gathered parameters that are freed after use."""
     return sum(flat.padded * flat.element_bytes(plan) for flat in flats if flat.layout.frees)
 
 
 def stage_layout(cluster: Cluster, plan: Plan) -> Layout:
-    """Layout of all ranks that hold some part of a block together."""
+    """Layout of all ranks that together hold a block."""
     return Layout.of(cluster, plan, STAGE)
 
 
 def world_layout(cluster: Cluster, plan: Plan) -> Layout:
-    """Layout of all ranks of every stage, crossed by control messages."""
+    """Layout of all ranks of all stages, for control messages."""
     return Layout.of(cluster, plan, ORDER)
 
 
@@ -115,11 +115,10 @@ def block_flats(
     known: Sequence[Layout] = (),
     layers: Sequence[bool] | None = None,
 ) -> tuple[tuple[FlatParamSpec, ...], ...]:
-    """The flat buffers of every block, the trainable ones first.
+    """The flat buffers of every block, trainable ones first.
 
-    `blocks` are the slices of one rank, and `layers` says which of them are layers, where they are not all blocks of a
-    model in order; `known` are layouts of the plan that need not be made again. Raises `PlanError` for
-    whole blocks of a plan with a tensor axis.
+    `blocks` are the slices of one rank. Pass `layers`, which of them are layers, if they are not all blocks of a model
+    in order. `known` are layouts of the plan to reuse. Raises `PlanError` for unsliced blocks under a tensor axis.
     """
     _check_sliced(cluster, plan, blocks)
     mesh, layouts = Mesh.of(cluster, plan), {(False, layout.axes): layout for layout in known}
@@ -159,19 +158,19 @@ def block_flats(
     )
 
 
-# Whether it trains, is of the factoring for stacks, is moved by counts, is held as codes; axes of its holders.
+# (is trainable, is in the factoring for stacks, is updated from counts, is held as codes, axes of its holders)
 _Group = tuple[bool, bool, bool, bool, tuple[str, ...]]
 
 
 def _order(group: _Group) -> tuple[bool, bool, bool, bool, tuple[str, ...], tuple[str, ...]]:
     trainable, stacked, moved, coded, axes = group
-    # Trainable buffers first, of them codes; then the buffers that no tensor axis replicates; stacks and what counts
-    # move last.
+    # Trainable buffers first, codes before others; then buffers not replicated over a tensor axis; stacks and biases
+    # updated from counts last.
     return not trainable, moved, stacked, not coded, tuple(axis for axis in axes if axis not in HOLDERS), axes
 
 
 def orthogonalised(flats: Sequence[Sequence[FlatParamSpec]], held: Sequence[int]) -> list[int]:
-    """Blocks of `held` with matrices that the optimizer updates whole."""
+    """The blocks of `held` with matrices that the optimizer updates whole."""
     return [block for block in held if any(flat.num_orthogonal for flat in flats[block])]
 
 

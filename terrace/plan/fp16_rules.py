@@ -9,7 +9,7 @@ from terrace.plan.stack_rules import refuse_unscaled_losses
 
 
 def check_fp16(plan: Plan, blocks: Sequence[BlockSpec]) -> None:
-    """Raise `PlanError` for a plan with a scaled loss that it cannot serve, and for messages in fp16 without one."""
+    """Raise `PlanError` for settings that do not work with loss scaling, or for fp16 messages without it."""
     if plan.compute != "fp16":
         for message, row in plan.wire.items():
             for tier, name in row.items():

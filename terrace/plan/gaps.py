@@ -1,17 +1,16 @@
-"""Gradients in parts, which travel in the gaps between a layer's messages to its experts and back.
+"""Gradient messages cut into parts, sent in the gaps between a layer's expert messages.
 
-`Plan.expert_gaps` has the share of a block's gradient in each part. Part 0 leaves where the message is issued, part g
-in gap g of the backward that follows (terrace.program.block_program.routed): with b chunks, gap 1 .. b is beside the
-products of a chunk, gap b + 1 behind the last combine, beside attention.
+`Plan.expert_gaps` is the share of a block's gradient in each part. Part 0 is sent where the whole message would be,
+part g in gap g of the backward that follows (terrace.program.block_program.routed): with b chunks, gaps 1 .. b overlap
+the matmuls of a chunk, and gap b + 1, after the last combine, overlaps attention.
 
-A part is some columns of a flat buffer. With P padded elements and n ranks in an island the buffer is seen as
-(n, F = P / n), its slices one below the other, and part p is columns [a_p, b_p): every rank sends the same share of
-every hop, and each element meets the same peers in the same order as in one message, so sums of dtypes have the same
-bits. REDUCE and SYNC are cut at the same columns, so that each part of a SYNC follows its own part of the REDUCE.
+A part is a range of columns of a flat buffer. With P padded elements and n ranks in an island, view the buffer as
+(n, F = P / n), one slice per row; part p is columns [a_p, b_p). Every rank sends the same share on every hop, and each
+element is summed over the same peers in the same order as in one message, so sums in a dtype are bitwise equal. REDUCE
+and SYNC are cut at the same columns, so that each part of a SYNC can follow its part of the REDUCE.
 
-Parts begin at multiples of 8 blocks of the formats on the way: 8 blocks fill whole units of 16 bytes, to which a
-message is padded, so the bytes of all parts add up to those of one message. Rounding by a block format depends on the
-cut.
+Parts begin at multiples of 8 blocks of the wire formats. 8 blocks are a multiple of the 16 bytes that messages are
+padded to, so the parts have as many bytes in total as one message. Rounding in a block format depends on the cut.
 """
 
 from itertools import accumulate
@@ -24,17 +23,17 @@ from terrace.plan.wire import FORMATS, GRADIENTS, ROUTES, MessageClass
 
 _BLOCKS = 8  # of 16 elements and 4 bits at least, with a scale of 2 bytes each: a multiple of 16 bytes
 
-Columns = tuple[int, int]  # the first, and the last exclusive
+Columns = tuple[int, int]  # (start, stop)
 
 
 def shares_words(plan: Plan) -> str:
-    """The shares of gradients in gaps, as the end of a sentence; "" for none."""
+    """The shares of gradients in gaps, worded as the end of a sentence; "" if there are none."""
     shares = ", ".join(f"{share:.3g}" for share in plan.gap_shares)
     return f"; gradients in the gaps of experts' messages, in parts of {shares}" if shares else ""
 
 
 def gaps_words(asked: Plan, found: Plan) -> str:
-    """A line where shares of gradients were to be found and none are worth taking; "" otherwise."""
+    """Notice if `expert_gaps = "auto"` found no shares worth using; "" otherwise."""
     if not asked.finds_gaps or found.expert_gaps:
         return ""
     return (
@@ -44,7 +43,7 @@ def gaps_words(asked: Plan, found: Plan) -> str:
 
 
 def part_columns(plan: Plan, layout: Layout, padded: int) -> tuple[Columns, ...]:
-    """The columns of each part of a flat buffer of `padded` elements; parts without any are empty."""
+    """(Start, stop) columns of each part of a flat buffer with `padded` elements; a part can be empty."""
     shares, size = plan.gap_shares, padded // slices_of(layout)
     tiers = [tier for tier, degree in zip(layout.tiers, layout.degrees, strict=True) if degree > 1]
     unit = max((_BLOCKS * plan.wire_format(each, tier).block for each in GRADIENTS for tier in tiers), default=0) or 1
@@ -55,14 +54,14 @@ def part_columns(plan: Plan, layout: Layout, padded: int) -> tuple[Columns, ...]
 
 
 def slices_of(layout: Layout) -> int:
-    """Slices of a flat buffer that its parts cut: one for each rank of an island."""
+    """Number of slices that each part cuts across: one per rank of an island."""
     return layout.span(layout.tier_of("island"))
 
 
 def part_buffers(plan: Plan, layout: Layout, message: MessageClass, numel: int) -> tuple[list[int], list[int]]:
-    """Bytes of each buffer that the reduction and the gather of a part of `numel` elements take, in order.
+    """Bytes of each buffer for the reduction and the gather of a part with `numel` elements, in order.
 
-    The columns of a part lie apart: they are packed before they are sent.
+    The columns of a part are not contiguous, so they are packed before they are sent.
     """
     reduction, gathering = block_hops(layout, plan, message, numel)
     route, summed = ROUTES[message], FORMATS[plan.sums].element_bytes
@@ -78,7 +77,7 @@ def part_buffers(plan: Plan, layout: Layout, message: MessageClass, numel: int) 
 
 
 def largest_part_bytes(plan: Plan, layout: Layout, message: MessageClass, padded: int) -> int:
-    """Bytes of message memory of the largest part of a flat buffer; 0 where gradients do not travel in parts."""
+    """Bytes of message buffers for the largest part of a flat buffer; 0 if gradients are not cut into parts."""
     if not plan.expert_gaps or message not in GRADIENTS:
         return 0
     sizes = {stop - start for start, stop in part_columns(plan, layout, padded)}

@@ -1,16 +1,16 @@
-"""Handing parameters over from the boxes that ranks hold to the boxes that they need, tier by tier.
+"""Moves parameters from the boxes that ranks hold to the boxes that they need, tier by tier.
 
-From the outermost tier inward: each unit inside a tier receives, once, all that its members need and none of them has;
-then the same inside each unit, down to single ranks. It comes from the nearest ranks that have it, shared evenly among
-them, and goes in even parts to the members that need it. So
+From the outermost tier inward, each unit inside a tier receives once all elements that some member needs and no member
+has; then the same happens inside each unit, down to single ranks. Elements come from the nearest holders, evenly
+divided among them, and go in even parts to the members that need them. So
 
     no rank receives an element that it does not need, or one twice;
     over all tiers a rank receives |need minus own| elements;
     a unit receives |its need minus its own| over all tiers outside it.
 
-A rank forwards only elements that it needs itself, so no rank has memory for transit. A set of ranks is an integer with
-a bit for each. HybridFlow (Sheng et al. 2409.19256, section 5) does this for one layout, tensor and pipeline ranks
-(terrace.plan.dealing); here training may hold parameters in any way.
+A rank forwards only elements that it needs itself, so no rank needs transit buffers. A set of ranks is an integer
+bit mask. HybridFlow (Sheng et al. 2409.19256, section 5) does this for one layout, tensor and pipeline ranks
+(terrace.plan.dealing); here training may shard parameters in any way.
 """
 
 import math
@@ -26,7 +26,7 @@ Parts = Mapping[str, Sequence[Box]]  # parameter -> boxes of it
 
 
 class Cell(NamedTuple):
-    """A box of a parameter that the same ranks hold, all of it, and the same ranks need."""
+    """A box of a parameter whose elements all have the same holders and the same needers (bit masks of ranks)."""
 
     parameter: str
     box: Box
@@ -35,7 +35,7 @@ class Cell(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A box of a parameter that rank `source` sends to rank `target`; `tier`: the outermost that it crosses."""
+    """A box of a parameter that rank `source` sends to rank `target`; `tier` is the outermost one it crosses."""
 
     parameter: str
     box: Box
@@ -44,18 +44,18 @@ class Move(NamedTuple):
     tier: int
 
 
-_Piece = tuple[str, Box, int]  # parameter, box, who sends it; plain, since a large cluster has millions
-_Sets = dict[tuple[int, int], list[_Piece]]  # holders, needers -> what they hold and need
+_Piece = tuple[str, Box, int]  # (parameter, box, sender); plain tuples, since a large cluster has millions
+_Sets = dict[tuple[int, int], list[_Piece]]  # (holders, needers) -> pieces
 
 
 def cells_of(holds: Sequence[Parts], needs: Sequence[Parts]) -> list[Cell]:
-    """The cells of all that is needed, from the parts that each rank holds and needs; needed parts may be held.
+    """Cells of everything that is needed, from the parts that each rank holds and needs (these may overlap).
 
-    Raises `PlanError` for a part that is needed and no rank holds.
+    Raises `PlanError` for a part that is needed but held by no rank.
     """
     world = len(holds)
     boxes: dict[str, list[tuple[Box, int]]] = {}
-    # Bits of needers stand above those of holders.
+    # Bits of needers are above the bits of holders.
     for first, parts in ((world, needs), (0, holds)):
         for rank, named in enumerate(parts):
             for name, own in named.items():
@@ -75,10 +75,10 @@ def cells_of(holds: Sequence[Parts], needs: Sequence[Parts]) -> list[Cell]:
 
 
 def moves_of(cells: Iterable[Cell], tiers: Sequence[int], rank: int | None = None) -> list[Move]:
-    """Moves that give every rank its elements, those over outer tiers first: a source holds or has received its box.
+    """Moves that give every rank its elements, outer tiers first, so that a source always has its box by then.
 
-    `tiers` are the sizes of the cluster's tiers, innermost first. With `rank`, only the moves from it and to it, which
-    a rank finds without those inside the units of others.
+    `tiers` are the sizes of the cluster's tiers, innermost first. With `rank`, only the moves from and to it; moves
+    inside other units are then not computed.
     """
     sets: _Sets = {}
     for cell in cells:
@@ -87,9 +87,9 @@ def moves_of(cells: Iterable[Cell], tiers: Sequence[int], rank: int | None = Non
 
 
 def missing(cells: Iterable[Cell], tiers: Sequence[int], tier: int) -> list[int]:
-    """Elements that each unit inside `tier` needs and does not hold, so must receive over this tier or outer ones.
+    """Elements that each unit inside `tier` needs but does not hold, and so receives over this tier or outer ones.
 
-    Units inside tier 0 are ranks; inside `len(tiers)` lies the whole world, which misses nothing.
+    Units inside tier 0 are ranks; the unit inside `len(tiers)` is the whole world, which misses nothing.
     """
     size = math.prod(tiers[:tier])
     found = [0] * (math.prod(tiers) // size)
@@ -107,14 +107,14 @@ def missing(cells: Iterable[Cell], tiers: Sequence[int], tier: int) -> list[int]
 def crossing(cells: Sequence[Cell], tiers: Sequence[int]) -> tuple[int, ...]:
     """Elements that all ranks together send over each tier.
 
-    Elements that enter a unit from beyond its tier are those that the unit around it lacks, so they are subtracted.
+    Elements that the enclosing unit lacks arrive over an outer tier, so they are subtracted.
     """
     entering = [sum(missing(cells, tiers, tier)) for tier in range(len(tiers) + 1)]
     return tuple(inner - outer for inner, outer in pairwise(entering))
 
 
 def members(ranks: int) -> list[int]:
-    """The ranks of a set, sorted."""
+    """The ranks in a bit mask, sorted."""
     found = []
     while ranks:
         lowest = ranks & -ranks
@@ -124,12 +124,12 @@ def members(ranks: int) -> list[int]:
 
 
 def _inside(tier: int, first: int, sets: _Sets, tiers: Sequence[int], rank: int | None) -> Iterator[Move]:
-    """Moves over `tier` and the tiers inside it, among the ranks from `first` on that these tiers join."""
+    """Moves over `tier` and its inner tiers, inside the unit that starts at rank `first`."""
     size = math.prod(tiers[:tier])
-    asked: dict[int, int] = {}  # of each set of holders: how many receivers it has served
+    asked: dict[int, int] = {}  # set of holders -> receivers served so far
     for start in range(first, first + size * tiers[tier], size):
         unit = _unit(start, size)
-        here: _Sets = {}  # what members of the unit still need and have among them
+        here: _Sets = {}  # pieces that some members need and others have
         wanted: dict[int, list[tuple[int, list[_Piece]]]] = {}
         for (holders, needers), pieces in sets.items():
             need, have = needers & unit, holders & unit
@@ -151,9 +151,9 @@ def _inside(tier: int, first: int, sets: _Sets, tiers: Sequence[int], rank: int 
 
 
 def _sourced(holders: int, pieces: Sequence[_Piece], num_receivers: int, asked: dict[int, int]) -> Iterator[_Piece]:
-    """Pieces, each with the holder that sends it, in as many even parts as there are receivers or fewer holders."""
+    """Assign a sending holder to each piece, in even parts: one per receiver, or per holder if there are fewer."""
     sources = members(holders)
-    # With many holders the next receivers take the next ones, so that all send the same in the end.
+    # Rotate over the holders, so that all end up sending the same amount.
     turn = asked.get(holders, 0)
     asked[holders] = turn + num_receivers
     for place, part in enumerate(_even_parts(pieces, min(len(sources), num_receivers))):
@@ -162,7 +162,7 @@ def _sourced(holders: int, pieces: Sequence[_Piece], num_receivers: int, asked: 
 
 
 def _even_parts(pieces: Sequence[_Piece], count: int) -> list[list[_Piece]]:
-    """`pieces` in `count` runs with equal numbers of elements, but for a row of the boxes that are cut for it."""
+    """Split `pieces` into `count` runs of equal element counts, up to one row of a box that is cut."""
     if count == 1:
         return [list(pieces)]
     total, position = sum(numel(box) for _, box, _ in pieces), 0
@@ -170,7 +170,7 @@ def _even_parts(pieces: Sequence[_Piece], count: int) -> list[list[_Piece]]:
     for name, box, source in pieces:
         rest: Box | None = box
         while rest is not None:
-            # The end of a part is counted from the beginning, so roundings do not add up.
+            # Part ends are computed from the beginning, so rounding errors do not accumulate.
             end = total * len(parts) // count - position
             head, rest = (rest, None) if numel(rest) <= end or len(parts) == count else _cut_at(rest, end)
             if head is not None:
@@ -182,7 +182,7 @@ def _even_parts(pieces: Sequence[_Piece], count: int) -> list[list[_Piece]]:
 
 
 def _cut_at(box: Box, elements: int) -> tuple[Box | None, Box | None]:
-    """A box in two, the first with about `elements`; cut between rows of the first dim with more than one."""
+    """Split a box after about `elements` elements, between rows of the first dim with more than one row."""
     lengths = sizes(box)
     dim = next((dim for dim, length in enumerate(lengths) if length > 1), None)
     if dim is None or elements <= 0:

@@ -1,12 +1,12 @@
-"""Boxes of whole parameters by rank, without tensors: those held in training, and those that generation needs.
+"""Which boxes of whole parameters each rank holds in training and needs in generation. No tensors.
 
-A rank keeps a range of a flat buffer, and the buffer holds slices of parameters, padded where a dim does not divide:
+A rank keeps a range of a flat buffer. The buffer holds slices of parameters, padded if a dim does not divide:
 
-    range of the buffer -> for each parameter, a range of its slice -> boxes of the slice -> without padding, and
-    moved to where the slice begins: boxes of the whole parameter
+    range of the buffer -> range of each parameter's slice -> boxes of the slice -> clip the padding and shift by the
+    slice's start: boxes of the whole parameter
 
-The last form no longer depends on the plan. Checkpoints (terrace.checkpoint.parts) and the hand-over
-(terrace.plan.hand_over) work on it.
+The result does not depend on the plan; checkpoints (terrace.checkpoint.parts) and the hand-over
+(terrace.plan.hand_over) use it.
 """
 
 import math
@@ -26,7 +26,7 @@ Slices = Callable[[ParamSpec], tuple[slice, ...]]  # the slice of a whole parame
 
 
 class FlatBox(NamedTuple):
-    """A box of a rank's slice of a parameter, whose elements follow one another in a flat buffer."""
+    """A box of a rank's slice of a parameter, contiguous in the flat buffer."""
 
     param: ParamSpec
     start: int  # its first element in the buffer
@@ -36,7 +36,7 @@ class FlatBox(NamedTuple):
 
 
 def flat_boxes(params: Sequence[ParamSpec], start: int, stop: int, slices: Slices) -> Iterator[FlatBox]:
-    """Boxes of elements [start, stop) of the flat buffer of `params`, in order; padding alone has none."""
+    """Boxes of elements [start, stop) of the flat buffer of `params`, in order; pure padding is skipped."""
     last = 0
     for param in params:
         first, last = last, last + param.numel
@@ -44,7 +44,7 @@ def flat_boxes(params: Sequence[ParamSpec], start: int, stop: int, slices: Slice
         if last <= start or stop <= first:
             continue
         place = slices(param)
-        # The slice without padding; elements outside belong to no whole parameter.
+        # The slice without padding, which lies outside the whole parameter.
         real = tuple((0, part.stop - part.start) for part in place)
         at = max(start, first)
         for box in cut(param.shape, at - first, min(stop, last) - first):
@@ -60,10 +60,10 @@ def training_parts(
     stages: Collection[int],
     source: Literal["params", "optimizer"] = "params",
 ) -> list[Parts]:
-    """Boxes of a block's parameters that every rank holds after a step; none on other stages than `stages`.
+    """Boxes of a block's parameters that each rank holds after a step; empty outside `stages`.
 
-    Of `params`, the working copies on the parameters' tier; of `optimizer`, the masters: a rank has fewer of them, but
-    before any refresh. Frozen parameters have no masters.
+    `source` "params": the working copies. "optimizer": the masters, of which a rank has fewer, but which need no
+    refresh first; frozen parameters have no masters, so their working copies count.
     """
     found = list[Parts]()
     for rank in range(math.prod(map(math.prod, mesh.degrees))):
@@ -80,9 +80,9 @@ def training_parts(
 
 
 def generation_slices(block: BlockSpec, rows: int) -> list[Parts]:
-    """Boxes of a whole block that each of the `rows` tensor ranks of a replica needs.
+    """Boxes of a whole block that each of a replica's `rows` tensor ranks needs.
 
-    Raises `PlanError` for rows that cannot cut the block (terrace.plan.slices).
+    Raises `PlanError` if `rows` cannot cut the block (terrace.plan.slices).
     """
     mesh = Mesh.build(1, rows=(rows,))
     (sliced,) = slice_blocks([block], mesh)

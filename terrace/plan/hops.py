@@ -1,18 +1,18 @@
-"""The hops of a message, the tiers it crosses: wire format and bytes on each, and the memory that they take.
+"""The hops of a message: the tiers it crosses, with wire format, bytes and buffers on each.
 
-With P padded elements in a flat buffer, a hop over tier i with n_i members makes a rank send its part of P / span(i)
-elements to n_i - 1 peers (spans: terrace.plan.layout):
+With P padded elements in a flat buffer, on a hop over tier i with n_i members a rank sends a shard of P / span(i)
+elements to each of n_i - 1 peers (spans: terrace.plan.layout):
 
     bytes(i) = (n_i - 1) * pieces * message_bytes(numel)        pieces * numel = P / span(i)
 
-Sparse messages of sums that all members get, and coded ones between two members, go whole to every member, which adds
-them up (`Hop.is_whole`): over the tiers u + 1 .. t a rank sends its part of P / span(u) elements, coded once, and
-forwards the pieces that arrived over the tiers outside:
+An all-reduce of sparse messages, and one in a block format between two members, is an all-gather after which every
+member adds up the messages (`Hop.is_whole`). Over the tiers u + 1 .. t a rank sends its shard of P / span(u) elements,
+encoded once, and forwards the pieces that arrived over outer tiers:
 
     bytes(i) = (n_i - 1) * pieces * message_bytes(P / span(u))  pieces = n_(i+1) ... n_t
 
-Messages of a program are made of hops (terrace.program.message), and so are the formulas of bytes and memory.
-`terrace.plan.routes` says which hops a message class takes.
+A program's messages (terrace.program.message) and the formulas for bytes and memory are built from hops.
+`terrace.plan.routes` defines the hops of each message class.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 _OF_SUMS = (MessageClass.SYNC, MessageClass.OUTER)
 RESIDUAL_BYTES = 4  # error feedback is kept in fp32
-RESIDUAL_COPIES = 2  # the second is of before the step, which may be given up
-# To select the largest, a magnitude of 4 bytes is written, read for the maxima of groups and compared; its flag of a
-# byte is written and read (terrace.comm.codecs.sparse_cpu).
+RESIDUAL_COPIES = 2  # current, and from before the step, in case the step is discarded
+# Selecting the largest elements: a 4-byte magnitude is written, read for the group maxima and compared; a 1-byte flag
+# is written and read (terrace.comm.codecs.sparse_cpu).
 _SELECTION_BYTES = 3 * 4 + 2
 ARENA_ALIGNMENT = 64  # bytes: a cache line, and enough for any vector load
 
@@ -37,7 +37,7 @@ ARENA_ALIGNMENT = 64  # bytes: a cache line, and enough for any vector load
 class Hop:
     """One tier that a message crosses, with `degree` members; a rank sends `pieces` messages to each peer.
 
-    `is_whole`: of a reduction, and every member gets the messages of all and adds them up itself.
+    `is_whole`: hop of a reduction in which every member receives all messages and adds them up itself.
     """
 
     tier: int
@@ -59,11 +59,11 @@ class Hop:
 
 
 def hops_coding_bytes(plan: "Plan", message: MessageClass, reduction: Sequence[Hop], gathering: Sequence[Hop]) -> float:
-    """Bytes of memory that coding and decoding in block formats reads and writes for one message of a rank.
+    """Memory traffic in bytes of encoding and decoding one message on a rank; 0 for dtypes.
 
-    On every hop a reduction codes the parts it sends and adds the decoded parts to sums (`Plan.sums`); a gather
-    codes its own part once and decodes the whole; so does a sum of whole messages, but it adds them up. Error feedback
-    reads and writes its residual too. 0 for dtypes.
+    On every hop a reduction encodes the parts it sends and adds decoded parts to sums (`Plan.sums`). A gather encodes
+    its own part once and decodes everything; a sum of whole messages does the same and adds them up. Error feedback
+    also reads and writes its residual.
     """
     summed, compute = FORMATS[plan.sums].element_bytes, FORMATS[plan.compute].element_bytes
     held = compute if message in (MessageClass.REDUCE, MessageClass.TENSOR) else summed
@@ -71,7 +71,7 @@ def hops_coding_bytes(plan: "Plan", message: MessageClass, reduction: Sequence[H
     whole = [hop for hop in reduction if hop.is_whole]
     for hop in reduction[: len(reduction) - len(whole)]:
         if hop.wire.block:
-            # A rank's own part is neither coded nor sent.
+            # A rank's own part is neither encoded nor sent.
             coded, added = (hop.degree - 1) * hop.numel, (hop.degree - 1) * _num_decoded(hop)
             total += coded * (held + _coding_bytes(hop)) + added * 2 * summed + 2 * hop.sent_bytes
         held = summed
@@ -79,9 +79,9 @@ def hops_coding_bytes(plan: "Plan", message: MessageClass, reduction: Sequence[H
         first, number = whole[0], whole[-1].degree * whole[-1].pieces
         total += first.numel * (held + _coding_bytes(first) + summed)  # the sum begins at zero
         total += first.part_bytes * (1 + number) + number * _num_decoded(first) * 2 * summed
-    # After the first hop the values are sums. These gather sums, every other gather parameters or activations.
+    # After the first hop the values are sums. `_OF_SUMS` gather sums, all others parameters or activations.
     held = summed if message in _OF_SUMS else compute
-    # A run is coded once, on its first hop, and decoded once, after its last.
+    # A run is encoded once, on its first hop, and decoded once, after its last.
     for run in encodings(gathering):
         first, last = run[0], run[-1]
         if first.wire.block:
@@ -91,17 +91,17 @@ def hops_coding_bytes(plan: "Plan", message: MessageClass, reduction: Sequence[H
 
 
 def number_bytes(plan: "Plan") -> int:
-    """Bytes of a number of the loss, of a norm's statistics or of a gate's weight: fp32 at least."""
+    """Bytes of one number of the loss, norm statistics or gate weights: fp32 or wider."""
     return max(4, FORMATS[plan.compute].element_bytes)
 
 
 def _coding_bytes(hop: Hop) -> int:
-    # What coding an element reads and writes besides the element and its code.
+    # Bytes that encoding an element reads and writes besides the element and its code.
     return (2 * RESIDUAL_BYTES if hop.wire.feedback else 0) + selection_bytes(hop.wire)
 
 
 def selection_bytes(wire: WireFormat) -> int:
-    """Bytes that selecting the largest elements reads and writes for each; 0 for formats that keep all."""
+    """Bytes read and written per element to select the largest; 0 for formats that keep all elements."""
     return _SELECTION_BYTES if wire.kept_of else 0
 
 
@@ -110,10 +110,10 @@ def _num_decoded(hop: Hop) -> int:
 
 
 def encodings(hops: Sequence[Hop]) -> Iterator[list[Hop]]:
-    """The hops of a gather in runs that share one encoding; a hop in a dtype is a run of its own."""
+    """Split the hops of a gather into runs that share one encoding; a hop in a dtype is a run of its own."""
     run: list[Hop] = []
     for hop in hops:
-        # A hop of one piece starts from decoded values, hence a new encoding.
+        # A hop with one piece starts from decoded values and so begins a new encoding.
         if run and hop.pieces == 1:
             yield run
             run = []
@@ -123,17 +123,17 @@ def encodings(hops: Sequence[Hop]) -> Iterator[list[Hop]]:
 
 
 def reduce_buffers(plan: "Plan", message: MessageClass, hops: Sequence[Hop]) -> list[int]:
-    """Bytes of each buffer that a reduction takes, in order.
+    """Bytes of each buffer for a reduction, in order.
 
-    Per hop: the outgoing message if it must be converted, the incoming one, and the sum. Of a block format a
-    rank's own part is neither coded nor sent, but of whole messages.
+    Per hop: the outgoing message if it must be converted, the incoming one, and the sum. In a block format a rank's own
+    part is neither encoded nor sent, except for whole messages.
     """
     sizes = []
     # A fresh gradient or activation is in the compute dtype; sums are in `plan.sums`.
     held = plan.compute if message in (MessageClass.REDUCE, MessageClass.TENSOR) else plan.sums
     for hop in hops:
         if hop.is_whole:
-            # Later hops send what came in.
+            # Later hops forward received messages.
             sizes += [*([hop.part_bytes] if hop.pieces == 1 else []), hop.degree * hop.part_bytes]
             continue
         # Outgoing codes and incoming codes.
@@ -151,11 +151,11 @@ def reduce_buffers(plan: "Plan", message: MessageClass, hops: Sequence[Hop]) -> 
 
 
 def gather_buffers(plan: "Plan", message: MessageClass, hops: Sequence[Hop]) -> list[int]:
-    """Bytes of each buffer that a gather takes, in order; none where parameters travel in place, codes among them."""
+    """Bytes of each buffer for a gather, in order; none if parameters (or their codes) are gathered in place."""
     sizes = []
     held = plan.sums if message in _OF_SUMS else plan.compute
     for hop in hops:
-        # A forwarded hop (`pieces > 1`) sends the coded bytes it received and needs no outgoing buffer.
+        # A forwarding hop (`pieces > 1`) sends the encoded bytes it received and needs no outgoing buffer.
         if hop.wire.codec != held and hop.wire is not CODES:
             sizes += [hop.part_bytes if hop.pieces == 1 else 0, hop.degree * hop.part_bytes]
         elif sends_copies(message, hop):
@@ -164,10 +164,10 @@ def gather_buffers(plan: "Plan", message: MessageClass, hops: Sequence[Hop]) -> 
 
 
 def sends_copies(message: MessageClass, hop: Hop) -> bool:
-    """Whether a gather keeps room for a copy of its part for each peer, which reductions of its size need anyway."""
+    """Whether a gather has buffers for one copy of its part per peer; equally large reductions need them anyway."""
     return message is MessageClass.TENSOR and hop.degree > 2
 
 
 def arena_bytes(sizes: Sequence[int]) -> int:
-    """Bytes of buffers of these sizes, one behind the other, aligned."""
+    """Total bytes of consecutive, aligned buffers with these sizes."""
     return sum(-(-size // ARENA_ALIGNMENT) * ARENA_ALIGNMENT for size in sizes)

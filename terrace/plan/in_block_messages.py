@@ -1,4 +1,4 @@
-"""Messages that the ranks of a block send one another inside it, as values; sizes and tiers are computed elsewhere."""
+"""Messages between ranks inside a block, as plain values; bytes per tier are computed elsewhere."""
 
 from enum import StrEnum
 from typing import NamedTuple
@@ -9,19 +9,19 @@ from terrace.plan.wire import MessageClass
 
 
 class Leg(StrEnum):
-    """The collective of a message."""
+    """Collective operation of a tensor message."""
 
     GATHER = "gather"
     REDUCE = "reduce"
-    NUMBERS = "numbers"  # a gather of a few numbers a token, never rounded
+    NUMBERS = "numbers"  # a gather of a few numbers per token, never rounded
 
     __hash__ = str.__hash__  # fast: a search looks messages up by the thousand
 
 
 class TensorMessage(NamedTuple):
-    """One message inside a block: `numel` padded elements between the ranks of `axes`.
+    """One collective inside a block: `numel` padded elements between the ranks of `axes`.
 
-    Ranks that share sequences tell one another the choices of routers in the same way.
+    Ranks that share sequences exchange router choices with it too (`axes` = `SHARING`).
     """
 
     leg: Leg
@@ -30,7 +30,7 @@ class TensorMessage(NamedTuple):
 
     @property
     def message_class(self) -> MessageClass:
-        """The class of messages of the tensor axis, and of choices."""
+        """TENSOR, or CHOICES for router choices."""
         return MessageClass.CHOICES if self.axes == SHARING else MessageClass.TENSOR
 
     @property
@@ -40,10 +40,10 @@ class TensorMessage(NamedTuple):
 
 
 class RoutedMessage(NamedTuple):
-    """A message on the way of tokens to where a router sends them, or back, whose size a batch gives.
+    """A dispatch or combine of tokens over one tier, or the gather of their counts; its size depends on the batch.
 
-    Rows go over one tier, to every peer if `copies`. The table of counts is gathered over all tiers up to `tier`, among
-    the ranks of the rows if `copies`. Rows are of one chunk of the tokens.
+    Token rows of one `chunk` cross one tier, to every peer if `copies`. The table of counts is gathered over all tiers
+    up to `tier`, on the rows axis if `copies`.
     """
 
     message_class: MessageClass
@@ -54,24 +54,24 @@ class RoutedMessage(NamedTuple):
 
     @property
     def lane(self) -> int:
-        """The lane of its tier, which it shares with messages between blocks."""
+        """The lane of its tier, shared with messages between blocks."""
         return self.tier
 
 
 class ContextLeg(StrEnum):
-    """A message's content and direction."""
+    """Content and direction of a context message."""
 
-    INTO = "into"  # attention's inputs, to the parts that attend to them
-    KEYS = "keys"  # keys and values of a round, to the place whose next round they are
-    GRADIENTS = "gradients"  # of keys and values of a round, after those keys
-    RETURN_GRADIENTS = "home"  # gradients of the keys and values of the last round, to the place that owns them
-    BACK = "back"  # attention's results, to the part that holds the tokens
+    INTO = "into"  # attention's inputs, to the Ulysses ranks
+    KEYS = "keys"  # keys and values of a round, to the ring rank that uses them next
+    GRADIENTS = "gradients"  # of a round's keys and values, one round after those
+    RETURN_GRADIENTS = "home"  # gradients of the last round's keys and values, to the ring rank that owns them
+    BACK = "back"  # attention's outputs, to the ranks that hold the tokens
 
     __hash__ = str.__hash__  # fast: a search looks messages up by the thousand
 
 
 class ContextMessage(NamedTuple):
-    """A message of a layer's attention; `tier` is the one that a step of the ring goes over."""
+    """A message of a layer's attention; `tier` is the one that a ring step crosses."""
 
     leg: ContextLeg
     tier: int = -1
@@ -79,7 +79,7 @@ class ContextMessage(NamedTuple):
 
     @property
     def message_class(self) -> MessageClass:
-        """The class of all messages of the context axis."""
+        """CONTEXT."""
         return MessageClass.CONTEXT
 
     @property

@@ -1,8 +1,8 @@
-"""Kinds of blocks: equal specs of a model, grouped.
+"""Kinds of blocks: the blocks of a model, grouped by equal specs.
 
-Most blocks of a model are alike, so sizes, seconds and messages are found once for each kind. Blocks are of one kind if
-their specs are equal but for the name, and both are layers or neither is: the first and the last block of a model that
-declares parameters alone are kinds of their own (terrace.plan.dims.is_layer).
+Most blocks of a model are equal, so sizes, seconds and messages are computed once per kind. Blocks are of one kind if
+their specs differ only in the name and all or none of them are layers. In a model that declares only parameters, the
+first and the last block are therefore kinds of their own (terrace.plan.dims.is_layer).
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from terrace.plan.slices import slice_blocks
 @hashed_once
 @dataclass(frozen=True)
 class Kinds:
-    """The blocks of a model, and the kind of every block; kinds count from 0 in the order in which they first occur."""
+    """The blocks of a model and the kind of each; kinds are numbered from 0 by first occurrence."""
 
     blocks: tuple[BlockSpec, ...]
     order: tuple[int, ...]
@@ -32,7 +32,7 @@ class Kinds:
         order: list[int] = []
         for index, block in enumerate(blocks):
             layer = is_layer(blocks, index)
-            # Kinds are few, and shared tuples are compared faster than they are hashed.
+            # There are few kinds, and comparing shared tuples is faster than hashing them.
             alike = (kind for kind, (spec, of_layer) in enumerate(specs) if of_layer is layer and spec.is_like(block))
             found = next(alike, len(specs))
             if found == len(specs):
@@ -51,7 +51,7 @@ class Kinds:
         return tuple(self.blocks[index] for index in self.first)
 
     def sliced(self, degrees: Mapping[str, int], stacks: tuple[int, int] = (1, 1)) -> tuple[BlockSpec, ...]:
-        """`specs` as a tensor rank holds them, with `stacks` ranks for different parts of stacks, and to cut a part."""
+        """`specs` as a tensor rank holds them; `stacks`: (ranks with different experts, ranks that cut an expert)."""
         return _sliced(self, tuple(sorted(degrees.items())), stacks)
 
 
@@ -62,7 +62,7 @@ def runs_of(order: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 @lru_cache(maxsize=1024)
 def _sliced(kinds: Kinds, degrees: tuple[tuple[str, int], ...], experts: tuple[int, int]) -> tuple[BlockSpec, ...]:
-    # More than one rank of every other axis of a stage, so that parameters name these among the axes they are whole on.
+    # Degree 2 on every other axis of a stage, so that `replicated_over` of the parameters names these axes.
     others = dict.fromkeys(HOLDERS, (2,))
     mesh = Mesh.build(1, **others, **{axis: (degree,) for axis, degree in degrees})
     if experts != (1, 1):

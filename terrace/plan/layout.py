@@ -1,17 +1,17 @@
-"""The numbers that follow from a cluster and a plan: spans, slices, padded sizes.
+"""Sharding layout that follows from a cluster and a plan: spans, slices, padded sizes.
 
 Every flat buffer is cut hierarchically, the innermost tier first. With data degrees n_0, n_1, ... and a rank at
 coordinates c_0, c_1, ..., the slice of a state placed on tier t starts at
 
     sum over i <= t of  c_i * P / (n_0 ... n_i)        and has  P / (n_0 ... n_t)  elements,
 
-P being the padded size. So the slice of an outer tier lies inside the slice of every inner one and all are contiguous:
-a reduce-scatter package first and then outward, or a gather from the outermost tier inward, needs no permuting copy,
-and each outer link carries only the part that inner tiers cannot serve.
+where P is the padded size. The slice of an outer tier lies inside the slice of every inner one, and all are contiguous.
+So a reduce-scatter from the innermost tier outward, or a gather from the outermost inward, needs no permuting copy, and
+each outer link carries only what inner tiers cannot provide.
 
-A tier of degree 1 cuts nothing: a state placed there has the slice of the tier inside it. `Layout.of` therefore settles
-each state on the innermost tier with the same slice, and with one rank that is the device. Only
-`terrace.plan.validate`, which quotes a plan, reads the placements as they are written.
+A tier of degree 1 cuts nothing: a state placed there has the slice of the next inner tier. `Layout.of` therefore
+settles each state on the innermost tier with the same slice (with one rank: the device). Only `terrace.plan.validate`,
+whose messages quote the plan, reads the placements as written.
 """
 
 import sys
@@ -29,16 +29,16 @@ from terrace.plan.wire import ROUTES, MessageClass
 if TYPE_CHECKING:
     from terrace.plan.plan import Plan
 
-INSIDE = -1  # the lane of messages inside a block: they are part of computing
+INSIDE = -1  # the lane of messages inside a block, which run as part of compute
 DEVICE = -1  # the index of the implicit innermost tier
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees per tier over which states are cut, and the tier index of each state (`DEVICE`: whole on every rank).
+    """Degrees per tier over which states are sharded, and the tier index of each state (`DEVICE`: replicated).
 
-    The degrees count ranks that hold the same slice of a block: they differ on `axes` only, which names no axis of
-    degree 1.
+    The degrees count ranks that hold the same slice of a block, that is, ranks that differ only on `axes` (axes of
+    degree 1 are left out).
     """
 
     tiers: tuple[str, ...]
@@ -48,13 +48,13 @@ class Layout:
     params_backward: int  # equals `params` when there is no secondary copy
     grads: int
     optimizer: int
-    mesh: Mesh | None = None  # None: nobody asks which ranks these are
+    mesh: Mesh | None = None  # None if the layout is used for sizes only
     orthogonalises: bool = False  # whether the optimizer needs whole matrices
     island: int = sys.maxsize  # the outermost tier that is synchronised every step
 
     @staticmethod
     def of(cluster: Cluster, plan: "Plan", axes: Collection[str] = HOLDERS, mesh: Mesh | None = None) -> "Layout":
-        """The settled layout of states that the ranks of `axes` hold together; `mesh` factors them, else the plan's.
+        """The settled layout of states that the ranks of `axes` shard; `mesh` defaults to the plan's.
 
         Raises `ClusterError` for an unknown tier.
         """
@@ -62,7 +62,7 @@ class Layout:
 
     @staticmethod
     def written(cluster: Cluster, plan: "Plan", axes: Collection[str] = HOLDERS, mesh: Mesh | None = None) -> "Layout":
-        """As `of`, with every state on the tier that the plan names."""
+        """Like `of`, but with every state on the tier that the plan names."""
         params = cluster.index(plan.params)
         mesh = mesh or Mesh.of(cluster, plan)
         # Axes of degree 1 are dropped, so that equal layouts compare equal.
@@ -81,7 +81,7 @@ class Layout:
         )
 
     def settled(self) -> "Layout":
-        """Every state on the innermost tier where each rank has the same slice of it."""
+        """The layout with every state moved to the innermost tier that gives each rank the same slice."""
         return replace(
             self,
             params=self._settled(self.params),
@@ -91,7 +91,7 @@ class Layout:
         )
 
     def whole(self) -> "Layout":
-        """Every state whole on each of the same ranks."""
+        """The layout of the same ranks with every state replicated."""
         return replace(self, params=DEVICE, params_backward=DEVICE, grads=DEVICE, optimizer=DEVICE)
 
     def _settled(self, tier: int) -> int:
@@ -101,17 +101,17 @@ class Layout:
 
     @property
     def joined(self) -> tuple[Mesh | None, tuple[str, ...]]:
-        """Which ranks hold the same: layouts of one factoring and the same axes join the same ranks."""
+        """Key of the joined ranks: layouts with an equal mesh and equal axes join the same ranks."""
         return self.mesh, self.axes
 
     @property
     def gathers(self) -> bool:
-        """Whether a rank keeps less than all parameters, and so gathers them."""
+        """Whether parameters are sharded and so must be gathered."""
         return self.params != DEVICE
 
     @property
     def frees(self) -> bool:
-        """Whether whole parameters come and go: a secondary copy that is whole stays, and is gathered once a step."""
+        """Whether gathered parameters are freed after use; a whole secondary copy is gathered once a step and stays."""
         return self.params_backward != DEVICE
 
     @cached_property
@@ -126,21 +126,21 @@ class Layout:
 
     @property
     def inside(self) -> range:
-        """Tiers that are synchronised every step; all, unless ranks are on several islands."""
+        """Tiers that are synchronised every step: all of them, unless there are several islands."""
         return range(self.tier_of("island") + 1)
 
     @property
     def outside(self) -> range:
-        """Tiers that only exchanges of islands cross."""
+        """Tiers that only exchanges between islands cross."""
         return range(self.inside.stop, len(self.tiers))
 
     @cached_property
     def num_islands(self) -> int:
-        """Number of groups of ranks that are synchronised every step, and with each other more rarely."""
+        """Number of islands: groups of ranks that synchronise every step, and with other groups less often."""
         return self.degree // self.span(self.tier_of("island"))
 
     def island_of(self, coordinates: tuple[int, ...]) -> int:
-        """Number of the island of the rank at `coordinates`, the innermost tier outside islands fastest."""
+        """Index of the island of the rank at `coordinates`; the innermost tier outside islands varies fastest."""
         number = 0
         for degree, place in reversed(list(zip(self.degrees, coordinates, strict=True))[self.inside.stop :]):
             number = number * degree + place
@@ -148,22 +148,22 @@ class Layout:
 
     @cached_property
     def degree(self) -> int:
-        """Number of ranks that the layout joins: the ranks that hold the same slice of a block."""
+        """Number of ranks that the layout joins, which hold the same slice of a block."""
         return self.span(self.outermost)
 
     @property
     def ranks(self) -> Mesh:
-        """The mesh that says which ranks these are."""
+        """The mesh of the joined ranks."""
         assert self.mesh is not None, "only a layout of a plan knows its ranks"
         return self.mesh
 
     @property
     def data_degree(self) -> int:
-        """Number of ranks with different samples; the ranks of a context axis share a sample."""
+        """Number of ranks with different samples; context ranks share a sample."""
         return self.ranks.total("data")
 
     def data_place(self, rank: int) -> int:
-        """Index of `rank`'s share among the `data_degree` shares of a batch, the innermost tier fastest."""
+        """Index of `rank`'s share among the `data_degree` shares of a batch; the innermost tier varies fastest."""
         return self.ranks.place(rank, ("data",))
 
     @cached_property
@@ -175,15 +175,15 @@ class Layout:
         return self._spans[index]
 
     def tier_of(self, state: str) -> int:
-        """Index of the tier that a state of `terrace.plan.wire.Route` lies on."""
+        """Index of the tier that holds a state named in `terrace.plan.wire.Route`."""
         return DEVICE if state == "device" else min(int(getattr(self, state)), self.outermost)
 
     def route(self, message: MessageClass) -> range:
-        """Indexes of the tiers that the messages of a class are there to cross, whatever their sizes."""
+        """Indexes of the tiers that a message class crosses, including tiers without peers."""
         # Control messages join all ranks of an island.
         if message is MessageClass.CONTROL:
             return self.inside
-        # Classes inside blocks and between stages have no route over the tiers of a state.
+        # Messages inside blocks and between stages do not move between tiers of states.
         route = ROUTES.get(message)
         if route is None or (route.carries == "orthogonal" and not self.orthogonalises):
             return range(0)
@@ -194,15 +194,15 @@ class Layout:
         return range(min(ends) + 1, max(ends) + 1)
 
     def padded(self, numel: int) -> int:
-        """`numel` rounded up so that every tier divides it; padding is part of the format."""
+        """`numel` rounded up so that every tier divides it; the padding is stored too."""
         return -(-numel // self.degree) * self.degree
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
-        """Place of `rank` on each tier among the ranks that hold the same slice of a block."""
+        """Position of `rank` on each tier among the joined ranks."""
         return self.ranks.coordinates(rank, self.axes)
 
     def peers(self, rank: int, tier: int) -> tuple[int, ...]:
-        """Ranks that differ from `rank` only on `tier` and in their slice of a state, in tier order."""
+        """Joined ranks that differ from `rank` only on `tier`, itself included, in tier order."""
         return self.ranks.peers(rank, tier, self.axes)
 
     def slice(self, index: int, coordinates: tuple[int, ...], padded_numel: int) -> slice:
@@ -216,18 +216,18 @@ class Layout:
 
 
 def state_layout(cluster: Cluster, plan: "Plan", shared: Collection[str] = (), stacked: bool = False) -> Layout:
-    """The layout of states: data and context ranks hold the same slice of a block, so they share its states.
+    """The layout of states: data and context ranks hold the same slice of a block, so they shard its states.
 
-    So do the ranks of the tensor axes that `shared` names, of parameters that these do not cut. Of `stacked`
-    parameters, the ranks that hold the same parts of stacks.
+    `shared` names tensor axes that do not cut the parameters and so shard the states too. If `stacked`, the ranks are
+    those with the same experts.
     """
     mesh = Mesh.of(cluster, plan).of_stacks(stacked)
     layout = Layout.of(cluster, plan, (*HOLDERS, *shared), mesh)
-    return replace(layout, mesh=None)  # equal ones are one, whatever the rest
+    return replace(layout, mesh=None)  # so that equal layouts compare equal under any mesh
 
 
 def island_ranks(world: Layout, rank: int) -> list[int]:
-    """The ranks that make steps together with `rank`, itself included, sorted; `world` joins all ranks."""
+    """Sorted ranks of `rank`'s island; `world` is a layout that joins all ranks."""
     found = [rank]
     for tier in world.inside:
         found = [peer for each in found for peer in world.peers(each, tier)]
@@ -240,18 +240,18 @@ def message_tiers(
     """Tiers on which a block's message has peers, innermost first.
 
     `layout` joins all ranks that hold some part of a block. `source` overrides the tier that a gather of parameters
-    starts from; the default is the one its class names. `coded`: of a block with matrices that are held as codes.
+    starts from. `coded`: the block has matrices held as codes.
     """
     # A gather from the secondary copy crosses only the tiers up to the copy's own.
     route = layout.route(message) if source is None else range(source + 1)
     if coded and message is MessageClass.REFRESH:
-        route = range(layout.optimizer + 1)  # of the largest magnitudes of the matrices
+        route = range(layout.optimizer + 1)  # the matrices' largest magnitudes are reduced first
     return tuple(tier for tier in route if layout.degrees[tier] > 1)
 
 
 def message_lane(layout: Layout, message: MessageClass, source: int | None = None, *, coded: bool = False) -> int:
     """Lane of a message: the outermost tier it crosses, 0 if it is local.
 
-    Messages on fast inner tiers thus never wait behind a message on a slow outer one.
+    So messages on fast inner tiers never queue behind a message on a slow outer one.
     """
     return max(message_tiers(layout, message, source, coded=coded), default=0)

@@ -1,4 +1,4 @@
-"""Rules of the tables of a plan that give degrees of axes by tier."""
+"""Rules for plan tables of the form tier -> axis -> degree."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from terrace.plan.plan import AXES, FACTORS
 def check_table(
     table: str, rows: Mapping[str, Mapping[str, Any]], sizes: Mapping[str, int], axes: Collection[str]
 ) -> None:
-    """Raise `PlanError` for a row of no tier in `sizes`, an axis that is none of `axes`, or an impossible degree."""
+    """Raise `PlanError` for a tier not in `sizes`, an axis not in `axes`, or an invalid degree."""
     for name, row in rows.items():
         if name not in sizes:
             raise PlanError(f"{table} names tier {name!r}, which is not in the cluster{did_you_mean(name, sizes)}")
@@ -22,7 +22,7 @@ def check_table(
 
 
 def _axis_hint(tier: str, word: str) -> str:
-    """Suggestion for `word`, found where a tier's mapping expects an axis."""
+    """Suggestion for `word`, written where a tier's mapping expects an axis."""
     for axis, factors in FACTORS.items():
         if word in factors:
             return f", which is a part of {axis}: write mapping.{tier}.{axis}.{word}"
@@ -30,7 +30,7 @@ def _axis_hint(tier: str, word: str) -> str:
 
 
 def _check_degree(where: str, axis: str, degree: int | Mapping[str, int]) -> None:
-    """Raise `PlanError` unless `degree`, which stands at `where`, can be one of `axis`."""
+    """Raise `PlanError` unless `degree`, found at key `where`, is valid for `axis`."""
     # Factored axes nest: each factor is checked like an axis of its own.
     if isinstance(degree, Mapping):
         if axis not in FACTORS:

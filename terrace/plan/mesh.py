@@ -1,10 +1,10 @@
-"""The mesh: the degree of every axis on every tier, and the place each rank has in it.
+"""The mesh: the degree of every axis on every tier, and each rank's coordinates.
 
-On a tier, the axes divide the members in a fixed order, the first one fastest: columns and rows of the tensor axis,
-Ulysses and ring of the context axis, expert, data, pipeline. So ranks that talk most are neighbours.
+On a tier, the axes divide the members in a fixed order, the first varying fastest: columns and rows of the tensor axis,
+Ulysses and ring of the context axis, expert, data, pipeline. So the ranks that communicate most are neighbours.
 
-The ranks of a stage are factored a second time for experts (`Plan.experts`): into rows, expert and data. The pipeline
-is slowest on a tier in both factorings, so a rank has the same stage in both.
+For experts, the ranks of a stage are factored a second time (`Plan.experts`), into rows, expert and data. The pipeline
+varies slowest in both factorings, so a rank has the same stage in both.
 """
 
 import math
@@ -25,21 +25,21 @@ CONTEXT = ("ulysses", "ring")
 PIPELINE = ("pipeline",)
 HOLDERS = (*CONTEXT, "data")  # their ranks hold the same slice of a block that only the tensor axis cuts
 STACK_AXES = ("rows", "expert")  # of `Plan.experts`
-SHARING = ("rows", *CONTEXT)  # their ranks have tokens of the same sequences, unless documents are dealt out by cost
-PARTS = ("expert",)  # only where stacks have a factoring: its ranks hold different parts of them
-STAGE = (*TENSOR, *CONTEXT, *PARTS, "data")  # their ranks work on the same blocks
+SHARING = ("rows", *CONTEXT)  # their ranks have tokens of the same sequences, unless `balance = "cost"`
+PARTS = ("expert",)  # only with a factoring for experts: ranks with different experts
+STAGE = (*TENSOR, *CONTEXT, *PARTS, "data")  # axes of the ranks that work on the same blocks
 _FACTORED = {"tensor": TENSOR, "context": CONTEXT}
-_UNFACTORED = {"tensor": "rows", "context": "ring"}  # a number alone in a mapping
-_Table = Mapping[str, int | Mapping[str, int]]  # a tier's row of `Plan.mapping`
+_UNFACTORED = {"tensor": "rows", "context": "ring"}  # what a plain number in a mapping stands for
+_Table = Mapping[str, int | Mapping[str, int]]  # one tier's row of `Plan.mapping`
 
 
 @dataclass(frozen=True)
 class Mesh:
     """The degree of every axis on every tier, innermost tier first, axes as in `ORDER`.
 
-    Wherever axes are asked for, "tensor" is columns and rows together, "context" Ulysses and ring. Meshes sort by the
-    degrees of data, tensor, context and pipeline of the innermost tier, then by its columns and Ulysses ranks.
-    `apart` factors the same ranks once more, for stacks of experts; None: `stacks` are as all other parameters.
+    In axis arguments, "tensor" means columns and rows together, "context" Ulysses and ring. Meshes sort by the degrees
+    of data, tensor, context and pipeline on the innermost tier, then by its columns and Ulysses ranks. `apart` is the
+    second factoring of the same ranks, for expert stacks; None: stacks are sharded like other parameters.
     """
 
     degrees: tuple[tuple[int, ...], ...]
@@ -47,7 +47,7 @@ class Mesh:
 
     @staticmethod
     def of(cluster: "Cluster", plan: "Plan") -> "Mesh":
-        """The mesh of a plan; a tier without a row in the mapping belongs to the data axis."""
+        """The mesh of a plan. A tier without a row in the mapping belongs to the data axis."""
         found = []
         for tier in cluster.tiers:
             degrees = tier_degrees(plan.mapping.get(tier.name, {"data": tier.size}))
@@ -58,14 +58,14 @@ class Mesh:
         of_experts = []
         for tier, members, pipeline in zip(cluster.tiers, mesh.group(*STAGE), mesh.group(*PIPELINE), strict=True):
             row = plan.experts.get(tier.name, {})
-            # The ranks left over hold the same experts.
+            # The remaining ranks replicate experts.
             own = {**row, "data": members // math.prod(row.values()), "pipeline": pipeline}
             of_experts.append(tuple(own.get(axis, 1) for axis in ORDER))
         return _interned(mesh.degrees, _interned(tuple(of_experts)))
 
     @staticmethod
     def build(num_tiers: int, **degrees: Sequence[int]) -> "Mesh":
-        """The mesh of named axes, each with a degree per tier; the other axes have degree 1."""
+        """A mesh from degrees per tier for the named axes; the other axes have degree 1."""
         alone = (1,) * num_tiers
         return Mesh(tuple(zip(*(tuple(degrees.get(axis, alone)) for axis in ORDER), strict=True)))
 
@@ -96,20 +96,20 @@ class Mesh:
 
     @property
     def stacks(self) -> "Mesh":
-        """The factoring of stacks, which is that of all other parameters where they have none of their own."""
+        """The factoring for expert stacks: `apart`, or this mesh if there is none."""
         return self if self.apart is None else self.apart
 
     @property
     def divides_stacks(self) -> bool:
-        """Whether stacks have a factoring of their own."""
+        """Whether expert stacks have their own factoring."""
         return self.apart is not None
 
     def of_stacks(self, stacked: bool) -> "Mesh":
-        """The factoring of stacks of experts, or of all other parameters."""
+        """The factoring for expert stacks if `stacked`, else for other parameters."""
         return self.stacks if stacked else self
 
     def group(self, *axes: str) -> tuple[int, ...]:
-        """The product of the degrees of `axes`, per tier: the shape of a group of ranks that differ only on them."""
+        """Product of the degrees of `axes` per tier: the shape of a group of ranks that differ only on these axes."""
         found = self._groups.get(axes)
         if found is None:
             positions = _positions(axes)
@@ -122,7 +122,7 @@ class Mesh:
         return {}
 
     def total(self, axis: str) -> int:
-        """The degree of an axis over all tiers."""
+        """Degree of an axis over all tiers."""
         found = self._totals.get(axis)
         if found is None:
             found = self._totals[axis] = math.prod(self.group(axis))
@@ -130,7 +130,7 @@ class Mesh:
 
     @cached_property
     def inside_degrees(self) -> tuple[int, int, int, int]:
-        """Ranks that share a block on a micro-batch: of the tensor axis, of these columns, Ulysses, and the ring."""
+        """(tensor, columns, ulysses, ring) total degrees: the ranks that share a block's work on a micro-batch."""
         return self.total("tensor"), self.total("columns"), self.total("ulysses"), self.total("ring")
 
     def tiers(self, axis: str) -> tuple[int, ...]:
@@ -139,42 +139,42 @@ class Mesh:
 
     @cached_property
     def state(self) -> tuple[int, ...]:
-        """Ranks per tier that hold the same slice of a block and shard its states."""
+        """Per tier, the number of ranks that hold the same slice of a block and shard its states."""
         return self.group(*HOLDERS)
 
     @cached_property
     def stack_state(self) -> tuple[int, ...]:
-        """Ranks per tier that hold the same experts and shard their states; tensor rows do not cut them."""
+        """Per tier, the number of ranks that hold the same experts and shard their states."""
         return self.group(*STAGE) if self.apart is None else self.apart.state
 
     @cached_property
     def inside(self) -> "Mesh":
-        """Only the axes whose ranks send messages inside a block: tensor, context, and those of experts."""
+        """The mesh of only the axes with messages inside blocks: tensor, context, and those of `apart`."""
         found = self.only("tensor", "context")
         return found if self.apart is None else _interned(found.degrees, self.apart.only(*STACK_AXES))
 
     @cached_property
     def stack_tiers(self) -> tuple[int, ...]:
-        """The tiers whose ranks divide stacks."""
+        """Tiers over which expert stacks are split."""
         lines = () if self.apart is None else self.apart.group(*STACK_AXES)
         return tuple(tier for tier, degree in enumerate(lines) if degree > 1)
 
     @cached_property
     def stack_degrees(self) -> tuple[int, int]:
-        """Ranks that hold different parts of a stack, and ranks that every part is cut over."""
+        """(Number of ranks with different experts, number of ranks that every expert is cut over)."""
         return (1, 1) if self.apart is None else (self.apart.total("expert"), self.apart.total("rows"))
 
     def with_stacks(self, expert: Sequence[int], rows: Sequence[int]) -> "Mesh":
-        """The mesh with these degrees per tier for stacks of experts; without any, stacks are as all else."""
+        """The mesh with these degrees per tier for expert stacks; unchanged if all are 1."""
         of_experts = _of_experts(self.group(*STAGE), self.group("pipeline"), tuple(expert), tuple(rows))
         return self if of_experts is None else _interned(self.degrees, of_experts)
 
     def with_stacks_of(self, other: "Mesh") -> "Mesh":
-        """The mesh with the stacks of another, whatever its ranks of a stage: to price the inside of a block."""
+        """The mesh with the expert factoring of `other`, even if stage sizes differ (to price a block's inside)."""
         return self if self.apart is other.apart else _interned(self.degrees, other.apart)
 
     def stack_table(self, tiers: Sequence[str]) -> dict[str, dict[str, int]]:
-        """The degrees for experts as `Plan.experts` on the named tiers."""
+        """The expert degrees as a `Plan.experts` table for the named tiers."""
         if self.apart is None:
             return {}
         found = {}
@@ -185,12 +185,12 @@ class Mesh:
         return found
 
     def stack_keys(self, tiers: Sequence[str]) -> dict[str, Any]:
-        """The keys of a plan that say how stacks are factored on the named tiers; none where they are as all else."""
+        """The plan keys for the factoring of expert stacks on the named tiers; empty without one."""
         table = self.stack_table(tiers)
         return {"experts": table} if table else {}
 
     def only(self, *axes: str) -> "Mesh":
-        """The mesh with every axis but `axes` at degree 1."""
+        """The mesh with all axes except `axes` at degree 1."""
         found = self._parts.get(axes)
         if found is None:
             kept = _positions(axes)
@@ -199,14 +199,14 @@ class Mesh:
         return found
 
     def with_ulysses(self, degrees: Sequence[int]) -> "Mesh":
-        """The mesh with `degrees` of the context ranks per tier in Ulysses form, the rest of them in a ring."""
+        """The mesh with Ulysses `degrees` per tier; the remaining context ranks form the ring."""
         found = []
         for (columns, rows, own, ring, *others), ulysses in zip(self.degrees, degrees, strict=True):
             found.append((columns, rows, ulysses, own * ring // ulysses, *others))
         return _interned(tuple(found), self.apart)
 
     def mapping(self, tiers: Sequence[str]) -> dict[str, dict[str, int | dict[str, int]]]:
-        """The mesh as `Plan.mapping` on the named tiers, a row for each: the way back from `Mesh.of`."""
+        """The mesh as a `Plan.mapping` table for the named tiers: the inverse of `Mesh.of`."""
         found = {}
         for name, degrees in zip(tiers, self.degrees, strict=True):
             columns, rows, ulysses, ring, _, data, pipeline = degrees
@@ -225,10 +225,10 @@ class Mesh:
         return found
 
     def coordinates(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
-        """Place of `rank` among the ranks that differ only on `axes`, per tier."""
+        """Position of `rank` per tier among the ranks that differ only on `axes`."""
         places, kept = [], _positions(tuple(axes))
         for row in self.degrees:
-            # `member` is the rank's number within the tier; its digits in mixed radix are the places on the axes.
+            # `member` is the rank's index within the tier; its mixed-radix digits are the positions on the axes.
             rank, member = divmod(rank, math.prod(row))
             place, stride = 0, 1
             for position, degree in enumerate(row):
@@ -240,7 +240,7 @@ class Mesh:
         return tuple(places)
 
     def place(self, rank: int, axes: Collection[str]) -> int:
-        """Index of `rank` among the ranks that differ only on `axes`, the innermost tier fastest."""
+        """Index of `rank` among the ranks that differ only on `axes`; the innermost tier varies fastest."""
         index = 0
         degrees = self.group(*axes)
         for degree, here in reversed(list(zip(degrees, self.coordinates(rank, axes), strict=True))):
@@ -248,25 +248,25 @@ class Mesh:
         return index
 
     def part(self, rank: int, axis: str) -> int:
-        """Index of `rank`'s part of a dim cut by `axis`, where tiers divide the dim in turn, innermost first."""
+        """Index of `rank`'s part of a dim that `axis` cuts; tiers cut it in turn, innermost first."""
         return position(self.group(axis), self.coordinates(rank, (axis,)))
 
     def along(self, axis: str) -> tuple[int, ...]:
-        """The degrees of an axis by tier, in the factoring that it belongs to."""
+        """Degrees of an axis by tier, in the factoring that it belongs to."""
         return self.of_stacks(axis in PARTS).group(axis)
 
     def members(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
-        """Ranks that differ from `rank` only on `axes`, itself included, in the order of their places."""
+        """Ranks that differ from `rank` only on `axes`, itself included, ordered by `place`."""
         found: tuple[int, ...] = (rank,)
         for tier, degree in enumerate(self.group(*axes)):
             peers = [self.peers(other, tier, axes) for other in found]
-            # Places of outer tiers count slowest.
+            # Outer tiers vary slowest.
             found = tuple(ranks[place] for place in range(degree) for ranks in peers)
         return found
 
     def peers(self, rank: int, tier: int, axes: Collection[str]) -> tuple[int, ...]:
         """Ranks that differ from `rank` only on `tier` and `axes`, itself included, in order."""
-        # Ranks of one unit of the tiers inside: the stride between neighbours on this tier.
+        # Ranks per unit of the inner tiers: the stride between neighbours on this tier.
         inside = math.prod(math.prod(row) for row in self.degrees[:tier])
         row, kept = self.degrees[tier], _positions(tuple(axes))
         member = rank // inside % math.prod(row)
@@ -274,17 +274,17 @@ class Mesh:
         for position, degree in enumerate(row):
             if position in kept:
                 digit = member // stride % degree
-                # Vary this axis' digit and keep the others.
+                # Vary this axis's digit and keep the others.
                 members = [other + (place - digit) * stride for place in range(degree) for other in members]
             stride *= degree
         return tuple(rank + (other - member) * inside for other in members)
 
     def stage(self, rank: int) -> int:
-        """The pipeline stage of a rank: stages are numbered over the tiers, the innermost one fastest."""
+        """Pipeline stage of a rank; stages are numbered with the innermost tier varying fastest."""
         return self.place(rank, PIPELINE)
 
     def edge_tier(self, stage: int, other: int) -> int:
-        """The index of the outermost tier that a message between two stages crosses."""
+        """Index of the outermost tier that a message between two stages crosses."""
         crossed = 0
         # The outermost tier on which the two stages differ.
         for tier, degree in enumerate(self.group(*PIPELINE)):
@@ -293,7 +293,7 @@ class Mesh:
         return crossed
 
     def at_stage(self, rank: int, stage: int) -> int:
-        """The rank of `stage` that has the same place as `rank` on every other axis."""
+        """The rank of `stage` with the same position as `rank` on every other axis."""
         return _at_stage(self, rank, stage)
 
 
@@ -308,7 +308,7 @@ def _at_stage(mesh: Mesh, rank: int, stage: int) -> int:
 
 @lru_cache(maxsize=65536)
 def _interned(degrees: tuple[tuple[int, ...], ...], apart: Mesh | None = None) -> Mesh:
-    # The planner asks for the same few meshes many times, and a mesh remembers what was asked of it.
+    # The planner requests the same few meshes many times, and a mesh caches its derived values.
     return Mesh(degrees, apart)
 
 
@@ -328,12 +328,12 @@ def _positions(axes: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def no_sequence(axis: str) -> PlanError:
-    """The error for programs of a plan with `axis` where sequences have no length."""
+    """The error if a plan with `axis` is built into programs without a sequence length."""
     return PlanError(f"a plan with a {axis} axis needs the length of a sequence: its messages are activations")
 
 
 def tier_degrees(row: _Table) -> dict[str, int]:
-    """The degrees of one tier by unfactored axis, from its row of a plan's mapping."""
+    """Degrees of one tier by `ORDER` axis, from its row of a plan's mapping."""
     found: dict[str, int] = {}
     for axis, entry in row.items():
         found.update(entry if isinstance(entry, Mapping) else {_UNFACTORED.get(axis, axis): entry})
@@ -343,7 +343,7 @@ def tier_degrees(row: _Table) -> dict[str, int]:
 
 
 def position(degrees: Sequence[int], coordinates: Sequence[int]) -> int:
-    """Index of a rank's equal part when tiers divide a whole in turn, innermost first."""
+    """Index of a rank's part if the tiers divide a whole evenly in turn, innermost first."""
     index = 0
     for degree, here in zip(degrees, coordinates, strict=True):
         index = index * degree + here

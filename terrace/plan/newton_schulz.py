@@ -4,23 +4,23 @@ from functools import lru_cache
 
 from terrace.plan.flats import FlatParamSpec
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of x, x^3 and x^5: as steep as can be at zero while it stays near one
-NORM_EPS = 1e-7  # added to the norm a matrix is divided by: `eps` of Jordan's code, and of torch.optim.Muon
-UPDATE_RMS = 0.2  # times sqrt(max(n, m)): the size of AdamW's updates (Liu et al., arXiv 2502.16982, section 2.2)
-NUM_STEPS = 5  # the default of `optimizer.newton_schulz_steps`, by which steps are priced
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of x, x^3 and x^5: steepest at zero that still maps values to near one
+NORM_EPS = 1e-7  # added to the norm that a matrix is divided by; `eps` in Jordan's code and torch.optim.Muon
+UPDATE_RMS = 0.2  # times sqrt(max(n, m)), to match AdamW's update RMS (Liu et al., arXiv 2502.16982, section 2.2)
+NUM_STEPS = 5  # default of `optimizer.newton_schulz_steps`, with which steps are priced
 
 
 def iteration_products(shape: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    """(m, k, n) of the products of one iteration on a matrix: X X^T, its square, and the result times X."""
+    """(m, k, n) of the matmuls of one iteration on a matrix: X X^T, its square, and the result times X."""
     short, long = sorted(shape)
     return [(short, long, short), (short, short, short), (short, short, long)]
 
 
 @lru_cache(maxsize=4096)
 def matrices_of_a_rank(flat: FlatParamSpec) -> tuple[tuple[int, ...], ...]:
-    """Shapes of the matrices that overlap one rank's slice of a flat buffer, for the rank with most work."""
+    """Shapes of the matrices that overlap a rank's slice of a flat buffer, for the rank with the most work."""
     size = flat.padded // flat.layout.span(flat.layout.optimizer)
-    # Only a slice in which a matrix begins or ends differs from one that lies inside a matrix.
+    # Only slices in which a matrix begins or ends can differ.
     slices = {place // size for _, begin, end in flat.orthogonal for place in (begin, end - 1)}
     held = [
         tuple(shape for shape, begin, end in flat.orthogonal if begin < (number + 1) * size and end > number * size)

@@ -1,4 +1,4 @@
-"""Rules of a plan's outer loop, with value, rule and fix."""
+"""Rules for a plan's outer loop."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from terrace.plan.plan import Plan
 
 
 def check_outer(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> None:
-    """Raise `PlanError` for an outer loop that cannot run, or an option of it that has no effect."""
+    """Raise `PlanError` for an outer loop that cannot run, or for one of its options without effect."""
     outer = plan.outer
     if not outer.has_islands:
         return
@@ -23,7 +23,7 @@ def check_outer(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> No
 
 
 def check_outer_tier(cluster: Cluster, outer: Outer) -> None:
-    """Raise `PlanError` for a tier that is not there."""
+    """Raise `PlanError` if `outer.tier` is not in the cluster."""
     names = [tier.name for tier in cluster.tiers]
     if outer.has_islands and outer.tier not in names:
         raise PlanError(f"outer.tier = {outer.tier!r} is not in the cluster{did_you_mean(outer.tier, names)}")
@@ -54,7 +54,7 @@ def _check_islands(cluster: Cluster, plan: Plan, outer: Outer) -> None:
 
 
 def _with_members(cluster: Cluster) -> str:
-    # The outermost tier that has islands; on the innermost every rank is one, which the presets that shard refuse.
+    # The outermost tier with several members. If it is the innermost, every rank is an island, which only ddp supports.
     found = [tier.name for tier in cluster.tiers if tier.size > 1]
     if not found:
         return "leave outer out"
@@ -95,7 +95,7 @@ def _check_cycle(outer: Outer, trained: Sequence[int]) -> None:
 
 
 def check_outer_step(outer: Outer) -> None:
-    """Raise `PlanError` for an outer step out of range, or an option of it that has no effect."""
+    """Raise `PlanError` for outer step options that are out of range or have no effect."""
     ranges = (
         ("lr", outer.rate, 0.0, math.inf),
         ("momentum", outer.beta, 0.0, 1.0),

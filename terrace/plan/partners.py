@@ -1,29 +1,29 @@
-"""Copies of checkpoint parts in the memory of other machines: which rank keeps whose. No torch."""
+"""Which rank keeps a copy of which rank's checkpoint shard in another machine's memory. No torch."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-TAIL_BYTES = 16  # number of updates and checksum, after the part
-SLOTS = 2  # the copy being written and the one before
+TAIL_BYTES = 16  # number of updates and checksum, after the shard
+SLOTS = 2  # the copy being written and the previous one
 MEMORY, TIME = "peer copies", "peer copy"  # categories
 
 
 @dataclass(frozen=True, kw_only=True)
 class Partners:
-    """Each rank's copy goes `shift` places on along tier number `tier`, around a ring of `size` ranks."""
+    """Each rank's copy goes `shift` positions further on tier `tier`, around a ring of `size` ranks."""
 
     tier: int
-    stride: int  # between the numbers of neighbours
+    stride: int  # difference between neighbouring ranks
     size: int
     shift: int
 
     def keeper(self, rank: int) -> int:
-        """The rank whose machine keeps this rank's part."""
+        """The rank whose machine keeps this rank's shard."""
         return self._moved(rank, self.shift)
 
     def kept(self, rank: int) -> int:
-        """The rank whose part this rank's machine keeps."""
+        """The rank whose shard this rank's machine keeps."""
         return self._moved(rank, -self.shift)
 
     def members(self, rank: int) -> tuple[int, ...]:
@@ -35,9 +35,9 @@ class Partners:
 
 
 def find_partners(sizes: Sequence[int], machines: Sequence[str]) -> Partners | None:
-    """Partners on the outermost tier on which no rank's partner is on its own machine; None: no tier is such.
+    """Partners on the outermost tier where every rank's partner is on another machine; None if there is none.
 
-    `sizes` are the tiers' from the innermost one, `machines` the ranks' in order.
+    `sizes` are tier sizes, innermost first; `machines` is the machine of each rank.
     """
     for tier in reversed(range(len(sizes))):
         for shift in range(1, sizes[tier]):
@@ -48,7 +48,7 @@ def find_partners(sizes: Sequence[int], machines: Sequence[str]) -> Partners | N
 
 
 def one_machine(machines: Sequence[str]) -> str:
-    """Error of a run whose ranks have no partners."""
+    """Error message for a run whose ranks have no partners."""
     where = "all ranks are on one machine" if len(set(machines)) < 2 else "on no tier do all ranks meet other machines"
     return (
         f"train.peer_copies = 1 would not outlive a lost machine, since {where}: leave it out, or start on two or more"

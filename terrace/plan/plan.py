@@ -1,4 +1,4 @@
-"""The Plan: a small frozen value that says everything about how a step is spread over the cluster."""
+"""The Plan: a small frozen value that defines how a step is distributed over the cluster."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -10,39 +10,39 @@ from terrace.plan.wire import CODES, OF_PARAMETERS, OF_STATES, MessageClass, Wir
 
 AXES = ("data", "tensor", "context", "pipeline")
 EXPERT_CHUNKS = ("forward", "backward", "ahead")  # of `Plan.expert_chunks`
-OF_STACKS = ("experts", "expert_gaps")  # keys on which buffers of stacks and parts of messages depend
-OF_TRAINING = ("optimizer_states", "recompute", "expert_gaps")  # keys without effect on forwards alone
-# Keys that a search chooses, but for the axes, and for numbers that every plan has.
+OF_STACKS = ("experts", "expert_gaps")  # keys that determine buffers of stacks and parts of messages
+OF_TRAINING = ("optimizer_states", "recompute", "expert_gaps")  # keys that only affect training
+# Keys that a search chooses, besides the axes and the numbers that every plan has.
 SEARCHED = ("params", "grads", "optimizer", "params_backward", "experts", "recompute", "unit", "schedule")
 FUSED: Literal["fused"] = "fused"  # of `Plan.tensor_chunks`
-TENSOR_AXES = ("rows", "columns", "depth")  # how a tensor degree is factored; a number alone is its rows
-CONTEXT_AXES = ("ulysses", "ring")  # how a context degree is factored; a number alone is its ring
-FACTORS = {"tensor": TENSOR_AXES, "context": CONTEXT_AXES}  # of the axes that a mapping may factor
+TENSOR_AXES = ("rows", "columns", "depth")  # factors of a tensor degree; a plain number means rows
+CONTEXT_AXES = ("ulysses", "ring")  # factors of a context degree; a plain number means ring
+FACTORS = {"tensor": TENSOR_AXES, "context": CONTEXT_AXES}  # axes that a mapping may factor
 
 
 _PRECISION = ("compute", "messages", "products", "master", "optimizer_states")
 
 
 def precision_of(plan: Any) -> dict[str, Any]:
-    """The keys of a plan that say in which dtypes it computes, sends and stores; those of a planner's task, too."""
+    """The dtype keys (compute, messages, storage) of a plan, or of a planner's task."""
     return {name: getattr(plan, name) for name in _PRECISION}
 
 
 def sums_of(master: Literal["bf16", "fp32", "fp64"]) -> Literal["fp32", "fp64"]:
-    """Dtype of sums beside parameters in a dtype: in bf16 each addition would round."""
+    """Dtype of sums for a master dtype: fp32 for bf16, which would round each addition."""
     return "fp32" if master == "bf16" else master
 
 
 def scales_rows(products: str) -> bool:
-    """Whether products in this format have a scale for each row of an operand, and not one for all."""
+    """Whether 8-bit matmuls in this format scale each row of an operand, not the whole operand."""
     return ":row" in products
 
 
 def shares_scales(products: str | None, wire: Mapping[str, Mapping[str, str]]) -> bool:
-    """`Plan.shares_scales` of a plan with these products and wire formats."""
+    """`Plan.shares_scales` for these `products` and `wire` keys."""
     if products is None or scales_rows(products):
         return False
-    # With parameters that stay on a rank over a step there are no gathers.
+    # REFRESH too: parameters that stay on a rank over a step are never gathered.
     named = (wire.get(message.value, {}).values() for message in (MessageClass.GATHER, MessageClass.REFRESH))
     return any(CODES.name in formats for formats in named)
 
@@ -51,56 +51,55 @@ def shares_scales(products: str | None, wire: Mapping[str, Mapping[str, str]]) -
 class Plan:
     """Placements by tier name, the mapping table, wire formats, precision and schedule numbers.
 
-    A state placed on a tier is sharded over all ranks of one group of that tier; `device` is the
-    implicit innermost tier of size one, so a state placed there is replicated. A tier that is absent
-    from `mapping` belongs wholly to the data axis. A message class and tier absent from `wire` travel
-    in `messages` if they carry parameters or gradients, else in the compute dtype. `terrace.plan.validate` checks a
-    plan against a cluster and a model.
+    A state placed on a tier is sharded over all ranks of one group of that tier; `device` is the implicit innermost
+    tier of size one, so a state placed there is replicated. A tier missing from `mapping` belongs to the data axis. A
+    message class and tier missing from `wire` uses `messages` if it carries parameters or gradients, else `compute`.
+    `terrace.plan.validate` checks a plan against a cluster and a model.
     """
 
-    name: str = "custom"  # shown on the screen
+    name: str = "custom"  # for display
     params: str  # tier over which parameters are sharded
     grads: str  # tier over which gradients are sharded
     optimizer: str  # tier over which optimizer states are sharded
-    params_backward: str | None = None  # where a secondary copy of the parameters serves later gathers
+    params_backward: str | None = None  # tier of a secondary copy of the parameters, which serves later gathers
     mapping: Mapping[str, Mapping[str, int | Mapping[str, int]]] = field(default_factory=dict)  # tier -> axis -> degree
-    # The same ranks once more, for experts: tier -> axis -> degree. Along rows every expert is cut, along expert ranks
-    # hold different ones; the ranks left over hold the same. Empty: experts are as all other parameters.
+    # Second factoring of the ranks, for experts: tier -> axis -> degree. "rows" cut every expert, "expert" ranks hold
+    # different ones, the remaining ranks replicate them. Empty: experts are sharded like other parameters.
     experts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    # Chunks in which tokens go to their experts, each while another is multiplied: forward, backward -> number; ahead:
-    # how many are on inner tiers, or there, before the products of another. 1 where left out
+    # Number of chunks in which tokens travel to their experts, overlapped with matmuls of other chunks: forward,
+    # backward -> number; ahead: how many chunks are dispatched ahead of the matmuls. Each defaults to 1
     expert_chunks: Mapping[str, int] = field(default_factory=dict)
-    # Shares of each gradient message in the gaps between the next layer's messages of experts (terrace.plan.gaps), the
-    # first before them; "auto": found by playing the step. Empty: the whole message before them
+    # Shares of each gradient message that are sent in the gaps between the next layer's expert messages, the first
+    # share before them (terrace.plan.gaps). "auto": found by simulating the step. Empty: all before them
     expert_gaps: Literal["auto"] | tuple[float, ...] = ()
     wire: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # message class -> tier -> format
     compute: Literal["bf16", "fp16", "fp32", "fp64"] = "fp32"  # dtype of the parameters that blocks run on
-    messages: Literal["bf16", "fp32"] | None = None  # dtype of parameters and gradients on the way; None: compute
-    products: str | None = None  # of layers in 8 bits: "fp8", "fp8:row" (terrace.plan.products); None: compute
-    # Dtype of the parameters that the optimizer updates; bf16 is rounded stochastically (terrace.runtime.noise)
+    messages: Literal["bf16", "fp32"] | None = None  # dtype of parameter and gradient messages; None: compute
+    products: str | None = None  # 8-bit matmuls of layers: "fp8", "fp8:row" (terrace.plan.products); None: compute
+    # Dtype of the parameters that the optimizer updates; bf16 uses stochastic rounding (terrace.runtime.noise)
     master: Literal["bf16", "fp32", "fp64"] = "fp32"
-    optimizer_states: Literal["bf16", "int8"] | None = None  # how moments are stored; None: as `sums`
+    optimizer_states: Literal["bf16", "int8"] | None = None  # format of stored moments; None: `sums`
     micro_batch: int = 1  # sequences per rank and micro-batch
-    # Blocks, or operations of them, that a backward computes again: "layers.*", "layers.* every 2: attention"
+    # Blocks, or operations in them, that the backward recomputes: "layers.*", "layers.* every 2: attention"
     # (terrace.plan.recompute)
     recompute: tuple[str, ...] = ()
-    unit: int = 1  # micro-batches that pass a block one after the other: one gather, one reduction
-    prefetch: int = 1  # how many visits ahead a block is gathered
-    balance: Literal["tokens", "cost"] = "tokens"  # what attention is shared by among ranks (terrace.plan.context)
-    sequence_parallel: bool = True  # norms and residual stream split over tensor rows; no effect without them
-    # Parts in which tensor messages travel, each while another part is multiplied; "fused": a product and its message
-    # are one operation on memory that the ranks share (CUDA)
+    unit: int = 1  # micro-batches that pass a block in a row, with one gather and one reduction
+    prefetch: int = 1  # number of visits ahead of use that a block is gathered
+    balance: Literal["tokens", "cost"] = "tokens"  # how attention is divided among ranks (terrace.plan.context)
+    sequence_parallel: bool = True  # split norms and residual stream over tensor rows; no effect without rows
+    # Number of parts of tensor messages, each overlapped with the matmul of another part; "fused": matmul and message
+    # are one operation on symmetric memory (CUDA)
     tensor_chunks: int | Literal["fused"] = 1
-    schedule: str | None = None  # of a pipeline: "1f1b", or "interleaved:3" for 3 chunks a stage
-    update: Update = "adamw"  # as `optimizer.name`; of sgd with momentum "sgd+momentum"
-    stages: tuple[int, ...] = ()  # blocks of every virtual stage, in model order; if empty, shared by modelled time
-    # The tier that is not synchronised every step, and how its islands exchange; None: all are
+    schedule: str | None = None  # pipeline schedule: "1f1b", or "interleaved:3" for 3 chunks per stage
+    update: Update = "adamw"  # equals `optimizer.name`; "sgd+momentum" for SGD with momentum
+    stages: tuple[int, ...] = ()  # blocks per virtual stage, in model order; empty: balanced by predicted time
+    # The tier that is not synchronised every step, and how its islands exchange; None: all tiers are synchronised
     outer: Outer = field(default=ONE_ISLAND, metadata={"absent": ONE_ISLAND})
 
     def wire_format(self, message: MessageClass, tier: str, *, coded: bool = False) -> WireFormat:
-        """Format in which `message` crosses `tier`; raises `PlanError` for an unknown format.
+        """Format in which `message` crosses `tier`. Raises `PlanError` for an unknown format.
 
-        `coded`: of matrices that are held as the codes of their products, if the plan has any.
+        `coded`: the message carries matrices held as 8-bit codes, if the plan has any.
         """
         default = self.messages if self.messages is not None and message in OF_STATES else self.compute
         name = self.wire.get(message.value, {}).get(tier, default)
@@ -112,7 +111,7 @@ class Plan:
 
     @property
     def shares_scales(self) -> bool:
-        """Whether matrices that are multiplied in 8 bits are held and gathered as the codes of their products."""
+        """Whether matrices of 8-bit matmuls are held and gathered as 8-bit codes."""
         return shares_scales(self.products, self.wire)
 
     @property
@@ -122,26 +121,26 @@ class Plan:
 
     @property
     def fuses_tensor(self) -> bool:
-        """Whether products and their tensor messages are one operation."""
+        """Whether matmuls are fused with their tensor messages."""
         return self.tensor_chunks == FUSED
 
     @property
     def num_tensor_parts(self) -> int:
-        """Parts of tensor messages that are not fused; a fused one is whole to the program."""
+        """Number of parts of a tensor message; 1 if messages are fused."""
         return 1 if isinstance(self.tensor_chunks, str) else self.tensor_chunks
 
     @property
     def num_chunks(self) -> tuple[int, int]:
-        """Chunks in which tokens go to their experts, in a forward and in a backward."""
+        """Number of token chunks sent to experts in a (forward, backward)."""
         return self.expert_chunks.get("forward", 1), self.expert_chunks.get("backward", 1)
 
     @property
     def leaves_out_chunks(self) -> bool:
-        """Whether it spreads experts and leaves some numbers of chunks to be found."""
+        """Whether experts are distributed and some chunk numbers are left to be chosen."""
         return bool(self.experts) and any(name not in self.expert_chunks for name in EXPERT_CHUNKS)
 
     def with_routing_of(self, other: "Plan") -> "Plan":
-        """The plan with the chunks of tokens and the shares of gradients of another."""
+        """The plan with `expert_chunks` and `expert_gaps` of `other`."""
         return replace(self, expert_chunks=other.expert_chunks, expert_gaps=other.expert_gaps)
 
     def with_whole_stacks(self) -> "Plan":
@@ -150,30 +149,30 @@ class Plan:
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """The keys that a step chooses where a plan leaves them out."""
+        """The keys whose missing values are chosen when a step is built."""
         return {"stages": self.stages, "expert_chunks": self.expert_chunks}
 
     @property
     def expert_hops(self) -> int:
-        """Messages of a chunk on its way to the experts: one for each tier and axis of the table."""
+        """Number of messages that take a chunk to the experts: one per tier and axis of the table."""
         return sum(degree > 1 for axes in self.experts.values() for degree in axes.values())
 
     @property
     def finds_gaps(self) -> bool:
-        """Whether the shares of gradients in gaps are to be found by playing the step."""
+        """Whether `expert_gaps` is to be found by simulating the step."""
         return self.expert_gaps == "auto"
 
     def with_gaps(self, shares: tuple[float, ...]) -> "Plan":
-        """The plan with these shares of gradients in gaps."""
+        """The plan with these `expert_gaps`."""
         return replace(self, expert_gaps=shares)
 
     @property
     def gap_shares(self) -> tuple[float, ...]:
-        """`expert_gaps` in numbers, as programs have them."""
+        """`expert_gaps` as numbers, for building programs."""
         assert not isinstance(self.expert_gaps, str), "shares are found before a program is built"
         return self.expert_gaps
 
 
 def num_gaps(chunks: int) -> int:
-    """Gaps of a backward of `chunks`, the place where the message is issued included."""
+    """Number of gaps in a backward of `chunks` chunks, including the point before its messages."""
     return chunks + 2

@@ -1,8 +1,7 @@
 """Known systems as plans. Each preset is a function of the cluster, derived from another where it can be.
 
-`node` stands for the tier of that name, or else the tier below the outermost; `first` and `last` are
-the innermost and the outermost tier. On a cluster with fewer tiers than a scheme has levels, levels
-coincide (three-level on one tier is ZeRO-3), and the printed table shows it.
+`node` is the tier with that name, or else the tier inside the outermost. On a cluster with fewer tiers than a scheme
+has levels, levels coincide (three-level on one tier is ZeRO-3), which the printed table shows.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,14 +28,14 @@ def _preset(name: str) -> Callable[[Preset], Preset]:
 
 
 def preset(name: str, cluster: Cluster) -> Plan:
-    """A preset for this cluster; raises `PlanError` for an unknown name."""
+    """The named preset for this cluster. Raises `PlanError` for an unknown name."""
     if name not in PRESETS:
         raise PlanError(f"no plan preset {name!r}{did_you_mean(name, PRESETS)}")
     return PRESETS[name](cluster)
 
 
 def parse_plan(table: Mapping[str, Any], cluster: Cluster) -> Plan:
-    """Build a plan from its table; `preset = "name"` gives the values that the table leaves out."""
+    """Build a plan from its table; `preset = "name"` supplies missing values."""
     own = dict(table)
     name = own.pop("preset", None)
     if name is not None and not isinstance(name, str):
@@ -50,7 +49,7 @@ def parse_plan(table: Mapping[str, Any], cluster: Cluster) -> Plan:
 
 
 def _outer_table(given: Any, cluster: Cluster) -> Any:
-    # The name of a preset, or a table that may begin with one; the tier is the outermost unless it says another.
+    # `given` is a preset name, or a table that may name one; the tier defaults to the outermost.
     own = {"preset": given} if isinstance(given, str) else given
     if not isinstance(own, Mapping):
         return own
@@ -64,7 +63,7 @@ def _outer_table(given: Any, cluster: Cluster) -> Any:
 
 
 def _inside(name: str, cluster: Cluster, outer: Any) -> Plan:
-    # Islands keep all states, so the last tier of a preset is the last inside.
+    # Every island keeps all states, so presets see only the tiers inside islands.
     names = [tier.name for tier in cluster.tiers]
     tier = outer.get("tier") if isinstance(outer, Mapping) else None
     if tier not in names:
@@ -79,8 +78,10 @@ def _inside(name: str, cluster: Cluster, outer: Any) -> Plan:
 
 
 def command_plan(table: Mapping[str, Any], cluster: Cluster) -> Plan:
-    """The plan of a command: as `parse_plan`; without a dtype in the table, a GPU that is faster in bf16 than in fp32
-    computes in it, and a CPU that is slower in it computes in fp32 and sends bf16.
+    """The plan of a command: `parse_plan` plus device-dependent dtypes if the table names none.
+
+    A GPU that is faster in bf16 than in fp32 computes in bf16; a device that is slower in bf16 computes in fp32 and
+    sends bf16.
     """
     plan, peaks = parse_plan(table, cluster), cluster.device.peak_flops_per_s
     is_faster = peaks.get("bf16", 0.0) > peaks.get("fp32", 0.0)
@@ -104,32 +105,32 @@ def ddp(cluster: Cluster) -> Plan:
 
 @_preset("zero1")
 def zero1(cluster: Cluster) -> Plan:
-    """ZeRO stage 1 (arXiv 1910.02054): the optimizer over all ranks."""
+    """ZeRO stage 1 (arXiv 1910.02054): shard optimizer states over all ranks."""
     return replace(ddp(cluster), optimizer=cluster.tiers[-1].name)
 
 
 @_preset("zero2")
 def zero2(cluster: Cluster) -> Plan:
-    """ZeRO stage 2: gradients too."""
+    """ZeRO stage 2: shard gradients too."""
     return replace(zero1(cluster), grads=cluster.tiers[-1].name)
 
 
 @_preset("zero3")
 def zero3(cluster: Cluster) -> Plan:
-    """ZeRO stage 3, or fully sharded data parallel: parameters too."""
+    """ZeRO stage 3, or FSDP: shard parameters too."""
     return replace(zero2(cluster), params=cluster.tiers[-1].name)
 
 
 @_preset("hsdp")
 def hsdp(cluster: Cluster) -> Plan:
-    """Hybrid sharding: everything inside the node, replicated across nodes; gradients cross once a step."""
+    """Hybrid sharding: shard everything inside the node and replicate across nodes; gradients cross once a step."""
     node = _node(cluster)
     return Plan(params=node, grads=node, optimizer=node)
 
 
 @_preset("mics")
 def mics(cluster: Cluster) -> Plan:
-    """MiCS (arXiv 2205.00119): the same placement; its hierarchical collectives are how every plan runs here."""
+    """MiCS (arXiv 2205.00119): same placement as hsdp; every plan here uses its hierarchical collectives."""
     return hsdp(cluster)
 
 
@@ -137,9 +138,9 @@ def mics(cluster: Cluster) -> Plan:
 def zero_plus_plus(cluster: Cluster) -> Plan:
     """ZeRO++ (arXiv 2306.10209): ZeRO-3, int8 gathers, a secondary copy on the node, int4 gradients.
 
-    The secondary copy holds the rounded parameters of a step's first gather, and serves every later one unchanged: so
-    int8 is for the tiers outside the node, and every pass of a step computes with the same parameters. Without a tier
-    outside the node there is no copy, and each gather rounds alike.
+    The secondary copy holds the int8-rounded parameters of a step's first gather and serves later gathers unchanged. So
+    int8 is used only on tiers outside the node, and every pass of a step uses the same parameters. Without a tier
+    outside the node there is no copy; every gather rounds the same way.
     """
     node, names = _node(cluster), [tier.name for tier in cluster.tiers]
     base = zero3(cluster)
@@ -162,8 +163,8 @@ def three_level(cluster: Cluster) -> Plan:
 def three_level_compressed(cluster: Cluster) -> Plan:
     """3-level partitioning with int4 gradients and int8 new weights on every tier but the innermost.
 
-    The innermost tier is the fastest: there a codec would cost more time than it saves. Gradients that cross the tiers
-    outside the grads tier use error feedback.
+    On the innermost, fastest tier a codec would cost more time than it saves. Gradients that cross tiers outside the
+    grads tier use error feedback.
     """
     base = three_level(cluster)
     placed = {state: cluster.index(getattr(base, state)) for state in ("params", "grads", "optimizer")}

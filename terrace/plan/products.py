@@ -1,25 +1,25 @@
-"""Products of layers in 8-bit floats: the formats of `plan.products` and their rules.
+"""8-bit float matmuls in layers: the formats of `plan.products` and their rules.
 
-    fp8             a scale for each operand; gradients in e5m2
-    fp8:row         a scale for each row of the left operand and each column of the right one
+    fp8             one scale per operand; gradients in e5m2
+    fp8:row         one scale per row of the left operand and per column of the right one
     fp8+e4m3        gradients in e4m3 (also fp8:row+e4m3)
 
-The three products of a linear layer, y = x W^T, dx = dy W and dW = dy^T x, take operands rounded to 8 bits
-(terrace.runtime.scaled_products). They are those of attention, of the MLP and of each part of a stack: embedding,
-head, routers and norms keep the compute dtype.
+The three matmuls of a linear layer, y = x W^T, dx = dy W and dW = dy^T x, take operands rounded to 8 bits
+(terrace.runtime.scaled_products). This covers attention, MLPs and experts; embedding, head, routers and norms keep the
+compute dtype.
 
-**Gathers that share the scales.** With scales of whole operands and `wire.gather.<tier> = "fp8"`, or `wire.refresh`
-where parameters stay on a rank and are never gathered, these matrices have flat buffers of their own, whose working
-copies are the codes that their products take. A REFRESH makes them:
+**8-bit gathers.** With one scale per operand and `wire.gather.<tier> = "fp8"` (or `wire.refresh`, if parameters are
+never gathered), these matrices have separate flat buffers whose working copies are the 8-bit codes that the matmuls
+read. A REFRESH computes them:
 
-    a_m  = max over the ranks that hold a part of matrix m of |compute(master)|     one fp32 number a matrix
+    a_m  = max over the ranks that hold a part of matrix m of |compute(master)|  one fp32 number per matrix
     code = e4m3(compute(master) largest / a_m)
 
-so a code is the one that a gather in the compute dtype, quantised afterwards, would have, and so is every product.
-Refreshes, gathers and secondary copies carry the codes over all tiers, a byte an element. The numbers a_m go over the
-tiers from the device to the optimizer's, gathered on each, before the codes. All other parameters of the block travel
-in the compute dtype, stacks among them. With scales of rows a forward and an input gradient need different
-codes of one matrix, so `fp8` there is the format of blocks, as `fp8:128` is with any products.
+so codes and results equal those of a gather in the compute dtype that is quantised afterwards. Refreshes, gathers and
+secondary copies carry the codes over all tiers, one byte per element. The numbers a_m are gathered first, on each tier
+from the device out to the optimizer's. All other parameters of the block, stacks included, travel in the compute dtype.
+With per-row scales, the forward and the input gradient need different codes of a matrix, so there `fp8` is the block
+format, as `fp8:128` is for any `products`.
 """
 
 import re
@@ -38,12 +38,12 @@ from terrace.plan.slices import slice_blocks
 
 FP8 = "fp8"
 NAMES = (FP8, f"{FP8}:row", f"{FP8}+e4m3", f"{FP8}:row+e4m3")
-MULTIPLE = 16  # of every dim of a matrix: a matrix unit reads rows of 16 bytes (torch.nn.functional.scaled_mm)
+MULTIPLE = 16  # required of every dim of a matrix: matrix units read rows of 16 bytes (torch.nn.functional.scaled_mm)
 
 
 @dataclass(frozen=True)
 class ProductFormat:
-    """The format of products: `by_row` scales rows, else whole operands; `gradients` is e5m2 or e4m3."""
+    """Format of 8-bit matmuls: `by_row` scales rows, else whole operands; `gradients` is e5m2 or e4m3."""
 
     name: str
     by_row: bool
@@ -52,7 +52,7 @@ class ProductFormat:
 
 @lru_cache(maxsize=16)
 def parse_products(text: str) -> ProductFormat:
-    """The format named by `text`; raises `PlanError` for an unknown one."""
+    """The format named `text`. Raises `PlanError` for an unknown one."""
     found = re.fullmatch(r"fp8(?::row)?(?:\+(e4m3))?", text)
     if found is None:
         raise PlanError(f"products = {text!r} is no format of products{did_you_mean(text, NAMES)}")
@@ -60,25 +60,25 @@ def parse_products(text: str) -> ProductFormat:
 
 
 def is_scaled(blocks: Sequence[BlockSpec], index: int, param: ParamSpec) -> bool:
-    """Whether products with a parameter of block `index` take 8 bits: with matrices of layers, stacks among them."""
+    """Whether matmuls with a parameter of block `index` use 8 bits: matrices of layers, including expert stacks."""
     return is_layer(blocks, index) and (is_product_matrix(param) or (param.is_stack and param.is_matrix))
 
 
 def products_words(plan: Plan) -> str:
-    """The format of a plan's products and of their codes, as the end of a sentence; "" for the compute dtype."""
+    """The plan's matmul format, worded as the end of a sentence; "" for the compute dtype."""
     codes = ", whose matrices travel as the codes that these take" if plan.shares_scales else ""
     return f"{'' if plan.products is None else f'; products of layers in {plan.products}'}{codes}"
 
 
 def why_apart(plan: Plan) -> str:
-    """Why products of layers are compiled apart from the rest of a block; "" where they are not."""
+    """Why matmuls of layers are compiled separately from the rest of a block; "" if they are not."""
     if plan.products is None:
         return ""
     return f"products = {plan.products!r} are the runtime's own, with its own backward"
 
 
 def refuse_codes(plan: Plan) -> None:
-    """Raise `PlanError` for matrices that are held as codes where whole parameters are handed over."""
+    """Raise `PlanError` if matrices are held as codes, which cannot be handed over to generation."""
     if plan.shares_scales:
         raise PlanError(
             f"products = {plan.products!r} with wire.gather or wire.refresh in 'fp8': matrices are held as codes, "
@@ -87,7 +87,7 @@ def refuse_codes(plan: Plan) -> None:
 
 
 def check_products(device: Device, mesh: Mesh, plan: Plan, blocks: Sequence[BlockSpec]) -> None:
-    """Raise `PlanError` for products that the plan, the device or the model cannot have; `blocks` are whole."""
+    """Raise `PlanError` if plan, device or model do not support `plan.products`; `blocks` are whole."""
     if plan.products is None:
         return
     asked = f"products = {plan.products!r}"

@@ -1,16 +1,16 @@
-"""Blocks, and operations of a block, that a backward computes again instead of keeping their results.
+"""Blocks, and operations in them, that the backward recomputes instead of keeping their results.
 
 An entry of `plan.recompute` names blocks, and optionally operations in them:
 
     layers.*                       whole layers
     layers.*: attention            in every layer softmax(Q K^T) V; queries, keys and values are kept
-    layers.*: attention, mlp       and the activation, in a gated MLP times up; the results of gate and up are kept
+    layers.*: attention, mlp       and the activation (in a gated MLP, times up); the outputs of gate and up are kept
     layers.*: norms                the two norms on the residual stream; their inputs are kept
-    layers.* first 8               the first 8 of the blocks that match
-    layers.* every 2: attention    every second of them, beginning with the first
+    layers.* first 8               the first 8 matching blocks
+    layers.* every 2: attention    every second matching block, beginning with the first
 
-Recomputing attention alone is selective recomputation (Korthikanti et al. 2205.05198, section 5). An operation keeps
-its inputs, and nothing that it computes; its result is dropped also where the product after it would keep it. The
+Recomputing attention alone is selective recomputation (Korthikanti et al. 2205.05198, section 5). A recomputed
+operation keeps only its inputs; its result is dropped even if the following matmul would otherwise keep it. The
 entries of a block add up. Only decoder layers (`BlockSpec.attends`) have operations.
 """
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from terrace.model.spec import BlockSpec
 
 OPERATIONS = ("attention", "mlp", "norms")
-WHOLE = ("block",)  # in place of operations: all of them, from the block's input
+WHOLE = ("block",)  # instead of operations: the whole block, from its input
 
 _SELECTION = re.compile(r"(?P<pattern>.+?)(?: +(?P<which>first|every) +(?P<number>\d+))?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recomputation:
-    """One entry, read: the blocks that match `pattern`, up to `first` of them (0: all), one in `every`."""
+    """One parsed entry: blocks that match `pattern`, the `first` of them (0: all), one in `every`."""
 
     pattern: str
     first: int = 0
@@ -43,7 +43,7 @@ class Recomputation:
     operations: tuple[str, ...] = WHOLE
 
     def selects(self, names: Sequence[str], are_layers: Sequence[bool]) -> list[int]:
-        """Indexes of its blocks; of operations decoder layers alone."""
+        """Indexes of the selected blocks; only decoder layers if the entry names operations."""
         named = [index for index, name in enumerate(names) if fnmatch.fnmatchcase(name, self.pattern)]
         if self.operations != WHOLE:
             named = [index for index in named if are_layers[index]]
@@ -52,10 +52,10 @@ class Recomputation:
 
 @lru_cache(maxsize=256)
 def parse_recomputation(entry: str) -> Recomputation:
-    """Read an entry; raises `PlanError` with the rule it breaks."""
+    """Parse an entry. Raises `PlanError` if it is malformed."""
     blocks, colon, named = entry.partition(":")
     found = _SELECTION.fullmatch(blocks.strip())
-    if found is None or " " in found["pattern"]:  # no block's name has one: a slip in what follows the pattern
+    if found is None or " " in found["pattern"]:  # block names have no spaces, so what follows the pattern is malformed
         raise PlanError(
             f"recompute {entry!r}: an entry is a pattern of block names, then 'first K' or 'every K', then a colon and "
             f"operations ({', '.join(OPERATIONS)}), such as 'layers.* every 2: attention'"
@@ -73,9 +73,9 @@ def parse_recomputation(entry: str) -> Recomputation:
 
 
 def recomputed_parts(recompute: Sequence[str], blocks: Sequence["BlockSpec"]) -> tuple[tuple[str, ...], ...]:
-    """The part of each block that its backward runs again: nothing, some of `OPERATIONS` in their order, or `WHOLE`.
+    """What each block's backward recomputes: nothing, some of `OPERATIONS` in their order, or `WHOLE`.
 
-    A first block in which nothing is trained has no backward: no gradient leaves it.
+    A first block without trainable parameters has no backward, so nothing is recomputed.
     """
     if not recompute:
         return ((),) * len(blocks)
@@ -85,12 +85,12 @@ def recomputed_parts(recompute: Sequence[str], blocks: Sequence["BlockSpec"]) ->
 
 
 def operations_in(parts: tuple[str, ...]) -> tuple[str, ...]:
-    """The operations of a block that is not recomputed whole."""
+    """The recomputed operations of a block; none if the whole block is recomputed."""
     return () if parts == WHOLE else parts
 
 
 def operations_named(layer: Operations, name: str) -> Sequence[Operation]:
-    """The operations of a layer that an entry calls `name`, one of `OPERATIONS`."""
+    """The operations of a layer that `name`, one of `OPERATIONS`, stands for."""
     if name == "attention":
         return layer.of(Core)
     if name == "mlp":

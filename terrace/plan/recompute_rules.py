@@ -1,4 +1,4 @@
-"""Rules of `plan.recompute`: each entry names blocks or operations that can be computed again by themselves."""
+"""Rules of `plan.recompute`: each entry must name blocks or operations that can be recomputed separately."""
 
 import fnmatch
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from terrace.plan.recompute import WHOLE, Recomputation, operations_named, parse
 
 
 def check_recompute(mesh: Mesh, plan: Plan, blocks: Sequence[BlockSpec]) -> None:
-    """Raise `PlanError` for an entry that names nothing, or an operation that cannot be recomputed by itself."""
+    """Raise `PlanError` for an entry that matches nothing, or an operation that cannot be recomputed separately."""
     names = [block.name for block in blocks]
     for entry in plan.recompute:
         _check_names(entry, parse_recomputation(entry), names, blocks)

@@ -1,15 +1,15 @@
-"""Residencies of a block's full parameters in memory, and so the number of its gathers.
+"""Residencies of a block's full parameters in memory, which determine the number of gathers.
 
-A step visits blocks in the order of its groups (terrace.plan.stage): at each visit all micro-batches of the group pass
-the block. A *residency* is a run of visits that share one gather. Two visits share it when the block would still be
-there at the moment its next gather had to be issued: with prefetch distance d that is when they are at most
-max(1, d) visits apart. At the default distance of 1, the last block stays between its forward and its backward, and the
-first block between the backward of one unit and the forward of the next. Where several micro-batches pass a chunk of
-several blocks, all of these are there until the last one is through. The weight half of a backward reads no parameters
-(terrace.runtime.linear), so it is no visit. Both the traffic formula and the program builder read this.
+A step visits blocks in the order of its groups (terrace.plan.stage): on each visit all micro-batches of the group pass
+the block. A *residency* is a run of visits that share one gather. Two visits share it if the block would still be
+resident when its next gather had to be issued: with prefetch distance d, if they are at most max(1, d) visits apart. At
+the default distance of 1, the last block stays resident between its forward and its backward, and the first block
+between the backward of one unit and the forward of the next. If several micro-batches pass a chunk of several blocks,
+all of its blocks stay resident until the last micro-batch has passed. The weight half of a backward reads no parameters
+(terrace.runtime.linear), so it is not a visit. Both the traffic formula and the program builder use this.
 
-With one micro-batch a unit this is plain accumulation; with all of them in one unit, breadth-first (arXiv
-2211.05953): blocks are gathered and gradients reduced once a unit, and its activations are kept at once.
+One micro-batch per unit is plain gradient accumulation; all micro-batches in one unit is breadth-first (arXiv
+2211.05953): one gather and one reduction per unit, with the activations of the whole unit kept at once.
 """
 
 import fnmatch
@@ -27,9 +27,9 @@ _LAYERS = "layers.*"
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """A group passes a block. Visits are counted in the order in which the first micro-batch makes them.
+    """A pass of a group through a block, numbered in the order of the group's first micro-batch.
 
-    `number` is the visit's own, `until` the number of the visit during which the last micro-batch passes.
+    `until` is the number of the visit during which the last micro-batch passes this block.
     """
 
     block: int
@@ -40,9 +40,9 @@ class Visit:
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """The full parameters of `block` serve visits `first` to `last`; the gather is issued before visit `issue`.
+    """The full parameters of `block` serve visits `first` to `last`.
 
-    They are there until during visit `until`.
+    The gather is issued before visit `issue`; the parameters are freed during visit `until`.
     """
 
     block: int
@@ -55,7 +55,7 @@ class Residency:
 
 
 def visits(stage: Stage) -> list[Visit]:
-    """The visits of one step in order."""
+    """The visits of one step, in order."""
     found: list[Visit] = []
     for group in stage.groups:
         # Weight gradients read no parameters.
@@ -80,7 +80,7 @@ def residencies(stage: Stage, blocks: Sequence[BlockSpec], prefetch: int) -> lis
         # A visit also needs the blocks it borrows from.
         for block in (visit.block, *blocks[visit.block].borrows):
             current = newest.get(block)
-            # Freeing the block now would only force a second gather, so its stay is extended.
+            # Freeing the block now would force a second gather at once, so extend its residency.
             if current is not None and visit.number - current[1].until <= max(1, prefetch):
                 current[1] = visit
             else:
@@ -111,8 +111,8 @@ def gathers(
 ) -> list[Residency]:
     """The residencies that begin with a GATHER; `flats` are the flat buffers of every block.
 
-    Parameters that are whole on every rank have none. A secondary copy that is whole is written by the first gather of
-    a step and stays.
+    Parameters that are whole on every rank have none. With a whole secondary copy, only the first gather of a step is
+    needed, which writes the copy.
     """
     gathered = [any(flat.layout.gathers for flat in parts) for parts in flats]
     freed = [any(flat.layout.frees for flat in parts) for parts in flats]
@@ -126,12 +126,12 @@ def gathers(
 
 
 def recomputed(plan: Plan, blocks: Sequence[BlockSpec]) -> frozenset[int]:
-    """Indexes of the blocks whose backward runs their whole forward again."""
+    """Indexes of the blocks that are recomputed whole."""
     parts = recomputed_parts(plan.recompute, blocks)
     return frozenset(index for index, each in enumerate(parts) if each == WHOLE)
 
 
 def residual_patterns(blocks: Sequence[BlockSpec]) -> tuple[str, ...]:
-    """Patterns for `recompute` of all blocks that work on the residual stream."""
+    """`recompute` patterns that match all blocks except embedding and head."""
     names = [block.name for block in blocks if not block.at_an_end]
     return (_LAYERS,) if all(fnmatch.fnmatchcase(name, _LAYERS) for name in names) else tuple(names)

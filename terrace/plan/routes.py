@@ -1,15 +1,15 @@
 """The hops that each message class takes under a plan.
 
-A gather goes from the outermost tier inward, a reduction from the innermost outward. A reduction codes every part anew
-after each sum. A gather with neighbouring tiers in the same block format codes once, on the outermost of them, and the
-tiers inside forward the messages as they came: one rounding, however many tiers. There `pieces` messages of `numel`
-elements travel together (terrace.plan.hops).
+A gather goes from the outermost tier inward, a reduction from the innermost outward. A reduction encodes every part
+again after each sum. A gather over adjacent tiers with the same block format encodes once, on the outermost of them,
+and inner tiers forward the received messages: one rounding for any number of tiers. On those, `pieces` messages of
+`numel` elements travel together (terrace.plan.hops).
 
-A sum that comes back over the tiers it crossed is an all-reduce: its reduced parts are gathered again. A sum of n
-sparse messages is n times as dense, and would have to be coded a second time for its gather. So sparse messages of an
-all-reduce are gathered instead, and every member decodes and adds them itself, its own too: one rounding, and the same
-sum on all. The tiers outside a sparse one must then have its format, and no gather follows over them. On the outermost
-tier of an all-reduce all block formats travel so between two members: as many bytes, in one message instead of two.
+A reduction that is gathered over the same tiers is an all-reduce. A sum of n sparse messages is n times as dense and
+would have to be encoded again for the gather. So sparse messages of an all-reduce are all-gathered instead, and every
+member decodes and adds them, including its own: one rounding, and the same sum on all members. Tiers outside a sparse
+one must then have the same format, and no gather follows over them. On the outermost tier of an all-reduce between two
+members, all block formats do this: the same number of bytes, in one message instead of two.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,8 +27,8 @@ from terrace.plan.wire import BETWEEN_STAGES, CHANGES, FORMATS, PLACEABLE, ROUTE
 if TYPE_CHECKING:
     from terrace.plan.layout import Layout
 
-# Numbers of a fragment that an island tells the others as it starts an exchange: valid tokens and sum of losses since
-# its last start; squared norms of its change, of its change while the last exchange was under way, and of the last mean
+# Numbers per fragment that an island sends when it starts an exchange: valid tokens and sum of losses since the last
+# start; squared norms of its change, of its change while the last exchange was in flight, and of the last mean change
 OUTER_FIGURES = ("tokens", "loss", "change", "meanwhile", "mean")
 
 
@@ -37,16 +37,16 @@ def gather_hops(
 ) -> list[Hop]:
     """The hops of a gather of `numel` padded elements from tier `outer` to tier `inner`, in order.
 
-    `coded`: of matrices that are held as codes.
+    `coded`: the elements are 8-bit codes of matrices.
     """
     hops: list[Hop] = []
     for tier in range(outer, inner, -1):
         degree, wire = layout.degrees[tier], plan.wire_format(message, layout.tiers[tier], coded=coded)
         if degree == 1 or not numel:
             continue
-        # Same block format as the tier outside: forward its coded pieces instead of rounding again.
+        # Same block format as the outer tier: forward its encoded pieces instead of rounding again.
         if hops and wire.block and hops[-1].wire == wire:
-            # Each forwarded message is one piece; their number grows by the degree of every tier crossed.
+            # The number of pieces is multiplied by the degree of every tier crossed.
             hops.append(Hop(tier, degree, wire, hops[-1].numel, hops[-1].pieces * hops[-1].degree))
         else:
             hops.append(Hop(tier, degree, wire, numel // layout.span(tier)))
@@ -65,10 +65,10 @@ def reduce_hops(layout: "Layout", plan: Plan, message: MessageClass, numel: int,
 def block_hops(
     layout: "Layout", plan: Plan, message: MessageClass, numel: int, source: int | None = None, num_scales: int = 0
 ) -> tuple[list[Hop], list[Hop]]:
-    """(Hops of the reduction, hops of the gather) of one message of a block of `numel` padded elements.
+    """(Hops of the reduction, hops of the gather) of one message of a block with `numel` padded elements.
 
-    `source` is the tier that a gather of parameters starts from, where it is not the one the plan names. `num_scales`
-    are the matrices of a buffer that is held as codes: a refresh finds their largest magnitudes first.
+    `source` overrides the tier that a gather of parameters starts from. `num_scales` is the number of matrices in a
+    buffer held as codes: a refresh first reduces their largest magnitudes.
     """
     route = ROUTES[message]
     reduction, gathering = [], []
@@ -90,13 +90,13 @@ def block_hops(
 
 
 def scale_hops(layout: "Layout", num_scales: int) -> list[Hop]:
-    """The hops of the largest magnitudes of matrices, fp32, among the ranks that hold parts of them as masters."""
+    """Hops that reduce the matrices' largest magnitudes, fp32, among the ranks that shard their masters."""
     tiers = range(layout.optimizer + 1)
     return [Hop(tier, layout.degrees[tier], FORMATS["fp32"], num_scales) for tier in tiers if layout.degrees[tier] > 1]
 
 
 def reduced_to(layout: "Layout", plan: Plan, message: MessageClass) -> int:
-    """The tier whose part of a buffer a rank holds after the reduction of a message; -1 without a reduction."""
+    """Tier of the shard that a rank holds after the reduction of a message; -1 without a reduction."""
     route = ROUTES[message]
     if route.reduction is None:
         return -1
@@ -107,8 +107,9 @@ def reduced_to(layout: "Layout", plan: Plan, message: MessageClass) -> int:
 
 
 def between_two(layout: "Layout", plan: Plan, message: MessageClass) -> list[int]:
-    """The outermost tier over which a message is reduced and gathered again, where it goes whole between two members
-    in a block format; else nothing.
+    """The outermost all-reduced tier, if it has two members and a block format; they exchange whole messages there.
+
+    Empty otherwise.
     """
     # Two members send as many bytes either way.
     reduced = all_reduced_tiers(layout, message)[-1:]
@@ -116,7 +117,7 @@ def between_two(layout: "Layout", plan: Plan, message: MessageClass) -> list[int
 
 
 def all_reduced_tiers(layout: "Layout", message: MessageClass) -> list[int]:
-    """Indexes of the tiers with peers over which a message is reduced and gathered again, innermost first."""
+    """Indexes of the tiers with peers over which a message is all-reduced, innermost first."""
     route = ROUTES[message]
     if route.reduction is None or route.gathering is None:
         return []
@@ -126,7 +127,7 @@ def all_reduced_tiers(layout: "Layout", message: MessageClass) -> list[int]:
 
 
 def _whole_hops(layout: "Layout", plan: Plan, message: MessageClass, numel: int, inner: int, outer: int) -> list[Hop]:
-    # From the outermost tier inward, as a gather: fewest messages cross the outer links.
+    # From the outermost tier inward, like a gather, so that the fewest messages cross outer links.
     hops, pieces = list[Hop](), 1
     for tier in range(outer, inner, -1):
         degree, wire = layout.degrees[tier], _format(layout, plan, message, tier)
@@ -141,10 +142,10 @@ def _format(layout: "Layout", plan: Plan, message: MessageClass, tier: int) -> W
 
 
 def crossed_tiers(layout: "Layout", message: MessageClass) -> tuple[int, ...]:
-    """Indexes of the tiers that messages of a class are there to cross.
+    """Indexes of the tiers that a message class crosses.
 
-    Inside a block and between stages these are the tiers where the axes of the class have ranks; `layout` need not join
-    them.
+    For messages inside blocks and between stages, these are the tiers where the axes of the class have several ranks;
+    `layout` need not join those.
     """
     if message in ROUTES or layout.mesh is None:
         return tuple(layout.route(message))
@@ -154,23 +155,23 @@ def crossed_tiers(layout: "Layout", message: MessageClass) -> tuple[int, ...]:
 
 
 def axes_of(message: MessageClass) -> tuple[str, ...]:
-    """The axes of the mapping whose ranks exchange messages of a class that no `ROUTES` has."""
+    """The axes whose ranks exchange a message class that is not in `ROUTES`."""
     if message is MessageClass.CONTEXT:
         return CONTEXT
     return PIPELINE if message in BETWEEN_STAGES else TENSOR
 
 
 def lossy_messages(layout: "Layout", plan: Plan) -> tuple[MessageClass, ...]:
-    """Message classes that cross some tier in a block format; their rounding error is measured.
+    """Message classes that cross some tier in a block format, whose rounding error is measured.
 
-    `layout` joins all ranks that hold some part of a block together.
+    `layout` joins all ranks that together hold a block.
     """
     found = []
     for message in PLACEABLE:
-        # Messages of islands are under way over many steps, whose sums they are not part of.
+        # Messages between islands span many steps, so they are not in a step's sums.
         if message is MessageClass.OUTER:
             continue
-        # Of a class inside blocks or between stages `layout` does not join the ranks.
+        # `layout` does not join the ranks of classes inside blocks or between stages.
         tiers = (tier for tier in crossed_tiers(layout, message) if message not in ROUTES or layout.degrees[tier] > 1)
         if any(plan.wire_format(message, layout.tiers[tier]).block for tier in tiers):
             found.append(message)
@@ -180,16 +181,17 @@ def lossy_messages(layout: "Layout", plan: Plan) -> tuple[MessageClass, ...]:
 def control_numbers(layout: "Layout", plan: Plan, blocks: Sequence[BlockSpec]) -> int:
     """Number of fp64 numbers in a control message.
 
-    The squared norm, the loss and the token count; the figures of routers, if any block has one; then squared error and
-    square of each lossy class.
+    Squared gradient norm, loss and token count; router figures, if any block has a router; squared error and squared
+    norm of each lossy message class.
     """
     return 3 + len(FIGURES) * has_routers(blocks) + 2 * len(lossy_messages(layout, plan))
 
 
 def outer_hops(world: "Layout", plan: Plan, blocks: Sequence[BlockSpec], exchange: Exchange) -> tuple[Hop, ...]:
-    """The hops of an exchange's numbers, fp64, innermost tier first; outside an island those of all islands travel on.
+    """The hops of an exchange's fp64 numbers, innermost tier first.
 
-    Of each fragment that starts, `OUTER_FIGURES`; of each of its blocks a digest.
+    The numbers are `OUTER_FIGURES` of each fragment that starts and a digest of each of its blocks. Outside islands,
+    received numbers are forwarded, so that every rank gets those of all islands.
     """
     trained = (index for index, block in enumerate(blocks) if block.num_trainable)
     digests = sum(plan.outer.fragment(index) in exchange.starts for index in trained)
@@ -202,12 +204,12 @@ def outer_hops(world: "Layout", plan: Plan, blocks: Sequence[BlockSpec], exchang
 
 
 def residual_numels(layout: "Layout", plan: Plan, numel: int) -> Iterator[int]:
-    """Elements of each residual that error feedback keeps for a block of `numel` padded elements."""
+    """Number of elements of each error-feedback residual for a block of `numel` padded elements."""
     for message in CHANGES:
         reduction, gathering = block_hops(layout, plan, message, numel)
         for hop in reduction:
-            # A rank's own part is not rounded and leaves no residual, but that of whole messages is, once.
+            # A rank's own part is not rounded and has no residual, except for whole messages, which are rounded once.
             if hop.wire.feedback and hop.pieces == 1:
                 yield hop.numel if hop.is_whole else (hop.degree - 1) * hop.numel
-        # Only the hop that codes makes an error; forwarded pieces (`pieces > 1`) make none.
+        # Only the hop that encodes makes an error; forwarded pieces (`pieces > 1`) make none.
         yield from (hop.numel for hop in gathering if hop.wire.feedback and hop.pieces == 1)

@@ -1,18 +1,18 @@
-"""Cutting a model over axes: the slice each rank holds of every parameter.
+"""Cuts a model over axes: the slice that each rank holds of every parameter.
 
-Each dim of a parameter declares the quantity it counts, and a table names the axes that cut it (Megatron-LM,
-1909.08053, section 3; the rows x columns form is AxoNN's, 2305.13525, section 4):
+Each dim of a parameter declares what it counts, which determines the axes that cut it (Megatron-LM, 1909.08053,
+section 3; rows x columns as in AxoNN, 2305.13525, section 4):
 
     heads, kv_heads, intermediate   rows: the inner dim of attention and of the MLP
     hidden                          columns: the residual stream
     vocab                           columns and rows together: embedding and head
     experts                         expert: ranks hold different experts
-    expert_intermediate             rows of the factoring for stacks: every part is cut; whole where there is none
+    expert_intermediate             rows of the factoring for experts, which cut every expert; whole without one
 
-A single head is never cut. With more rows than key-value heads every rank holds all of them and uses the one that its
-queries need. A vocabulary or an inner MLP size that does not divide is padded with zeros at the end, which add nothing
-to any product and get no gradient. The other dims stay whole. A parameter is replicated over the axes that do not cut
-it: each of their ranks has a part of its gradient, and together they shard its states.
+A head is never cut. With more rows than key-value heads, every rank holds all of them and uses the one that its queries
+need. A vocabulary or inner MLP size that does not divide is padded with zeros at the end, which contribute nothing and
+get no gradient. Other dims stay whole. A parameter is replicated over the axes that do not cut it: each of their ranks
+has a partial gradient, and together they shard its states.
 """
 
 import math
@@ -31,15 +31,15 @@ _PADDED = ("vocab", "intermediate")
 
 
 def slice_blocks(blocks: Sequence[BlockSpec], mesh: Mesh) -> tuple[BlockSpec, ...]:
-    """The slice of `blocks` that one rank holds; all ranks hold the same sizes.
+    """The specs of `blocks` as one rank holds them; sizes are equal on all ranks.
 
     Raises `PlanError` for a dim that the degrees of its axes (`CUT_BY`) do not divide, and under a tensor axis for a
-    parameter that declares no dims.
+    parameter without declared dims.
     """
-    # Nothing is cut: the specs stay the same objects, which are compared fastest.
+    # Nothing is cut: keep the same spec objects, which compare fastest.
     if not mesh.divides_stacks and all(mesh.total(axis) == 1 for axes in CUT_BY.values() for axis in axes):
         return tuple(blocks)
-    # Blocks that share their parameters' specs still do.
+    # Blocks that share parameter specs keep sharing them.
     firsts = first_equal([block.params for block in blocks])
     sliced = {
         first: tuple(_slice(blocks[first].name, param, mesh) for param in blocks[first].params)
@@ -49,20 +49,20 @@ def slice_blocks(blocks: Sequence[BlockSpec], mesh: Mesh) -> tuple[BlockSpec, ..
 
 
 def rank_numel(dim: Dim, degrees: Mapping[str, int]) -> int:
-    """Features of a token that a rank works on, padding included; `degrees` of axes are 1 where they are not named.
+    """Features per token that a rank works on, padding included; axes missing from `degrees` have degree 1.
 
-    With more rows than key-value heads it is the one that the rank's queries need.
+    With more rows than key-value heads, these are the features of one head.
     """
     return -(-dim.units // _degree(dim.counts, degrees)) * dim.size
 
 
 def is_shared(dim: Dim, degrees: Mapping[str, int]) -> bool:
-    """Whether ranks hold more units of a dim than they work on: all key-value heads, fewer than there are rows."""
+    """Whether a rank holds more of a dim than it works on: all key-value heads, if there are more rows than heads."""
     return _has_too_few(dim.counts, dim.units, _degree(dim.counts, degrees))
 
 
 def used_part(dim: Dim, rows: int, row: int) -> slice | None:
-    """Of what a row holds of a dim, the features that it works on: None for all, else one key-value head.
+    """Features that a row works on within what it holds of a dim: None for all, else one key-value head.
 
     Consecutive rows share a key-value head, as their query heads do.
     """
@@ -79,14 +79,14 @@ def _has_too_few(counts: str, units: int, degree: int) -> bool:
 
 
 def rank_slices(param: ParamSpec, mesh: Mesh, rank: int) -> tuple[slice, ...]:
-    """The part of the whole parameter that a rank holds, without padding."""
+    """The slice of the whole parameter that a rank holds, without padding."""
     if not param.cuts:
         return tuple(slice(0, size) for size in param.shape)
     parts, mesh = [], mesh.of_stacks(param.is_stack)
     for size, whole, cut in zip(param.shape, param.whole, param.cuts, strict=True):
         place = 0
-        for axis in reversed(cut):  # the first axis counts fastest
-            # A unit of a tier holds experts that are neighbours, which a gate may take as a group.
+        for axis in reversed(cut):  # the first axis varies fastest
+            # A unit of a tier holds consecutive experts, which a gate may treat as a group.
             here = mesh.place(rank, PARTS) if axis in PARTS else mesh.part(rank, axis)
             place = place * mesh.total(axis) + here
         parts.append(slice(min(size * place, whole), min(size * place + size, whole)))
@@ -112,7 +112,7 @@ def _slice(block: str, param: ParamSpec, mesh: Mesh) -> ParamSpec:
     for size, (name, units) in zip(param.shape, param.dims, strict=True):
         cut = tuple(axis for axis in cut_by.get(name, ()) if mesh.total(axis) > 1)
         words = ("tensor " if set(cut) <= set(TENSOR) and not param.is_stack else "") + " x ".join(cut)
-        # Both dims cut by one axis would leave only the diagonal blocks on some rank.
+        # If one axis cut both dims, ranks would hold only the diagonal blocks.
         if any(axis in cut for other in cuts for axis in other):
             raise PlanError(
                 f"{block}.{param.name} has two dims that {words} would cut, {param.dims}: no rank "
@@ -134,7 +134,7 @@ def _slice(block: str, param: ParamSpec, mesh: Mesh) -> ParamSpec:
                 f"{block}.{param.name} has {units} {name}, which {words} = {degree} do not divide: "
                 f"use {fix}, or another number of {name}"
             )
-        # Whole units per rank, rounded up: `_PADDED` dims fill the rest with zeros.
+        # Whole units per rank, rounded up; the rest of a `_PADDED` dim is zeros.
         shape.append(-(-units // degree) * (size // units) if units else 0)
         cuts.append(cut)
     used = {axis for cut in cuts for axis in cut}

@@ -1,4 +1,4 @@
-"""Rules of the keys `experts`, `expert_chunks` and `expert_gaps` of a plan."""
+"""Rules for the plan keys `experts`, `expert_chunks` and `expert_gaps`."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,12 +13,12 @@ from terrace.plan.mesh import STACK_AXES, STAGE, Mesh, tier_degrees
 from terrace.plan.plan import EXPERT_CHUNKS, Plan, num_gaps
 from terrace.plan.wire import GRADIENTS
 
-MOST_CHUNKS = 64  # of the tokens of a micro-batch: each is a message over every tier
-SHARES_ROUNDED = 1e-6  # by which the sum of shares may be off: files have decimals
+MOST_CHUNKS = 64  # chunks of a micro-batch's tokens; each is a message over every tier
+SHARES_ROUNDED = 1e-6  # tolerance for the sum of shares, which files round to decimals
 
 
 def check_stack_table(plan: Plan, sizes: Mapping[str, int]) -> None:
-    """Raise `PlanError` for a table `experts` that does not fit the tiers, whose sizes are given by name."""
+    """Raise `PlanError` if the table `experts` does not fit the tiers; `sizes` maps tier names to sizes."""
     check_table("experts", plan.experts, sizes, STACK_AXES)
     for name, degrees in plan.experts.items():
         # Stages do not share experts.
@@ -32,7 +32,7 @@ def check_stack_table(plan: Plan, sizes: Mapping[str, int]) -> None:
 
 
 def check_stacks(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> None:
-    """Raise `PlanError` for a division of experts that the model or the optimizer cannot have."""
+    """Raise `PlanError` if the model or the optimizer does not support the table `experts`."""
     columns = Mesh.of(cluster, plan).total("columns")
     if plan.experts and not any(block.has_stacks for block in blocks):
         raise PlanError("the table experts has no effect: no layer of this model has experts; leave it out")
@@ -47,7 +47,7 @@ def check_stacks(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> N
 
 
 def refuse_unscaled_losses(asked: str, blocks: Sequence[BlockSpec]) -> None:
-    """Raise `PlanError` for routers under a loss scale, which is what `asked` asks for."""
+    """Raise `PlanError` for routers under a loss scale; `asked` is the setting that needs the scale."""
     if has_routers(blocks):
         raise PlanError(
             f"{asked} with a mixture of experts: losses of its routers are not scaled; use 'bf16' or 'fp32'"
@@ -55,7 +55,7 @@ def refuse_unscaled_losses(asked: str, blocks: Sequence[BlockSpec]) -> None:
 
 
 def check_chunks(plan: Plan) -> None:
-    """Raise `PlanError` for numbers of chunks that cannot be, or have no effect."""
+    """Raise `PlanError` for `expert_chunks` that are invalid or have no effect."""
     for name, number in plan.expert_chunks.items():
         if name not in EXPERT_CHUNKS:
             known = ", ".join(EXPERT_CHUNKS)
@@ -88,7 +88,7 @@ def check_chunks(plan: Plan) -> None:
 
 
 def check_gaps(cluster: Cluster, plan: Plan) -> None:
-    """Raise `PlanError` for shares of gradients that cannot be, or have no effect."""
+    """Raise `PlanError` for `expert_gaps` that are invalid or have no effect."""
     shares, chunks = plan.expert_gaps, plan.expert_chunks.get("backward", 1)
     if not shares:
         return

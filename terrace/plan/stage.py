@@ -1,10 +1,10 @@
 """A stage: the blocks of one pipeline rank, and the order in which micro-batches pass them.
 
-The model is cut into consecutive *chunks* of blocks. A stage holds one or more of them; in a *group* several
-micro-batches pass a chunk one after the other in the same direction, and one gather of its parameters serves them all.
-Without a pipeline there is one stage with one chunk per block.
+The model is cut into consecutive *chunks* of blocks. A stage holds one or more chunks. In a *group*, several
+micro-batches pass a chunk in a row in the same direction, with one gather of its parameters. Without a pipeline there
+is one stage with one chunk per block.
 
-Groups are made of the orders of a schedule (terrace.program). A rank's messages, gathers and memory follow from them.
+Groups are built from a schedule's orders (terrace.program) and determine a rank's messages, gathers and memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,12 +16,12 @@ from typing import NamedTuple
 from terrace.base.repeated import Repeated
 from terrace.model.spec import BlockSpec
 
-# Repetitions that stand for any number: the first may differ by what came before, the third is like the second.
+# Repetitions that represent any number: the first may depend on what precedes it, the third equals the second.
 SHORT = 2
 
 
 class Pass(IntEnum):
-    """How micro-batches pass a chunk. A backward is whole or in halves (Qi et al. 2401.10241, section 2)."""
+    """How micro-batches pass a chunk. A backward is whole or split in two halves (Qi et al. 2401.10241, section 2)."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -35,7 +35,7 @@ class Pass(IntEnum):
 
     @property
     def finishes(self) -> bool:
-        """Whether the gradient of the micro-batch is complete after it."""
+        """Whether the micro-batch's gradient is complete afterwards."""
         return self in _FINISH
 
 
@@ -43,18 +43,18 @@ _FINISH = frozenset((Pass.BACKWARD, Pass.BACKWARD_WEIGHT))
 
 
 class Group(NamedTuple):
-    """Micro-batches that pass a chunk one after the other; each of them passes all blocks of the chunk."""
+    """Micro-batches that pass a chunk in a row; each passes all blocks of the chunk."""
 
     pass_: Pass
     chunk: int
     micros: Sequence[int]
 
     def later(self, micros: int) -> "Group":
-        """The same group of later micro-batches."""
+        """The same group, shifted by `micros` micro-batches."""
         pass_, chunk, now = self
         if isinstance(now, range):
             return Group(pass_, chunk, range(now.start + micros, now.stop + micros))
-        # Most groups of a long step are of one micro-batch.
+        # Fast path: most groups of a long step have one micro-batch.
         later = (now[0] + micros,) if len(now) == 1 else tuple(micro + micros for micro in now)
         return Group(pass_, chunk, later)
 
@@ -63,10 +63,9 @@ class Group(NamedTuple):
 class Stage:
     """The blocks of one pipeline rank and the groups that pass them.
 
-    `chunks` are the blocks of each chunk; `onward` and `back` are the stages that receive its output and the gradient
-    of its input, None where that is this stage or there is no message. `ties` maps a block that two stages hold to the
-    other stage; `copies` are the blocks held here as copies. `pairs` are all pairs of stages, anywhere in the pipeline,
-    that exchange messages.
+    `chunks` are the blocks of each chunk. `onward` and `back` are, per chunk, the stages that receive its output and
+    its input gradient, None if there is no message. `ties` are (block, other stage) for blocks that two stages hold;
+    `copies` are the blocks held here as copies. `pairs` are all pairs of stages that exchange messages.
     """
 
     index: int = 0
@@ -87,16 +86,16 @@ class Stage:
 
     @cached_property
     def held(self) -> tuple[int, ...]:
-        """Blocks with states here: the ones that run here and the copies they borrow from."""
+        """Blocks with states here: those that run here, and copies of those they borrow from."""
         return tuple(sorted((*self.own, *self.copies)))
 
     @cached_property
     def short(self) -> "Stage":
-        """The same order with few repetitions; itself where nothing repeats."""
+        """The stage with `SHORT` repetitions; itself if nothing repeats."""
         return self.repeating(SHORT) if isinstance(self.groups, Repeated) else self
 
     def repeating(self, count: int) -> "Stage":
-        """The same order with `count` repetitions. Only for a stage whose groups repeat."""
+        """The stage with `count` repetitions. Only for a stage whose groups repeat."""
         groups = self.groups
         assert isinstance(groups, Repeated), "a short step is kept whole"
         num_micros = self.num_micros - (groups.repeats - count) * groups.every
@@ -104,11 +103,11 @@ class Stage:
 
     @cached_property
     def trains(self) -> bool:
-        """Whether there are backwards among the groups."""
+        """Whether any group is a backward."""
         return any(group.pass_ is not Pass.FORWARD for group in self.groups)
 
     def passes(self) -> Iterator[tuple[Group, int, int]]:
-        """(group, micro-batch, block) in the order of the step."""
+        """(Group, micro-batch, block) in execution order."""
         for group in self.groups:
             order = self.traversal(group)
             for micro in group.micros:
@@ -121,13 +120,13 @@ class Stage:
         return blocks if group.pass_ is Pass.FORWARD else blocks[::-1]
 
     def sends(self) -> Iterator[tuple[int, bool]]:
-        """(stage, whether it is a gradient) of each message this rank sends per micro-batch."""
+        """(Receiving stage, whether it is a gradient) of each message that a rank sends per micro-batch."""
         yield from ((peer, False) for peer in self.onward if peer is not None)
         yield from ((peer, True) for peer in self.back if peer is not None)
 
 
 def whole_stage(num_blocks: int, num_micros: int, unit: int) -> Stage:
-    """The stage of a plan without a pipeline: units of micro-batches pass block after block, then back."""
+    """The stage of a plan without a pipeline: each unit of micro-batches passes the blocks forward, then backward."""
     groups = []
     for micros in units(num_micros, unit):
         groups += [Group(Pass.FORWARD, block, micros) for block in range(num_blocks)]
@@ -142,7 +141,7 @@ def whole_stage(num_blocks: int, num_micros: int, unit: int) -> Stage:
 
 
 def units(num_micros: int, unit: int) -> list[range]:
-    """Micro-batches of every unit; the last may hold fewer."""
+    """Micro-batches of each unit; the last unit may be smaller."""
     return [range(first, min(first + unit, num_micros)) for first in range(0, num_micros, unit)]
 
 
@@ -152,10 +151,10 @@ def count_units(num_micros: int, unit: int) -> int:
 
 
 def reduction_points(stage: Stage, blocks: Sequence[BlockSpec], unit: int) -> dict[int, list[int]]:
-    """Passes (numbers in `Stage.passes`) after which the gradient of each held block is reduced.
+    """Block -> passes (indexes into `Stage.passes`) after which its gradient is reduced.
 
-    A gradient is reduced after every `unit` complete micro-batches and after the last; the last reduction also waits
-    for every block that borrows from it. A copy takes the turns of its first borrower.
+    A gradient is reduced after every `unit` complete micro-batches and after the last one; the last reduction also
+    waits for every block that borrows from it. A copy is reduced when its first borrower is.
     """
     # Reversed, so that the first borrower in model order wins.
     borrower = {lender: block for block in reversed(stage.own) for lender in blocks[block].borrows}
@@ -165,7 +164,7 @@ def reduction_points(stage: Stage, blocks: Sequence[BlockSpec], unit: int) -> di
     for group in stage.groups:
         order = stage.traversal(group)
         passed = len(group.micros) * len(order)
-        # A backward in halves completes its gradient with the weight half.
+        # In a split backward the weight half completes the gradient.
         for place, block in enumerate(order if group.pass_ in _FINISH else ()):
             here = range(first + place, first + passed, len(order))
             finished[block] += here

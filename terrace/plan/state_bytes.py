@@ -1,6 +1,6 @@
-"""Bytes of a flat buffer's states on a rank: the part of model state that does not depend on the order of a step.
+"""Bytes of a flat buffer's states on a rank, as far as they stay allocated throughout a step.
 
-The buffers that come and go are in terrace.program.buffers.
+For temporary buffers see terrace.program.buffers.
 """
 
 from collections import defaultdict
@@ -21,9 +21,10 @@ CATEGORIES = ("params", "secondary", "gathered", "grads", "grads_full", "optimiz
 
 
 def keeps_master(plan: Plan, layout: Layout, *, coded: bool = False) -> bool:
-    """Whether the master parameters are a copy apart from the working parameters.
+    """Whether the master parameters are stored separately from the working parameters.
 
-    They can be one memory when dtypes agree and no refresh message rounds the working copy. `coded`: this is codes.
+    They share memory if dtypes agree and no refresh message rounds the working copy. `coded`: the working copy is 8-bit
+    codes.
     """
     if coded:
         return True
@@ -35,12 +36,12 @@ def keeps_master(plan: Plan, layout: Layout, *, coded: bool = False) -> bool:
 
 
 def accumulates_in_place(layout: Layout) -> bool:
-    """Whether a backward can add straight into the accumulated gradient: no message is between. Dtypes may differ."""
+    """Whether a backward adds directly into the accumulated gradient, with no message between. Dtypes may differ."""
     return layout.span(layout.grads) == 1
 
 
 def slice_bytes(plan: Plan, parts: Sequence[FlatParamSpec]) -> dict[str, int]:
-    """Bytes that a rank keeps throughout the step of a block with the flat buffers `parts`, by category."""
+    """Category -> bytes that a rank keeps throughout the step for a block with flat buffers `parts`."""
     total: dict[str, int] = defaultdict(int)
     for flat in parts:
         for category, size in _steady(plan, flat).items():
@@ -49,7 +50,7 @@ def slice_bytes(plan: Plan, parts: Sequence[FlatParamSpec]) -> dict[str, int]:
 
 
 def blocks_bytes(plan: Plan, flats: Sequence[Sequence[FlatParamSpec]]) -> list[dict[str, int]]:
-    """`slice_bytes` of every block; found once for blocks with equal flat buffers."""
+    """`slice_bytes` of every block, computed once for blocks with equal flat buffers."""
     return once_each(partial(slice_bytes, plan), flats)
 
 
@@ -64,7 +65,7 @@ def _steady(plan: Plan, flat: FlatParamSpec) -> dict[str, int]:
         # Not in the compute dtype, since many micro-batches are summed.
         found["grads"] = padded // layout.span(layout.grads) * summed
         owned = padded // layout.span(layout.optimizer)
-        # The master copy where it is apart, and moments.
+        # The master copy if it is separate, and moments.
         kept = owned if keeps_master(plan, layout, coded=flat.is_coded) else 0
         found["optimizer"] = kept * FORMATS[plan.master].element_bytes
         found["optimizer"] += moment_bytes(plan, moments(plan.update, owned, padded - whole))
@@ -74,9 +75,10 @@ def _steady(plan: Plan, flat: FlatParamSpec) -> dict[str, int]:
 
 
 def moments(update: Update, owned: int, num_elementwise: int) -> tuple[int, ...]:
-    """Elements of each tensor of optimizer state on the rank that keeps most of the `owned` elements of a flat buffer.
+    """Elements of each optimizer state tensor for a slice of `owned` elements, on the rank where they are most.
 
-    `num_elementwise` at the end of the buffer, padding included, are not parts of matrices that Muon updates.
+    `num_elementwise` is the number of elements at the end of the buffer, padding included, that Muon does not update as
+    matrices.
     """
     match update:
         case "sgd":
@@ -85,13 +87,13 @@ def moments(update: Update, owned: int, num_elementwise: int) -> tuple[int, ...]
             return (owned,)
         case "adamw":
             return owned, owned
-        case "muon":  # a second moment of all that is updated by itself
+        case "muon":  # elementwise updates (AdamW) have a second moment
             alone = min(owned, num_elementwise)
             return owned - alone, alone, alone
 
 
 def moment_bytes(plan: Plan, numels: Iterable[int]) -> int:
-    """Bytes of tensors of optimizer state."""
+    """Bytes of optimizer state tensors with these numbers of elements."""
     return sum(state_bytes(plan.optimizer_states or plan.sums, numel) for numel in numels)
 
 
@@ -100,7 +102,7 @@ def _crossed(layout: Layout) -> list[int]:
 
 
 def tie_bytes(flats: Sequence[FlatParamSpec], summed: str) -> int:
-    """Bytes a rank sends to sum up the gradient of a block that two stages hold."""
+    """Bytes that a rank sends to sum the gradient of a block held by two stages."""
     # Gradients are exchanged after their reduction, so each rank sends only its shard.
     shards = (flat.padded // flat.layout.span(flat.layout.grads) for flat in flats if flat.trainable)
     return sum(shards) * FORMATS[summed].element_bytes

@@ -1,22 +1,22 @@
 """How optimizer states are stored, and their bytes.
 
-A state is stored in a dtype, or in 8 bits an element with a scale for each block (Dettmers et al., arXiv 2110.02861):
+A state is stored in a dtype, or in 8 bits per element with one scale per block (Dettmers et al., arXiv 2110.02861):
 
     bytes(n) = n + 4 (ceil(n / 256) + 1)        n elements of a slice, 0 if there are none
 
-Blocks lie in the flat buffer, not in the slice, so that a slice elsewhere has the same blocks, but for those that its
-borders cut: n elements in a row lie in ceil(n / 256) + 1 blocks at most. `terrace.runtime.block_codes` has the codes.
+Blocks are aligned to the flat buffer, not to the slice, so resharding keeps all blocks except those cut by a slice
+border: n consecutive elements overlap at most ceil(n / 256) + 1 blocks. For the codes see terrace.runtime.block_codes.
 """
 
 from terrace.plan.wire import FORMATS
 
-STATE_BLOCK = 256  # elements: torchao's and Dettmers' later choice for blocks of states (2048 in the paper)
+STATE_BLOCK = 256  # elements, as in torchao and Dettmers' later work (2048 in the paper)
 STATE_SCALE_BYTES = 4  # fp32
 BLOCK_STATES = "int8"
 
 
 def num_state_blocks(numel: int) -> int:
-    """Blocks for which `numel` elements in a row keep a scale, wherever they begin."""
+    """Number of blocks, and so scales, for `numel` consecutive elements with any start."""
     return -(-numel // STATE_BLOCK) + 1 if numel else 0
 
 
@@ -28,10 +28,10 @@ def state_bytes(name: str, numel: int) -> int:
 
 
 def element_bytes(name: str) -> float:
-    """Bytes of an element of a long state."""
+    """Bytes per element of a large state, scales included."""
     return 1 + STATE_SCALE_BYTES / STATE_BLOCK if name == BLOCK_STATES else FORMATS[name].element_bytes
 
 
 def stored_bytes(name: str, numel: int) -> int:
-    """Bytes of the same state in a checkpoint, where block codes are written as the fp32 values that they stand for."""
+    """Bytes of the state in a checkpoint, which stores int8 blocks dequantised to fp32."""
     return numel * FORMATS["fp32" if name == BLOCK_STATES else name].element_bytes

@@ -1,13 +1,13 @@
-"""The tensor axis of a plan: its lines of ranks, the tokens of a micro-batch, and the hops and bytes of its messages.
+"""The tensor axis of a plan: its groups of ranks, the tokens of a micro-batch, and the hops and bytes of its messages.
 
-A block's activations have the T tokens of a micro-batch on a rank, micro_batch x sequence or the part that a context
-axis leaves (terrace.plan.context), padded for the rows to divide. Every all-reduce is a reduce-scatter and an
-all-gather of the same elements (Megatron-LM 1909.08053, section 3; sequence parallel form: Korthikanti et al.
-2205.05198, section 4.2; columns: AxoNN 2305.13525, section 4). Which messages a block sends, and in which order, is in
+A block's activations have the T tokens of a micro-batch on a rank: micro_batch x sequence, or a context rank's local
+tokens (terrace.plan.context), padded to a multiple of the rows. Every all-reduce is a reduce-scatter and an all-gather
+of the same elements (Megatron-LM 1909.08053, section 3; sequence parallel form: Korthikanti et al. 2205.05198, section
+4.2; columns: AxoNN 2305.13525, section 4). For the messages of a block and their order see
 terrace.program.block_program.regions.
 
-Where a loss goes by the choices of whole sequences, ranks that share sequences gather B E numbers of each, for B
-sequences and E experts (message class `choices`), in a first forward alone.
+For per-sequence router losses, ranks that share sequences gather B E numbers from each rank, for B sequences and E
+experts (message class `choices`), only in the first forward, not in a recomputed one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,21 +28,21 @@ from terrace.plan.wire import FORMATS, MessageClass
 
 @dataclass(frozen=True)
 class TensorTraffic:
-    """The tensor axis of a plan: its lines of ranks, and the tokens of a micro-batch."""
+    """The tensor axis of a plan: layouts of its groups of ranks, and the tokens of a micro-batch."""
 
     plan: Plan
     rows: Layout
     columns: Layout
     both: Layout
     sharing: Layout  # the ranks that share sequences
-    shape: tuple[int, int]  # rows and tokens of a row, of a micro-batch on a rank
+    shape: tuple[int, int]  # (rows, tokens per row) of a micro-batch on a rank
 
     @staticmethod
     def of(mesh: Mesh, tiers: Sequence[str], plan: Plan, sequence: int) -> "TensorTraffic":
         """The tensor axis of `plan` for sequences of `sequence` tokens."""
 
         def line(*axes: str) -> Layout:
-            outermost = len(tiers) - 1  # a line has no states: everything it carries is cut over all its ranks
+            outermost = len(tiers) - 1  # no states: whatever is sent is cut over all its ranks
             return Layout(
                 tiers=tuple(tiers), degrees=mesh.group(*axes), axes=axes, mesh=mesh,
                 params=outermost, params_backward=outermost, grads=outermost, optimizer=outermost,
@@ -58,16 +58,16 @@ class TensorTraffic:
 
     @property
     def lines(self) -> tuple[Layout, Layout, Layout]:
-        """The ranks that differ on rows, on columns, and on either."""
+        """Layouts of the ranks that differ on rows, on columns, and on either."""
         return self.rows, self.columns, self.both
 
     def lines_of(self, blocks: Sequence[BlockSpec]) -> list[Layout]:
-        """All lines of ranks between which `blocks` send messages."""
+        """Layouts of all groups of ranks in which `blocks` send messages."""
         return [*self.lines, *([self.sharing] if any(choice_messages(self, block) for block in blocks) else [])]
 
     @property
     def splits_tokens(self) -> bool:
-        """Whether norms and residual stream are split over the rows."""
+        """Whether norms and residual stream are split over the rows (sequence parallelism)."""
         return self.plan.sequence_parallel and self.rows.degree > 1
 
     @property
@@ -77,17 +77,17 @@ class TensorTraffic:
 
     @property
     def degrees(self) -> dict[str, int]:
-        """Number of ranks on each of the axes."""
+        """Degree of each axis."""
         return {"columns": self.columns.degree, "rows": self.rows.degree}
 
     @property
     def padded_tokens(self) -> int:
-        """Tokens of a micro-batch, padded for the rows to divide them."""
+        """Tokens of a micro-batch, padded to a multiple of the rows."""
         return self.rows.padded(self.tokens)
 
     @property
     def token_chunks(self) -> list[int]:
-        """Padded tokens of each part in which the messages of a region travel."""
+        """Padded tokens in each part of a region's messages."""
         rows = self.rows.degree
         return [
             rows * (stop - start)
@@ -100,11 +100,11 @@ class TensorTraffic:
         return {rows.axes: rows, columns.axes: columns, both.axes: both, sharing.axes: sharing}[axes]
 
     def hops(self, message: TensorMessage) -> list[Hop]:
-        """The hops of a message that is gathered or reduced."""
+        """The hops of a gather or reduction."""
         return line_hops(self.line(message.axes), self.plan, message.leg, message.numel)
 
     def sends(self, message: TensorMessage) -> Iterator[tuple[int, int]]:
-        """(Tier index, bytes that a rank sends) of a message."""
+        """(Tier index, bytes that a rank sends over it) for each hop of a message."""
         if message.leg is not Leg.NUMBERS:
             yield from ((hop.tier, hop.sent_bytes) for hop in self.hops(message))
             return
@@ -116,9 +116,9 @@ class TensorTraffic:
 
 
 def shared_bytes(tensor: TensorTraffic, blocks: Sequence[BlockSpec]) -> int:
-    """Bytes of a rank's memory that other rows read where messages are fused with products.
+    """Bytes of symmetric memory on a rank if messages are fused with matmuls; else 0.
 
-    They are two parts of the residual stream, one written by a product while the other is read.
+    Two parts of the residual stream: a matmul writes one while the other is read.
     """
     if not tensor.plan.fuses_tensor:
         return 0
@@ -127,28 +127,26 @@ def shared_bytes(tensor: TensorTraffic, blocks: Sequence[BlockSpec]) -> int:
 
 
 def line_hops(line: Layout, plan: Plan, leg: Leg, numel: int) -> list[Hop]:
-    """The hops of a gather or a reduction of `numel` padded elements over a line of ranks."""
+    """The hops of a gather or reduction of `numel` padded elements over the ranks of `line`."""
     if leg is Leg.GATHER:
         return gather_hops(line, plan, MessageClass.TENSOR, numel, line.outermost, DEVICE)
     return reduce_hops(line, plan, MessageClass.TENSOR, numel, DEVICE, line.outermost)
 
 
 def chunk_bounds(size: int, num_chunks: int) -> list[tuple[int, int]]:
-    """(Start, stop) of the parts of `size`, as equal as possible and none empty."""
+    """(Start, stop) of at most `num_chunks` parts of `size`, as equal as possible and none empty."""
     num = max(1, min(num_chunks, size))
     return [(index * size // num, (index + 1) * size // num) for index in range(num)]
 
 
 def row_tokens(num_tokens: int, num_rows: int, place: int) -> slice:
-    """The tokens of a micro-batch that the row at `place` has: equal parts in order, the last ones short or empty."""
+    """The tokens of a micro-batch on row `place`: equal parts in order, the last ones short or empty."""
     size = -(-num_tokens // num_rows)
     return slice(min(place * size, num_tokens), min((place + 1) * size, num_tokens))
 
 
 def choice_messages(tensor: TensorTraffic, block: BlockSpec) -> tuple[TensorMessage, ...]:
-    """The message with which ranks that share sequences gather the counts of a block's choices, in its first
-    forward.
-    """
+    """The gather of a block's router choice counts among ranks that share sequences; empty if there is none."""
     experts = experts_of(block)
     if experts is None or not experts.shares_choices or tensor.sharing.degree == 1:
         return ()
@@ -156,5 +154,5 @@ def choice_messages(tensor: TensorTraffic, block: BlockSpec) -> tuple[TensorMess
 
 
 def inner_numel(tensor: TensorTraffic, size: int) -> int:
-    """Elements of a region's inside on a rank, `size` for each of its tokens, padded as columns cut them."""
+    """Elements of a tensor inside a region on a rank, `size` per token, padded to a multiple of the columns."""
     return tensor.columns.padded(tensor.tokens * size)

@@ -1,6 +1,6 @@
-"""A model on its way from its training layout to replicas for generation: who gets which slice, and by which moves.
+"""Transition of a model from its training layout to generation replicas: which rank gets which slice, in which moves.
 
-A pure value, the same on every rank. Blocks that are alike share the result for the first of them.
+A pure value, equal on all ranks. Equal blocks share one result, stored for the first of them.
 """
 
 import math
@@ -26,9 +26,9 @@ from terrace.plan.wire import FORMATS
 
 @dataclass(frozen=True, kw_only=True)
 class Apart:
-    """Two pools of `cluster`: one trains, from rank `source` on; the other, `target`, generates, from rank `first` on.
+    """Two pools of `cluster`: training ranks start at rank `source`; `target` generates and starts at rank `first`.
 
-    Ranks of the transition are those of `cluster`.
+    Ranks in the transition are ranks of `cluster`.
     """
 
     cluster: Cluster
@@ -39,20 +39,19 @@ class Apart:
 
 @dataclass(frozen=True, kw_only=True)
 class Transition:
-    """A hand-over: the ranks of every replica, by slice; the elements of each block that ranks hold, and those in each
-    slice.
+    """A hand-over: the ranks of every replica, by slice, and what ranks hold and slices contain of each block.
 
-    Blocks are handed over in `rounds`: one of every stage at a time, so that all ranks send.
-    `alike` is the first block that equals each block; `holds`, `slices` and `dtypes` are by such a first block.
+    A round of `rounds` hands over one block of every stage, so that all ranks send. `alike` is, for each block, the
+    first equal one; `holds`, `slices` and `dtypes` are keyed by these.
     """
 
-    tiers: tuple[int, ...]  # sizes, innermost first
+    tiers: tuple[int, ...]  # sizes of tiers, innermost first
     replicas: tuple[Replica, ...]
     rounds: tuple[tuple[int, ...], ...]
     alike: tuple[int, ...]
     holds: dict[int, list[Parts]]
     slices: dict[int, list[Parts]]
-    dtypes: dict[int, dict[str, str]]  # parameter -> dtype of the working copy, in which it travels
+    dtypes: dict[int, dict[str, str]]  # parameter -> dtype of the working copy and of its messages
 
     @staticmethod
     def of(
@@ -67,9 +66,9 @@ class Transition:
     ) -> "Transition":
         """The hand-over to replicas of `rows` tensor ranks, on the same ranks or `apart`.
 
-        `blocks` are whole, `flats` their flat buffers in training, `held` the blocks of each stage, `source` the copies
-        that are sent (terrace.plan.holdings). `cluster` and `plan` are those of training. Raises `PlanError` for rows
-        that cannot cut the blocks, or do not divide the ranks, and for matrices that are held as codes.
+        `cluster` and `plan` are those of training; `blocks` are whole, `flats` their flat buffers in training, `held`
+        the blocks of each stage, `source` the copies that are sent (terrace.plan.holdings). Raises `PlanError` if
+        `rows` cannot cut the blocks or do not divide the ranks, and if matrices are held as codes.
         """
         refuse_codes(plan)
         mesh = Mesh.of(cluster, plan)
@@ -87,7 +86,7 @@ class Transition:
             slices[first] = generation_slices(blocks[first], rows)
             dtypes[first] = {param.name: flat.dtype(plan) for flat in flats[first] for param in flat.params}
             times = alike.count(first)
-            if apart is None:  # else no rank keeps anything
+            if apart is None:  # in a separate pool, ranks keep nothing
                 for kept_here, more in zip(kept, kept_elements(own, slices[first]), strict=True):
                     kept_here[:] = [old + times * new for old, new in zip(kept_here, more, strict=True)]
         shift = 0 if apart is None else apart.first
@@ -104,11 +103,11 @@ class Transition:
 
     @cached_property
     def cells(self) -> dict[int, list[Cell]]:
-        """Cells by the first of blocks that are alike."""
+        """First equal block -> its cells."""
         return {first: cells_of(self.holds[first], self._needs(own)) for first, own in self.slices.items()}
 
     def moves(self, block: int, rank: int | None = None) -> list[Move]:
-        """The moves of a block; with `rank`, those from it and to it."""
+        """The moves of a block; with `rank`, only those from and to it."""
         return moves_of(self.cells[self.alike[block]], self.tiers, rank)
 
     def num_bytes(self, block: int, move: Move) -> int:
@@ -124,7 +123,7 @@ class Transition:
 
 
 def _rounds(stages: Sequence[Collection[int]]) -> tuple[tuple[int, ...], ...]:
-    """Blocks in turns of one from each stage, by the stages that hold each block."""
+    """Rounds with one block from each stage; `stages` are the stages that hold each block."""
     by_stage: dict[int, list[int]] = {}
     for block, own in enumerate(stages):
         by_stage.setdefault(min(own), []).append(block)

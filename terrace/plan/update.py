@@ -1,4 +1,4 @@
-"""How an optimizer updates parameters: its state and messages depend on it. Without momentum SGD has no state."""
+"""Update rules of optimizers, which determine their state and messages. SGD without momentum has no state."""
 
 from typing import Literal
 

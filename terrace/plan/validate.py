@@ -1,4 +1,4 @@
-"""Checks of a plan against its cluster, model and batch. Every message carries the value, the rule and the fix."""
+"""Checks of a plan against its cluster, model and batch. Every error names the value, the rule and the fix."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,12 +25,12 @@ from terrace.plan.wire import (
 )
 from terrace.plan.wire_rules import check_wire
 
-# Each sum in bf16 may lose 1/256 of itself: eight micro-batches stay within what two wire messages lose in int8.
+# Each sum in bf16 may lose 1/256 of its value: eight micro-batches lose at most as much as two int8 messages.
 LONGEST_ROUNDED_UNIT = 8
 
 
 def validate(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> Layout:
-    """The settled layout of a valid plan; raises `PlanError` with the first rule it breaks."""
+    """Check a plan and return its settled layout. Raises `PlanError` for the first broken rule."""
     _check_mapping(cluster, plan)
     check_outer_tier(cluster, plan.outer)
     try:
@@ -51,12 +51,12 @@ def validate(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> Layou
 
 
 def num_micro_batches(plan: Plan, layout: Layout, batch: int) -> int:
-    """Micro-batches of each rank for a global batch of `batch` sequences.
+    """Number of micro-batches per rank for a global batch of `batch` sequences.
 
-    Raises `PlanError` when the batch does not divide.
+    Raises `PlanError` if the batch does not divide.
     """
     check_micro_batch(plan)
-    # Sequences that all data ranks take in one micro-batch.
+    # Sequences in one micro-batch of all data ranks.
     unit = plan.micro_batch * layout.data_degree
     if batch < 1 or batch % unit:
         below = max(0, batch) // unit * unit
@@ -69,7 +69,7 @@ def num_micro_batches(plan: Plan, layout: Layout, batch: int) -> int:
 
 
 def check_micro_batch(plan: Plan) -> None:
-    """Raise `PlanError` for micro-batches without a sequence."""
+    """Raise `PlanError` if `micro_batch` is below 1."""
     if plan.micro_batch < 1:
         raise PlanError(f"micro_batch = {plan.micro_batch}: a rank works on at least 1 sequence at a time")
 
@@ -89,7 +89,7 @@ def _check_mapping(cluster: Cluster, plan: Plan) -> None:
 
 def _check_depth(cluster: Cluster, plan: Plan, layout: Layout) -> None:
     for index, tier in enumerate(cluster.tiers):
-        # Depth is a data axis with weights sharded over it, so params must be placed at least as far out.
+        # Depth is a data axis that shards weights, so params must be placed at least as far out.
         tensor = plan.mapping.get(tier.name, {}).get("tensor", 1)
         depth = tensor.get("depth", 1) if isinstance(tensor, Mapping) else 1
         if depth > 1 and layout.params < index:
@@ -123,7 +123,7 @@ def _check_placements(plan: Plan, layout: Layout) -> None:
 
 
 def check_context(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> None:
-    """Raise `PlanError` where attention cannot be spread over ranks as the plan says."""
+    """Raise `PlanError` if the plan's context axis or `balance` does not work for this model."""
     mesh = Mesh.of(cluster, plan)
     if plan.balance == "cost" and num_ring_ranks(mesh, plan) == 1:
         raise PlanError(
@@ -136,7 +136,7 @@ def check_context(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> 
         raise PlanError(f"this model cannot be spread over context ranks: {why}; give the tier to another axis")
     ulysses, rows = mesh.total("ulysses"), mesh.total("rows")
     found = {block.name: attention_heads(block, rows) for block in blocks}
-    # Without declared heads nothing says how attention may be split.
+    # Attention is split by declared heads.
     if not any(found.values()):
         asked = 'balance = "cost"' if plan.balance == "cost" else "the context axis of the mapping"
         raise PlanError(
@@ -145,7 +145,7 @@ def check_context(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> 
         )
     for name, heads in found.items():
         if heads is not None and not heads.can_split(ulysses):
-            # Valid degrees are listed: divisibility by both head counts is hard to see.
+            # List valid degrees: divisibility by both head counts is hard to see.
             valid = [str(degree) for degree in range(1, heads.queries + 1) if heads.can_split(degree)]
             raise PlanError(
                 f"ulysses = {ulysses} over all tiers cannot split the {heads.queries} heads and {heads.keys} key-value "

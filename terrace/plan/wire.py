@@ -1,12 +1,12 @@
 """Message classes and wire formats.
 
-A message class names the purpose of a message; a wire format says how its elements travel and how many bytes they take.
-The table `wire.<class>.<tier> = "<format>"` of a plan combines them. A format is written
+A message class is the purpose of a message; a wire format defines how its elements are encoded and how many bytes they
+take. A plan's table `wire.<class>.<tier> = "<format>"` combines them. A format is written
 
     fp64 | fp32 | bf16                       a dtype: every element as it is, or rounded
-    fp8 | int8 | int4 [:BLOCK] [+feedback]   codes of 8, 8 or 4 bits; BLOCK elements share one scale; fp8 alone may
-                                             also be the codes of products (terrace.plan.products)
-    topk [:N] [+feedback]                    one of N elements, the largest, of every block of 4096, in 4 bits
+    fp8 | int8 | int4 [:BLOCK] [+feedback]   codes of 8, 8 or 4 bits; BLOCK elements share one scale; plain fp8 can
+                                             also mean the codes of 8-bit matmuls (terrace.plan.products)
+    topk [:N] [+feedback]                    the largest 1/N of the elements of every block of 4096, in 4 bits
 
 A message of a block format holds, for n elements in blocks of B, a bf16 scale per block, then the codes of all
 elements, then zeros up to a multiple of 16 bytes:
@@ -14,15 +14,15 @@ elements, then zeros up to a multiple of 16 bytes:
     bytes(n) = round16( 2 ceil(n / B) + ceil(n bits / 8) )
 
 A sparse message holds, for n elements of which k are kept, a bf16 scale per block, a byte per section of 256 elements
-(how many of it are kept), a byte per kept element (its place in the section), the codes, and zeros:
+(its number of kept elements), a byte per kept element (its index in the section), the codes, and zeros:
 
     bytes(n) = round16( 2 ceil(n / 4096) + ceil(n / 256) + k + ceil(k / 2) ) ,  k = 4096 / N of each block,
                                                                                ceil(m / N) of a last one of m elements
 
-So a place costs 8 bits and its share of the counts, and an element 0.41 bits at N = 32, all included.
+So a kept element costs 8 bits for its index plus its share of the counts; at N = 32 an element costs 0.41 bits overall.
 
-The last block may be short, so any n can travel: one element, a prime number, none. `+feedback` keeps the rounding
-error of a gradient and adds it to the next one sent the same way (error feedback, arXiv 1901.09847).
+The last block may be short, so any n works, including 0, 1 and primes. `+feedback` keeps the rounding error of a
+gradient and adds it to the next one of the same message (error feedback, arXiv 1901.09847).
 """
 
 from dataclasses import dataclass, replace
@@ -39,47 +39,47 @@ class MessageClass(StrEnum):
     GATHER = "gather"  # parameters, for a forward
     GATHER_BACKWARD = "gather_backward"  # parameters, for a backward
     REDUCE = "reduce"  # gradients of a unit of micro-batches, up to the grads tier
-    SYNC = "sync"  # accumulated gradients, once a step, over the tiers outside
+    SYNC = "sync"  # accumulated gradients, once a step, over tiers outside the grads tier
     REFRESH = "refresh"  # new parameters, from the optimizer tier back to the params tier
     ORTHOGONALISE = "orthogonalise"  # momentum of whole matrices for Muon, from the optimizer tier inward, once a step
     TENSOR = "tensor"  # activations and their gradients, inside a block, between ranks of the tensor axis
     CONTEXT = "context"  # queries, keys, values and their gradients, inside a block, between ranks of the context axis
-    DISPATCH = "dispatch"  # tokens to the ranks to which a router sends them, and gradients of the results
-    COMBINE = "combine"  # results back to the ranks of the tokens, and gradients of tokens
-    ROUTE = "route"  # numbers of tokens for every such rank, before each dispatch
-    CHOICES = "choices"  # of routers by sequence, inside a block, between ranks that share sequences
-    COUNTS = "counts"  # choices of routers by layer, and rows sent, received and multiplied, once a step
-    PIPELINE = "pipeline"  # activations, to the next stage
-    PIPELINE_BACKWARD = "pipeline_backward"  # gradients of activations, to the stage before
+    DISPATCH = "dispatch"  # tokens to the ranks of their experts, and gradients of the results
+    COMBINE = "combine"  # experts' results back to the tokens' ranks, and gradients of tokens
+    ROUTE = "route"  # token counts per destination rank, before each dispatch
+    CHOICES = "choices"  # router choices by sequence, inside a block, between ranks that share sequences
+    COUNTS = "counts"  # router choices by layer, and rows sent, received and multiplied, once a step
+    PIPELINE = "pipeline"  # activations to the next stage
+    PIPELINE_BACKWARD = "pipeline_backward"  # gradients of activations to the previous stage
     TIE = "tie"  # accumulated gradients of a block that two stages hold, once a step
-    OUTER = "outer"  # change of parameters since the last exchange between islands, and numbers about it
-    PEER_COPY = "peer_copy"  # a rank's part of a checkpoint, into the memory of another machine, between steps
-    RESHARD = "reshard"  # parameters, from where training left them to where they generate, between steps
+    OUTER = "outer"  # parameter changes since the last exchange between islands, and statistics of them
+    PEER_COPY = "peer_copy"  # a rank's checkpoint shard, to the memory of another machine, between steps
+    RESHARD = "reshard"  # parameters from training ranks to generation ranks, between steps
     CONTROL = "control"  # squared norm, loss, token count and rounding errors: a few fp64 numbers a step
 
 
-ROUTED_ROWS = (MessageClass.DISPATCH, MessageClass.COMBINE)  # rows of tokens, each in a format by itself
+ROUTED_ROWS = (MessageClass.DISPATCH, MessageClass.COMBINE)  # rows of tokens, each encoded separately
 ROUTED = (*ROUTED_ROWS, MessageClass.ROUTE)  # declared batch by batch
-# What travels in the dtype in which it is held.
+# Classes that are sent in the dtype in which they are stored.
 _AS_THEY_ARE = ("route", "choices", "counts", "tie", "peer_copy", "reshard", "control")
 PLACEABLE = tuple(message for message in MessageClass if message not in _AS_THEY_ARE)
 GRADIENTS = (MessageClass.REDUCE, MessageClass.SYNC)
 BETWEEN_STAGES = (MessageClass.PIPELINE, MessageClass.PIPELINE_BACKWARD)
-FED_BACK = (*GRADIENTS, MessageClass.OUTER, MessageClass.PIPELINE_BACKWARD)  # whose rounding errors may be fed back
+FED_BACK = (*GRADIENTS, MessageClass.OUTER, MessageClass.PIPELINE_BACKWARD)  # classes that support error feedback
 CHANGES = (*GRADIENTS, MessageClass.OUTER)  # of parameters
-# Of parameters and gradients: they travel in `plan.messages`, if it is given.
+# Classes of parameters and gradients, which are sent in `plan.messages` if that is set.
 OF_PARAMETERS = (MessageClass.GATHER, MessageClass.GATHER_BACKWARD, MessageClass.REFRESH)
 OF_STATES = (*OF_PARAMETERS, *CHANGES)
 
 
 @dataclass(frozen=True)
 class Route:
-    """The way of a block's messages of one class, between the tiers on which two states lie.
+    """The tiers over which a block's messages of one class are reduced, then gathered; ends are tiers of states.
 
     First the reduction, (inner, outer), from the innermost tier outward; then the gather, (outer, inner), inward.
-    `device` is inside all tiers, `outermost` the last one, `island` the last that is synchronised every step. `carries`
-    names the flat buffers that travel: `all` but those that are whole on every rank; `change` are the trainable ones
-    where there are several islands.
+    `device` is inside all tiers, `outermost` the last tier, `island` the last one synchronised every step. `carries`
+    says which flat buffers are sent: `all` except those that are whole on every rank; `change`: trainable ones, if
+    there are several islands.
     """
 
     reduction: tuple[str, str] | None = None
@@ -87,16 +87,16 @@ class Route:
     carries: Literal["all", "trainable", "orthogonal", "change"] = "trainable"
 
 
-# A plan may keep a secondary copy for the gathers of backwards; then these begin on its tier.
+# If a plan keeps a secondary copy for backwards, GATHER_BACKWARD begins on its tier.
 ROUTES = {
     MessageClass.GATHER: Route(gathering=("params", "device"), carries="all"),
     MessageClass.GATHER_BACKWARD: Route(gathering=("params_backward", "device"), carries="all"),
     MessageClass.REDUCE: Route(reduction=("device", "grads")),
-    # Over the tiers outside the optimizer's, replicas all-reduce: what went there comes back.
+    # Over the tiers outside the optimizer's, replicas all-reduce.
     MessageClass.SYNC: Route(reduction=("grads", "island"), gathering=("island", "optimizer")),
     MessageClass.REFRESH: Route(gathering=("optimizer", "params")),
     MessageClass.ORTHOGONALISE: Route(gathering=("optimizer", "device"), carries="orthogonal"),
-    # Replicas inside an island each exchange their part, which the inner tiers then gather.
+    # Replicas inside an island each exchange a shard, which the inner tiers then gather.
     MessageClass.OUTER: Route(
         reduction=("island", "outermost"), gathering=("outermost", "optimizer"), carries="change"
     ),
@@ -104,11 +104,11 @@ ROUTES = {
 
 CONTROL_NUMBER_BYTES = 8  # control messages hold fp64 numbers
 COUNT_BYTES = 8  # counts are int64
-SCALE_BYTES = 2  # a bf16: the range of fp32, and rounding it up costs at most 1/128 of the step
-SPARSE_BLOCK = 4096  # elements from which the largest are taken: as SparseLoCo, arXiv 2508.15706
-SECTION = 256  # elements: a place in one is a byte, and so is the number kept of one
-# Below 32, more than 255 of a section could be kept, and int4 is hardly larger; above 1024, 8 blocks do not fill whole
-# units of 16 bytes (terrace.plan.gaps).
+SCALE_BYTES = 2  # bf16 has the range of fp32; rounding up enlarges a quantisation step by at most 1/128
+SPARSE_BLOCK = 4096  # block of elements from which the largest are selected, as in SparseLoCo, arXiv 2508.15706
+SECTION = 256  # elements: an index into a section and its number of kept elements each fit a byte
+# Below 32, more than 255 elements of a section could be kept, and int4 is hardly larger; above 1024, 8 blocks are not a
+# multiple of 16 bytes (terrace.plan.gaps).
 _KEPT_OF = tuple(1 << power for power in range(5, 11))
 MESSAGE_ALIGNMENT = 16  # bytes: rows of messages stay aligned for vector loads
 _BLOCKS = range(16, 4096 + 1)
@@ -116,11 +116,11 @@ _BLOCKS = range(16, 4096 + 1)
 
 @dataclass(frozen=True)
 class WireFormat:
-    """How elements travel.
+    """How elements are encoded in a message.
 
-    `codec` is a dtype or a block codec, `bits` one element without its scale, `block` how many elements
-    share a scale (0 for a dtype), `mantissa_bits` orders formats by precision. Of a sparse format, one of `kept_of`
-    elements is kept (0: all are).
+    `codec` is a dtype or a block codec, `bits` the size of an element without its scale, `block` the number of elements
+    that share a scale (0 for a dtype). `mantissa_bits` orders formats by precision. A sparse format keeps one of
+    `kept_of` elements (0: all).
     """
 
     name: str  # as the plan writes it
@@ -150,7 +150,7 @@ class WireFormat:
         return -(-used // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT
 
     def num_kept(self, numel: int) -> int:
-        """Elements that a sparse message of `numel` holds."""
+        """Number of elements kept in a sparse message of `numel` elements."""
         blocks, rest = divmod(numel, self.block)
         return blocks * (self.block // self.kept_of) + -(-rest // self.kept_of)
 
@@ -168,14 +168,14 @@ FORMATS = {
         WireFormat("topk", "topk", 4, 2, block=SPARSE_BLOCK, kept_of=32),
     )
 }
-# Of matrices that are held as the codes of their products (terrace.plan.products), which travel as they are.
+# For matrices held as 8-bit codes (terrace.plan.products), which are sent unchanged.
 CODES = WireFormat("fp8", "e4m3", 8, 3)
-COUNT_FORMAT = WireFormat("int64", "int64", 64, 63)  # of numbers that are never rounded: no plan names it
+COUNT_FORMAT = WireFormat("int64", "int64", 64, 63)  # for exact counts; plans cannot name it
 
 
 @lru_cache(maxsize=256)
 def parse_format(text: str) -> WireFormat:
-    """The format named by `text`; raises `PlanError` for an unknown one."""
+    """The format named `text`. Raises `PlanError` for an unknown one."""
     head, plus, end = text.partition("+")
     codec, colon, block = head.partition(":")
     suffix = plus + end
@@ -184,7 +184,7 @@ def parse_format(text: str) -> WireFormat:
     if suffix not in ("", "+feedback"):
         raise PlanError(f"wire format {text!r} ends in {suffix!r}: what a format can end in is '+feedback'")
     wire = replace(FORMATS[codec], name=text, feedback=bool(suffix))
-    # A dtype rounds each element by itself: no blocks, and no error that feedback would have to carry.
+    # Dtypes have neither blocks nor feedback.
     if not wire.block and (colon or wire.feedback):
         raise PlanError(f"wire format {text!r}: a dtype has neither blocks nor feedback; write {codec!r}")
     if not colon:

@@ -1,4 +1,4 @@
-"""Rules of wire formats: which format a message class may have on which tier. Part of terrace.plan.validate."""
+"""Rules for wire formats: which message class may use which format on which tier. Part of terrace.plan.validate."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -30,7 +30,7 @@ _AXIS = (
 
 
 def check_wire(plan: Plan, layout: Layout) -> None:
-    """Raise `PlanError` for a format that cannot be, or that has no effect; `layout` is as the plan is written."""
+    """Raise `PlanError` for a format that is invalid or has no effect; `layout` is unsettled (`Layout.written`)."""
     tiers = layout.tiers
     messages = [message.value for message in PLACEABLE]
     for message, row in plan.wire.items():
@@ -69,7 +69,7 @@ def _check_codes(plan: Plan) -> None:
 
 
 def check_format(plan: Plan, message: MessageClass, tier: str, name: str) -> None:
-    """Raise `PlanError` for a format that values of a message class cannot have in a plan, whatever it crosses."""
+    """Raise `PlanError` if a message class cannot use the format `name`, whether or not it crosses `tier`."""
     try:
         wire = parse_format(name)
     except PlanError as error:
@@ -97,7 +97,7 @@ def check_format(plan: Plan, message: MessageClass, tier: str, name: str) -> Non
 
 
 def crossing(cluster: Cluster, plan: Plan) -> Plan:
-    """The plan without wire formats for tiers that a message does not cross: they would be refused."""
+    """The plan without wire formats for tiers that a message class does not cross, which `check_wire` refuses."""
     layout = Layout.written(cluster, plan)
     crossed = {message.value: [layout.tiers[tier] for tier in crossed_tiers(layout, message)] for message in PLACEABLE}
     kept = {
@@ -142,7 +142,7 @@ def _check_crosses(plan: Plan, layout: Layout, message: MessageClass, tier: str)
         raise PlanError(
             f"wire.outer.{tier} has no effect: all ranks are one island; give the plan a table outer, or leave it out"
         )
-    # Naming the classes that do cross the tier points at the likely slip.
+    # Name the classes that do cross the tier, in case one of them was meant.
     crossing = [other.value for other in PLACEABLE if index in layout.route(other)]
     raise PlanError(
         f"wire.{message.value}.{tier} has no effect: under params = {plan.params!r}, grads = {plan.grads!r}, "

@@ -1,21 +1,21 @@
-"""Buffers: the named memory of a rank's model state, each with its size and its lives within the step.
+"""Buffers: the named memory of a rank's model state, each with its size and its lifetimes within the step.
 
-    category     buffer                                           is there
+    category     buffer                                           allocated
     params       a rank's slice of the working copy of a block    the whole step
     secondary    its slice of the secondary copy (ZeRO++)         the whole step
     gathered     the full parameters of a block                   from each GATHER to its FREE
     grads        its slice of the accumulated gradient            the whole step
-    grads_full   the gradient of a block before its reduction     from a backward until the REDUCE is waited for
-    optimizer    moments, and the master copy where it is apart   the whole step
-    outer        of islands: anchor, momentum, and the slices of  the whole step
-                 an exchange under way
+    grads_full   the gradient of a block before its reduction     from a backward to the wait for its REDUCE
+    optimizer    moments, and the master copy if it is separate   the whole step
+    outer        of islands: anchor, momentum, and the slices     the whole step
+                 of an exchange in flight
     feedback     residuals of error feedback                      the whole step
     buffers      the message memory of a lane                     the whole step, as large as its largest message
                  a layer's momentum, gathered for Muon            from ORTHOGONALISE to UPDATE
                  the gradient of a block from another stage       during TIE
 
-A buffer that comes and goes has a span for each life, so that the number of buffers does not grow with micro-batches.
-`peak_bytes` is the one walk over buffers. Tests check it against closed formulas.
+A temporary buffer has one span per lifetime, so the number of buffers does not grow with micro-batches. `peak_bytes`
+walks over them; tests check it against closed formulas.
 """
 
 from collections import defaultdict
@@ -36,10 +36,10 @@ from terrace.program.message import Message
 
 
 class Lifetime(NamedTuple):
-    """One life of a buffer, in positions of instructions.
+    """One lifetime of a buffer, in positions of instructions.
 
-    The instruction at `first` takes the memory and the one at `last` is the last to use it. The memory is back before
-    the instruction at `freed`, which waits for that use.
+    The instruction at `first` allocates the memory, and the one at `last` uses it last. The instruction at `freed`
+    waits for that use and finds the memory free.
     """
 
     first: int
@@ -49,7 +49,7 @@ class Lifetime(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Named memory of one rank. A buffer without `spans` is there the whole step."""
+    """Named memory of one rank. A buffer without `spans` is allocated for the whole step."""
 
     name: str
     category: str
@@ -58,8 +58,8 @@ class Buffer:
 
 
 def peak_bytes(buffers: Iterable[Buffer]) -> dict[str, int]:
-    """The most bytes of each category at once. Categories need not peak together."""
-    # Categories are summed apart: each has its own row in reports.
+    """Peak bytes of each category. Categories need not peak at the same time."""
+    # Categories are summed separately: each has its own row in reports.
     peaks = dict.fromkeys(CATEGORIES, 0)
     changes: dict[str, dict[int, int]] = {}
     for buffer in buffers:
@@ -69,7 +69,7 @@ def peak_bytes(buffers: Iterable[Buffer]) -> dict[str, int]:
         of_category = changes.setdefault(buffer.category, defaultdict(int))
         for span in buffer.spans:
             of_category[span.first] += buffer.num_bytes
-            # A buffer freed at a position is gone before that instruction allocates, so equal positions cancel.
+            # A buffer is freed before the instruction at that position allocates, so equal positions cancel.
             of_category[span.freed] -= buffer.num_bytes
     for category, of_category in changes.items():
         # Sweep over positions in order: the running sum is the memory in use.
@@ -89,7 +89,7 @@ def state_buffers(
     instructions: Sequence[Instruction],
     messages: Iterable[Message],
 ) -> tuple[Buffer, ...]:
-    """Model-state buffers of a rank that runs `instructions` and sends `messages` (distinct).
+    """Model-state buffers of a rank that runs `instructions` and sends the distinct `messages`.
 
     `flats` are the flat buffers of every block of the model.
     """
@@ -113,7 +113,7 @@ def _slices(
 
 
 def _residuals(messages: Iterable[Message]) -> Iterator[Buffer]:
-    # Those of parameters are with the slices of their blocks.
+    # Residuals of block messages are counted in `_slices`.
     for message in messages:
         if message.fed_back:
             name = f"feedback of a {message.message_class} message"
@@ -140,20 +140,20 @@ def _visiting(
     instructions: Sequence[Instruction],
 ) -> Iterator[Buffer]:
     item = FORMATS[plan.compute].element_bytes
-    # (op that takes, block) -> position, until the op that gives it back.
+    # (allocating op, block) -> position, until the op that frees it.
     taken: dict[tuple[Op, int], int] = {}
     spans: dict[tuple[Op, int], list[Lifetime]] = defaultdict(list)
     for position, (op, block, *_) in enumerate(instructions):
-        # A TIE's receive buffer lives for its own instruction alone.
+        # A TIE's receive buffer lives only during its own instruction.
         if op is Op.TIE:
             spans[op, block].append(Lifetime(position, position, position + 1))
         elif op in _TAKES:
             taken[op, block] = position
-        # UPDATE also comes without ORTHOGONALISE, for blocks or optimizers without whole matrices.
+        # UPDATE can occur without ORTHOGONALISE.
         elif op in _GIVES and (_GIVES[op], block) in taken:
             first = taken.pop((_GIVES[op], block))
             spans[_GIVES[op], block].append(Lifetime(first, position, position))
-    for (op, block), position in taken.items():  # never given back: a whole secondary copy, of size 0 here
+    for (op, block), position in taken.items():  # never freed: a whole secondary copy, of size 0 here
         spans[op, block].append(Lifetime(position, len(instructions), len(instructions)))
     for (op, block), lives in spans.items():
         parts, name = flats[block], blocks[block].name
@@ -174,7 +174,7 @@ def _gradients(
     flats: Sequence[Sequence[FlatParamSpec]],
     instructions: Sequence[Instruction],
 ) -> Iterator[Buffer]:
-    # Only gradients that autograd cannot add into the accumulated shard need a buffer of their own.
+    # Only gradients that autograd cannot add into the accumulated shard need a separate buffer.
     item = FORMATS[plan.compute].element_bytes
 
     def whole_bytes(parts: Sequence[FlatParamSpec]) -> int:
@@ -189,7 +189,7 @@ def _gradients(
     reducing: list[tuple[int, int, int]] = []  # block, first, last
     spans: dict[int, list[Lifetime]] = defaultdict(list)
 
-    # Reductions of a lane finish in the order of issue, so waiting frees the oldest first.
+    # Reductions on a lane finish in the order of issue, so a wait frees the oldest first.
     def wait(num_left: int, position: int) -> None:
         while len(reducing) > num_left:
             block, first, last = reducing.pop(0)
@@ -199,13 +199,14 @@ def _gradients(
         if op in PASSES and op is not Op.FORWARD:
             # A backward also adds to the gradients of borrowed blocks, such as a tied embedding.
             for needed in (block, *blocks[block].borrows):
-                # One reduction may stay in flight while the next gradient fills; a second would cost a third buffer.
+                # One reduction may stay in flight while the next gradient is computed; a second would need a third
+                # buffer.
                 if sizes[needed] and needed not in opened:
                     wait(1, position)
                     opened[needed] = position
         elif op is Op.REDUCE and block in opened:
             reducing.append((block, opened.pop(block), position))
-        # Both read accumulated gradients, so no reduction may be in flight.
+        # TIE and CLIP read accumulated gradients, so no reduction may be in flight.
         elif op in (Op.TIE, Op.CLIP):
             wait(0, position)
     wait(0, len(instructions))

@@ -1,4 +1,4 @@
-"""Programs of islands: a step with an exchange at its end, an exchange alone, and their cycle as a period."""
+"""Programs of islands: a step with an exchange at its end, a separate exchange, and a cycle of steps as a period."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,9 +18,9 @@ from terrace.program.segments import Segments
 
 
 def exchanging(program: Program, exchange: Exchange) -> Program:
-    """The training program `program` with another exchange of islands at its end; all else is shared.
+    """The training program `program` with another exchange between islands at its end; everything else is shared.
 
-    Raises `PlanError` for an exchange of a plan without islands.
+    Raises `PlanError` if the plan has no islands.
     """
     if exchange == program.exchange:
         return program
@@ -39,7 +39,7 @@ def exchanging(program: Program, exchange: Exchange) -> Program:
 
 
 def outer_program(program: Program, exchange: Exchange) -> Program:
-    """An exchange of islands alone, on the stage of their training program `program`: it follows the last step."""
+    """A program with only an exchange between islands, run after the last step, for the stage of `program`."""
     frame = program.of_stage(idle_stage(program.stage), phase=Phase.OUTER).with_exchange(exchange)
     return frame.of_stage(frame.stage, tuple(exchange_instructions(frame)))
 
@@ -51,7 +51,7 @@ def exchanges(outer: Outer) -> list[Exchange]:
 
 
 def cycle(programs: Sequence[Program]) -> Period:
-    """The steady cycle of the training programs of all stages; a period of one step where all ranks are one island."""
+    """The steady cycle of the training programs of all stages; a period of one step if there is one island."""
     known: dict[Exchange, tuple[Program, ...]] = {}
     turns = []
     for exchange, steps in groupby(exchanges(programs[0].plan.outer)):

@@ -1,4 +1,4 @@
-"""Exchanges of islands at the end of a program: the blocks of a fragment, and the instructions."""
+"""Exchanges between islands at the end of a program: blocks of a fragment, and instructions."""
 
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
@@ -10,16 +10,16 @@ if TYPE_CHECKING:
 
 
 def exchanged(program: "Program", fragments: Collection[int]) -> list[int]:
-    """The blocks of a stage that islands exchange in `fragments`."""
+    """The trainable blocks of a stage that belong to `fragments`."""
     blocks = (block for block in program.stage.held if program.blocks[block].num_trainable)
     return [block for block in blocks if program.plan.outer.fragment(block) in fragments]
 
 
 def exchange_instructions(program: "Program") -> Iterator[Instruction]:
-    """The exchange at the end of `program`, behind all updates.
+    """The exchange at the end of `program`, after all updates.
 
-    Arrivals come first: a block whose next exchange starts in the same step sends its change since the last start. All
-    changes are sent before the first is waited for.
+    Arrivals come first, since a block's next exchange may start in the same step. All changes are sent before the first
+    is waited for.
     """
     exchange = program.exchange
 

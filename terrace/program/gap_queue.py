@@ -1,6 +1,6 @@
-"""Parts of messages that wait for gaps (terrace.plan.gaps): one rule for verifier, simulator and runtime.
+"""Queue of message parts that wait for gaps (terrace.plan.gaps), shared by verifier, simulator and runtime.
 
-A REDUCE or a SYNC in gaps leaves part by part, part 0 where it is issued and part g in gap g of the backward behind it.
+Part 0 of a REDUCE or SYNC in gaps is sent where it is issued, part g in gap g of the backward that follows.
 """
 
 from typing import Generic, TypeVar
@@ -9,19 +9,19 @@ T = TypeVar("T")
 
 
 class Held(Generic[T]):
-    """Messages with parts that have not left, in the order in which they were issued."""
+    """Messages with unsent parts, in the order of issue."""
 
     __slots__ = ("_waiting",)
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[T, int, int]] = []  # message, its next part, number of its parts
+        self._waiting: list[tuple[T, int, int]] = []  # (message, next part, number of parts)
 
     def hold(self, message: T, num_parts: int) -> None:
-        """Take a message, whose parts leave when they are `due`."""
+        """Queue a message; `due` returns its parts."""
         self._waiting.append((message, 0, num_parts))
 
     def due(self, gap: int) -> list[tuple[T, int]]:
-        """(Message, part) of gap `gap` and of the gaps before it, in the order in which they leave."""
+        """Remove and return the unsent (message, part) pairs up to gap `gap`, in sending order."""
         waiting = self._waiting
         self._waiting = [(message, gap + 1, parts) for message, _, parts in waiting if parts > gap + 1]
         return [
@@ -32,5 +32,5 @@ class Held(Generic[T]):
         ]
 
     def rest(self) -> list[tuple[T, int]]:
-        """All that is left."""
+        """Remove and return all unsent parts."""
         return self.due(max((parts for _, _, parts in self._waiting), default=0))

@@ -1,12 +1,11 @@
-"""Which messages of gradients travel in gaps, and the order of all messages on lanes that follows.
+"""Which gradient messages are sent in gaps, and the resulting order of all messages on lanes.
 
-A REDUCE, and a SYNC, is in gaps where
+A REDUCE or SYNC is in gaps if
+- it uses a lane of routed rows (or, for a SYNC, if its REDUCE is in gaps); and
+- the next pass is a backward, with gaps, of the previous block: until its end nothing else waits for a lane.
 
-- it takes a lane that routed rows take, or, of a SYNC, where the REDUCE before it is in gaps; and
-- the next pass is a backward of the block before it, with gaps: nothing else waits for a lane until its end.
-
-Between the two come only instructions of `BETWEEN`: a GATHER overtakes the parts that are held. All of it is in the
-program (`Instruction.in_gaps`), so all ranks of a lane issue one order.
+Only `BETWEEN` instructions come before that pass; a GATHER among them overtakes the queued parts. The choice is part of
+the program (`Instruction.in_gaps`), so all ranks of a lane issue the same order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +27,7 @@ BETWEEN = frozenset((Op.GATHER, Op.FREE, Op.REDUCE, Op.SYNC, Op.SEND, Op.RECV))
 
 
 def may_be_in_gaps(program: "Program", op: Op, block: int) -> bool:
-    """Whether a REDUCE or SYNC of `block` travels in parts where a backward with gaps follows."""
+    """Whether a REDUCE or SYNC of `block` is sent in parts if a backward with gaps follows."""
     if not program.plan.gap_shares:
         return False
     message, lanes = program.message(Instruction(op, block)), program.routed.lanes
@@ -38,7 +37,7 @@ def may_be_in_gaps(program: "Program", op: Op, block: int) -> bool:
 
 
 def has_gaps(program: "Program", instruction: Instruction) -> bool:
-    """Whether a pass has gaps."""
+    """Whether `instruction` is a pass with gaps."""
     if not program.plan.gap_shares or instruction.op not in PASSES:
         return False
     steps = program.block_program(instruction.block).routed_steps(instruction.op)
@@ -46,15 +45,15 @@ def has_gaps(program: "Program", instruction: Instruction) -> bool:
 
 
 def before_gaps(program: "Program") -> frozenset[int]:
-    """Numbers of the passes that are followed by a backward with gaps for their gradients."""
+    """Indexes of the passes that are followed by a backward with gaps for their gradients."""
     if not program.plan.gap_shares:
         return frozenset()
     stage, found = program.stage, set[int]()
     gaps = {block: has_gaps(program, Instruction(Op.BACKWARD, block)) for block in stage.own}
     before: tuple[Group, int] | None = None
     for number, (group, _, block) in enumerate(stage.passes()):
-        # Which chunk follows a chunk of a pipeline changes in the course of a step; inside one the order is the same
-        # each time, so that what error feedback keeps of a part is of the same part.
+        # In a pipeline, the chunk that follows a chunk varies within a step. Inside a chunk the order is fixed, so that
+        # error feedback residuals always belong to the same part.
         if before is not None and (group is before[0] or stage.num_stages == 1):
             follows = before[0].pass_ is Pass.BACKWARD and group.pass_ is Pass.BACKWARD and block == before[1] - 1
             if follows and gaps[block]:
@@ -64,13 +63,13 @@ def before_gaps(program: "Program") -> frozenset[int]:
 
 
 def refuse_open_shares(plan: Plan) -> None:
-    """Raise `PlanError` for a plan whose shares are still to be found."""
+    """Raise `PlanError` if `expert_gaps` is still "auto"."""
     if plan.expert_gaps == "auto":
         raise PlanError('expert_gaps = "auto": a program needs shares in numbers, such as [0, 0.3, 0.7]; give them')
 
 
 def no_gaps() -> PlanError:
-    """The error for a plan with shares of gradients, of which no program has a message in gaps."""
+    """The error for a plan with `expert_gaps` whose programs have no message in gaps."""
     return PlanError(
         "expert_gaps has no effect: behind no REDUCE or SYNC the next pass is a whole backward of a layer with "
         "experts; leave it out"
@@ -78,13 +77,13 @@ def no_gaps() -> PlanError:
 
 
 class Issued:
-    """The collectives of a program on the lanes of tiers, instruction by instruction in its order."""
+    """Lists the collectives of a program on tier lanes; call `at` with its instructions in order."""
 
     def __init__(self, program: "Program") -> None:
         self._program, self._held = program, Held[Instruction]()
 
     def at(self, instruction: Instruction) -> Iterator[tuple[Instruction, int, Layout]]:
-        """(Instruction that a collective is of, tier, ranks) of all that are issued at the next `instruction`."""
+        """(Owning instruction, tier, ranks) of each collective issued at the next instruction, `instruction`."""
         program = self._program
         if instruction.op in COLLECTIVES:
             if instruction.in_gaps:
@@ -102,7 +101,7 @@ class Issued:
                         yield from ((instruction, *each) for each in message.collectives)
 
     def rest(self) -> Iterator[tuple[Instruction, int, Layout]]:
-        """Those that are left of messages in gaps."""
+        """Collectives of all unsent parts."""
         return self._of(self._held.rest())
 
     def _due(self, gap: int) -> Iterator[tuple[Instruction, int, Layout]]:
@@ -114,6 +113,6 @@ class Issued:
 
 
 def meets(program: "Program", instruction: Instruction) -> list[tuple[int, Layout]]:
-    """(Tier, ranks) of all collectives of an instruction on the lanes of tiers, wherever its parts leave."""
+    """(Tier, ranks) of all collectives of an instruction on tier lanes, including parts sent in gaps."""
     issued = Issued(program)
     return [(tier, ranks) for _, tier, ranks in (*issued.at(instruction), *issued.rest())]

@@ -1,16 +1,16 @@
-"""The hand-over as a program: the instructions by which a rank gives and takes parameters between two steps.
+"""The hand-over as a program: the instructions with which a rank sends and receives parameters between two steps.
 
-    RESHARD b0 b4 over system     elements of these blocks that cross the outermost tier, to and from any rank
-    RESHARD b0 b4 over node       inside it: a rank may pass on elements that it got by the instruction before
-    RESHARD b1 b5 over system     on another lane, so it travels meanwhile
+    RESHARD b0 b4 over system     elements of these blocks that cross the outermost tier
+    RESHARD b0 b4 over node       inside it: a rank may forward elements received by the previous one
+    RESHARD b1 b5 over system     on another lane, so it overlaps with the previous one
 
-All ranks have the same instructions in the same order, blocks of one round (`Transition.rounds`) together, tiers from
-the outermost inward. An instruction is issued to the lane of its tier and starts after the one of the same blocks on
-the tier outside. Messages of a lane follow one another on every rank, and each waits for earlier instructions alone, so
-no order of them can block.
+All ranks have the same instructions in the same order: the blocks of a round (`Transition.rounds`) together, tiers from
+the outermost inward. An instruction is issued on the lane of its tier and starts after that of the same blocks on the
+next outer tier. Messages on a lane are sequential on every rank and wait only for earlier instructions, so they cannot
+deadlock.
 
-Programs of other phases (terrace.program.program) are shared by the ranks of a stage. This one is of a rank: whom it
-sends to, and how much, differs on all of them.
+Programs of other phases (terrace.program.program) are shared by the ranks of a stage. This one is per rank: receivers
+and sizes differ on every rank.
 """
 
 from collections import Counter, defaultdict
@@ -28,7 +28,7 @@ from terrace.program.message import Message
 
 
 class Reshard(NamedTuple):
-    """An instruction: elements of `blocks` that ranks send each other over one tier."""
+    """An instruction: ranks exchange elements of `blocks` over one tier."""
 
     blocks: tuple[int, ...]
     tier: int
@@ -39,9 +39,9 @@ class Reshard(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class HandOverProgram:
-    """The instructions of one rank, and of each the moves of a block that it sends or receives.
+    """The instructions of one rank, with the (block, move) pairs that it sends or receives in each.
 
-    `names` are those of the cluster's tiers, innermost first.
+    `names` are the cluster's tier names, innermost first.
     """
 
     transition: Transition
@@ -51,7 +51,7 @@ class HandOverProgram:
     moves: tuple[tuple[tuple[int, Move], ...], ...]
 
     def ends(self, position: int) -> tuple[dict[int, int], dict[int, int]]:
-        """Bytes of an instruction to each rank and from each rank."""
+        """(Bytes sent by target rank, bytes received by source rank) of an instruction."""
         leaving, coming = dict[int, int](), dict[int, int]()
         for block, move in self.moves[position]:
             of, peer = (leaving, move.target) if move.source == self.rank else (coming, move.source)
@@ -59,7 +59,7 @@ class HandOverProgram:
         return leaving, coming
 
     def message(self, position: int) -> Message:
-        """Message of an instruction, as this rank sends it."""
+        """The message that this rank sends for an instruction."""
         tier = self.instructions[position].tier
         sent = sum(self.ends(position)[0].values())
         sends = ((tier, sent),) if sent else ()
@@ -77,7 +77,7 @@ class HandOverProgram:
 
 
 def hand_over_program(cluster: Cluster, transition: Transition, rank: int) -> HandOverProgram:
-    """The program of one rank, which needs the moves of no other."""
+    """The program of one rank, without computing moves between other ranks."""
     return _programs(cluster, transition, rank, range(rank, rank + 1))[0]
 
 
@@ -95,7 +95,7 @@ def _programs(cluster: Cluster, transition: Transition, only: int | None, ranks:
         for tier in reversed(range(len(tiers)))
         if any(crosses[alike[block]][tier] for block in blocks)
     )
-    # By first of blocks that are alike, rank and tier.
+    # First equal block -> (rank, tier) -> moves.
     own = {first: defaultdict[tuple[int, int], list[Move]](list) for first in crosses}
     for first, found in own.items():
         for move in transition.moves(first, only):
@@ -117,7 +117,7 @@ def _programs(cluster: Cluster, transition: Transition, only: int | None, ranks:
 
 
 def hand_over_text(program: HandOverProgram, blocks: Sequence[str]) -> str:
-    """One line per instruction: position, blocks by name, tier, elements sent and received."""
+    """One line per instruction: position, block names, tier, bytes sent and received."""
     lines, width = list[str](), len(str(len(program.instructions)))
     for position, instruction in enumerate(program.instructions):
         names = ", ".join(blocks[block] for block in instruction.blocks)

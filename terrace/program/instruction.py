@@ -2,27 +2,27 @@
 
 | op              | meaning                                                                           |
 |-----------------|-----------------------------------------------------------------------------------|
-| GATHER          | materialise the full parameters of a block, from its primary or secondary copy    |
-| FREE            | drop them                                                                         |
+| GATHER          | gather the full parameters of a block, from its primary or secondary copy         |
+| FREE            | free these parameters                                                             |
 | FORWARD         | run a block on a micro-batch; keep its input, and its graph unless recomputed     |
 | BACKWARD        | run the backward of a block on a micro-batch, recomputing its graph if need be    |
 | BACKWARD_INPUT  | its first half: the gradient of the input, which the block before waits for       |
 | BACKWARD_WEIGHT | its second half, any time later: the gradients of linear layers' weights          |
 | REDUCE          | reduce the block's gradient so far, up to `micro`, into the grads tier's shard    |
-| TIE             | add the gradient shard that another stage has of the same block, once a step      |
-| SYNC            | finish the accumulated gradient over the tiers outside, once a step               |
-| COUNT           | choices of the routers of the stage, added up over its ranks, once a step         |
-| CLIP            | global gradient norm, loss and token count: one message, one scale                |
-| ORTHOGONALISE   | Muon: the momentum of a layer's matrices, gathered whole from the optimizer tier  |
-| UPDATE          | the optimizer, on the shard of the optimizer tier                                 |
+| TIE             | add another stage's gradient shard of the same block, once a step                 |
+| SYNC            | reduce the accumulated gradient over tiers outside the grads tier, once a step    |
+| COUNT           | sum the router choices of the stage over its ranks, once a step                   |
+| CLIP            | reduce gradient norm, loss and token count in one message, for one scale          |
+| ORTHOGONALISE   | Muon: gather the whole momentum of a layer's matrices from the optimizer tier     |
+| UPDATE          | run the optimizer on the shard of the optimizer tier                              |
 | REFRESH         | round the master parameters into the working copy, back on the params tier        |
-| OUTER_COUNT     | numbers of all islands: tokens, losses, norms of changes, digests of parameters   |
-| OUTER_START     | send the change of a block's parameters on this island; its mean over islands     |
+| OUTER_COUNT     | exchange tokens, losses, norms of changes and parameter digests between islands   |
+| OUTER_START     | start averaging the change of a block's parameters over islands                   |
 | OUTER_APPLY     | take an outer step with that mean                                                 |
 | SEND / RECV     | pipeline point to point: a block's output onward, the gradient of its input back  |
 
-Communication is issued without blocking; an instruction waits only for its operands. `SPECS` declares the fields and
-the message class of every op, once for the verifier, the printer, the simulator and the executor.
+Communication is asynchronous; an instruction waits only for its operands. `SPECS` declares the fields and the message
+class of every op, for the verifier, the printer, the simulator and the executor.
 """
 
 from collections.abc import Collection
@@ -56,15 +56,15 @@ class Op(StrEnum):
     SEND = "SEND"
     RECV = "RECV"
 
-    __hash__ = str.__hash__  # as fast as its text's: instructions are looked up by the thousand
+    __hash__ = str.__hash__  # fast: instructions are looked up by the thousand
 
 
 @dataclass(frozen=True)
 class OpSpec:
-    """The declaration of an op: the `fields` its instructions set, the class of the message they send.
+    """Declaration of an op: the `fields` that its instructions set, and their message class.
 
-    `message_backward` is the class of an instruction with `backward` set, where it differs. `peer` is the word before
-    the other stage of a point-to-point op.
+    `message_backward` is the class if `backward` is set and the class differs. `peer` is the word printed before the
+    other stage of a point-to-point op.
     """
 
     fields: Collection[str] = ("block",)
@@ -105,10 +105,10 @@ COLLECTIVES = frozenset(op for op, spec in SPECS.items() if spec.message is not 
 class Instruction(NamedTuple):
     """One instruction; fields that an op does not use keep their default.
 
-    `micro` is the micro-batch, `backward` tells a GATHER for a backward (and a gradient SEND or RECV)
-    from one for a forward, `secondary` that a GATHER reads the secondary copy, `peer` the other stage
-    of a SEND, a RECV or a TIE: of the ranks there, the one at the same place on every other axis. The `block` of a RECV
-    is the one that the sender ran. A REDUCE or SYNC `in_gaps` leaves in parts (terrace.program.gaps).
+    `micro` is the micro-batch. `backward` marks a GATHER for a backward, or a SEND or RECV of a gradient. `secondary`:
+    a GATHER reads the secondary copy. `peer` is the other stage of a SEND, RECV or TIE; the rank there has the same
+    position on every other axis. The `block` of a RECV is the one that the sender ran. A REDUCE or SYNC `in_gaps` is
+    sent in parts (terrace.program.gaps).
     """
 
     op: Op
@@ -121,12 +121,12 @@ class Instruction(NamedTuple):
 
     @property
     def message_class(self) -> MessageClass | None:
-        """The class of the message it sends or receives; None for an op that does not communicate."""
+        """Class of the message that it sends or receives; None if it does not communicate."""
         spec = SPECS[self.op]
         return spec.message_backward or spec.message if self.backward else spec.message
 
     def later(self, micros: int) -> "Instruction":
-        """The same instruction of a later micro-batch; itself where it names none."""
+        """The instruction with `micro` increased by `micros`; itself if it has no micro-batch."""
         op, block, micro, backward, secondary, peer, gaps = self
         if micro < 0 or not micros:
             return self
@@ -134,7 +134,7 @@ class Instruction(NamedTuple):
 
     def __str__(self) -> str:
         words = [self.op.value]
-        # Words for people; the verifier's errors quote them.
+        # Readable text, which the verifier's errors quote.
         if self.op in (Op.SEND, Op.RECV):
             words.append("gradient" if self.backward else "activation")
         if self.block >= 0:

@@ -1,12 +1,12 @@
-"""The load of experts in a step, and its figures.
+"""Expert load in a step, and its statistics.
 
-With n_i the tokens of expert i of a layer, and E experts:
+With n_i tokens on expert i of a layer, and E experts:
 
-    busiest_expert   max n / mean n                     of the worst layer; 1 is even
-    busiest_rank     the same of ranks that hold different experts, where there are any
-    max_vio          max n / mean n - 1                 mean over layers (MaxVio, 2408.15664, equation 4)
-    entropy          - sum p_i ln p_i / ln E, p = n / sum n        mean over layers; 1 is even
-    idle             experts without a token, of all layers
+    busiest_expert   max n / mean n                         of the worst layer; 1 is even
+    busiest_rank     the same for ranks with different experts, if there are several
+    max_vio          max n / mean n - 1                     mean over layers (MaxVio, 2408.15664, equation 4)
+    entropy          - sum p_i ln p_i / ln E, p = n / sum n   mean over layers; 1 is even
+    idle             number of experts without a token, over all layers
 """
 
 import math
@@ -17,7 +17,7 @@ from functools import cached_property
 
 @dataclass(frozen=True, kw_only=True)
 class Loads:
-    """Tokens of each expert, a row for each layer with a mixture; `num_ranks` hold different experts, equally many."""
+    """Token counts per expert, one row per mixture layer; experts are divided evenly among `num_ranks` ranks."""
 
     layers: tuple[str, ...]
     counts: tuple[tuple[int, ...], ...]
@@ -25,7 +25,7 @@ class Loads:
 
     @cached_property
     def figures(self) -> dict[str, float]:
-        """The figures by name; none for a step in which no token counts."""
+        """The statistics by name; empty for a step without counted tokens."""
         rows = [row for row in self.counts if sum(row)]
         if not rows:
             return {}

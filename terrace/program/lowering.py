@@ -2,22 +2,21 @@
 
 Groups of micro-batches pass the chunks of a stage (terrace.plan.stage) in the order of its schedule, each task as
 
-    RECV        its input, if another stage makes it; issued one task ahead
+    RECV        its input, if another stage computes it; issued one task ahead
     GATHER      `prefetch` visits before the first block that reads it (terrace.plan.residency)
     FORWARD, BACKWARD, or one half of a backward, of each block
-    FREE        after the last visit that reads it
+    FREE        after the last visit that uses the block
     REDUCE      once per unit of micro-batches, when its gradient is complete
     COUNT       after the last forward of a stage with routers
-    SYNC        right after the last REDUCE of a block, so that the outer tiers work while other blocks still compute
+    SYNC        right after the last REDUCE of a block, so that outer tiers communicate while other blocks still compute
     SEND        the result, if another stage reads it
 
-A plan without a pipeline is one stage with one chunk per block: every unit of micro-batches goes forward
-through the blocks, then backward through them in reverse. After all passes come TIE and SYNC of the blocks that two
-stages hold: the last stage would otherwise wait for the first in the middle of the step. Then the global norm, and
-block by block, in forward order, update (under Muon with an ORTHOGONALISE one layer ahead) and refresh: the next step
-can start on block 0 while later blocks are still being refreshed. Blocks that islands exchange in this step come last:
-those whose mean has arrived are applied and refreshed, then those whose turn it is are sent. The passes are written in
-terrace.program.stage_passes.
+A plan without a pipeline is one stage with one chunk per block: every unit of micro-batches passes the blocks forward,
+then backward. After all passes come TIE and SYNC of blocks held by two stages (in the middle of the step, the last
+stage would wait for the first). Then the global norm; then, block by block in forward order, UPDATE (under Muon with an
+ORTHOGONALISE one layer ahead) and REFRESH, so that the next step can start on block 0 while later blocks are still
+being refreshed. Exchanges between islands come last: arrived means are applied and their blocks refreshed, then new
+changes are sent. terrace.program.stage_passes builds the passes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -49,9 +48,9 @@ from terrace.program.segments import Segments
 from terrace.program.stage_passes import write_passes
 from terrace.program.stages import make_stages, period
 
-# Micro-batches times blocks. Shorter steps are lists; a longer one is looked through for what repeats in it.
+# Micro-batches times blocks. Longer steps are built from a repeating body, if there is one, instead of as a list.
 _LONG_STEP = 10_000
-_LARGEST_STEP = 2_000_000  # of a step in which nothing repeats: one process builds such a list in seconds
+_LARGEST_STEP = 2_000_000  # limit for a step without repetition; one process builds such a list in seconds
 
 
 def build(
@@ -63,11 +62,11 @@ def build(
     stage: int = 0,
     orders: Orders | None = None,
 ) -> Program:
-    """Program of every rank of a stage for a step of `num_micros` micro-batches.
+    """The program of every rank of a stage for a step of `num_micros` micro-batches.
 
-    `blocks` is the whole model; the program holds one tensor rank's slices of it. `sequence` is the tokens of a
-    sequence; `orders` replaces the plan's schedule in a pipeline. Raises `PlanError` when the plan cannot run. Cost and
-    size do not depend on the number of data ranks.
+    `blocks` is the whole model; the program holds one tensor rank's slices of it. `sequence` is the sequence length in
+    tokens; `orders` replaces the plan's pipeline schedule. Raises `PlanError` if the plan cannot run. Time and size of
+    the result do not depend on the number of data ranks.
     """
     return build_stages(cluster, plan, blocks, num_micros, sequence, orders, only=stage)[0]
 
@@ -81,12 +80,12 @@ def build_stages(
     orders: Orders | None = None,
     only: int | None = None,
 ) -> list[Program]:
-    """The programs of all stages, or of one; arguments and errors as in `build`."""
+    """The programs of all stages, or of stage `only`; arguments and errors as in `build`."""
     return lowered(frame_of(cluster, plan, blocks, num_micros, sequence), blocks, num_micros, orders, only)
 
 
 def frame_of(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec], num_micros: int, sequence: int = 0) -> Program:
-    """A program without instructions: values that follow from the plan, shared by the programs of all stages.
+    """A program without instructions, holding the derived values that the programs of all stages share.
 
     Arguments and errors as in `build`.
     """
@@ -103,7 +102,7 @@ def frame_of(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec], num_micr
         plan=plan,
         layout=layout,
         blocks=slice_blocks(blocks, mesh),
-        # Two micro-batches show whether gradients are accumulated; more change no block's cost.
+        # Two micro-batches are enough to account for gradient accumulation; more do not change a block's cost.
         stage=whole_stage(len(blocks), min(2, num_micros), 1),
         instructions=(),
         sequence=sequence,
@@ -117,9 +116,9 @@ def lowered(
     orders: Orders | None = None,
     only: int | None = None,
 ) -> list[Program]:
-    """The programs of all stages, or of one, for a step of `num_micros` micro-batches of the whole model `blocks`."""
+    """The programs of all stages, or of stage `only`, for a step of `num_micros` micro-batches; `blocks` are whole."""
     found = _lowered(frame, blocks, num_micros, orders, only)
-    # A stage alone may have no gaps where another has some; the ranks of all stages must find the same.
+    # One stage may have no gaps while another has some; ranks of all stages must agree on the error.
     if frame.plan.gap_shares and not (
         _any_in_gaps(found) or (only is not None and _any_in_gaps(_lowered(frame, blocks, num_micros, orders, None)))
     ):
@@ -151,7 +150,7 @@ def _lowered(
         found = repeating(stages_of, lower, num_micros, num_stages, period(plan, num_stages))
         if found is not None:
             return found
-    # Before any lowering: a list of this length would exhaust the host's memory.
+    # Checked before lowering: a list of this length would exhaust host memory.
     if num_micros * len(blocks) > _LARGEST_STEP:
         raise PlanError(
             f"{num_micros} micro-batches of {len(blocks)} blocks on a rank are more than the {_LARGEST_STEP:,} passes "
@@ -165,9 +164,9 @@ _Fact = tuple[object, ...]
 
 @dataclass(frozen=True)
 class _Read:
-    """All that the instructions of a step depend on; `frame` is a program of which it is true.
+    """Cache key: everything that a step's instructions depend on; `frame` is a program with these values.
 
-    Plans that a search compares often differ in nothing of it.
+    Many plans that a search compares have the same key.
     """
 
     stages: tuple[Stage, ...]
@@ -221,23 +220,23 @@ def _stages(
     plan = frame.plan
     if num_stages == 1:
         return (whole_stage(len(blocks), num_micros, plan.unit),)
-    # Stages are balanced by a rank's own slices, since these are the model state that must fit its device.
+    # Sizes are those of a rank's slices, since that model state must fit its device.
     sizes = [sum(each.values()) for each in blocks_bytes(plan, frame.flats)]
     memory_bytes = frame.cluster.device.usable_bytes
     return make_stages(plan, blocks, num_stages, num_micros, frame.sequence, orders, sizes, memory_bytes)
 
 
 def lengthened(program: Program, num_micros: int) -> Program:
-    """The program of a plan without a pipeline for a step of `num_micros` micro-batches; all else is shared."""
+    """`program`, of a plan without a pipeline, with `num_micros` micro-batches; everything else is shared."""
     stage = whole_stage(len(program.blocks), num_micros, program.plan.unit)
     frame = program.of_stage(stage)
     return frame.of_stage(stage, _written(frame, [stage]))
 
 
 def forward_programs(programs: Sequence[Program]) -> list[Program]:
-    """Forward-only programs on the stages of the training programs `programs`, which are all stages.
+    """Forward-only programs for the stages of `programs`, the training programs of all stages.
 
-    They end with a CLIP, which adds up losses and tokens; there is no gradient.
+    They end with a CLIP, which sums losses and token counts; there are no gradients.
     """
     if programs[0].short is not programs[0]:
         found = joined(
@@ -257,10 +256,10 @@ def _forwards(programs: Sequence[Program]) -> list[Program]:
 
 
 def restoring_program(program: Program) -> Program:
-    """The program that follows a loaded state, on the stage of the training program `program`.
+    """The program to run after loading a state, for the stage of the training program `program`.
 
-    Every working copy is made from the master parameters. Secondary copies need no instruction: the first gather of
-    the next step writes them.
+    It refreshes every working copy from the master parameters. Secondary copies need no instruction: the first gather
+    of the next step writes them.
     """
     blocks = (block for block in program.stage.held if program.blocks[block].num_trainable)
     instructions = tuple(Instruction(Op.REFRESH, block) for block in blocks)
@@ -268,15 +267,15 @@ def restoring_program(program: Program) -> Program:
 
 
 def step_end(frame: Program) -> Iterator[Instruction]:
-    """The instructions behind the passes of a training step."""
+    """The instructions after the passes of a training step."""
     stage = frame.stage
-    # TIE before CLIP: the norm must see the sum of both stages' gradients.
+    # TIE before CLIP: the norm is over the sum of both stages' gradients.
     for block, peer in stage.ties:
         if frame.blocks[block].num_trainable:
             yield Instruction(Op.TIE, block, peer=peer)
             yield Instruction(Op.SYNC, block)
     yield Instruction(Op.CLIP)
-    whole = orthogonalised(frame.flats, stage.held)  # each is gathered while the one before it is updated
+    whole = orthogonalised(frame.flats, stage.held)  # each is gathered while the previous one is updated
     following = dict(pairwise(whole))
     # The first gather has no update to hide behind.
     yield from (Instruction(Op.ORTHOGONALISE, block) for block in whole[:1])

@@ -1,12 +1,11 @@
-"""Messages: everything a communicating instruction sends, resolved once (terrace.program.resolve) and read by all.
+"""Messages: everything that a communicating instruction sends, resolved once (terrace.program.resolve).
 
-A `Message` names its class, its lane, the ranks it is among, and its transfers. A `Transfer` is one run of collectives:
-over the tiers of its reduction from the innermost outward, then over the tiers of its gather from the outermost inward,
-with wire format and bytes of every hop (terrace.plan.hops). A message of a block has a transfer for each flat buffer it
-carries (terrace.plan.flats), one after the other on one lane; a message inside a block has at most one.
+A `Message` has its class, its lane, its ranks, and its transfers. A `Transfer` is a sequence of collectives: a
+reduction from the innermost tier outward, then a gather from the outermost tier inward, with wire format and bytes of
+every hop (terrace.plan.hops). A message of a block has one transfer per flat buffer that it carries
+(terrace.plan.flats), in order on one lane; a message inside a block has at most one.
 
-The verifier, the printer, the simulator, the planner and the runtime read these values. Tests check their bytes against
-closed formulas.
+Verifier, printer, simulator, planner and runtime use these values. Tests check their bytes against closed formulas.
 """
 
 from dataclasses import dataclass
@@ -19,17 +18,17 @@ from terrace.plan.wire import MessageClass
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """The collectives of one flat buffer, or of one message inside a block, among the `ranks` that share it.
+    """The collectives of one flat buffer, or of one message inside a block, among the `ranks` that shard it.
 
-    `reduce_buffers` and `gather_buffers` are the bytes of each buffer that the lane's memory must hold, in order. Of a
-    transfer of some `columns` of the flat buffer (terrace.plan.gaps), the packed columns are the first.
+    `reduce_buffers` and `gather_buffers` are the bytes of each buffer in the lane's memory, in order. For a transfer of
+    only some `columns` of the flat buffer (terrace.plan.gaps), the first holds the packed columns.
     """
 
     message_class: MessageClass
     lane: int
     ranks: Layout
-    flat: int = -1  # number of the flat buffer in its block
-    columns: tuple[int, int] | None = None  # the first, and the last exclusive; None: all of it
+    flat: int = -1  # index of the flat buffer in its block
+    columns: tuple[int, int] | None = None  # (start, stop); None: all columns
     reduction: tuple[Hop, ...] = ()
     gathering: tuple[Hop, ...] = ()
     reduce_buffers: tuple[int, ...] = ()
@@ -37,11 +36,14 @@ class Transfer:
 
     @property
     def hops(self) -> tuple[Hop, ...]:
-        """All hops in the order in which they are crossed."""
+        """All hops in the order of crossing."""
         return (*self.reduction, *self.gathering)
 
     def reduced_to(self, outermost: int) -> int:
-        """The tier whose part the reduction leaves on a rank: `outermost`, or inside it where messages go whole."""
+        """Tier of the shard that a rank holds after the reduction.
+
+        `outermost`, or the tier inside the first hop with whole messages.
+        """
         return min((hop.tier - 1 for hop in self.reduction if hop.is_whole), default=outermost)
 
 
@@ -49,17 +51,16 @@ class Transfer:
 class Message:
     """Message of one instruction, or of one step inside a block, as one rank sends it.
 
-    `tiers` are the indexes of the tiers on which the rank has peers, in the order of crossing. `sends` is (tier index,
-    bytes) of each collective or point-to-point message; empty for a RECV, since the peer sends its bytes.
-    `coding_bytes` is the memory traffic of coding and decoding block formats, `fed_back` the elements of a message
-    between stages whose rounding errors are kept. `parts` are those of a message in gaps, whose `sends` and `transfers`
-    add up to those of the message.
+    `tiers` are the tiers on which the rank has peers, in the order of crossing. `sends` is (tier index, bytes) of each
+    collective or point-to-point message; empty for a RECV, since the peer sends the bytes. `coding_bytes` is the memory
+    traffic of encoding and decoding block formats, `fed_back` the number of elements with an error-feedback residual in
+    a message between stages. `parts` are the parts of a message in gaps; their `sends` add up to those of the message.
     """
 
     message_class: MessageClass
     lane: int
     tiers: tuple[int, ...]
-    ranks: Layout | None = None  # None for point to point, and for messages among a context axis
+    ranks: Layout | None = None  # None for point-to-point and context messages
     transfers: tuple[Transfer, ...] = ()
     sends: tuple[tuple[int, int], ...] = ()
     coding_bytes: float = 0.0
@@ -73,13 +74,13 @@ class Message:
 
     @cached_property
     def collectives(self) -> tuple[tuple[int, Layout], ...]:
-        """(Tier, ranks) of each tier that it crosses in collectives among ranks of a layout."""
+        """(Tier, ranks) of each collective; empty for point-to-point and context messages."""
         ranks = self.ranks
         return () if ranks is None else tuple((tier, ranks) for tier in self.tiers)
 
     @cached_property
     def arenas(self) -> dict[int, int]:
-        """Bytes of message memory on each lane: those of the largest transfer, since they follow one another."""
+        """Lane -> bytes of message memory: the largest transfer, since transfers run one after another."""
         found: dict[int, int] = {}
         for transfer in (transfer for each in self.parts or (self,) for transfer in each.transfers):
             size = max(arena_bytes(transfer.reduce_buffers), arena_bytes(transfer.gather_buffers))

@@ -1,16 +1,16 @@
-"""The figures of an exchange of islands. No torch here."""
+"""Statistics of an exchange between islands. No torch here."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class OuterResult:
-    """One exchange of a fragment, as it is applied.
+    """One exchange of a fragment, recorded when it is applied.
 
-    `loss` is the mean over the valid tokens of all islands since the fragment's last exchange began, `change` the root
-    mean square over islands of the norms of their changes. `agreement` is the norm of the mean over `change`, of the
-    exchange before: 1 where all islands changed alike, near the root of 1 / islands where they share no direction:
-    then `every` is too long.
+    `loss` is the mean over the valid tokens of all islands since the fragment's last exchange began, `change` the RMS
+    over islands of the norm of their changes. `agreement` is, for the previous exchange, the norm of the mean change
+    divided by `change`: 1 if all islands changed equally, near sqrt(1 / islands) if their changes are uncorrelated,
+    which means that `every` is too long.
     """
 
     fragment: int

@@ -1,11 +1,11 @@
 """A period: the programs that a run repeats, in order, and how often each runs.
 
-A training run is a period of one step. A run that evaluates every k-th step is one of k steps and an evaluation:
+A training run has a period of one step. If it evaluates every k steps, its period is k steps and an evaluation:
 
     Period((Turn(steps, times=k), Turn(forward_programs(steps))))
 
-Bytes of a period are the sum over its runs, its memory is the peak over its programs: they share the slices of every
-state and the message memory of every lane.
+A period's bytes are the sum over its runs; its memory is the peak over its programs, which share state slices and the
+message memory of every lane.
 """
 
 from collections import Counter
@@ -22,31 +22,31 @@ from terrace.program.program import Program
 
 @dataclass(frozen=True)
 class Turn:
-    """The programs of all stages, in order, that run together, `times` in a row."""
+    """The programs of all stages, in stage order, which run together `times` in a row."""
 
     programs: tuple[Program, ...]
     times: int = 1
 
     @property
     def phase(self) -> Phase:
-        """The purpose of its programs."""
+        """The phase of its programs."""
         return self.programs[0].phase
 
     @property
     def key(self) -> tuple[int, ...]:
-        """Equal for turns that run the same program objects on all stages."""
+        """Key that is equal for turns with the same program objects."""
         return tuple(map(id, self.programs))
 
 
 @dataclass(frozen=True)
 class Period:
-    """Turns in the order in which they run; after the last the first runs again."""
+    """Turns in execution order; after the last, the first runs again."""
 
     turns: tuple[Turn, ...]
 
     @property
     def num_stages(self) -> int:
-        """Number of pipeline stages, each with a program of its own."""
+        """Number of pipeline stages."""
         return len(self.turns[0].programs)
 
     @property
@@ -55,20 +55,20 @@ class Period:
         return sum(turn.times for turn in self.turns if turn.phase is Phase.TRAIN)
 
     def runs(self, stage: int) -> Iterator[Program]:
-        """The programs of one stage, run by run."""
+        """The programs of one stage in execution order, each repeated `times`."""
         for turn in self.turns:
             for _ in range(turn.times):
                 yield turn.programs[stage]
 
     def sent_bytes(self, stage: int = 0) -> dict[tuple[MessageClass, str], int]:
-        """Bytes each rank of a stage sends, by message class and tier."""
+        """Bytes that each rank of a stage sends, by message class and tier."""
         total = Counter[tuple[MessageClass, str]]()
         for turn in self.turns:
             total.update({key: turn.times * size for key, size in turn.programs[stage].sent_bytes.items()})
         return dict(total)
 
     def state_bytes(self, stage: int = 0) -> dict[str, int]:
-        """Peak bytes of each category of model state on a rank of a stage."""
+        """Peak bytes of model state on a rank of a stage, by category."""
         return self._state_bytes[stage]
 
     @cached_property

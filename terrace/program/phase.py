@@ -1,4 +1,4 @@
-"""Phases: the kinds of programs over one instruction set, each with the ops that it may have."""
+"""Phases: the purposes of programs, and the ops that each may use."""
 
 from enum import StrEnum
 
@@ -9,9 +9,9 @@ class Phase(StrEnum):
     """The purpose of a program."""
 
     TRAIN = "train"  # a training step
-    FORWARD = "forward"  # forwards alone: an evaluation
-    OUTER = "outer"  # after the last step of islands: they agree again
-    RESTORE = "restore"  # after a state was loaded: the working copies from the master parameters
+    FORWARD = "forward"  # an evaluation, only forwards
+    OUTER = "outer"  # a separate exchange after the last step, so that islands agree
+    RESTORE = "restore"  # after loading a state: refresh the working copies from the masters
 
 
 PHASE_OPS = {
@@ -20,9 +20,9 @@ PHASE_OPS = {
     Phase.OUTER: frozenset((Op.OUTER_COUNT, Op.OUTER_START, Op.OUTER_APPLY, Op.REFRESH)),
     Phase.RESTORE: frozenset((Op.REFRESH,)),
 }
-FOR_EACH_BLOCK = {  # what happens once to each block with trainable parameters, in this order
+FOR_EACH_BLOCK = {  # ops that run once for each trainable block, in this order
     Phase.TRAIN: (Op.SYNC, Op.UPDATE, Op.REFRESH),
     Phase.FORWARD: (),
-    Phase.OUTER: (),  # its exchange says of which blocks
+    Phase.OUTER: (),  # the exchange determines the blocks
     Phase.RESTORE: (Op.REFRESH,),
 }

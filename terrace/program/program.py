@@ -53,8 +53,8 @@ T = TypeVar("T")
 class Program:
     """The instructions of a rank for one step. All ranks of a stage share one Program object.
 
-    `blocks` is the whole model, as one tensor rank holds it; `stage` says which of them this program runs. The
-    instructions of a long step repeat (terrace.base.repeated).
+    `blocks` is the whole model, as one tensor rank holds it; `stage` selects those that this program runs. A long step
+    is stored with its repeating body (terrace.base.repeated).
     """
 
     cluster: Cluster
@@ -63,38 +63,38 @@ class Program:
     blocks: tuple[BlockSpec, ...]
     stage: Stage
     instructions: Sequence[Instruction]
-    sequence: int = 0  # tokens; the messages of tensor, context and pipeline ranks depend on it
+    sequence: int = 0  # length in tokens, which determines the messages of tensor, context and pipeline axes
     phase: Phase = Phase.TRAIN
-    exchange: Exchange = NO_EXCHANGE  # of islands, at its end
+    exchange: Exchange = NO_EXCHANGE  # between islands, at the end of the step
 
     @property
     def trains(self) -> bool:
-        """Whether it is a training step."""
+        """Whether this is a training step."""
         return self.phase is Phase.TRAIN
 
     @property
     def num_micros(self) -> int:
-        """Micro-batches of a step."""
+        """Micro-batches per step."""
         return self.stage.num_micros
 
     @cached_property
     def stage_layout(self) -> Layout:
-        """The layout of all ranks that hold some part of a block together; `layout` where there is no tensor axis."""
+        """The layout of all ranks that together hold a block; equals `layout` without a tensor axis."""
         return self.layout if self.mesh.total("tensor") == 1 else stage_layout(self.cluster, self.plan)
 
     @cached_property
     def world_layout(self) -> Layout:
-        """The layout of all ranks, whatever they hold."""
+        """The layout of all ranks of all stages."""
         return self.stage_layout if self.mesh.total("pipeline") == 1 else world_layout(self.cluster, self.plan)
 
     @cached_property
     def mesh(self) -> Mesh:
-        """The place of every rank on every axis."""
+        """The plan's mesh."""
         return Mesh.of(self.cluster, self.plan)
 
     @cached_property
     def edge(self) -> Edge:
-        """The activation that crosses every edge between stages; only where there is a pipeline."""
+        """The activation that crosses each edge between stages. Only with a pipeline."""
         return edge_of(self.tensor, self.blocks)
 
     @cached_property
@@ -104,11 +104,11 @@ class Program:
 
     @cached_property
     def alike(self) -> list[int]:
-        """The first block whose flat buffers equal each block's; their messages and update are the same."""
+        """For each block, the first block with equal flat buffers, and so equal messages and update."""
         return first_equal(self.flats)
 
     def of_flats(self, function: Callable[[Sequence[FlatParamSpec]], T]) -> list[T]:
-        """`function` of the flat buffers of every block, called once for blocks that are alike."""
+        """`function` of every block's flat buffers, called once for equal blocks (`alike`)."""
         found = {first: function(self.flats[first]) for first in dict.fromkeys(self.alike)}
         return [found[first] for first in self.alike]
 
@@ -119,7 +119,7 @@ class Program:
 
     @cached_property
     def routed(self) -> Routed:
-        """The messages that carry tokens where a block's router sends them."""
+        """The messages that carry tokens to experts and back."""
         return Routed(self.cluster, self.mesh, self.tensor, self.blocks)
 
     @cached_property
@@ -128,21 +128,21 @@ class Program:
         return any(flat.layout.has_secondary for block in self.stage.held for flat in self.flats[block])
 
     def gathers(self, block: int) -> bool:
-        """Whether some parameters of a block must be gathered: a rank keeps less than all of them."""
+        """Whether some parameters of a block are sharded and must be gathered."""
         return any(flat.layout.gathers for flat in self.flats[block])
 
     def frees(self, block: int) -> bool:
-        """Whether some gathered parameters of a block are dropped, to be gathered again."""
+        """Whether some gathered parameters of a block are freed, to be gathered again."""
         return any(flat.layout.frees for flat in self.flats[block])
 
     def peer(self, rank: int, instruction: Instruction) -> int:
-        """The rank of the other stage that a SEND, a RECV or a TIE of `rank` names."""
+        """The peer rank of `rank` for a SEND, RECV or TIE."""
         return self.mesh.at_stage(rank, instruction.peer)
 
     def of_stage(self, stage: Stage, instructions: Sequence[Instruction] = (), phase: Phase | None = None) -> "Program":
-        """Another program of the same plan and blocks, and of the same phase unless one is given.
+        """A program with another stage and instructions; the phase is kept unless one is given.
 
-        Values that follow from plan and blocks are shared, not derived again.
+        Cached values that depend only on plan and blocks are shared.
         """
         found = replace(self, stage=stage, instructions=instructions, phase=phase or self.phase)
         shared = (*_OF_THE_PLAN, "edge") if stage.num_stages > 1 else _OF_THE_PLAN
@@ -150,11 +150,11 @@ class Program:
         return found
 
     def with_stages(self, stages: tuple[int, ...]) -> "Program":
-        """The same program under a plan that names its stages; all else is shared."""
+        """The program with `plan.stages` set; everything else is shared."""
         return self._sharing(replace(self, plan=replace(self.plan, stages=stages)))
 
     def with_exchange(self, exchange: Exchange) -> "Program":
-        """The same program but for its exchange, whose instructions its maker writes; all else is shared."""
+        """The program with another `exchange`; the caller replaces the instructions. Everything else is shared."""
         return self._sharing(replace(self, exchange=exchange))
 
     def _sharing(self, found: "Program") -> "Program":
@@ -162,30 +162,30 @@ class Program:
         return found
 
     def on(self, cluster: Cluster) -> "Program":
-        """The same program on a cluster whose tiers have other figures, but the same sizes; all else is shared."""
+        """The program on a cluster with the same tier sizes but other constants; everything else is shared."""
         found = replace(self, cluster=cluster)
         vars(found).update({name: value for name, value in vars(self).items() if name != "cluster"})
         return found
 
     @cached_property
     def segments(self) -> Segments:
-        """The instructions as bodies."""
+        """The instructions as `Segments`."""
         return Segments.of(self.instructions)
 
     @property
     def folded(self) -> Folded:
-        """The distinct instructions, and the order in which they run."""
+        """The distinct instructions, and their order."""
         return self.segments.folded
 
     @cached_property
     def short(self) -> "Program":
-        """The program with few repetitions, which stand for all; itself where nothing repeats."""
+        """The program with `SHORT` repetitions, which represent all; itself if nothing repeats."""
         if not isinstance(self.instructions, Repeated):
             return self
         return self.repeating(SHORT)
 
     def repeating(self, count: int) -> "Program":
-        """The program with `count` repetitions. Only for one whose instructions repeat."""
+        """The program with `count` repetitions. Only for a program whose instructions repeat."""
         assert isinstance(self.instructions, Repeated), "a short program is kept whole"
         return self.of_stage(self.stage.repeating(count), tuple(self.instructions.times(count)))
 
@@ -197,7 +197,7 @@ class Program:
 
     @cached_property
     def counts(self) -> dict[Instruction, int]:
-        """Number of runs of each distinct instruction (`folded`)."""
+        """How often each distinct instruction (`folded`) runs."""
         if isinstance(self.instructions, Repeated):
             body = Counter(map(without_micro, self.instructions.body))
             further = self.instructions.repeats - SHORT
@@ -205,7 +205,7 @@ class Program:
         return self.folded.counts()
 
     def message(self, instruction: Instruction) -> Message:
-        """Message of a communicating instruction, resolved once for all that differ only in micro-batch."""
+        """Message of a communicating instruction; cached for instructions that differ only in micro-batch."""
         key = without_micro(instruction)
         if key not in self._messages:
             self._messages[key] = self._resolved(instruction)
@@ -213,15 +213,15 @@ class Program:
 
     @cached_property
     def sent_bytes(self) -> dict[tuple[MessageClass, str], int]:
-        """Bytes each rank sends per step, by message class and tier, but for those that a batch declares."""
+        """Bytes that each rank sends per step, by message class and tier, without those that depend on the batch."""
         return declared_ahead(self.expected_bytes)
 
     @cached_property
     def expected_bytes(self) -> dict[tuple[MessageClass, str], int]:
-        """As `sent_bytes`, with the mean of routed messages where routing is even."""
+        """`sent_bytes` plus the expected bytes of routed messages under uniform routing."""
         total: dict[tuple[MessageClass, str], int] = defaultdict(int)
         for instruction, times in self.counts.items():
-            # A pass sends the messages inside its block; a RECV those that complete its activation.
+            # A pass sends the messages inside its block; a RECV may gather the rest of its activation.
             own = () if instruction.message_class is None else (self.message(instruction),)
             for message in (*own, *self.messages_inside(instruction)):
                 for tier, num_bytes in message.sends:
@@ -239,7 +239,7 @@ class Program:
     def _resolved(self, instruction: Instruction) -> Message:
         message_class = instruction.message_class
         assert message_class is not None, f"{instruction} sends nothing"
-        # Point to point: the tier follows from where the two stages are placed.
+        # Point to point: the tier follows from the two stages' positions.
         if instruction.peer >= 0:
             if instruction.op is Op.TIE:
                 tier = self.mesh.edge_tier(self.stage.index, instruction.peer)
@@ -248,14 +248,14 @@ class Program:
             return edge_message(message_class, hop, self.plan.compute, received=received)
         # Control numbers are summed over all stages, not over the ranks of a block.
         if message_class is MessageClass.CONTROL:
-            # A step stays inside an island; an evaluation is of all.
+            # A training step stays inside an island; an evaluation spans all islands.
             inside = self.trains
             return control_message(self.stage_layout, self.world_layout, self.plan, self.blocks, inside=inside)
         if instruction.op is Op.OUTER_COUNT:
             return outer_numbers_message(self.world_layout, self.plan, self.blocks, self.exchange)
         if message_class is MessageClass.COUNTS:
             return counts_message(self.stage_layout, self.plan, [self.blocks[index] for index in self.stage.own])
-        # The secondary copy starts a gather from its own, inner tier.
+        # A gather from the secondary copy starts on that copy's inner tier.
         source = self.stage_layout.params_backward if instruction.secondary else None
         flats = self.flats[instruction.block]
         key = (message_class, source, self.alike[instruction.block], instruction.in_gaps)
@@ -267,7 +267,7 @@ class Program:
 
     @property
     def messages(self) -> list[Message]:
-        """The messages of distinct instructions, the ones inside blocks included."""
+        """The messages of all distinct instructions, including those inside blocks."""
         communicating = (each for each in self.counts if each.message_class is not None)
         return [
             *(self.message(each) for each in communicating),
@@ -276,30 +276,30 @@ class Program:
 
     @cached_property
     def buffers(self) -> tuple[Buffer, ...]:
-        """The buffers of model state on a rank."""
+        """Model-state buffers on a rank."""
         return state_buffers(self.plan, self.stage, self.blocks, self.flats, self.instructions, self.messages)
 
     @cached_property
     def state_bytes(self) -> dict[str, int]:
-        """Peak bytes of each category of model state on a rank."""
+        """Peak bytes of model state on a rank, by category."""
         # A peak does not grow with repetitions.
         return peak_bytes(self.short.buffers)
 
     def report(
         self, time_s: Mapping[str, float], sent_bytes: Mapping[tuple[MessageClass, str], int] | None = None
     ) -> StepReport:
-        """The report of a step that took `time_s`, seconds by category; `sent_bytes` default to the program's."""
+        """The report of a step with `time_s` seconds by category; `sent_bytes` defaults to the program's."""
         sent_bytes = self.sent_bytes if sent_bytes is None else sent_bytes
         return StepReport(time_s=dict(time_s), sent_bytes=sent_bytes, memory_bytes=self.state_bytes)
 
     def edge_hop(self, instruction: Instruction) -> Hop:
-        """The hop of a SEND or a RECV: over the outermost tier between the two stages, in the format of its class."""
+        """The hop of a SEND or RECV, over the outermost tier between the two stages."""
         tier = self.mesh.edge_tier(self.stage.index, instruction.peer)
         wire = self.plan.wire_format(BETWEEN_STAGES[instruction.backward], self.layout.tiers[tier])
         return Hop(tier, 2, wire, self.edge.numel)
 
     def block_program(self, block: int) -> BlockProgram:
-        """The program of a block on one micro-batch: computing and messages in the order of issue."""
+        """The program of a block on one micro-batch: compute and messages in the order of issue."""
         key = self.alike_inside(block)
         if key not in self._block_programs:
             found = block_program(self.tensor, self.context, self.blocks, block, recomputed=self.recomputes(block))
@@ -307,21 +307,21 @@ class Program:
         return self._block_programs[key]
 
     def alike_inside(self, block: int) -> tuple[int, tuple[str, ...]]:
-        """Kind of a block, and its recomputed part: blocks that agree in both share one block program."""
-        # A frozen first block has no backward, so it is of a kind of its own.
+        """(Kind, recomputed part) of a block; blocks with equal keys share one block program."""
+        # A frozen first block has no backward, so it is a separate kind.
         return self.kinds[block] if block or self.blocks[0].num_trainable else -1, self.recomputed[block]
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
-        """Kind of each block: those of one kind differ only in their names."""
+        """Kind of each block; blocks of one kind differ only in their names."""
         return Kinds.of(self.blocks).order
 
     def messages_inside(self, instruction: Instruction) -> tuple[Message, ...]:
-        """The messages inside a block that a pass sends, or a RECV to complete its activation; resolved once."""
+        """The messages that a pass sends inside its block, or a RECV to complete its activation; cached."""
         op, block = instruction.op, instruction.block
         if op is not Op.RECV and op not in PASSES:
             return ()
-        # All activations that arrive have the same shape.
+        # All received activations have the same shape.
         key = (op, None if op is Op.RECV else self.alike_inside(block))
         found = self._inside.get(key)
         if found is None:
@@ -334,7 +334,7 @@ class Program:
         return found
 
     def message_inside(self, message: InBlockMessage, block: int) -> Message:
-        """One message inside a block, resolved."""
+        """Resolve one message inside a block."""
         if isinstance(message, TensorMessage):
             found = self._of_lines.get(message)
             if found is None:
@@ -364,16 +364,16 @@ class Program:
         return {}
 
     def recomputes(self, block: int) -> bool:
-        """Whether the backward of a block runs its whole forward again."""
+        """Whether the backward of a block recomputes its whole forward."""
         return self.recomputed[block] == WHOLE
 
     @cached_property
     def recomputed(self) -> tuple[tuple[str, ...], ...]:
-        """The part of each block that its backward runs again (`terrace.plan.recompute.recomputed_parts`)."""
+        """What each block's backward recomputes (`terrace.plan.recompute.recomputed_parts`)."""
         return recomputed_parts(self.plan.recompute, self.blocks)
 
 
-# Derived from plan, cluster and blocks alone, so that the programs of all stages share them.
+# Values derived from plan, cluster and blocks alone, which the programs of all stages share.
 _OF_THE_PLAN = (
     *("stage_layout", "world_layout", "mesh", "flats", "alike", "tensor", "context", "routed"),
     *("_of_blocks", "_of_lines", "_inside", "_block_programs", "kinds", "recomputed"),

@@ -1,8 +1,8 @@
-"""The play of ranks: who sends, who waits, and whether all come to their ends; no times.
+"""Untimed simulation of the ranks of a step, to find deadlocks.
 
-A collective happens when it is next on every member's lane, a pass that reads a message once that message was sent.
-Each rank is played with a single lane, passes included: stricter than the runtime, so an order that passes here cannot
-block there.
+A collective runs when it is next on every member's lane; a pass that reads a message runs once that message was sent.
+Each rank has a single lane, passes included. This is stricter than the runtime, so an order that completes here cannot
+deadlock there.
 """
 
 from bisect import bisect_left
@@ -22,11 +22,11 @@ class Item:
     """One collective on a tier, or one message sent or read."""
 
     instruction: Instruction
-    position: int  # in the program, where it is issued: of a part in a gap, of the pass
+    position: int  # of the issuing instruction in the program; for a part in a gap, of the pass
     tier: int = -1  # of a collective
-    ranks: Layout | None = None  # and those that it is among; None: of a TIE or a message
-    number: int = 0  # among the collectives of its instruction
-    message: Instruction | None = None  # sent or read, as the sender's SEND with the other stage as peer
+    ranks: Layout | None = None  # of a collective; None for a TIE or a message
+    number: int = 0  # index among the collectives of its instruction
+    message: Instruction | None = None  # the message sent or read: a SEND, or the RECV of a message that a pass reads
 
 
 def _items(program: Program) -> list[Item]:
@@ -44,11 +44,11 @@ def _items(program: Program) -> list[Item]:
             received[instruction.backward, instruction.block, instruction.micro] = instruction
         elif instruction.op in PASSES:
             backward = instruction.op is not Op.FORWARD
-            # A forward reads the block before it; a backward, the gradient of the block after it.
+            # A forward reads the output of the previous block, a backward the gradient of the next one.
             key = (backward, instruction.block + (1 if backward else -1), instruction.micro)
             if instruction.op is not Op.BACKWARD_WEIGHT and key in received:
                 items.append(Item(instruction, position, message=received.pop(key)))
-        # A collective over several tiers meets its peers on each tier in turn, a pass in each message on a lane.
+        # A collective over several tiers synchronises with its peers on each tier in turn, a pass in each message.
         for number, (of, tier, ranks) in enumerate(issued.at(instruction)):
             items.append(Item(of, position, tier, ranks, number))
     return items
@@ -62,11 +62,11 @@ class RankPlay:
         self.limits = {rank: len(items) for rank, items in self.items.items()}
         self.sent: set[tuple[int, int, bool, int, int]] = set()
         self.readers: dict[tuple[int, int, bool, int, int], int] = {}
-        # (members, op, block, micro-batch and number inside a pass) of a collective or a TIE -> members that have come
+        # (members, op, block, micro-batch and number inside a pass) of a collective or TIE -> members that have arrived
         self.there: dict[tuple[tuple[int, ...], Op, int, int, int], set[int]] = defaultdict(set)
 
     def run(self, cuts: Mapping[int, int] | None = None) -> None:
-        """Go on until nobody can, no rank beyond its position in `cuts`."""
+        """Advance all ranks until none can continue, no rank beyond its position in `cuts`."""
         for rank, items in self.items.items():
             before = len(items) if cuts is None else bisect_left(items, cuts[rank], key=lambda item: item.position)
             self.limits[rank] = before
@@ -75,7 +75,7 @@ class RankPlay:
             moved.extend(self._step(moved.popleft()))
 
     def _step(self, rank: int) -> Iterator[int]:
-        """Advance one rank as far as possible; yields the ranks that this unblocks."""
+        """Advance one rank as far as possible; yields ranks that this unblocks."""
         while self.heads[rank] < self.limits[rank]:
             item = self.items[rank][self.heads[rank]]
             if item.message is None:
@@ -83,12 +83,11 @@ class RankPlay:
                 inside = (now.micro, item.number) if now.op in PASSES else (-1, 0)
                 meeting = (group, now.op, now.block, *inside)
                 self.there[meeting].add(rank)
-                # Some members may have no program here (a subset of ranks is verified); only the given ones are waited
-                # for.
+                # Members without a program here (if only some ranks are verified) are not waited for.
                 if self.there[meeting] < set(group) & self.programs.keys():
                     return
                 self.there.pop(meeting)
-                # The last to arrive moves everyone on.
+                # The last member to arrive advances all of them.
                 for member in group:
                     if member in self.heads:
                         self.heads[member] += 1
@@ -101,34 +100,34 @@ class RankPlay:
                 if key in self.readers:
                     yield self.readers.pop(key)
             elif key not in self.sent:
-                # The sender wakes this rank when it gets there.
+                # The sender unblocks this rank later.
                 self.readers[key] = rank
                 return
             self.heads[rank] += 1
 
     def position(self, rank: int) -> int:
-        """Position of a rank's next item; behind its last instruction where there is none."""
+        """Position of a rank's next item; the number of instructions if there is none."""
         head, items = self.heads[rank], self.items[rank]
         return items[head].position if head < len(items) else len(self.programs[rank].instructions)
 
     def group(self, rank: int, item: Item) -> tuple[int, ...]:
-        """The ranks that take part in a collective or a TIE."""
+        """The ranks that participate in a collective or TIE."""
         if item.ranks is None:  # a TIE is between two
             return tuple(sorted((rank, self.programs[rank].peer(rank, item.instruction))))
         return item.ranks.peers(rank, item.tier)
 
     def key(self, rank: int, message: Instruction) -> tuple[int, int, bool, int, int]:
-        """(Sender, receiver, whether a gradient, block, micro-batch) of a message."""
+        """(Sender, receiver, whether it is a gradient, block, micro-batch) of a message."""
         other = self.programs[rank].peer(rank, message)
         ends = (rank, other) if message.op is Op.SEND else (other, rank)
         return (*ends, message.backward, message.block, message.micro)
 
     def waits_for(self, rank: int) -> tuple[Instruction, int]:
-        """The instruction in which a rank waits, and the rank it waits for."""
+        """(Instruction in which a rank waits, rank that it waits for)."""
         item = self.items[rank][self.heads[rank]]
         if item.message is not None:
             return item.instruction, self.key(rank, item.message)[0]
-        # Any absent member explains the wait; the first is named.
+        # Any absent member explains the wait; report the first.
         absent = [peer for peer in self.group(rank, item) if peer in self.heads and not self._is_at(peer, item)]
         return item.instruction, absent[0]
 

@@ -1,9 +1,9 @@
-"""Long steps from short ones.
+"""Builds programs of long steps from short ones.
 
-From some micro-batch on a schedule repeats itself, so a step of many micro-batches has the order of a short one with a
-body that comes more often. Three short steps, each with one body more, show the body and where it stands; the long step
-has as many bodies as it needs (terrace.base.repeated). The verifier checks the result
-(terrace.program.verify_repeating), however it was made.
+After some micro-batches a schedule repeats, so a long step is a short one with more repetitions of a body. Comparing
+three short steps, each with one more repetition, reveals the body and its position; the long step then gets as many
+repetitions as it needs (terrace.base.repeated). The verifier checks the result independently
+(terrace.program.verify_repeating).
 """
 
 from collections.abc import Callable, Sequence
@@ -27,19 +27,19 @@ def repeating(
     num_stages: int,
     every: int,
 ) -> "list[Program] | None":
-    """Programs of a step of `num_micros` micro-batches, `every` of which are a body.
+    """Programs of a step of `num_micros` micro-batches whose body has `every` micro-batches.
 
-    `stages_of` gives the stages of any number of micro-batches, `lower` their programs. None where no body is found in
-    much shorter steps.
+    `stages_of` returns the stages for a number of micro-batches, `lower` their programs. None if much shorter steps do
+    not reveal a body.
     """
-    # Behind the first micro-batches, which fill the pipeline or the lanes of a single rank.
+    # After the first micro-batches, which fill the pipeline or the lanes of a single rank.
     least = max(num_stages + 2, 2 * every, 8)
     for _ in range(_TRIES):
         short = least + (num_micros - least) % every
         if short + 2 * every > num_micros // 2:
             return None
         steps = [stages_of(short + bodies * every) for bodies in range(3)]
-        # Groups are few beside instructions, and show whether anything repeats.
+        # Compare groups first: there are fewer of them than instructions.
         if all(repeated([each.groups for each in builds], every) for builds in zip(*steps, strict=True)):
             found = joined([lower(stages) for stages in steps], num_micros)
             if found is not None:
@@ -49,8 +49,9 @@ def repeating(
 
 
 def joined(steps: "Sequence[Sequence[Program]]", num_micros: int) -> "list[Program] | None":
-    """Programs of a step of `num_micros` micro-batches of which three `steps` have one body more each; None where they
-    have none in common.
+    """Programs of a step of `num_micros` micro-batches from three `steps`, each with one more repetition of a body.
+
+    None if they have no common body.
     """
     found = []
     for builds in zip(*steps, strict=True):

@@ -9,12 +9,12 @@ from terrace.plan.wire import ROUTED, MessageClass
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """One rank's step.
+    """Cost of one rank's step.
 
-    `time_s` holds the compute categories (forward, backward, update), the time spent waiting for messages by class
-    (`wait gather`, ...) and `other`; it sums to the step. `sent_bytes` counts bytes sent per (message class, tier).
-    `memory_bytes` is the peak of each category of model state, `load` the figures of the stage's routers
-    (terrace.program.loads), the mean over measured steps.
+    `time_s` has the compute categories (forward, backward, update), the time spent waiting for messages by class (`wait
+    gather`, ...) and `other`; it sums to the step time. `sent_bytes` is keyed by (message class, tier). `memory_bytes`
+    is the peak of each category of model state, `load` the expert load statistics of the stage (terrace.program.loads),
+    averaged over measured steps.
     """
 
     time_s: Mapping[str, float]
@@ -24,12 +24,12 @@ class StepReport:
 
     @property
     def step_s(self) -> float:
-        """Seconds of the whole step."""
+        """Duration of the step in seconds."""
         return sum(self.time_s.values())
 
 
 def plain(report: StepReport) -> dict[str, Any]:
-    """The report as a table of plain values; `read_plain` gives an equal one back."""
+    """The report as a dict of plain values; `read_plain` is the inverse."""
     sent = {f"{message.value}.{tier}": count for (message, tier), count in sorted(report.sent_bytes.items())}
     load = {"load": dict(report.load)} if report.load else {}
     return {"time_s": dict(report.time_s), "sent_bytes": sent, "memory_bytes": dict(report.memory_bytes), **load}
@@ -46,5 +46,5 @@ def read_plain(table: Mapping[str, Any]) -> StepReport:
 
 
 def declared_ahead(sent: Mapping[tuple[MessageClass, str], int]) -> dict[tuple[MessageClass, str], int]:
-    """Bytes by message class and tier, without those that each batch declares for itself."""
+    """Bytes by message class and tier, without routed messages, whose bytes depend on the batch."""
     return {key: size for key, size in sent.items() if key[0] not in ROUTED}

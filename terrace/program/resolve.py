@@ -1,6 +1,6 @@
-"""Messages resolved from a plan: lane, ranks, hops, formats, bytes and message memory of each.
+"""Resolves messages from a plan: lane, ranks, hops, formats, bytes and message memory.
 
-A program calls these once for each distinct instruction (terrace.program.program).
+A program calls these functions once per distinct instruction (terrace.program.program).
 """
 
 from collections.abc import Sequence
@@ -31,13 +31,13 @@ def block_message(
 ) -> Message:
     """Message of one class for a block with the flat buffers `flats`.
 
-    `stage_layout` is the layout of all ranks that hold some part of a block. `source` overrides the tier that a gather
-    of parameters starts from; the default is the one its class names.
+    `stage_layout` is the layout of all ranks that together hold a block. `source` overrides the tier that a gather of
+    parameters starts from.
     """
     tiers = message_tiers(stage_layout, message_class, source, coded=any(flat.is_coded for flat in flats))
     lane = max(tiers, default=0)
-    # Buffers that do not travel in this class (whole, frozen, or not orthogonalised) have no transfer, nor has a
-    # secondary copy that is whole: the first gather has put it in its place.
+    # No transfer for buffers that this class does not carry (whole, frozen, or not orthogonalised), nor for a whole
+    # secondary copy, which the first gather has filled.
     transfers = [
         flat_transfer(message_class, lane, flat.layout, plan, flat.padded, source, number, flat.num_scales)
         for number, flat in enumerate(flats)
@@ -59,7 +59,7 @@ def flat_transfer(
     flat: int = -1,
     num_scales: int = 0,
 ) -> Transfer:
-    """The transfer of a flat buffer of `padded` elements, number `flat` of its block; see `block_message`."""
+    """The transfer of flat buffer `flat` of a block, with `padded` elements; see `block_message`."""
     reduction, gathering = block_hops(ranks, plan, message_class, padded, source, num_scales)
     summed = [] if num_scales and message_class is MessageClass.REFRESH else reduction  # scales are no sums
     return Transfer(
@@ -75,7 +75,7 @@ def flat_transfer(
 
 
 def message_in_gaps(whole: Message, plan: Plan, flats: Sequence[FlatParamSpec]) -> Message:
-    """The message `whole` of gradients in its parts; a part without columns sends nothing."""
+    """The gradient message `whole`, cut into parts; a part without columns sends nothing."""
     columns = [part_columns(plan, flats[each.flat].layout, flats[each.flat].padded) for each in whole.transfers]
     parts = []
     for part in range(len(plan.gap_shares)):
@@ -97,16 +97,16 @@ def _part(whole: Transfer, plan: Plan, start: int, stop: int) -> Transfer:
 def control_message(
     stage_layout: Layout, world_layout: Layout, plan: Plan, blocks: Sequence[BlockSpec], *, inside: bool = True
 ) -> Message:
-    """Message of CLIP: on each tier a rank sends all its numbers to every peer and adds up the ones it receives.
+    """Message of CLIP: on each tier a rank sends all its numbers to every peer and sums those it receives.
 
-    `inside` says that it stays on an island.
+    With `inside` it stays inside an island.
     """
     crossed = world_layout.inside if inside else range(len(world_layout.tiers))
     tiers = tuple(tier for tier in crossed if world_layout.degrees[tier] > 1)
     numbers = control_numbers(stage_layout, plan, blocks)
-    # Sums of losses, squared norms and token counts over all ranks: few numbers, so fp64 costs next to nothing.
+    # Few numbers (losses, squared norms, token counts), so fp64 costs next to nothing.
     hops = tuple(Hop(tier, world_layout.degrees[tier], FORMATS["fp64"], numbers) for tier in tiers)
-    # As for block messages, the outermost tier names the lane.
+    # As for block messages, the lane is the outermost tier.
     lane, message_class = max(tiers, default=0), MessageClass.CONTROL
     return _collective(
         message_class,
@@ -119,7 +119,7 @@ def control_message(
 
 
 def outer_numbers_message(world_layout: Layout, plan: Plan, blocks: Sequence[BlockSpec], exchange: Exchange) -> Message:
-    """Message of OUTER_COUNT: numbers summed over an island as CLIP's are, then gathered from all islands."""
+    """Message of OUTER_COUNT: numbers are summed over an island as for CLIP, then gathered from all islands."""
     hops = outer_hops(world_layout, plan, blocks, exchange)
     inside = tuple(hop for hop in hops if hop.tier in world_layout.inside)
     outside = hops[len(inside) :]
@@ -129,7 +129,7 @@ def outer_numbers_message(world_layout: Layout, plan: Plan, blocks: Sequence[Blo
 
 
 def counts_message(stage_layout: Layout, plan: Plan, blocks: Sequence[BlockSpec]) -> Message:
-    """Message of COUNT for `blocks`: summed tier by tier outward over a stage, then gathered back."""
+    """Message of COUNT for `blocks`: counts are reduced over a stage from the innermost tier outward, then gathered."""
     hops, message_class = count_hops(stage_layout, num_counts(blocks)), MessageClass.COUNTS
     lane, tiers = max((hop.tier for hop in hops), default=0), tuple(hop.tier for hop in hops)
     transfer = Transfer(
@@ -139,12 +139,12 @@ def counts_message(stage_layout: Layout, plan: Plan, blocks: Sequence[BlockSpec]
 
 
 def stage_message(message_class: MessageClass, tier: int, num_bytes: int) -> Message:
-    """A message of `num_bytes` from one rank to its peer of another stage, across `tier`."""
+    """A message of `num_bytes` from a rank to its peer on another stage, across `tier`."""
     return Message(message_class=message_class, lane=tier, tiers=(tier,), sends=((tier, num_bytes),))
 
 
 def edge_message(message_class: MessageClass, hop: Hop, compute: str, *, received: bool) -> Message:
-    """An activation or a gradient from one rank to its peer of another stage; coding on both counts for the sender."""
+    """An activation or gradient sent to a peer on another stage; the sender's message counts coding on both sides."""
     if received:
         return Message(message_class=message_class, lane=hop.tier, tiers=(hop.tier,))
     sent, fed_back = stage_message(message_class, hop.tier, hop.part_bytes), hop.numel if hop.wire.feedback else 0
@@ -152,9 +152,9 @@ def edge_message(message_class: MessageClass, hop: Hop, compute: str, *, receive
 
 
 def tensor_message(tensor: TensorTraffic, message: TensorMessage) -> Message:
-    """A message inside a block, among the ranks of a line of the tensor axis."""
+    """A message inside a block, among ranks of the tensor axis or ranks that share sequences."""
     line, plan = tensor.line(message.axes), tensor.plan
-    # Statistics such as a norm's squares travel unrounded; activations take the wire format of each tier.
+    # Statistics such as a norm's squares are sent unrounded; activations use the wire format of each tier.
     if message.leg is Leg.NUMBERS:
         transfer = number_transfer(line, plan, message.numel)
     else:
@@ -164,10 +164,10 @@ def tensor_message(tensor: TensorTraffic, message: TensorMessage) -> Message:
 
 
 def number_transfer(line: Layout, plan: Plan, numel: int) -> Transfer:
-    """A gather of `numel` numbers of every rank of a line of the tensor axis, never rounded."""
+    """A gather of `numel` numbers from every rank of `line`, never rounded."""
     hops, pieces, wire = [], 1, FORMATS["fp32" if number_bytes(plan) == 4 else "fp64"]
     for tier, degree in enumerate(line.degrees):
-        if degree > 1:  # numbers gathered over the tiers inside travel on
+        if degree > 1:  # forward numbers gathered over inner tiers
             hops.append(Hop(tier, degree, wire, numel, pieces))
             pieces *= degree
     message_class = TensorMessage(Leg.NUMBERS, line.axes, numel).message_class
@@ -175,7 +175,7 @@ def number_transfer(line: Layout, plan: Plan, numel: int) -> Transfer:
 
 
 def line_transfer(line: Layout, plan: Plan, leg: Leg, numel: int) -> Transfer:
-    """A gather or a reduction of `numel` padded elements over a line of the tensor axis."""
+    """A gather or reduction of `numel` padded elements over the ranks of `line`."""
     hops, message_class = tuple(line_hops(line, plan, leg, numel)), MessageClass.TENSOR
     transfer = Transfer(message_class=message_class, lane=INSIDE, ranks=line)
     if leg is Leg.GATHER:
@@ -184,7 +184,7 @@ def line_transfer(line: Layout, plan: Plan, leg: Leg, numel: int) -> Transfer:
 
 
 def context_message(sends: tuple[tuple[int, int], ...]) -> Message:
-    """A message inside a block among the ranks of the context axis, from (tier index, bytes sent)."""
+    """A message inside a block among context ranks; `sends` are (tier index, bytes sent)."""
     tiers = tuple(tier for tier, _ in sends)
     return Message(message_class=MessageClass.CONTEXT, lane=INSIDE, tiers=tiers, sends=sends)
 
@@ -198,7 +198,7 @@ def _collective(
     transfers: Sequence[Transfer],
 ) -> Message:
     hops = [hop for transfer in transfers for hop in transfer.hops]
-    # dtypes are cast on the fly; only block formats read and write memory to code.
+    # Dtypes are cast on the fly; only block formats cost memory traffic.
     coding = 0.0
     if any(hop.wire.block for hop in hops):
         coding = sum(hops_coding_bytes(plan, message_class, each.reduction, each.gathering) for each in transfers)

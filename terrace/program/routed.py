@@ -1,6 +1,6 @@
-"""The messages that carry tokens where the router of a block sends them; none where a rank has every expert.
+"""The messages that carry tokens to experts on other ranks and back; none if every rank has every expert.
 
-Sizes are in terrace.plan.expert_traffic, the order of messages in terrace.program.block_program.routed.
+For sizes see terrace.plan.expert_traffic, for the order terrace.program.block_program.routed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,34 +31,34 @@ class Routed:
 
     @cached_property
     def lines(self) -> tuple[Layout, Layout]:
-        """The ranks that hold different experts, and the ranks that cut every expert: alone where there are none."""
+        """(Ranks with different experts, ranks that cut every expert); single ranks without a factoring for experts."""
         stacks = self.mesh.stacks if self.mesh.divides_stacks else self.mesh.only("pipeline")
         expert, rows = (Layout.of(self.cluster, self.tensor.plan, axes, stacks) for axes in (PARTS, ("rows",)))
         return expert, rows
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
-        """A transfer of every message that tokens on their way to experts and back take; none on one rank."""
+        """One transfer per kind of message between tokens and experts; empty if experts are not distributed."""
         return tuple(transfer for line in self.lines for transfer in self._transfers(line))
 
     @cached_property
     def lanes(self) -> frozenset[int]:
-        """The tiers on whose lanes routed messages travel."""
+        """The tier lanes that routed messages use."""
         return frozenset(each.lane for each in self.transfers)
 
     def traffic(self, block: int) -> ExpertTraffic:
-        """The sizes of the messages of a block, which has none where it has no experts on other ranks."""
+        """Message sizes of a block; `NO_TRAFFIC` if it has no experts on other ranks."""
         return ExpertTraffic.of(self.tensor, self.blocks[block])
 
     def message(self, message: RoutedMessage, block: int) -> Message:
-        """A message of a block among the ranks of its line, with the bytes sent on average."""
+        """Resolve a message of a block, with its expected bytes."""
         sends, line = self.traffic(block).sends(message), self.lines[message.copies]
         tiers = tuple(tier for tier, _ in sends)
         return Message(message_class=message.message_class, lane=message.tier, tiers=tiers, ranks=line, sends=sends)
 
     def _transfers(self, line: Layout) -> Iterator[Transfer]:
-        # Tables of counts go over all tiers of a line, rows over each: on the lane of the outermost tier they cross. A
-        # batch says how large they are; a hop of rows has the format of one row.
+        # Tables of counts are one message over all tiers of a line, rows one message per tier, each on the lane of its
+        # outermost tier. Sizes depend on the batch; a hop of rows has the size of one row.
         tiers = [(tier, degree) for tier, degree in enumerate(line.degrees) if degree > 1]
         if not tiers:
             return
@@ -72,6 +72,6 @@ class Routed:
 
 
 def uneven_rows(blocks: Sequence[BlockSpec]) -> str:
-    """Why products have another number of rows in every micro-batch; "" where they have not."""
+    """Why matmuls have a varying number of rows per micro-batch; "" if they have not."""
     mixture = next((block.name for block in blocks if has_routers([block])), "")
     return f"the rows of an expert of {mixture} are another number in every micro-batch" if mixture else ""

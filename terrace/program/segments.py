@@ -1,7 +1,7 @@
-"""Instructions as bodies: the same short run of instructions for one micro-batch after the other.
+"""Instructions stored as bodies: short runs of instructions, each repeated for many micro-batches.
 
-A stage passes few chunks in few ways, so lowering makes few bodies and says in which order micro-batches take them.
-Counting, pricing and playing read the bodies; other readers get the instructions written out.
+A stage passes few chunks in few ways, so a program needs few bodies, and the order in which micro-batches run them.
+Counting, pricing and simulation read the bodies; other readers get the expanded instructions.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,10 +14,10 @@ Unnumbered = tuple[object, ...]
 
 
 class Folded(NamedTuple):
-    """The distinct instructions of a program in order of their first run, and who runs them.
+    """The distinct instructions of a program, in order of first execution, and the bodies that contain them.
 
-    Instructions that differ only in their micro-batch count as the first of them. `bodies` has the numbers of distinct
-    instructions; `order` has (body, micro-batch), in which they run.
+    Instructions that differ only in micro-batch count as one. `bodies` are lists of indexes into `distinct`; `order`
+    are (body, micro-batch) pairs in execution order.
     """
 
     distinct: tuple[Instruction, ...]
@@ -25,7 +25,7 @@ class Folded(NamedTuple):
     order: Sequence[tuple[int, int]]
 
     def counts(self) -> dict[Instruction, int]:
-        """Number of runs of each distinct instruction."""
+        """How often each distinct instruction runs."""
         runs = [0] * len(self.bodies)
         for body, _ in self.order:
             runs[body] += 1
@@ -37,14 +37,14 @@ class Folded(NamedTuple):
 
 
 class Segments(Sequence[Instruction]):
-    """Instructions in the order of `order`, which has (number of a body, micro-batches to add to those it names)."""
+    """A sequence of instructions; `order` are (index of a body, micro-batches to add to its instructions)."""
 
     def __init__(self, bodies: Sequence[tuple[Instruction, ...]], order: Sequence[tuple[int, int]]) -> None:
         self.bodies, self.order = bodies, order
 
     @classmethod
     def of(cls, instructions: Sequence[Instruction]) -> "Segments":
-        """Any instructions; they are one body where they come without any."""
+        """`instructions` as segments: unchanged if they are segments, else as one body."""
         return instructions if isinstance(instructions, cls) else cls((tuple(instructions),), ((0, 0),))
 
     @cached_property
@@ -66,7 +66,7 @@ class Segments(Sequence[Instruction]):
 
     @cached_property
     def places(self) -> list[int]:
-        """The number of the distinct instruction (`folded`) at every position."""
+        """Index of the distinct instruction (`folded`) at every position."""
         bodies, found = self.folded.bodies, list[int]()
         for body, _ in self.order:
             found += bodies[body]
@@ -74,7 +74,7 @@ class Segments(Sequence[Instruction]):
 
     @cached_property
     def whole(self) -> tuple[Instruction, ...]:
-        """The instructions, written out."""
+        """The expanded instructions."""
         bodies = self.bodies
         return tuple([each.later(micro) for body, micro in self.order for each in bodies[body]])
 
@@ -102,24 +102,24 @@ class Segments(Sequence[Instruction]):
 
 
 class Writer:
-    """Bodies and their order, as they are written."""
+    """Builder of `Segments`."""
 
     def __init__(self) -> None:
         self.bodies: list[tuple[Instruction, ...]] = []
         self.order: list[tuple[int, int]] = []
 
     def body(self, *instructions: Instruction) -> int:
-        """The number of a new body, whose instructions name micro-batch 0, if any."""
+        """Add a body, whose instructions have micro-batch 0 or none. Returns its index."""
         self.bodies.append(instructions)
         return len(self.bodies) - 1
 
     def end(self, *instructions: Instruction) -> Segments:
-        """All of it, with instructions behind that name no micro-batch."""
+        """Append instructions without micro-batch and return the segments."""
         self.order.append((self.body(*instructions), 0))
         return Segments(tuple(self.bodies), tuple(self.order))
 
 
 def without_micro(instruction: Instruction) -> Unnumbered:
-    """Equal for instructions that differ only in their micro-batch."""
+    """Key that is equal for instructions that differ only in micro-batch."""
     op, block, _, backward, secondary, peer, in_gaps = instruction
     return op, block, backward, secondary, peer, in_gaps

@@ -1,15 +1,14 @@
-"""The search for the best split of blocks into virtual stages, and the FLOPs of blocks without known kernels.
+"""Finds the best split of blocks into virtual stages, and estimates costs of blocks without known kernels.
 
-Costs are the seconds of a block's passes where a model is known (terrace.simulate.step). Blocks that only declare
-parameters are weighed by products per token and forward:
+Costs are the times of a block's passes if the model is known (terrace.simulate.step). Blocks that only declare
+parameters are weighted by multiplications per token in a forward:
 
     the elements of a block's matrices that a token meets, borrowed ones included, and S H for causal attention over S
     tokens
 
-(2 FLOPs an element, and 4 S H / 2 of scores and values). A looked-up table costs nothing. The slowest virtual
-stage is as fast as it can be while every one keeps within its part of a device's memory with its model state; among the
-ways to reach that, the sum of squares decides, so that the rest is even. Where nothing fits, the check of the program
-says how much memory is lacking.
+(2 FLOPs per element, and 4 S H / 2 for scores and values). An embedding look-up costs nothing. The split minimises the
+slowest virtual stage while every stage's model state fits its share of device memory; ties are broken by the sum of
+squares, which evens out the other stages. If nothing fits, the program's verification reports the lack of memory.
 """
 
 import math
@@ -36,15 +35,14 @@ def block_costs(blocks: Sequence[BlockSpec], sequence: int) -> list[BlockCost]:
 
 
 def virtual_costs(blocks: Sequence[BlockSpec], sequence: int) -> list[int]:
-    """The weight of every block when blocks are shared."""
+    """The weight of every block for `share`."""
     return [sum(cost) for cost in block_costs(blocks, sequence)]
 
 
 def share(costs: Sequence[int], num_parts: int, sizes: Sequence[int] = (), room: float = math.inf) -> list[range]:
-    """`num_parts` neighbouring ranges of blocks, none empty, as even in cost as they can be.
+    """Split blocks into `num_parts` consecutive non-empty ranges with costs as even as possible.
 
-    None has more than `room` of `sizes` where that is possible. Quadratic in the number of blocks at worst, for each of
-    some dozens of limits.
+    Each range has at most `room` of `sizes`, if that is possible. Worst case: quadratic in the number of blocks.
     """
     starts = [0, *accumulate(costs)]
     held = [0, *accumulate(sizes or [0] * len(costs))]

@@ -1,7 +1,7 @@
-"""The passes of a stage as instructions: groups of micro-batches, with the messages that they need and make.
+"""The passes of a stage as instructions: groups of micro-batches, with the messages that they need and produce.
 
-Each task is in the order of terrace.program.lowering. Messages between two ranks arrive in the order sent, so the RECV
-of a message precedes the RECV of every later one.
+For the order inside a task see terrace.program.lowering. Messages between two ranks arrive in the order of sending, so
+their RECVs have the same order.
 """
 
 from collections import defaultdict
@@ -28,7 +28,7 @@ _OPS = {
 
 
 def write_passes(frame: "Program", stages: Sequence[Stage]) -> Writer:
-    """The instructions of all groups of the stage of `frame`, one of `stages`, without the end of a step."""
+    """Write the instructions of all groups of `frame.stage`, one of `stages`, without the end of the step."""
     stage, found = frame.stage, Writer()
     stays = gathers(stage, frame.blocks, frame.flats, frame.plan.prefetch)
     issued, freed = defaultdict[int, tuple[Instruction, ...]](tuple), defaultdict[int, tuple[Instruction, ...]](tuple)
@@ -69,7 +69,7 @@ def write_passes(frame: "Program", stages: Sequence[Stage]) -> Writer:
                 order.append((sent, micro))
         visit += size if reads else 0
         forwards_left -= pass_ is Pass.FORWARD
-        # As soon as all tokens have chosen, so that it travels behind the backwards that are left.
+        # As soon as all tokens are routed, so that the remaining backwards hide the message.
         if counts and pass_ is Pass.FORWARD and not forwards_left:
             order.append((found.body(Instruction(Op.COUNT)), 0))
     return found
@@ -104,7 +104,7 @@ def _gather(frame: "Program", stay: Residency) -> Instruction:
 
 
 def _reduced(frame: "Program") -> dict[int, tuple[Instruction, ...]]:
-    """The reductions after each pass, by its number."""
+    """Index of a pass -> reductions after it."""
     stage, blocks, tied, gaps = frame.stage, frame.blocks, dict(frame.stage.ties), before_gaps(frame)
     found: dict[int, tuple[Instruction, ...]] = {}
     for block, numbers in reduction_points(stage, blocks, frame.plan.unit).items():
@@ -122,12 +122,12 @@ def _reduced(frame: "Program") -> dict[int, tuple[Instruction, ...]]:
 
 
 def _at_once(instructions: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
-    # Of two gradients behind one pass the first must be gone before the next opens its own: there are two buffers.
+    # If two gradients follow one pass, the first must be sent before the next is opened: there are two buffers.
     return tuple(each._replace(in_gaps=False) for each in instructions)
 
 
 class _Edge(NamedTuple):
-    """A message that a group sends to another stage or reads from one: a block's output, or its input's gradient."""
+    """A message that a group sends to or receives from another stage: a block's output or its input gradient."""
 
     peer: int
     block: int
@@ -152,12 +152,12 @@ def _read(stage: Stage, pass_: Pass, chunk: int) -> _Edge | None:
 
 
 def _edges(stage: Stage, edge: Callable[[Stage, Pass, int], _Edge | None]) -> dict[tuple[Pass, int], _Edge | None]:
-    """The edges of all kinds of groups: a stage has few, one for each chunk and direction."""
+    """(Pass, chunk) -> edge."""
     return {(pass_, chunk): edge(stage, pass_, chunk) for pass_ in Pass for chunk in range(len(stage.chunks))}
 
 
 def _received(found: Writer, stage: Stage, stages: Sequence[Stage]) -> dict[int, list[tuple[int, int]]]:
-    """The RECVs before each task, by its number, as bodies and micro-batches."""
+    """Index of a task -> RECVs before it, as (body, micro-batch)."""
     needed: dict[_Edge, dict[int, int]] = defaultdict(dict)  # the task that reads each message
     edges, num_tasks = _edges(stage, _read), 0
     for group in stage.groups:
@@ -167,7 +167,7 @@ def _received(found: Writer, stage: Stage, stages: Sequence[Stage]) -> dict[int,
         num_tasks += len(group.micros)
     bodies = {edge: found.body(Instruction(Op.RECV, edge.block, 0, edge.backward, False, edge.peer)) for edge in needed}
     before: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    # Each peer is a channel of its own: order matters between two ranks only.
+    # Each peer is a separate channel: order matters only between two ranks.
     for peer in {each for each in (*stage.onward, *stage.back) if each is not None}:
         # Walking backwards, a RECV may move earlier than one task ahead, so that no later message overtakes it.
         latest = num_tasks

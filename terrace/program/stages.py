@@ -1,4 +1,4 @@
-"""From a plan to the stages of its pipeline: the blocks of each, and the orders of its schedule as groups."""
+"""Builds the pipeline stages of a plan: the blocks of each, and the schedule's orders as groups."""
 
 import math
 from collections.abc import Sequence
@@ -31,9 +31,9 @@ def make_stages(
 ) -> tuple[Stage, ...]:
     """The stages of a pipeline, which together run each block of the model exactly once.
 
-    `orders` replaces the orders of the plan's schedule. `sizes` is the model-state bytes of every block on a rank; a
-    stage gets at most `memory_bytes` of them where the plan leaves the sharing open. Raises `PlanError` for more
-    virtual stages than blocks, and for numbers that the schedule cannot honour.
+    `orders` replaces the orders of the plan's schedule. `sizes` is the model-state bytes of every block on a rank; if
+    the plan does not set `stages`, each stage gets at most `memory_bytes` of them where possible. Raises `PlanError`
+    for more virtual stages than blocks, and for numbers that the schedule does not support.
     """
     if orders is None:
         orders = plan_orders(plan, blocks, num_stages, num_micros, sequence, sizes, memory_bytes)
@@ -69,7 +69,7 @@ def plan_orders(
     sizes: Sequence[int] = (),
     memory_bytes: float = math.inf,
 ) -> Orders:
-    """The orders of a plan's schedule; raises `PlanError` for numbers that it cannot honour."""
+    """The orders of a plan's schedule. Raises `PlanError` for numbers that it does not support."""
     # The number after the colon means chunks or a memory limit, as the schedule takes it.
     name, number = plan_schedule(plan)
     wanted = takes(name)
@@ -96,7 +96,7 @@ def plan_orders(
 
 
 def parse_schedule(text: str) -> tuple[str, str | None]:
-    """Name and number, or None, of a schedule such as "1f1b" or "interleaved:3"; raises `PlanError`."""
+    """(Name, number or None) of a schedule such as "1f1b" or "interleaved:3". Raises `PlanError` if it is unknown."""
     name, colon, number = text.partition(":")
     if name not in schedule_names():
         takes(name)  # raises, and says which name may be meant
@@ -104,12 +104,12 @@ def parse_schedule(text: str) -> tuple[str, str | None]:
 
 
 def plan_schedule(plan: Plan) -> tuple[str, str | None]:
-    """Name and number of a plan's schedule, or of the default; an empty name is unknown, not the default."""
+    """(Name, number or None) of a plan's schedule, or of the default if it is None."""
     return parse_schedule(DEFAULT_SCHEDULE if plan.schedule is None else plan.schedule)
 
 
 def num_virtual(plan: Plan, num_stages: int) -> int:
-    """Virtual stages of a plan's schedule on `num_stages`; raises `PlanError` for a schedule that does not exist."""
+    """Number of virtual stages of a plan's schedule on `num_stages` stages. Raises `PlanError` if it is unknown."""
     name, number = plan_schedule(plan)
     return num_stages * (_chunks(plan, number) if "num_chunks" in takes(name) else _own_chunks(name))
 
@@ -121,7 +121,7 @@ def blocks_by_stage(stages: Sequence[Stage]) -> tuple[int, ...]:
 
 
 def period(plan: Plan, num_stages: int) -> int:
-    """Micro-batches after which a plan repeats its order and its reductions."""
+    """Number of micro-batches after which a plan's order and reductions repeat."""
     if num_stages == 1:
         return plan.unit
     name, _ = plan_schedule(plan)
@@ -137,7 +137,7 @@ def _own_chunks(name: str) -> int:
 
 
 def check_virtual(virtual: int, num_blocks: int) -> None:
-    """Raise `PlanError` where there are more virtual stages than blocks."""
+    """Raise `PlanError` if there are more virtual stages than blocks."""
     if virtual > num_blocks:
         raise PlanError(
             f"{virtual} virtual stages (stages x chunks) of a model of {num_blocks} blocks: each needs at least one, "
@@ -146,7 +146,7 @@ def check_virtual(virtual: int, num_blocks: int) -> None:
 
 
 def check_blocks(plan: Plan, virtual: int, num_blocks: int) -> None:
-    """Raise `PlanError` where the `stages` of a plan do not give each block of the model to one virtual stage."""
+    """Raise `PlanError` unless `plan.stages` assigns every block to one virtual stage."""
     if len(plan.stages) != virtual or sum(plan.stages) != num_blocks or min(plan.stages) < 1:
         raise PlanError(
             f"stages = {list(plan.stages)}: give the number of blocks of each of the {virtual} virtual stages, at "
@@ -187,7 +187,7 @@ def _cut(
 
 
 def _seconds(blocks: Sequence[BlockSpec], chunks: Sequence[range], sequence: int) -> TaskSeconds:
-    """Relative task times of every virtual stage, in units of products per token; messages take none."""
+    """Relative task times of every virtual stage, in multiplications per token; messages take no time."""
     costs = block_costs(blocks, sequence)
     products = tuple(sum(costs[block].products for block in chunk) for chunk in chunks)
     scores = tuple(sum(costs[block].scores for block in chunk) for chunk in chunks)
@@ -201,7 +201,7 @@ def _seconds(blocks: Sequence[BlockSpec], chunks: Sequence[range], sequence: int
 
 
 def _ties(blocks: Sequence[BlockSpec], runs_on: dict[int, int]) -> dict[int, tuple[int, int]]:
-    """(owner's stage, copy's stage) of every block that is borrowed on another stage."""
+    """Block -> (owner's stage, copy's stage), for every block that is borrowed on another stage."""
     ties: dict[int, tuple[int, int]] = {}
     for index, block in enumerate(blocks):
         for lender in block.borrows:

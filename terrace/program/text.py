@@ -13,7 +13,7 @@ from terrace.program.program import Program
 def program_text(program: Program, *, max_lines: int | None = None) -> str:
     """One line per instruction: position, instruction, block name, tiers crossed and wire formats.
 
-    The second and further bodies of a program that repeats are one line.
+    If the program repeats, all bodies but the first are one line.
     """
     order = program.instructions
     if isinstance(order, Repeated) and order.repeats > 1:

@@ -1,4 +1,4 @@
-"""A transfer of every route that messages of a plan take: groups of ranks are made from these."""
+"""Example transfers for every route of a plan's messages, from which process groups are created."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from terrace.program.resolve import block_message, control_message, counts_messa
 
 
 def transfers_of(program: Program) -> Iterator[Transfer]:
-    """A transfer of every route that messages of the plan of `program` take on some stage; the same on all ranks."""
+    """One transfer for every route that the plan's messages take on any stage; equal on all ranks."""
     plan, blocks, stage, world = program.plan, program.blocks, program.stage_layout, program.world_layout
     for first in dict.fromkeys(program.alike):
         for message_class in ROUTES:

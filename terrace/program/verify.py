@@ -59,7 +59,7 @@ def _recurs(program: Program, rank: int) -> bool:
 
 
 def _walk(program: Program, rank: int, found: Marks | None = None) -> bool:
-    """Raise at the first broken rule; whether the states at the `ends` of the marks are equal."""
+    """Raise at the first broken rule. Returns whether the states at the `ends` of the marks are equal."""
     walker, states, ends = _Walker(program, rank), [], found.ends if found else {}
     for position, instruction in enumerate(program.instructions):
         if found and position in ends:
@@ -134,9 +134,9 @@ class _Walker(ExchangeWalk):
         return [self.program.gathers(block) for block in range(len(self.program.blocks))]
 
     def state(self, by: int, least: int) -> tuple[object, ...]:
-        """The facts that later instructions depend on, in micro-batches counted from number `by`.
+        """Verifier state that later instructions read, with micro-batches relative to `by`.
 
-        They name none before `least`, counted so.
+        Later instructions name no micro-batch before `least`, relative to `by`.
         """
         due = by + least
         return (
@@ -171,7 +171,7 @@ class _Walker(ExchangeWalk):
         for instruction in wanted:
             if instruction not in self.done:
                 self._fail_end(f"`{instruction}` never happens")
-        # A message never read would still fill a receive buffer and shift every later message of its channel.
+        # An unread message would occupy a receive buffer and shift every later message of its channel.
         unused = self.received - self.read
         if unused:
             self._fail_end(

@@ -1,4 +1,4 @@
-"""The verifier's rules of REFRESH and of the exchanges of islands; terrace.program.verify states them."""
+"""The verifier's rules for REFRESH and exchanges between islands, as listed in terrace.program.verify."""
 
 from terrace.program.exchange import exchanged
 from terrace.program.instruction import Instruction, Op
@@ -54,7 +54,7 @@ class ExchangeWalk(Walk):
             self._after(Op.OUTER_START, now.block)
 
     def exchanged_in(self, block: int) -> tuple[Op, ...]:
-        """Ops of the exchange at the end of the program on a block."""
+        """Ops that the exchange at the end of the program needs on a block."""
         program, found = self.program, self.program.exchange
         start = (Op.OUTER_START,) if block in exchanged(program, found.starts) else ()
         apply = (Op.OUTER_APPLY, Op.REFRESH) if block in exchanged(program, found.applies) else ()

@@ -1,4 +1,4 @@
-"""The verifier of a hand-over: a rank's program is checked before it runs, from the rank's own boxes alone.
+"""The verifier of a hand-over: checks a rank's program before it runs, using only the rank's own boxes.
 
  1. the tiers of blocks follow one another from the outermost inward, and no instruction comes twice;
  2. a box crosses the tier of its instruction: its two ranks are in one unit around the tier and in two inside it;
@@ -6,7 +6,7 @@
  4. it needs all that it receives and does not hold it, and no element comes twice;
  5. after the last instruction it has all that it needs; so it receives |need minus own| elements, the closed formula.
 
-How boxes were planned does not enter.
+The check does not depend on how the moves were planned.
 """
 
 import math
@@ -85,7 +85,7 @@ def _own(program: HandOverProgram, block: int, name: str) -> Sequence[Box]:
 
 
 def _covered(box: Box, by: Iterable[Box]) -> bool:
-    """Whether all elements of a box lie in others."""
+    """Whether the boxes `by` cover all of `box`."""
     return all(labels != 1 for _, labels in overlay([(box, 1), *((each, 2) for each in by)]))
 
 

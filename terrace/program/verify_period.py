@@ -1,4 +1,4 @@
-"""The verifier of a period: its programs one by one, then against each other.
+"""The verifier of a period: checks its programs one by one, then against each other.
 
 1. Each turn runs at least once and has the programs of all stages, which pass `verify_stages`.
 2. All programs are for the same cluster, plan, blocks and stages, so that each finds the states it reads where another

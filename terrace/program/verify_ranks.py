@@ -2,7 +2,7 @@
 
  1. The members of every group issue the same collectives in the same order, routed messages inside passes too.
  2. Every message that one rank sends, the other receives, in the same order.
- 3. Ranks do not wait in a circle. A rank sends its collectives in order, tier after tier, and a pass waits for its
+ 3. Ranks do not deadlock. A rank sends its collectives in order, tier after tier, and a pass waits for its
     input from another stage, so orders that agree inside every group can still block each other: across tiers, and
     where groups of data ranks and of stages interleave. The step is played: a collective happens when it is next on
     every member's lane, a pass that reads a message once that message was sent. Each rank is played with a single lane,
@@ -26,7 +26,7 @@ from terrace.program.verify_repeating import Marks, marks_alike, recurs
 
 
 def verify_ranks(programs: Mapping[int, Program]) -> None:
-    """Check the program of every rank, and the ranks against each other; raises `ProgramError`."""
+    """Check the program of every rank, then the ranks against each other. Raises `ProgramError`."""
     # Each distinct program once, for the first rank that has it.
     firsts = set(first_equal(list(programs.values())))
     for index, (rank, program) in enumerate(programs.items()):
@@ -148,8 +148,8 @@ def _check_messages(programs: Mapping[int, Program]) -> None:
 
 
 def verify_stages(programs: Sequence[Program]) -> None:
-    """Check the programs of all stages, in order, and the stages against each other; raises `ProgramError`.
+    """Check the programs of all stages, then the stages against each other. Raises `ProgramError`.
 
-    One rank of each stands for all: the ranks of a stage run the same program.
+    One rank per stage is checked, since all ranks of a stage run the same program.
     """
     verify_ranks({program.mesh.at_stage(0, stage): program for stage, program in enumerate(programs)})

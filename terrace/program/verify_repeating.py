@@ -1,8 +1,8 @@
-"""The verifier of programs that repeat: any number of repetitions is as good as the few that are walked.
+"""The verifier of repeating programs: proves from a few repetitions that any number of them is valid.
 
-A program with a body (terrace.base.repeated) is walked with `SHORT` bodies. After the last two of them everything that
-a later instruction depends on must be the same, counted from the micro-batch that the body began with. The next body
-then begins as the last one began, and so does the end of the program, however many bodies there are between:
+A program with a body (terrace.base.repeated) is walked with `SHORT` bodies. After each of the last two, everything that
+later instructions depend on must be equal, relative to the micro-batch with which the body began. Then the next body,
+and the end of the program, start from the same state for any number of repetitions:
 
  1. on a rank, the state that rules read (`_Walker.state` of terrace.program.verify); and a body runs every pass of
     `every` micro-batches, so that none is left out of the whole step;
@@ -10,8 +10,8 @@ then begins as the last one began, and so does the end of the program, however m
  3. among all ranks, the messages under way: the ranks can reach a place in their bodies together (a cut), and from
     there the same place one body later, twice. As many bodies later they cannot wait in a circle either.
 
-Where a rule does not hold, nothing is wrong yet: the program is verified with all its repetitions, and an error names
-positions of these.
+If a rule fails, the program may still be valid: it is then verified with all repetitions, and errors name positions in
+the full program.
 """
 
 from bisect import bisect_left
@@ -32,9 +32,9 @@ _BEFORE, _AFTER = SHORT - 1, SHORT  # bodies after which states are compared
 
 
 class Marks(NamedTuple):
-    """Where the bodies of a short program stand, and the micro-batches that they and the end are about.
+    """Positions of the bodies in a short program, and their micro-batches.
 
-    Body number n begins at `begin + n * size`; it and all that follows name no micro-batch before `least + n * every`.
+    Body n begins at `begin + n * size`; it and everything after it name no micro-batch before `least + n * every`.
     """
 
     begin: int
@@ -45,7 +45,7 @@ class Marks(NamedTuple):
 
     @property
     def ends(self) -> dict[int, int]:
-        """Position behind each of the last two bodies -> number of micro-batches that were moved on by then."""
+        """Position after each of the last two bodies -> micro-batches by which the state is shifted there."""
         return {self.begin + number * self.size: number * self.every for number in (_BEFORE, _AFTER)}
 
 
@@ -66,15 +66,15 @@ def marks(program: Program) -> Marks | None:
 
 
 def recurs(programs: Mapping[int, Program], play: RankPlay, places: Mapping[int, Marks]) -> bool:
-    """Rules 2 and 3, of programs that repeat alike and whose short ones have equal orders on every channel.
+    """Check rules 2 and 3 for programs with equal repetition whose short forms agree on every channel.
 
-    `play` is one of the short programs at its beginning; it is left somewhere on its way.
+    `play` plays the short programs from their beginning; it is left in an intermediate state.
     """
     return not _meet_others(programs) and _channels_recur(play.programs, places) and _play_recurs(play, places)
 
 
 def marks_alike(programs: Mapping[int, Program]) -> dict[int, Marks] | None:
-    """The marks of programs that all have as many bodies, of as many micro-batches; None for other programs."""
+    """The marks of all programs if they have equal numbers and sizes of bodies; else None."""
     found = once_each(marks, list(programs.values()))
     places = {rank: each for rank, each in zip(programs, found, strict=True) if each is not None}
     kinds = {(each.repeats, each.every) for each in places.values()}
@@ -170,7 +170,7 @@ def _play_recurs(play: RankPlay, places: Mapping[int, Marks]) -> bool:
 
 
 def _latest_cut(of: tuple[Program, Marks]) -> int:
-    """The last position behind which the short program still has `SHORT` bodies, turned to begin there."""
+    """The last position from which the short program still has `SHORT` (rotated) bodies."""
     program, (begin, size, _, every, _) = of
     order, at = program.instructions, begin + (SHORT - 1) * size
     while at + size < len(order) and order[at].later(every) == order[at + size]:

@@ -1,4 +1,4 @@
-"""A walk over the instructions of one rank: where it is, which have run, and the facts of the stage that rules read."""
+"""A walk over one rank's instructions: the position, what has run, and facts about the stage that rules read."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,7 +18,7 @@ _UNUSED = {op: [name for name in _DEFAULTS if name not in spec.fields] for op, s
 
 @dataclass
 class Walk:
-    """The state of a walk that every rule reads; the rules of each op are terrace.program.verify."""
+    """State of a walk that all rules share; for the rules of each op see terrace.program.verify."""
 
     program: Program
     rank: int
@@ -75,7 +75,7 @@ class Walk:
 
     @cached_property
     def _first_borrower(self) -> dict[int, int]:
-        """The first block here that borrows each copy: its complete backwards count as the copy's."""
+        """Copy -> first block here that borrows it, whose complete backwards count for the copy."""
         stage, blocks = self.program.stage, self.program.blocks
         found = {lender: block for block in reversed(stage.own) for lender in blocks[block].borrows}
         return {copy: found[copy] for copy in stage.copies}

@@ -1,17 +1,17 @@
-"""Assigns documents to ring ranks for `balance = "cost"`. Pure, deterministic, the same on every rank.
+"""Assigns documents to ring ranks for `balance = "cost"`. Pure, deterministic, equal on every rank.
 
-Longest first, under a limit on the seconds of a ring rank (Zeppelin, 2509.21841, section 4, has two levels of buckets;
-here every tier that joins ring ranks is a level). A document goes to
+Documents are assigned longest first, under a time limit per ring rank (Zeppelin, 2509.21841, section 4, has two levels
+of buckets; here every tier that joins ring ranks is a level). A document goes to
 
-    one ring rank   the least full one that stays below the limit, else the one with the least seconds
+    one ring rank   the least full one that stays below the limit, else the one with the least time
     a ring          of as few ring ranks of one unit as stay below the limit, least full ones of the least full unit
     whole units     as few as stay below the limit, least full ones of the innermost tier with such units
 
-If nothing stays below the limit, it goes to the group that finishes first, whose time is the limit from then on. A rank
-is as full as its share of the limit or of an even share of the tokens, whichever is larger, and the limit reserves room
-for the shortest documents. Long documents thereby balance seconds, while short ones, which take almost none, fill ranks
-that have few tokens: fewer tokens then move for the linear layers. Limits start slightly above a perfect split; further
-ones are tried while the result is worse than that.
+If nothing stays below the limit, it goes to the group that finishes first, whose time becomes the new limit. The
+fullness of a rank is its time over the limit or its tokens over an even share, whichever is larger, and the limit
+reserves room for the shortest documents. So long documents balance time, while short ones, which take almost none, fill
+ranks with few tokens, and fewer tokens move for the linear layers. The first limit is slightly above a perfect split;
+others are tried while the result is not good enough.
 """
 
 import heapq
@@ -27,7 +27,7 @@ from terrace.sequence.segments import Segment
 
 
 class _Try(NamedTuple):
-    # One attempt: a limit, and the work for which it reserves room at first.
+    # One attempt: a limit, and the work that it initially reserves room for.
     slack: float  # the limit over the time of a perfect split
     reserved: float  # share of the work, in the shortest documents; a larger share makes the other rings wider
     longest: float  # longest of these documents, as a share of the limit
@@ -44,18 +44,18 @@ _TRIES = (
     ),
 )
 _ENOUGH = 1.02  # times the perfect split: good enough to stop trying
-_EFFORT, _LEAST_TRIES = 6000, 3  # budget of all tries, in documents + ring ranks, which is their cost
+_EFFORT, _LEAST_TRIES = 6000, 3  # budget of all tries; one costs documents + ring ranks
 _GROWTH, _HALVINGS = 1.2, 5  # the perfect split is found to 1.2 / 2^5, half a percent
-_NEIGHBOURS = 3  # the least full units of a tier, which are tried for a ring
+_NEIGHBOURS = 3  # number of least full units per tier that are tried for a ring
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Segments in the order of the lengths; tokens are numbered through all documents, one after the other."""
+    """Segments in the order of the lengths; token indices run through the concatenated documents."""
 
     segments: tuple[Segment, ...]
     seconds: tuple[float, ...]  # attention of each ring rank, one layer, forward and backward
-    tokens: tuple[int, ...]  # most tokens that each ring rank attends to
+    tokens: tuple[int, ...]  # upper bound of the tokens that each ring rank attends to
 
     @property
     def makespan_s(self) -> float:
@@ -64,9 +64,9 @@ class Assignment:
 
 
 def assign(lengths: Sequence[int], ring_degrees: Sequence[int], cost: WorkCost, capacity: int) -> Assignment:
-    """Assigns documents of these lengths to ring ranks, none of which attends to more than `capacity` tokens.
+    """Assign documents to ring ranks that each attend to at most `capacity` tokens.
 
-    `ring_degrees` is the number of ring ranks that each tier joins, innermost first. Raises `PlanError` when the tokens
+    `ring_degrees` is the number of ring ranks that each tier joins, innermost first. Raises `PlanError` if the tokens
     do not fit; with `sure_capacity` they always do.
     """
     assert all(length > 0 for length in lengths)
@@ -107,8 +107,8 @@ def _check_room(lengths: Sequence[int], rings: CandidateRings) -> None:
 
 
 def _perfect_s(lengths: Sequence[int], whole_s: Sequence[float], order: Sequence[int], rings: CandidateRings) -> float:
-    # About the least makespan that the seconds of all ranks together allow: documents that take longer than an even
-    # share run on the narrowest rings that meet the limit, the rest divides freely.
+    # About the least makespan that the total work allows: documents longer than an even share run on the narrowest
+    # rings that meet the limit; the rest is divisible.
     total = sum(whole_s)
     low = total / rings.num_ring_ranks
     alone = [
@@ -196,7 +196,7 @@ def _spread_out(
 
 @dataclass
 class _Units:
-    """The units of one tier: summed fullness, most seconds and most tokens of their ring ranks."""
+    """The units of one tier: sum of fullness, maximum of seconds and of tokens over their ring ranks."""
 
     size: int
     full: list[float]
@@ -221,7 +221,7 @@ class _Filling:
         self.per_token = num_ring_ranks / num_tokens if num_tokens else 0.0
         self.by_full = [
             (0.0, ring_rank) for ring_rank in range(num_ring_ranks)
-        ]  # heaps, whose entries may be of the past
+        ]  # heaps that may contain outdated entries
         self.by_seconds = list(self.by_full)
 
     def fill(
@@ -292,7 +292,7 @@ class _Filling:
                     return best[1:]
         if best is None:
             return None
-        self.limit = best[0]  # staying below the old one has no more use
+        self.limit = best[0]  # the makespan is at least this now
         return best[1:]
 
     def _in_unit(self, length: int, indices: Sequence[int], tier: int, unit: int) -> "_Found | None":

@@ -1,7 +1,7 @@
-"""The group layout of `balance = "cost"`: attention runs where it costs least, and local tokens are equal everywhere.
+"""The group layout of `balance = "cost"`: attention is assigned by cost, and all ranks hold equally many local tokens.
 
-Pure and deterministic: every rank computes the same layout from the document lengths of a micro-step, on the host,
-before the step.
+Pure and deterministic: every rank computes the same layout on the host, before the step, from the document lengths of
+a micro-step.
 """
 
 import math
@@ -18,10 +18,10 @@ from terrace.sequence.local_tokens import deal_local_tokens
 def balanced_group_layout(
     lengths: Sequence[int], ring_degrees: Sequence[int], ulysses: int, num_local_tokens: int, cost: WorkCost
 ) -> GroupLayout:
-    """Layout of documents of these lengths, one after the other, on a context group.
+    """Layout of the concatenated documents on a context group.
 
-    Every member holds `num_local_tokens` (terrace.plan.context.local_tokens); `cost` prices one Ulysses rank. Raises
-    `PlanError` when there are more tokens than rows for them.
+    Every member holds `num_local_tokens` (terrace.plan.context.local_tokens); `cost` is that of one Ulysses rank.
+    Raises `PlanError` if the tokens do not fit.
     """
     num_ring_ranks = math.prod(ring_degrees)
     if sum(lengths) > num_ring_ranks * ulysses * num_local_tokens:

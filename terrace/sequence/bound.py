@@ -1,15 +1,15 @@
-"""A lower bound of the makespan: no assignment of the documents to groups of ring ranks finishes sooner.
+"""Lower bound of the makespan over all assignments of documents to groups of ring ranks.
 
 Let w_j(g) be the seconds of document j on each of the |g| ranks of a group g with room for it, and P the number of ring
-ranks. In an assignment with makespan t every document runs on a group with w_j(g) <= t, and the seconds of all ranks
-together, the sum of |g| w_j(g), are at most P t. So t belongs to
+ranks. In an assignment with makespan t, every document runs on a group with w_j(g) <= t, and the total time, the sum of
+|g| w_j(g), is at most P t. So t belongs to
 
     { t : every j has a group with w_j(g) <= t, and  sum over j of min { |g| w_j(g) : w_j(g) <= t }  <=  P t }
 
-The left side falls with t and the right side rises, so the set holds everything from its least element on, and that
-element is the bound. It is at least the total work over P, and at least the time of each document on its fastest group;
-in between it sees that narrow groups are too slow and wide ones wasteful. (The argument is for malleable jobs on
-machines, Turek, Wolf and Yu 1992.) It does not see that whole documents cannot be cut to fill a rank.
+The left side falls with t and the right side rises, so the set is an interval without upper end; its least element is
+the bound. It is at least the total work over P and at least the time of each document on its fastest group, and
+accounts for narrow groups being too slow and wide ones wasteful (the argument for malleable jobs, Turek, Wolf and Yu
+1992). It ignores that documents cannot be split freely to fill ranks.
 """
 
 from collections import Counter
@@ -23,9 +23,9 @@ _HALVINGS = 40
 
 
 def makespan_bound_s(lengths: Sequence[int], ring_degrees: Sequence[int], cost: WorkCost, capacity: int) -> float:
-    """Seconds that no assignment of these documents can beat; takes the arguments of `assign`.
+    """Lower bound in seconds for any assignment of these documents; arguments as in `assign`.
 
-    Raises `PlanError` when no group has room for a document.
+    Raises `PlanError` if no group has room for a document.
     """
     rings = CandidateRings(tuple(ring_degrees), cost, capacity)
     low = (
@@ -51,8 +51,8 @@ _Choices = list[tuple[float, float]]
 
 
 def _choices(length: int, rings: CandidateRings, least_s: float) -> _Choices:
-    # (seconds, seconds of all ranks together), the cheapest total first. Slower groups that also cost more are dropped;
-    # one rank is enough where it finishes within a time that the bound cannot undercut.
+    # (Seconds, total seconds of all ranks), by ascending total. Groups that are slower and cost more are dropped. If
+    # one rank finishes within `least_s`, below which the bound cannot fall, it is the only choice.
     if rings.fits(length, 0) and rings.seconds(length, 0) <= least_s:
         return [(rings.seconds(length, 0),) * 2]
     found = []

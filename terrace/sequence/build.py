@@ -1,15 +1,15 @@
 """Builds the `TokenLayout` of one member of a context group (terrace.sequence.token_layout).
 
-Every member builds its own from the same `GroupLayout`. Sender and receiver agree on the order of rows: tokens segment
-by segment in the order of the group layout, ascending within each, then padding.
+Every member builds its layout from the same `GroupLayout`. Sender and receiver agree on the order of rows: tokens by
+segment in the order of the group layout, ascending within each, then padding.
 
-Attention tokens of a ring rank have the same order: the tokens of its shards, the padding of its shards, and then rows
-up to `num_attention_tokens`. The padding of a shard travels with it and no pair reads it: a query row in no pair has
-output zero and gets no gradient. Rows of a later round are grouped by peer, in that order within each.
+Attention tokens of a ring rank have the same order: the tokens of its shards, the padding of its shards, then rows up
+to `num_attention_tokens`. A shard's padding is sent with it, but no pair reads it: a query row in no pair has zero
+output and no gradient. Rows of a later round are grouped by peer, in the same order within each.
 
-A shard travels round the ring of its segment, from each Ulysses rank to the same Ulysses rank of the next ring rank.
-Rings of different degrees and sizes share the rounds; each takes part for as many rounds as it has steps. From its last
-step, the gradients of a shard return to its owner.
+A shard moves around the ring of its segment, from each Ulysses rank to the same Ulysses rank of the next ring rank.
+Rings of different degrees and sizes share rounds; each participates in as many rounds as it has steps. After its last
+step, a shard's gradients return to its owner.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -86,7 +86,7 @@ def _messages(rows: Mapping[int, Iterable[Run]]) -> Messages:
 
 def _sends(layout: GroupLayout, member: int, num_padding: int) -> Iterator[tuple[int, tuple[Run, ...]]]:
     ring_rank, ulysses_rank = divmod(member, layout.ulysses)
-    # Every local row goes to all Ulysses ranks of the ring rank that attends to it: each takes its own heads.
+    # Every local row goes to all Ulysses ranks of the ring rank that attends to it, which take different heads.
     rows: dict[int, list[tuple[int, int, Run]]] = {}  # by ring rank: (segment, token, rows)
     row = 0
     for start, stop in layout.local_runs[member]:
@@ -136,14 +136,14 @@ def _rounds(layout: GroupLayout, ulysses_rank: int, own: list[_Shard], num_atten
     tokens = [stretch for shard in own for stretch in shard.stretches]
     windows = (layout.window, *layout.other_windows)
     found = [list(pairs_within(tokens, layout.documents, window)) for window in windows]
-    # A ring takes part in as many rounds as it has steps; `goes` keeps the rings whose keys are passed on.
+    # A ring participates in as many rounds as it has steps; `goes` selects rings whose keys are passed on.
     while shards or step == 0:
         for queries, keys in zip(own, shards, strict=True):
             for pairs, window in zip(found, windows, strict=True):
                 pairs += pairs_across(queries.stretches, keys.stretches, layout.documents, window)
         goes = [len(shard.ring.segment.ring_ranks) > step + 1 for shard in own]
         stays = [not goes_on for goes_on in goes]
-        return_gradients = NOTHING  # gradients of round 0 are at their owner
+        return_gradients = NOTHING  # gradients of round 0 stay with their owner
         if step > 0:
             return_gradients = _home(
                 layout.ulysses, ulysses_rank, list(compress(own, stays)), list(compress(shards, stays))
@@ -157,7 +157,7 @@ def _rounds(layout: GroupLayout, ulysses_rank: int, own: list[_Shard], num_atten
 
 
 def _home(ulysses: int, ulysses_rank: int, own: Sequence[_Shard], shards: Sequence[_Shard]) -> Exchange:
-    # After its last step a shard's gradients leave for the owner; gradients of this rank's own shard come in return.
+    # After its last step a shard's gradients are sent to its owner; this rank receives those of its own shard.
     sends: dict[int, list[_Shard]] = {}
     receives: dict[int, list[_Shard]] = {}
     for mine, shard in zip(own, shards, strict=True):

@@ -1,9 +1,8 @@
 """Candidate rings for a document, and the cost of a document on each.
 
-A *unit* of tier l is the set of ring ranks inside one member of that tier; its children are units of the tier below. A
-candidate is one ring rank, a ring of ring ranks inside one unit of the innermost tier that joins some, or two or more
-whole children of a unit of an outer tier: then all ranks of a child send equally over the slow link. A candidate is
-therefore described by the tier that it crosses and by its number of children there.
+A *unit* of tier l is the set of ring ranks inside one member of that tier; its children are units of the next inner
+tier. A candidate is one ring rank, or two or more whole children of one unit, so that all ranks of a child send equally
+over the slow link. It is therefore described by the tier that it crosses and its number of children there.
 """
 
 import math
@@ -17,7 +16,7 @@ from terrace.sequence.cost import WorkCost, ring_tokens
 
 @dataclass(frozen=True)
 class RingShape:
-    """A ring over `num_children` units below `tier`, with `degrees` on every tier and `num_ring_ranks` in all."""
+    """A ring over `num_children` children of a unit of `tier`, with `degrees` by tier and `num_ring_ranks` in total."""
 
     tier: int
     num_children: int
@@ -26,7 +25,7 @@ class RingShape:
 
     @property
     def ring(self) -> tuple[int, ...]:
-        """Degrees on the tiers that the ring crosses, for `Segment.shape`."""
+        """Degrees on the tiers that the ring crosses, as in `Segment.shape`."""
         return tuple(degree for degree in self.degrees if degree > 1) or (1,)
 
 
@@ -49,12 +48,12 @@ class CandidateRings:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Ring ranks inside a unit of each tier."""
+        """Number of ring ranks in a unit of each tier."""
         return tuple(math.prod(self.ring_degrees[: tier + 1]) for tier in range(len(self.ring_degrees)))
 
     @cached_property
     def _tried(self) -> tuple[tuple[int, list[int], list[int]], ...]:
-        # Every narrow ring is tried, wide ones ever more sparsely: neighbours of a wide ring cost almost the same.
+        # Try every narrow ring, but only some wide ones: similar widths cost almost the same.
         index, by_tier = 0, dict[int, list[int]]()
         while index < len(self.shapes):
             by_tier.setdefault(self.shapes[index].tier, []).append(index)
@@ -67,9 +66,7 @@ class CandidateRings:
         )
 
     def wide(self, num_ring_ranks: float) -> Iterator[tuple[int, list[int]]]:
-        """Yields, tier by tier, the indices of shapes with at least `num_ring_ranks` ranks; the widest shape always
-        comes last.
-        """
+        """Yield (tier, indices of shapes with at least `num_ring_ranks` ranks); the widest shape is always included."""
         widest = self._tried[-1]
         for tier, indices, ring_ranks in self._tried:
             at = bisect_left(ring_ranks, num_ring_ranks)
@@ -79,7 +76,7 @@ class CandidateRings:
                 yield tier, indices[-1:]
 
     def seconds(self, length: int, index: int) -> float:
-        """Seconds that a document takes on every rank of a ring."""
+        """Seconds that a document takes on each rank of ring shape `index`."""
         key = (length, index)
         found = self._seconds.get(key)
         if found is None:

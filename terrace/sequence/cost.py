@@ -1,8 +1,8 @@
 """Cost of attention to a document on the ranks of a ring, in seconds of one layer, forward and backward.
 
 One ring rank attends to a whole document of L tokens, or G ranks form a ring (terrace.sequence.segments): 2G chunks of
-c = ceil(L / 2G) tokens, two a rank, so that each of the G rounds multiplies the same area. The keys of the next round
-travel while a round computes; gradients of keys return to their owner after the last round, hidden by nothing:
+c = ceil(L / 2G) tokens, two per rank, so that all G rounds have the same area. The keys of the next round are sent
+while a round computes; gradients of keys return to their owner after the last round, which is exposed:
 
     area(L)       L^2 / 2 pairs of a query and a key; under a window W < L, W L - W^2 / 2
     whole         (forwards + backward) pair_s area(L)
@@ -10,8 +10,8 @@ travel while a round computes; gradients of keys return to their owner after the
     link i        x_i(bytes) = latency_i + (bytes + half_bytes_i) / rate_i, of the keys of 2c tokens
     ring          over `forwards` and backward, t + sum over rounds that cross tier i of max(t, x_i);  + x_outermost
 
-Not modelled: documents on one rank hide each other's exchanges, and kernels are less efficient on short ones. The
-seconds of a rank are thus a sum over its documents, and an overestimate where there are many.
+The time of a rank is the sum over its documents. Not modelled: documents on one rank hide each other's messages, so the
+sum is an overestimate for many documents, and kernels are less efficient on short ones.
 """
 
 import math
@@ -24,16 +24,16 @@ from terrace.cluster.cluster import Cluster, Tier
 from terrace.plan.context import Heads
 from terrace.plan.wire import FORMATS
 
-FLASH_BACKWARD = 2.5  # five products where the forward has two: the scores are computed again (Dao 2307.08691)
+FLASH_BACKWARD = 2.5  # five matmuls instead of two, since scores are recomputed (Dao 2307.08691)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One rank's sending over a tier while all others send as well."""
+    """Send time model of one rank over a tier while all other ranks send as well."""
 
     bytes_per_s: float  # for large messages
     latency_s: float
-    half_bytes: float = 0.0  # message size that reaches half of the rate
+    half_bytes: float = 0.0  # message size that reaches half the rate
 
     @staticmethod
     def of(tier: Tier) -> "Link":
@@ -51,11 +51,11 @@ class WorkCost:
     links: tuple[Link, ...]  # of the tiers, innermost first
     pair_s: float  # forward attention of a query and a key
     key_bytes: float  # keys and values of a token
-    query_bytes: float  # queries of a token, or its output
-    token_s: float = 0.0  # linear layers on one local token, forwards and backward
-    backward: float = FLASH_BACKWARD  # attention backward, in forwards
+    query_bytes: float  # queries, or output, of a token
+    token_s: float = 0.0  # linear layers per local token, forwards and backward
+    backward: float = FLASH_BACKWARD  # time of attention's backward over its forward
     window: int = 0  # 0: none
-    other_windows: tuple[int, ...] = ()  # of other layers; prices go by the window above
+    other_windows: tuple[int, ...] = ()  # of other layers; costs use `window`
     forwards: float = 1.0  # forward passes per step, recomputation included; the mean over layers
 
     @staticmethod
@@ -73,8 +73,8 @@ class WorkCost:
     ) -> "WorkCost":
         """Cost of flash attention on a cluster, for a ring rank of `ulysses` ranks.
 
-        Counts 4 FLOPs for each pair and each element of a head, at the share of the peak that attention reaches. Raises
-        `ClusterError` when the device has no peak for `compute`.
+        Counts 4 FLOPs per pair and head element, at the share of the peak that attention reaches. Raises `ClusterError`
+        if the device has no peak for `compute`.
         """
         peaks = cluster.device.peak_flops_per_s
         if compute not in peaks:
@@ -123,14 +123,14 @@ class WorkCost:
         for link, number in zip(self.links, crossings(degrees), strict=True):
             if number:
                 return_s = link.seconds(tokens * self.key_bytes)
-                both_s = link.seconds(2 * tokens * self.key_bytes)  # keys, and gradients of the round before
+                both_s = link.seconds(2 * tokens * self.key_bytes)  # keys, and gradients of the previous round
                 total += self.forwards * number * max(forward, return_s)
                 total += plain * max(backward, return_s) + (number - plain) * max(backward, both_s)
                 plain = 0
         return total + return_s
 
     def move_s(self, tier: int, num_tokens: int) -> float:
-        """Seconds to move tokens to the rank that attends to them and back, forward and backward."""
+        """Seconds to move tokens to the rank that attends to them and their outputs back, forwards and backward."""
         # Forward, queries, keys and values leave and outputs return; backward, their gradients go the opposite way.
         link = self.links[tier]
         to_attention = link.seconds(num_tokens * (self.query_bytes + self.key_bytes))
@@ -138,12 +138,12 @@ class WorkCost:
 
 
 def ring_tokens(length: int, num_ring_ranks: int) -> int:
-    """Most tokens of a document that one rank of a ring attends to."""
+    """Maximum number of a document's tokens on one rank of a ring."""
     return length if num_ring_ranks == 1 else 2 * -(-length // (2 * num_ring_ranks))
 
 
 def crossings(degrees: Sequence[int]) -> list[int]:
-    """Rounds in which a ring crosses each tier; all its members cross at once."""
+    """By tier, the number of rounds in which a ring crosses it; all members cross in the same round."""
     beyond, found = math.prod(degrees), []
     for degree in degrees:
         found.append(beyond - beyond // degree)

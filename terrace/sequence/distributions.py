@@ -1,7 +1,7 @@
-"""Document lengths: a published histogram and two plain cases, sampled by rule and not by chance.
+"""Document lengths from a published histogram and two simple distributions, sampled deterministically.
 
-Sample i of n is the quantile (j + 1/2) / n, where j is the rank of i in a fixed order that scatters neighbours; lengths
-are uniform inside a bin. The n samples therefore follow the distribution without the noise of a seed.
+Sample i of n is the quantile (j + 1/2) / n, where j is the position of i in a fixed permutation; lengths are uniform
+inside a bin. So the n samples follow the distribution without random noise.
 """
 
 import math
@@ -44,7 +44,7 @@ def sample(num_documents: int, bins: Sequence[Bin] = PUBLISHED) -> tuple[int, ..
 
 
 def bimodal(num_documents: int, short: int = 512, long: int = 16384, one_in: int = 8) -> tuple[int, ...]:
-    """Short documents, with a long one as every `one_in`-th."""
+    """Short documents, except that every `one_in`-th is long."""
     return tuple(long if number % one_in == one_in - 1 else short for number in range(num_documents))
 
 
@@ -54,7 +54,7 @@ def one_huge(num_documents: int, huge: int, short: int = 1024) -> tuple[int, ...
 
 
 def scattered(lengths: Sequence[int]) -> tuple[int, ...]:
-    """The lengths in an order where any run of neighbours is a fair sample: steps of the golden ratio."""
+    """Permute the lengths (in golden-ratio steps) such that any run of neighbours is a representative sample."""
     number = len(lengths)
     step = max(1, round(number * (math.sqrt(5) - 1) / 2))
     while math.gcd(step, number) > 1:
@@ -63,9 +63,9 @@ def scattered(lengths: Sequence[int]) -> tuple[int, ...]:
 
 
 def batches(num_tokens: int, number: int, lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Documents of `number` batches of `num_tokens` each, taken in order and starting over at the end.
+    """Document lengths of `number` batches of `num_tokens` tokens, taken cyclically from `lengths`.
 
-    The last document of a batch is cut at the batch's end, and the rest of it dropped.
+    The last document of a batch is truncated at the end of the batch.
     """
     found, index = [], 0
     for _ in range(number):

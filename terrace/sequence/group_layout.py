@@ -1,4 +1,4 @@
-"""Input of the token layouts of all members of a context group: segments, and the member that holds each token."""
+"""Common input of the token layouts of a context group: segments, and the member that holds each token."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from terrace.sequence.token_layout import Run
 
 @dataclass(frozen=True, kw_only=True)
 class GroupLayout:
-    """A micro-batch on a context group whose ring ranks have `ulysses` Ulysses ranks; the same value on every member.
+    """A micro-batch on a context group with `ulysses` Ulysses ranks per ring rank; equal on every member.
 
     Every held token belongs to one segment, and every token of a segment is held by one member. Documents begin at
     `documents` (ascending token indices) and at every segment. `window` 0 means none; some layers may have
@@ -19,10 +19,10 @@ class GroupLayout:
 
     segments: tuple[Segment, ...]
     documents: tuple[int, ...]
-    local_runs: tuple[tuple[Run, ...], ...]  # of every member, ring_rank * ulysses + ulysses_rank
+    local_runs: tuple[tuple[Run, ...], ...]  # by member, ring_rank * ulysses + ulysses_rank
     ulysses: int
     num_local_tokens: int  # rows of every member, padding included
-    num_attention_tokens: int = 0  # rows of every ring rank; 0: as its shards need
+    num_attention_tokens: int = 0  # rows of every ring rank; 0: as many as its shards need
     window: int = 0
     other_windows: tuple[int, ...] = ()
 
@@ -36,7 +36,7 @@ class GroupLayout:
         return order
 
     def holder(self, token: int) -> tuple[int, int]:
-        """Member that holds a token, and the end of its run."""
+        """(Member that holds a token, end of its run)."""
         at = bisect_right(self._holdings[0], token) - 1
         start, stop, member = self._holdings[1][at]
         assert start <= token < stop, f"token {token} is in a segment and held by no member"

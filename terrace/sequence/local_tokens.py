@@ -1,13 +1,13 @@
-"""Local tokens of every member: equal counts, as close as possible to the ranks that attend to them.
+"""Distributes local tokens evenly over members, as close as possible to the ranks that attend to them.
 
-Ring ranks attend to different numbers of tokens, and each holds at most `room`. However tokens are held, at least
-(attended in a unit) - (room in the unit) must leave that unit. Matching surplus and room from the innermost tier
-outwards reaches this minimum for the units of all tiers at once. So no layout moves fewer tokens across any tier from
-nodes outwards, and none is cheaper under a cost that grows with the tier crossed.
+Ring ranks attend to different numbers of tokens, and each holds at most `room`. In any layout, at least (attended in a
+unit) - (room in the unit) tokens must leave that unit. Matching surplus and room from the innermost tier outward
+reaches this minimum for the units of all tiers at once. So no layout moves fewer tokens across any tier outside nodes,
+and none is cheaper under a cost that grows with the tier crossed.
 
 A *node* is a unit of the innermost tier that joins ring ranks. Its ranks take equal shares of the tokens that leave and
-enter it, so that all their links carry the load (the routing of Zeppelin, 2509.21841); the rest is balanced inside the
-node. This may move more tokens over the fast links inside, never over others.
+enter it, so that all their links share the load (the routing of Zeppelin, 2509.21841); the rest is balanced inside the
+node. This may move more tokens over the fast links inside nodes, but not over others.
 """
 
 import math
@@ -24,11 +24,10 @@ Move = tuple[int, int, int]  # (ring rank that attends, ring rank that holds, to
 def deal_local_tokens(
     segments: Sequence[Segment], ring_degrees: Sequence[int], ulysses: int, num_local_tokens: int
 ) -> tuple[tuple[Run, ...], ...]:
-    """Local tokens of every member of a context group, at most `num_local_tokens` each; member ring_rank * ulysses +
-    ulysses_rank.
+    """Local tokens of every member (ring_rank * ulysses + ulysses_rank), at most `num_local_tokens` each.
 
-    The tokens of a ring rank are dealt to its Ulysses ranks in equal runs, with padding on the last ones. Raises
-    `PlanError` when there are more tokens than rows.
+    The tokens of a ring rank are split among its Ulysses ranks in equal runs, with padding on the last ones. Raises
+    `PlanError` if there are more tokens than rows.
     """
     num_ring_ranks, room = math.prod(ring_degrees), ulysses * num_local_tokens
     attended: list[list[Run]] = [[] for _ in range(num_ring_ranks)]
@@ -53,9 +52,9 @@ def deal_local_tokens(
 
 
 def moves(attended: Sequence[int], ring_degrees: Sequence[int], room: int) -> tuple[Move, ...]:
-    """Tokens held on another ring rank than the one that attends to them, when each rank holds at most `room`.
+    """Moves of tokens to ring ranks other than those that attend to them, such that each holds at most `room`.
 
-    Raises `PlanError` when there are more tokens than room.
+    Raises `PlanError` if there are more tokens than room.
     """
     if sum(attended) > room * len(attended):
         raise PlanError(
@@ -77,7 +76,7 @@ def moves(attended: Sequence[int], ring_degrees: Sequence[int], room: int) -> tu
     found: list[Move] = []
     outgoing: list[list[list[int]]] = []  # by node: [ring rank, tokens] still to send
     incoming: list[list[list[int]]] = []
-    # Then inside each node, after all its ranks gave up and took in equal shares of the traffic between nodes.
+    # Then inside each node, after its ranks have taken equal shares of the traffic between nodes.
     for node, gone, come in zip(nodes, leaves, enters, strict=True):
         out = _even([attended[ring_rank] for ring_rank in node], gone)
         into = _even([room] * size, come)

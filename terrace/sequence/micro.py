@@ -1,4 +1,4 @@
-"""Deals the rows of a global batch to micro-steps: equal row counts, even costs."""
+"""Assigns the rows of a global batch to micro-steps, with equal row counts and even costs."""
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
@@ -7,10 +7,10 @@ from terrace.base.errors import PlanError
 
 
 def micro_steps(row_costs: Sequence[float], num_micros: int) -> tuple[tuple[int, ...], ...]:
-    """Row indices of each micro-step, ascending. Raises `PlanError` when the rows are no multiple of `num_micros`.
+    """Row indices of each micro-step, ascending. Raises `PlanError` if the rows are no multiple of `num_micros`.
 
-    A micro-step ends when its slowest ring rank does, so uneven micro-steps cost nothing by themselves. But several
-    long documents in one micro-step and none in another could not be balanced over the ring ranks.
+    Uneven micro-steps are not slower in themselves, but if one had several long documents and another none, they could
+    not be balanced over the ring ranks.
     """
     if num_micros < 1 or len(row_costs) % num_micros:
         raise PlanError(f"{len(row_costs)} rows cannot be dealt to {num_micros} micro-steps: give a multiple of them")

@@ -1,15 +1,15 @@
 """Pairs of queries and keys in a round, in as few kernel calls as possible without wasted work.
 
-A token sees itself and the tokens before it in its document; with a sliding window of W, the nearest W of these. Two
-runs of tokens are either identical or disjoint, and then at most one document reaches from one into the other:
+A token attends to itself and earlier tokens in its document; under a sliding window of W, to the nearest W of these.
+Two runs of tokens are either identical or disjoint; if disjoint, at most one document spans both:
 
     identical   every document by itself, CAUSAL; neighbours of at most 64 tokens together share one MASK; a document
                 longer than the window is cut into pieces of its length, under a MASK that includes the previous piece
-    disjoint    all queries that the document continues into see all keys that it comes from: FULL. Under a window,
-                keys and queries out of reach are dropped, and the rest is a MASK unless all see all
+    disjoint    all queries of that document attend to all of its keys: FULL. Under a window,
+                keys and queries out of reach are dropped, and the rest is a MASK unless all queries reach all keys
 
-Where the two runs of a shard see, or are seen by, the same tokens, they share one pair: with even chunks a round of a
-ring is a single pair.
+If the two runs of a shard have the same keys, or the same queries, they share one pair: with even chunks, a ring round
+is a single pair.
 """
 
 from bisect import bisect_left, bisect_right
@@ -18,12 +18,12 @@ from typing import NamedTuple
 
 from terrace.sequence.token_layout import Mask, Pair, PairKind, Run
 
-# Documents that have no more tokens together share one mask: terrace.model.attention has the measurements.
+# Documents with at most this many tokens in total share one mask; for measurements see terrace.model.attention.
 SHORT_PIECE = 64
 
 
 class Stretch(NamedTuple):
-    """Tokens `start` ... `stop` - 1, in rows from `row` on."""
+    """Tokens `start` ... `stop` - 1, in consecutive rows from `row`."""
 
     start: int
     stop: int

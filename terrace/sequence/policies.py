@@ -1,17 +1,17 @@
-"""Cost of the documents of a micro-step under different policies, in one model: one layer, forward and backward.
+"""Cost of a micro-step's documents under different balancing policies: one layer, forward and backward.
 
     tokens        whole documents packed so that all ring ranks have similar numbers of tokens; rows are padded
                   to the longest
-    even ring     every document cut over all ring ranks, two chunks each (zig-zag), keys go round one flat ring that
+    even ring     every document cut over all ring ranks, two chunks each (zig-zag); keys go around one flat ring that
                   crosses the slowest tier in every round: context parallelism as in Transformer Engine, the baseline of
                   Zeppelin (2509.21841). Documents are padded to two chunks a rank, as there
     tiered ring   the same in the order of a segment (terrace.sequence.segments), which rarely crosses slow tiers
     cost          rings chosen by cost, tokens held evenly and moved to the ranks that attend to them
                   (terrace.sequence.assign, terrace.sequence.local_tokens)
 
-A layer takes the linear layers of the local tokens, the attention of the slowest rank, and the moves of the rank that
-moves most: an overestimate, as if moves and attention never overlapped. The exchange among Ulysses ranks is equal under
-all policies and left out, and so are launch costs and the inefficiency of kernels on short documents.
+A layer's time is the sum of the linear layers on local tokens, the attention of the slowest rank, and the moves of the
+rank that moves most: an overestimate, as if moves and attention never overlapped. Left out are the exchange among
+Ulysses ranks, which is equal under all policies, launch costs, and the inefficiency of kernels on short documents.
 """
 
 import math
@@ -53,7 +53,7 @@ class PolicyCost:
 def policy_costs(
     lengths: Sequence[int], ring_degrees: Sequence[int], cost: WorkCost, capacity: int
 ) -> tuple[PolicyCost, ...]:
-    """Cost of every policy, in the order of `POLICIES`. Takes the arguments of `assign` and raises the same errors."""
+    """Cost of every policy, in the order of `POLICIES`; arguments and errors as in `assign`."""
     found = assign(lengths, ring_degrees, cost, capacity)
     bound_s = makespan_bound_s(lengths, ring_degrees, cost, capacity)
     return (
@@ -114,7 +114,7 @@ def _ring(
     backward = cost.backward * forward
     attention_s = cost.forwards * forward + backward
     num_messages: list[float] = list(home)
-    # Keys travel in every forward and once more in the backward, there with gradients except before the first round.
+    # Keys are sent in every forward and again in the backward, there with gradients except before the first round.
     for step, sent in enumerate(rounds):
         key_s, both_s = _slowest_s(cost, sent, tokens), _slowest_s(cost, sent, 2 * tokens)
         attention_s += cost.forwards * max(forward, key_s) + max(backward, both_s if step else key_s)
@@ -176,7 +176,7 @@ def _cost(
 
 
 def _messages(cost: WorkCost, num_rounds: int, *, is_first: bool) -> float:
-    # The first round of the backward has no gradients to bring yet.
+    # The first round of the backward has no gradients to send yet.
     return (cost.forwards + 2) * num_rounds - is_first
 
 

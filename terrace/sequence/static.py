@@ -1,9 +1,9 @@
 """The token layout of `balance = "tokens"`: every row of a micro-batch is a ring over all ring ranks
 (terrace.plan.context).
 
-A ring rank attends to its chunks of every row and its Ulysses ranks hold even shares of them, so nothing is remapped,
-and with one Ulysses rank nothing moves. All members hold equally many rows and send messages of equal sizes, padding
-included.
+A ring rank attends to its chunks of every row, and its Ulysses ranks hold even shares of them, so no token moves to
+another ring rank, and with one Ulysses rank none moves at all. All members hold equally many rows and send messages of
+equal sizes, padding included.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from terrace.sequence.group_layout import GroupLayout
 from terrace.sequence.segments import Segment
 from terrace.sequence.token_layout import Run, TokenLayout, cut_runs
 
-_KEPT = 8  # token layouts of a rank: micro-batches whose documents begin alike share one
+_KEPT = 8  # cached token layouts per rank; micro-batches with equal document starts share one
 
 
 def static_token_layouts(
@@ -39,17 +39,17 @@ def static_token_layout(
     member: int,
     other_windows: tuple[int, ...] = (),
 ) -> TokenLayout:
-    """Token layout of a member for a micro-batch of rows of `sequence` tokens, whatever the plan's balance.
+    """Token layout of a member for a micro-batch of rows of `sequence` tokens; ignores `plan.balance`.
 
-    `documents` are the token indices, row after row and ascending, at which documents begin; every row begins one.
-    Layers have the `window`, or one of `other_windows`.
+    `documents` are the ascending token indices, over the concatenated rows, at which documents begin; every row begins
+    a document. Layers have the `window`, or one of `other_windows`.
     """
     whole = static_group_layout(plan, mesh, sequence, window, documents)
     return build_token_layout(replace(whole, other_windows=other_windows), member)
 
 
 def static_group_layout(plan: Plan, mesh: Mesh, sequence: int, window: int, documents: Sequence[int]) -> GroupLayout:
-    """Layout of all members; takes the arguments of `static_token_layout`."""
+    """Group layout of all members; arguments as in `static_token_layout`."""
     degrees = tuple(degree for degree in mesh.group("ring") if degree > 1) or (1,)
     ulysses, num_ring_ranks = mesh.total("ulysses"), mesh.total("ring")
     chunk, ring_ranks = chunk_tokens(sequence, num_ring_ranks), tuple(range(num_ring_ranks))

@@ -1,7 +1,7 @@
-"""One rank's part in attention for one micro-batch: its local tokens, its messages, and the products it computes.
+"""One rank's part in attention for one micro-batch: its local tokens, its messages, and the pairs it computes.
 
-A `TokenLayout` is data, built on the host before the step (terrace.sequence.build). The runtime executes any layout the
-same way (terrace.runtime.context); bytes and seconds are read from it as well. In one attention layer:
+A `TokenLayout` is plain data, built on the host before the step (terrace.sequence.build). The runtime executes any
+layout in the same way (terrace.runtime.context); bytes and times are derived from it too. In one attention layer:
 
     into     queries, keys and values of local tokens go to the ranks that attend to them: to the Ulysses ranks of the
              same ring rank, split by heads, or to other ring ranks (remapping, Zeppelin 2509.21841)
@@ -9,17 +9,17 @@ same way (terrace.runtime.context); bytes and seconds are read from it as well. 
              sent while that round computes (ring attention, 2310.01889)
     back     outputs return to the ranks that hold the tokens: `into` reversed
 
-The backward sends gradients of the output `into`, and keys through the same rounds again. Key gradients of a round
-travel with the next round's exchange, or, where its keys are passed on no further, by `return_gradients` to the ring
-rank that owns them. Gradients of round 0 are already there. Gradients of queries, keys and values go `back`.
+The backward sends output gradients `into`, and keys through the same rounds again. Key gradients of a round are sent
+with the next round's exchange, or, if its keys are not passed on, with `return_gradients` to the ring rank that owns
+them. Gradients of round 0 stay on the rank. Gradients of queries, keys and values go `back`.
 
 *Local tokens* are the rank's tokens in the order of `tokens`, padded to `num_local_tokens` rows. *Attention tokens* are
 the rows of its ring rank: queries of all rounds and keys of round 0. Rows of a later round come from its exchange. All
 runs are half-open ranges (start, stop) of rows; peers are members of the context group
 (terrace.plan.context.ContextGroup).
 
-Attention rows that receive no tokens, and queries in no pair, are padding: zero, and without gradient. For attention
-rows whose keys go to another ring rank, gradients return exactly once.
+Attention rows that receive no tokens, and queries in no pair, are padding: zero, without gradient. If an attention
+row's keys are sent to another ring rank, their gradients return exactly once.
 """
 
 from collections.abc import Iterable
@@ -30,19 +30,19 @@ Run = tuple[int, int]
 
 
 class PairKind(StrEnum):
-    """Keys that a query of a pair sees."""
+    """Which keys of a pair a query attends to."""
 
     FULL = "full"  # all keys
-    CAUSAL = "causal"  # equally many queries and keys: the keys up to its own index
+    CAUSAL = "causal"  # as many keys as queries; keys up to the query's index
     MASK = "mask"  # as `Pair.mask` says
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Query i is at index i + `shift` of the keys, and sees the keys up to there, within its document and its window.
+    """Query i is at key index i + `shift` and attends to keys up to there, within its document and window.
 
-    `begins` are the key indices, ascending, at which documents begin; a document may already be running before the
-    first. Queries and keys are each contiguous tokens. `window` 0 means none.
+    `begins` are the ascending key indices at which documents begin; the first document may have begun earlier. Queries
+    and keys are each contiguous tokens. `window` 0 means none.
     """
 
     shift: int
@@ -52,7 +52,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class Pair:
-    """Attention rows whose queries see keys among the rows of the round."""
+    """A kernel call: attention rows of queries, and rows of keys in the round."""
 
     queries: Run
     keys: Run
@@ -62,9 +62,9 @@ class Pair:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Rows sent to each peer, and rows received from each peer: one message a peer, in the order of peers.
+    """Rows sent to and received from each peer: one message per peer, ordered by peer.
 
-    A message to the rank itself is rows that stay. The rows of a message are its runs, concatenated.
+    Rows for the rank itself stay there. The rows of a message are its concatenated runs.
     """
 
     sends: tuple[tuple[int, tuple[Run, ...]], ...]
@@ -76,15 +76,15 @@ NOTHING = Exchange((), ())
 
 @dataclass(frozen=True)
 class Round:
-    """`num_rows` rows of keys, brought by `exchange` from the round before, and the pairs that read them.
+    """`num_rows` rows of keys, received with `exchange` during the previous round, and the pairs that read them.
 
-    `other_pairs` are those of layers with `other_windows`, in that order; the rows sent are the same for all layers.
+    `other_pairs` are those of layers with `other_windows`, in that order; all layers send the same rows.
     """
 
     num_rows: int
     exchange: Exchange  # `NOTHING` in round 0
     pairs: tuple[Pair, ...]
-    return_gradients: Exchange  # of rows passed on no further, to their owner's attention rows; `NOTHING` in round 0
+    return_gradients: Exchange  # of rows not passed on, to their owner's attention rows; `NOTHING` in round 0
     other_pairs: tuple[tuple[Pair, ...], ...] = ()
 
 
@@ -105,7 +105,7 @@ def num_rows(runs: tuple[Run, ...]) -> int:
 
 
 def merged_runs(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """The same rows in the same order, with empty runs dropped and neighbours joined."""
+    """The same rows in the same order; empty runs are dropped and adjacent ones merged."""
     merged: list[Run] = []
     for start, stop in runs:
         if merged and merged[-1][1] == start:

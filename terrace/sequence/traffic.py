@@ -1,7 +1,7 @@
-"""Rows and bytes that a `TokenLayout` sends, by leg and tier; the ledger of a run must show the same.
+"""Rows and bytes that a `TokenLayout` sends, by leg and tier; a run's ledger must agree.
 
-Bytes of one row, for N query and K key-value heads of the model (of the rank's slice under a tensor axis) and u Ulysses
-ranks, with kv = max(K / u, 1):
+In elements of one head per row, for N query and K key-value heads of the model (of the rank's slice under a tensor
+axis) and u Ulysses ranks, with kv = max(K / u, 1):
 
     leg                forward                   backward
     into               N/u + 2 kv: q, k, v       N/u: gradient of the output
@@ -21,7 +21,7 @@ from terrace.sequence.token_layout import Exchange, TokenLayout, num_rows
 
 @dataclass(frozen=True)
 class SentRows:
-    """Rows that a rank sends to others for one layer, by tier of the cluster, innermost first."""
+    """Rows that a rank sends to others for one layer, by tier, innermost first."""
 
     into: tuple[int, ...]
     ring: tuple[int, ...]  # all rounds
@@ -32,7 +32,7 @@ class SentRows:
 
 @dataclass(frozen=True)
 class SentBytes:
-    """Bytes that a rank sends to others for one layer, by tier of the cluster, innermost first."""
+    """Bytes that a rank sends to others for one layer, by tier, innermost first."""
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
@@ -54,14 +54,14 @@ def sent_rows(token_layout: TokenLayout, group: ContextGroup) -> SentRows:
 def sent_bytes(
     token_layout: TokenLayout, group: ContextGroup, heads: Heads, wire: WireFormat | Sequence[WireFormat]
 ) -> SentBytes:
-    """Bytes that the member sends; `heads` are all heads of a ring rank, `wire` the format of all tiers or of each."""
+    """Bytes that the member sends; `heads` are all heads of a ring rank, `wire` one format or one per tier."""
     rows = sent_rows(token_layout, group)
     part = heads.per_ulysses_rank(group.ulysses)
     legs = list(zip(rows.into, rows.ring, rows.gradients, rows.return_gradients, rows.back, strict=True))
     wires = [wire] * len(legs) if isinstance(wire, WireFormat) else wire
     forward, backward = [], []
     for (into, ring, gradients, return_gradients, back), of_tier in zip(legs, wires, strict=True):
-        # A row of each tensor is a message of its own to the codec.
+        # The codec encodes each row of each tensor separately.
         queries = of_tier.message_bytes(part.queries * part.size)
         keys = 2 * of_tier.message_bytes(part.keys * part.size)
         forward.append(into * (queries + keys) + ring * keys + back * queries)

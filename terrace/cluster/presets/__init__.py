@@ -1,6 +1,6 @@
-"""Cluster presets, one TOML file each, the loader for them and for the user's own files, and overrides of their keys.
+"""Cluster presets, one TOML file each, and the loader for presets, user files and overrides.
 
-Adding a machine is adding a file to this folder.
+To add a machine, add a file to this folder.
 """
 
 import math
@@ -14,8 +14,8 @@ from terrace.base.errors import ClusterError, ConfigError, did_you_mean
 from terrace.base.schema import load, merge, read_table
 from terrace.cluster.cluster import Cluster
 
-UNNAMED = "(none named)"  # in place of a name, where a command has a default of its own
-_RESTATED = ("bandwidth_bytes_per_s", "shared", "shared_by")  # a tier of which an override gives one is not rescaled
+UNNAMED = "(none named)"  # shown instead of a name if a command has its own default
+_RESTATED = ("bandwidth_bytes_per_s", "shared", "shared_by")  # a tier is not rescaled if an override sets one of these
 
 
 def preset_names() -> list[str]:
@@ -25,7 +25,7 @@ def preset_names() -> list[str]:
 
 
 def cluster_table(name_or_path: str) -> dict[str, Any]:
-    """The table of a preset, or of a TOML file if the name ends in `.toml` or is a path."""
+    """The table of a preset, or of a TOML file if the name ends in `.toml` or is an existing path."""
     if name_or_path in preset_names():
         return read_table(Path(str(resources.files(__package__) / f"{name_or_path}.toml")))
     path = Path(name_or_path)
@@ -35,7 +35,7 @@ def cluster_table(name_or_path: str) -> dict[str, Any]:
 
 
 def parse_cluster(table: dict[str, Any]) -> Cluster:
-    """Build a `Cluster` from its table; raises `ConfigError` or `ClusterError`."""
+    """Build a `Cluster` from its table. Raises `ConfigError` or `ClusterError`."""
     tiers = table.get("tiers")
     if not isinstance(tiers, list):
         raise ConfigError("cluster.tiers must be a list of tiers, innermost first: write [[tiers]] for each")
@@ -48,9 +48,10 @@ def load_cluster(name_or_path: str) -> Cluster:
 
 
 def lay_over(table: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """`merge` of tables with a section `cluster`, with shared links divided among the devices that share them then.
+    """`merge` tables with a section `cluster`, and rescale the bandwidth of shared links.
 
-    Where an override changes their number, the link stays as fast as it was, and one device's share changes.
+    If an override changes the number of devices that share a link, the link keeps its total bandwidth and each device's
+    share changes.
     """
     merged = merge(table, overrides)
     cluster, own = table.get("cluster"), overrides.get("cluster")
@@ -79,7 +80,7 @@ def _shared_anew(before: Sequence[Any], after: Sequence[Any], given: Mapping[str
 
 
 def _num_devices(tiers: Sequence[Any], index: int) -> int:
-    """Devices that share a link of a tier; 0 for sizes and names that the check of the table refuses."""
+    """Number of devices that share a link of a tier; 0 for invalid sizes or names, which are reported elsewhere."""
     names = [tier.get("name") for tier in tiers]
     owner = tiers[index].get("shared_by") or (names[index - 1] if index else None)
     if owner not in names[:index]:

@@ -1,5 +1,5 @@
-"""A block's own program: the messages among ranks that run the same block, and the computing that hides each message.
+"""A block's own program: the messages among ranks that run the same block, and the compute that hides each message.
 
-Each axis inside a block writes its steps in its own file (`regions` the tensor axis, `attention` the context axis);
-`build` joins them.
+Each axis inside a block has a file that creates its steps: `regions` (tensor axis), `attention` (context axis) and
+`routed` (experts). `build` joins them.
 """

@@ -1,17 +1,17 @@
-"""Steps of attention under the context axis: R rounds of a ring over P places, with Ulysses exchanges at both ends.
+"""Steps of attention under the context axis: the rounds of a ring, with Ulysses exchanges at both ends.
 
-    forward    into                       queries, keys and values, dealt out to the parts of the place   waited for
-               keys of round s + 1                                                          behind round s
-               back                       outputs                                                         waited for
-    backward   into                       gradients of the outputs                                        waited for
-               keys of round s + 1, and, from s = 2 on, gradients of the keys of s - 1      behind round s
-               return_gradients           gradients of the last round's keys                              waited for
-               back                       gradients of queries, keys and values                           waited for
+    forward    into                  queries, keys and values, to the Ulysses ranks           exposed
+               keys of round s + 1                                                            behind round s
+               back                  outputs                                                  exposed
+    backward   into                  gradients of the outputs                                 exposed
+               keys of round s + 1, and, from s = 2 on, gradients of the keys of s - 1        behind round s
+               return_gradients      gradients of the last round's keys                       exposed
+               back                  gradients of queries, keys and values                    exposed
 
-Held-back weight gradients run while `into` and `return_gradients` of a backward travel, unless they ran before. Under a
-tensor axis they did, so none of their seconds are counted as hiding these messages.
+Deferred weight gradients run during `into` and `return_gradients` of a backward, unless they have already run. Under a
+tensor axis they have, so these messages are not counted as hidden.
 
-A step of the ring goes over the outermost tier that is due (terrace.sequence.segments).
+Each ring step crosses the outermost tier that is due (terrace.sequence.segments).
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ from terrace.program.block_program.steps import Await, BlockStep, Compute, Compu
 
 @lru_cache(maxsize=4096)
 def attention_steps(ulysses: int, ring: tuple[int, ...]) -> tuple[Steps, Steps]:
-    """Steps of the forward and of the backward of a layer's attention, for ring degrees by tier, innermost first."""
+    """(Forward steps, backward steps) of a layer's attention; `ring` are degrees by tier, innermost first."""
     if ulysses * prod(ring) == 1:
         return (), ()
     return tuple(_forward(ulysses, ring)), tuple(_backward(ulysses, ring))
@@ -37,7 +37,7 @@ def _forward(ulysses: int, ring: Sequence[int]) -> Iterator[BlockStep]:
     yield from _dealt(ulysses, ContextLeg.INTO, backward=False)
     for step in range(len(tiers) + 1):
         piece = Compute(ComputeKind.ROUND, step)
-        # The slice is empty in the last round, which has no next keys to fetch.
+        # Empty in the last round, which fetches no more keys.
         keys = [Send((ContextMessage(ContextLeg.KEYS, tier=tier),), piece) for tier in tiers[step : step + 1]]
         yield from keys
         yield piece
@@ -48,7 +48,7 @@ def _forward(ulysses: int, ring: Sequence[int]) -> Iterator[BlockStep]:
 def _backward(ulysses: int, ring: Sequence[int]) -> Iterator[BlockStep]:
     tiers = ring_step_tiers(ring)
     yield from _dealt(ulysses, ContextLeg.INTO, backward=True, meanwhile=(Compute(ComputeKind.WEIGHT_GRADIENTS),))
-    returning: list[Send] = []  # gradients of the round before
+    returning: list[Send] = []  # gradients of the previous round
     for step in range(len(tiers) + 1):
         piece = Compute(ComputeKind.ROUND_GRADIENTS, step)
         keys = [
@@ -58,10 +58,10 @@ def _backward(ulysses: int, ring: Sequence[int]) -> Iterator[BlockStep]:
         yield piece
         yield from map(Await, returning)
         returning = []
-        if 0 < step < len(tiers):  # gradients of this round's keys follow the keys, beside the next round
+        if 0 < step < len(tiers):  # gradients of this round's keys are sent during the next round
             gradients = ContextMessage(ContextLeg.GRADIENTS, tier=tiers[step], backward=True)
             returning = [Send((gradients,), Compute(ComputeKind.ROUND_GRADIENTS, step + 1))]
-        # After the last round no computing is left to hide the final gradients.
+        # After the last round no compute is left to hide the final gradients.
         elif step:
             returning = [Send((ContextMessage(ContextLeg.RETURN_GRADIENTS, tier=max(tiers), backward=True),))]
         yield from returning
@@ -80,17 +80,17 @@ def _dealt(ulysses: int, leg: ContextLeg, *, backward: bool, meanwhile: Steps = 
 
 
 def ring_step_tiers(degrees: Sequence[int]) -> list[int]:
-    """The tier that each step of a ring goes over: an outer tier's turn comes when the tiers inside are through."""
+    """The tier that each ring step crosses; an outer tier is crossed after a full round over the inner tiers."""
     tiers: list[int] = []
     for tier, degree in enumerate(degrees):
-        # Mixed-radix counting: one outer step for every full round of the tiers inside.
+        # Mixed-radix counting: one outer step per full round of the inner tiers.
         tiers = [*tiers, tier] * (degree - 1) + tiers
     return tiers
 
 
 @lru_cache(maxsize=4096)
 def attention_moments(ulysses: int, ring: tuple[int, ...]) -> tuple[tuple[Moment, ...], tuple[Moment, ...]]:
-    """Moments of a forward and of a backward, counted without going through the steps of rings of thousands of ranks.
+    """Moments of a forward and of a backward, without building the steps of a ring of thousands of ranks.
 
     Tests compare them with the moments of `attention_steps`.
     """
@@ -100,15 +100,15 @@ def attention_moments(ulysses: int, ring: tuple[int, ...]) -> tuple[tuple[Moment
         moments = []
         ends = [(leg, -1) for leg in (ContextLeg.INTO, ContextLeg.BACK) if ulysses > 1]
         ends += [(ContextLeg.RETURN_GRADIENTS, max(tiers))] if backward and tiers else []
-        # The exchanges at both ends have no computing behind them, so they are one moment.
+        # No compute hides the exchanges at both ends, so they are one moment.
         if ends:
             moments.append(_moment(None, ends, 1, backward))
-        # Rounds, by the tier over which keys leave, and by the tier over which gradients do (-1: none).
+        # Rounds keyed by (tier that keys cross, tier that gradients cross); -1: none.
         gradients = [-1, -1, *tiers[1:]] if backward else [-1] * (len(tiers) + 1)
         # Equal rounds are counted, not listed: a ring of thousands has few distinct ones.
         rounds = Counter(zip([*tiers[1:], -1], gradients[1:], strict=True)) if tiers else Counter[tuple[int, int]]()
         kind = ComputeKind.ROUND_GRADIENTS if backward else ComputeKind.ROUND
-        # Held-back weight gradients hide the last message of the ring.
+        # Deferred weight gradients hide the last message of the ring.
         if tiers:
             # The first round differs: no gradients travel during it yet.
             moments.append(_moment(Compute(kind, 0), [(ContextLeg.KEYS, tiers[0])], 1, backward))

@@ -1,4 +1,4 @@
-"""The program of a block: the steps of its axes, joined."""
+"""Builds the program of a block from the steps of its axes."""
 
 from collections.abc import Sequence
 
@@ -14,18 +14,18 @@ from terrace.program.block_program.steps import Await, BlockProgram, Send, Steps
 def block_program(
     tensor: TensorTraffic, context: ContextTraffic, blocks: Sequence[BlockSpec], index: int, *, recomputed: bool
 ) -> BlockProgram:
-    """The program of block `index` of `blocks`, as a tensor rank holds them, on one micro-batch.
+    """The program of block `index` of `blocks` (a tensor rank's slices) on one micro-batch.
 
-    With `balance = "cost"` the messages of attention depend on the batch, and are not in it.
-    Raises `PlanError` where there are messages and sequences have no length.
+    Under `balance = "cost"` attention's messages depend on the batch and are not included. Raises `PlanError` if there
+    are messages but the sequence length is unknown.
     """
     block = blocks[index]
     forward, backward = attention = attention_of(context, block)
     there, back = routed_steps(tensor, block)
-    # No gradient leaves the first block: one in which nothing is trained has no backward.
+    # A first block without trainable parameters has no backward.
     back = back if index or block.num_trainable else ()
     shared: tuple[Steps, Steps] = (), ()
-    # Attention's steps stand inside the tensor axis' steps.
+    # Attention's steps are placed inside the tensor axis's steps.
     if tensor.degree > 1:
         (forward, backward), shared = tensor_steps(tensor, blocks, block, attention, recomputed)
     told = choice_messages(tensor, block)
@@ -35,6 +35,6 @@ def block_program(
 
 
 def attention_of(context: ContextTraffic, block: BlockSpec) -> tuple[Steps, Steps]:
-    """Steps of a block's attention, forward and backward; none where it has none or they depend on the batch."""
+    """(Forward steps, backward steps) of a block's attention; empty if there are none or if the batch decides."""
     bytes_of = context.attention(block)
     return ((), ()) if bytes_of is None else attention_steps(bytes_of.parts, bytes_of.ring)

@@ -1,22 +1,22 @@
-"""Steps of a block under the tensor axis: a rule for each type of operation (terrace.model.operations).
+"""Steps of a block under the tensor axis: one rule per type of operation (terrace.model.operations).
 
-A region is attention or the MLP: from the operation that enters it to the product that writes the residual stream.
+A region is attention or the MLP, from the operation that enters it to the matmul that writes the residual stream.
 
-    region, sequence parallel      forward    gather the input; products; reduce the output
+    region, sequence parallel      forward    gather the input; matmuls; reduce the output
                                    backward   gather the output's gradient; gather the input again, behind the
                                               gradients of inputs; reduce the input's gradient, behind the gradients
                                               of weights
     region, whole tokens           forward    all-reduce the output
                                    backward   all-reduce the input's gradient, behind the gradients of weights
-    columns                        forward    all-reduce after each product into the region
-                                   backward   all-reduce before the product out of it, behind gradients of weights
+    columns                        forward    all-reduce after each matmul into the region
+                                   backward   all-reduce before the matmul out of it, behind gradients of weights
     experts, whole tokens          forward    gather the results of the tokens that each row routes
                                    backward   gather the gradients of tokens
 
-With `tensor_chunks` the messages of a region travel in parts, each during the products of its neighbours: of a gather
-the first part is waited for, of a reduction the last. With `tensor_chunks = "fused"` each of the same messages is one
-operation with the products beside it. The reduction of an input's gradient stays behind the gradients of weights, which
-need no message: fused with the gradients of inputs it would share their time with the second gather.
+With `tensor_chunks` a region's messages are sent in parts, each overlapped with the matmuls of other parts; the first
+part of a gather and the last part of a reduction are exposed. With `tensor_chunks = "fused"` each of these messages is
+one operation with the adjacent matmul. The reduction of an input gradient is still hidden by the weight gradients,
+which need no message: fused with the input gradients, it would compete with the second gather for their time.
 
 A recomputed block does not gather its input again.
 """
@@ -62,11 +62,10 @@ def tensor_steps(
     attention: tuple[Steps, Steps],
     recomputed: bool,
 ) -> tuple[tuple[Steps, Steps], tuple[Steps, Steps]]:
-    """Steps of a forward and of a backward of `block`, one of `blocks`, with the steps of its `attention` inside.
+    """(Forward, backward) steps of `block`, with the steps of its `attention` inside, then a mixture's (after, before).
 
-    Then the steps of a mixture that come after its experts in a forward, and before them in a backward.
-
-    Raises `PlanError` where sequences have no length.
+    The second pair holds steps after the experts in a forward and before them in a backward. Raises `PlanError` if the
+    sequence length is unknown.
     """
     if tensor.tokens < 1:
         raise no_sequence("tensor")
@@ -90,13 +89,13 @@ class _Writer:
         self.block, self.attention = block, attention
         self.rows, self.columns, self.both = tensor.rows.axes, tensor.columns.axes, tensor.both.axes
         self.whole = (tensor.padded_tokens if self.splits else tensor.tokens) * hidden
-        # Elements of a rank's own part of the residual stream; `whole` counts all rows and columns.
+        # Elements of the residual stream: `whole` over all rows and columns, `cut` over all rows of one column.
         self.cut = tensor.rows.padded(self.whole // tensor.columns.degree)
-        # Parts are runs of tokens, which only sequence parallelism communicates.
+        # Parts are runs of tokens, so they need sequence parallelism.
         in_parts = self.splits and tensor.plan.num_tensor_parts > 1
         self.fused = self.splits and tensor.plan.fuses_tensor
         self.parts = [self.cut // tensor.padded_tokens * tokens for tokens in tensor.token_chunks] if in_parts else []
-        self.awaited: list[BlockStep] = []  # in a backward, once its region's input is read again
+        self.awaited: list[BlockStep] = []  # in a backward: steps to run before the region's input is read again
 
     def forward(self, operations: Iterable[Operation]) -> Iterator[BlockStep]:
         """Steps of a forward of `operations`."""
@@ -104,38 +103,38 @@ class _Writer:
             yield from _RULES[type(operation)][0](self, operation)
 
     def backward(self, operations: Sequence[Operation]) -> Iterator[BlockStep]:
-        """Steps of a backward of `operations`, which it meets in the opposite order."""
+        """Steps of a backward of `operations`, in reverse order."""
         for operation in reversed(operations):
             yield from _RULES[type(operation)][1](self, operation)
 
     def gather_routed(self) -> Iterator[BlockStep]:
-        """Gather the tokens that each row has routed, where the residual stream is whole."""
+        """Gather the tokens that each row has routed, if the residual stream is not split."""
         if not self.splits:
             yield from self._wait(self.rows, self.tensor.padded_tokens * self.hidden, Leg.GATHER)
 
     def look_up(self, _: LookUp) -> Iterator[BlockStep]:
-        """Rows of the look-up are summed over columns, then over rows."""
+        """Sum the looked-up embeddings over columns, then over rows."""
         return self._summed(None)
 
     def look_up_backward(self, operation: LookUp) -> Iterator[BlockStep]:
-        """The gradient of a matrix that is trained needs all of the stream's; a frozen one sends nothing."""
+        """A trained table needs the stream's whole gradient; a frozen one sends nothing."""
         trains = any(param.trainable for param in self.block.params if param.name == operation.weight)
         return self._gathered() if trains else iter(())
 
     def loss(self, _: Loss) -> Iterator[BlockStep]:
-        """The stream is gathered whole; three numbers a token are exchanged for the losses."""
+        """Gather the whole stream, then exchange three numbers per token for the losses."""
         yield from self._gathered()
         yield from self._wait(self.both, 3 * self.tensor.tokens, Leg.NUMBERS)
 
     def score(self, _: Score) -> Iterator[BlockStep]:
-        """The stream is gathered whole; every rank has all values."""
+        """Gather the whole stream; every rank then has all values."""
         return self._gathered()
 
     def head_backward(self, _: Operation) -> Iterator[BlockStep]:
         return self._summed(_WEIGHTS)
 
     def norm(self, operation: Norm) -> Iterator[BlockStep]:
-        """A number a token over the axis that cuts the features; a layer norm has two, mean and variance."""
+        """Exchange one number per token over the axis that cuts the features (a layer norm: two)."""
         tensor = self.tensor
         is_apart = operation.source.tokens is Tokens.STREAM and self.splits  # a rank normalises its own tokens
         tokens = tensor.padded_tokens // tensor.rows.degree if is_apart else tensor.tokens
@@ -145,7 +144,7 @@ class _Writer:
                     yield from self._wait(axes, tokens, Leg.NUMBERS)
 
     def enter(self, _: Enter) -> Iterator[BlockStep]:
-        """Gather all tokens for the products that read them."""
+        """Gather all tokens for the matmuls that read them."""
         return self._gather(_OUTPUTS) if self.splits else iter(())
 
     def enter_backward(self, _: Enter) -> Iterator[BlockStep]:
@@ -153,7 +152,7 @@ class _Writer:
         yield from self._wait(self.rows, self.cut, *((Leg.REDUCE,) if self.splits else _ALL_REDUCE), behind=_WEIGHTS)
 
     def product(self, operation: Product) -> Iterator[BlockStep]:
-        """Sum the result over the axes that cut the features read."""
+        """Sum the result over the axes that cut the input features."""
         if operation.leaves:
             yield from self._leave() if self.splits else self._wait(self.rows, self.cut, *_ALL_REDUCE)
         elif operation.source.tokens is Tokens.ALL and CUT_BY.get(operation.inputs.counts) == self.columns:
@@ -161,7 +160,8 @@ class _Writer:
 
     def product_backward(self, operation: Product) -> Iterator[BlockStep]:
         if operation.leaves:
-            # Regathering is issued before the input gradients and awaited before the weight gradients that read it.
+            # The second gather is issued before the input gradients and awaited before the weight gradients that read
+            # it.
             again = [Send(self._messages(self.rows, self.cut, Leg.GATHER), _INPUTS)] if self.regathers else []
             self.awaited = [step for send in again for step in (_INPUTS, Await(send))]
             if self.splits:
@@ -169,7 +169,8 @@ class _Writer:
                 yield from self._gather(_INPUTS, *again)
             yield from self._wait(self.columns, self._inner(operation.inputs), *_ALL_REDUCE, behind=_WEIGHTS)
         elif is_shared(operation.outputs, self.tensor.degrees):
-            # Shared heads read the input by plain operations, values first, which wait for it.
+            # Shared key-value heads read the input in plain operations, values first, so the gather must be done by
+            # now.
             yield from self._await_input()
 
     def core(self, _: Core) -> Iterator[BlockStep]:
@@ -180,17 +181,17 @@ class _Writer:
         yield from self.attention[1]
 
     def nothing(self, _: Operation) -> Iterator[BlockStep]:
-        """A rank computes its part by itself."""
+        """No messages: each rank computes its part locally."""
         return iter(())
 
     def _gathered(self) -> Iterator[BlockStep]:
-        """All tokens and features of the stream, from the ranks that have parts of them."""
+        """Gather all tokens and features of the stream."""
         if self.splits:
             yield from self._wait(self.rows, self.cut, Leg.GATHER)
         yield from self._wait(self.columns, self.whole, Leg.GATHER)
 
     def _summed(self, behind: Compute | None) -> Iterator[BlockStep]:
-        """Parts of a sum over all tensor ranks, to the stream; `behind` hides an all-reduce over rows."""
+        """Reduce partial sums of all tensor ranks into the stream; `behind` hides an all-reduce over rows."""
         yield from self._wait(self.columns, self.whole, Leg.REDUCE)
         if self.splits:
             yield from self._wait(self.rows, self.cut, Leg.REDUCE)
@@ -202,7 +203,7 @@ class _Writer:
         self.awaited = []
 
     def _inner(self, dim: Dim) -> int:
-        """Elements of a tensor inside a region on a rank, padded as columns cut them."""
+        """Elements of a tensor inside a region on a rank, padded to a multiple of the columns."""
         return self.tensor.columns.padded(self.tensor.tokens * rank_numel(dim, self.tensor.degrees))
 
     def _leave(self) -> Iterator[BlockStep]:
@@ -212,21 +213,21 @@ class _Writer:
         if not self.parts:
             yield from self._wait(self.rows, self.cut, Leg.REDUCE)
             return
-        # The last reduction has no product left to hide behind.
+        # No matmul is left to hide the last reduction.
         reductions = self._in_parts(Leg.REDUCE, alone=len(self.parts) - 1, behind=_OUTPUTS)
         for reduction in reductions:
             yield from (_OUTPUTS, reduction)
         yield from map(Await, reductions)
 
     def _gather(self, product: Compute, *queued: Send) -> Iterator[BlockStep]:
-        """Gather all tokens for `product`; `queued` is sent once the gathers are."""
+        """Gather all tokens for `product`; `queued` is issued after the gathers."""
         if self.fused:
             yield from (*self._with_product(Leg.GATHER, product), *queued)
             return
         if not self.parts:
             yield from (*self._wait(self.rows, self.cut, Leg.GATHER), *queued)
             return
-        # All parts are issued at once; products of part i hide the arrival of part i + 1.
+        # All parts are issued at once; the matmuls of part i hide part i + 1.
         gathers = self._in_parts(Leg.GATHER, alone=0, behind=product)
         yield from (*gathers, *queued)
         for gather in gathers:
@@ -245,7 +246,7 @@ class _Writer:
     def _wait(
         self, axes: tuple[str, ...], numel: int, *legs: Leg, behind: Compute | None = None
     ) -> Iterator[BlockStep]:
-        # An axis of one rank, or an empty activation, sends nothing.
+        # Nothing to send on an axis of degree 1, or for an empty activation.
         if self.tensor.line(axes).degree > 1 and numel:
             send = Send(self._messages(axes, numel, *legs), behind)
             yield from (send, Await(send)) if behind is None else (send, behind, Await(send))
@@ -255,7 +256,7 @@ class _Writer:
 
 
 _Rule = Callable[[_Writer, Any], Iterator[BlockStep]]
-# The steps of a forward and of a backward; those of a mixture are written around its experts.
+# (Forward rule, backward rule); `tensor_steps` handles mixtures.
 _RULES: Mapping[type[Operation], tuple[_Rule, _Rule]] = {
     LookUp: (_Writer.look_up, _Writer.look_up_backward),
     Norm: (_Writer.norm, _Writer.norm),

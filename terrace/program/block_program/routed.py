@@ -1,29 +1,30 @@
 """Steps of a mixture whose experts are on several ranks (bytes: terrace.plan.expert_traffic).
 
-Tokens travel in chunks, each over the tiers on its way one after the other. With f chunks in a forward and b in a
-backward, of pieces of tokens 1 .. max(f, b), of which a chunk has one or several:
+Tokens are sent in chunks, each over one tier after another. With f chunks in a forward and b in a backward, tokens are
+cut into max(f, b) pieces, and a chunk is one or more pieces:
 
     forward    gather the table of counts, and wait for it
-               send rows of all chunks over the first tier on the way, of some over the next tiers
+               send rows of all chunks over the first tier, of some chunks over the next tiers
                the shared expert
-               for every chunk: await its rows; send the next, over each tier; products of its pieces; results back
+               for every chunk: await its rows; send the next chunk, over each tier; experts on its pieces; send
+               results back
                await all results
     backward   send gradients of results in the same way; gradients of the shared expert
-               for every chunk: await them; send the next; products that give gradients of rows; gradients of tokens
-               back; products that give gradients of weights, while messages travel
+               for every chunk: await them; send the next chunk; gradients of rows; send gradients of tokens back;
+               gradients of weights, overlapped with messages
                await all gradients of tokens
 
-Every tier carries its messages in the order in which they are sent. Nothing waits for results on the first tier but the
-end of the pass, so all chunks leave over it before the first comes back. Over the others results of earlier chunks
-would wait behind rows that are not there yet: `ahead` chunks are on the innermost, or have arrived, while a chunk is
-multiplied, and one more on each tier outside it. With `ahead` one less than the chunks all rows go out before the first
-results, as in FSMoE (2501.10714). It depends on the links which is faster (terrace.simulate.chunks).
+Every tier sends its messages in the order of issue. Results on the first tier are needed only at the end of the pass,
+so all chunks are sent over it before the first result returns. On the other tiers, results of early chunks would queue
+behind rows that have not arrived yet. So while a chunk is computed, `ahead` chunks have been sent over the innermost
+tier, and one more over each tier outside it. With `ahead` one less than the number of chunks, all rows are sent before
+the first results, as in FSMoE (2501.10714). Which is faster depends on the links (terrace.simulate.chunks).
 
-A backward has gaps for parts of the gradients before it, where the plan names them: once the messages before the
-products of a chunk are under way, and after the last combine (terrace.plan.gaps). The link would idle there.
+If the plan has `expert_gaps`, a backward has gaps in which parts of earlier gradients are sent: after the messages
+issued before a chunk's matmuls, and after the last combine (terrace.plan.gaps). The link would otherwise idle there.
 
-Half a backward leaves the gradients of weights to the other half. A recomputed forward has kept the table. Attention
-comes before the steps of a forward, and after the steps of a backward. Each message takes the lane of its tier
+In a split backward, gradients of weights are in the weight half. A recomputed forward reuses the table. Attention comes
+before these steps in a forward, and after them in a backward. Each message uses the lane of its tier
 (terrace.program.resolve).
 """
 
@@ -38,12 +39,12 @@ from terrace.program.block_program.steps import Await, BlockStep, Compute, Compu
 
 
 def routed_steps(tensor: TensorTraffic, block: BlockSpec) -> tuple[Steps, Steps]:
-    """`expert_steps` of a block as a tensor rank holds it."""
+    """`expert_steps` of a block, sliced for a tensor rank."""
     return expert_steps(ExpertTraffic.of(tensor, block))
 
 
 def expert_steps(traffic: ExpertTraffic) -> tuple[Steps, Steps]:
-    """Steps of a forward and of a backward of a layer's experts; none where no tokens leave a rank."""
+    """(Forward steps, backward steps) of a layer's experts; empty if no tokens leave a rank."""
     if not traffic.way:
         return (), ()
     tables: list[BlockStep] = []
@@ -56,7 +57,7 @@ def expert_steps(traffic: ExpertTraffic) -> tuple[Steps, Steps]:
 
 
 def most_ahead(ahead: int, number: int) -> int:
-    """How many of `number` chunks are ahead of another: a pass with fewer chunks than the other has fewer ahead."""
+    """`ahead`, limited to what a pass with `number` chunks allows."""
     return max(1, min(ahead, number - 1))
 
 
@@ -96,7 +97,7 @@ def _chunks(traffic: ExpertTraffic, *, backward: bool) -> Iterator[BlockStep]:
 
 
 def _rounds(traffic: ExpertTraffic, number: int) -> list[int]:
-    """By hop, how many rounds before its products a chunk is sent over it; a round is the products of a chunk."""
+    """For each hop, how many rounds before its compute a chunk is sent over it; a round computes one chunk."""
     tiers, ahead = [tier for tier, _ in traffic.way], most_ahead(traffic.ahead, number)
     rounds = [min(number, ahead + hop) for hop in reversed(range(len(tiers)))]
     if tiers and tiers[0] not in tiers[1:]:

@@ -1,16 +1,15 @@
-"""The steps of a block: computing, and the messages among ranks that run the same block, in the order of issue.
+"""The steps of a block: compute, and messages among ranks that run the same block, in the order of issue.
 
-    Compute(kind, number)     a piece of computing behind which messages may hide
-    Send(messages, behind)    put on the lane of messages inside blocks, one after the other; messages of experts go on
-                              the lane of the outermost tier that they cross, like messages between blocks. One that is
-                              `fused` is one operation with the computing that follows it
-    Await(send)               computing stops until the messages of `send` are there
-    Gap(number)               parts of the gradients before it go on their lanes
+    Compute(kind, number)   a piece of compute that can hide messages
+    Send(messages, behind)  enqueue on the lane of messages inside blocks, in order; messages of experts use the lane of
+                            the outermost tier that they cross, like messages between blocks. If `fused`, it is one
+                            operation with the compute that follows it
+    Await(send)             compute waits until the messages of `send` have arrived
+    Gap(number)             send parts of earlier gradients on their lanes
 
-Between a `Send` and its `Await` the device computes. `Send.behind` names the computing that hides the messages;
-None counts all of them as waited for. A piece hides no more than it takes, so its messages share its seconds.
-
-The runtime issues these steps (tests compare a recording of it, step by step), and the simulator prices them.
+Between a `Send` and its `Await` the device computes. `Send.behind` is the compute that hides the messages; None means
+that they are fully exposed. A piece can hide no more than its own duration, which its messages share. The runtime
+issues these steps (tests compare a recording of it, step by step), and the simulator prices them.
 """
 
 from collections import Counter
@@ -31,7 +30,7 @@ _TOLD = (MessageClass.CHOICES, MessageClass.ROUTE)
 
 
 class ComputeKind(StrEnum):
-    """Pieces of computing that hide messages."""
+    """Pieces of compute that hide messages."""
 
     OUTPUTS = "outputs"
     INPUT_GRADIENTS = "gradients of inputs"
@@ -48,9 +47,10 @@ class ComputeKind(StrEnum):
 
 
 class Compute(NamedTuple):
-    """A piece of computing; `number` is the ring step of a round, or the piece of tokens that experts pass.
+    """A piece of compute.
 
-    Gradients of experts' weights have the number of a chunk.
+    `number` is the ring step of a round, the piece of tokens for experts, or the chunk for gradients of experts'
+    weights.
     """
 
     kind: ComputeKind
@@ -59,7 +59,7 @@ class Compute(NamedTuple):
 
 @dataclass(frozen=True)
 class Send:
-    """Messages that one piece of work on the lane carries, and the computing that hides them."""
+    """Messages enqueued together on a lane, and the compute that hides them."""
 
     messages: tuple[InBlockMessage, ...]
     behind: Compute | None = None
@@ -68,14 +68,14 @@ class Send:
 
 @dataclass(frozen=True)
 class Await:
-    """The end of the oldest equal `send` that is still under way."""
+    """Wait for the oldest equal `send` that is still in flight."""
 
     send: Send
 
 
 @dataclass(frozen=True)
 class Gap:
-    """A place in a backward for parts of the gradients before it (terrace.plan.gaps); gap 0 is before the pass."""
+    """A point in a backward where parts of earlier gradients are sent (terrace.plan.gaps); gap 0 is before the pass."""
 
     number: int
 
@@ -86,11 +86,10 @@ Steps = tuple[BlockStep, ...]
 
 @dataclass(frozen=True)
 class BlockProgram:
-    """The steps of a block on one micro-batch; backwards are without recomputation.
+    """The steps of a block on one micro-batch; `backward` does not include recomputation.
 
-    `routed` is the forward and the backward of the experts: after the other steps in a forward, before them in a
-    backward. `shared` are the messages of tensor rows for a shared expert: after the experts in a forward, before them
-    in a backward.
+    `routed` are the (forward, backward) steps of experts: after `forward`, before `backward`. `shared` are the steps of
+    tensor rows after the experts in a forward and before them in a backward.
     """
 
     forward: Steps
@@ -100,17 +99,17 @@ class BlockProgram:
     shared: tuple[Steps, Steps] = ((), ())
 
     def steps(self, op: Op) -> Steps:
-        """Steps of a pass; half a backward has all of them in its first half."""
-        # Weight gradients inside a block are computed while its messages travel, so the first half has all steps.
+        """Steps of a pass; a backward's input half has all steps except gradients of experts' weights."""
+        # Weight gradients inside a block hide its messages, so the input half has all steps.
         (there, back), (after, before) = self.routed, self.shared
         return self._of(op, self.forward + there + after, before + back + self.backward)
 
     def routed_steps(self, op: Op) -> Steps:
-        """The steps of a pass that are of the block's experts."""
+        """The steps of a pass that belong to the block's experts."""
         return self._of(op, *self.routed)
 
     def moments(self, op: Op) -> "tuple[Moment, ...]":
-        """Moments of a pass, counted once, without messages of experts: these take lanes (terrace.simulate.routed)."""
+        """Cached moments of a pass, without expert messages, which use tier lanes (terrace.simulate.routed)."""
         if op not in self._moments:
             self._moments[op] = moments_of(self._of(op, self.forward + self.shared[0], self.shared[1] + self.backward))
         return self._moments[op]
@@ -120,13 +119,13 @@ class BlockProgram:
             return ()
         if op is Op.FORWARD:
             return forward
-        # Half a backward leaves the gradients of experts' weights to the other half. Other weight gradients inside a
-        # block are computed while its messages travel, so the first half has all their steps.
+        # In a split backward, gradients of experts' weights are in the weight half. Other weight gradients inside a
+        # block hide its messages, so the input half has their steps.
         if op is Op.BACKWARD_INPUT and self.routed[0]:
             backward = input_half(backward)
         if not self.recomputed:
             return backward
-        # Choices and routes of the first forward are kept, so the second begins with rows.
+        # Choices and routes of the first forward are kept, so the second one only sends rows.
         return (*filter(moves_rows, forward), *backward)
 
     @cached_property
@@ -135,13 +134,13 @@ class BlockProgram:
 
 
 def moves_rows(step: BlockStep) -> bool:
-    """Whether a second forward has this step: all but the messages of choices and routes."""
+    """Whether a recomputed forward has this step; it skips messages of choices and routes."""
     send = step.send if isinstance(step, Await) else step
     return not (isinstance(send, Send) and send.messages[0].message_class in _TOLD)
 
 
 def input_half(backward: Steps) -> Steps:
-    """The steps of a backward that are in its first half: all but the gradients of experts' weights."""
+    """The steps of a backward's input half: all except gradients of experts' weights."""
     return tuple(step for step in backward if not _weighs(step))
 
 
@@ -150,7 +149,7 @@ def _weighs(step: BlockStep) -> bool:
 
 
 def messages_of(steps: Iterable[BlockStep]) -> Iterator[InBlockMessage]:
-    """Messages of `steps` in the order in which they are issued."""
+    """Messages of `steps` in the order of issue."""
     for step in steps:
         if isinstance(step, Send):
             yield from step.messages
@@ -161,22 +160,21 @@ _Counted = frozenset[tuple[InBlockMessage, int]]
 
 
 class Moment(NamedTuple):
-    """Messages that share the seconds of one piece of computing, `times` over; None: messages that are waited for.
+    """Messages that the compute `behind` hides, `times` over; exposed messages if it is None.
 
-    Each that is `fused` with it leaves a tail (terrace.simulate.inside).
-
-    All pieces of later ring steps take equally long, and have number 1 here.
+    A message `fused` with the compute leaves a tail (terrace.simulate.inside). Ring steps after the first take equally
+    long and all have number 1 here.
     """
 
     message_class: MessageClass
     behind: Compute | None
-    messages: tuple[tuple[InBlockMessage, int], ...]  # with how often each is sent
+    messages: tuple[tuple[InBlockMessage, int], ...]  # (message, how often it is sent)
     times: int
-    fused: tuple[tuple[InBlockMessage, int], ...] = ()  # those of `messages` that are
+    fused: tuple[tuple[InBlockMessage, int], ...] = ()  # the fused ones of `messages`
 
 
 def moments_of(steps: Steps) -> tuple[Moment, ...]:
-    """Moments of a pass, equal ones folded into one."""
+    """Moments of a pass; equal ones are merged."""
     beside: dict[tuple[MessageClass, Compute | None], tuple[_Counts, _Counts]] = {}
     for step in steps:
         if isinstance(step, Send):

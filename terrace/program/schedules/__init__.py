@@ -1,1 +1,1 @@
-"""Pipeline schedules: pure functions from numbers to the order of tasks of every stage."""
+"""Pipeline schedules: pure functions that return the order of tasks of every stage."""

@@ -1,14 +1,14 @@
-"""The automatic zero-bubble schedule (Qi et al. 2401.10241, section 3.1): seconds and a memory limit in, order out.
+"""The automatic zero-bubble schedule (Qi et al. 2401.10241, section 3.1): finds an order from times and a memory limit.
 
-1. Before its first I a stage runs as many forwards as memory allows and time leaves; one switch tells
-   whether to run another one that would delay that I.
-2. Then F and I in turn. A W runs in a gap that it fits into, in a smaller gap if waiting would make this stage the one
-   that has idled most, and when memory is full. As far as memory allows, a stage stays at least one forward ahead of
-   the next; one switch tells whether to skip a forward, when it is further ahead, that would delay the next I.
+1. Before its first I, a stage runs as many forwards as memory and time allow; a switch allows one more that delays
+   that I.
+2. Then F and I alternate. A W runs in a gap that it fits into, when memory is full, and in a smaller gap if idling
+   would make this stage the one that has idled most. As far as memory allows, a stage stays at least one forward ahead
+   of the next; if it is further ahead, a switch skips a forward that would delay the next I.
 3. The remaining W run last.
 
-Another switch tells whether smaller gaps get a W at all. Every setting of the switches is tried, and the order with the
-shortest longest span is returned (the cost of section 5.3).
+A third switch allows W in smaller gaps. All settings of the switches are tried, and the order whose longest stage span
+is shortest is returned (the cost of section 5.3).
 """
 
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ _ROUNDING = 1e-9  # sums of the same terms in another order differ by a smaller 
 
 @schedule("zb-auto")
 def zb_auto(num_stages: int, num_micros: int, seconds: TaskSeconds, weight_share: float, memory_limit: float) -> Orders:
-    """The best order found for these seconds, when a stage may keep `memory_limit` micro-batches' activations.
+    """The best order found for these times if a stage may keep the activations of `memory_limit` micro-batches.
 
-    `weight_share` is the share of a micro-batch's activations that waits for its W (M_W / M_B); seconds of whole
-    backwards are not used.
+    `weight_share` is the share of a micro-batch's activations kept until its W (M_W / M_B); times of whole backwards
+    are not used.
 
     Invariants: no stage ever keeps more than `memory_limit`; the order of F, of I and of W is first in, first
     out. Raises `PlanError` for a limit below 1, a share outside 0 to 1 and seconds that do not fit the stages.
@@ -122,7 +122,7 @@ class _Stage:
         self.num_weights += 1
 
     def fill(self, arrival_s: float, stages: "Sequence[_Stage]", small_gaps: bool) -> None:
-        """Run W in the gap before something arrives; `stages` are all that idle."""
+        """Run W in the gap before `arrival_s`; idle times of `stages`, all stages, decide about smaller gaps."""
         while self.has_weight and self.now_s + self.problem.seconds.weight_s[self.index] <= arrival_s:
             self.weight()
         gap_s = arrival_s - self.now_s
@@ -194,7 +194,7 @@ def _warm_up_counts(problem: _Problem, delay: bool) -> list[int]:
 
 
 def _may_skip(problem: _Problem, stages: Sequence[_Stage], index: int) -> bool:
-    """Whether a stage is two forwards ahead of the next and another would end after its next I could start."""
+    """Whether a stage is two forwards ahead of the next, and one more would end after its next I could start."""
     if index + 1 == problem.num_stages:
         return False
     seconds, stage, behind = problem.seconds, stages[index], stages[index + 1]

@@ -1,4 +1,4 @@
-"""Counts from the order of a stage's tasks: micro-batches in flight, and between the halves of a backward."""
+"""Counts of micro-batches in flight, and between the halves of a split backward, from orders."""
 
 from terrace.plan.stage import Pass
 from terrace.program.schedules.orders import Orders
@@ -7,9 +7,9 @@ Waiting = tuple[tuple[int, ...], ...]  # micro-batches by stage and chunk
 
 
 def most_due(orders: Orders) -> Waiting:
-    """Micro-batches of each chunk that wait for the second half of their backward, at the moment with most of them.
+    """By stage and chunk, micro-batches between the halves of their backward, when the stage has most of them.
 
-    Empty for a stage whose backwards have no halves.
+    Empty for a stage without split backwards.
     """
     found = []
     halves, ends = int(Pass.BACKWARD_INPUT), int(Pass.BACKWARD_WEIGHT)
@@ -27,7 +27,7 @@ def most_due(orders: Orders) -> Waiting:
 
 
 def most_waiting(orders: Orders) -> Waiting:
-    """Micro-batches in flight in each chunk of every stage, at the moment when the stage has most of them."""
+    """By stage and chunk, micro-batches in flight when the stage has most of them."""
     found = []
     # Plain integers: this loop runs over every task of every candidate schedule.
     forward, backward_input = int(Pass.FORWARD), int(Pass.BACKWARD_INPUT)

@@ -1,7 +1,7 @@
-"""Orders as CSV, in the form in which torch.distributed.pipelining keeps its schedules.
+"""Orders as CSV, in the format of torch.distributed.pipelining schedules.
 
-One row a stage (a rank), one cell a task: virtual stage, letter, micro-batch, as in `2F0` or `5W3`. The letters are F,
-B (whole backward), I (input) and W (weight). An empty cell, which stands for an idle slot there, means nothing here.
+One row per stage (rank), one cell per task: virtual stage, letter, micro-batch, as in `2F0` or `5W3`. The letters are
+F, B (whole backward), I (input) and W (weight). Empty cells, which mean idle slots in torch, are ignored.
 """
 
 import csv
@@ -17,7 +17,7 @@ _PASSES = {pass_.letter: pass_ for pass_ in Pass}
 
 
 def to_csv(orders: Orders) -> str:
-    """The orders as CSV, one row a stage."""
+    """The orders as CSV, one row per stage."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     for row, tasks in zip(orders.placement, orders.tasks, strict=True):

@@ -1,16 +1,16 @@
 """Orders: the tasks of every stage of a pipeline in one step, as plain values.
 
-A pipeline has `num_stages` stages (one a pipeline rank), each holding `num_chunks` pieces of the model. The pieces in
-model order are the *virtual stages* 0 .. num_stages * num_chunks - 1. The *placement*, which belongs to the schedule,
-gives the virtual stage of chunk c of stage r:
+A pipeline has `num_stages` stages (one per pipeline rank) with `num_chunks` pieces of the model each. The pieces, in
+model order, are the *virtual stages* 0 .. num_stages * num_chunks - 1. A schedule's *placement* is the virtual stage of
+chunk c on stage r:
 
     looped    c * num_stages + r                   every chunk goes once round the stages
     V-shaped  r, then 2 * num_stages - 1 - r       two chunks; the first stage holds both ends of the model
 
-A backward is one task (BACKWARD), or two: BACKWARD_INPUT makes the gradient of the input, which the stage before waits
-for, and BACKWARD_WEIGHT the gradient of the weights, any time later (Qi et al. 2401.10241, section 2).
+A backward is one task (BACKWARD), or two: BACKWARD_INPUT computes the input gradient, which the previous stage waits
+for, and BACKWARD_WEIGHT the weight gradients, any time later (Qi et al. 2401.10241, section 2).
 
-Orders hold no times and no messages: a task waits for its inputs, and terrace.simulate.timeline says when.
+Orders contain no times and no messages: a task waits for its inputs; terrace.simulate.timeline computes when it runs.
 """
 
 from collections.abc import Callable, Sequence
@@ -89,7 +89,7 @@ def build(
 
 
 def split_orders(schedule: str, num_stages: int, num_micros: int, row: Callable[..., list[StageTask]]) -> Orders:
-    """Orders of one chunk a stage with split backwards: `row` makes a stage's order from its F, I and W."""
+    """Orders with one chunk per stage and split backwards; `row` returns a stage's order from its F, I and W."""
     positive(num_stages=num_stages, num_micros=num_micros)
     passes = [tasks_of(pass_, 0, num_micros) for pass_ in (Pass.FORWARD, Pass.BACKWARD_INPUT, Pass.BACKWARD_WEIGHT)]
     rows = [row(num_stages, stage, *passes) for stage in range(num_stages)]
@@ -104,16 +104,16 @@ def positive(**numbers: int) -> None:
 
 
 def nearest_multiple(value: int, of: int) -> int:
-    """The multiple of `of` (at least one time) that is nearest to `value`, the larger of two."""
+    """The positive multiple of `of` nearest to `value`; the larger one in a tie."""
     return max(1, (2 * value + of) // (2 * of)) * of
 
 
 def verify_orders(orders: Orders) -> None:
-    """Check every rule that one stage's order can break; raises `ProgramError` with stage, task and rule.
+    """Check the order of each stage; raises `ProgramError` with stage, task and rule.
 
-    The placement names every virtual stage once. Every stage runs each of its micro-batches forward once in every chunk
-    and backward once, whole or in two halves, in this order. Circular waits between stages show when the orders are
-    played (terrace.simulate.timeline).
+    The placement names every virtual stage once. In every chunk, every micro-batch has one forward and then one
+    backward, whole or in two halves. Deadlocks between stages are detected when the orders are played
+    (terrace.simulate.timeline).
     """
     # A virtual stage with two holders, or none, would break the chain of activations.
     placed = sorted(virtual for row in orders.placement for virtual in row)

@@ -23,7 +23,7 @@ _rounds: set[str] = set()
 def schedule(name: str, *, rounds: bool = False) -> Callable[[_Builder], _Builder]:
     """Register the decorated function as the schedule `name`.
 
-    With `rounds`, its order repeats every `num_stages` micro-batches, and otherwise after any number of them.
+    With `rounds`, its order repeats every `num_stages` micro-batches; otherwise every micro-batch.
     """
 
     def register(builder: _Builder) -> _Builder:
@@ -46,12 +46,12 @@ def _schedules() -> dict[str, Callable[..., Orders]]:
 
 
 def schedule_names() -> list[str]:
-    """The names `orders_for` knows."""
+    """The names of all schedules."""
     return list(_schedules())
 
 
 def takes(name: str) -> frozenset[str]:
-    """The names of the numbers that a schedule takes; raises `PlanError` for an unknown one."""
+    """The parameter names of a schedule. Raises `PlanError` for an unknown schedule."""
     builder = _schedules().get(name)
     if builder is None:
         raise PlanError(f"no schedule {name!r}{did_you_mean(name, schedule_names())}")
@@ -66,16 +66,16 @@ def in_rounds(name: str) -> bool:
 
 @cache
 def takes_unit(name: str) -> bool:
-    """Whether the schedule `name` takes a unit of micro-batches; False for an unknown name."""
+    """Whether the schedule `name` has a parameter `unit`; False for an unknown name."""
     builder = _schedules().get(name)
     return builder is not None and "unit" in inspect.signature(builder).parameters
 
 
 def orders_for(name: str, **numbers: Any) -> Orders:
-    """The orders of the schedule `name` for `num_stages`, `num_micros` and the numbers it takes.
+    """The orders of the schedule `name` for its parameters `numbers`.
 
-    A schedule without chunks accepts `num_chunks = 1`. Raises `PlanError` for an unknown name, a number that is
-    missing or that the schedule does not take, and for values it cannot honour, each with the fix.
+    A schedule without chunks accepts `num_chunks = 1`. Raises `PlanError` for an unknown name, a missing or unknown
+    parameter, and values that the schedule does not support.
     """
     takes(name)
     builder = _schedules()[name]

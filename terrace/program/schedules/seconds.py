@@ -1,4 +1,4 @@
-"""Seconds of tasks, by which the timeline plays orders and the automatic schedule arranges them."""
+"""Task times, used by the timeline and by the automatic schedule."""
 
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ class TaskSeconds:
 
 
 def check_seconds(seconds: TaskSeconds, num_virtual: int) -> None:
-    """Raise `PlanError` unless there are seconds for every virtual stage and every edge between two, none below 0."""
+    """Raise `PlanError` unless every virtual stage and every edge between two has a time of at least 0."""
     for pass_ in Pass:
         _check(f"{pass_.name.lower()} tasks", seconds.of(pass_), num_virtual)
     _check("edges", seconds.edge_s, num_virtual - 1)

@@ -1,19 +1,19 @@
-"""ZeroPP (2402.03791): micro-batches in units, so that sharded parameters are gathered once a unit and pass.
+"""ZeroPP (2402.03791): micro-batches in units, so that sharded parameters are gathered once per unit and direction.
 
-A unit passes a stage block by block: all its micro-batches through chunk 0, then through chunk 1, and so on, then
-back, so that parameters of one chunk at a time are needed. A unit starts forward when the I of the one before are
-done, so that activations of little more than one unit are kept.
+All micro-batches of a unit pass chunk 0, then chunk 1, and so on, then back, so that the parameters of only one chunk
+are needed at a time. The forward of a unit starts when all I of the previous unit are done, so that the activations of
+little more than one unit are kept.
 
-Weight gradients may run any time later; where they stand here is our choice, from counting idle slots with
-T_F = T_B = T_W. With at least as many micro-batches a unit as stages, stage r of P idles 2(P - 1 - r) slots between
-the forward and the backward of a unit, and 2r between that and the forward of the next. So it puts off as many W as
-fit the first gap, and fills it with W of the unit before. The rest run right after the I of their own chunk,
-while its parameters are there:
+Weight gradients may run any time later; their positions here are our choice, from counting idle slots with
+T_F = T_B = T_W. If a unit has at least as many micro-batches as there are stages, stage r of P idles 2(P - 1 - r) slots
+between the forward and the backward of a unit, and 2r slots before the forward of the next. So it defers as many W as
+fit the first gap, and fills that gap with W of the previous unit. The rest run right after the I of their chunk, while
+its parameters are gathered:
 
     F(0) .. F(V-1)   W put off from the last unit   I(V-1) W(V-1) .. I(0) W(0), except W put off
 
-When a unit is so short that one chunk has not W enough for the gap, the last chunks run all their I first. A unit of
-fewer micro-batches than stages leaves every stage idle between its chunks: it saves activations, not time.
+If one chunk of a short unit has too few W for the gap, the last chunks run all their I first. With fewer micro-batches
+per unit than stages, every stage idles between its chunks: this saves activations, not time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -57,7 +57,7 @@ def zeropp(num_stages: int, num_chunks: int, num_micros: int, unit: int) -> Orde
 def _backward(
     inputs: Sequence[Sequence[StageTask]], weights: Sequence[Sequence[StageTask]], micros: slice, held: int
 ) -> Iterator[StageTask]:
-    """I and W in turn; the first `held` chunks run all their I first."""
+    """I and W alternate by chunk; the first `held` chunks run all their I first."""
     for chunk in reversed(range(held, len(inputs))):
         yield from inputs[chunk][micros]
         yield from weights[chunk][micros]
