@@ -3,12 +3,17 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Kernels
+from terrace.generation.cache_shape import cache_shape
+from terrace.model.blocks import block_specs
+from terrace.model.config import parse_model
 from terrace.planner.roles.dataflow import Dataflow, ppo
 from terrace.planner.roles.generation import Replica, rows_of
 from tests.support.dataflows import llama, nodes, small
+from tests.support.families import TABLES
 
 NODE, SEVEN = nodes(1), llama()
 FLOW = Dataflow(roles=ppo(SEVEN), prompts=64, samples=4, prompt_tokens=512, response_tokens=512)
@@ -19,6 +24,21 @@ def test_bytes_of_weights_and_of_a_token() -> None:
     assert one.weights_bytes == 2 * 6_738_415_616
     assert one.weights_bytes / 8 <= eight.weights_bytes < 1.001 * one.weights_bytes / 8  # norms are whole
     assert one.token_bytes == 8 * eight.token_bytes == 2 * 2 * 32 * 4096
+
+
+@pytest.mark.parametrize("family", ["llama", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_bytes_of_a_token_are_those_that_generation_allocates(family: str, rows: int) -> None:
+    model = parse_model(TABLES[family])
+    replica = Replica.of(NODE, model, rows, "bf16")
+    assert replica.token_bytes == cache_shape(block_specs(model), rows).num_bytes(1, torch.bfloat16)
+
+
+def test_a_latent_is_cached_once_for_all_heads() -> None:
+    table = TABLES["deepseek_v3"]
+    one, two = (Replica.of(NODE, parse_model(table), rows, "bf16") for rows in (1, 2))
+    vector = table["kv_lora_rank"] + table["qk_rope_head_dim"]
+    assert one.token_bytes == two.token_bytes == 2 * table["num_hidden_layers"] * vector
 
 
 def test_one_sequence_is_bound_by_reading_the_weights_and_many_by_their_keys_and_values() -> None:

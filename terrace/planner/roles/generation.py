@@ -29,7 +29,7 @@ from terrace.model.config import ModelConfig
 from terrace.model.operations import Core, Loss, Operations
 from terrace.model.spec import BlockSpec, Computes
 from terrace.plan.mesh import Mesh
-from terrace.plan.slices import slice_blocks
+from terrace.plan.slices import rank_numel, slice_blocks
 from terrace.plan.wire import FORMATS
 from terrace.planner.roles.dataflow import Dataflow
 from terrace.simulate.kernels import memory_s, peak_flops_per_s, stream_s
@@ -151,12 +151,13 @@ class Replica:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token's keys and values in all layers on a rank."""
+        """Bytes that a rank caches for a token in all layers: keys and values, or latents."""
         return sum(block.attends for block in self.blocks) * self._layer_token_bytes
 
     @property
     def _layer_token_bytes(self) -> int:
-        return 2 * self.item_bytes * self._core.kv_heads // self.rows * self._core.head_dim
+        kept = (rank_numel(tensor.features, {"rows": self.rows}) for tensor in self._core.cached)
+        return self.item_bytes * sum(kept)
 
     @cached_property
     def _layer(self) -> Operations:
@@ -222,8 +223,10 @@ class Replica:
     def _attention_s(self, running: int, tokens: float, window: int) -> float:
         device, core = self.cluster.device, self._core
         seen = min(tokens, window or tokens)
-        flops = 4 * running * seen * core.heads // self.rows * core.head_dim
-        flops_s = flops / (peak_flops_per_s(device, self.compute) * device.kernels.attention_share(core.head_dim))
+        # Every head reads a cached latent whole, as key and as value.
+        size = core.cached[0].features.size
+        flops = 4 * running * seen * core.heads // self.rows * size
+        flops_s = flops / (peak_flops_per_s(device, self.compute) * device.kernels.attention_share(size))
         return max(memory_s(device, running * seen * self._layer_token_bytes), flops_s)
 
     def _head_s(self, running: int) -> float:
