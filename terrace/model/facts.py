@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from terrace.base.errors import ModelError
 from terrace.model.config import ModelConfig
-from terrace.model.params import ParamSpec
 
 
 def family_of(config: ModelConfig) -> str:
@@ -66,12 +65,6 @@ def layer_windows(config: ModelConfig) -> tuple[int, ...]:
     return config.windows
 
 
-def rolling_window(config: ModelConfig, context: int) -> int:
-    """Widest window of the layers if it is at most `context` and sequences may be of any length; else 0."""
-    window = config.sliding_window
-    return window if 0 < window <= context and not config.most_positions else 0
-
-
 LOOKS_AHEAD = "the experts of a token depend on later tokens"  # why a model is not causal
 
 
@@ -97,16 +90,6 @@ def refuse_non_causal(config: ModelConfig) -> None:
 def turned_by_rounding(config: ModelConfig) -> list[str]:
     """Discrete decisions of the model that rounding may change, described in words."""
     return [] if config.experts is None else ["routers that choose other experts"]
-
-
-def read_share(config: ModelConfig, param: ParamSpec, num_tokens: int) -> float:
-    """Fraction of a parameter that is read for `num_tokens` tokens: 1, except for stacks of experts.
-
-    For these it is the expected fraction of experts that are chosen under even routing, the largest of any routing.
-    """
-    if not param.is_stack or config.experts is None:
-        return 1.0
-    return 1 - (1 - config.experts.per_token / config.experts.num_experts) ** num_tokens
 
 
 def one_layer(config: ModelConfig) -> ModelConfig:

@@ -63,16 +63,6 @@ def has_routers(blocks: Sequence["BlockSpec"]) -> bool:
     return any(is_router(param) for block in blocks for param in block.params)
 
 
-def is_norm(param: ParamSpec) -> bool:
-    """Whether this belongs to a norm over the residual stream, as opposed to a per-head norm (whole on every rank)."""
-    return len(param.dims) == 1 and param.dims[0][0] == "hidden" and "norm" in param.name.split(".")[-2]
-
-
-def is_norm_of_heads(param: ParamSpec) -> bool:
-    """Whether this belongs to a norm over all heads together, which tensor rows split."""
-    return len(param.dims) == 1 and param.dims[0][0] in ("heads", "kv_heads") and "norm" in param.name.split(".")[-2]
-
-
 def declared_hidden_size(blocks: Sequence["BlockSpec"]) -> int | None:
     """The model's hidden size, None if no parameter declares it."""
     names = ("hidden", "features")

@@ -151,8 +151,3 @@ def choice_messages(tensor: TensorTraffic, block: BlockSpec) -> tuple[TensorMess
     if experts is None or not experts.shares_choices or tensor.sharing.degree == 1:
         return ()
     return (TensorMessage(Leg.NUMBERS, tensor.sharing.axes, tensor.plan.micro_batch * experts.num_experts),)
-
-
-def inner_numel(tensor: TensorTraffic, size: int) -> int:
-    """Elements of a tensor inside a region on a rank, `size` per token, padded to a multiple of the columns."""
-    return tensor.columns.padded(tensor.tokens * size)

@@ -28,12 +28,13 @@ heads together sums one number a token over the rows in the same way. A block th
 
 from collections.abc import Sequence
 
+from terrace.model.params import ParamSpec
 from terrace.model.spec import BlockSpec, Computes
-from terrace.plan.dims import hidden_size, is_inner, is_norm, is_norm_of_heads
+from terrace.plan.dims import hidden_size, is_inner
 from terrace.plan.in_block_messages import Leg, TensorMessage
 from terrace.plan.mesh import no_sequence
 from terrace.plan.residency import recomputed
-from terrace.plan.tensor_traffic import TensorTraffic, inner_numel
+from terrace.plan.tensor_traffic import TensorTraffic
 
 
 def block_messages(tensor: TensorTraffic, blocks: Sequence[BlockSpec], index: int) -> tuple[list[TensorMessage], ...]:
@@ -86,7 +87,7 @@ def block_messages(tensor: TensorTraffic, blocks: Sequence[BlockSpec], index: in
                 backward += [TensorMessage(Leg.GATHER, rows, part) for part in parts]
                 backward += [
                     TensorMessage(Leg.REDUCE, rows, cut),
-                    *all_reduce(columns, inner_numel(tensor, weight.shape[1])),
+                    *all_reduce(columns, _inner_numel(tensor, weight.shape[1])),
                 ]
                 backward += [TensorMessage(Leg.GATHER, rows, cut)] if regathers else []
             else:
@@ -94,7 +95,7 @@ def block_messages(tensor: TensorTraffic, blocks: Sequence[BlockSpec], index: in
                     weight.dims[0][1] if weight.is_replicated_over("rows") else 1
                 )  # of key-value heads that all ranks hold
                 # Columns hold parts of the inner product's sum.
-                forward += all_reduce(columns, inner_numel(tensor, weight.shape[0] // one_of))
+                forward += all_reduce(columns, _inner_numel(tensor, weight.shape[0] // one_of))
     # Each row routes a part of the tokens. Where the stream is whole, results and gradients are gathered.
     if one_sided and any(param.is_stack for param in block.params):
         routed = TensorMessage(Leg.GATHER, rows, tensor.padded_tokens * hidden_size(blocks))
@@ -107,11 +108,26 @@ def block_messages(tensor: TensorTraffic, blocks: Sequence[BlockSpec], index: in
 def _norm_messages(tensor: TensorTraffic, block: BlockSpec) -> list[TensorMessage]:
     tokens = tensor.padded_tokens // tensor.rows.degree if tensor.splits_tokens else tensor.tokens
     # A layer norm has two parameters and needs two sums (mean and variance), an rms norm one.
-    norms = [param for param in block.params if is_norm(param)]
-    of_heads = [param for param in block.params if is_norm_of_heads(param)]
+    norms = [param for param in block.params if _is_norm(param)]
+    of_heads = [param for param in block.params if _is_norm_of_heads(param)]
     over_rows = TensorMessage(Leg.NUMBERS, tensor.rows.axes, tensor.tokens)  # in a region all tokens are there
     return [TensorMessage(Leg.NUMBERS, tensor.columns.axes, tokens)] * len(norms) + [over_rows] * len(of_heads)
 
 
 def _crossing(tensor: TensorTraffic, messages: list[TensorMessage]) -> list[TensorMessage]:
     return [message for message in messages if tensor.line(message.axes).degree > 1 and message.numel]
+
+
+def _is_norm(param: ParamSpec) -> bool:
+    """Whether this belongs to a norm over the residual stream, as opposed to a per-head norm (whole on every rank)."""
+    return len(param.dims) == 1 and param.dims[0][0] == "hidden" and "norm" in param.name.split(".")[-2]
+
+
+def _is_norm_of_heads(param: ParamSpec) -> bool:
+    """Whether this belongs to a norm over all heads together, which tensor rows split."""
+    return len(param.dims) == 1 and param.dims[0][0] in ("heads", "kv_heads") and "norm" in param.name.split(".")[-2]
+
+
+def _inner_numel(tensor: TensorTraffic, size: int) -> int:
+    """Elements of a tensor inside a region on a rank, `size` per token, padded to a multiple of the columns."""
+    return tensor.columns.padded(tensor.tokens * size)
