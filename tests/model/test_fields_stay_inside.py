@@ -52,7 +52,7 @@ def named_fields(source: str) -> Iterator[tuple[int, str]]:
 def _last_name(node: ast.expr) -> str:
     if isinstance(node, ast.Call):
         # Functions that give a configuration.
-        return "config" if _last_name(node.func) in ("parse_model", "load_model", "sliced_config") else ""
+        return "config" if _last_name(node.func) in ("parse_model", "load_model") else ""
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
