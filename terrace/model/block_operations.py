@@ -121,11 +121,11 @@ def _attention(config: ModelConfig, source: Tensor, target: Tensor) -> Iterator[
     yield enter
     size = config.head_dim
     heads, kv_heads = Dim("heads", config.num_heads, size), Dim("kv_heads", config.num_kv_heads, size)
-    bias, turns = config.attention_bias, config.rotary_dim > 0
+    bias, has_rope = config.attention_bias, config.rotary_dim > 0
     ready = {
         name: Tensor(name, of, Tokens.ALL) for name, of in (("query", heads), ("key", kv_heads), ("value", kv_heads))
     }
-    turned: dict[str, Tensor] = {}
+    rotated: dict[str, Tensor] = {}
     for name, result in ready.items():
         # Operations applied to the projection, in this order: norm, scale, RoPE.
         stages = []
@@ -133,7 +133,7 @@ def _attention(config: ModelConfig, source: Tensor, target: Tensor) -> Iterator[
             stages.append("norm")
         if config.query_factor != 1.0 and name == "query":
             stages.append("scale")
-        if turns and name != "value":
+        if has_rope and name != "value":
             stages.append("RoPE")
         tensors = [*(result._replace(name=f"{name} before {stage}") for stage in stages), result]
         yield Product(
@@ -147,11 +147,11 @@ def _attention(config: ModelConfig, source: Tensor, target: Tensor) -> Iterator[
             elif stage == "scale":
                 yield Scale("scale query", (before,), (after,), config.query_factor)
             else:
-                turned[name] = before
-    if turns:
+                rotated[name] = before
+    if has_rope:
         yield Rotary(
             "RoPE",
-            (turned["query"], turned["key"]),
+            (rotated["query"], rotated["key"]),
             (ready["query"], ready["key"]),
             dim=config.rotary_dim,
             theta=config.rope_theta,
@@ -178,14 +178,14 @@ def _latent_attention(config: ModelConfig, source: Tensor, target: Tensor) -> It
     """The operations of terrace.model.latent_attention. No axis shards a latent."""
     enter, latent, bias = _entered(source), config.latent, config.attention_bias
     yield enter
-    unturned = config.head_dim - config.rotary_dim
+    unrotated = config.head_dim - config.rotary_dim
     heads, values = Dim("heads", config.num_heads, config.head_dim), Dim("heads", config.num_heads, latent.value_dim)
     query, key, value = (Tensor(name, heads, Tokens.ALL) for name in ("query", "key", "value"))
     before = query._replace(name="query before RoPE")
     compressed = Tensor("compressed", Dim("latent", latent.key_value_rank + config.rotary_dim), Tokens.ALL)
     normed = Tensor("key-value latent", Dim("latent", latent.key_value_rank), Tokens.ALL)
-    expanded = Tensor("expanded", Dim("heads", config.num_heads, unturned + latent.value_dim), Tokens.ALL)
-    turned = Tensor("key turned", Dim("latent", config.rotary_dim), Tokens.ALL)
+    expanded = Tensor("expanded", Dim("heads", config.num_heads, unrotated + latent.value_dim), Tokens.ALL)
+    rotated = Tensor("key rotated", Dim("latent", config.rotary_dim), Tokens.ALL)
     down = Tensor("query down", Dim("latent", latent.query_rank), Tokens.ALL)
     ranked = down._replace(name="query latent")
     if latent.query_rank:
@@ -201,8 +201,8 @@ def _latent_attention(config: ModelConfig, source: Tensor, target: Tensor) -> It
     scaled = config.query_factor != 1.0
     ready = query._replace(name="query before scale") if scaled else query
     theta, scaling = config.rope_theta, config.rope_scaling
-    yield Rotary("RoPE", (before, compressed), (ready, turned), config.rotary_dim, theta, scaling, config.rope_limit)
-    yield Join("join key", (expanded, turned), (key,))
+    yield Rotary("RoPE", (before, compressed), (ready, rotated), config.rotary_dim, theta, scaling, config.rope_limit)
+    yield Join("join key", (expanded, rotated), (key,))
     yield Join("fill value", (expanded,), (value,))
     if scaled:
         yield Scale("scale query", (ready,), (query,), config.query_factor)
@@ -215,7 +215,9 @@ def _latent_attention(config: ModelConfig, source: Tensor, target: Tensor) -> It
         kv_heads=config.num_heads,
         head_dim=config.head_dim,
         value_dim=latent.value_dim,
-        latent=Tensor("latent and key turned", Dim("latent", 1, latent.key_value_rank + config.rotary_dim), Tokens.ALL),
+        latent=Tensor(
+            "latent and key rotated", Dim("latent", 1, latent.key_value_rank + config.rotary_dim), Tokens.ALL
+        ),
     )
     if latent.value_dim < config.head_dim:
         cut = Tensor("values mixed", values, Tokens.ALL)

@@ -72,17 +72,17 @@ class ModelConfig:
         check_sizes(self, names)
         if not 0 <= self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
             raise ModelError(
-                f"RoPE would turn {self.rotary_dim} elements of a head of {self.head_dim}: "
+                f"RoPE would rotate {self.rotary_dim} elements of a head of {self.head_dim}: "
                 f"make the number even and at most the head"
             )
         if (self.rotary_dim > 0) != bool(FAMILIES[self.family].theta_key and self.rope_theta):
             # 0 means no RoPE, so a fraction that rounds to 0 must not be accepted silently.
             raise ModelError(
-                f"RoPE would turn {self.rotary_dim} elements of a head of {self.head_dim}, which "
+                f"RoPE would rotate {self.rotary_dim} elements of a head of {self.head_dim}, which "
                 f"{self.family} does not do: change the heads or the rotated fraction"
             )
         if self.rotary_dim and not 0 < self.rope_theta < 1e15:
-            raise ModelError(f"rope_theta = {self.rope_theta} must be positive and below 1e15, where no pair turns")
+            raise ModelError(f"rope_theta = {self.rope_theta} must be positive and below 1e15, where no pair rotates")
         self._check_attention()
         self._check_experts(names)
         if not 0 < self.norm_eps < 1e3:
@@ -126,8 +126,8 @@ class ModelConfig:
             changes["experts"] = None
         if self.kinds:
             kind = self.kinds[index]
-            turned = self.rotary_dim if kind.rope_theta else 0
-            changes |= {"kinds": (), "rotary_dim": turned, "rope_theta": kind.rope_theta}
+            rotated = self.rotary_dim if kind.rope_theta else 0
+            changes |= {"kinds": (), "rotary_dim": rotated, "rope_theta": kind.rope_theta}
             changes |= {"rope_scaling": kind.rope_scaling, "sliding_window": kind.sliding_window}
         return replace(self, **changes) if changes else self
 

@@ -168,12 +168,12 @@ def build_blocks(
     plans: dict[int, AttentionPlans] = {}
     layers = []
     for of in map(config.of_layer, range(config.num_layers)):
-        turns = LayerKind(rope_theta=of.rope_theta, rope_scaling=of.rope_scaling)
-        if turns not in rotaries:
-            rotaries[turns] = rotary_of(of)
+        rope = LayerKind(rope_theta=of.rope_theta, rope_scaling=of.rope_scaling)
+        if rope not in rotaries:
+            rotaries[rope] = rotary_of(of)
         if of.sliding_window not in plans:
             plans[of.sliding_window] = plans_of(of)
-        layers.append(_placed(DecoderLayer(of, rotaries[turns], plans[of.sliding_window], **meta), device))
+        layers.append(_placed(DecoderLayer(of, rotaries[rope], plans[of.sliding_window], **meta), device))
     if config.scalar_head:
         return [embedding, *layers, _placed(ValueHead(config, **meta), device)]
     head = Head(config, None, **meta)

@@ -35,7 +35,7 @@ class Latent:
                 )
         if not 0 < rotary_dim < head_dim:
             raise ModelError(
-                f"a head of {head_dim} elements, {rotary_dim} of them turned by RoPE, is not implemented with latent "
+                f"a head of {head_dim} elements, {rotary_dim} of them rotated by RoPE, is not implemented with latent "
                 "attention: both parts must have elements"
             )
         if self.value_dim > head_dim:

@@ -37,7 +37,7 @@ class LatentAttention(PlannedAttention):
         heads, self.head_dim, self.value_dim = config.num_heads, config.head_dim, latent.value_dim
         self.rotary, self.plans = rotary, plans or plans_of(config)
         self.rank, self.interleaved, self._factor = latent.key_value_rank, latent.interleaved, config.query_factor
-        unturned = self.head_dim - rotary.dim
+        unrotated = self.head_dim - rotary.dim
 
         def linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias=bias, **where)
@@ -55,7 +55,7 @@ class LatentAttention(PlannedAttention):
         self.key_value_down = linear(hidden, self.rank + rotary.dim, bias)
         if latent.query_rank:
             self.query_up = linear(latent.query_rank, heads * self.head_dim)
-        self.key_value_up = linear(self.rank, heads * (unturned + self.value_dim))
+        self.key_value_up = linear(self.rank, heads * (unrotated + self.value_dim))
         self.output = linear(heads * self.value_dim, hidden, bias)
         if latent.query_rank:
             self.query_latent_norm = norm(latent.query_rank)
@@ -69,7 +69,7 @@ class LatentAttention(PlannedAttention):
         """
         query, compressed = self._entered(x)
         tables = self.rotary.tables_of(query, positions)
-        query = self.rotary.turn_last(query, *tables, self.interleaved)
+        query = self.rotary.rotate_last(query, *tables, self.interleaved)
         if cache is not None:
             plan = None if cache.continues else self.plans.plan(positions, query)
             output: Tensor = self.output(self._absorbed(query, compressed, tables, cache, plan))
@@ -98,18 +98,18 @@ class LatentAttention(PlannedAttention):
 
     def _keys_and_values(self, compressed: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and zero-padded values (B, N, S, D) from `compressed` (B, S, L + R)."""
-        unturned_dim = self.head_dim - self.rotary.dim
-        latent, turned = self._parts(compressed, cos, sin)
-        expanded = _heads(self.key_value_up(latent), unturned_dim + self.value_dim)
-        unturned, value = torch.split(expanded, [unturned_dim, self.value_dim], -1)
-        key = torch.cat([unturned, turned.expand(-1, unturned.shape[1], -1, -1)], -1)
+        unrotated_dim = self.head_dim - self.rotary.dim
+        latent, rotated = self._parts(compressed, cos, sin)
+        expanded = _heads(self.key_value_up(latent), unrotated_dim + self.value_dim)
+        unrotated, value = torch.split(expanded, [unrotated_dim, self.value_dim], -1)
+        key = torch.cat([unrotated, rotated.expand(-1, unrotated.shape[1], -1, -1)], -1)
         return key, F.pad(value, (0, self.head_dim - self.value_dim))
 
     def _parts(self, compressed: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """The latent (B, S, L), and the shared part of the keys with RoPE (B, 1, S, R)."""
         latent, shared = torch.split(compressed, [self.rank, self.rotary.dim], -1)
-        turned = self.rotary.turn_last(shared.unsqueeze(1), cos, sin, self.interleaved)
-        return self.key_value_norm(latent), turned
+        rotated = self.rotary.rotate_last(shared.unsqueeze(1), cos, sin, self.interleaved)
+        return self.key_value_norm(latent), rotated
 
     def _absorbed(
         self, query: Tensor, compressed: Tensor, tables: tuple[Tensor, Tensor], cache: LayerCache, plan: MaskPlan
@@ -119,15 +119,15 @@ class LatentAttention(PlannedAttention):
         The cache has (l, r) of each token, which serves as the key and value of a single head. W_UK is absorbed into
         the queries, W_UV is applied to the output (section 2.1.2).
         """
-        unturned_dim = self.head_dim - self.rotary.dim
-        up = self.key_value_up.weight.view(-1, unturned_dim + self.value_dim, self.rank)  # (N, D - R + V, L)
-        to_key, to_value = torch.split(up, [unturned_dim, self.value_dim], 1)
-        unturned, turned = torch.split(query, [unturned_dim, self.rotary.dim], -1)
+        unrotated_dim = self.head_dim - self.rotary.dim
+        up = self.key_value_up.weight.view(-1, unrotated_dim + self.value_dim, self.rank)  # (N, D - R + V, L)
+        to_key, to_value = torch.split(up, [unrotated_dim, self.value_dim], 1)
+        unrotated, rotated = torch.split(query, [unrotated_dim, self.rotary.dim], -1)
         latent, shared = self._parts(compressed, *tables)
         key = torch.cat([latent.unsqueeze(1), shared], -1)  # (B, 1, S, L + R)
         # Kernels divide scores by sqrt(L + R), the size of this key.
         factor = self._factor * math.sqrt(key.shape[-1] / self.head_dim)
-        query = torch.cat([unturned @ to_key, turned], -1) * factor  # (B, N, S, L + R)
+        query = torch.cat([unrotated @ to_key, rotated], -1) * factor  # (B, N, S, L + R)
         read = cache.attend(query, key, key, plan)[..., : self.rank]  # (B, N, S, L)
         mixed: Tensor = (read @ to_value.transpose(1, 2)).transpose(1, 2).flatten(2)
         return mixed

@@ -5,7 +5,7 @@ Each function is a drop-in replacement for one in `terrace.model`:
     rms_norm        F.rms_norm, computed in fp32 (liger's casting mode "gemma"); saves its input and one number per row
     silu_gated, gelu_tanh_gated
                     MLP._gated; saves gate and up, and the backward overwrites them with their gradients
-    turn_both       Rotary.turn_both, for queries and keys at once; overwrites both, and the backward both gradients
+    rotate_both       Rotary.rotate_both, for queries and keys at once; overwrites both, and the backward both gradients
     to_gradient     decoder.to_gradient: replaces a chunk of logits by its gradient, without a copy in fp32
 
 In-place writes are safe here, since gate, up, queries and keys are outputs of products, whose backwards need only their
@@ -108,7 +108,7 @@ def gelu_tanh_gated(gate: Tensor, up: Tensor) -> Tensor:
 GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"silu": silu_gated, "gelu_tanh": gelu_tanh_gated}
 
 
-class _Turned(torch.autograd.Function):
+class _Rotated(torch.autograd.Function):
     """RoPE on queries and keys, in place where the heads of a token are contiguous."""
 
     @staticmethod
@@ -117,17 +117,17 @@ class _Turned(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.rotary_dim = rotary_dim
         _record_writes(query, key)
-        turned = _ops("rope").rope_forward(query, key, cos, sin, rotary_dim=rotary_dim)
-        ctx.save_for_backward(*turned[2:])
+        rotated = _ops("rope").rope_forward(query, key, cos, sin, rotary_dim=rotary_dim)
+        ctx.save_for_backward(*rotated[2:])
         # Detached, since autograd must not treat the outputs as views of the inputs.
-        return turned[0].detach(), turned[1].detach()
+        return rotated[0].detach(), rotated[1].detach()
 
     @staticmethod
     def backward(ctx: Any, of_query: Tensor, of_key: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
         _record_writes(of_query, of_key)
-        turned = _ops("rope").rope_backward(of_query, of_key, cos, sin, rotary_dim=ctx.rotary_dim)
-        return turned[0], turned[1], None, None, None
+        rotated = _ops("rope").rope_backward(of_query, of_key, cos, sin, rotary_dim=ctx.rotary_dim)
+        return rotated[0], rotated[1], None, None, None
 
 
 def _record_writes(*heads: Tensor) -> None:
@@ -135,10 +135,10 @@ def _record_writes(*heads: Tensor) -> None:
     increment_version([each for each in heads if each.transpose(1, 2).is_contiguous()])
 
 
-def turn_both(rotary_dim: int, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def rotate_both(rotary_dim: int, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Apply RoPE to query (B, N, S, D) and key (B, K, S, D) with tables (S, R/2) or (B, S, R/2)."""
-    turned: tuple[Tensor, Tensor] = _Turned.apply(query, key, cos, sin, rotary_dim)  # type: ignore[no-untyped-call]
-    return turned
+    rotated: tuple[Tensor, Tensor] = _Rotated.apply(query, key, cos, sin, rotary_dim)  # type: ignore[no-untyped-call]
+    return rotated
 
 
 def to_gradient(logits: Tensor, labels: Tensor, scale: float = 1.0) -> Tensor:

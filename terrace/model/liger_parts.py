@@ -19,7 +19,7 @@ from terrace.model.part_kernel import GATED, PARTS, Part, PartChoice
 from terrace.model.rotary import Rotary
 
 DEVICES = ("cuda",)  # supported devices; a test adds the CPU, for Triton's interpreter
-_KERNELS = (liger.rms_norm, liger.turn_both, liger.to_gradient, *liger.GATED.values())
+_KERNELS = (liger.rms_norm, liger.rotate_both, liger.to_gradient, *liger.GATED.values())
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ def _places(blocks: Iterable[nn.Module]) -> Iterator[_Place]:
         elif isinstance(each, Head):
             yield _Place("loss", each, "to_gradient", liger.to_gradient)
         elif isinstance(each, Attention) and isinstance(each.rotary, Rotary):
-            kernel = partial(liger.turn_both, each.rotary.dim)
-            yield _Place("rotary positions", each.rotary, "turn_both", kernel)  # one object serves all layers
+            kernel = partial(liger.rotate_both, each.rotary.dim)
+            yield _Place("rotary positions", each.rotary, "rotate_both", kernel)  # one object serves all layers
 
 
 def _activation(module: MLP) -> str:

@@ -75,7 +75,7 @@ def _gated(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Ite
 
 def _rotary(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Iterator[str]:
     rotary = rotary_of(config)
-    assert rotary is not None, "the table of parts names no rotary positions where nothing is turned"
+    assert rotary is not None, "the table of parts names no rotary positions where nothing is rotated"
     heads = [(2, _ROWS, number, config.head_dim) for number in (config.num_heads, config.num_kv_heads)]
     inputs = [each.transpose(1, 2) for each in _normal(device, dtype, *heads, *heads)]
     # Rows of one document, and rows whose tokens have positions of their own.
@@ -85,10 +85,10 @@ def _rotary(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> It
 
         def own(query: Tensor, key: Tensor, cos: Tensor = cos, sin: Tensor = sin) -> tuple[Tensor, ...]:
             # Copies, since the kernel writes in place, which leaves do not allow.
-            return liger.turn_both(config.rotary_dim, query.clone(), key.clone(), cos, sin)
+            return liger.rotate_both(config.rotary_dim, query.clone(), key.clone(), cos, sin)
 
         def reference(query: Tensor, key: Tensor, cos: Tensor = cos, sin: Tensor = sin) -> tuple[Tensor, ...]:
-            return rotary.turn_both(query, key, cos.double(), sin.double())
+            return rotary.rotate_both(query, key, cos.double(), sin.double())
 
         yield _compared(own, reference, inputs)
 

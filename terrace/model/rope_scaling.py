@@ -73,14 +73,14 @@ class RopeScaling:
         if self.rope_type == "yarn" and theta <= 1:
             raise ModelError(f"rope_theta = {theta} must be above 1 for yarn RoPE scaling, which divides by its log")
         if self.rope_type == "dynamic" and rotary_dim <= 2:
-            raise ModelError(f"dynamic RoPE needs more than 2 turned elements of a head, not {rotary_dim}")
+            raise ModelError(f"dynamic RoPE needs more than 2 rotated elements of a head, not {rotary_dim}")
         if self.rope_type != "longrope":
             return
         for name in ("short_factor", "long_factor"):
             if len(getattr(self, name)) != rotary_dim // 2:
                 raise ModelError(
                     f"{name} of longrope RoPE scaling has {len(getattr(self, name))} numbers, and "
-                    f"{rotary_dim} turned elements of a head need {rotary_dim // 2}"
+                    f"{rotary_dim} rotated elements of a head need {rotary_dim // 2}"
                 )
 
     def limit(self, max_positions: int) -> int:

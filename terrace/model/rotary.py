@@ -63,11 +63,11 @@ class Rotary:
         query, so merging its heads is then a view instead of a copy that is saved for the backward. Raises
         `ModelError` if positions are given and exceed the limit.
         """
-        return self.turn(x, *self.tables_of(x, positions))
+        return self.rotate(x, *self.tables_of(x, positions))
 
     def both(self, query: Tensor, key: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Rotate query (B, N, S, D) and key (B, K, S, D) as `__call__` does."""
-        return self.turn_both(query, key, *self.tables_of(query, positions))
+        return self.rotate_both(query, key, *self.tables_of(query, positions))
 
     def tables_of(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
         """Tables cos and sin for x (B, N, S, D), each (S, R/2), or (B, S, R/2) with positions."""
@@ -75,7 +75,7 @@ class Rotary:
             return self.tables(x.shape[-2], x.device, x.dtype)
         return self._packed.get(positions, x.dtype, lambda: self._of_documents(positions, x.dtype))
 
-    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate x (B, N, S, D) by tables (S, R/2) or (B, S, R/2); layout of the result as in `__call__`."""
         cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # (S, 1, R/2) or (B, S, 1, R/2)
         x = x.transpose(-3, -2)  # (B, S, N, D)
@@ -87,22 +87,22 @@ class Rotary:
             parts.append(rest)
         return torch.cat(parts, dim=-1).transpose(-3, -2)
 
-    def turn_last(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-        """Rotate the last R elements of x (B, N, S, D); tables as in `turn`.
+    def rotate_last(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        """Rotate the last R elements of x (B, N, S, D); tables as in `rotate`.
 
         If `interleaved`, pairs are adjacent elements of x, but in different halves of the result. This permutation is
         the same for queries and keys.
         """
         cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
         x = x.transpose(-3, -2)  # (B, S, N, D)
-        rest, turned = torch.split(x, [x.shape[-1] - self.dim, self.dim], -1)
-        first, second = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
+        rest, rotated = torch.split(x, [x.shape[-1] - self.dim, self.dim], -1)
+        first, second = (rotated[..., 0::2], rotated[..., 1::2]) if interleaved else rotated.chunk(2, -1)
         parts = [rest, first * cos - second * sin, second * cos + first * sin]
         return torch.cat(parts[0 if rest.shape[-1] else 1 :], dim=-1).transpose(-3, -2)
 
-    def turn_both(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Apply `turn` to query and key; may be replaced by a kernel for both."""
-        return self.turn(query, cos, sin), self.turn(key, cos, sin)
+    def rotate_both(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Apply `rotate` to query and key; may be replaced by a kernel for both."""
+        return self.rotate(query, cos, sin), self.rotate(key, cos, sin)
 
 
 def rotary_of(config: ModelConfig) -> Rotary | None:
@@ -127,23 +127,23 @@ def _frequencies(exponents: Tensor, theta: float, scaling: RopeScaling | None, l
     slow = frequencies / scaling.factor
     if scaling.rope_type == "linear":
         return slow
-    kept = _ramp(theta, scaling, frequencies) if scaling.rope_type == "yarn" else _by_turns(scaling, frequencies)
+    kept = _ramp(theta, scaling, frequencies) if scaling.rope_type == "yarn" else _by_rotations(scaling, frequencies)
     return (1.0 - kept) * slow + kept * frequencies
 
 
-def _by_turns(scaling: RopeScaling, frequencies: Tensor) -> Tensor:
+def _by_rotations(scaling: RopeScaling, frequencies: Tensor) -> Tensor:
     # Frequencies with few rotations in the original length are slowed down, those with many are kept.
-    turns = frequencies * (scaling.original_max_position_embeddings / (2 * math.pi))
+    rotations = frequencies * (scaling.original_max_position_embeddings / (2 * math.pi))
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    return ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return ((rotations - low) / (high - low)).clamp(0.0, 1.0)
 
 
 def _ramp(theta: float, scaling: RopeScaling, frequencies: Tensor) -> Tensor:
     # The unscaled fraction of each frequency, decreasing from fast to slow frequencies.
     num = len(frequencies)
 
-    def index_of(turns: float) -> float:
-        wavelengths = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
+    def index_of(rotations: float) -> float:
+        wavelengths = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)
         return 2 * num * math.log(wavelengths) / (2 * math.log(theta))
 
     low, high = index_of(scaling.beta_fast), index_of(scaling.beta_slow)

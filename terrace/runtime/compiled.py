@@ -150,9 +150,9 @@ def compile_parts(modules: Iterable[nn.Module], backend: str = "inductor") -> in
         elif isinstance(each, Head) and not is_served(each, "to_gradient"):
             _fuse(each, "to_gradient", backend)
         elif isinstance(each, Attention) and isinstance(each.rotary, Rotary):
-            if is_served(each.rotary, "turn_both"):
+            if is_served(each.rotary, "rotate_both"):
                 continue
-            _fuse(each.rotary, "turn", backend)  # one object serves all layers
+            _fuse(each.rotary, "rotate", backend)  # one object serves all layers
         else:
             continue
         number += 1

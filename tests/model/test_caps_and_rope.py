@@ -106,7 +106,7 @@ YARN = RopeScaling(rope_type="yarn", factor=2.0, original_max_position_embedding
     ("changes", "message"),
     [
         ({"rope_scaling": replace(LONG, long_factor=(1.0,))}, "short_factor .* has 2 numbers, and 6 .* need 3"),
-        ({"rope_scaling": RopeScaling(rope_type="dynamic", factor=2.0), "rotary_dim": 2}, "more than 2 turned"),
+        ({"rope_scaling": RopeScaling(rope_type="dynamic", factor=2.0), "rotary_dim": 2}, "more than 2 rotated"),
         ({"kinds": (LayerKind(rope_theta=9.0),) * 3}, "kinds has 3 entries, and the model 2 layers: give one for each"),
         ({"kinds": (LayerKind(rope_theta=9.0),) * 2}, "kinds are all alike: leave them out"),
         ({"kinds": (LayerKind(sliding_window=3), LayerKind(sliding_window=4))}, "must be the widest .* windows, 4"),

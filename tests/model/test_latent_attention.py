@@ -103,7 +103,7 @@ def test_a_layer_for_further_tokens_is_left_out(tmp_path: Path) -> None:
         ({"v_head_dim": 0}, "v_head_dim = 0 must be at least 1"),
         ({"v_head_dim": 12}, "v_head_dim = 12 is not implemented beyond the 11 elements"),
         ({"qk_nope_head_dim": 0}, "both parts must have elements"),
-        ({"qk_rope_head_dim": 3}, "RoPE would turn 3 elements"),
+        ({"qk_rope_head_dim": 3}, "RoPE would rotate 3 elements"),
         ({"scoring_func": "softmax"}, "scoring_func = 'softmax' is not implemented: set it to .sigmoid."),
         ({"topk_method": "greedy"}, "topk_method = 'greedy' is not implemented"),
         ({"moe_layer_freq": 2}, "moe_layer_freq = 2 is not implemented"),

@@ -88,7 +88,7 @@ def _gated_without_gradient(gate: Tensor, up: Tensor) -> Tensor:
 WRONG: dict[Any, tuple[str, Any]] = {
     "norms": ("rms_norm", lambda x, weight, eps: nn.functional.rms_norm(x, weight.shape, weight, 0.1)),
     "gated activations": ("GATED", {"silu": _gated_without_gradient}),
-    "rotary positions": ("turn_both", lambda dim, query, key, cos, sin: (query, key)),
+    "rotary positions": ("rotate_both", lambda dim, query, key, cos, sin: (query, key)),
     "loss": ("to_gradient", lambda logits, labels, scale: torch.zeros(())),
 }
 

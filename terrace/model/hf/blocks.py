@@ -134,7 +134,7 @@ class _Context:
         kinds = getattr(self.config, "layer_types", None)
         return None if kinds is None else str(kinds[layer])
 
-    def turns(self, rotary: nn.Module, x: Tensor, places: Tensor, layer: int) -> Any:
+    def rope_tables(self, rotary: nn.Module, x: Tensor, places: Tensor, layer: int) -> Any:
         """Rotary tables of a layer, which may depend on its type (Gemma 3, OLMo 3)."""
         asks = "layer_type" in inspect.signature(rotary.forward).parameters
         return rotary(x, places, self.kind(layer)) if asks else rotary(x, places)
@@ -194,7 +194,7 @@ class LayerBlock(nn.Module):
         if "position_ids" in self._wants:
             given["position_ids"] = places
         if "position_embeddings" in self._wants and self.rotary is not None:
-            given["position_embeddings"] = self._context.turns(self.rotary, x, places, self._index)
+            given["position_embeddings"] = self._context.rope_tables(self.rotary, x, places, self._index)
         # Some releases of transformers return a tuple, others a tensor.
         with nullcontext() if self.attending is None else self.attending.on(positions):
             out = self.layer(x, **given)

@@ -22,9 +22,9 @@ from terrace.model.hf.rope import (
     fraction_of,
     published_scaling,
     read_rope,
-    read_turns,
+    read_ropes,
     rope_keys,
-    write_turns,
+    written_rope,
 )
 from terrace.model.hf.scales import read_scales, write_scales
 from terrace.model.windows import FULL, SLIDING
@@ -59,8 +59,8 @@ def read_fields(table: Mapping[str, Any]) -> dict[str, Any]:
         raise ModelError(str(error)) from error
     fields = {own: getattr(loaded, key) for own, key in family.names.items() if "." not in own}
     fields |= {own: value for own, value in family.constants.items() if "." not in own}
-    turns = read_turns(loaded, table, family)
-    fields |= {"scales": read_scales(loaded, family.constants), **read_kinds(loaded, family, turns)}
+    ropes = read_ropes(loaded, table, family)
+    fields |= {"scales": read_scales(loaded, family.constants), **read_kinds(loaded, family, ropes)}
     if family.is_mixture:
         fields["experts"] = read_experts(loaded, family.names, family.constants)
     fields |= read_latent(loaded, table)
@@ -85,7 +85,7 @@ def write_table(fields: Mapping[str, Any]) -> dict[str, Any]:
     table |= write_kinds(fields, family) | write_latent(fields, family.table)
     if family.theta_key:
         theta, scaling = fields["rope_theta"], fields["rope_scaling"]
-        table["rope_parameters"] = write_turns(kinds_of(fields), scaling, theta, family) | written_mscale(fields)
+        table["rope_parameters"] = written_rope(kinds_of(fields), scaling, theta, family) | written_mscale(fields)
         # transformers reads this key at the top level in families that have it there.
         if scaling and ORIGINAL in family.table.__dataclass_fields__:
             table[ORIGINAL] = scaling[ORIGINAL]
@@ -210,5 +210,5 @@ def _complete(fields: dict[str, Any], table: Mapping[str, Any]) -> dict[str, Any
     # Rounded down as in transformers: 0.25 of a head of 90 rotates 22 elements.
     if "latent" in fields:  # latent attention has a key for rotary_dim
         return fields
-    turned = fields["rope_theta"] > 0
-    return fields | {"rotary_dim": int(fields["head_dim"] * read_rope(table, family, 1.0)[1]) if turned else 0}
+    rotated = fields["rope_theta"] > 0
+    return fields | {"rotary_dim": int(fields["head_dim"] * read_rope(table, family, 1.0)[1]) if rotated else 0}

@@ -32,9 +32,9 @@ from terrace.model.hf.key_tables import (
 )
 
 # Which layers have the window if layer_types is missing: "": none, the family has no window; "all"; "after": those
-# after the first max_window_layers; "alternating": every other one; "unturned": those without RoPE; "pattern": all
+# after the first max_window_layers; "alternating": every other one; "unrotated": those without RoPE; "pattern": all
 # except every sliding_window_pattern-th.
-WindowRule = Literal["", "all", "after", "alternating", "unturned", "pattern"]
+WindowRule = Literal["", "all", "after", "alternating", "unrotated", "pattern"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +175,7 @@ FAMILIES: Mapping[str, Family] = {
         default_theta=2e6,
         harmless=frozenset({"max_window_layers"}),
         no_rope_key="no_rope_layers",
-        windows="unturned",
+        windows="unrotated",
         mixes=True,
     ),
     "granite": replace(_LLAMA, table=GraniteTable, architecture="GraniteForCausalLM", is_scored=False),

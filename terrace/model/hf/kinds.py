@@ -12,32 +12,32 @@ from terrace.model.windows import FULL, SLIDING, widest_window
 
 if TYPE_CHECKING:
     from terrace.model.hf.families import Family
-    from terrace.model.hf.rope import Turn
+    from terrace.model.hf.rope import Rope
 
 _MOST_LAYERS = 10**5  # bounds memory until `check_sizes` rejects absurd values
 
 
-def read_kinds(loaded: Any, family: "Family", turns: Mapping[str, "Turn"]) -> dict[str, Any]:
+def read_kinds(loaded: Any, family: "Family", ropes: Mapping[str, "Rope"]) -> dict[str, Any]:
     """Fields of `ModelConfig` for windows and RoPE, with `kinds` if layers differ.
 
-    `turns` has the RoPE base and scaling for each type of layer. Raises `ModelError` for values that are not
+    `ropes` has the RoPE base and scaling for each type of layer. Raises `ModelError` for values that are not
     implemented.
     """
     num_layers = max(0, min(loaded.num_hidden_layers, _MOST_LAYERS)) if hasattr(loaded, "num_hidden_layers") else 0
-    turned = _turned(loaded, num_layers)
-    window, kinds = _window(loaded, family), _named(loaded, family, turned)
+    rotated = _rotated(loaded, num_layers)
+    window, kinds = _window(loaded, family), _named(loaded, family, rotated)
     if kinds is None:
         kinds = [SLIDING if window else FULL] * num_layers
     found: list[dict[str, Any]] = [
         {
             "sliding_window": window if kind == SLIDING else 0,
-            "rope_theta": turns[kind][0] if is_turned else 0.0,
-            "rope_scaling": turns[kind][1] if is_turned else None,
+            "rope_theta": ropes[kind][0] if is_rotated else 0.0,
+            "rope_scaling": ropes[kind][1] if is_rotated else None,
         }
-        for kind, is_turned in zip(kinds, turned, strict=True)
+        for kind, is_rotated in zip(kinds, rotated, strict=True)
     ]
     if not found:  # a family without kinds, or no layers
-        return {"rope_theta": turns[FULL][0], "rope_scaling": turns[FULL][1], "sliding_window": window}
+        return {"rope_theta": ropes[FULL][0], "rope_scaling": ropes[FULL][1], "sliding_window": window}
     widest = widest_window([window if kind == SLIDING else 0 for kind in kinds])
     # The model's own fields are those of the widest layer with RoPE.
     main = max(found, key=lambda kind: (kind["rope_theta"] > 0, kind["sliding_window"] == widest))
@@ -58,7 +58,7 @@ def write_kinds(fields: Mapping[str, Any], family: "Family") -> dict[str, Any]:
     if family.windows:
         has_window = max(windows) > 0
         table["sliding_window"] = max(windows)
-        if family.windows in ("after", "unturned", "alternating"):
+        if family.windows in ("after", "unrotated", "alternating"):
             table["use_sliding_window"] = has_window
         if family.windows in ("after", "alternating"):
             table["max_window_layers"] = 0 if has_window else num_layers
@@ -69,7 +69,7 @@ def write_kinds(fields: Mapping[str, Any], family: "Family") -> dict[str, Any]:
     return table
 
 
-def _turned(loaded: Any, num_layers: int) -> list[bool]:
+def _rotated(loaded: Any, num_layers: int) -> list[bool]:
     if not hasattr(loaded, "no_rope_layers"):
         return [True] * num_layers
     named, every = loaded.no_rope_layers, loaded.no_rope_layer_interval
@@ -81,7 +81,7 @@ def _turned(loaded: Any, num_layers: int) -> list[bool]:
         return [bool((layer + 1) % every) for layer in range(num_layers)]
     if len(named) < num_layers or set(named) - {0, 1}:
         raise ModelError(
-            f"no_rope_layers = {list(named)} must have a 1 (turned) or a 0 for each of the {num_layers} layers"
+            f"no_rope_layers = {list(named)} must have a 1 (rotated) or a 0 for each of the {num_layers} layers"
         )
     return [bool(each) for each in named[:num_layers]]
 
@@ -94,14 +94,14 @@ def _window(loaded: Any, family: "Family") -> int:
     return int(window)
 
 
-def _named(loaded: Any, family: "Family", turned: Sequence[bool]) -> list[str] | None:
+def _named(loaded: Any, family: "Family", rotated: Sequence[bool]) -> list[str] | None:
     # Type of each layer; None: all layers have the window, if there is one.
-    kinds, window, num_layers = getattr(loaded, "layer_types", None), _window(loaded, family), len(turned)
+    kinds, window, num_layers = getattr(loaded, "layer_types", None), _window(loaded, family), len(rotated)
     if kinds is None and family.windows == "pattern" and not window:
         # Without a window there would still be two types of layers, each with its own RoPE.
         raise ModelError(f"sliding_window = None needs layer_types, all of them {FULL!r}: give these, or a window")
     if kinds is None:
-        sliding = _sliding(loaded, family, turned)
+        sliding = _sliding(loaded, family, rotated)
         return None if sliding is None or not window else [SLIDING if each else FULL for each in sliding]
     if len(kinds) != num_layers or set(kinds) - {SLIDING, FULL}:
         raise ModelError(
@@ -120,16 +120,16 @@ def _named(loaded: Any, family: "Family", turned: Sequence[bool]) -> list[str] |
     return list(kinds)
 
 
-def _sliding(loaded: Any, family: "Family", turned: Sequence[bool]) -> list[bool] | None:
-    layers = range(len(turned))
+def _sliding(loaded: Any, family: "Family", rotated: Sequence[bool]) -> list[bool] | None:
+    layers = range(len(rotated))
     match family.windows:
         case "after":  # the first layers have none
             without = getattr(loaded, "max_window_layers", 0)
             return [layer >= without for layer in layers]
         case "alternating":
             return [layer % 2 == 0 and layer < loaded.max_window_layers for layer in layers]
-        case "unturned":
-            return [not each for each in turned]
+        case "unrotated":
+            return [not each for each in rotated]
         case "pattern":
             every = getattr(loaded, "sliding_window_pattern", 2)
             if every < 1:

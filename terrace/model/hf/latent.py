@@ -12,7 +12,7 @@ KEYS = {
     "value_dim": "v_head_dim",
     "interleaved": "rope_interleave",
 }
-_TURNED, _UNTURNED, _MSCALE = "qk_rope_head_dim", "qk_nope_head_dim", "mscale_all_dim"
+_ROTATED, _UNROTATED, _MSCALE = "qk_rope_head_dim", "qk_nope_head_dim", "mscale_all_dim"
 
 
 def read_latent(loaded: Any, table: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,8 +36,8 @@ def read_latent(loaded: Any, table: Mapping[str, Any]) -> dict[str, Any]:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     mscale = scaling.get(_MSCALE) or 0.0 if kind != "default" else 0.0
     fields |= {"interleaved": bool(getattr(loaded, KEYS["interleaved"])), "mscale": float(mscale)}
-    turned = getattr(loaded, _TURNED)
-    return {"latent": fields, "head_dim": turned + getattr(loaded, _UNTURNED), "rotary_dim": turned}
+    rotated = getattr(loaded, _ROTATED)
+    return {"latent": fields, "head_dim": rotated + getattr(loaded, _UNROTATED), "rotary_dim": rotated}
 
 
 def write_latent(fields: Mapping[str, Any], table: type[Any]) -> dict[str, Any]:
@@ -46,11 +46,11 @@ def write_latent(fields: Mapping[str, Any], table: type[Any]) -> dict[str, Any]:
     if KEYS["key_value_rank"] not in table.__dataclass_fields__:
         return {}
     found = {key: latent[own] for own, key in KEYS.items()}
-    turned = fields["rotary_dim"]
+    rotated = fields["rotary_dim"]
     return found | {
         KEYS["query_rank"]: latent["query_rank"] or None,
-        _TURNED: turned,
-        _UNTURNED: fields["head_dim"] - turned,
+        _ROTATED: rotated,
+        _UNROTATED: fields["head_dim"] - rotated,
     }
 
 

@@ -27,7 +27,7 @@ _FREE: dict[str, tuple[str, ...]] = {
     "yarn": ("attention_factor", "beta_fast", "beta_slow", "truncate"),
     "longrope": ("attention_factor",),
 }
-Turn = tuple[float, Mapping[str, Any] | None]  # RoPE base, fields of the scaling
+Rope = tuple[float, Mapping[str, Any] | None]  # RoPE base, fields of the scaling
 
 ENDLESS = 1e30  # larger numbers are rejected as errors
 ORIGINAL = "original_max_position_embeddings"
@@ -66,20 +66,20 @@ def read_rope(table: Mapping[str, Any], family: "Family", default_theta: float) 
     return theta, factor
 
 
-def read_turns(loaded: Any, table: Mapping[str, Any], family: "Family") -> dict[str, Turn]:
+def read_ropes(loaded: Any, table: Mapping[str, Any], family: "Family") -> dict[str, Rope]:
     """RoPE base and scaling for each type of layer; (0, None) for a family without RoPE.
 
     `table` is the whole config.json, `loaded` the keys that the family implements.
     """
 
-    def turn(keys: Mapping[str, Any], default_theta: float) -> Turn:
+    def rope(keys: Mapping[str, Any], default_theta: float) -> Rope:
         scaling = read_scaling(keys, family, loaded.max_position_embeddings)
         return read_rope(keys, family, default_theta)[0], scaling
 
     if not family.theta_key:
         return dict.fromkeys((SLIDING, FULL), (0.0, None))
     if not family.local_theta_key:
-        return dict.fromkeys((SLIDING, FULL), turn(table, family.default_theta))
+        return dict.fromkeys((SLIDING, FULL), rope(table, family.default_theta))
     # One table per type of layer, or older keys at the top level.
     nested = table.get("rope_parameters")
     if not isinstance(nested, Mapping | None) or set(nested or ()) - {SLIDING, FULL}:
@@ -87,7 +87,7 @@ def read_turns(loaded: Any, table: Mapping[str, Any], family: "Family") -> dict[
     inner = {kind: (nested or {}).get(kind) for kind in (FULL, SLIDING)}
     whole = {**table, "rope_parameters": inner[FULL]}
     local = {"rope_parameters": inner[SLIDING], "rope_theta": table.get(family.local_theta_key)}
-    return {FULL: turn(whole, family.default_theta), SLIDING: turn(local, family.default_local_theta)}
+    return {FULL: rope(whole, family.default_theta), SLIDING: rope(local, family.default_local_theta)}
 
 
 def read_scaling(table: Mapping[str, Any], family: "Family", max_positions: int) -> Mapping[str, Any] | None:
@@ -108,7 +108,7 @@ def read_scaling(table: Mapping[str, Any], family: "Family", max_positions: int)
     return found[0] if found else None
 
 
-def write_turns(
+def written_rope(
     kinds: Sequence[Mapping[str, Any]], scaling: Mapping[str, Any] | None, theta: float, family: "Family"
 ) -> dict[str, Any]:
     """Table `rope_parameters` for the model's `scaling` and base `theta`.
