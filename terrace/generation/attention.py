@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from terrace.generation.pages import PagePool, Span, places_of
+from terrace.generation.pages import PagePool, Span, slots_of
 from terrace.model.attention import Capped, MaskPlan, additive_mask, attend, document_begins, plain_products
 from terrace.model.attention_kernel import AttentionKernel
 from terrace.model.attention_plans import make_plan
@@ -42,7 +42,7 @@ class _Together:
     """A batched decode call: indices (B) of its tokens in the step, and pool slots (B L) of its keys."""
 
     rows: Tensor
-    places: Tensor
+    slots: Tensor
     mask: Tensor | None  # (B, 1, 1, L)
 
 
@@ -121,7 +121,7 @@ class PagedLayer:
             num = len(group.rows)
             keys, values = (
                 part.view(num, -1, heads[0], heads[2]).transpose(1, 2)
-                for part in _both(pool.gather(layer, group.places))
+                for part in _both(pool.gather(layer, group.slots))
             )  # (B, K, L, D)
             grouped = queries[0].index_select(0, group.rows).view(num, *heads)
             mixed = _all_seen(grouped, keys, values, group.mask, passing.cap)
@@ -194,15 +194,15 @@ def _together(
 ) -> _Together:
     lengths = [_length(spans[index]) for index in group]
     longest = max(lengths)
-    places: list[int] = []
+    slots: list[int] = []
     for index, length in zip(group, lengths, strict=True):
         span = spans[index]
-        own = places_of(span.pages, span.begin, span.end, page_tokens)
+        own = slots_of(span.pages, span.begin, span.end, page_tokens)
         # Padding is masked, but must point at finite values: 0 times inf would be nan.
-        places += own + own[-1:] * (longest - length)
+        slots += own + own[-1:] * (longest - length)
     mask = None
     if min(lengths) < longest:
         beyond = torch.arange(longest) >= torch.tensor(lengths)[:, None]
         mask = torch.zeros(beyond.shape, dtype=dtype).masked_fill_(beyond, -torch.inf)[:, None, None].to(device)
     rows = torch.tensor([index + shift for index in group], device=device)
-    return _Together(rows, torch.tensor(places, device=device), mask)
+    return _Together(rows, torch.tensor(slots, device=device), mask)

@@ -78,7 +78,7 @@ class CudaMemory:
         if page_bytes % step.value:
             raise ConfigError(f"a page of {page_bytes} bytes is no multiple of the device's {step.value}")
         self._handles: list[ctypes.c_ulonglong] = []
-        self._shown: dict[int, dict[int, int]] = {}  # address of a range -> place -> page
+        self._mapped: dict[int, dict[int, int]] = {}  # address of a range -> page index in it -> physical page
         self._num_pages, self.num_mappings = num_pages, _NUM_MAPPINGS
         self._first = self._range()
         self.take_back()
@@ -92,20 +92,20 @@ class CudaMemory:
         self.clear(address)
         return address, found
 
-    def map(self, address: int, place: int, page: int, count: int) -> None:
+    def map(self, address: int, index: int, page: int, count: int) -> None:
         self._wait()
-        shown, size = self._shown[address], ctypes.c_size_t(self._page_bytes)
+        mapped, size = self._mapped[address], ctypes.c_size_t(self._page_bytes)
         for each in range(count):
-            self._unmap(address, place + each)
-            at = ctypes.c_ulonglong(address + (place + each) * self._page_bytes)
+            self._unmap(address, index + each)
+            at = ctypes.c_ulonglong(address + (index + each) * self._page_bytes)
             self._call("cuMemMap", at, size, ctypes.c_size_t(0), self._handles[page + each], ctypes.c_ulonglong(0))
             self._call("cuMemSetAccess", at, size, ctypes.byref(self._access), ctypes.c_size_t(1))
-            shown[place + each] = page + each
+            mapped[index + each] = page + each
 
     def clear(self, address: int) -> None:
         self._wait()
-        for place in list(self._shown[address]):
-            self._unmap(address, place)
+        for index in list(self._mapped[address]):
+            self._unmap(address, index)
 
     def give_back(self) -> None:
         self.clear(self._first)
@@ -122,23 +122,23 @@ class CudaMemory:
 
     def close(self) -> None:
         """Free memory and address ranges. Tensors of this memory must not be used afterwards."""
-        for address in self._shown:
+        for address in self._mapped:
             self.clear(address)
         self.give_back()
-        for address in self._shown:
+        for address in self._mapped:
             self._call("cuMemAddressFree", ctypes.c_ulonglong(address), ctypes.c_size_t(self._size))
-        self._shown.clear()
+        self._mapped.clear()
 
     def _range(self) -> int:
         found, none = ctypes.c_ulonglong(), ctypes.c_ulonglong(0)
         size, alignment = ctypes.c_size_t(self._size), ctypes.c_size_t(0)
         self._call("cuMemAddressReserve", ctypes.byref(found), size, alignment, none, none)
-        self._shown[found.value] = {}
+        self._mapped[found.value] = {}
         return found.value
 
-    def _unmap(self, address: int, place: int) -> None:
-        if self._shown[address].pop(place, None) is not None:
-            at = ctypes.c_ulonglong(address + place * self._page_bytes)
+    def _unmap(self, address: int, index: int) -> None:
+        if self._mapped[address].pop(index, None) is not None:
+            at = ctypes.c_ulonglong(address + index * self._page_bytes)
             self._call("cuMemUnmap", at, ctypes.c_size_t(self._page_bytes))
 
     def _wait(self) -> None:

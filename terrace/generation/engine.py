@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from terrace.base.errors import ConfigError
 from terrace.generation.attention import PagedLayer, Passing, order
 from terrace.generation.cache_shape import cache_shape, layers_of, most_positions, window_of
-from terrace.generation.drawing import draw, seed_of, uniform
 from terrace.generation.pages import BuildPool, GatheredPages, Span
 from terrace.generation.request import Completion, Request
-from terrace.generation.running_text import Decode
-from terrace.generation.scheduler import Part, Scheduler, Turn
+from terrace.generation.sampling import sample, seed_of, uniform
+from terrace.generation.scheduler import Chunk, ScheduledStep, Scheduler
+from terrace.generation.sequence_group import Decode
 from terrace.model.attention_plans import AttentionPlans
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig
@@ -118,23 +118,23 @@ class GenerationEngine:
     @torch.inference_mode()
     def step(self) -> dict[int, Completion]:
         """Run one step. Returns the completions that ended, by request id."""
-        turn = self._scheduler.turn()
-        if not turn.parts:
+        step = self._scheduler.schedule()
+        if not step.chunks:
             return {}
-        spans = [self._span(part) for part in turn.parts]
+        spans = [self._span(chunk) for chunk in step.chunks]
         ordered = order(spans)
         spans = [spans[index] for index in ordered]
-        turn = replace(turn, parts=tuple(turn.parts[index] for index in ordered))
-        for source, target in turn.copies:
+        step = replace(step, chunks=tuple(step.chunks[index] for index in ordered))
+        for source, target in step.copies:
             self.pool.copy(source, target)
-        logits = self._pass(turn, spans)
+        logits = self._pass(step, spans)
         tokens: list[int] = []
         logprobs: list[float] = []
         if logits is not None:
-            asked = [(len(part.text.tokens), request) for part in turn.drawing for request in part.text.requests]
+            asked = [(len(chunk.group.tokens), request) for chunk in step.sampling for request in chunk.group.requests]
             uniforms = [uniform(seed_of(request.sampling.seed, request.seed), position) for position, request in asked]
-            tokens, logprobs = draw(logits, [request.sampling for _, request in asked], uniforms)
-        ended = self._scheduler.advance(turn, tokens, logprobs, self.version, self._decode)
+            tokens, logprobs = sample(logits, [request.sampling for _, request in asked], uniforms)
+        ended = self._scheduler.advance(step, tokens, logprobs, self.version, self._decode)
         for number in ended:
             self.pool.forget(number)
         return ended
@@ -158,7 +158,7 @@ class GenerationEngine:
                 f"stop_texts = {request.stop_texts}: this engine cannot decode tokens: give it decode, or stop_tokens"
             )
 
-    def _pass(self, turn: Turn, spans: Sequence[Span]) -> Tensor | None:
+    def _pass(self, step: ScheduledStep, spans: Sequence[Span]) -> Tensor | None:
         """Forward pass. Returns logits (B, V), one row per request that samples a token; None if none does."""
         self.pool.prepare(spans)
         passing = {
@@ -168,28 +168,28 @@ class GenerationEngine:
         tokens: list[int] = []
         positions: list[int] = []
         last: list[int] = []
-        for part, span in zip(turn.parts, spans, strict=True):
-            begin = part.text.begin
-            tokens += part.text.tokens[begin + span.first : begin + span.end]
+        for chunk, span in zip(step.chunks, spans, strict=True):
+            begin = chunk.group.begin
+            tokens += chunk.group.tokens[begin + span.first : begin + span.end]
             positions += range(span.first, span.end)
-            if part.draws:
+            if chunk.samples:
                 last.append(len(tokens) - 1)
-        places = torch.tensor([positions], device=self._device)
-        x: Tensor = self._blocks[0](torch.tensor([tokens], device=self._device), places)
+        position_ids = torch.tensor([positions], device=self._device)
+        x: Tensor = self._blocks[0](torch.tensor([tokens], device=self._device), position_ids)
         for block, cache in zip(self._blocks[1:-1], self._caches, strict=True):
             cache.passing = passing[cache.window]
-            x = block(x, places, cache)
+            x = block(x, position_ids, cache)
         if not last:
             return None
         # Logits are the largest tensor, so compute only those that are sampled.
         logits: Tensor = self._blocks[-1](x[:, torch.tensor(last, device=self._device)])[0]
-        rows = [row for row, part in enumerate(turn.drawing) for _ in part.text.members]
+        rows = [row for row, chunk in enumerate(step.sampling) for _ in chunk.group.members]
         return logits if len(rows) == len(last) else logits[torch.tensor(rows, device=self._device)]
 
-    def _span(self, part: Part) -> Span:
-        end = part.first + part.num_tokens
-        begin = max(0, part.first - self._window + 1) if self._window else 0
-        return Span(part.text.number, part.text.pages, begin, part.first, end)
+    def _span(self, chunk: Chunk) -> Span:
+        end = chunk.first + chunk.num_tokens
+        begin = max(0, chunk.first - self._window + 1) if self._window else 0
+        return Span(chunk.group.number, chunk.group.pages, begin, chunk.first, end)
 
 
 def _num_pages(num_pages: int | None, memory_bytes: int | None, one_bytes: int) -> int:

@@ -43,8 +43,8 @@ class VirtualMemory(Protocol):
         """
         ...
 
-    def map(self, address: int, place: int, page: int, count: int) -> None:
-        """Map `count` pages from `page` on at page index `place` of a range. Raises `OutOfMappingsError`."""
+    def map(self, address: int, index: int, page: int, count: int) -> None:
+        """Map `count` pages from `page` on at page index `index` of a range. Raises `OutOfMappingsError`."""
 
     def clear(self, address: int) -> None:
         """Unmap all pages of a range."""
@@ -91,9 +91,9 @@ class HostMemory:
     def reserve(self) -> tuple[int, Tensor]:
         return self._range(-1)
 
-    def map(self, address: int, place: int, page: int, count: int) -> None:
+    def map(self, address: int, index: int, page: int, count: int) -> None:
         size = self._page_bytes
-        self._mmap(address + place * size, count * size, self._file, page * size)
+        self._mmap(address + index * size, count * size, self._file, page * size)
 
     def clear(self, address: int) -> None:
         # Reserving the range again replaces all mappings in it.

@@ -93,12 +93,12 @@ def _mapped(
 
 
 @dataclass
-class _Text:
+class _Sequence:
     """The address range of a sequence and the pages mapped into it."""
 
     address: int
-    places: Tensor  # (positions, layers, tensors, K, D)
-    shown: list[int] = field(default_factory=list)  # physical page by page index in the range, -1 if unmapped
+    slots: Tensor  # (positions, layers, tensors, K, D)
+    mapped: list[int] = field(default_factory=list)  # physical page by page index in the range, -1 if unmapped
     first: int = 0  # index, within the sequence, of the page at the start of the range
     num_mapped: int = 0  # upper bound on its mappings
     is_gathered: bool = False
@@ -111,11 +111,11 @@ class MappedPages:
         self, shape: CacheShape, num_pages: int, page_tokens: int, memory: VirtualMemory, dtype: torch.dtype
     ) -> None:
         self._memory, self._dtype, self._num_pages, self._page_tokens = memory, dtype, num_pages, page_tokens
-        self._place = shape.layers, shape.tensors, shape.heads, shape.size
-        self._places = self._typed(memory.whole)  # (pages P, layers, tensors, K, D)
-        self._by_page = self._places.view(num_pages, page_tokens, *self._place)
-        self._texts: dict[int, _Text] = {}
-        self._spare: list[_Text] = []  # ranges without mapped pages, to be reused
+        self._shape = shape.layers, shape.tensors, shape.heads, shape.size
+        self._slots = self._typed(memory.whole)  # (pages P, layers, tensors, K, D)
+        self._by_page = self._slots.view(num_pages, page_tokens, *self._shape)
+        self._sequences: dict[int, _Sequence] = {}
+        self._spare: list[_Sequence] = []  # ranges without mapped pages, to be reused
         self._left = memory.num_mappings
         self._has_warned = self._is_given_back = False
         self._targets = torch.empty(0, dtype=torch.int64)
@@ -123,117 +123,117 @@ class MappedPages:
 
     @property
     def nbytes(self) -> int:
-        return self._places.nbytes
+        return self._slots.nbytes
 
     def prepare(self, spans: Sequence[Span]) -> None:
         if self._is_given_back:
             self._memory.take_back()
             self._is_given_back = False
-        self._targets = targets_of(spans, self._page_tokens, self._places.device)
+        self._targets = targets_of(spans, self._page_tokens, self._slots.device)
         self._reads = [self._read(span) for span in spans]
 
     def store(self, layer: int, *tensors: Tensor) -> None:
-        for kept, new in zip(self._places[:, layer].unbind(1), tensors, strict=True):
+        for kept, new in zip(self._slots[:, layer].unbind(1), tensors, strict=True):
             kept.index_copy_(0, self._targets, new)
 
     def view(self, layer: int, index: int) -> list[Tensor]:
-        places, pages, within = self._reads[index]
+        slots, pages, within = self._reads[index]
         if pages is None:
-            found = places[within, layer].unbind(1)
+            found = slots[within, layer].unbind(1)
         else:
             kept = self._by_page[:, :, layer].unbind(2)
             found = tuple(each.index_select(0, pages).flatten(0, 1)[within] for each in kept)
         return [each.transpose(0, 1) for each in found]  # (K, L, D)
 
-    def gather(self, layer: int, places: Tensor) -> list[Tensor]:
-        return [kept.index_select(0, places) for kept in self._places[:, layer].unbind(1)]
+    def gather(self, layer: int, slots: Tensor) -> list[Tensor]:
+        return [kept.index_select(0, slots) for kept in self._slots[:, layer].unbind(1)]
 
     def copy(self, source: int, target: int) -> None:
         self._by_page[target] = self._by_page[source]
 
     def forget(self, holder: int) -> None:
-        text = self._texts.pop(holder, None)
-        if text is not None:
-            self._clear(text)
-            if text.address:
-                text.is_gathered = False
-                self._spare.append(text)
+        sequence = self._sequences.pop(holder, None)
+        if sequence is not None:
+            self._clear(sequence)
+            if sequence.address:
+                sequence.is_gathered = False
+                self._spare.append(sequence)
 
     def give_back(self) -> None:
         """Free the physical memory of all pages until the next `prepare`; keys and values are lost.
 
         Raises `ConfigError` while a sequence has pages.
         """
-        if self._texts:
-            raise ConfigError(f"{len(self._texts)} texts have pages: end or abort their requests before")
+        if self._sequences:
+            raise ConfigError(f"{len(self._sequences)} sequences have pages: end or abort their requests before")
         self._memory.give_back()
         self._is_given_back = True
 
     def _typed(self, raw: Tensor) -> Tensor:
-        return raw.view(self._dtype).view(-1, *self._place)
+        return raw.view(self._dtype).view(-1, *self._shape)
 
     def _read(self, span: Span) -> tuple[Tensor, Tensor | None, slice]:
         size = self._page_tokens
         first, end = span.begin // size, -(-span.end // size)
-        text = self._texts.get(span.holder)
-        if text is None:
-            text = self._texts[span.holder] = self._spare.pop() if self._spare else self._reserved()
-        if not text.is_gathered:
-            self._show(text, span.pages, first, end)
-        if text.is_gathered:
-            pages = torch.tensor(span.pages[first:end], device=self._places.device)
-            return self._places, pages, slice(span.begin - first * size, span.end - first * size)
-        offset = text.first * size
-        return text.places, None, slice(span.begin - offset, span.end - offset)
+        sequence = self._sequences.get(span.holder)
+        if sequence is None:
+            sequence = self._sequences[span.holder] = self._spare.pop() if self._spare else self._reserved()
+        if not sequence.is_gathered:
+            self._map_pages(sequence, span.pages, first, end)
+        if sequence.is_gathered:
+            pages = torch.tensor(span.pages[first:end], device=self._slots.device)
+            return self._slots, pages, slice(span.begin - first * size, span.end - first * size)
+        offset = sequence.first * size
+        return sequence.slots, None, slice(span.begin - offset, span.end - offset)
 
-    def _reserved(self) -> _Text:
+    def _reserved(self) -> _Sequence:
         try:
             if not self._left:
                 raise OutOfMappingsError(_AS_MANY)
             address, raw = self._memory.reserve()
         except OutOfMappingsError as error:
             self._warn(error)
-            return _Text(0, self._places, is_gathered=True)
+            return _Sequence(0, self._slots, is_gathered=True)
         self._left -= 1
-        return _Text(address, self._typed(raw))
+        return _Sequence(address, self._typed(raw))
 
-    def _show(self, text: _Text, pages: Sequence[int], first: int, end: int) -> None:
+    def _map_pages(self, sequence: _Sequence, pages: Sequence[int], first: int, end: int) -> None:
         """Map pages `first` ... `end` - 1 of a sequence into its range."""
         # With a sliding window a long sequence reaches the end of its range; it restarts with the pages it still reads.
-        if first < text.first or end - text.first > self._num_pages:
-            self._clear(text)
-            text.first = first
-        base = text.first
-        text.shown += [-1] * (end - base - len(text.shown))
-        place = first
-        while place < end:
-            page, run = pages[place], 1
-            if text.shown[place - base] == page:
-                place += 1
+        if first < sequence.first or end - sequence.first > self._num_pages:
+            self._clear(sequence)
+            sequence.first = first
+        base = sequence.first
+        sequence.mapped += [-1] * (end - base - len(sequence.mapped))
+        index = first
+        while index < end:
+            page, run = pages[index], 1
+            if sequence.mapped[index - base] == page:
+                index += 1
                 continue
-            while place + run < end and pages[place + run] == page + run != text.shown[place + run - base]:
+            while index + run < end and pages[index + run] == page + run != sequence.mapped[index + run - base]:
                 run += 1
             try:
-                self._map(text, place - base, page, run)
+                self._map(sequence, index - base, page, run)
             except OutOfMappingsError as error:
-                self._gather(text, error)
+                self._gather(sequence, error)
                 return
-            place += run
+            index += run
 
-    def _map(self, text: _Text, place: int, page: int, run: int) -> None:
+    def _map(self, sequence: _Sequence, index: int, page: int, run: int) -> None:
         # The kernel merges pages that continue a mapping; any other may also split an existing mapping in two.
-        follows = place > 0 and text.shown[place] < 0 and text.shown[place - 1] == page - 1
+        follows = index > 0 and sequence.mapped[index] < 0 and sequence.mapped[index - 1] == page - 1
         cost = 0 if follows else 2
         if self._left < cost:
             raise OutOfMappingsError(_AS_MANY)
-        self._memory.map(text.address, place, page, run)
+        self._memory.map(sequence.address, index, page, run)
         self._left -= cost
-        text.num_mapped += cost
-        text.shown[place : place + run] = range(page, page + run)
+        sequence.num_mapped += cost
+        sequence.mapped[index : index + run] = range(page, page + run)
 
-    def _gather(self, text: _Text, error: OutOfMappingsError) -> None:
-        self._clear(text)
-        text.is_gathered = True
+    def _gather(self, sequence: _Sequence, error: OutOfMappingsError) -> None:
+        self._clear(sequence)
+        sequence.is_gathered = True
         self._warn(error)
 
     def _warn(self, error: OutOfMappingsError) -> None:
@@ -245,8 +245,8 @@ class MappedPages:
                 stacklevel=2,
             )
 
-    def _clear(self, text: _Text) -> None:
-        if text.num_mapped:
-            self._memory.clear(text.address)
-        self._left += text.num_mapped
-        text.shown, text.num_mapped, text.first = [], 0, 0
+    def _clear(self, sequence: _Sequence) -> None:
+        if sequence.num_mapped:
+            self._memory.clear(sequence.address)
+        self._left += sequence.num_mapped
+        sequence.mapped, sequence.num_mapped, sequence.first = [], 0, 0

@@ -55,8 +55,8 @@ class PagePool(Protocol):
         """
         ...
 
-    def gather(self, layer: int, places: Tensor) -> list[Tensor]:
-        """Copies of the keys and values (n, K, D) at the slots `places` (n)."""
+    def gather(self, layer: int, slots: Tensor) -> list[Tensor]:
+        """Copies of the keys and values (n, K, D) at the slots `slots` (n)."""
         ...
 
     def copy(self, source: int, target: int) -> None:
@@ -70,20 +70,20 @@ class PagePool(Protocol):
 BuildPool = Callable[[CacheShape, int, int, torch.device, torch.dtype], PagePool]
 
 
-def places_of(pages: Sequence[int], begin: int, end: int, page_tokens: int) -> list[int]:
+def slots_of(pages: Sequence[int], begin: int, end: int, page_tokens: int) -> list[int]:
     """Slots of positions `begin` ... `end` - 1 of a sequence with these `pages`."""
     found: list[int] = []
     while begin < end:
         run = min(page_tokens - begin % page_tokens, end - begin)
-        place = pages[begin // page_tokens] * page_tokens + begin % page_tokens
-        found.extend(range(place, place + run))
+        slot = pages[begin // page_tokens] * page_tokens + begin % page_tokens
+        found.extend(range(slot, slot + run))
         begin += run
     return found
 
 
 def targets_of(spans: Sequence[Span], page_tokens: int, device: torch.device) -> Tensor:
     """Slots (T) of the new tokens of `spans`."""
-    targets = [place for span in spans for place in places_of(span.pages, span.first, span.end, page_tokens)]
+    targets = [slot for span in spans for slot in slots_of(span.pages, span.first, span.end, page_tokens)]
     return torch.tensor(targets, dtype=torch.int64, device=device)
 
 
@@ -98,7 +98,7 @@ class GatheredPages:
         sizes = shape.layers, shape.tensors, num_pages, page_tokens, shape.heads, shape.size
         self._memory = torch.empty(sizes, device=device, dtype=dtype)
         self._layers = [layer.unbind() for layer in self._memory]  # (pages, P, K, D) each
-        self._places = [[kept.flatten(0, 1) for kept in layer] for layer in self._layers]
+        self._slots = [[kept.flatten(0, 1) for kept in layer] for layer in self._layers]
         self._page_tokens = page_tokens
         self._targets = torch.empty(0, dtype=torch.int64)
         self._reads: list[slice | tuple[Tensor, slice]] = []
@@ -112,20 +112,20 @@ class GatheredPages:
         self._reads = [self._read(span) for span in spans]
 
     def store(self, layer: int, *tensors: Tensor) -> None:
-        for kept, new in zip(self._places[layer], tensors, strict=True):
+        for kept, new in zip(self._slots[layer], tensors, strict=True):
             kept.index_copy_(0, self._targets, new)
 
     def view(self, layer: int, index: int) -> list[Tensor]:
         read = self._reads[index]
         if isinstance(read, slice):
-            found = [kept[read] for kept in self._places[layer]]
+            found = [kept[read] for kept in self._slots[layer]]
         else:
             pages, within = read
             found = [kept.index_select(0, pages).flatten(0, 1)[within] for kept in self._layers[layer]]
         return [each.transpose(0, 1) for each in found]  # (K, L, D)
 
-    def gather(self, layer: int, places: Tensor) -> list[Tensor]:
-        return [kept.index_select(0, places) for kept in self._places[layer]]
+    def gather(self, layer: int, slots: Tensor) -> list[Tensor]:
+        return [kept.index_select(0, slots) for kept in self._slots[layer]]
 
     def copy(self, source: int, target: int) -> None:
         self._memory[:, :, target] = self._memory[:, :, source]

@@ -6,9 +6,9 @@ prefill). Sequences are served in order of arrival, each with at least one token
 sequence is preempted: it releases its pages, keeps its tokens and is prefilled again later. The oldest sequence
 therefore always advances, and every request ends.
 
-Requests with the same prompt form one sequence group (`Text`) until they sample different tokens. Groups that split
-share their pages with copy on write. A new request also shares the pages of a prompt that is in the cache already, and
-waits while that prompt is still being prefilled.
+Requests with the same prompt form one `SequenceGroup` until they sample different tokens. Groups that split share their
+pages with copy on write. A new request also shares the pages of a prompt that is in the cache already, and waits while
+that prompt is still being prefilled.
 
 Without a sliding window a sequence attends to at most `context` tokens. When it reaches that limit, it is prefilled
 again from its last `context / 2` tokens. With a window no longer than the context this is not needed, and pages behind
@@ -26,30 +26,30 @@ from dataclasses import dataclass
 from terrace.base.errors import ConfigError
 from terrace.generation.page_counts import PageCounts
 from terrace.generation.request import Completion, Request
-from terrace.generation.running_text import Decode, Member, Text
+from terrace.generation.sequence_group import Decode, Member, SequenceGroup
 
 
 @dataclass(frozen=True)
-class Part:
-    """A chunk of a sequence in one step: `num_tokens` tokens from position `first`, relative to `Text.begin`."""
+class Chunk:
+    """A chunk of a sequence in one step: `num_tokens` from position `first`, relative to `SequenceGroup.begin`."""
 
-    text: Text
+    group: SequenceGroup
     first: int
     num_tokens: int
-    draws: bool  # whether a token is sampled after the chunk
+    samples: bool  # whether a token is sampled after the chunk
 
 
 @dataclass(frozen=True)
-class Turn:
+class ScheduledStep:
     """One scheduled step: its chunks, and the page copies (source, target) to make before it, in order."""
 
-    parts: tuple[Part, ...]
+    chunks: tuple[Chunk, ...]
     copies: tuple[tuple[int, int], ...]
 
     @property
-    def drawing(self) -> list[Part]:
+    def sampling(self) -> list[Chunk]:
         """The chunks after which one token per member of the group is sampled."""
-        return [part for part in self.parts if part.draws]
+        return [chunk for chunk in self.chunks if chunk.samples]
 
 
 class Scheduler:
@@ -64,8 +64,8 @@ class Scheduler:
         self._context, self._window = context, window
         self._kept = max(1, context // 2)  # tokens that are prefilled again when the context is full
         self._next = 0
-        self._running: list[Text] = []  # in order of arrival
-        self._waiting: list[tuple[int, Text]] = []  # a heap
+        self._running: list[SequenceGroup] = []  # in order of arrival
+        self._waiting: list[tuple[int, SequenceGroup]] = []  # a heap
         self._copies: list[tuple[int, int]] = []
 
     def is_idle(self) -> bool:
@@ -84,99 +84,99 @@ class Scheduler:
     def add(self, request: Request) -> int:
         """Queue a request and return its id. Raises as `check` does."""
         self.check(request)
-        text = Text.of(self._next, request)
+        group = SequenceGroup.of(self._next, request)
         if not self._window:
-            text.begin = max(0, len(request.prompt) - self._context)
+            group.begin = max(0, len(request.prompt) - self._context)
             # A resumed request restarts its context where an uninterrupted one would have.
-            while len(text.tokens) - text.begin > self._context:
-                text.begin += self._context + 1 - self._kept
-        heapq.heappush(self._waiting, (text.number, text))
+            while len(group.tokens) - group.begin > self._context:
+                group.begin += self._context + 1 - self._kept
+        heapq.heappush(self._waiting, (group.number, group))
         self._next += 1
-        return text.number
+        return group.number
 
-    def turn(self) -> Turn:
+    def schedule(self) -> ScheduledStep:
         """Schedule the next step; it is empty when idle. Call `advance` before the next one."""
-        parts: list[Part] = []
+        chunks: list[Chunk] = []
         self._copies = []
         left = self._token_budget
         index = 0
         # Preemption shrinks the list from its end.
         while index < len(self._running):
-            text = self._running[index]
-            num_tokens = min(text.pending, left - (len(self._running) - index - 1))
-            if self._has_places(text, num_tokens):
-                parts.append(self._part(text, num_tokens))
+            group = self._running[index]
+            num_tokens = min(group.pending, left - (len(self._running) - index - 1))
+            if self._allocate(group, num_tokens):
+                chunks.append(self._chunk(group, num_tokens))
                 left -= num_tokens
             index += 1
-        left = self._admit(parts, left)
-        assert left >= 0, "a turn exceeds its budget"
-        return Turn(tuple(parts), tuple(self._copies))
+        left = self._admit(chunks, left)
+        assert left >= 0, "a step exceeds its budget"
+        return ScheduledStep(tuple(chunks), tuple(self._copies))
 
     def advance(
         self,
-        turn: Turn,
+        step: ScheduledStep,
         tokens: Sequence[int],
         logprobs: Sequence[float],
         version: int,
         decode: Decode | None = None,
     ) -> dict[int, Completion]:
-        """Record the tokens sampled for the members of `turn.drawing`. Returns ended completions by request id."""
-        for part in turn.parts:
-            part.text.computed += part.num_tokens
+        """Record the tokens sampled for the members of `step.sampling`. Returns ended completions by request id."""
+        for chunk in step.chunks:
+            chunk.group.computed += chunk.num_tokens
         drawn = zip(tokens, logprobs, strict=True)
         ended: dict[int, Completion] = {}
-        for part in turn.parts:
-            texts = [part.text]
-            if part.draws:
+        for chunk in step.chunks:
+            groups = [chunk.group]
+            if chunk.samples:
                 by_token: dict[int, list[Member]] = {}
                 # `drawn` is the second argument, so that zip does not consume a pair when the members are exhausted.
-                for member, (token, logprob) in zip(part.text.members, drawn, strict=False):
+                for member, (token, logprob) in zip(chunk.group.members, drawn, strict=False):
                     member.logprobs.append(logprob)
                     member.versions.append(version)
                     by_token.setdefault(token, []).append(member)
-                texts = self._parted(part.text, by_token)
-            for text in texts:
-                ended |= self._ended(text, decode) if part.draws else {}
-                self._move_on(text)
+                groups = self._split(chunk.group, by_token)
+            for group in groups:
+                ended |= self._ended(group, decode) if chunk.samples else {}
+                self._release_pages(group)
         assert next(drawn, None) is None, "a token was drawn for nobody"
         return ended
 
     def drop_pages(self) -> None:
         """Preempt all sequences: after a change of weights their cached keys and values are invalid."""
         while self._running:
-            self._wait_again(self._running[-1])
+            self._preempt(self._running[-1])
 
     def abort(self) -> dict[int, Completion]:
         """Abort all requests. Returns partial completions by request id."""
         self.drop_pages()
-        texts = [text for _, text in self._waiting]
-        found = {each.number: text.completion(each, "aborted") for text in texts for each in text.members}
+        groups = [group for _, group in self._waiting]
+        found = {each.number: group.completion(each, "aborted") for group in groups for each in group.members}
         self._waiting = []
         return dict(sorted(found.items()))
 
-    def _parted(self, text: Text, by_token: dict[int, list[Member]]) -> list[Text]:
+    def _split(self, group: SequenceGroup, by_token: dict[int, list[Member]]) -> list[SequenceGroup]:
         """Split a sequence group by sampled token; the original keeps one of the branches."""
-        (token, text.members), *others = by_token.items()
-        texts = [text]
+        (token, group.members), *others = by_token.items()
+        groups = [group]
         for other, members in others:
-            texts.append(text.branch(members))
-            texts[-1].tokens.append(other)
-            self.counts.share(text.held)
-            bisect.insort(self._running, texts[-1], key=lambda each: each.number)
-        text.tokens.append(token)
-        return texts
+            groups.append(group.branch(members))
+            groups[-1].tokens.append(other)
+            self.counts.share(group.held)
+            bisect.insort(self._running, groups[-1], key=lambda each: each.number)
+        group.tokens.append(token)
+        return groups
 
-    def _ended(self, text: Text, decode: Decode | None) -> dict[int, Completion]:
+    def _ended(self, group: SequenceGroup, decode: Decode | None) -> dict[int, Completion]:
         """Remove the members that end with the last token. Returns their completions by request id."""
         ended: dict[int, Completion] = {}
-        for member in text.members:
-            finish = text.ending(member, decode)
+        for member in group.members:
+            finish = group.ending(member, decode)
             if finish is not None:
-                ended[member.number] = text.completion(member, finish)
-        if len(ended) == len(text.members):
-            self._leave(text)
+                ended[member.number] = group.completion(member, finish)
+        if len(ended) == len(group.members):
+            self._remove(group)
         elif ended:
-            text.members = [member for member in text.members if member.number not in ended]
+            group.members = [member for member in group.members if member.number not in ended]
         return ended
 
     def _most_pages(self, *requests: Request) -> int:
@@ -193,77 +193,77 @@ class Scheduler:
     def _pages_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self._page_tokens)
 
-    def _part(self, text: Text, num_tokens: int) -> Part:
-        return Part(text, text.computed, num_tokens, draws=num_tokens == text.pending)
+    def _chunk(self, group: SequenceGroup, num_tokens: int) -> Chunk:
+        return Chunk(group, group.computed, num_tokens, samples=num_tokens == group.pending)
 
-    def _admit(self, parts: list[Part], left: int) -> int:
+    def _admit(self, chunks: list[Chunk], left: int) -> int:
         """Admit waiting sequences while tokens and pages last. Returns the remaining token budget."""
         if not self._waiting or not left:
             return left
-        skipped: list[tuple[int, Text]] = []
+        skipped: list[tuple[int, SequenceGroup]] = []
         growing = sum(map(self._may_grow, self._running))
-        num_members = sum(len(text.members) for text in self._running)
+        num_members = sum(len(group.members) for group in self._running)
         readers = self._readers()
         # Each running request may need a token per step, so their number is limited by the budget.
         while self._waiting and left and num_members < self._token_budget:
-            text = self._waiting[0][1]
-            siblings = readers.get((text.prompt, text.begin), [])
-            twin = next((each for each in siblings if each.tokens == text.tokens and each.number < text.number), None)
-            sibling, shared = self._sibling(text, siblings) if twin is None else (None, 0)
+            group = self._waiting[0][1]
+            siblings = readers.get((group.prompt, group.begin), [])
+            twin = next((each for each in siblings if each.tokens == group.tokens and each.number < group.number), None)
+            sibling, shared = self._sibling(group, siblings) if twin is None else (None, 0)
             if sibling is not None and not shared:
                 skipped.append(heapq.heappop(self._waiting))
                 continue
             # With a window most shared pages may be released already, so they are subtracted before the cap is applied.
-            unshared = self._pages_of(len(text.tokens) - text.begin + 1) - shared // self._page_tokens
-            needed = min(unshared, self._most_pages(*text.requests)) if twin is None else len(text.members)
+            unshared = self._pages_of(len(group.tokens) - group.begin + 1) - shared // self._page_tokens
+            needed = min(unshared, self._most_pages(*group.requests)) if twin is None else len(group.members)
             # Reserve a page for each sequence that may grow; otherwise it would soon preempt this one.
             if self._running and self.counts.num_free < needed + growing:
                 break
             heapq.heappop(self._waiting)
-            num_members += len(text.members)
+            num_members += len(group.members)
             if twin is not None:
                 # The twin is computed in this step and samples for all members.
-                twin.members = sorted([*twin.members, *text.members], key=lambda each: each.number)
-                growing += len(text.members)
+                twin.members = sorted([*twin.members, *group.members], key=lambda each: each.number)
+                growing += len(group.members)
                 continue
             if sibling is not None:
-                self._share(sibling, text, shared)
-            bisect.insort(self._running, text, key=lambda each: each.number)
-            num_tokens = min(text.pending, left)
-            has_places = self._has_places(text, num_tokens)
-            assert has_places, "a text was admitted without pages"
-            parts.append(self._part(text, num_tokens))
+                self._share(sibling, group, shared)
+            bisect.insort(self._running, group, key=lambda each: each.number)
+            num_tokens = min(group.pending, left)
+            allocated = self._allocate(group, num_tokens)
+            assert allocated, "a group was admitted without pages"
+            chunks.append(self._chunk(group, num_tokens))
             left -= num_tokens
             # After its pages have been allocated.
-            growing += self._may_grow(text)
-            readers.setdefault((text.prompt, text.begin), []).append(text)
+            growing += self._may_grow(group)
+            readers.setdefault((group.prompt, group.begin), []).append(group)
         for each in skipped:
             heapq.heappush(self._waiting, each)
         return left
 
-    def _may_grow(self, text: Text) -> int:
+    def _may_grow(self, group: SequenceGroup) -> int:
         """Number of pages that a group may soon allocate; after a split each branch writes to pages of its own."""
-        return len(text.members) - (self._most_pages(*text.requests) <= len(text.held))
+        return len(group.members) - (self._most_pages(*group.requests) <= len(group.held))
 
-    def _readers(self) -> dict[tuple[tuple[int, ...], int], list[Text]]:
+    def _readers(self) -> dict[tuple[tuple[int, ...], int], list[SequenceGroup]]:
         """Running sequences by (prompt, begin)."""
-        found: dict[tuple[tuple[int, ...], int], list[Text]] = {}
-        for text in self._running:
-            found.setdefault((text.prompt, text.begin), []).append(text)
+        found: dict[tuple[tuple[int, ...], int], list[SequenceGroup]] = {}
+        for group in self._running:
+            found.setdefault((group.prompt, group.begin), []).append(group)
         return found
 
-    def _sibling(self, text: Text, readers: Sequence[Text]) -> tuple[Text | None, int]:
-        """Sequence with the same prompt, and the number of its positions that `text` can share.
+    def _sibling(self, group: SequenceGroup, readers: Sequence[SequenceGroup]) -> tuple[SequenceGroup | None, int]:
+        """Sequence with the same prompt, and the number of its positions that `group` can share.
 
         The number is 0 while that prompt is still being prefilled; the sequence is None if there is none to wait for.
         """
         # The last token is computed again, since its logits are needed.
-        wanted = min(len(text.prompt) - text.begin, len(text.tokens) - text.begin - 1)
+        wanted = min(len(group.prompt) - group.begin, len(group.tokens) - group.begin - 1)
         if wanted < 1:
             return None, 0
         reading = None
         for other in readers:
-            # With a window, keys that `text` needs may have been released.
+            # With a window, keys that `group` needs may have been released.
             is_there = not self._window or other.num_dropped * self._page_tokens <= max(0, wanted - self._window + 1)
             if other.computed >= wanted and is_there:
                 return other, wanted
@@ -271,52 +271,52 @@ class Scheduler:
                 reading = other
         return reading, 0
 
-    def _share(self, sibling: Text, text: Text, shared: int) -> None:
-        text.pages = sibling.pages[: self._pages_of(shared)]
-        text.num_dropped, text.computed = sibling.num_dropped, shared
-        self.counts.share(text.held)
+    def _share(self, sibling: SequenceGroup, group: SequenceGroup, shared: int) -> None:
+        group.pages = sibling.pages[: self._pages_of(shared)]
+        group.num_dropped, group.computed = sibling.num_dropped, shared
+        self.counts.share(group.held)
 
-    def _has_places(self, text: Text, num_tokens: int) -> bool:
+    def _allocate(self, group: SequenceGroup, num_tokens: int) -> bool:
         """Allocate pages for the next tokens of a sequence. Returns False if the sequence itself was preempted."""
-        first, end = text.computed // self._page_tokens, self._pages_of(text.computed + num_tokens)
+        first, end = group.computed // self._page_tokens, self._pages_of(group.computed + num_tokens)
         for index in range(first, end):
-            if index < len(text.pages) and self.counts.holders(text.pages[index]) == 1:
+            if index < len(group.pages) and self.counts.holders(group.pages[index]) == 1:
                 continue
             while not self.counts.num_free:
                 last = self._running[-1]
-                self._wait_again(last)
-                if last is text:
+                self._preempt(last)
+                if last is group:
                     return False
             # The preempted sequence may have held the other reference.
-            if index < len(text.pages):
-                source = text.pages[index]
+            if index < len(group.pages):
+                source = group.pages[index]
                 if self.counts.holders(source) > 1:
-                    text.pages[index] = self.counts.take(text.pages[index - 1] if index else -1)
-                    self._copies.append((source, text.pages[index]))
+                    group.pages[index] = self.counts.take(group.pages[index - 1] if index else -1)
+                    self._copies.append((source, group.pages[index]))
                     self.counts.release([source])
             else:
-                text.pages.append(self.counts.take(text.pages[-1] if text.pages else -1))
+                group.pages.append(self.counts.take(group.pages[-1] if group.pages else -1))
         return True
 
-    def _wait_again(self, text: Text) -> None:
-        self._leave(text)
-        heapq.heappush(self._waiting, (text.number, text))
+    def _preempt(self, group: SequenceGroup) -> None:
+        self._remove(group)
+        heapq.heappush(self._waiting, (group.number, group))
 
-    def _leave(self, text: Text) -> None:
-        self._running.remove(text)
-        self.counts.release(text.held)
-        text.pages, text.num_dropped, text.computed = [], 0, 0
+    def _remove(self, group: SequenceGroup) -> None:
+        self._running.remove(group)
+        self.counts.release(group.held)
+        group.pages, group.num_dropped, group.computed = [], 0, 0
 
-    def _move_on(self, text: Text) -> None:
+    def _release_pages(self, group: SequenceGroup) -> None:
         """Release pages behind the window, or all pages of a sequence whose context is full."""
-        if not text.pages:
+        if not group.pages:
             return
         if self._window:
             # The next token, at position `computed`, sees the window - 1 positions before it.
-            behind = max(0, text.computed - self._window + 1) // self._page_tokens
-            self.counts.release(text.pages[text.num_dropped : behind])
-            text.num_dropped = max(text.num_dropped, behind)
-        elif len(text.tokens) - text.begin > self._context:
-            self.counts.release(text.held)
-            text.begin = len(text.tokens) - self._kept
-            text.pages, text.computed = [], 0
+            behind = max(0, group.computed - self._window + 1) // self._page_tokens
+            self.counts.release(group.pages[group.num_dropped : behind])
+            group.num_dropped = max(group.num_dropped, behind)
+        elif len(group.tokens) - group.begin > self._context:
+            self.counts.release(group.held)
+            group.begin = len(group.tokens) - self._kept
+            group.pages, group.computed = [], 0

@@ -8,7 +8,7 @@ from terrace.generation.cache_shape import cache_shape, most_positions, window_o
 from terrace.generation.engine import GenerationEngine
 from terrace.generation.mapped import mapped_tokens, pages_words, platform_pages
 from terrace.generation.request import Completion, Request, Sampling
-from terrace.generation.running_text import Decode
+from terrace.generation.sequence_group import Decode
 from terrace.model.arranged import arrange
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig

@@ -163,7 +163,7 @@ def test_memory_comes_with_the_first_token_and_is_given_back() -> None:
     write(pool, [span], seed=0)
     written = resident_bytes()
     assert written - before >= pool.nbytes // 2
-    with pytest.raises(ConfigError, match="1 texts have pages: end or abort"):
+    with pytest.raises(ConfigError, match="1 sequences have pages: end or abort"):
         pool.give_back()
     pool.forget(0)
     pool.give_back()

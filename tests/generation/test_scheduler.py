@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from terrace.generation.page_counts import PageCounts
 from terrace.generation.request import Completion, Request, Sampling
-from terrace.generation.scheduler import Scheduler, Turn
+from terrace.generation.scheduler import ScheduledStep, Scheduler
 
 _PROMPTS = [tuple(range(length)) for length in (1, 4, 9, 9, 17, 60, 60)]
 
@@ -16,8 +16,8 @@ _PROMPTS = [tuple(range(length)) for length in (1, 4, 9, 9, 17, 60, 60)]
 class Case:
     requests: list[Request]
     sizes: dict[str, int]
-    aborts: int  # turns after which all is aborted and resumed; 0: never
-    late: int = 0  # turns after which every second request comes
+    aborts: int  # steps after which all is aborted and resumed; 0: never
+    late: int = 0  # steps after which every second request comes
 
 
 @st.composite
@@ -50,25 +50,25 @@ class Memory:
         self._size = page_tokens
         self._pages: list[list[object]] = [[None] * page_tokens for _ in range(num_pages)]
 
-    def passes(self, turn: Turn, window: int) -> None:
-        for source, target in turn.copies:
+    def passes(self, step: ScheduledStep, window: int) -> None:
+        for source, target in step.copies:
             self._pages[target] = list(self._pages[source])
         written: set[tuple[int, int]] = set()
-        for part in turn.parts:
-            for place in range(part.first, part.first + part.num_tokens):
-                page, within = part.text.pages[place // self._size], place % self._size
+        for chunk in step.chunks:
+            for place in range(chunk.first, chunk.first + chunk.num_tokens):
+                page, within = chunk.group.pages[place // self._size], place % self._size
                 assert (page, within) not in written
                 written.add((page, within))
-                self._pages[page][within] = (place, part.text.tokens[part.text.begin + place])
-        for part in turn.parts:
-            end = part.first + part.num_tokens
-            for place in range(max(0, part.first - window + 1) if window else 0, end):
-                kept = self._pages[part.text.pages[place // self._size]][place % self._size]
-                assert kept == (place, part.text.tokens[part.text.begin + place])
+                self._pages[page][within] = (place, chunk.group.tokens[chunk.group.begin + place])
+        for chunk in step.chunks:
+            end = chunk.first + chunk.num_tokens
+            for place in range(max(0, chunk.first - window + 1) if window else 0, end):
+                kept = self._pages[chunk.group.pages[place // self._size]][place % self._size]
+                assert kept == (place, chunk.group.tokens[chunk.group.begin + place])
 
 
 def drawn(text_tokens: list[int], seed: int) -> int:
-    """The token behind a text: any function of the text and the seed alone. Some seeds draw alike for a while."""
+    """The token after a sequence: any function of the tokens and the seed alone. Some seeds draw alike for a while."""
     return (31 * len(text_tokens) + 7 * sum(text_tokens) + seed % 4 * (len(text_tokens) % 3 == 0)) % 41
 
 
@@ -78,22 +78,22 @@ def finished(case: Case) -> list[Completion]:
     late = list(enumerate(case.requests))[1::2] if case.late else []
     rows = {scheduler.add(each): row for row, each in enumerate(case.requests) if (row, each) not in late}
     ended: dict[int, Completion] = {}
-    turns = 0
+    num_steps = 0
     while not scheduler.is_idle() or late:
-        if turns >= case.late or scheduler.is_idle():
+        if num_steps >= case.late or scheduler.is_idle():
             rows |= {scheduler.add(each): row for row, each in late}
             late = []
-        turn = scheduler.turn()
-        turns += 1
-        assert turn.parts, "nothing passes: a deadlock"
-        assert turns < 5000
-        assert 0 < sum(part.num_tokens for part in turn.parts) <= case.sizes["token_budget"]
-        assert len({id(part.text) for part in turn.parts}) == len(turn.parts)
-        memory.passes(turn, case.sizes["window"])
-        tokens = [drawn(part.text.tokens, each.seed) for part in turn.drawing for each in part.text.requests]
-        for number, completion in scheduler.advance(turn, tokens, [0.0] * len(tokens), turns).items():
+        step = scheduler.schedule()
+        num_steps += 1
+        assert step.chunks, "nothing passes: a deadlock"
+        assert num_steps < 5000
+        assert 0 < sum(chunk.num_tokens for chunk in step.chunks) <= case.sizes["token_budget"]
+        assert len({id(chunk.group) for chunk in step.chunks}) == len(step.chunks)
+        memory.passes(step, case.sizes["window"])
+        tokens = [drawn(chunk.group.tokens, each.seed) for chunk in step.sampling for each in chunk.group.requests]
+        for number, completion in scheduler.advance(step, tokens, [0.0] * len(tokens), num_steps).items():
             ended[rows[number]] = completion
-        if turns == case.aborts:
+        if num_steps == case.aborts:
             partial = scheduler.abort()
             assert scheduler.is_idle()
             assert scheduler.counts.num_free == case.sizes["num_pages"]
@@ -110,17 +110,17 @@ def finished(case: Case) -> list[Completion]:
 @given(cases())
 def test_every_request_ends_as_it_would_alone_and_no_page_is_lost(case: Case) -> None:
     for request, made in zip(case.requests, finished(case), strict=True):
-        text = list(request.prompt)
+        tokens = list(request.prompt)
         while True:
-            text.append(drawn(text, request.seed))
-            if text[-1] in request.stop_tokens or len(text) - len(request.prompt) == request.num_tokens:
+            tokens.append(drawn(tokens, request.seed))
+            if tokens[-1] in request.stop_tokens or len(tokens) - len(request.prompt) == request.num_tokens:
                 break
-        assert list(made.tokens) == text[len(request.prompt) :]
-        assert made.finish == ("stop" if text[-1] in request.stop_tokens else "length")
+        assert list(made.tokens) == tokens[len(request.prompt) :]
+        assert made.finish == ("stop" if tokens[-1] in request.stop_tokens else "length")
 
 
 def test_a_prompt_far_longer_than_the_window_is_shared_in_few_pages() -> None:
-    """The second text takes over pages of the first, of which the window has left less than the prompt once had."""
+    """The second sequence takes over pages of the first, of which the window has left less than the prompt once had."""
     greedy = Sampling(temperature=0.0)
     requests = [Request(prompt=tuple(range(61)), num_tokens=7, seed=seed, sampling=greedy) for seed in (0, 4)]
     sizes = {"num_pages": 3, "page_tokens": 8, "token_budget": 8, "context": 40, "window": 5}
@@ -137,11 +137,11 @@ def test_what_requests_have_in_common_passes_once() -> None:
         scheduler.add(request)
     passed = []
     for token in (0, 1, 2):
-        turn = scheduler.turn()
-        passed.append([part.num_tokens for part in turn.parts])
-        drawing = [each.seed for part in turn.drawing for each in part.text.requests]
+        step = scheduler.schedule()
+        passed.append([chunk.num_tokens for chunk in step.chunks])
+        drawing = [each.seed for chunk in step.sampling for each in chunk.group.requests]
         # All draw alike, then one other than the rest.
-        scheduler.advance(turn, [token + 9 * (token == 1 and seed == 2) for seed in drawing], [0.0] * len(drawing), 0)
+        scheduler.advance(step, [token + 9 * (token == 1 and seed == 2) for seed in drawing], [0.0] * len(drawing), 0)
     assert passed == [[17], [1], [1, 1]]
     assert scheduler.is_idle()
     assert scheduler.counts.num_free == 40
@@ -156,7 +156,7 @@ def test_a_page_behind_a_text_is_kept_for_it_while_there_are_others(moves: list[
         if begins and free:
             page = counts.take()
             assert page in free
-            # Not behind another text, unless the longest free run has one page alone.
+            # Not behind another sequence, unless the longest free run has one page alone.
             longest = max(len(run) for run in "".join("x" if p in free else " " for p in range(24)).split())
             assert page == 0 or page - 1 in free or longest == 1
             runs.append([page])

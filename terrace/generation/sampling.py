@@ -34,7 +34,7 @@ def seed_of(run_seed: int, seed: int) -> int:
     return _scrambled(run_seed) + seed
 
 
-def draw(logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> tuple[list[int], list[float]]:
+def sample(logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> tuple[list[int], list[float]]:
     """Sample one token per row of logits (B, V). Returns tokens and their log-probabilities after temperature and cuts.
 
     A logit of -inf excludes a token. Raises `TrainingError` for a row with nan or inf, or with -inf only.
@@ -56,13 +56,13 @@ def draw(logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float
     for _, group in groupby(sorted(range(len(samplings)), key=how), how):
         rows = list(group)
         part = logits if len(rows) == len(samplings) else logits[rows]
-        found = _draw(part, samplings[rows[0]], torch.tensor([uniforms[row] for row in rows], dtype=torch.float64))
+        found = _sample(part, samplings[rows[0]], torch.tensor([uniforms[row] for row in rows], dtype=torch.float64))
         for row, token, logprob in zip(rows, found[0].tolist(), found[1].tolist(), strict=True):
             tokens[row], logprobs[row] = token, logprob
     return tokens, logprobs
 
 
-def _draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+def _sample(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Sample rows that share one `sampling`: tokens and log-probabilities (B) from logits (B, V) and uniforms (B)."""
     if sampling.temperature <= 0:
         tokens = logits.argmax(1)
@@ -77,8 +77,8 @@ def _draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor,
     logprobs = ((values - values.amax(1, keepdim=True)) / sampling.temperature).log_softmax(1)
     kept = torch.ones((), dtype=torch.bool, device=logits.device)
     if sampling.top_p < 1:
-        odds = logprobs.exp()
-        kept = kept & (odds.cumsum(1) - odds < sampling.top_p)
+        probabilities = logprobs.exp()
+        kept = kept & (probabilities.cumsum(1) - probabilities < sampling.top_p)
         kept[:, 0] = True  # the likeliest, also where `top_p` is 0 in this dtype
     if sampling.min_p > 0:
         kept = kept & (logprobs.exp() >= sampling.min_p * logprobs.amax(1, keepdim=True).exp())
@@ -89,9 +89,9 @@ def _draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor,
     wanted = (uniforms.to(sums.device)[:, None] * sums[:, -1:]).minimum(
         torch.nextafter(sums[:, -1:], sums.new_zeros(()))
     )
-    places = torch.searchsorted(sums, wanted, right=True)
-    tokens = places if tokens_of is None else tokens_of.gather(1, places)
-    return tokens[:, 0], logprobs.gather(1, places)[:, 0]
+    indices = torch.searchsorted(sums, wanted, right=True)
+    tokens = indices if tokens_of is None else tokens_of.gather(1, indices)
+    return tokens[:, 0], logprobs.gather(1, indices)[:, 0]
 
 
 def _scrambled(value: int) -> int:

@@ -20,7 +20,7 @@ class Member:
 
 
 @dataclass(eq=False, slots=True)
-class Text:
+class SequenceGroup:
     """A sequence group: requests with the same prompt and the same tokens so far, computed once for all of them.
 
     Position 0 is token `begin`, the first one in the context. The first `computed` positions are cached. `pages[i]` has
@@ -36,10 +36,10 @@ class Text:
     pages: list[int] = field(default_factory=list)
 
     @staticmethod
-    def of(number: int, request: Request) -> "Text":
+    def of(number: int, request: Request) -> "SequenceGroup":
         begun = request.begun or Completion((), (), (), "aborted")
         member = Member(number, request, list(begun.logprobs), list(begun.versions))
-        return Text([member], [*request.prompt, *begun.tokens])
+        return SequenceGroup([member], [*request.prompt, *begun.tokens])
 
     @property
     def number(self) -> int:
@@ -68,9 +68,9 @@ class Text:
         """Pages that this group still references."""
         return self.pages[self.num_dropped :]
 
-    def branch(self, members: list[Member]) -> "Text":
+    def branch(self, members: list[Member]) -> "SequenceGroup":
         """A copy of this group for `members`. The caller must count the new references to its pages."""
-        return Text(members, list(self.tokens), self.begin, self.computed, self.num_dropped, list(self.pages))
+        return SequenceGroup(members, list(self.tokens), self.begin, self.computed, self.num_dropped, list(self.pages))
 
     def completion(self, member: Member, finish: Literal["stop", "length", "aborted"]) -> Completion:
         return Completion(tuple(self.made), tuple(member.logprobs), tuple(member.versions), finish)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from terrace.base.errors import ConfigError, TrainingError
-from terrace.generation.drawing import draw, seed_of, uniform
 from terrace.generation.request import Sampling
+from terrace.generation.sampling import sample, seed_of, uniform
 
 ODDS = [0.1, 0.5, 0.25, 0.15]
 
@@ -45,7 +45,7 @@ def test_the_share_of_a_token_is_its_probability_exactly() -> None:
     num, ways = 2000, len(SAMPLINGS)
     shares, wanted = torch.zeros_like(logits), torch.stack(list(map(reference, logits, SAMPLINGS)))
     numbers = [(step + 0.5) / num for step in range(num) for _ in range(ways)]
-    tokens, logprobs = draw(logits.repeat(num, 1), SAMPLINGS * num, numbers)
+    tokens, logprobs = sample(logits.repeat(num, 1), SAMPLINGS * num, numbers)
     for index, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
         shares[index % ways, token] += 1 / num
         assert logprob == pytest.approx(float(wanted[index % ways, token].log()), abs=1e-6)
@@ -56,12 +56,12 @@ def test_a_token_of_probability_zero_is_never_drawn() -> None:
     logits = torch.full((2, 6), -torch.inf)
     logits[:, 2], logits[:, 4] = 0.0, -1.0
     for number in (0.0, 1 - 2.0**-53):
-        tokens, _ = draw(logits, [SAMPLINGS[0]] * 2, [number] * 2)
+        tokens, _ = sample(logits, [SAMPLINGS[0]] * 2, [number] * 2)
         assert tokens == [2 if not number else 4] * 2
 
 
 def test_temperature_zero_takes_the_likeliest_with_certainty() -> None:
-    tokens, logprobs = draw(torch.tensor([ODDS, ODDS[::-1]]).log(), [Sampling(temperature=0.0)] * 2, [0.9, 0.1])
+    tokens, logprobs = sample(torch.tensor([ODDS, ODDS[::-1]]).log(), [Sampling(temperature=0.0)] * 2, [0.9, 0.1])
     assert (tokens, logprobs) == ([1, 2], [0.0, 0.0])
 
 
@@ -71,11 +71,11 @@ def test_logits_of_which_no_token_can_be_drawn_are_named(sampling: Sampling, val
     logits = torch.zeros(3, 6)
     logits[1] = value
     with pytest.raises(TrainingError, match=f"the largest logit of 1 of 3 texts is {value}"):
-        draw(logits, [sampling] * 3, [0.5] * 3)
+        sample(logits, [sampling] * 3, [0.5] * 3)
     if value != -float("inf"):
         logits[1, 1:] = 0.0
         with pytest.raises(TrainingError, match="1 of 3 texts"):
-            draw(logits, [sampling] * 3, [0.5] * 3)
+            sample(logits, [sampling] * 3, [0.5] * 3)
 
 
 def test_numbers_of_requests_and_positions_are_apart() -> None:
@@ -117,7 +117,7 @@ def test_the_smallest_top_p_keeps_the_likeliest(top_k: int) -> None:
     logits = torch.randn(5, 50, generator=torch.Generator().manual_seed(0))
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         sampling = Sampling(top_p=1e-300, top_k=top_k)
-        tokens, logprobs = draw(logits.to(dtype), [sampling] * 5, [0.0, 0.3, 0.5, 0.7, 0.999])
+        tokens, logprobs = sample(logits.to(dtype), [sampling] * 5, [0.0, 0.3, 0.5, 0.7, 0.999])
         assert tokens == logits.to(dtype).argmax(1).tolist()
         assert logprobs == [0.0] * 5
 
