@@ -9,7 +9,7 @@
 `memory` is the most that torch allocates at once in a step on the fullest rank, scratch of kernels included, as
 recorded by its profiler on the computing thread: outgoing messages sent in one piece are not seen. The longest row is
 read off a line through the peaks at 6 and 8 times the tokens. `links` holds every message to the rate of its tier by
-sleeping (terrace.comm.pace), so other jobs disturb it less.
+sleeping (terrace.lab.pace), so other jobs disturb it less.
 """
 
 import argparse
@@ -32,7 +32,8 @@ from bench.common import alternate, decoder, engine_of, local_cluster, micro_bat
 from terrace.cluster.cluster import Cluster
 from terrace.comm.group_p2p import GroupP2P
 from terrace.comm.lane import make_lane
-from terrace.comm.pace import UNPACED, Pacer
+from terrace.comm.pace import UNPACED
+from terrace.lab.pace import Pacer
 from terrace.launch.start import LocalPool, World
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig

@@ -24,7 +24,7 @@ from bench.common import ADAMW, alternate, bench_parser, engine_of, over_ranks, 
 from bench.models import llama_of
 from terrace.cluster.cluster import Cluster, Tier
 from terrace.cluster.presets import load_cluster
-from terrace.comm.pace import Pacer
+from terrace.lab.pace import Pacer
 from terrace.launch.start import LocalPool
 from terrace.launch.world import World
 from terrace.model.blocks import block_specs

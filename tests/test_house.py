@@ -27,7 +27,7 @@ ENVIRONMENT = (
     "terrace/launch/start.py",
     "terrace/launch/device.py",
     "terrace/probe/environment.py",
-    "terrace/rehearse/launch.py",
+    "terrace/lab/rehearse/launch.py",
 )
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_IMPORT_CHAIN = 400, 80, 20

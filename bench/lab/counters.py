@@ -4,7 +4,7 @@ import ctypes
 import gc
 from pathlib import Path
 
-from terrace.rehearse.counters import read
+from terrace.lab.rehearse.counters import read
 
 _KIB = 1024
 

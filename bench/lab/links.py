@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from bench.lab.job import BF16_BYTES, Job
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
+from terrace.lab.rehearse.wiring import FASTEST_BYTES_PER_S
 from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs, num_params
 from terrace.model.config import ModelConfig, parse_model
 from terrace.plan.presets import preset
 from terrace.program.instruction import Op
 from terrace.program.lowering import build_stages
-from terrace.rehearse.wiring import FASTEST_BYTES_PER_S
 from terrace.simulate.cost import step_costs
 from terrace.simulate.links import hop_s
 from terrace.simulate.work import Work

@@ -8,13 +8,13 @@ from bench.validation.rows import Row, Table, markdown_table
 from bench.validation.software import ring_s
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
+from terrace.lab.policies.costs import policy_costs
+from terrace.lab.policies.distributions import batches, sample
 from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs, num_params
 from terrace.model.config import ModelConfig
 from terrace.sequence.capacity import ring_rank_capacity
 from terrace.sequence.cost import WorkCost
-from terrace.sequence.distributions import batches, sample
-from terrace.sequence.policies import policy_costs
 from terrace.simulate.attention_cost import attention_cost
 from terrace.simulate.layers import core_rounds, optimizer_s, seconds_of
 from terrace.simulate.work import Work
@@ -33,7 +33,7 @@ Seconds of a step under an even ring over all GPUs (every document cut over all 
 parallelism does) over those under `balance = "cost"`. Nodes are like those of the paper with A800: eight A100 whose
 NVLink carries 200 GB/s each way and which share four adapters of 200 Gb/s (the one GPU of a node that sends in a flat
 ring has one to itself); 4,096 tokens a GPU; document lengths from the published histogram of
-terrace/sequence/distributions.py, means over four batches.
+terrace/lab/policies/distributions.py, means over four batches.
 
 Both sides count what is the same under both, of one micro-batch: the products, norms and launches of a layer, kernel by
 kernel; embedding and head; the optimizer on a shard; gradients in fp32 and parameters in bf16 once around all GPUs.

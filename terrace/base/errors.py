@@ -51,6 +51,10 @@ class ProbeError(TerraceError):
     """Measurements from which no constant can be determined."""
 
 
+class ProductError(TerraceError):
+    """A product whose package cannot be used (`terrace.base.products`)."""
+
+
 class HangError(TerraceError):
     """A step that stopped; the message names the rank that stopped it."""
 

@@ -1,6 +1,7 @@
 """Command line: `terrace COMMAND`. One module per command; an error is one line on stderr.
 
-Exit codes are listed in docs/training.md.
+Commands of products (`terrace.base.products`) are looked up only if a command is none of those here. Exit codes are
+listed in docs/training.md.
 """
 
 import argparse
@@ -16,11 +17,12 @@ from typing import Any, NoReturn
 from terrace import __version__
 from terrace.base.errors import ConfigError, HangError, ProbeError, TerraceError, TrainingError
 from terrace.base.printable import printable
+from terrace.base.products import Command, ProductWarning, add_parser, commands, left_out, load_module
 from terrace.base.sealed import ChangedFile
 from terrace.cli.aliases import translated
 from terrace.cli.output import OutputError, Terminated, printable_output
 
-# Listed here, so that --help needs none of their modules.
+# The core's commands, listed here, so that --help needs none of their modules.
 HELP = {
     "doctor": "check this machine: the parts that will be used, and fixes for missing ones",
     "plan": "find the fastest plan, say why, and write it",
@@ -28,7 +30,6 @@ HELP = {
     "simulate": "play a step without running it: where its time goes, its memory, its program",
     "explain": "the same as terrace simulate --view program",
     "train": "train a model",
-    "rl": "train a model by feedback on what it writes",
     "report": "write runs as one HTML page, or serve it while they grow",
     "replay": "repeat a step of a run, block by block",
     "generate": "continue a text with a trained model",
@@ -39,7 +40,6 @@ HELP = {
     "keys": "list every key of a run with its default",
     "completion": "print a script that completes commands and options in a shell",
     "probe": "measure this machine or job and write a cluster file",
-    "rehearse": "emulate a cluster on this machine and run a program in it",
 }
 _FORMER = {"explain": "simulate"}  # the module of a command under its former name
 _COMMANDS = tuple(name for name in HELP if name not in _FORMER)
@@ -51,24 +51,25 @@ EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_CLOSED, EXIT_TERMINATED = 1,
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
-    with printable_output(), _changed_files_said():
+    with printable_output(), _notices_said():
         return _run(arguments)
 
 
 @contextmanager
-def _changed_files_said() -> Iterator[None]:
-    # A line for each file, however often it is read.
+def _notices_said() -> Iterator[None]:
+    # A line for each file, however often it is read, and for each product that is left out.
     said, show = set[str](), warnings.showwarning
 
     def shown(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-        if not issubclass(category, ChangedFile):
+        if not issubclass(category, ChangedFile | ProductWarning):
             show(message, category, *where, **more)
         elif str(message) not in said:
             said.add(str(message))
             print(f"terrace: {message}", file=sys.stderr)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("always", ChangedFile)
+        for category in (ChangedFile, ProductWarning):
+            warnings.simplefilter("always", category)
         warnings.showwarning = shown
         yield
 
@@ -85,15 +86,13 @@ def _headroom(value: str, rest: Sequence[str]) -> str:
 def _run(arguments: Sequence[str] | None) -> int:
     try:
         # Commands are imported inside the try: importing takes a moment, and Ctrl-C then must print one line, too.
-        words, command = list(sys.argv[1:] if arguments is None else arguments), list[str]()
-        if words[:1] == ["rehearse"]:
-            words, command = import_module("terrace.cli.rehearse").split_command(words)
+        words, program = _split_program(list(sys.argv[1:] if arguments is None else arguments))
         words, said = translated(words or ["--help"])
         _check_command(words[0])
         for line in said:
             print(f"terrace: {line}", file=sys.stderr)
         options, rest = _parsed(words)
-        options.command_words = command
+        options.command_words = program
         if getattr(options, "headroom", None) is not None:
             rest.append(_headroom(options.headroom, rest))
         _check_working_folder()
@@ -128,6 +127,15 @@ def _run(arguments: Sequence[str] | None) -> int:
     except Terminated as ended:
         return _ended(ended)
     return code
+
+
+def _split_program(words: list[str]) -> tuple[list[str], list[str]]:
+    """A command line without the words after `--`, and those words, if its command takes another program's."""
+    if "--" not in words or words[0] in HELP or not (own := commands().get(words[0])) or not own.takes_program:
+        return words, []
+    # Before argparse sees them, which drops `--`.
+    where = words.index("--")
+    return words[:where], words[where + 1 :]
 
 
 def _ended(ended: Terminated) -> int:
@@ -168,7 +176,7 @@ def _surroundings(error: OSError) -> str:
 
 
 def _check_command(word: str) -> None:
-    if word in HELP or word in ("-h", "--help", "-V", "--version"):
+    if word in HELP or word in ("-h", "--help", "-V", "--version") or word in commands():
         return
     from terrace.base.errors import did_you_mean  # here alone: most commands are known
 
@@ -180,7 +188,7 @@ def _check_command(word: str) -> None:
         raise ConfigError(
             f"{word} comes after a command, as in terrace train {word}; terrace --help lists all commands"
         )
-    raise ConfigError(f"there is no command {word!r}{did_you_mean(word, HELP)}")
+    raise ConfigError(f"there is no command {word!r}{did_you_mean(word, all_help())}")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -209,6 +217,18 @@ class _Parser(argparse.ArgumentParser):
         return super()._get_value(action, arg_string)
 
 
+def _of_products() -> dict[str, Command]:
+    found = commands()
+    for name in sorted(found.keys() & HELP):
+        left_out(f"command {name!r} of a product is left out: Terrace has a command of that name")
+    return {name: command for name, command in found.items() if name not in HELP}
+
+
+def all_help() -> dict[str, str]:
+    """One line for each command, those of products last."""
+    return HELP | {name: command.help for name, command in _of_products().items()}
+
+
 def whole_parser() -> argparse.ArgumentParser:
     """The parser with the options of every command."""
     return _parser()
@@ -221,15 +241,21 @@ def _parser(named: Sequence[str] = ()) -> argparse.ArgumentParser:
         epilog="terrace COMMAND --help lists the options of a command.",
     )
     parser.add_argument("-V", "--version", action="version", version=f"terrace {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     if named and named[0] in ("-h", "--help", "-V", "--version"):
-        for name, words in HELP.items():
-            commands.add_parser(name, help=words)
+        for name, words in all_help().items():
+            parsers.add_parser(name, help=words)
         return parser
     # Errors list all commands; a command needs only its own module.
     modules = [_FORMER.get(name, name) for name in named]
+    if named and named[0] not in HELP and named[0] in (found := _of_products()):
+        load_module(found[named[0]].module).add_parser(parsers)
+        return parser
     for name in modules if modules and modules[0] in _COMMANDS else _COMMANDS:
-        import_module(f"terrace.cli.{name}").add_parser(commands)
+        import_module(f"terrace.cli.{name}").add_parser(parsers)
+    if not named:
+        for command in _of_products().values():
+            add_parser(command, parsers)
     return parser
 
 

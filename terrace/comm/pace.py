@@ -1,26 +1,15 @@
-"""Paced mode: sleeps that limit communication to a cluster's rates, where no network can be emulated.
+"""The pace of a rank's messages: none here, or that of a product (`terrace.base.products`) under `TERRACE_PACE`."""
 
-Each tier is one link of this rank, on which a collective takes at least
-
-    num_messages * latency_s / scale + num_bytes / (bandwidth_bytes_per_s * scale)
-
-from its start, or from the end of earlier messages of other threads on this link. Traffic is not shaped: a link that
-is slower than this stays slower, and a `shared` tier is modelled only by its bandwidth, which is a rank's share.
-Sleeps end about 0.1 ms late. No torch here: the caller reports the bytes sent.
-"""
-
-import math
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from typing import cast
 
 from terrace.base.errors import ConfigError
+from terrace.base.products import first
 from terrace.cluster.cluster import Cluster
 
 
 class Pace:
-    """A pace without limits, which never sleeps. `Pacer` has limits."""
+    """A pace without limits, which never sleeps."""
 
     is_limited = False
 
@@ -44,58 +33,14 @@ class Pace:
         return 0.0
 
 
-class Pacer(Pace):
-    """Limits one rank to the rates of `cluster`, scaled by `scale`. Thread-safe.
-
-    Raises `ConfigError` unless the scale is above 0.
-    """
-
-    is_limited = True
-
-    def __init__(
-        self,
-        cluster: Cluster,
-        scale: float,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        if not (math.isfinite(scale) and scale > 0):
-            raise ConfigError(f"pace {scale} must be a number above 0: 0.1 makes every link ten times slower")
-        self._cluster, self._scale, self._clock, self._sleep = cluster, scale, clock, sleep
-        self._lock = threading.Lock()
-        self._free_s = dict.fromkeys((tier.name for tier in cluster.tiers), -math.inf)  # when each link is idle
-
-    def least_s(self, tier_name: str, num_bytes: int, num_messages: int = 1) -> float:
-        if tier_name == "device":
-            raise ConfigError("a device has no link to pace: nothing is sent on it")
-        tier = self._cluster.tiers[self._cluster.index(tier_name)]
-        return num_messages * tier.latency_s / self._scale + num_bytes / (tier.bandwidth_bytes_per_s * self._scale)
-
-    def begin(self) -> float:
-        return self._clock()
-
-    def sent(self, tier_name: str, num_bytes: int, num_messages: int, begin_s: float) -> float:
-        needed_s = self.least_s(tier_name, num_bytes, num_messages)
-        with self._lock:
-            # Under the lock, so that concurrent lanes share the link one after the other.
-            end_s = max(begin_s, self._free_s[tier_name]) + needed_s
-            self._free_s[tier_name] = end_s
-        left_s = end_s - self._clock()
-        if left_s > 0:
-            self._sleep(left_s)
-        return max(left_s, 0.0)
-
-    @contextmanager
-    def __call__(self, tier_name: str, num_bytes: int, num_messages: int = 1) -> Iterator[None]:
-        begin_s = self.begin()
-        yield
-        self.sent(tier_name, num_bytes, num_messages, begin_s)
-
-
 UNPACED = Pace()
 
 
 def pace_of(cluster: Cluster, scale: float | None) -> Pace:
-    """The pace of a rank. Without a scale there is no limit."""
-    return UNPACED if scale is None else Pacer(cluster, scale)
+    """The pace of a rank. Without a scale there is no limit. Raises `ConfigError` if no product has a pacer."""
+    if scale is None:
+        return UNPACED
+    pacer = first(lambda product: product.pacer)
+    if pacer is None:
+        raise ConfigError(f"TERRACE_PACE={scale:g}, but no installed product paces messages (the lab does): unset it")
+    return cast(Pace, pacer(cluster, scale))

@@ -1,8 +1,8 @@
 """Joining a world: under torchrun, srun or mpirun, or as child processes of this one.
 
 One of the modules that may read or set environment variables; the others are `terrace/launch/device.py`,
-`terrace/launch/flight.py`, `terrace/launch/fork_server.py`, `terrace/rehearse/launch.py`, which makes the environments
-of a rehearsal's ranks, and `terrace/probe/environment.py`.
+`terrace/launch/flight.py`, `terrace/launch/fork_server.py` and `terrace/probe/environment.py`, and of the laboratory
+the module that makes the environments of a rehearsal's ranks.
 """
 
 import math
@@ -63,7 +63,7 @@ def is_restarted() -> bool:
 
 
 def pace() -> float | None:
-    """Factor by which `terrace rehearse run --paced` slows down every link; None outside a rehearsal.
+    """Factor by which a product slows down every link (`TERRACE_PACE`); None at full speed.
 
     Raises `ConfigError` unless the value is a number above 0.
     """

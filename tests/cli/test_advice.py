@@ -7,8 +7,8 @@ import pytest
 
 from terrace.base.errors import ClusterError, ModelError
 from terrace.cli import worker
+from terrace.lab.rehearse.tools import check_memory
 from terrace.model.experts.config import ExpertsConfig
-from terrace.rehearse.tools import check_memory
 from tests.support.command_line import CommandLine, leave_launcher
 from tests.support.tiny_runs import write_run
 

@@ -8,7 +8,7 @@ from terrace.base.errors import ClusterError
 from terrace.cli.overrides import parse_overrides, read_cluster
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import lay_over, load_cluster, parse_cluster
-from terrace.rehearse.wiring import wire
+from terrace.lab.rehearse.wiring import wire
 from tests.support.planning import Planning, here
 
 __all__ = ["here"]

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from terrace.base.errors import ConfigError, ModelError, TrainingError
-from terrace.cli import rl_explain, rl_run
 from terrace.rl.calls.inline import InlineRuntime
+from terrace.rl.commands import explain as rl_explain
+from terrace.rl.commands import run as rl_run
 from terrace.rl.making import started
 from terrace.rl.run import STREAM
 from terrace.rl.stream.saved import write_state

@@ -15,7 +15,7 @@ import pytest
 
 from terrace.checkpoint.layout import complete
 from terrace.checkpoint.writing import clear_leftovers
-from terrace.cli import rl_run
+from terrace.rl.commands import run as rl_run
 from terrace.rl.sort_task import SortTokenizer
 from terrace.rl.stream.saved import clear_states, state_file
 from tests.chaos.feedback import KINDS, MODEL

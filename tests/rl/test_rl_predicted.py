@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from terrace.base.errors import PlanError, TerraceError
-from terrace.cli.rl_explain import explain
 from terrace.planner.roles.placement import price
 from terrace.report.tables import quantity
+from terrace.rl.commands.explain import explain
 from terrace.rl.config import RlConfig
 from terrace.rl.keys import RewardKeys
 from terrace.rl.predicted import dataflow_of, found_placements, placement_of, predicted, stages_of

@@ -8,13 +8,13 @@ import pytest
 
 from terrace.base.errors import ConfigError, PlanError, TerraceError
 from terrace.base.schema import merge
-from terrace.cli import rl_run
 from terrace.generation.cache_shape import cache_shape
 from terrace.model.blocks import block_specs
 from terrace.model.config import parse_model
 from terrace.rl import making
 from terrace.rl.algorithms.algorithm import TRAITS, algorithm_of
 from terrace.rl.calls.ray_address import check_address
+from terrace.rl.commands import run as rl_run
 from terrace.rl.config import RlConfig
 from terrace.rl.effects import RULES
 from terrace.rl.keys import RunKeys

@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from terrace.rehearse.counters import read
+from terrace.lab.rehearse.counters import read
 
 PORT = 5000
 NUM_TRANSFERS = 5

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from terrace.cli import rl_run
 from terrace.rl.algorithms.algorithm import Algorithm
+from terrace.rl.commands import run as rl_run
 from terrace.rl.keys import RewardKeys, RunKeys
 from terrace.runtime.settings import OptimizerConfig
 from tests.support.rl_runs import write_own

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from terrace.cluster.cluster import Cluster
-from terrace.comm.pace import UNPACED, Pacer
+from terrace.comm.pace import pace_of
 from terrace.launch.start import LocalPool, World
 from terrace.plan.layout import Layout
 from terrace.plan.stage import Pass
@@ -218,7 +218,7 @@ def kept_to_send(world: World, cluster: Cluster, case: Case, rate: float | None)
         most = max(most, len(engine.runner._activations._leaving))
 
     before = sum(thread.name == "terrace-lane" for thread in threading.enumerate())
-    engine = engine_of(world, cluster, case, progress=note, pacer=Pacer(cluster, rate) if rate else UNPACED)
+    engine = engine_of(world, cluster, case, progress=note, pacer=pace_of(cluster, rate))
     engine.step(data_rows(engine, case, 0), 1e-3)
     engine.drain()
     num_threads = sum(thread.name == "terrace-lane" for thread in threading.enumerate()) - before

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from terrace.cli import rl_run
 from terrace.data.ends import ends_of, turn_end
 from terrace.data.tokenizer import FileTokenizer, load_tokenizer
 from terrace.data.tokenizer_files import agreeing
@@ -16,6 +15,7 @@ from terrace.model.config import parse_model
 from terrace.model.decoder import build_blocks
 from terrace.model.hf.pretrained import write_pretrained
 from terrace.model.init import initialise
+from terrace.rl.commands import run as rl_run
 from terrace.train import sample
 from terrace.train.export import token_facts
 from terrace.train.trained import load_trained

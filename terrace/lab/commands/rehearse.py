@@ -29,14 +29,14 @@ from terrace.cli.output import Terminated, sigterm_raises
 from terrace.cli.overrides import CLUSTER_EPILOG, read_cluster
 from terrace.cli.terminal import Terminal
 from terrace.cluster.cluster import Cluster
-from terrace.rehearse import Wiring, wire
-from terrace.rehearse.counters import Counts
-from terrace.rehearse.launch import run_paced, run_ranks
-from terrace.rehearse.measure import Figure, Way, experiments, figures
-from terrace.rehearse.names import existing, leftovers
-from terrace.rehearse.network import network, remove
-from terrace.rehearse.tools import capabilities, check_machine, check_rights
-from terrace.rehearse.wiring import SHORTEST_DELAY_S
+from terrace.lab.rehearse import Wiring, wire
+from terrace.lab.rehearse.counters import Counts
+from terrace.lab.rehearse.launch import run_paced, run_ranks
+from terrace.lab.rehearse.measure import Figure, Way, experiments, figures
+from terrace.lab.rehearse.names import existing, leftovers
+from terrace.lab.rehearse.network import network, remove
+from terrace.lab.rehearse.tools import capabilities, check_machine, check_rights
+from terrace.lab.rehearse.wiring import SHORTEST_DELAY_S
 from terrace.report.tables import new_table, quantity, seconds
 
 EXIT_FAILED = 1
@@ -142,7 +142,7 @@ def _check(options: argparse.Namespace, rest: Sequence[str]) -> int:
         tasks, results = Path(folder, "experiments.json"), Path(folder, "seconds.json")
         tasks.write_text(json.dumps([experiment.table() for experiment in experiments(net.wiring)]), encoding="utf-8")
         ended = run_ranks(
-            net, [sys.executable, *safe_flags(), "-m", "terrace.rehearse.probe", str(tasks), str(results)]
+            net, [sys.executable, *safe_flags(), "-m", "terrace.lab.rehearse.probe", str(tasks), str(results)]
         )
         if ended.rank is not None:
             _say(ended.words)

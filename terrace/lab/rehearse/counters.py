@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from terrace.rehearse.wiring import Wiring
+from terrace.lab.rehearse.wiring import Wiring
 
 _OWN = Path("/proc/self/net/dev")  # shows the namespace of the reading process
 _SENT_FIELD = 8  # of the numbers after `name:`; the first eight count received frames

@@ -7,7 +7,7 @@ import pytest
 
 from terrace.base.errors import ClusterError, ConfigError
 from terrace.cluster.cluster import Cluster, Tier
-from terrace.comm.pace import Pacer
+from terrace.lab.pace import Pacer
 from tests.support.toys import cluster_of
 
 

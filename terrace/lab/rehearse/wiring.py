@@ -13,7 +13,7 @@ an interface is exactly its rank's traffic on that tier.
      t<k>    t<k>    t<k>               t<k>    t<k>            t<k>    t<k>
 
 An island is one group of tier k; the groups in it are groups of tier k-1. The bridges of a tier form trees, so no frame
-can circle. This module touches no machine: see `terrace/rehearse/network.py`.
+can circle. This module touches no machine: see `terrace/lab/rehearse/network.py`.
 """
 
 import math

@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 import tomli_w
 
+import tests.support.rehearsal_rank as rehearsal_rank
 from terrace.base.errors import ClusterError
 from terrace.base.schema import dump
 from terrace.cluster.cluster import Cluster, Tier
-from terrace.rehearse import wire
-from terrace.rehearse.names import existing, owner_of
-from terrace.rehearse.network import network
-from terrace.rehearse.tools import capabilities, check_rights
-from tests.support import rehearsal_rank
+from terrace.lab.rehearse import wire
+from terrace.lab.rehearse.names import existing, owner_of
+from terrace.lab.rehearse.network import network
+from terrace.lab.rehearse.tools import capabilities, check_rights
 from tests.support.nightly import nightly
 from tests.support.tiny_runs import all_gone, environment, is_alive, terrace
 from tests.support.toys import cluster_of

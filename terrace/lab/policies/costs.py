@@ -18,9 +18,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from terrace.lab.policies.bound import makespan_bound_s
 from terrace.plan.context import tier_between
 from terrace.sequence.assign import Assignment, assign
-from terrace.sequence.bound import makespan_bound_s
 from terrace.sequence.cost import WorkCost, crossings, ring_tokens
 from terrace.sequence.local_tokens import moves
 from terrace.sequence.token_layout import num_rows

@@ -63,7 +63,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if not options.explain:
         check_alone("rl", "other machines take part with --ray ADDRESS (docs/rl.md)")
     # Torch is imported here: the parser works without it.
-    from terrace.cli import rl_explain, rl_run
+    from terrace.rl.commands.explain import explain, placed
+    from terrace.rl.commands.run import run as learn
     from terrace.rl.config_layers import resolve_table
     from terrace.rl.resolve import resolve
     from terrace.rl.rules import check_vocabulary
@@ -87,12 +88,12 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         has_timeouts=options.ray is not None,
     )
     if options.explain:
-        rl_explain.explain(config, search=options.place is not None)
+        explain(config, search=options.place is not None)
         return 0
     check_vocabulary(config.run, config.model)
     if options.place is not None:
-        config = rl_explain.placed(config)
-    rl_run.run(config, options.folder, resume, options.ray, going_on=going_on, verbose=options.verbose)
+        config = placed(config)
+    learn(config, options.folder, resume, options.ray, going_on=going_on, verbose=options.verbose)
     return 0
 
 

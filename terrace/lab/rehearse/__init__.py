@@ -1,5 +1,5 @@
 """A described cluster emulated with network namespaces on one Linux machine, and programs run in it."""
 
-from terrace.rehearse.wiring import Wiring, wire
+from terrace.lab.rehearse.wiring import Wiring, wire
 
 __all__ = ["Wiring", "wire"]

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.cli.main import main
-from terrace.report.lengths import bins_of, lengths_svg
-from terrace.sequence.policies import POLICIES
+from terrace.lab.policies.costs import POLICIES
+from terrace.lab.policies.tables import bins_of, lengths_svg
 from tests.support.tiny_runs import one_line
 
 TEXTS = ["a" * number for number in (3, 4, 9, 100, 100)]

@@ -32,7 +32,6 @@ from terrace.cli.prepare import (
     say_complete,
     tidy,
 )
-from terrace.cli.rl_record import METRICS, recording, write_prediction
 from terrace.comm.collectives import DTYPES
 from terrace.data.chat_prompt import chat_prompts
 from terrace.data.ends import ends_of
@@ -56,6 +55,7 @@ from terrace.rl.algorithms.metrics import Metrics
 from terrace.rl.calls.inline import InlineRuntime
 from terrace.rl.calls.local import LocalRuntime
 from terrace.rl.calls.runtime import Runtime
+from terrace.rl.commands.record import METRICS, recording, write_prediction
 from terrace.rl.config import RlConfig, to_toml_table
 from terrace.rl.identity import contents_of
 from terrace.rl.making import check_roles, started

@@ -19,12 +19,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, NoReturn
 
+from terrace.lab.rehearse import guard
+from terrace.lab.rehearse.calm import undisturbed
+from terrace.lab.rehearse.network import Network
+from terrace.lab.rehearse.script import HOME
+from terrace.lab.rehearse.wiring import Wiring
 from terrace.launch.signals import signal_name
-from terrace.rehearse import guard
-from terrace.rehearse.calm import undisturbed
-from terrace.rehearse.network import Network
-from terrace.rehearse.script import HOME
-from terrace.rehearse.wiring import Wiring
 
 _PORT = "29500"  # torchrun's; certainly free, since the namespace is ours
 _GRACE_S = 5.0  # for other ranks to exit by themselves after one failed: they may print more about the reason

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import ParamSpec
 
-from terrace.rehearse.wiring import FASTEST_BYTES_PER_S, TierNet, Wiring
+from terrace.lab.rehearse.wiring import FASTEST_BYTES_PER_S, TierNet, Wiring
 
 P = ParamSpec("P")
 HOME = "terrace0"  # holds a rank's address; a bridge without ports, since some kernels lack dummy devices

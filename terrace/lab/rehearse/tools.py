@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from terrace.base.errors import ClusterError
-from terrace.rehearse.wiring import Wiring
+from terrace.lab.rehearse.wiring import Wiring
 
 _NET_ADMIN, _SYS_ADMIN = 12, 21  # bits of CapEff in /proc/self/status: change networks; make namespaces
 _RANK_BYTES = 300 * 10**6  # a Python process with torch and a small model

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from terrace.base.errors import ClusterError
-from terrace.rehearse import script
-from terrace.rehearse.calm import undisturbed
-from terrace.rehearse.counters import Counts
-from terrace.rehearse.names import Owner, existing, of_owner, this_process
-from terrace.rehearse.tools import call, find
-from terrace.rehearse.wiring import Wiring
+from terrace.lab.rehearse import script
+from terrace.lab.rehearse.calm import undisturbed
+from terrace.lab.rehearse.counters import Counts
+from terrace.lab.rehearse.names import Owner, existing, of_owner, this_process
+from terrace.lab.rehearse.tools import call, find
+from terrace.lab.rehearse.wiring import Wiring
 
 
 @dataclass(frozen=True)

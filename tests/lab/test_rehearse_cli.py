@@ -8,9 +8,9 @@ import pytest
 
 from terrace.base.errors import ClusterError
 from terrace.cli.main import main
-from terrace.cli.rehearse import split_command
-from terrace.rehearse import tools
-from terrace.rehearse.names import existing
+from terrace.lab.commands.rehearse import split_command
+from terrace.lab.rehearse import tools
+from terrace.lab.rehearse.names import existing
 from tests.support.tiny_runs import one_line, terrace
 
 RUN = ("rehearse", "run", "--cluster", "lab")
@@ -103,7 +103,7 @@ def test_the_command_begins_after_the_first_two_dashes() -> None:
 
 def test_the_paced_mode_becomes_the_command_and_says_the_pace() -> None:
     program = "import os, sys; print(os.environ['TERRACE_PACE'], os.getpid()); sys.exit(3)"
-    words = f"from terrace.rehearse.launch import run_paced; run_paced({[sys.executable, '-c', program]!r}, 0.25)"
+    words = f"from terrace.lab.rehearse.launch import run_paced; run_paced({[sys.executable, '-c', program]!r}, 0.25)"
     with subprocess.Popen([sys.executable, "-c", words], stdout=subprocess.PIPE, text=True) as process:
         said, _ = process.communicate(timeout=150)
     assert process.returncode == 3

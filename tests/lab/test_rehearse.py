@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from terrace.base.errors import ClusterError, ConfigError
 from terrace.cluster.cluster import Cluster, Tier
 from terrace.cluster.presets import load_cluster
-from terrace.rehearse import Wiring, script, wire
-from terrace.rehearse.counters import Counts, read
-from terrace.rehearse.guard import groups_left
-from terrace.rehearse.launch import rank_environment
-from terrace.rehearse.measure import Experiment, Way, experiments, figures
-from terrace.rehearse.names import Owner, leftovers, of_owner, owner_of, start_of, this_process
-from terrace.rehearse.tools import available_bytes, check_memory, check_rights
+from terrace.lab.rehearse import Wiring, script, wire
+from terrace.lab.rehearse.counters import Counts, read
+from terrace.lab.rehearse.guard import groups_left
+from terrace.lab.rehearse.launch import rank_environment
+from terrace.lab.rehearse.measure import Experiment, Way, experiments, figures
+from terrace.lab.rehearse.names import Owner, leftovers, of_owner, owner_of, start_of, this_process
+from terrace.lab.rehearse.tools import available_bytes, check_memory, check_rights
 from tests.support.toys import cluster_of
 
 LAB = wire(load_cluster("lab"), 1.0)

@@ -1,6 +1,6 @@
 """The program of `terrace rehearse check`, run as every rank: times experiments with torch and gloo.
 
-    python -m terrace.rehearse.probe EXPERIMENTS.json RESULT.json
+    python -m terrace.lab.rehearse.probe EXPERIMENTS.json RESULT.json
 
 The first file holds tables of `Experiment`; rank 0 writes the seconds of each to the second, from the first rank's
 start to the last rank's end. The only module of this package that imports torch.

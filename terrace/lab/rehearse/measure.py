@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from terrace.rehearse.wiring import TierNet, Wiring
+from terrace.lab.rehearse.wiring import TierNet, Wiring
 
 _AIM_S = 0.5  # per transfer: long enough that the burst of a limited link does not matter
 _SMALLEST_BYTES, _LARGEST_BYTES = 64 * 1024, 32 * 1024 * 1024

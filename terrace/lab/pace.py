@@ -1,0 +1,69 @@
+"""Paced mode: sleeps that limit communication to a cluster's rates, where no network can be emulated.
+
+Each tier is one link of this rank, on which a collective takes at least
+
+    num_messages * latency_s / scale + num_bytes / (bandwidth_bytes_per_s * scale)
+
+from its start, or from the end of earlier messages of other threads on this link. Traffic is not shaped: a link that
+is slower than this stays slower, and a `shared` tier is modelled only by its bandwidth, which is a rank's share.
+Sleeps end about 0.1 ms late. No torch here: the caller reports the bytes sent.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from terrace.base.errors import ConfigError
+from terrace.cluster.cluster import Cluster
+from terrace.comm.pace import Pace
+
+
+class Pacer(Pace):
+    """Limits one rank to the rates of `cluster`, scaled by `scale`. Thread-safe.
+
+    Raises `ConfigError` unless the scale is above 0.
+    """
+
+    is_limited = True
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        scale: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        if not (math.isfinite(scale) and scale > 0):
+            raise ConfigError(f"pace {scale} must be a number above 0: 0.1 makes every link ten times slower")
+        self._cluster, self._scale, self._clock, self._sleep = cluster, scale, clock, sleep
+        self._lock = threading.Lock()
+        self._free_s = dict.fromkeys((tier.name for tier in cluster.tiers), -math.inf)  # when each link is idle
+
+    def least_s(self, tier_name: str, num_bytes: int, num_messages: int = 1) -> float:
+        if tier_name == "device":
+            raise ConfigError("a device has no link to pace: nothing is sent on it")
+        tier = self._cluster.tiers[self._cluster.index(tier_name)]
+        return num_messages * tier.latency_s / self._scale + num_bytes / (tier.bandwidth_bytes_per_s * self._scale)
+
+    def begin(self) -> float:
+        return self._clock()
+
+    def sent(self, tier_name: str, num_bytes: int, num_messages: int, begin_s: float) -> float:
+        needed_s = self.least_s(tier_name, num_bytes, num_messages)
+        with self._lock:
+            # Under the lock, so that concurrent lanes share the link one after the other.
+            end_s = max(begin_s, self._free_s[tier_name]) + needed_s
+            self._free_s[tier_name] = end_s
+        left_s = end_s - self._clock()
+        if left_s > 0:
+            self._sleep(left_s)
+        return max(left_s, 0.0)
+
+    @contextmanager
+    def __call__(self, tier_name: str, num_bytes: int, num_messages: int = 1) -> Iterator[None]:
+        begin_s = self.begin()
+        yield
+        self.sent(tier_name, num_bytes, num_messages, begin_s)
