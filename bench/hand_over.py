@@ -3,7 +3,7 @@
 A model of 7B parameters (Llama 2's, 2307.09288) in bf16 goes from training layouts on 32 devices to replicas of tensor
 ranks. The ways:
 
-- dealt: slices go to the ranks that hold the most of them (terrace.plan.dealing), moves as planned;
+- dealt: slices go to the ranks that hold the most of them (terrace.rl.hand_over.dealing), moves as planned;
 - neighbours: consecutive ranks are a replica, moves as planned (of HybridFlow's grouping the plain counterpart);
 - whole: every rank gathers all parameters and then keeps its slice, as engines do that hand over whole tensors.
 
@@ -21,9 +21,9 @@ from terrace.model.blocks import block_specs
 from terrace.model.config import parse_model
 from terrace.model.spec import BlockSpec
 from terrace.plan.plan import Plan
-from terrace.plan.transition import Transition
 from terrace.program.lowering import build_stages
-from terrace.simulate.hand_over import HandOverCost, predict_hand_over
+from terrace.rl.hand_over.seconds import HandOverCost, predict_hand_over
+from terrace.rl.hand_over.transition import Transition
 
 LLAMA_7B = {
     "model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,

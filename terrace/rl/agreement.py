@@ -1,9 +1,9 @@
 """Whether rollout and training find the same log-probabilities.
 
 Generation uses the same rounded parameters as training's forwards: the hand-over sends them as the gathers and
-refreshes of training round them (terrace.runtime.forward_values). So only the order of arithmetic differs. In fp32 that
-is rounding error; a narrower compute dtype, products in 8 bits and coded activations add more, and a router may pick
-other experts for a token. Where gather_backward has another wire format than gather, the micro-batches of a step
+refreshes of training round them (terrace.rl.hand_over.forward_values). So only the order of arithmetic differs. In fp32
+that is rounding error; a narrower compute dtype, products in 8 bits and coded activations add more, and a router may
+pick other experts for a token. Where gather_backward has another wire format than gather, the micro-batches of a step
 compute with either.
 """
 

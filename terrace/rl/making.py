@@ -17,12 +17,12 @@ from terrace.model.spec import freeze
 from terrace.plan.context import is_context_parallel
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
-from terrace.plan.transition import Apart
 from terrace.program.lowering import build_stages
 from terrace.rl.calls.layout import RoleLayout
 from terrace.rl.calls.runtime import Group, Pool, Runtime
 from terrace.rl.config import RlConfig
 from terrace.rl.controllers.setup import Roles
+from terrace.rl.hand_over.transition import Apart
 from terrace.rl.placing import ACTOR, COST, COST_CRITIC, CRITIC, LEARNING, REFERENCE, ROLLOUT, reward_name
 from terrace.rl.rules import naming
 from terrace.rl.run import START, Run, RunInputs

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from terrace.base.errors import ConfigError, did_you_mean
 from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
-from terrace.cluster.pools import pool_cluster, side_by_side
+from terrace.rl.placement.pools import pool_cluster, side_by_side
 
 ACTOR, ROLLOUT, REFERENCE, CRITIC, COST_CRITIC, COST = "actor", "rollout", "reference", "critic", "cost_critic", "cost"
 LEARNING = (ACTOR, CRITIC, COST_CRITIC)  # roles with checkpoints, each in a folder of its name

@@ -1,4 +1,4 @@
-"""Converts a run to a dataflow of roles and predicts its iteration (terrace.planner.roles).
+"""Converts a run to a dataflow of roles and predicts its iteration (terrace.rl.placement).
 
 Every prompt and response is taken to have the maximum length, so that memory is that of the worst step. Not counted are
 reward functions, the greedy responses of ReMax, and additional sampling rounds of DAPO.
@@ -10,11 +10,11 @@ from dataclasses import replace
 from terrace.base.errors import ConfigError, PlanError
 from terrace.model.config import load_model
 from terrace.model.facts import with_scalar_head
-from terrace.planner.roles.dataflow import GENERATE, PREPARE, RESHARD, TRAIN, Dataflow, Role
-from terrace.planner.roles.placement import IterationReport, PlacedRole, Pool, RolePlacement, price
-from terrace.planner.roles.search import FoundPlacements, find
 from terrace.rl.agreement import rollout_is_exact
 from terrace.rl.config import RlConfig
+from terrace.rl.placement.dataflow import GENERATE, PREPARE, RESHARD, TRAIN, Dataflow, Role
+from terrace.rl.placement.placement import IterationReport, PlacedRole, Pool, RolePlacement, price
+from terrace.rl.placement.search import FoundPlacements, find
 from terrace.rl.placing import ACTOR, COST, COST_CRITIC, CRITIC, REFERENCE, ROLLOUT, PoolKeys, reward_name
 from terrace.rl.totals import Totals
 

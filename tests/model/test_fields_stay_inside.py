@@ -30,7 +30,7 @@ SHARED = {
     "windows": "windows of a text that is evaluated",
 }
 # Files that make the configuration of a part of a model, whose modules are those of terrace.model.
-ALLOWED = {"generation/sliced.py"}
+ALLOWED = {"rl/workers/sliced.py"}
 # Names by which variables and fields of type ModelConfig go.
 CONFIGURATIONS = {"model", "config"}
 

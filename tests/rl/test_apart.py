@@ -11,13 +11,13 @@ import pytest
 
 from terrace.base.errors import ConfigError, HangError, PlanError
 from terrace.base.schema import merge
-from terrace.plan.transition import Apart
-from terrace.program.hand_over import hand_over_programs
 from terrace.rl.calls.inline import InlineRuntime
 from terrace.rl.calls.local import LocalRuntime
 from terrace.rl.calls.spans import Span, idle_share, seconds_by_phase
 from terrace.rl.commands import explain as rl_explain
 from terrace.rl.config import RlConfig, to_toml_table
+from terrace.rl.hand_over.program import hand_over_programs
+from terrace.rl.hand_over.transition import Apart
 from terrace.rl.making import apart_of, check_roles, engine_settings, started
 from terrace.rl.placing import ACTOR, PoolKeys
 from terrace.rl.predicted import found_placements, placed_run, placement_of, predicted

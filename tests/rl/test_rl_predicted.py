@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from terrace.base.errors import PlanError, TerraceError
-from terrace.planner.roles.placement import price
 from terrace.report.tables import quantity
 from terrace.rl.commands.explain import explain
 from terrace.rl.config import RlConfig
 from terrace.rl.keys import RewardKeys
+from terrace.rl.placement.placement import price
 from terrace.rl.predicted import dataflow_of, found_placements, placement_of, predicted, stages_of
 from terrace.rl.resolve import resolve
 from tests.support.command_line import CommandLine

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from terrace.cluster.pools import pool_cluster
 from terrace.cluster.presets import load_cluster
 from terrace.rl.call_lines import CallLines
 from terrace.rl.calls.spans import Span
+from terrace.rl.placement.pools import pool_cluster
 from terrace.rl.placing import Place
 from terrace.rl.samples import Samples, shortened
 from terrace.rl.sort_task import SortTokenizer

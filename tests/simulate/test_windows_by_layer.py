@@ -12,7 +12,7 @@ from terrace.model.config import ModelConfig, parse_model
 from terrace.model.kinds import LayerKind, Scales
 from terrace.plan.kinds import Kinds
 from terrace.plan.presets import preset
-from terrace.planner.roles.generation import Replica
+from terrace.rl.placement.generation import Replica
 from terrace.simulate.activations import activations_of
 from terrace.simulate.footprint import footprint, work_of
 from terrace.simulate.layers import seconds_of

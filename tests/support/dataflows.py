@@ -4,8 +4,8 @@ from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
 from terrace.model.config import ModelConfig, parse_model
 from terrace.plan.plan import Plan
-from terrace.planner.roles.dataflow import Dataflow, ppo
-from terrace.planner.roles.placement import PlacedRole, Pool, RolePlacement
+from terrace.rl.placement.dataflow import Dataflow, ppo
+from terrace.rl.placement.placement import PlacedRole, Pool, RolePlacement
 
 
 def llama(

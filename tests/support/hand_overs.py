@@ -9,11 +9,11 @@ from terrace.cluster.cluster import Cluster
 from terrace.model.params import ParamSpec
 from terrace.model.spec import BlockSpec
 from terrace.plan.flats import block_flats
-from terrace.plan.hand_over import Move, Parts
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.slices import slice_blocks
-from terrace.plan.transition import Transition
+from terrace.rl.hand_over.moves import Move, Parts
+from terrace.rl.hand_over.transition import Transition
 
 Elements = set[tuple[str, tuple[int, ...]]]  # parameter, index
 

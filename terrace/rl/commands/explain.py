@@ -4,11 +4,18 @@ fastest placement. Starts nothing.
 
 from terrace.base.errors import ConfigError
 from terrace.cli.terminal import Terminal
-from terrace.planner.roles.placement import price
-from terrace.planner.roles.search import FoundPlacements
-from terrace.report.roles import against_words, flow_words, groups_words, iteration_words, pools_table, roles_table
+from terrace.rl.commands.placement_words import (
+    against_words,
+    flow_words,
+    groups_words,
+    iteration_words,
+    pools_table,
+    roles_table,
+)
 from terrace.rl.config import RlConfig, to_toml_table
 from terrace.rl.making import check_roles
+from terrace.rl.placement.placement import price
+from terrace.rl.placement.search import FoundPlacements
 from terrace.rl.predicted import dataflow_of, found_placements, placed_run, placement_of
 from terrace.rl.resolve import parse
 

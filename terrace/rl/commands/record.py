@@ -19,7 +19,7 @@ from terrace.train.recorder import PREDICTION
 from terrace.train.trackers import open_trackers
 
 if TYPE_CHECKING:
-    from terrace.planner.roles.placement import IterationReport
+    from terrace.rl.placement.placement import IterationReport
 
 METRICS, CALLS, SAMPLES = "metrics.jsonl", "calls.jsonl", "samples.jsonl"
 

@@ -46,19 +46,19 @@ from terrace.model.blocks import block_specs
 from terrace.model.facts import vocabulary_size
 from terrace.model.hf.folder import TOKENIZER
 from terrace.model.hf.pretrained import Pretrained
-from terrace.planner.roles.placement import IterationReport
 from terrace.program.verdict import why_no_verdict
-from terrace.report.roles import measured_words
 from terrace.report.tables import quantity
 from terrace.rl.agreement import Agreement
 from terrace.rl.algorithms.metrics import Metrics
 from terrace.rl.calls.inline import InlineRuntime
 from terrace.rl.calls.local import LocalRuntime
 from terrace.rl.calls.runtime import Runtime
+from terrace.rl.commands.placement_words import measured_words
 from terrace.rl.commands.record import METRICS, recording, write_prediction
 from terrace.rl.config import RlConfig, to_toml_table
 from terrace.rl.identity import contents_of
 from terrace.rl.making import check_roles, started
+from terrace.rl.placement.placement import IterationReport
 from terrace.rl.placing import ACTOR, LEARNING, ROLLOUT
 from terrace.rl.predicted import PHASES, predicted, stages_of
 from terrace.rl.rates import rate_lines

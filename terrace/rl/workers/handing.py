@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from terrace.comm.ledger import Ledger
 from terrace.model.blocks import block_specs
-from terrace.plan.transition import Apart, Transition
 from terrace.plan.wire import MessageClass
 from terrace.program.lowering import build_stages
+from terrace.rl.hand_over.transition import Apart, Transition
 from terrace.rl.workers.settings import EngineSettings
 
 MEET_S = 120.0  # for the ranks of two pools to meet

@@ -15,10 +15,8 @@ from torch import nn
 
 from terrace.base.errors import TrainingError
 from terrace.checkpoint.reading import Checkpoint, resume
-from terrace.generation.sliced import sliced_blocks
 from terrace.launch.rendezvous import open_store
 from terrace.launch.world import World
-from terrace.plan.transition import Apart
 from terrace.rl.algorithms.aggregation import Aggregation
 from terrace.rl.algorithms.algorithm import Algorithm
 from terrace.rl.algorithms.batches import objective_of
@@ -26,6 +24,9 @@ from terrace.rl.algorithms.metrics import rollout_numbers
 from terrace.rl.algorithms.policy_loss import Sums, aggregation_of, policy_loss
 from terrace.rl.calls.call import call
 from terrace.rl.calls.layout import RoleLayout
+from terrace.rl.hand_over.apart import HandOverApart
+from terrace.rl.hand_over.reshard import HandOver
+from terrace.rl.hand_over.transition import Apart
 from terrace.rl.values.rows import Rows
 from terrace.rl.workers.drawing import READS, drawn
 from terrace.rl.workers.engine_rows import (
@@ -41,8 +42,7 @@ from terrace.rl.workers.engine_rows import (
 )
 from terrace.rl.workers.handing import MEET_S, bytes_of_all, reshard_bytes, transition_of
 from terrace.rl.workers.settings import EngineSettings
-from terrace.runtime.reshard import HandOver
-from terrace.runtime.reshard_apart import HandOverApart
+from terrace.rl.workers.sliced import sliced_blocks
 
 
 class Actor:

@@ -14,19 +14,19 @@ from torch import nn
 
 from terrace.base.errors import TrainingError
 from terrace.comm.process_group import OrderedGroup
-from terrace.generation.sliced import sliced_blocks
 from terrace.launch.rendezvous import open_store
 from terrace.launch.world import World
 from terrace.plan.presets import preset
-from terrace.plan.transition import Apart
 from terrace.rl.calls.call import call
 from terrace.rl.calls.layout import RoleLayout
+from terrace.rl.hand_over.apart import HandOverApart, local_replica
+from terrace.rl.hand_over.transition import Apart
 from terrace.rl.values.rows import Rows
 from terrace.rl.workers.drawing import READS, drawn
 from terrace.rl.workers.engine_rows import device_of
 from terrace.rl.workers.handing import MEET_S, bytes_of_all, reshard_bytes, transition_of
 from terrace.rl.workers.settings import EngineSettings
-from terrace.runtime.reshard_apart import HandOverApart, local_replica
+from terrace.rl.workers.sliced import sliced_blocks
 
 
 class Rollout:

@@ -1,0 +1,1 @@
+"""Hands weights over from training to generation: which boxes move between which ranks, verified, priced and run."""
