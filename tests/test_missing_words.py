@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from terrace.cli.keys import SECTIONS
-from terrace.cli.main import HELP, _parser
+from terrace.cli.keys import sections
+from terrace.cli.main import _parser, all_help
 from terrace.cluster.cluster import Cluster, Device, Kernels, Tier
-from terrace.rl.algorithms.algorithm import Algorithm
-from terrace.rl.keys import RewardKeys, RunKeys
 
 ROOT = Path(__file__).parents[1]
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -57,11 +55,12 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def _known() -> set[str]:
-    tables = {**SECTIONS, "device": Device, "kernels": Kernels, "tier": Tier, "cluster": Cluster}
-    tables |= {"run": RunKeys, "reward": RewardKeys, "algorithm": Algorithm}
+    tables = {**sections(), "device": Device, "kernels": Kernels, "tier": Tier, "cluster": Cluster}
     found = {f"{section}.{field.name}" for section, table in tables.items() for field in dataclasses.fields(table)}
-    found |= {*SECTIONS, *(f"terrace {command}" for command in HELP)}
-    return found | {option for command in HELP for option in _options(_parser([command])) if option.startswith("--")}
+    found |= {*sections(), *(f"terrace {command}" for command in all_help())}
+    return found | {
+        option for command in all_help() for option in _options(_parser([command])) if option.startswith("--")
+    }
 
 
 def stale(text: str, known: set[str]) -> list[str]:

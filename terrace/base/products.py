@@ -11,10 +11,11 @@ Without a product its commands are unknown. A product that cannot be loaded is l
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from terrace.base.errors import ProductError
@@ -40,11 +41,38 @@ class Command(NamedTuple):
     takes_program: bool = False  # words after `--` are of another program: `options.command_words`
 
 
+class RunKind(NamedTuple):
+    """The runs of a product's command. Each has a folder with a `config.toml`, as those of `terrace train`.
+
+    `folder` is a function of a run's folder and its table of settings: the `terrace.train.runs.RunFolder` by which
+    commands such as `terrace generate` use its model.
+    """
+
+    command: str  # that starts and resumes them
+    sections: tuple[str, ...]  # of config.toml that a run of `terrace train` has not; each run has the first
+    folder: str
+
+
+class Keys(NamedTuple):
+    """The keys of a product's runs, for `terrace keys` and for completion; descriptions are comments of the fields."""
+
+    command: str  # that takes them as --SECTION.KEY
+    sections: Mapping[str, type[Any]]  # name -> dataclass of its keys
+    shared: tuple[str, ...] = ()  # sections of `terrace train` that its runs have as well
+    lists: tuple[str, ...] = ()  # sections that are lists of tables in a file
+    tables: Mapping[str, str] = MappingProxyType({})  # sections of tables by any name -> section with their keys
+    words: Mapping[str, str] = MappingProxyType({})  # section -> words beside its name
+    # Section, key and usual default -> other defaults in words.
+    defaults: Callable[[str, str, Any], list[str]] = lambda section, key, default: []
+
+
 class Product(NamedTuple):
-    """What a product adds."""
+    """What a product adds. Texts that are no names are references."""
 
     name: str
     commands: tuple[Command, ...] = ()
+    runs: tuple[RunKind, ...] = ()
+    keys: str = ""  # its `Keys`
     pacer: str = ""  # a function of a cluster and a scale: the `terrace.comm.pace.Pace` of a rank under TERRACE_PACE
 
 
@@ -54,7 +82,7 @@ def products() -> tuple[Product, ...]:
     found: dict[str, Product] = {}
     for name, reference in sorted(declared()):
         try:
-            product = load(reference)
+            product = load_reference(reference)
             if not isinstance(product, Product):
                 raise ProductError(f"{reference} is no Product (terrace.base.products)")
             found[name] = product
@@ -68,7 +96,7 @@ def left_out(words: str) -> None:
     warnings.warn(words, ProductWarning, stacklevel=2)
 
 
-def load(reference: str) -> Any:
+def load_reference(reference: str) -> Any:
     """The value of `MODULE:NAME`. Raises `ProductError`, except for a missing package that an extra installs."""
     module, colon, name = reference.partition(":")
     if not colon:
@@ -116,9 +144,25 @@ def add_parser(command: Command, parsers: Any) -> None:
         left_out(f"command {command.name!r} is left out: {error}")
 
 
+def run_kinds() -> list[RunKind]:
+    """The kinds of runs of all products."""
+    return [kind for product in products() for kind in product.runs]
+
+
+def product_keys() -> list[Keys]:
+    """The keys of all products; those that cannot be loaded are left out, with a warning."""
+    found = list[Keys]()
+    for product in products():
+        try:
+            found += [load_reference(product.keys)] if product.keys else []
+        except ProductError as error:
+            left_out(f"keys of product {product.name!r} are left out: {error}")
+    return found
+
+
 def first(choose: Callable[[Product], str]) -> Any:
     """The value of the first reference that `choose` finds in a product; None without one."""
-    return next((load(reference) for product in products() if (reference := choose(product))), None)
+    return next((load_reference(reference) for product in products() if (reference := choose(product))), None)
 
 
 def declared() -> Iterator[tuple[str, str]]:

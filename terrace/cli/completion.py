@@ -13,7 +13,6 @@ from typing import Any
 from terrace.base.errors import ConfigError
 
 SHELLS = ("bash", "zsh", "fish")
-_TAKE_KEYS = ("train", "simulate", "explain", "doctor", "rl")  # commands with --SECTION.KEY VALUE
 
 
 @dataclass(frozen=True)
@@ -47,13 +46,13 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 def all_words() -> dict[tuple[str, ...], Words]:
     """The words of the whole command line; each key is the sequence of words typed before them."""
     # Imported here: the module imports this one.
-    from terrace.cli.keys import SECTIONS, dotted
-    from terrace.cli.main import HELP, whole_parser
+    from terrace.cli.keys import dotted, sections, takers
+    from terrace.cli.main import all_help, whole_parser
 
     found = dict(words_of(whole_parser(), ()))
-    found[()] = replace(found[()], actions=HELP)
-    found["keys",] = replace(found["keys",], actions=dict.fromkeys(SECTIONS, "") | dotted())
-    for command in _TAKE_KEYS:
+    found[()] = replace(found[()], actions=all_help())
+    found["keys",] = replace(found["keys",], actions=dict.fromkeys(sections(), "") | dotted())
+    for command in (*takers(), "explain"):
         keys = {f"--{name}": _line(line) for name, line in dotted(command).items()}
         found[command,] = replace(found[command,], options={**found[command,].options, **keys})
     return found

@@ -2,7 +2,7 @@
 command.
 
 Descriptions are the comments beside the dataclass fields, so each is written once. Defaults are those of a run: of
-`terrace train` from its default file, of `terrace rl` from its dataclasses.
+`terrace train` from its default file, of products (`terrace.base.products.Keys`) from their dataclasses.
 """
 
 import argparse
@@ -22,21 +22,17 @@ from functools import cache
 from typing import Any
 
 from terrace.base.errors import ConfigError, did_you_mean
+from terrace.base.products import Keys, product_keys
 from terrace.data.config import DataConfig
 from terrace.data.sources import SourceConfig
 from terrace.model.balance import BalanceConfig
 from terrace.model.lora.config import LoraConfig
 from terrace.plan.outer import Outer
 from terrace.plan.plan import Plan
-from terrace.rl.algorithms.algorithm import TRAITS, Algorithm
-from terrace.rl.config_layers import task_table
-from terrace.rl.keys import TASKS, RewardKeys, RunKeys
-from terrace.rl.placing import PoolKeys
 from terrace.runtime.settings import OptimizerConfig
 from terrace.train.config import RunConfig
-from terrace.train.effects import value_at
 from terrace.train.keys import TrainConfig
-from terrace.train.rates import usual_rate
+from terrace.train.rates import ADAMW, usual_rate
 from terrace.train.resolve import resolve
 
 _OF_TRAIN: Mapping[str, type[Any]] = {
@@ -49,40 +45,41 @@ _OF_TRAIN: Mapping[str, type[Any]] = {
     "lora": LoraConfig,
     "balance": BalanceConfig,
 }
-_OF_RL: Mapping[str, type[Any]] = {
-    "run": RunKeys,
-    "algorithm": Algorithm,
-    "reward": RewardKeys,
-    "cost": RewardKeys,
-    "pool": PoolKeys,
-}
-SECTIONS: Mapping[str, type[Any]] = {**_OF_TRAIN, **_OF_RL}
-# Sections with the keys of another, and those that are lists of tables in a file.
-_ALSO_OF_RL = ("optimizer", "plan")
-_PLANS = "plans"
-_LISTS = ("data.mixture", "reward", "pool")
-_SAID = {
-    "run": "of terrace rl",
-    "algorithm": "of terrace rl",
-    "reward": "of terrace rl; [[reward]] again for another",
-    "cost": "of terrace rl, for safe-rlhf",
-    "pool": "of terrace rl; [[pool]] for each",
-    _PLANS: "of terrace rl: plans.ROLE has the keys of [plan], or is the name of a plan; ROLE is actor, reference, "
-    "critic, cost_critic, cost or reward_0",
-}
+_LISTS = ("data.mixture",)  # sections that are lists of tables in a file
 _NAMES = {int: "integer", float: "number", str: "string", bool: "true or false"}
 _ELSEWHERE = {"cluster": "docs/clusters.md", "model": "docs/hugging-face.md"}
-# Key -> objectives whose usual rate it is by default (terrace.train.rates), in words.
-_RATES: Mapping[str, Mapping[str, str]] = {
-    "optimizer.lr": {
-        "next-token": "on loaded weights",
-        "reward": "of reward",
-        "dpo": "of dpo",
-        "feedback": "in terrace rl",
-    },
-    "run.critic_lr": {"critic": "on loaded weights"},
-    "run.start_lr": {"next-token": "on loaded weights"},
-}
+# Objectives whose usual rate (terrace.train.rates) is the default of optimizer.lr, in words.
+_RATES = {"next-token": "on loaded weights", "reward": "of reward", "dpo": "of dpo"}
+
+
+@cache
+def _others() -> tuple[Keys, ...]:
+    return tuple(product_keys())
+
+
+@cache
+def sections() -> Mapping[str, type[Any]]:
+    """The dataclass of each section, those of products last."""
+    found = dict(_OF_TRAIN)
+    for product in _others():
+        for name, kind in product.sections.items():
+            found.setdefault(name, kind)
+    return found
+
+
+def _tables() -> dict[str, str]:
+    # Sections of tables by any name, with the section whose keys each has.
+    return {name: section for product in _others() for name, section in product.tables.items()}
+
+
+def takers() -> list[str]:
+    """The commands that take --SECTION.KEY VALUE."""
+    return ["train", "simulate", "doctor", *(product.command for product in _others())]
+
+
+def names() -> list[str]:
+    """The names of all sections."""
+    return [*sections(), *_tables()]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,18 +98,18 @@ class Key:
 
 
 def add_parser(commands: Any) -> None:
+    *others, last = takers()
     parser = commands.add_parser(
         "keys",
         description="List the keys of runs with type, default and one line, as --SECTION.KEY VALUE takes them: of "
-        "terrace train, simulate and rl.",
+        f"terrace {', '.join(others)} and {last}.",
         epilog=f"Keys of clusters are in {_ELSEWHERE['cluster']}, of models in {_ELSEWHERE['model']}.",
     )
     parser.add_argument(
         "asked",
         nargs="?",
         metavar="SECTION|KEY|WORD",
-        help=f"a section ({', '.join((*SECTIONS, _PLANS))}), a key such as optimizer.lr, or a part of a key's name "
-        "(default: all)",
+        help=f"a section ({', '.join(names())}), a key such as optimizer.lr, or a part of a key's name (default: all)",
     )
     parser.set_defaults(run=run)
 
@@ -128,17 +125,21 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     head = "" if asked is None else asked.partition(".")[0]
     if head in _ELSEWHERE:
         raise ConfigError(f"keys of the section {head!r} are not listed here: see {_ELSEWHERE[head]}")
-    if asked is None or asked in SECTIONS or asked == _PLANS:
-        print("\n\n".join(_block(name) for name in (*SECTIONS, _PLANS) if _is_in(name, asked)))
+    if asked is None or asked in names():
+        print("\n\n".join(_block(name) for name in names() if _is_in(name, asked)))
         return 0
     found = _found(asked)
     if not found:
-        known = (*SECTIONS, _PLANS, *dotted(), *(name.rpartition(".")[2] for name in dotted()))
+        known = (*names(), *dotted(), *(name.rpartition(".")[2] for name in dotted()))
         near = get_close_matches(asked, known, n=1)
         hint = did_you_mean(asked, near) if near else " and no key with that in its name: terrace keys lists all"
         raise ConfigError(f"there is no section {asked!r}{hint}")
     print("\n".join(_wrapped(f"{section}.{key.text}", "", "    ") for section, key in found))
     return 0
+
+
+def _lists() -> set[str]:
+    return {*_LISTS, *(name for product in _others() for name in product.lists)}
 
 
 def _is_in(name: str, asked: str | None) -> bool:
@@ -148,7 +149,7 @@ def _is_in(name: str, asked: str | None) -> bool:
 
 def _found(asked: str) -> list[tuple[str, Key]]:
     """The key with this dotted name, else keys with the word in their name, else in their description."""
-    every = [(section, key) for section in SECTIONS for key in keys_of(section)]
+    every = [(section, key) for section in sections() for key in keys_of(section)]
     word = asked.lower().replace("-", "_")
     tests: list[Callable[[str, Key], bool]] = [
         lambda section, key: f"{section}.{key.name}" == word,
@@ -156,18 +157,19 @@ def _found(asked: str) -> list[tuple[str, Key]]:
         lambda section, key: word in key.name,
         lambda section, key: word.replace("_", " ") in key.line.lower(),
     ]
-    # A role's plan has the keys of [plan].
+    # The tables in such a section have the keys of another one.
     head, _, rest = word.partition(".")
-    if head == _PLANS and rest:
-        role, _, name = rest.partition(".")
-        return [(f"{_PLANS}.{role}", key) for key in keys_of("plan") if key.name == (name or key.name)]
+    if head in _tables() and rest:
+        table, _, name = rest.partition(".")
+        return [(f"{head}.{table}", key) for key in keys_of(_tables()[head]) if key.name == (name or key.name)]
     return next((hits for test in tests if (hits := [each for each in every if test(*each)])), [])
 
 
 def _block(name: str) -> str:
-    title = f"[[{name}]]" if name in _LISTS else f"[{name}]"
-    head = f"{title}  {_SAID[name]}" if name in _SAID else title
-    keys = [] if name == _PLANS else keys_of(name)
+    title = f"[[{name}]]" if name in _lists() else f"[{name}]"
+    words = [product.words[name] for product in _others() if name in product.words]
+    head = f"{title}  {words[0]}" if words else title
+    keys = [] if name in _tables() else keys_of(name)
     return "\n".join([_wrapped(head, "", "  "), *(_wrapped(key.text, "  ", "      ") for key in keys)])
 
 
@@ -178,10 +180,13 @@ def _wrapped(text: str, first: str, later: str) -> str:
 
 def dotted(command: str | None = None) -> dict[str, str]:
     """Description of every key by dotted name; with `command`, only of those that it accepts as --SECTION.KEY."""
-    of_rl = [name for name in (*_OF_RL, *_ALSO_OF_RL) if name not in _LISTS]
-    of_train = [name for name in _OF_TRAIN if name not in _LISTS]
-    sections = {None: [*SECTIONS], "rl": of_rl}.get(command, of_train)
-    return {f"{section}.{key.name}": key.line for section in sections for key in keys_of(section)}
+    asked = list(_OF_TRAIN) if command else list(sections())
+    for product in _others():
+        if product.command == command:
+            asked = [*product.sections, *product.shared]
+    if command:
+        asked = [name for name in asked if name not in _lists()]
+    return {f"{section}.{key.name}": key.line for section in asked for key in keys_of(section)}
 
 
 @cache
@@ -192,7 +197,7 @@ def _default_run() -> RunConfig:
 @cache
 def keys_of(section: str) -> list[Key]:
     """The keys of `section`, in the order of its dataclass."""
-    kind = SECTIONS[section]
+    kind = sections()[section]
     hints = typing.get_type_hints(kind)
     said = dict(each for part in kind.__mro__[:-1] for each in _comments(part))
     # Sections of every run have a value in the default run of terrace train.
@@ -206,28 +211,20 @@ def keys_of(section: str) -> list[Key]:
             default = getattr(default_run, field.name)
         is_absent = default == field.metadata.get("absent")  # `None`, or its substitute
         shown = "required" if default is dataclasses.MISSING else "none" if is_absent else json.dumps(default)
-        others = _others(section, field.name, default)
+        others = _other_defaults(section, field.name, default)
         kind_of_key = kind_words(hints[field.name])
         found.append(Key(name=field.name, kind=kind_of_key, default=shown, line=said[field.name], others=others))
     return found
 
 
-def _others(section: str, name: str, default: Any) -> str:
-    """Defaults of a key that differ from its usual one: for loaded weights, an algorithm or a task."""
-    key, found = f"{section}.{name}", list[str]()
-    for objective, words in _RATES.get(key, {}).items():
-        found.append(f"{usual_rate('adamw', objective, adapters=False):g} {words}")
-    if key == "optimizer.lr":
-        found.append(f"{usual_rate('adamw', 'next-token', adapters=True):g} with [lora]")
-    if section == "algorithm":
-        papers = {paper: traits.paper[name] for paper, traits in TRAITS.items() if name in traits.paper}
-        by_value: dict[str, list[str]] = {}
-        for paper, value in papers.items():
-            by_value.setdefault(json.dumps(value), []).append(paper)
-        found += [f"{value} for {', '.join(names)}" for value, names in by_value.items()]
-    for task in TASKS if section in (*_OF_RL, *_ALSO_OF_RL) else ():
-        value = value_at(task_table(task), key)
-        found += [f"{json.dumps(value)} of --task {task}"] if value is not None and value != default else []
+def _other_defaults(section: str, name: str, default: Any) -> str:
+    """Defaults of a key that differ from its usual one: for loaded weights, and in runs of products."""
+    found = list[str]()
+    if (section, name) == ("optimizer", "lr"):
+        found += [f"{usual_rate('adamw', ADAMW[objective]):g} {words}" for objective, words in _RATES.items()]
+        found.append(f"{usual_rate('adamw', ADAMW['next-token'], adapters=True):g} with [lora]")
+    for product in _others():
+        found += product.defaults(section, name, default)
     return ", ".join(found)
 
 

@@ -43,7 +43,7 @@ from terrace.train.folder import SOURCE, check_tokenizer, check_weights, source_
 from terrace.train.job import RunJob
 from terrace.train.lock import folder_lock
 from terrace.train.prediction import resolved_run
-from terrace.train.runs import Command, table_to_resume
+from terrace.train.runs import table_to_resume
 from terrace.train.sample import sample_prompt
 from terrace.train.schedule import rate_jump
 from terrace.train.trackers import check_installed
@@ -62,7 +62,7 @@ def goes_on(folder: Path | None, resume: Path | None, asked: bool) -> bool:
     return asked or (folder is not None and resume is None and is_restarted())
 
 
-def check_command(folder: Path, command: Command) -> None:
+def check_command(folder: Path, command: str) -> None:
     """Raises `CheckpointError` if the run in `folder` belongs to the other command, whose files would be replaced.
 
     Unreadable settings do not prevent a resume (`earlier_table`).

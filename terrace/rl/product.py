@@ -1,6 +1,6 @@
-"""What learning from feedback adds to Terrace: the command `rl`."""
+"""What learning from feedback adds to Terrace: the command `rl`, its runs and their keys."""
 
-from terrace.base.products import Command, Product
+from terrace.base.products import Command, Product, RunKind
 
 PRODUCT = Product(
     name="rl",
@@ -11,4 +11,12 @@ PRODUCT = Product(
             module="terrace.rl.commands.rl",
         ),
     ),
+    runs=(
+        RunKind(
+            command="rl",
+            sections=("run", "algorithm", "reward", "cost", "pool", "plans", "weights"),
+            folder="terrace.rl.folder:run_folder",
+        ),
+    ),
+    keys="terrace.rl.commands.keys:KEYS",
 )

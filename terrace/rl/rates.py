@@ -1,6 +1,8 @@
 """Learning rates of a feedback run that loads weights, with the defaults and bounds of `terrace train`.
 
-The actor, the critics and a supervised start begin from the loaded weights, each with its own rate.
+The actor, the critics and a supervised start begin from the loaded weights, each with its own rate. Usual for AdamW are
+1e-6 for a policy (GRPO in DeepSeekMath, Shao et al. 2402.03300, section 4.2), and 1e-5 for a critic that begins as a
+copy of the policy (the default of verl, `critic.optim.lr`).
 """
 
 from collections.abc import Mapping
@@ -8,13 +10,9 @@ from typing import Any
 
 from terrace.rl.algorithms.algorithm import TRAITS, Algorithm
 from terrace.rl.config import RlConfig
-from terrace.train.rates import LoadedRate, check_rates, usual_rate
+from terrace.train.rates import ADAMW, LoadedRate, check_rates, usual_rate
 
-_KEYS = {  # key of a rate -> objective, as terrace.train.rates calls it
-    "optimizer.lr": "feedback",
-    "run.critic_lr": "critic",
-    "run.start_lr": "next-token",
-}
+USUAL = {"optimizer.lr": 1e-6, "run.critic_lr": 1e-5, "run.start_lr": ADAMW["next-token"]}
 _OF = {"run.critic_lr": " of critics", "run.start_lr": " of the supervised start"}
 
 
@@ -24,9 +22,9 @@ def with_rates(table: Mapping[str, Any], given: Mapping[str, Mapping[str, Any]])
     optimizer = table.get("optimizer", {})
     if not table.get("weights") or not isinstance(optimizer, Mapping):
         return found
-    for name in _KEYS:
+    for name in USUAL:
         section, _, key = name.partition(".")
-        rate = usual_rate(str(optimizer.get("name", "adamw")), _KEYS[name], adapters=False)
+        rate = usual_rate(str(optimizer.get("name", "adamw")), USUAL[name])
         own = found.get(section, {})
         if rate is not None and key not in given.get(section, {}) and isinstance(own, Mapping) and _learns(name, table):
             found[section] = {**own, key: rate}
@@ -54,7 +52,7 @@ def loaded_rates(config: RlConfig) -> list[LoadedRate]:
     if not config.weights:
         return []
     return [
-        LoadedRate(key=name, lr=lr, optimizer=config.optimizer.name, objective=_KEYS[name], of=_OF.get(name, ""))
+        LoadedRate(key=name, lr=lr, optimizer=config.optimizer.name, adamw=USUAL[name], of=_OF.get(name, ""))
         for name, lr in _rates(config).items()
     ]
 

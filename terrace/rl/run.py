@@ -29,6 +29,7 @@ from terrace.rl.config import RlConfig
 from terrace.rl.controllers.controllers import CONTROLLERS
 from terrace.rl.controllers.setup import Progress, Roles, Setup, Sizes
 from terrace.rl.controllers.step import rewarded
+from terrace.rl.folder import FACTS, warmed_up
 from terrace.rl.identity import fixes_of, identity
 from terrace.rl.placing import ACTOR, LEARNING
 from terrace.rl.samples import Samples
@@ -37,8 +38,6 @@ from terrace.rl.stream.stream import Drawing, stream_of
 from terrace.rl.values.prompts import PromptSource, rows_of
 from terrace.rl.values.rows import Rows
 from terrace.train.facts import check_facts, model_facts
-from terrace.train.runs import FEEDBACK
-from terrace.train.schedule import warmed_up
 
 START, STREAM = "start", "stream"  # subfolders of a run folder, beside those of the roles' checkpoints
 _MULTIPLIER_WINDOW = 1024  # responses in the moving mean cost that updates the multiplier; a guess
@@ -183,7 +182,7 @@ class Run:
 
     def _save(self) -> None:
         of_run = _facts(self._progress, self._inputs)
-        facts = {"tokenizer": self._inputs.tokenizer.fingerprint, FEEDBACK: of_run}
+        facts = {"tokenizer": self._inputs.tokenizer.fingerprint, FACTS: of_run}
         keep = self._inputs.config.run.keep_checkpoints
         (actor, of_actor), *critics = self._learning()
         state = state_file(self._folder / STREAM, self._progress.updates, self._progress.step)
@@ -209,7 +208,7 @@ class Run:
         """Resume from a checkpoint (`checkpoint_of`). Returns its step, 0 without a checkpoint."""
         if checkpoint is None:
             return 0
-        facts = checkpoint.facts[FEEDBACK]
+        facts = checkpoint.facts[FACTS]
         for name in ("step", "updates"):
             setattr(self._progress, name, int(facts[name]))
         self._progress.kl_coefficient = float(facts["kl_coefficient"])
@@ -240,7 +239,7 @@ def checkpoint_of(inputs: RunInputs, folder: Path) -> tuple[Checkpoint | None, l
         except CheckpointError as error:
             raise CheckpointError("; ".join([*wrong, str(error)])) from error
         wrong += newer
-        facts = checkpoint.facts.get(FEEDBACK)
+        facts = checkpoint.facts.get(FACTS)
         if not isinstance(facts, Mapping) or not isinstance(facts.get("run"), Mapping):
             raise CheckpointError(
                 f"{checkpoint.folder} is no checkpoint of terrace rl: resume the folder of such a run"
@@ -260,7 +259,7 @@ def checkpoint_of(inputs: RunInputs, folder: Path) -> tuple[Checkpoint | None, l
 
 def _check_beside(folder: Path, checkpoint: Checkpoint) -> None:
     """Raise `CheckpointError` unless everything that was saved with the actor's checkpoint is intact."""
-    facts = checkpoint.facts[FEEDBACK]
+    facts = checkpoint.facts[FACTS]
     read_state(state_file(folder / STREAM, checkpoint.step, int(facts["step"])), facts["stream"])
     for name in facts.get("critics", ()):
         Checkpoint(folder_of(folder / name, checkpoint.step)).verify()

@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 import tomli_w
 
 from terrace.base.errors import ConfigError, did_you_mean
+from terrace.base.products import run_kinds
 from terrace.base.schema import dump, load
 from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
@@ -30,7 +31,6 @@ from terrace.plan.validate import num_micro_batches
 from terrace.runtime.settings import OptimizerConfig
 from terrace.train.keys import TrainConfig
 
-OF_FEEDBACK = ("run", "algorithm", "reward", "cost", "pool", "plans", "weights")  # sections of terrace rl alone
 _KEYED = ("train", "optimizer", "data", "plan")  # sections whose keys are those of one dataclass
 
 
@@ -79,8 +79,9 @@ def parse_sections(table: Mapping[str, Any]) -> RunConfig:
     known = [item.name for item in fields(RunConfig)]
     for name, value in table.items():
         if name not in known:
-            of_rl = "; that is a section of terrace rl" if name in OF_FEEDBACK else ""
-            raise ConfigError(f"unknown section {name!r}{of_rl or did_you_mean(name, known)}")
+            others = [kind.command for kind in run_kinds() if name in kind.sections]
+            hint = f"; that is a section of terrace {others[0]}" if others else did_you_mean(name, known)
+            raise ConfigError(f"unknown section {name!r}{hint}")
         if not isinstance(value, Mapping):
             raise ConfigError(f"{name} = {value!r} must be a table of keys")
     for name in ("model", "cluster", "plan", "train"):

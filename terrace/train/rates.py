@@ -5,8 +5,6 @@ The default of a run from scratch is a hundred times too high for pretrained wei
 - 2e-5 for a whole model: supervised fine-tuning of Llama 2 (Touvron et al. 2307.09288, section 3.1).
 - 1e-5 for a reward model: the same paper, section 3.2.2, all sizes but the largest.
 - 1e-6 for DPO: Rafailov et al. 2305.18290, appendix B.
-- 1e-6 for a policy that learns from feedback: GRPO in DeepSeekMath, Shao et al. 2402.03300, section 4.2.
-- 1e-5 for a critic that begins as a copy of the policy: the default of verl (`critic.optim.lr`).
 - ten times these with adapters: 2e-4 is QLoRA's rate for models of up to 13 B parameters (Dettmers et al. 2305.14314).
 
 Lion takes a third to a tenth of AdamW's rate (Chen et al. 2302.06675, section 5); a fifth is used here. Muon's update
@@ -21,8 +19,7 @@ from typing import Any
 from terrace.base.errors import ConfigError
 from terrace.train.config import RunConfig
 
-# By objective, for a whole model.
-_ADAMW = {"next-token": 2e-5, "reward": 1e-5, "dpo": 1e-6, "feedback": 1e-6, "critic": 1e-5}
+ADAMW = {"next-token": 2e-5, "reward": 1e-5, "dpo": 1e-6}  # by objective, for a whole model
 _ADAPTERS = 10.0
 _OF_OPTIMIZER = {"adamw": 1.0, "muon": 1.0, "lion": 0.2}
 # Guesses, as multiples of the usual rate: above _HIGH the run warns, above _MOST it is refused. For a whole model _MOST
@@ -30,28 +27,28 @@ _OF_OPTIMIZER = {"adamw": 1.0, "muon": 1.0, "lion": 0.2}
 _HIGH, _MOST = 5.0, 50.0
 
 
-def usual_rate(optimizer: str, objective: str, adapters: bool) -> float | None:
-    """Usual peak rate for loaded weights; None if the optimizer or the objective has none."""
-    if optimizer not in _OF_OPTIMIZER or objective not in _ADAMW:
+def usual_rate(optimizer: str, adamw: float | None, adapters: bool = False) -> float | None:
+    """Usual peak rate for loaded weights, from that of AdamW for a whole model; None if there is none."""
+    if optimizer not in _OF_OPTIMIZER or adamw is None:
         return None
-    rate = _ADAMW[objective] * _OF_OPTIMIZER[optimizer] * (_ADAPTERS if adapters else 1.0)
+    rate = adamw * _OF_OPTIMIZER[optimizer] * (_ADAPTERS if adapters else 1.0)
     return float(f"{rate:.6g}")  # as a user would write it
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedRate:
-    """The peak learning rate of loaded weights; `key` is the setting that holds it."""
+    """The peak learning rate of loaded weights; `key` is the setting that holds it, `adamw` AdamW's usual rate."""
 
     key: str
     lr: float
     optimizer: str
-    objective: str
+    adamw: float | None
     adapters: bool = False
     of: str = ""  # which of the rates of a run, in words
 
     @property
     def usual(self) -> float | None:
-        return usual_rate(self.optimizer, self.objective, self.adapters)
+        return usual_rate(self.optimizer, self.adamw, self.adapters)
 
     @property
     def is_high(self) -> bool:
@@ -100,9 +97,8 @@ def with_rate(table: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> 
         return dict(table)
     if any("lr" in own for layer in layers if isinstance(own := layer.get("optimizer"), Mapping)):
         return dict(table)
-    rate = usual_rate(
-        str(optimizer.get("name", "adamw")), str(train.get("objective", "next-token")), table.get("lora") is not None
-    )
+    adamw = ADAMW.get(str(train.get("objective", "next-token")))
+    rate = usual_rate(str(optimizer.get("name", "adamw")), adamw, table.get("lora") is not None)
     return dict(table) if rate is None else {**table, "optimizer": {**optimizer, "lr": rate}}
 
 
@@ -124,7 +120,7 @@ def _rates(run: RunConfig) -> list[LoadedRate]:
             key="optimizer.lr",
             lr=run.optimizer.lr,
             optimizer=run.optimizer.name,
-            objective=run.train.objective,
+            adamw=ADAMW.get(run.train.objective),
             adapters=run.lora is not None,
         )
     ]

@@ -31,13 +31,6 @@ def learning_rate(step: int, train: TrainConfig, optimizer: OptimizerConfig) -> 
     return optimizer.lr * (last + (1 - last) * _height(step, train))
 
 
-def warmed_up(peak: float, step: int, num_steps: int) -> float:
-    """Learning rate of step `step` (from 0) of a run of feedback: linear warm-up over `num_steps` steps, then
-    constant.
-    """
-    return peak * min(1.0, (step + 1) / max(1, num_steps))
-
-
 def rate_jump(step: int, earlier: Mapping[str, Any] | None, train: TrainConfig, optimizer: OptimizerConfig) -> str:
     """Words on how the rate of a resumed run's first step `step` (from 0) differs from the schedule of the `earlier`
     settings.

@@ -134,7 +134,7 @@ def _of_run(folder: Path, dtype: torch.dtype, tokenizer: str | None, device: tor
     path = tokenizer or run.tokenizer
     own = load_tokenizer(path, run.bos, run.eos)
     # A task's tokenizer exists only as the run's copy, which `check_source` verifies.
-    if tokenizer is not None or run.command == "train":
+    if tokenizer is not None or run.train is not None:
         check_tokenizer(checkpoint, own)
     config, blocks = load_blocks(checkpoint, device, dtype)
     check_source(folder)

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from terrace.cli.keys import SECTIONS, dotted, keys_of
+from terrace.cli.keys import dotted, keys_of, sections
 from terrace.cli.main import main
 from terrace.plan.outer import ONE_ISLAND
+from terrace.rl.rates import USUAL
 from terrace.rl.resolve import resolve as resolve_rl
 from terrace.train.keys import TrainConfig
 from terrace.train.rates import usual_rate
@@ -18,7 +19,7 @@ from tests.support.command_line import without_torch
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.parametrize("section", sections())
 def test_every_key_has_a_line(section: str) -> None:
     for key in keys_of(section):
         assert key.line, f"{section}.{key.name} has no comment in its dataclass"
@@ -53,7 +54,7 @@ def test_defaults_of_feedback_are_those_of_its_runs() -> None:
         shown = "none" if value is None else json.dumps(value)
         assert shown == key.default or f"{shown} for " in key.others or key.name in safe, key
     (rate,) = (key for key in keys_of("optimizer") if key.name == "lr")
-    assert f"{usual_rate('adamw', 'feedback', adapters=False):g} in terrace rl" in rate.others
+    assert f"{usual_rate('adamw', USUAL['optimizer.lr']):g} in terrace rl" in rate.others
     assert f"{sort.optimizer.lr:g} of --task sort" in rate.others
 
 
@@ -93,7 +94,7 @@ def test_keys_that_have_a_page_name_it(asked: str, page: str, capsys: pytest.Cap
 
 def test_all_sections_are_listed_without_torch() -> None:
     said = without_torch("keys").stdout.splitlines()
-    for section in (*SECTIONS, "plans"):
+    for section in (*sections(), "plans"):
         assert any(line.startswith((f"[{section}]", f"[[{section}]]")) for line in said), section
     assert "run.responses" in dotted("rl")
     assert "train.steps" not in dotted("rl")
@@ -102,7 +103,7 @@ def test_all_sections_are_listed_without_torch() -> None:
 
 def test_pages_name_keys_that_are_there() -> None:
     """The tables of docs/training.md: `section.key` in their first column."""
-    known = {f"{section}.{key.name}" for section in SECTIONS for key in keys_of(section)}
+    known = {f"{section}.{key.name}" for section in sections() for key in keys_of(section)}
     rows = re.findall(r"^\| (`[^|]*) \|", (DOCS / "training.md").read_text(), re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`((?:train|data|optimizer|plan|lora)\.\w+)`", row)}
     assert len(named) > 20

@@ -1,6 +1,5 @@
 """Keys without effect are refused where a user has set them, and silent where nobody has."""
 
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -8,8 +7,7 @@ import tomli_w
 
 from terrace.base.errors import ClusterError, ConfigError, TerraceError
 from terrace.cli.overrides import parse_overrides
-from terrace.rl.config import RlConfig
-from terrace.train.config import OF_FEEDBACK, RunConfig, run_toml
+from terrace.train.config import RunConfig, run_toml
 from terrace.train.effects import ASKED, RULES, check_effects, file_layers
 from terrace.train.resolve import resolve
 
@@ -116,8 +114,3 @@ def test_keys_of_a_mixture_that_nothing_reads_are_refused(tmp_path: Path, table:
 def test_flops_of_an_unknown_dtype_are_refused() -> None:
     with pytest.raises(ClusterError, match=r"peak_flops_per_s\.bf61 has no effect.*did you mean 'bf16'"):
         check("--cluster.device.peak_flops_per_s.bf61", "1e12")
-
-
-def test_the_sections_of_feedback_are_those_that_a_run_of_train_has_not() -> None:
-    known, of_feedback = ({item.name for item in fields(each)} for each in (RunConfig, RlConfig))
-    assert set(OF_FEEDBACK) == of_feedback - known

@@ -56,6 +56,7 @@ from terrace.rl.calls.runtime import Runtime
 from terrace.rl.commands.placement_words import measured_words
 from terrace.rl.commands.record import METRICS, recording, write_prediction
 from terrace.rl.config import RlConfig, to_toml_table
+from terrace.rl.folder import FACTS
 from terrace.rl.identity import contents_of
 from terrace.rl.making import check_roles, started
 from terrace.rl.placement.placement import IterationReport
@@ -72,7 +73,7 @@ from terrace.rl.workers.reward_forms import check_columns
 from terrace.rl.workers.reward_function import load_function
 from terrace.train.folder import SOURCE, source_files, with_sums
 from terrace.train.lock import folder_lock
-from terrace.train.runs import CONFIG, FEEDBACK, again
+from terrace.train.runs import CONFIG, again
 from terrace.train.trackers import check_installed
 
 _OF_NUMBERS = ("run", "plan", "plans")  # sections of a run that may change its numbers
@@ -112,7 +113,7 @@ def _run(
     checkpoint, wrong = (None, list[str]()) if resume is None else checkpoint_of(inputs, resume)
     if checkpoint is not None:
         try:
-            done = int(checkpoint.facts[FEEDBACK]["step"])
+            done = int(checkpoint.facts[FACTS]["step"])
             check_left(checkpoint.folder, done, config.run.steps, "run.steps")
         except CompleteError as complete:
             say_complete(complete, going_on)
