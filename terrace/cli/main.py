@@ -218,14 +218,13 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _of_products() -> dict[str, Command]:
-    found = commands()
-    for name in sorted(found.keys() & HELP):
-        left_out(f"command {name!r} of a product is left out: Terrace has a command of that name")
-    return {name: command for name, command in found.items() if name not in HELP}
+    return {name: command for name, command in commands().items() if name not in HELP}
 
 
 def all_help() -> dict[str, str]:
     """One line for each command, those of products last."""
+    for name in commands().keys() & HELP:
+        left_out(f"command {name!r} of a product is left out: Terrace has a command of that name")
     return HELP | {name: command.help for name, command in _of_products().items()}
 
 

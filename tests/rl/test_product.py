@@ -32,5 +32,5 @@ def test_the_rate_of_its_runs_rises_and_stays() -> None:
     assert isinstance(found, FeedbackFolder)
     assert (found.context, found.saves) == (8, Path("run/actor"))
     assert [found.rate_after(step) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    with pytest.raises(ConfigError, match="lacks whole numbers for run.max_prompt"):
+    with pytest.raises(ConfigError, match=r"lacks whole numbers for run\.max_prompt"):
         run_folder(Path("run"), {"run": {"max_prompt": "3"}})

@@ -1,0 +1,212 @@
+"""Products come and go: each of Terrace's is taken away from a copy of the tree, and one from outside is installed."""
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from terrace.base import products
+from terrace.cli.main import HELP, main
+from tests.support.command_line import CommandLine
+from tests.support.tiny_runs import environment
+
+ROOT = Path(__file__).parents[1]
+OWN = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][products.GROUP]
+# Tests of every room that a copy without a product still passes, chosen for their short time.
+QUICK = ("base/test_schema.py", "cluster/test_width.py", "plan/test_edges.py")
+
+
+def install(folder: Path, name: str, declared: dict[str, str]) -> None:
+    """Makes the metadata of the distribution `name` in `folder`, as an installer leaves it."""
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 1.0\n")
+    lines = [f"{key} = {value}" for key, value in declared.items()]
+    (info / "entry_points.txt").write_text("\n".join(["[console_scripts]", "x = y:z", f"[{products.GROUP}]", *lines]))
+
+
+@pytest.fixture(params=[*OWN], scope="module")
+def left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tree without one product, its tests and its entry point."""
+    name: str = request.param
+    folder = tmp_path_factory.mktemp(f"without-{name}")
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "terrace", folder / "terrace", ignore=ignored)
+    shutil.copytree(ROOT / "tests", folder / "tests", ignore=ignored)
+    shutil.rmtree(folder / "terrace" / name)
+    shutil.rmtree(folder / "tests" / name)
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    (folder / "pyproject.toml").write_text(tomli_w.dumps(_without(table, f"terrace.{name}")))
+    # Before the installed one on the path, so in its place.
+    install(folder, "terrace_train", {other: value for other, value in OWN.items() if other != name})
+    return folder
+
+
+def _without(value: Any, module: str) -> Any:
+    """Settings without the names of modules in `module`, and without contracts that have nothing left."""
+    if isinstance(value, dict):
+        found = {key: _without(each, module) for key, each in value.items()}
+        return {} if [] in (found.get("layers"), found.get("source_modules")) else found
+    if isinstance(value, list):
+        return [each for each in (_without(each, module) for each in value) if each not in ("", {})]
+    if isinstance(value, str) and value.startswith("terrace."):
+        if " -> " in value:
+            return "" if f"{module}." in value else value
+        names = [name for name in value.split(" | ") if not f"{name}.".startswith(f"{module}.")]
+        return "" if value.startswith(f"{module}.") else " | ".join(names)
+    return value
+
+
+def run(folder: Path, *words: str, timeout_s: float = 300.0) -> str:
+    """Output of Python with these words in the copy, whose modules it imports. It must end well and say no error."""
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env={**environment(), "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    return done.stdout
+
+
+def test_without_a_product_the_command_line_has_the_rest(left: Path) -> None:
+    (gone,) = (product for product in products.products() if f"without-{product.name}" in left.name)
+    said = run(left, "-m", "terrace", "--help")
+    for name in (*HELP, *products.commands()):
+        is_gone = name in {command.name for command in gone.commands}
+        assert (f"\n    {name} " in said) != is_gone, name
+    assert ("lengths" in run(left, "-m", "terrace", "data", "--help")) == (gone.name != "lab")
+    assert ("[algorithm]" in run(left, "-m", "terrace", "keys")) == (gone.name != "rl")
+
+
+def test_without_a_product_the_contracts_of_imports_hold(left: Path) -> None:
+    run(left, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command(['--no-cache'])")
+
+
+def test_without_a_product_tests_of_the_rest_pass(left: Path) -> None:
+    tests = [f"tests/{name}" for name in QUICK]
+    assert " passed" in run(left, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
+
+
+@pytest.mark.nightly
+def test_without_a_product_every_module_is_imported(left: Path) -> None:
+    program = """
+import importlib, pathlib
+for path in sorted(pathlib.Path("terrace").rglob("*.py")):
+    if path.name != "__main__.py":
+        importlib.import_module(".".join(path.with_suffix("").parts).removesuffix(".__init__"))
+"""
+    run(left, "-W", "ignore", "-c", program)
+
+
+@pytest.fixture
+def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder on the path, where distributions can be installed."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    products.products.cache_clear()
+    yield folder
+    products.products.cache_clear()
+    for name in [name for name in sys.modules if name.startswith("greeting")]:
+        del sys.modules[name]
+
+
+GREETING = """
+from terrace.base.products import Command, Product
+
+PRODUCT = Product(
+    name="greeting",
+    commands=(
+        Command(name="greet", help="greet a run", module="greeting.command", takes_program=True),
+        Command(name="data greet", help="greet a corpus", module="greeting.command"),
+        Command(name="train", help="no", module="greeting.command"),
+        Command(name="broken", help="raises", module="greeting.broken"),
+    ),
+)
+"""
+COMMAND = """
+def add_parser(commands):
+    parser = commands.add_parser("greet")
+    parser.add_argument("--name", required=True)
+    parser.set_defaults(run=run)
+
+
+def run(options, rest):
+    print("hello", options.name, *options.command_words, *rest)
+    return 7
+"""
+
+
+def put_greeting(site: Path) -> None:
+    package = site / "greeting"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "product.py").write_text(GREETING)
+    (package / "command.py").write_text(COMMAND)
+    (package / "broken.py").write_text("1 / 0\n")
+    install(site, "greeting", {"greeting": "greeting.product:PRODUCT"})
+
+
+def test_a_product_from_outside_adds_commands(
+    outside: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put_greeting(outside)
+    here = CommandLine(tmp_path, capsys)
+    assert here.call("greet", "--name", "Ada", "--a.b", "c", "--", "d", "--e") == (7, "hello Ada d --e --a.b c\n", "")
+    assert here.call("data", "greet", "--name", "Ada") == (7, "hello Ada\n", "")
+    assert "did you mean 'greet'?" in here.call("gret").error
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr()
+    assert "\n    greet        greet a run\n" in said.out
+    # A name that is taken stays Terrace's.
+    assert said.out.count("\n    train ") == 1
+    assert said.err == "terrace: command 'train' of a product is left out: Terrace has a command of that name\n"
+
+
+def test_a_broken_product_is_one_line_and_the_rest_works(
+    outside: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put_greeting(outside)
+    missing = {"a": "nowhere.product:PRODUCT", "b": "greeting.product:GONE", "c": "greeting.product", "d": "json:load"}
+    install(outside, "others", missing)
+    here = CommandLine(tmp_path, capsys)
+    said = here.call("data", "greet", "--name", "Ada")
+    assert (said.code, said.out) == (7, "hello Ada\n")
+    words = ("No module named 'nowhere'", "has no GONE", "must be MODULE:NAME", "no Product")
+    for name, why, line in zip("abcd", words, said.error.splitlines(), strict=True):
+        assert line.startswith(f"terrace: product {name!r} is left out: ")
+        assert why in line
+    said = here.call("broken")
+    assert said.code == 2
+    assert said.error.splitlines()[-1] == (
+        "terrace: error: greeting.broken cannot be imported (ZeroDivisionError: division by zero): install its package "
+        "again, or uninstall it"
+    )
+
+
+def test_products_are_found_as_by_the_standard_library(outside: Path) -> None:
+    put_greeting(outside)
+    found = {(each.name, each.value) for each in importlib.metadata.entry_points(group=products.GROUP)}
+    assert set(products.declared()) == found
+    assert found >= {("greeting", "greeting.product:PRODUCT"), *OWN.items()}
+
+
+def test_help_imports_little_of_a_product() -> None:
+    program = "import sys; from terrace.cli.main import all_help; all_help(); print(*sys.modules)"
+    done = run(ROOT, "-c", program)
+    inside = {name for name in done.split() if name.startswith(tuple(f"terrace.{each}." for each in OWN))}
+    assert inside == {value.partition(":")[0] for value in OWN.values()}
+    assert "importlib.metadata" not in done.split() or os.environ.get("COVERAGE_RUN")
