@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -108,6 +109,17 @@ for path in sorted(pathlib.Path("terrace").rglob("*.py")):
         importlib.import_module(".".join(path.with_suffix("").parts).removesuffix(".__init__"))
 """
     run(left, "-W", "ignore", "-c", program)
+
+
+def test_only_the_tests_of_a_product_import_it() -> None:
+    """And those of all documents and examples; so the others run where the product is not."""
+    folders = {"bench", "chaos", "support", *OWN}
+    found = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        room = path.relative_to(ROOT / "tests").parts[0]
+        if room not in folders and re.search(rf"\bterrace\.({'|'.join(OWN)})\.\w.* import ", path.read_text()):
+            found.append(path.name)
+    assert found == ["test_rl_page.py", "test_docs.py", "test_examples_run.py"]
 
 
 @pytest.fixture

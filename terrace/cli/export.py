@@ -26,7 +26,7 @@ def add_parser(commands: Any) -> None:
         "the tokenizer of the run. With --format dcp, as one that torch.distributed.checkpoint loads, with AdamW's "
         "states.",
     )
-    parser.add_argument("folder", metavar="RUN", type=Path, help="run folder that terrace train or terrace rl has left")
+    parser.add_argument("folder", metavar="RUN", type=Path, help="run folder of any command that trains")
     parser.add_argument("path", metavar="PATH", type=Path, help="folder to make; it must not be there, or be empty")
     parser.add_argument("--step", type=int, metavar="N", help="the checkpoint after this step (default: the newest)")
     parser.add_argument(

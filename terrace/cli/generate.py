@@ -83,7 +83,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "folder",
         metavar="FOLDER",
         type=Path,
-        help="run folder of terrace train or terrace rl, or Hugging Face folder with config.json and *.safetensors",
+        help="run folder, or Hugging Face folder with config.json and *.safetensors",
     )
     parser.add_argument(
         "--tokenizer", metavar="PATH", help="tokenizer.json, or 'bytes' (default: the one that belongs to the model)"

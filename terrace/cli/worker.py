@@ -76,7 +76,7 @@ def run(
         raise ConfigError(one_machine(()))
     check_local(config.cluster)
     devices = local_devices()
-    if pace() is None:  # a rehearsal emulates the cluster on purpose
+    if pace() is None:  # a paced run emulates the cluster on purpose
         check_devices_here(config, len(devices))
     check_memory_here(config, devices, memory_bytes())
     try:

@@ -9,7 +9,7 @@ needs one mapping per run of consecutive pages:
 
     position p of layer l: keys at [p, l, 0], values at [p, l, 1] of a tensor (positions, layers, tensors, K, D)
 
-`terrace generate` and `terrace rl` use mapped pages on a CPU under Linux (`platform_pages`), with a page size that is a
+Commands use mapped pages on a CPU under Linux (`platform_pages`), with a page size that is a
 multiple of the system's (`mapped_tokens`). Pages that cannot be mapped are gathered instead: all of them if their size
 is not such a multiple, or those of one sequence, with a warning, when the process runs out of mappings.
 

@@ -129,7 +129,7 @@ class ModelState:
         return torch.full_like(loss, self.loss_scale.value)
 
     def recover(self) -> None:
-        """Take back the memory of working copies that a reshard has borrowed (terrace.rl.hand_over.reshard)."""
+        """Take back the memory of working copies that generation has borrowed."""
         lent, self.lent = self.lent, None
         if lent is not None:
             lent()

@@ -53,7 +53,7 @@ class Trained:
 def load_trained(
     folder: Path, *, dtype: str = "fp32", tokenizer: str | None = None, device: torch.device | str = "cpu"
 ) -> Trained:
-    """Loads a folder written by `terrace train`, `terrace rl` or `save_pretrained`, in `dtype`: fp32, bf16 or fp64.
+    """Loads a folder written by a run or by `save_pretrained`, in `dtype`: fp32, bf16 or fp64.
 
     The tokenizer is the folder's, unless `tokenizer` names another. Raises `CheckpointError` for any other folder and
     for a checkpoint that is damaged or was trained with another tokenizer, and the errors of reading it.
@@ -70,7 +70,7 @@ def load_trained(
         raise CheckpointError(no_run_words(folder))
     raise CheckpointError(
         f"{folder} is neither a run folder (config.toml) nor a Hugging Face folder ({CONFIG} and *.safetensors): name "
-        "one that terrace train, terrace rl or save_pretrained has left"
+        "one that a run of Terrace or save_pretrained has left"
     )
 
 

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from terrace.base.errors import ClusterError, ModelError
+from terrace.base.errors import ModelError
 from terrace.cli import worker
-from terrace.lab.rehearse.tools import check_memory
 from terrace.model.experts.config import ExpertsConfig
 from tests.support.command_line import CommandLine, leave_launcher
 from tests.support.tiny_runs import write_run
@@ -102,13 +101,3 @@ def test_the_largest_number_of_groups_divides_the_experts(num_experts: int, advi
     with pytest.raises(ModelError, match=f"use at most {advised}$"):
         checked(num_experts)
     checked(advised)
-
-
-def test_memory_for_no_rank_advises_none() -> None:
-    with pytest.raises(ClusterError, match="free some of it"):
-        check_memory(2, 1000)
-    with pytest.raises(ClusterError, match="emulate at most") as caught:
-        check_memory(100, 10**10)
-    found = re.search(r"at most (\d+)", str(caught.value))
-    assert found
-    check_memory(int(found[1]), 10**10)

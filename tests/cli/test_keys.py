@@ -6,13 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from terrace.cli.keys import dotted, keys_of, sections
+from terrace.cli.keys import dotted, keys_of, names, sections
 from terrace.cli.main import main
 from terrace.plan.outer import ONE_ISLAND
-from terrace.rl.rates import USUAL
-from terrace.rl.resolve import resolve as resolve_rl
 from terrace.train.keys import TrainConfig
-from terrace.train.rates import usual_rate
 from terrace.train.resolve import resolve
 from tests.support.command_line import without_torch
 
@@ -41,37 +38,13 @@ def test_defaults_are_those_of_a_run() -> None:
             assert key.default == wanted, (section, key.name)
 
 
-def test_defaults_of_feedback_are_those_of_its_runs() -> None:
-    """Those of a task, of an algorithm's paper and of loaded weights are named beside those of the keys."""
-    sort, safe = resolve_rl("sort", None, {}, {}), {"name": "safe-rlhf", "cost_threshold": 0.5}
-    more = {"algorithm": safe, "cost": {"function": "terrace.rl.sort_task:length_cost"}}
-    algorithm = resolve_rl("sort", None, {}, more).algorithm
-    for key in keys_of("run"):
-        value = json.dumps(getattr(sort.run, key.name))
-        assert value == key.default or f"{value} of --task sort" in key.others or key.name == "task", key
-    for key in keys_of("algorithm"):
-        value = getattr(algorithm, key.name)
-        shown = "none" if value is None else json.dumps(value)
-        assert shown == key.default or f"{shown} for " in key.others or key.name in safe, key
-    (rate,) = (key for key in keys_of("optimizer") if key.name == "lr")
-    assert f"{usual_rate('adamw', USUAL['optimizer.lr']):g} in terrace rl" in rate.others
-    assert f"{sort.optimizer.lr:g} of --task sort" in rate.others
-
-
 @pytest.mark.parametrize(
     ("asked", "lines"),
     [
         ("optimizer.lr", ["optimizer.lr = 0.0025 (number): peak learning rate; 2e-05 on loaded weights"]),
         ("--optimizer.lr", ["optimizer.lr = 0.0025"]),
-        ("lr", ["optimizer.lr = ", "plan.outer.lr = ", "run.critic_lr = ", "run.start_lr = "]),
-        ("clip", ["optimizer.clip = ", "algorithm.clip_low = ", "algorithm.value_clip = "]),
-        ("critics", ["run.critic_lr = "]),
-        ("run", ["[run]  of terrace rl", "  responses = 8", "  steps = 40"]),
-        ("reward", ["[[reward]]  of terrace rl", "  function = "]),
-        ("pool", ["[[pool]]  of terrace rl", "  roles = required (list)"]),
-        ("plans", ["[plans]  of terrace rl: plans.ROLE has the keys of [plan]"]),
-        ("plans.critic.prefetch", ["plans.critic.prefetch = 1 (integer)"]),
-        ("plans.critic", ["plans.critic.prefetch = 1 (integer)", "plans.critic.compute = "]),
+        ("lr", ["optimizer.lr = ", "plan.outer.lr = "]),
+        ("clip", ["optimizer.clip = "]),
     ],
 )
 def test_a_section_a_key_or_a_word(
@@ -94,10 +67,8 @@ def test_keys_that_have_a_page_name_it(asked: str, page: str, capsys: pytest.Cap
 
 def test_all_sections_are_listed_without_torch() -> None:
     said = without_torch("keys").stdout.splitlines()
-    for section in (*sections(), "plans"):
+    for section in names():
         assert any(line.startswith((f"[{section}]", f"[[{section}]]")) for line in said), section
-    assert "run.responses" in dotted("rl")
-    assert "train.steps" not in dotted("rl")
     assert "run.responses" not in dotted("train")
 
 

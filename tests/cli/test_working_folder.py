@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 from terrace.base import own_path
-from terrace.base.errors import ConfigError
-from terrace.rl.workers.reward_function import load_function
 from tests.support.tiny_runs import environment, write_run
 
 # Of the main process, the fork server and its tracker, ranks, replay and the generation of text.
@@ -89,16 +87,3 @@ def test_the_path_keeps_what_is_trusted(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     own_path.leave_working_folder()
     assert (sys.path, own_path.safe_environment()) == (["", "/elsewhere"], {})
-
-
-def test_a_reward_stands_for_no_installed_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "wave.py").write_text("def score(samples):\n    return [1.0 for each in samples]\n")
-    with pytest.raises(ConfigError, match=r"wave\.py has the name of an installed module .*: rename the file"):
-        load_function("wave:score", str(tmp_path))
-    (tmp_path / "my_own_wave.py").write_text("import wave\ndef score(samples):\n    return [wave.open]\n")
-    import wave
-
-    found: list[object] = list(load_function("my_own_wave:score", str(tmp_path))([]))
-    assert found == [wave.open]
-    assert sys.path[-1] == str(tmp_path)

@@ -8,7 +8,6 @@ from terrace.base.errors import ClusterError
 from terrace.cli.overrides import parse_overrides, read_cluster
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import lay_over, load_cluster, parse_cluster
-from terrace.lab.rehearse.wiring import wire
 from tests.support.planning import Planning, here
 
 __all__ = ["here"]
@@ -58,18 +57,6 @@ def test_a_written_plan_follows_an_override_too(here: Planning) -> None:
     assert "3.12 GB/s" in one.out
     assert "shared by" not in one.out
     assert "391 MB/s, 45 us, shared by 8" in here.call("simulate", "plan.toml").out
-
-
-@pytest.mark.parametrize("name", ["ethernet", "frontier", "lab"])
-def test_an_emulated_link_carries_the_shares_of_its_devices(name: str) -> None:
-    cluster = load_cluster(name)
-    shared = [net for net in wire(cluster, 0.01).nets if net.tier.shared]
-    assert shared
-    for net in shared:
-        sharers = cluster.sharers(net.index)
-        assert {len(uplink.ranks) for uplink in net.uplinks} == {sharers}
-        link = 0.01 * sharers * cluster.tiers[net.index].bandwidth_bytes_per_s
-        assert all(uplink.rate_bytes_per_s == pytest.approx(link) for uplink in net.uplinks)
 
 
 @pytest.mark.parametrize(

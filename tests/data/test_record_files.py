@@ -21,7 +21,6 @@ from terrace.data.pair_tokens import prepare_pairs
 from terrace.data.prepared import prepare_sources
 from terrace.data.tokenizer import ByteTokenizer
 from terrace.data.tokens import encode_whole, prepare_tokens
-from terrace.rl.stream.prompt_file import read_prompts
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
@@ -99,8 +98,6 @@ def test_whole_numbers_have_any_length(tmp_path: Path) -> None:
     assert prepare_chat(chat, ByteTokenizer(), "bytes", "", cache).num_documents == 1
     pair = written("pairs.jsonl", f'{{"id": {HUGE}, "prompt": "a", "chosen": "b", "rejected": "c"}}')
     assert prepare_pairs(pair, ByteTokenizer(), "bytes", "", cache).num_documents == 2
-    prompts = written("prompts.jsonl", f'{{"id": {HUGE}, "prompt": "a"}}')
-    assert read_prompts(prompts, "prompt", ByteTokenizer(), longest=4, num_held_out=0, seed=0).prompts[0].text == "a"
     assert read_table(written("config.json", f'{{"id": {HUGE}, "layers": 2}}'))["layers"] == 2
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -301,3 +302,25 @@ def test_figures_compare_like_with_like() -> None:
     limited = [figure for figure in found if figure.configured is not None]
     assert len(limited) == 6
     assert [figure.deviation for figure in limited] == pytest.approx([0.0] * 6, abs=1e-6)
+
+
+def test_memory_for_no_rank_advises_none() -> None:
+    with pytest.raises(ClusterError, match="free some of it"):
+        check_memory(2, 1000)
+    with pytest.raises(ClusterError, match="emulate at most") as caught:
+        check_memory(100, 10**10)
+    found = re.search(r"at most (\d+)", str(caught.value))
+    assert found
+    check_memory(int(found[1]), 10**10)
+
+
+@pytest.mark.parametrize("name", ["ethernet", "frontier", "lab"])
+def test_an_emulated_link_carries_the_shares_of_its_devices(name: str) -> None:
+    cluster = load_cluster(name)
+    shared = [net for net in wire(cluster, 0.01).nets if net.tier.shared]
+    assert shared
+    for net in shared:
+        sharers = cluster.sharers(net.index)
+        assert {len(uplink.ranks) for uplink in net.uplinks} == {sharers}
+        link = 0.01 * sharers * cluster.tiers[net.index].bandwidth_bytes_per_s
+        assert all(uplink.rate_bytes_per_s == pytest.approx(link) for uplink in net.uplinks)

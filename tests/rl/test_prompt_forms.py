@@ -9,7 +9,7 @@ import pytest
 
 from terrace.base.errors import DataError
 from terrace.data.chat_prompt import chat_prompts
-from terrace.data.tokenizer import load_tokenizer
+from terrace.data.tokenizer import ByteTokenizer, load_tokenizer
 from terrace.rl.stream.prompt_file import PromptFile, read_prompts
 from tests.support.chats import write_lines, write_tokenizer
 
@@ -131,3 +131,9 @@ def test_a_file_of_another_kind_is_named(folder: Path, tmp_path: Path) -> None:
     for name, said in (("pipe", "it is a pipe, not"), ("", "it is a folder, not"), ("none", "there is no such file; ")):
         with pytest.raises(DataError, match=said):
             read(tmp_path / name, folder)
+
+
+def test_whole_numbers_have_any_length(tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text(f'{{"id": {"9" * 5_000}, "prompt": "a"}}')
+    found = read_prompts(tmp_path / "prompts.jsonl", "prompt", ByteTokenizer(), longest=4, num_held_out=0, seed=0)
+    assert found.prompts[0].text == "a"

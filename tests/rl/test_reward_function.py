@@ -331,3 +331,16 @@ def test_a_module_that_leaves_is_refused(tmp_path: Path) -> None:
     (tmp_path / "leaving_rewards.py").write_text("import sys\nsys.exit(3)\n")
     with pytest.raises(ConfigError, match=r"'leaving_rewards:f' cannot be imported: called sys.exit\(3\)"):
         load_function("leaving_rewards:f", str(tmp_path))
+
+
+def test_a_reward_stands_for_no_installed_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "wave.py").write_text("def score(samples):\n    return [1.0 for each in samples]\n")
+    with pytest.raises(ConfigError, match=r"wave\.py has the name of an installed module .*: rename the file"):
+        load_function("wave:score", str(tmp_path))
+    (tmp_path / "my_own_wave.py").write_text("import wave\ndef score(samples):\n    return [wave.open]\n")
+    import wave
+
+    found: list[object] = list(load_function("my_own_wave:score", str(tmp_path))([]))
+    assert found == [wave.open]
+    assert sys.path[-1] == str(tmp_path)

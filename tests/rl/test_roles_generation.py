@@ -10,6 +10,7 @@ from terrace.cluster.cluster import Kernels
 from terrace.generation.cache_shape import cache_shape
 from terrace.model.blocks import block_specs
 from terrace.model.config import parse_model
+from terrace.model.kinds import LayerKind
 from terrace.rl.placement.dataflow import Dataflow, ppo
 from terrace.rl.placement.generation import Replica, rows_of
 from tests.support.dataflows import llama, nodes, small
@@ -88,3 +89,12 @@ def test_rows_send_and_share() -> None:
         Replica.of(NODE, SEVEN, 3, "bf16")
     with pytest.raises(PlanError, match="rows = 8 do not divide the 4 heads"):
         Replica.of(NODE, llama(512, 2, 4, 512), 8, "bf16")
+
+
+def test_a_pass_of_a_token_reads_what_each_window_leaves() -> None:
+    whole = llama(2048, 3, 16, 5504)
+    kinds = (LayerKind(sliding_window=512, rope_theta=1e4), LayerKind(rope_theta=1e4), LayerKind(rope_theta=1e4))
+    mixed, narrow = replace(whole, kinds=kinds), replace(whole, sliding_window=512)
+    each = {model: Replica.of(NODE, model, 1, "bf16").decode_s(4096, 4000.0) for model in (mixed, whole, narrow)}
+    assert each[narrow] < each[mixed] < each[whole]
+    assert each[whole] - each[mixed] == pytest.approx((each[whole] - each[narrow]) / 3, rel=1e-6)

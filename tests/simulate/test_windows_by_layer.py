@@ -12,7 +12,6 @@ from terrace.model.config import ModelConfig, parse_model
 from terrace.model.kinds import LayerKind, Scales
 from terrace.plan.kinds import Kinds
 from terrace.plan.presets import preset
-from terrace.rl.placement.generation import Replica
 from terrace.simulate.activations import activations_of
 from terrace.simulate.footprint import footprint, work_of
 from terrace.simulate.layers import seconds_of
@@ -59,13 +58,6 @@ def test_masks_are_kept_for_each_window() -> None:
         found = footprint(cluster_of(1), plan, Kinds.of(block_specs(model)), SEQUENCE, 1, backend="cpu")
         held[name] = found["batch"]
     assert held["whole"] < held["narrow"] == held["mixed"]
-
-
-def test_a_pass_of_a_token_reads_what_each_window_leaves() -> None:
-    cluster = load_cluster("dgx-h100")
-    each = {model: Replica.of(cluster, model, 1, "bf16").decode_s(4096, 4000.0) for model in (MIXED, WHOLE, NARROW)}
-    assert each[NARROW] < each[MIXED] < each[WHOLE]
-    assert each[WHOLE] - each[MIXED] == pytest.approx((each[WHOLE] - each[NARROW]) / 3, rel=1e-6)
 
 
 @pytest.mark.parametrize(("device", "compute"), [("local", "fp32"), ("dgx-h100", "bf16")])

@@ -15,7 +15,6 @@ from terrace.model.config import parse_model
 from terrace.model.decoder import build_blocks
 from terrace.model.hf.pretrained import write_pretrained
 from terrace.model.init import initialise
-from terrace.rl.commands import run as rl_run
 from terrace.train import sample
 from terrace.train.export import token_facts
 from terrace.train.trained import load_trained
@@ -87,8 +86,6 @@ def test_one_answer_for_everyone(folder: Path, tmp_path: Path, monkeypatch: pyte
     put(folder, "generation_config.json", eos_token_id=[ids["<s>"], True])
     assert ends_of(tokenizer, folder, folder=folder) == tuple(sorted((*wanted, ids["<s>"])))
     (folder / "generation_config.json").unlink()
-    # Feedback.
-    assert rl_run._stops(tokenizer, str(folder)) == set(wanted)
     # Sampling from a folder, as an export writes it.
     out = write_export(folder, tmp_path / "out", WIDE)
     assert load_trained(out).stops == wanted
