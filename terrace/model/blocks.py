@@ -18,20 +18,20 @@ from terrace.model.spec import BlockSpec
 def block_specs(config: ModelConfig) -> tuple[BlockSpec, ...]:
     """Specs of all blocks in order, with parameters in the order of `named_parameters`.
 
-    With tied embeddings the head borrows block 0 and does not list the output matrix. A scalar head is never tied.
+    With tied embeddings the head tied_to block 0 and does not list the output matrix. A scalar head is never tied.
     """
     layers = [config.of_layer(index) for index in range(config.num_layers)]
-    borrows = (0,) if config.tied_embeddings and not config.scalar_head else ()
+    tied_to = (0,) if config.tied_embeddings and not config.scalar_head else ()
     # Equal blocks share the same Operations and parameter objects, so that caches can compare them by identity.
     return (
         _spec("embedding", embedding_operations(config)),
         *(_spec(f"layers.{index}", layer_operations(layer)) for index, layer in enumerate(layers)),
-        _spec("head", head_operations(config), borrows),
+        _spec("head", head_operations(config), tied_to),
     )
 
 
-def _spec(name: str, operations: Operations, borrows: tuple[int, ...] = ()) -> BlockSpec:
-    return BlockSpec(name=name, params=params_of(operations), borrows=borrows, declared=operations)
+def _spec(name: str, operations: Operations, tied_to: tuple[int, ...] = ()) -> BlockSpec:
+    return BlockSpec(name=name, params=params_of(operations), tied_to=tied_to, declared=operations)
 
 
 def operations_of(blocks: Sequence[BlockSpec]) -> Operations:

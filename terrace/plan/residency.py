@@ -77,8 +77,8 @@ def residencies(stage: Stage, blocks: Sequence[BlockSpec], prefetch: int) -> lis
     owners: list[int] = []
     newest: dict[int, list[Visit]] = {}
     for visit in visits(stage):
-        # A visit also needs the blocks it borrows from.
-        for block in (visit.block, *blocks[visit.block].borrows):
+        # A visit also needs the blocks that it is tied to.
+        for block in (visit.block, *blocks[visit.block].tied_to):
             current = newest.get(block)
             # Freeing the block now would force a second gather at once, so extend its residency.
             if current is not None and visit.number - current[1].until <= max(1, prefetch):

@@ -154,10 +154,10 @@ def reduction_points(stage: Stage, blocks: Sequence[BlockSpec], unit: int) -> di
     """Block -> passes (indexes into `Stage.passes`) after which its gradient is reduced.
 
     A gradient is reduced after every `unit` complete micro-batches and after the last one; the last reduction also
-    waits for every block that borrows from it. A copy is reduced when its first borrower is.
+    waits for every block tied to it. A copy is reduced when its first user is.
     """
-    # Reversed, so that the first borrower in model order wins.
-    borrower = {lender: block for block in reversed(stage.own) for lender in blocks[block].borrows}
+    # Reversed, so that the first user in model order wins.
+    user = {owner: block for block in reversed(stage.own) for owner in blocks[block].tied_to}
     finished: dict[int, list[int]] = {block: [] for block in stage.held}
     latest: dict[int, int] = dict.fromkeys(stage.held, -1)
     first = 0
@@ -168,10 +168,10 @@ def reduction_points(stage: Stage, blocks: Sequence[BlockSpec], unit: int) -> di
         for place, block in enumerate(order if group.pass_ in _FINISH else ()):
             here = range(first + place, first + passed, len(order))
             finished[block] += here
-            for lender in blocks[block].borrows:
-                latest[lender] = here[-1]
-                if lender in stage.copies and borrower[lender] == block:
-                    finished[lender] += here
+            for owner in blocks[block].tied_to:
+                latest[owner] = here[-1]
+                if owner in stage.copies and user[owner] == block:
+                    finished[owner] += here
         first += passed
     points = {}
     for block, numbers in finished.items():
@@ -181,7 +181,7 @@ def reduction_points(stage: Stage, blocks: Sequence[BlockSpec], unit: int) -> di
         turns = numbers[unit - 1 :: unit]
         if len(numbers) % unit:
             turns.append(numbers[-1])
-        # A borrower's backward may come after the lender's own.
+        # A user's backward may come after the owner's own.
         turns[-1] = max(turns[-1], latest[block])
         points[block] = turns
     return points

@@ -269,10 +269,10 @@ class Estimator:
         cluster, crossed = self.task.cluster, mesh.tiers("pipeline")
         return self.boundary_s(mesh, micro_batch) * tier_penalty(cluster, crossed[-1]) if crossed else 0.0
 
-    def tie_s(self, candidate: Candidate, lender: int) -> float:
+    def tie_s(self, candidate: Candidate, owner: int) -> float:
         """Seconds in which two stages sum the gradient of a tied block (terrace.plan.edges)."""
         mesh, cluster = candidate.mesh, self.task.cluster
-        numel = self.numels.trained(mesh)[self.task.kinds.order[lender]]
+        numel = self.numels.trained(mesh)[self.task.kinds.order[owner]]
         # The gradient is already reduced, so each rank sends its own shard.
         held = numel / math.prod(mesh.state[: candidate.placement.grads + 1])
         return send_s(cluster, mesh.tiers("pipeline")[-1], held * FORMATS[self.task.sums].element_bytes)

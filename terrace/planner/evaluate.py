@@ -220,8 +220,8 @@ class Evaluator:
         # Inner stages are mostly equal; each distinct one is computed once.
         known = {part: stage.report(units) for part, stage in zip(pipeline.parts, played, strict=True)}
         found = [known[part] for part in pipeline.parts]
-        for lender, stages in _ties(self.task, pipeline):
-            tie_s = self.estimator.tie_s(candidate, lender)
+        for owner, stages in _ties(self.task, pipeline):
+            tie_s = self.estimator.tie_s(candidate, owner)
             for stage in stages if tie_s > 0 else ():
                 found[stage] = found[stage] | {TIE: found[stage].get(TIE, 0.0) + tie_s}
         return found
@@ -364,18 +364,18 @@ class Evaluator:
 
 
 def _ties(task: Task, pipeline: Pipeline) -> list[tuple[int, tuple[int, int]]]:
-    """(Lender, stages of lender and borrower) of blocks borrowed across stages."""
+    """(Owner, stages of owner and user) of blocks tied across stages."""
     orders, sizes = pipeline.orders, [0] * pipeline.orders.num_virtual
     for row, part in zip(orders.placement, pipeline.parts, strict=True):
         for virtual, runs in zip(row, part.chunks, strict=True):
             sizes[virtual] = len(kinds_of(runs))
     stops, holders = list(accumulate(sizes)), orders.holders()
-    borrowed = ((lender, block) for block, spec in enumerate(task.blocks) for lender in spec.borrows)
+    ties = ((owner, block) for block, spec in enumerate(task.blocks) for owner in spec.tied_to)
     # Only a gradient is sent.
-    pairs = (pair for pair in borrowed if task.blocks[pair[0]].num_trainable)
+    pairs = (pair for pair in ties if task.blocks[pair[0]].num_trainable)
     found = [(pair[0], tuple(holders[bisect_right(stops, block)][0] for block in pair)) for pair in pairs]
     # In a V-shaped schedule both ends are on one stage, and a tied matrix needs no message.
-    return [(lender, (first, second)) for lender, (first, second) in found if first != second]
+    return [(owner, (first, second)) for owner, (first, second) in found if first != second]
 
 
 def _data_wire(plan: Plan) -> Wire:

@@ -36,7 +36,7 @@ class Numels:
         self._all_stacks: _Numels = tuple(map(sum, each))
 
     def all(self, mesh: Mesh) -> _Numels:
-        """Parameters on a tensor rank, where borrowers and lenders are on one stage."""
+        """Parameters on a tensor rank, where users and owners are on one stage."""
         return self._sum(self._of(mesh).flats)
 
     def trained(self, mesh: Mesh) -> _Numels:

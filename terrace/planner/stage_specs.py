@@ -17,7 +17,7 @@ from terrace.simulate.links import wired
 def flat_blocks(task: Task, numels: Numels, mesh: Mesh, blocks: Sequence[int]) -> tuple[BlockSpec, ...]:
     """Blocks as one rank holds them: one parameter each for trainable, frozen and expert parameters.
 
-    A block that borrows from another stage has its own copy of the matrix.
+    A block tied to one of another stage has its own copy of the matrix.
     """
     places, order = {block: index for index, block in enumerate(blocks)}, task.kinds.order
     params: dict[int, tuple[ParamSpec, ...]] = {}
@@ -26,12 +26,12 @@ def flat_blocks(task: Task, numels: Numels, mesh: Mesh, blocks: Sequence[int]) -
         kind = order[block]
         spec = task.kinds.specs[kind]
         if kind not in params:
-            copied = (order[lender] for lender in spec.borrows if lender not in places)
+            copied = (order[owner] for owner in spec.tied_to if owner not in places)
             sizes = numels.by_holders(mesh, (kind, *copied))
             each = [_flat_param(size, *which, mesh.stack_degrees) for which, size in sizes.items() if size]
             params[kind] = tuple(each) or (ParamSpec(name="all", shape=(0,)),)
-        here = tuple(places[lender] for lender in spec.borrows if lender in places)
-        found.append(BlockSpec(name=spec.name, params=params[kind], borrows=here))
+        here = tuple(places[owner] for owner in spec.tied_to if owner in places)
+        found.append(BlockSpec(name=spec.name, params=params[kind], tied_to=here))
     return tuple(found)
 
 
@@ -51,15 +51,15 @@ def joined_params(blocks: Sequence[BlockSpec]) -> tuple[ParamSpec, ...]:
 
 
 def whole_blocks(task: Task, kinds: Sequence[int]) -> tuple[BlockSpec, ...]:
-    """The blocks of a stage; one that borrows from another stage has its own copy of the matrix."""
+    """The blocks of a stage; one tied to a block of another stage has its own copy of the matrix."""
     # The first block of a kind represents all.
     places = {task.kinds.first[kind]: index for index, kind in enumerate(kinds)}
     found = []
     for index, kind in enumerate(kinds):
         spec = task.kinds.specs[kind]
-        copied = [param for lender in spec.borrows if lender not in places for param in task.blocks[lender].params]
-        here = tuple(places[lender] for lender in spec.borrows if lender in places)
-        found.append(replace(spec, name=f"{index}.{spec.name}", params=(*spec.params, *copied), borrows=here))
+        copied = [param for owner in spec.tied_to if owner not in places for param in task.blocks[owner].params]
+        here = tuple(places[owner] for owner in spec.tied_to if owner in places)
+        found.append(replace(spec, name=f"{index}.{spec.name}", params=(*spec.params, *copied), tied_to=here))
     return tuple(found)
 
 

@@ -197,8 +197,8 @@ def _gradients(
 
     for position, (op, block, *_) in enumerate(instructions):
         if op in PASSES and op is not Op.FORWARD:
-            # A backward also adds to the gradients of borrowed blocks, such as a tied embedding.
-            for needed in (block, *blocks[block].borrows):
+            # A backward also adds to the gradients of the blocks it is tied to, such as a tied embedding.
+            for needed in (block, *blocks[block].tied_to):
                 # One reduction may stay in flight while the next gradient is computed; a second would need a third
                 # buffer.
                 if sizes[needed] and needed not in opened:

@@ -189,7 +189,7 @@ def _facts(frame: Program) -> tuple[_Fact, ...]:
     facts = zip(frame.of_flats(of_flats), frame.blocks, _gap_facts(frame), strict=True)
     return tuple(
         [
-            (*of_block, block.num_trainable > 0, block.borrows, num_choices(block) > 0, of_gaps)
+            (*of_block, block.num_trainable > 0, block.tied_to, num_choices(block) > 0, of_gaps)
             for of_block, block, of_gaps in facts
         ]
     )

@@ -3,7 +3,7 @@
 Costs are the times of a block's passes if the model is known (terrace.simulate.step). Blocks that only declare
 parameters are weighted by multiplications per token in a forward:
 
-    the elements of a block's matrices that a token meets, borrowed ones included, and S H for causal attention over S
+    the elements of a block's matrices that a token meets, tied ones included, and S H for causal attention over S
     tokens
 
 (2 FLOPs per element, and 4 S H / 2 for scores and values). An embedding look-up costs nothing. The split minimises the
@@ -103,9 +103,9 @@ def _cost(blocks: Sequence[BlockSpec], index: int, scores: int) -> BlockCost:
     block = blocks[index]
     # Each element of a matrix is one multiplication per token.
     products = sum(block.active(param) for param in block.params if _is_product(param, index, len(blocks)))
-    # A tied head multiplies by the borrowed table.
-    for lender in block.borrows:
-        products += sum(param.numel for param in blocks[lender].params if is_table(param))
+    # A tied head multiplies by the table that it is tied to.
+    for owner in block.tied_to:
+        products += sum(param.numel for param in blocks[owner].params if is_table(param))
     # A layer is known by its row-cut dims (heads or the inner MLP size); embedding and head have none.
     attends = any(CUT_BY.get(name) == ("rows",) for param in block.params for name, _ in param.dims)
     return BlockCost(products, scores if attends else 0)

@@ -201,17 +201,17 @@ def _seconds(blocks: Sequence[BlockSpec], chunks: Sequence[range], sequence: int
 
 
 def _ties(blocks: Sequence[BlockSpec], runs_on: dict[int, int]) -> dict[int, tuple[int, int]]:
-    """Block -> (owner's stage, copy's stage), for every block that is borrowed on another stage."""
+    """Block -> (owner's stage, copy's stage), for every block that a block of another stage is tied to."""
     ties: dict[int, tuple[int, int]] = {}
     for index, block in enumerate(blocks):
-        for lender in block.borrows:
-            pair = runs_on[lender], runs_on[index]
+        for owner in block.tied_to:
+            pair = runs_on[owner], runs_on[index]
             if pair[0] == pair[1]:
                 continue
             # TIE is one exchange between two stages; a third holder would need a reduction.
-            if ties.setdefault(lender, pair) != pair:
+            if ties.setdefault(owner, pair) != pair:
                 raise PlanError(
-                    f"blocks of two other stages borrow from {blocks[lender].name}: let `stages` put them on one"
+                    f"blocks of two other stages are tied to {blocks[owner].name}: let `stages` put them on one"
                 )
     return ties
 

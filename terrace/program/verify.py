@@ -6,7 +6,7 @@ rule; terrace.program.verify_ranks compares ranks. The rules:
  1. every micro-batch passes every block of the stage forward exactly once and, in a training program, backward exactly
     once, whole or in two halves, in dependency order; inputs from another stage are received before, and outputs for
     one are sent after; a program of another phase has only the ops of its phase (terrace.program.phase);
- 2. a block's parameters, and the borrowed ones, are gathered before use, not gathered twice, used, and freed;
+ 2. a block's parameters, and the tied ones, are gathered before use, not gathered twice, used, and freed;
  3. a gather from the secondary copy comes after one from the primary copy;
  4. every gradient is reduced once per unit of micro-batches, each time after another unit of complete backwards and
     before the next unit is complete, the last time after every backward that adds to it; then added to the gradient of
@@ -186,8 +186,8 @@ class _Walker(ExchangeWalk):
             self._fail_end("`CLIP` never happens")
 
     def _needs_parameters(self, block: int) -> None:
-        # A borrowed block's parameters are read too, as a tied head reads the embedding.
-        for needed in (block, *self.program.blocks[block].borrows):
+        # A tied block's parameters are read too, as a tied head reads the embedding.
+        for needed in (block, *self.program.blocks[block].tied_to):
             if self._gathers[needed] and needed not in self.resident:
                 self._fail(f"the parameters of block {needed} are not gathered")
             self.unused.discard(needed)
@@ -269,7 +269,7 @@ class _Walker(ExchangeWalk):
             self._fail(f"it needs the result of block {block}, which is on another stage: RECV it before")
 
     def _adds(self, now: Instruction) -> None:
-        for block in (now.block, *self.program.blocks[now.block].borrows):
+        for block in (now.block, *self.program.blocks[now.block].tied_to):
             # A later gradient would be lost: the optimizer only sees the synchronised sum.
             if Instruction(Op.SYNC, block) in self.done:
                 self._fail(f"the gradient of block {block} is synchronised already")
@@ -277,11 +277,11 @@ class _Walker(ExchangeWalk):
                 self.stale.add(block)
 
     def _completes(self, now: Instruction) -> None:
-        borrowed = self.program.blocks[now.block].borrows
-        for block in (now.block, *borrowed):
+        tied = self.program.blocks[now.block].tied_to
+        for block in (now.block, *tied):
             self.newest[block] = now.micro
-        # A copy counts the backwards of its first borrower only, or it would count each micro-batch twice.
-        for block in (now.block, *(block for block in borrowed if self._first_borrower.get(block) == now.block)):
+        # A copy counts the backwards of its first user only, or it would count each micro-batch twice.
+        for block in (now.block, *(block for block in tied if self._first_user.get(block) == now.block)):
             if block not in self._trainable:
                 continue
             # The next unit's gradient would be added before this one's reduction took it.

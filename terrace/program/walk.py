@@ -74,10 +74,10 @@ class Walk:
         return frozenset(orthogonalised(self.program.flats, self.program.stage.held))
 
     @cached_property
-    def _first_borrower(self) -> dict[int, int]:
-        """Copy -> first block here that borrows it, whose complete backwards count for the copy."""
+    def _first_user(self) -> dict[int, int]:
+        """Copy -> first block here that is tied to it, whose complete backwards count for the copy."""
         stage, blocks = self.program.stage, self.program.blocks
-        found = {lender: block for block in reversed(stage.own) for lender in blocks[block].borrows}
+        found = {owner: block for block in reversed(stage.own) for owner in blocks[block].tied_to}
         return {copy: found[copy] for copy in stage.copies}
 
     @cached_property

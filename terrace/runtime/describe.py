@@ -1,6 +1,6 @@
 """Block specs of modules, and the replacement of their parameters by views of flat buffers.
 
-A parameter that two blocks share (a tied embedding) belongs to the first; the later block borrows it.
+A parameter that two blocks share (a tied embedding) belongs to the first; the later block tied_to it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,16 +23,16 @@ def describe(blocks: Sequence[nn.Module], names: Sequence[str], frozen: Sequence
     specs = []
     for index, (block, name) in enumerate(zip(blocks, names, strict=True)):
         params: list[ParamSpec] = []
-        borrows: list[int] = []
+        tied_to: list[int] = []
         for param_name, param in block.named_parameters():
             # The first block in which a parameter appears owns it.
             owner = owners.setdefault(id(param), index)
             if owner == index:
                 shape = tuple(param.shape)
                 params.append(ParamSpec(name=param_name, shape=shape, trainable=param.requires_grad))
-            elif owner not in borrows:
-                borrows.append(owner)
-        specs.append(BlockSpec(name=name, params=tuple(params), borrows=tuple(borrows)))
+            elif owner not in tied_to:
+                tied_to.append(owner)
+        specs.append(BlockSpec(name=name, params=tuple(params), tied_to=tuple(tied_to)))
     return freeze(specs, frozen)
 
 
@@ -54,7 +54,7 @@ def with_dims(specs: Sequence[BlockSpec], declared: Sequence[BlockSpec]) -> tupl
         params = tuple(
             replace(param, dims=dims[param.name].dims, is_moved=dims[param.name].is_moved) for param in spec.params
         )
-        result.append(replace(other, name=spec.name, params=params, borrows=spec.borrows))
+        result.append(replace(other, name=spec.name, params=params, tied_to=spec.tied_to))
     return tuple(result)
 
 

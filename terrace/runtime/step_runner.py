@@ -90,7 +90,7 @@ class StepRunner:
             if flat.spec.trainable:
                 weights.own(flat.parameters, flat.gradients)
         # What an instruction of a block needs, found once: no look-ups in the middle of a step.
-        self.parameters_of = {block: (block, *program.blocks[block].borrows) for block in state.modules}
+        self.parameters_of = {block: (block, *program.blocks[block].tied_to) for block in state.modules}
         self._buffered = {
             block: tuple(flat for needed in blocks for flat in state.flats[needed] if flat.has_buffer)
             for block, blocks in self.parameters_of.items()

@@ -150,21 +150,21 @@ class _Pricing:
     def _pass(self, instruction: Instruction) -> Play:
         op, index, program, costs = instruction.op, instruction.block, self.program, self.costs
         seconds = costs.forward_s[index], costs.backward_s[index], costs.weight_s[index] if costs.weight_s else 0.0
-        borrows = program.blocks[index].borrows
+        tied_to = program.blocks[index].tied_to
         # Equal blocks have equal passes on every stage.
         rounds = costs.rounds[index] if costs.rounds else None
-        key = (op, program.alike[index], program.alike_inside(index), borrows, seconds, rounds)
+        key = (op, program.alike[index], program.alike_inside(index), tied_to, seconds, rounds)
         found = costs.passes.get(key)
         if found is None:
             found = costs.passes[key] = self._priced(instruction, *seconds)
         act, event = found
-        needs = (index, *borrows) if event.needs else ()
+        needs = (index, *tied_to) if event.needs else ()
         event = Event(op, index, event.seconds, -1, event.category, needs, event.opens, event.inside, steps=event.steps)
         return act, event
 
     def _priced(self, instruction: Instruction, forward_s: float, backward_s: float, weight_s: float) -> Play:
         op, index = instruction.op, instruction.block
-        needs = (index, *self.program.blocks[index].borrows)
+        needs = (index, *self.program.blocks[index].tied_to)
         # Parameters without a gather are ready after the refresh of the previous step, so the pass waits for it.
         act = Rank.run if all(map(self.program.gathers, needs)) else Rank.run_whole
         inside = self._waits_inside(instruction)

@@ -3,7 +3,7 @@
 What a rank keeps for the whole step is counted by terrace.plan.state_bytes, as in a program's buffers
 (terrace.program.buffers). Temporary buffers follow from the order of the blocks, without their visits. A window of
 blocks is whole at a time: the parameters of a visit and of the next `prefetch` ones, the gradients of two neighbours,
-and with either the matrix that a tied head borrows. During the update Muon holds the whole matrices of two layers.
+and with either the matrix that a tied head uses. During the update Muon holds the whole matrices of two layers.
 
 A tied head on another stage than the embedding has its own copy, and both stages keep the other's gradient.
 """
@@ -34,13 +34,13 @@ _OF_TRAINABLE = tuple(message for message, route in ROUTES.items() if route.carr
 class StageBlocks:
     """The blocks that one rank holds.
 
-    `lent` has (borrower, lender) pairs of blocks on this stage. `copied` has, by kind, the kinds of blocks of other
+    `ties` has (user, owner) pairs of blocks on this stage. `copied` has, by kind, the kinds of blocks of other
     stages
     that it reads and copies. `tied` are the kinds of blocks that two stages hold.
     """
 
     order: tuple[int, ...]  # kind of each block, in the order of the model
-    lent: tuple[tuple[int, int], ...]
+    ties: tuple[tuple[int, int], ...]
     copied: tuple[tuple[int, ...], ...]
     tied: tuple[int, ...]
 
@@ -50,25 +50,25 @@ def stage_blocks(kinds: Kinds, held: Sequence[int]) -> StageBlocks:
     """The blocks of a model, by index, that a rank holds."""
     place = {block: index for index, block in enumerate(held)}
     order = tuple(kinds.order[block] for block in held)
-    pairs = ((index, lender) for index, kind in enumerate(order) for lender in kinds.specs[kind].borrows)
+    pairs = ((index, owner) for index, kind in enumerate(order) for owner in kinds.specs[kind].tied_to)
     away = [
-        [lender for lender in spec.borrows if lender not in place] if kind in order else []
+        [owner for owner in spec.tied_to if owner not in place] if kind in order else []
         for kind, spec in enumerate(kinds.specs)
     ]
     # Either of two stages that hold one block sends the other its gradient.
-    elsewhere = (spec.borrows for index, spec in enumerate(kinds.blocks) if spec.borrows and index not in place)
-    passed_on = {lender for borrowed in elsewhere for lender in borrowed if lender in place}.union(*away)
+    elsewhere = (spec.tied_to for index, spec in enumerate(kinds.blocks) if spec.tied_to and index not in place)
+    passed_on = {owner for ties in elsewhere for owner in ties if owner in place}.union(*away)
     return StageBlocks(
         order=order,
-        lent=tuple((index, place[lender]) for index, lender in pairs if lender in place),
-        copied=tuple(tuple(kinds.order[lender] for lender in lenders) for lenders in away),
-        tied=tuple({kinds.order[lender] for lender in passed_on}),
+        ties=tuple((index, place[owner]) for index, owner in pairs if owner in place),
+        copied=tuple(tuple(kinds.order[owner] for owner in owners) for owners in away),
+        tied=tuple({kinds.order[owner] for owner in passed_on}),
     )
 
 
 @lru_cache(maxsize=16384)
 def gathered_whole(
-    order: Sequence[int], lent: Sequence[tuple[int, int]], sizes: Sequence[int], prefetch: int
+    order: Sequence[int], ties: Sequence[tuple[int, int]], sizes: Sequence[int], prefetch: int
 ) -> tuple[int, ...]:
     """Most full parameters alive at once while a block of each kind runs; `sizes` is by kind.
 
@@ -80,8 +80,8 @@ def gathered_whole(
     now = sum(blocks[:reach])
     for start in range(len(blocks) - reach + 1):
         window = range(start, start + reach)
-        lenders = {lender for borrower, lender in lent if borrower in window and lender not in window}
-        whole = now + sum(blocks[lender] for lender in lenders)
+        owners = {owner for user, owner in ties if user in window and owner not in window}
+        whole = now + sum(blocks[owner] for owner in owners)
         for kind in set(order[start : start + reach]):
             most[kind] = max(most[kind], whole)
         now += (blocks[start + reach] if start + reach < len(blocks) else 0) - blocks[start]
@@ -90,12 +90,12 @@ def gathered_whole(
 
 @lru_cache(maxsize=16384)
 def gradients_whole(
-    order: Sequence[int], lent: Sequence[tuple[int, int]], sizes: Sequence[int], again: bool
+    order: Sequence[int], ties: Sequence[tuple[int, int]], sizes: Sequence[int], again: bool
 ) -> tuple[int, ...]:
     """Most full gradients alive at once in the backward of a block of each kind.
 
     These are its own, the gradient of the previous block in the backward that has any, which is still being reduced,
-    and the gradients of blocks that it, or a later block, borrowed from. With `again`, an earlier micro-batch's last
+    and the gradients of blocks that it, or a later block, is tied to. With `again`, an earlier micro-batch's last
     gradient may still be in flight at the first backward.
     """
     blocks, most = [sizes[kind] for kind in order], [0] * len(sizes)
@@ -105,8 +105,8 @@ def gradients_whole(
         befores[block] = before
         before = blocks[block] or before
     for block, kind in enumerate(order):
-        lenders = {lender for borrower, lender in lent if lender < block <= borrower}
-        most[kind] = max(most[kind], blocks[block] + befores[block] + sum(blocks[lender] for lender in lenders))
+        owners = {owner for user, owner in ties if owner < block <= user}
+        most[kind] = max(most[kind], blocks[block] + befores[block] + sum(blocks[owner] for owner in owners))
     return tuple(most)
 
 
@@ -114,12 +114,12 @@ def gathers_again(stage: StageBlocks, prefetch: int, again: bool) -> tuple[bool,
     """Whether some block is gathered a second time for a forward, and whether one is for a backward.
 
     A block stays gathered between visits that are at most `max(1, prefetch)` apart (terrace.plan.residency). It is
-    visited with each block that borrows it, in the forward and in the backward. With `again` another unit follows.
+    visited with each block tied to it, in the forward and in the backward. With `again` another unit follows.
     """
     last, reach = len(stage.order) - 1, max(1, prefetch)
     readers: dict[int, list[int]] = {block: [block] for block in range(len(stage.order))}
-    for borrower, lender in sorted(stage.lent):
-        readers[lender].append(borrower)
+    for user, owner in sorted(stage.ties):
+        readers[owner].append(user)
     apart = any(later - before > reach for each in readers.values() for before, later in pairwise(each))
     turns = any(2 * (last - each[-1]) + 1 > reach for each in readers.values())
     return apart or (again and 2 * last + 1 > reach), apart or turns
@@ -173,9 +173,9 @@ def model_states(cluster: Cluster, plan: Plan, kinds: Kinds, stage: StageBlocks,
     return States(
         steady=steady,
         gathered=gathered_whole(
-            stage.order, stage.lent, tuple(gathered_bytes(plan, each) for each in parts), plan.prefetch
+            stage.order, stage.ties, tuple(gathered_bytes(plan, each) for each in parts), plan.prefetch
         ),
-        gradients=gradients_whole(stage.order, stage.lent, buffered, again),
+        gradients=gradients_whole(stage.order, stage.ties, buffered, again),
         # A layer is gathered while the one before it is updated.
         updating=max(0, max(map(sum, pairwise((*directions, 0))), default=0) * item - tie),
     )

@@ -8,13 +8,13 @@ from terrace.model.spec import BlockSpec
 
 
 def trained_part(block: BlockSpec, blocks: Sequence[BlockSpec]) -> float:
-    """Share of trainable elements among the matrices that a token uses in a block, borrowed ones included.
+    """Share of trainable elements among the matrices that a token uses in a block, tied ones included.
 
     `blocks` are the blocks of its model. Sizes are those of whole matrices, also for a rank's slices, since the planner
     prices a block once for all shapes.
     """
-    borrowed = [param for lender in block.borrows for param in blocks[lender].params if _is_multiplied(param)]
-    matrices = [param for param in (*block.params, *borrowed) if param.decays]
+    tied = [param for owner in block.tied_to for param in blocks[owner].params if _is_multiplied(param)]
+    matrices = [param for param in (*block.params, *tied) if param.decays]
     sizes = [(block.active(replace(param, shape=param.whole or param.shape)), param.trainable) for param in matrices]
     total = sum(size for size, _ in sizes)
     if not total:

@@ -86,7 +86,7 @@ def export_dcp(checkpoint: Checkpoint, run: RunFolder, folder: Path, options: Dc
             state = _StateDict(writer, config, options, _settings(run, run.step_of(checkpoint)), checkpoint.num_updates)
             for name, stored in _tensors(checkpoint, config, options.states):
                 state.add(name, stored)
-            if block_specs(config)[-1].borrows:
+            if block_specs(config)[-1].tied_to:
                 writer.alias(state.path(output_name(config)), of=state.path(next(iter(stored_parts(config)))))
             files = writer.finish()
             others: dict[str, str | bytes] = {CONFIG: json.dumps(table, indent=2, sort_keys=True) + "\n"}

@@ -140,6 +140,6 @@ def _products(blocks: Sequence[BlockSpec], index: int) -> tuple[int, int]:
         matrices = [(block.active(param), param.trainable) for param in block.params if param.is_matrix]
         return sum(numel for numel, _ in matrices), sum(numel for numel, trainable in matrices if trainable)
     # A tied head multiplies with the embedding's matrix.
-    owner = blocks[0] if blocks[-1].borrows else blocks[-1]
+    owner = blocks[0] if blocks[-1].tied_to else blocks[-1]
     output = next(param for param in owner.params if param.is_matrix)
     return output.numel, output.numel if output.trainable else 0

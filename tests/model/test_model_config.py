@@ -282,12 +282,12 @@ def test_specs_are_the_modules_parameters(table: dict[str, Any]) -> None:
             (name, tuple(param.shape)) for name, param in named
         ]
         borrowed = {id(param) for param in block.parameters()} - {id(param) for _, param in named}
-        lenders = {id(param) for index in spec.borrows for param in blocks[index].parameters()}
-        assert borrowed <= lenders
-        assert bool(borrowed) == bool(spec.borrows)
+        owners = {id(param) for index in spec.tied_to for param in blocks[index].parameters()}
+        assert borrowed <= owners
+        assert bool(borrowed) == bool(spec.tied_to)
         owned |= {id(param) for param in block.parameters()}
         assert not list(block.buffers())
-    assert specs[-1].borrows == ((0,) if config.tied_embeddings else ())
+    assert specs[-1].tied_to == ((0,) if config.tied_embeddings else ())
     distinct = {id(param): param for block in blocks for param in block.parameters()}
     assert num_params(config) == sum(param.numel() for param in distinct.values())
 

@@ -113,8 +113,8 @@ Shape = tuple[list[tuple[int, bool]], int]  # (size, trainable) of each paramete
 
 def spec_blocks(shapes: list[Shape]) -> list[nn.Module]:
     blocks: list[SpecBlock] = []
-    for sizes, lender in shapes:
-        borrowed = list(blocks[lender % len(blocks)].own) if lender >= 0 and blocks else []
+    for sizes, owner in shapes:
+        borrowed = list(blocks[owner % len(blocks)].own) if owner >= 0 and blocks else []
         blocks.append(SpecBlock(sizes, borrowed))
     return list(blocks)
 

@@ -46,7 +46,7 @@ def test_gathers_are_issued_ahead_and_nothing_is_gathered_without_need(case: Set
         if instruction.op in (Op.FORWARD, Op.BACKWARD):
             uses += before != (instruction.op, block)  # further micro-batches of a unit belong to one visit
             before = (instruction.op, block)
-            for needed in (block, *case.blocks[block].borrows):
+            for needed in (block, *case.blocks[block].tied_to):
                 used.add(needed)
                 if needed in issued_at:
                     assert uses - issued_at.pop(needed) in range(case.plan.prefetch + 1)
@@ -61,7 +61,7 @@ def test_gathers_are_issued_ahead_and_nothing_is_gathered_without_need(case: Set
 @pytest.mark.parametrize(("num_micros", "wanted"), [(1, [2, 2, 2, 1]), (4, [5, 8, 8, 4])])
 def test_gathers_of_each_block(num_micros: int, wanted: list[int]) -> None:
     """Tied: the embedding is also used by the head, at distance 3 from its own uses, as untied blocks are."""
-    untied = tuple(replace(block, borrows=()) for block in BLOCKS)
+    untied = tuple(replace(block, tied_to=()) for block in BLOCKS)
     for blocks, first in ((untied, wanted[0]), (BLOCKS, wanted[0] + num_micros)):
         counts = Counter(stay.block for stay in residencies(whole_stage(len(blocks), num_micros, 1), blocks, 1))
         assert [counts[block] for block in range(4)] == [first, *wanted[1:]]

@@ -27,7 +27,7 @@ def test_dims_alone_tell_the_steps_that_operations_have(
     name: str, rows: int, columns: int, splits: bool, tied: bool
 ) -> None:
     declared = block_specs(replace(MODELS[name], tied_embeddings=tied))
-    plain = [BlockSpec(name=block.name, params=block.params, borrows=block.borrows) for block in declared]
+    plain = [BlockSpec(name=block.name, params=block.params, tied_to=block.tied_to) for block in declared]
     cluster = cluster_of(rows * columns)
     mapping = {"package": {"tensor": {"rows": rows, "columns": columns}}}
     plan = replace(preset("ddp", cluster), mapping=mapping, sequence_parallel=splits)

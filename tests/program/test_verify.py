@@ -190,7 +190,7 @@ def test_free_cannot_come_before_the_last_use(case: Setting, data: st.DataObject
         earlier
         for earlier, instruction in enumerate(program.instructions[:place])
         if instruction.op in (Op.FORWARD, Op.BACKWARD)
-        and block in (instruction.block, *case.blocks[instruction.block].borrows)
+        and block in (instruction.block, *case.blocks[instruction.block].tied_to)
     )
     with pytest.raises(ProgramError):
         verify(edited(program, lambda list_: list_.insert(use, list_.pop(place))))

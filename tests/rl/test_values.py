@@ -169,7 +169,7 @@ def test_specs_are_the_modules(model: str) -> None:
         assert [(n, tuple(p.shape)) for n, p in block.named_parameters()] == [(p.name, p.shape) for p in spec.params]
     # A row in place of the vocabulary's, and nothing is tied.
     head = specs[-1]
-    assert head.borrows == ()
+    assert head.tied_to == ()
     logits = replace(config, scalar_head=False, tied_embeddings=False)
     assert num_params(logits) - num_params(config) == (VOCAB - 1) * config.hidden_size
     last = config.num_blocks - 1

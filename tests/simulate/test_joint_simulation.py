@@ -30,12 +30,12 @@ FLOPS = [2.0 * 64 * 64 * 256 * (1 + index % 2) for index in range(5)]
 
 
 def _block(index: int) -> BlockSpec:
-    """The third is frozen in part, the fourth whole; the last borrows the first."""
+    """The third is frozen in part, the fourth whole; the last is tied to the first."""
     params = tuple(
         ParamSpec(name=name, shape=(64, 64 + index), trainable=not (frozen or index == 3))
         for name, frozen in (("w", False), ("f", index == 2))
     )
-    return BlockSpec(name=f"b{index}", params=params, borrows=(0,) if index == 4 else ())
+    return BlockSpec(name=f"b{index}", params=params, tied_to=(0,) if index == 4 else ())
 
 
 BLOCKS = tuple(_block(index) for index in range(5))

@@ -218,9 +218,9 @@ def test_what_ranks_pipelines_in_a_search_is_near_what_their_programs_take(place
     assert ranked.step_s / played.step_s - 1 == pytest.approx(0.0, abs=0.06 if place > 0 else 0.02)
 
 
-def tied(*borrows: tuple[int, ...]) -> list[Program]:
+def tied(*tied_to: tuple[int, ...]) -> list[Program]:
     """Two stages of two blocks, of which those of the second borrow."""
-    blocks = [replace(block, borrows=lent) for block, lent in zip(blocks_of(4), ((), (), *borrows), strict=True)]
+    blocks = [replace(block, tied_to=lent) for block, lent in zip(blocks_of(4), ((), (), *tied_to), strict=True)]
     return build_stages(cluster(2, 0.0), stage_plan(2, 2, stages=(2, 2)), blocks, 2, sequence=4)
 
 

@@ -28,4 +28,4 @@ def undeclared(model: ModelConfig) -> list[tuple[BlockSpec, ...]]:
 
 def _bare(block: BlockSpec) -> BlockSpec:
     params = tuple(replace(param, dims=() if len(param.shape) > 1 else param.dims) for param in block.params)
-    return BlockSpec(name=block.name, params=params, borrows=block.borrows)
+    return BlockSpec(name=block.name, params=params, tied_to=block.tied_to)

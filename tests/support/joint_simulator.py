@@ -100,7 +100,7 @@ class _World:
 
     def _pass(self, rank: _Rank, instruction: Instruction) -> None:
         block, blocks = instruction.block, self.program.blocks
-        read = (block, *blocks[block].borrows)
+        read = (block, *blocks[block].tied_to)
         for needed in read:
             if needed in rank.gathers:
                 rank.wait(*rank.gathers.pop(needed))

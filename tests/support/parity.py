@@ -195,7 +195,7 @@ def gathered(engine: Engine, blocks: Sequence[nn.Module]) -> Tensor:
 def assemble(engine: Engine) -> Tensor:
     """All parameters as one row, from the slices of all ranks."""
     found = wholes(engine)
-    if engine.program.blocks[-1].borrows:
+    if engine.program.blocks[-1].tied_to:
         found[-1] = {"weight": found[0]["weight"], **found[-1]}
     return torch.cat([value.reshape(-1) for whole in found for value in whole.values()])
 

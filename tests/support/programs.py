@@ -10,8 +10,8 @@ from terrace.program.program import Program
 from tests.support.toys import cluster_of
 
 BLOCKS = tuple(
-    BlockSpec(name=name, params=(ParamSpec(name="weight", shape=(8, 2)),), borrows=borrows)
-    for name, borrows in (("embedding", ()), ("layers.0", ()), ("layers.1", ()), ("head", (0,)))
+    BlockSpec(name=name, params=(ParamSpec(name="weight", shape=(8, 2)),), tied_to=tied_to)
+    for name, tied_to in (("embedding", ()), ("layers.0", ()), ("layers.1", ()), ("head", (0,)))
 )
 
 

@@ -69,7 +69,7 @@ class _Rank:
             self._inside(instruction)
         elif op is Op.BACKWARD:
             self._await_parameters(block)
-            read = (block, *self.program.blocks[block].borrows)
+            read = (block, *self.program.blocks[block].tied_to)
             while len(self.reductions) > 1 and any(self._opens_gradient(needed) for needed in read):
                 self._wait(self.reductions.popleft(), "wait reduce")
             again = self.costs.forward_s[block] if block in self.again else 0.0
@@ -112,7 +112,7 @@ class _Rank:
         self._wait(self._issue(instruction), "wait control")
 
     def _await_parameters(self, block: int) -> None:
-        for needed in (block, *self.program.blocks[block].borrows):
+        for needed in (block, *self.program.blocks[block].tied_to):
             if needed in self.gathers:
                 self._wait(*self.gathers.pop(needed))
             if not self.program.gathers(needed) and needed in self.refreshes:

@@ -119,7 +119,7 @@ def _peak_gathered(stays: Sequence[Residency], whole: Sequence[int]) -> int:
 
 
 def _peak_gradients(stage: Stage, unit: int, blocks: Sequence[BlockSpec], buffered: Sequence[int]) -> int:
-    # The first backward that adds to a gradient opens its buffer; a lender's stays open until its own reduction.
+    # The first backward that adds to a gradient opens its buffer; an owner's stays open until its own reduction.
     points = reduction_points(stage, blocks, unit)
     turns: dict[int, list[int]] = {}
     for block, numbers in points.items():
@@ -131,7 +131,7 @@ def _peak_gradients(stage: Stage, unit: int, blocks: Sequence[BlockSpec], buffer
     for number, (group, _, block) in enumerate(stage.passes()):
         if group.pass_ is Pass.FORWARD:
             continue
-        for needed in (block, *blocks[block].borrows):
+        for needed in (block, *blocks[block].tied_to):
             if needed not in held and buffered[needed]:
                 # Opening a buffer waits for all reductions but the newest, as the executor does.
                 in_flight = in_flight[-1:]

@@ -34,8 +34,8 @@ def block_lists(draw: st.DrawFn, max_blocks: int = 6) -> tuple[BlockSpec, ...]:
             ParamSpec(name=f"p{place}", shape=(size,), trainable=trainable)
             for place, (size, trainable) in enumerate(sizes)
         )
-        borrows = draw(st.sets(st.integers(0, index - 1), max_size=2)) if index else set()
-        blocks.append(BlockSpec(name=f"block.{index}", params=params, borrows=tuple(sorted(borrows))))
+        tied_to = draw(st.sets(st.integers(0, index - 1), max_size=2)) if index else set()
+        blocks.append(BlockSpec(name=f"block.{index}", params=params, tied_to=tuple(sorted(tied_to))))
     return tuple(blocks)
 
 

@@ -186,7 +186,7 @@ def test_specs_say_what_the_modules_have(family: str, lora: LoraConfig) -> None:
         ]
         assert all(param.trainable == is_adapter(param.name) for param in spec.params)
         assert all(math.prod(size for _, size in p.dims) <= p.numel for p in spec.params)
-        assert spec.borrows == found.borrows
+        assert spec.tied_to == found.tied_to
     num = sum(is_adapter(param.name) for spec in specs for param in spec.params)
     assert (
         num

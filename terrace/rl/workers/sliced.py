@@ -61,7 +61,7 @@ def sliced_blocks(config: ModelConfig, slices: Sequence[Slices], group: OrderedG
             counts, units = param.dims[0]
             used = used_part(Dim(counts, units, (param.whole or param.shape)[0] // units), rows, row)
             _set_parameter(module, param.name, value if used is None else value[used])
-    if specs[-1].borrows:
+    if specs[-1].tied_to:
         blocks[-1].weight = blocks[0].weight
     if group is None:
         return blocks
