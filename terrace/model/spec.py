@@ -33,10 +33,10 @@ _COMPUTED = {
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSpec:
-    """One block: the parameters that it owns, the earlier blocks that it is `tied_to`, whose parameters it also uses, and its operations.
+    """One block: the parameters that it owns, the earlier blocks whose parameters it also uses, and its operations.
 
-    Every parameter has exactly one owner: a tied head owns only its norm and is tied to block 0. A block that declares no
-    operations counts as the chain of products with its matrices.
+    Every parameter has exactly one owner: a tied head owns only its norm and is `tied_to` block 0. A block that
+    declares no operations counts as the chain of products with its matrices.
     """
 
     name: str

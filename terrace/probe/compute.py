@@ -124,8 +124,7 @@ def measure_layers(
     """Time whole decoder layers, forward and backward, and the host launches of the smallest one.
 
     With a `backend` of torch.compile they are compiled, which takes seconds beyond the budget; if compilation fails,
-    this
-    is reported and they run uncompiled.
+    this is reported and they run uncompiled.
     """
     say("layers" if backend is None else "layers, compiled")
     backend = _working(watch, backend, say)

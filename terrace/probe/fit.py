@@ -262,9 +262,8 @@ def fit_link(samples: Sequence[LinkSample]) -> LinkFit:
 
     B bytes among n ranks cost (n - 1) latency + (B + half (n - 1) / n) / bandwidth: linear in B, with a slope and an
     intercept. The part of the intercept already visible in the smallest message is latency; the rest, which only
-    affects
-    larger messages, is the half size. Where times do not grow with sizes, as on a machine busy with other work, the
-    largest messages bound the bandwidth from below. Raises `ProbeError` when sizes do not vary.
+    affects larger messages, is the half size. Where times do not grow with sizes, as on a machine busy with other work,
+    the largest messages bound the bandwidth from below. Raises `ProbeError` when sizes do not vary.
     """
     _check([sample.seconds for sample in samples], "messages")
     degree = samples[0].degree

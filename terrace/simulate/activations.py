@@ -4,8 +4,7 @@ A block is a tape (terrace.simulate.tape), to which rules by type write its oper
 terrace.simulate.kept_by_mixture). The rules count what autograd keeps for this decoder on the backends `cpu` and
 `cuda`, tensor by tensor; only `cpu` has been compared with a running decoder, and `cuda` follows the documented outputs
 of its kernels. With T tokens on this context rank and tensor ranks in r rows and c columns, attention and MLP are cut
-by
-r, the residual stream and the norms by c, and under sequence parallelism by r too.
+by r, the residual stream and the norms by c, and under sequence parallelism by r too.
 """
 
 from dataclasses import dataclass, replace

@@ -70,8 +70,7 @@ class Layer:
     """The experts of a layer in any number of chunks, on one micro-batch, with the links to themselves.
 
     `seconds_of` gives the compute seconds for a traffic's number of pieces. Layers that share `orders` compute the
-    order
-    of their steps once.
+    order of their steps once.
     """
 
     def __init__(
@@ -125,9 +124,8 @@ class Layer:
     def least_s(self) -> tuple[float, float, float]:
         """Lower bounds for any numbers: seconds of a forward's tables, and of the rows of a forward and of a backward.
 
-        Rows are counted on their busiest lane, without compute. Chunking sends the same bytes in more messages, so
-        one chunk
-        is the minimum.
+        Rows are counted on their busiest lane, without compute. Chunking sends the same bytes in more messages, so one
+        chunk is the minimum.
         """
         whole, rows_s = Numbers(), [0.0, 0.0]
         for backward in (False, True):

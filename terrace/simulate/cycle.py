@@ -55,8 +55,7 @@ class Cycle:
         """Seconds by category of the mean step, by stage.
 
         While the cycle is played, a stage with shorter exchanges may gain a lead on the others. All stages meet in
-        every step,
-        so the lead is charged as waiting.
+        every step, so the lead is charged as waiting.
         """
         found = []
         for stage in range(self.period.num_stages):

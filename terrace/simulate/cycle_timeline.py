@@ -23,8 +23,7 @@ class Crossing(NamedTuple):
     """An exchange on its link, in seconds of the cycle; one that ends beyond the cycle continues in the next.
 
     Steps count from 1: an exchange is sent at the end of `sent` and applied at the end of `applied`, of this cycle or
-    the
-    next.
+    the next.
     """
 
     fragment: int

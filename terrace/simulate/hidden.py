@@ -30,8 +30,7 @@ def hidden_between_nodes(predicted: Prediction, recordings: Sequence[Recording] 
     """Messages that a predicted step hides on the outermost tier with several members.
 
     None if that is the innermost tier, and for islands, which report their exchanges separately. `recordings`, by
-    stage,
-    are of the whole step; for a very long step only the messages of the played beginning count.
+    stage, are of the whole step; for a very long step only the messages of the played beginning count.
     """
     cluster = predicted.step.cluster
     wide = [index for index, tier in enumerate(cluster.tiers) if tier.size > 1]

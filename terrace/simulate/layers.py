@@ -232,8 +232,7 @@ def core_rounds(device: Device, work: Work) -> tuple[tuple[float, float], tuple[
     ring rank holds one early and one late chunk: the first round computes a causal square over both, later rounds half
     of the full square. From the second round on, results are added to earlier ones: outputs in the forward, gradients
     of queries and keys in the backward. With a window nearly all products are in the first rounds, so all are counted
-    in
-    the first one, and later rounds hide no messages.
+    in the first one, and later rounds hide no messages.
     """
     core = work.layer.core
     if not core.heads:

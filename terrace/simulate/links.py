@@ -56,8 +56,7 @@ def exchange_tiers(cluster: Cluster, degrees: Group, sends: Iterable[tuple[int, 
     """Seconds by tier index of an exchange in which each rank sends `sends`, pairs of (tier, bytes).
 
     Messages to all peers start together, so a tier's latency counts once; tiers follow each other. The launch is
-    charged
-    to the first tier.
+    charged to the first tier.
     """
     found: dict[int, float] = {}
     launch_s = cluster.device.kernels.launch_s

@@ -20,8 +20,7 @@ class PassStep(NamedTuple):
     """A step of a pass with messages on lanes.
 
     `number`: for a SEND, the index of the pass's message that must arrive first, or -1; for a WAIT, of the message
-    waited
-    for; for a GAP, the gap's.
+    waited for; for a GAP, the gap's.
     """
 
     does: Doing

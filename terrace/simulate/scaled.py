@@ -1,9 +1,8 @@
 """Seconds of products in 8-bit floats, with the passes that quantise their operands (terrace.runtime.scaled_operands).
 
 A product of (m, k) and (k, n) reaches `gemm_fp8` of the fp8 peak, times the share that its shape reaches in any
-product;
-it reads a byte an element and writes e bytes, those of the compute dtype. Layers with the same input quantise it once.
-In bytes an element, and kernels:
+product; it reads a byte an element and writes e bytes, those of the compute dtype. Layers with the same input quantise
+it once. In bytes an element, and kernels:
 
                               GPU       CPU       kernels
     codes                     2e + 1    4e + 9    2          a largest magnitude, and codes
@@ -41,8 +40,7 @@ class Matrices(NamedTuple):
     """`number` matrices (inputs, outputs) side by side that multiply the same tokens.
 
     `is_entered`: their input was already quantised for earlier matrices. `returns`: it is gathered or computed again
-    for
-    the backward.
+    for the backward.
     """
 
     tokens: int
@@ -121,8 +119,7 @@ def scaled_seconds(
     """(Forward, input gradient, weight gradient) seconds of products.
 
     `form` is the plan's; `coded`: weights are held as codes. If the layer runs `again` in its backward, codes for
-    weight
-    gradients are counted there.
+    weight gradients are counted there.
     """
     forward_s = input_s = weight_s = 0.0
     item, own = FORMATS[compute].element_bytes, _Form.of(device, compute, form)

@@ -34,8 +34,7 @@ _OF_TRAINABLE = tuple(message for message, route in ROUTES.items() if route.carr
 class StageBlocks:
     """The blocks that one rank holds.
 
-    `ties` has (user, owner) pairs of blocks on this stage. `copied` has, by kind, the kinds of blocks of other
-    stages
+    `ties` has (user, owner) pairs of blocks on this stage. `copied` has, by kind, the kinds of blocks of other stages
     that it reads and copies. `tied` are the kinds of blocks that two stages hold.
     """
 
