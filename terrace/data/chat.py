@@ -65,10 +65,10 @@ class ChatReader:
                 raise bad
 
     def _made(self, records: list[tuple[Mapping[str, Any], str]]) -> Iterator[tuple[Ids, Mask, str]]:
-        talks = [
+        conversations = [
             (record["messages"], record["tools"], record["variables"]) for record, _ in records if "messages" in record
         ]
-        rendered = self.template.assistant_spans(talks) if talks else iter(())
+        rendered = self.template.assistant_spans(conversations) if conversations else iter(())
         for record, where in records:
             # Prompt and completion need no template.
             if "messages" not in record:
@@ -139,13 +139,13 @@ class ChatReader:
             record = chat_row(json_object(record, lambda: where, '{"messages": [...]}'), where)
         if "messages" not in record:
             return record
-        talk = talk_of(record, where, self.template)
-        if not any(message["role"] == "assistant" for message in talk["messages"]):
+        conversation = conversation_of(record, where, self.template)
+        if not any(message["role"] == "assistant" for message in conversation["messages"]):
             raise DataError(f"{where}: the assistant says nothing, so nothing is left to train on; drop the line")
         # Before rendering: afterwards forged special tokens would look like the template's own.
-        for text in texts_of(talk):
+        for text in texts_of(conversation):
             check_chat_text(text, where, self.encoder)
-        return talk
+        return conversation
 
     def _completion(self, record: Mapping[str, Any], where: str) -> tuple[Ids, Mask]:
         prompt, completion = record["prompt"], record["completion"]
@@ -195,7 +195,7 @@ def _batches(lines: Iterable[tuple[Line, str]]) -> Iterator[list[tuple[Line, str
     yield batch
 
 
-def talk_of(record: Mapping[str, Any], where: str, template: ChatTemplate) -> dict[str, Any]:
+def conversation_of(record: Mapping[str, Any], where: str, template: ChatTemplate) -> dict[str, Any]:
     """`record` with its messages checked, and with the tools and variables for the template.
 
     Raises `DataError` naming `where`.
@@ -208,12 +208,14 @@ def talk_of(record: Mapping[str, Any], where: str, template: ChatTemplate) -> di
         raise DataError(f"{where}: {error}") from error
 
 
-def texts_of(talk: Mapping[str, Any]) -> Iterator[str]:
-    """All texts of a `talk_of` result, also as they read with JSON strings decoded and the parts of a content
+def texts_of(conversation: Mapping[str, Any]) -> Iterator[str]:
+    """All texts of a `conversation_of` result, also as they read with JSON strings decoded and the parts of a content
     joined.
     """
-    messages = talk["messages"]
-    yield from texts_in([messages, [with_objects(message) for message in messages], talk["tools"], talk["variables"]])
+    messages = conversation["messages"]
+    yield from texts_in(
+        [messages, [with_objects(message) for message in messages], conversation["tools"], conversation["variables"]]
+    )
     yield from (text_of(message["content"]) for message in messages if isinstance(message.get("content"), list))
 
 

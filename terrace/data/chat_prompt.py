@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import DataError
-from terrace.data.chat import check_chat_text, talk_of, texts_of
+from terrace.data.chat import check_chat_text, conversation_of, texts_of
 from terrace.data.chat_encoder import ChatEncoder, load_encoder
 from terrace.data.rendering import TemplateRefusalError
 from terrace.data.template import ChatTemplate, load_template
@@ -29,11 +29,16 @@ class ChatPrompts:
         Raises `DataError` naming the place for invalid messages, for a text that training refuses, such as a special
         token, and for messages that the template refuses.
         """
-        talks = [talk_of(row, where, self.template) for row, where in asked]
-        for talk, (_, where) in zip(talks, asked, strict=True):
-            for text in texts_of(talk):
+        conversations = [conversation_of(row, where, self.template) for row, where in asked]
+        for conversation, (_, where) in zip(conversations, asked, strict=True):
+            for text in texts_of(conversation):
                 check_chat_text(text, where, self.encoder)
-        made = self.template.prompts([(talk["messages"], talk["tools"], talk["variables"]) for talk in talks])
+        made = self.template.prompts(
+            [
+                (conversation["messages"], conversation["tools"], conversation["variables"])
+                for conversation in conversations
+            ]
+        )
         for _, where in asked:
             try:
                 text = next(made)

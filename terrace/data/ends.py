@@ -41,9 +41,9 @@ def turn_end(tokenizer: Tokenizer, tokenizer_path: str | Path, template_path: st
         template = load_template(tokenizer_path, template_path)
     except DataError:
         return None  # nothing can be asked in it either
-    talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
+    conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
     # Some templates require a system message.
-    for messages in (talk, [{"role": "system", "content": "?"}, *talk]):
+    for messages in (conversation, [{"role": "system", "content": "?"}, *conversation]):
         try:
             text, _ = template.render(messages)
         except TemplateRefusalError:

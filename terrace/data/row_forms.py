@@ -269,9 +269,9 @@ def _responses(value: Any, where: str, key: str) -> Messages:
     return [message(ASSISTANT, value)]
 
 
-def _parted(row: Row, talks: Sequence[Messages], where: str) -> dict[str, Any]:
+def _parted(row: Row, conversations: Sequence[Messages], where: str) -> dict[str, Any]:
     """Splits two conversations into their common beginning and the two continuations."""
-    chosen, rejected = talks
+    chosen, rejected = conversations
     num = 0
     # Each keeps its last message, the answer.
     while num < min(len(chosen), len(rejected)) - 1 and chosen[num] == rejected[num]:

@@ -99,8 +99,8 @@ class ChatTemplate:
 
         Raises `TemplateRefusalError` with the template's message, or if it takes too long or too much memory.
         """
-        talk = (messages, tools, variables or {})
-        made = self.of(tools)._made([talk], prompting=add_generation_prompt, spans=False)
+        conversation = (messages, tools, variables or {})
+        made = self.of(tools)._made([conversation], prompting=add_generation_prompt, spans=False)
         text, spans = next(made)
         return text, None if spans is None else [(first, end) for first, end in spans]
 
@@ -123,12 +123,12 @@ class ChatTemplate:
 
     def _in_order(self, conversations: Conversations, **more: bool) -> Iterator[Any]:
         # In runs of one template, so that texts come in the order of the conversations.
-        for _, talks in itertools.groupby(conversations, key=lambda talk: talk[1] is None):
-            run = list(talks)
+        for _, group in itertools.groupby(conversations, key=lambda conversation: conversation[1] is None):
+            run = list(group)
             yield from self.of(run[0][1])._made(run, **more)
 
     def _made(self, conversations: Conversations, **more: bool) -> Iterator[Any]:
-        asked = {"conversations": [_asked(*talk) for talk in conversations], **more}
+        asked = {"conversations": [_asked(*conversation) for conversation in conversations], **more}
         made, refusal = renderers().ask(self.source, self.name, self.tokens, asked)
         yield from made
         if refusal is not None:

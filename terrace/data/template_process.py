@@ -76,24 +76,24 @@ class Renderer:
         except (TemplateError, RecursionError) as error:
             raise RefusedError(f"{name} is no chat template: {_one_line(error)}") from error
 
-    def render(self, talk: Mapping[str, Any], prompting: bool) -> tuple[str, list[tuple[int, int]] | None]:
+    def render(self, conversation: Mapping[str, Any], prompting: bool) -> tuple[str, list[tuple[int, int]] | None]:
         """Text of a conversation, and the spans between generation tags, None if the template has no tags."""
-        messages, text = self._settled(talk, prompting)
-        return text, self._tagged(messages, talk, text, prompting) if self.has_tags else None
+        messages, text = self._settled(conversation, prompting)
+        return text, self._tagged(messages, conversation, text, prompting) if self.has_tags else None
 
-    def assistant_spans(self, talk: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+    def assistant_spans(self, conversation: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
         """Text of a conversation, and the character spans of the assistant."""
-        messages, whole = self._settled(talk, False)
+        messages, whole = self._settled(conversation, False)
         # Generation tags mark the turns exactly, so no prefixes are needed.
         if self.has_tags:
-            return whole, self._tagged(messages, talk, whole, False)
+            return whole, self._tagged(messages, conversation, whole, False)
         spans = []
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
             # The turn is the text between the prompt that leads to it and the conversation that ends with it.
-            before = self._text(messages[:index], talk, True)
-            after = whole if index == len(messages) - 1 else self._text(messages[: index + 1], talk, False)
+            before = self._text(messages[:index], conversation, True)
+            after = whole if index == len(messages) - 1 else self._text(messages[: index + 1], conversation, False)
             # Otherwise the model would be trained on text in a form that it never sees as a prompt.
             if not (whole.startswith(after) and after.startswith(before) and len(before) < len(after)):
                 raise RefusedError(
@@ -104,14 +104,14 @@ class Renderer:
             spans.append((len(before), len(after)))
         return whole, spans
 
-    def _settled(self, talk: Mapping[str, Any], prompting: bool) -> tuple[Messages, str]:
+    def _settled(self, conversation: Mapping[str, Any], prompting: bool) -> tuple[Messages, str]:
         """The messages of a conversation in the first form that the template can print, and the rendered text."""
         self._now = datetime.now()  # one time for all renderings of a conversation
         first: RefusedError | None = None
         partial: tuple[Messages, str] | None = None
-        for form in talk["forms"]:
+        for form in conversation["forms"]:
             try:
-                text = self._text(form["messages"], talk, prompting)
+                text = self._text(form["messages"], conversation, prompting)
             except RefusedError as error:
                 first = first or error
                 continue
@@ -129,10 +129,12 @@ class Renderer:
         assert first is not None, "a conversation has a form"
         raise first
 
-    def _tagged(self, messages: Messages, talk: Mapping[str, Any], text: str, prompting: bool) -> list[tuple[int, int]]:
+    def _tagged(
+        self, messages: Messages, conversation: Mapping[str, Any], text: str, prompting: bool
+    ) -> list[tuple[int, int]]:
         self._is_marking = True
         try:
-            without, spans = _without_marks(self._text(messages, talk, prompting))
+            without, spans = _without_marks(self._text(messages, conversation, prompting))
         finally:
             self._is_marking = False
         # The marks are characters: a filter that trims or measures a text treats it otherwise with them.
@@ -143,13 +145,13 @@ class Renderer:
             )
         return spans
 
-    def _text(self, messages: Messages, talk: Mapping[str, Any], prompting: bool) -> str:
+    def _text(self, messages: Messages, conversation: Mapping[str, Any], prompting: bool) -> str:
         told = {
             "documents": None,
             **self._tokens,
-            **talk["variables"],
+            **conversation["variables"],
             "messages": [_as_templates_expect(message) for message in messages],
-            "tools": talk["tools"],
+            "tools": conversation["tools"],
             "add_generation_prompt": prompting,
         }
         try:
@@ -216,12 +218,12 @@ def _answers(renderers: dict[int, Renderer], asked: dict[str, Any], most_s: int)
         renderers[number] = Renderer(asked["source"], asked["name"], asked["tokens"])
         yield renderers[number].has_tags
         return
-    for talk in asked["conversations"]:
+    for conversation in asked["conversations"]:
         _limit_processor_time(most_s)
         if asked["spans"]:
-            yield renderers[number].assistant_spans(talk)
+            yield renderers[number].assistant_spans(conversation)
         else:
-            yield renderers[number].render(talk, asked["prompting"])
+            yield renderers[number].render(conversation, asked["prompting"])
 
 
 def serve(most_s: int) -> None:

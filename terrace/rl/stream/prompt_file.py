@@ -88,10 +88,10 @@ def _texts(
     chats: Callable[[], ChatPrompts] | None,
 ) -> list[tuple[str, tuple[int, ...]]]:
     """The text and the tokens of each prompt."""
-    talks = [(row, where) for row, where in zip(asked, places, strict=True) if not isinstance(row, str)]
+    conversations = [(row, where) for row, where in zip(asked, places, strict=True) if not isinstance(row, str)]
     made: Iterator[tuple[str, list[int]]] = iter(())
-    if talks:
-        first = talks[0][1]
+    if conversations:
+        first = conversations[0][1]
         if chats is None:
             raise DataError(f"{first} has messages, and this task has no chat template: give texts")
         try:
@@ -100,7 +100,7 @@ def _texts(
             raise DataError(
                 f"{first} has messages: {error}; or write prompts as texts, and name their key with run.prompt_column"
             ) from error
-        made = template.rendered(talks)
+        made = template.rendered(conversations)
     found = list[tuple[str, tuple[int, ...]]]()
     for row, where in zip(asked, places, strict=True):
         try:
