@@ -210,10 +210,10 @@ class ProcessPool:
         member = self._members[rank] = _Member(process, here)
         return member
 
-    def _stop(self, ranks: Any, patience_s: float) -> None:
+    def _stop(self, ranks: Any, timeout_s: float) -> None:
         # SIGKILL comes last, since it also ends processes that are stopped and would ignore SIGTERM.
         members = [member for rank in ranks if (member := self._members[rank]) is not None]
-        _join(members, patience_s)
+        _join(members, timeout_s)
         for member in members:
             if member.process.is_alive():
                 member.process.terminate()
@@ -270,9 +270,9 @@ def _without_server(end: str | None) -> HangError:
     return HangError(f"the fork server of the ranks {how}, and all ranks with it: {fix}")
 
 
-def _end_of_server(patience_s: float = 0.0) -> str | None:
-    """How the fork server ended, in words; None if it is still running after `patience_s`."""
-    deadline_s = time.monotonic() + patience_s
+def _end_of_server(timeout_s: float = 0.0) -> str | None:
+    """How the fork server ended, in words; None if it is still running after `timeout_s`."""
+    deadline_s = time.monotonic() + timeout_s
     while (end := _end_of_server_now()) is None and time.monotonic() < deadline_s:
         time.sleep(0.01)
     return end
@@ -292,7 +292,7 @@ def _end_of_server_now() -> str | None:
     return ended_words(end.si_status if end.si_code == os.CLD_EXITED else -end.si_status)
 
 
-def _join(members: list[_Member], patience_s: float) -> None:
-    deadline_s = time.monotonic() + patience_s
+def _join(members: list[_Member], timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
     for member in members:
         member.process.join(max(0.0, deadline_s - time.monotonic()))

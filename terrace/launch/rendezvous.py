@@ -1,8 +1,8 @@
-"""The store of a world, and the meeting of its ranks under a launcher.
+"""The store of a world, and the rendezvous of its ranks under a launcher.
 
 Torchrun's agents keep one store over restarts, and their restart counts differ between machines. So ranks agree on a
-name space for each lifetime of the world instead of deriving it: every rank knocks with a fresh token and its facts,
-rank 0 answers each token with the name space, and gives the go-ahead when all are in.
+name space for each lifetime of the world instead of deriving it: every rank sends a join request (a fresh token and its
+facts), rank 0 answers each token with the name space, and gives the go-ahead when all have joined.
 """
 
 import ipaddress
@@ -80,7 +80,7 @@ def open_store(
     a line after some seconds without an answer. Raises `ConfigError` for an address that does not resolve, and
     `HangError` if nothing answers, or something that is not a store.
     """
-    begin_s, told = time.monotonic(), False
+    begin_s, reported = time.monotonic(), False
     if not 1 <= port <= _LAST_PORT:
         raise ConfigError(f"MASTER_PORT={port} is no port: set it to that of rank 0, from 1 to {_LAST_PORT}")
     while True:
@@ -105,8 +105,8 @@ def open_store(
                     f"nothing answers at {address}:{port} within {timeout_s:g} s ({error}): start rank 0 there, or "
                     "correct MASTER_ADDR and MASTER_PORT"
                 ) from error
-            if late_s > _QUIET_S and not told:
-                told = True
+            if late_s > _QUIET_S and not reported:
+                reported = True
                 say(f"waiting up to {timeout_s:g} s for rank 0 at {address}:{port} ({error.strerror or error})")
         time.sleep(0.2)
     try:
@@ -129,12 +129,10 @@ def _loopback(address: str) -> str | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
-    """Outcome of a meeting: the name space of this lifetime (`life`), the seal for its values, this rank's number, and
-    where every rank is.
-    """
+class Rendezvous:
+    """Outcome for a rank: the name space of this lifetime, the seal for its values, its number, and where all ranks are."""
 
-    life: str
+    namespace: str
     seal: Seal
     rank: int
     num_here: int  # ranks on this machine
@@ -144,34 +142,34 @@ class Meeting:
     notes: tuple[str, ...] = ()
 
 
-def _came(store: Store, key: str, patience_s: float) -> bool:
+def _appears(store: Store, key: str, timeout_s: float) -> bool:
     begin_s = time.monotonic()
     try:
-        store.wait([key], timedelta(seconds=patience_s))
+        store.wait([key], timedelta(seconds=timeout_s))
     except dist.DistError:
         # A lost store fails at once.
-        if time.monotonic() - begin_s < patience_s / 2:
+        if time.monotonic() - begin_s < timeout_s / 2:
             raise
         return False
     return True
 
 
 @dataclass(frozen=True)
-class _Knock:
+class _JoinRequest:
     token: str
     facts: Facts = field(default_factory=lambda: Facts(""))
     refusal: str = ""  # why this rank cannot take part
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Go:
+class _Outcome:
     refused: bool
     ranks: tuple[int, ...] = ()  # new number of every rank, by the launcher's
     hosts: tuple[str, ...] = ()  # of the ranks, by their new numbers
     machines: tuple[str, ...] = ()
 
 
-def meet(
+def join_ranks(
     store: Store,
     rank: int,
     world_size: int,
@@ -182,7 +180,7 @@ def meet(
     renumber: bool,
     say: Callable[[str], None] = lambda text: None,
     late: str = "",
-) -> Meeting:
+) -> Rendezvous:
     """Meets the other ranks. Every rank calls this with the number that the launcher gave it.
 
     A rank that cannot take part passes its error in place of its facts, and raises it once rank 0 has received it.
@@ -194,34 +192,34 @@ def meet(
     not come within `timeout_s`.
     """
     if rank == 0:
-        return _Host(store, world_size, seal, timeout_s, say, late).meet(facts, renumber)
+        return _Host(store, world_size, seal, timeout_s, say, late).join_ranks(facts, renumber)
     token, timeout, begin_s = uuid.uuid4().hex, timedelta(seconds=timeout_s), time.monotonic()
     if isinstance(facts, TerraceError):
-        knock = _Knock(token, refusal=f"{facts} (rank {rank} on {socket.gethostname()})")
+        request = _JoinRequest(token, refusal=f"{facts} (rank {rank} on {socket.gethostname()})")
     else:
-        knock = _Knock(token, facts)
-    store.set(f"knock/{rank}", seal.close(f"knock/{rank}", _text(knock)))
-    store.add("knocks", 1)
+        request = _JoinRequest(token, facts)
+    store.set(f"request/{rank}", seal.close(f"request/{rank}", _text(request)))
+    store.add("requests", 1)
     try:
-        if not _came(store, f"answer/{token}", min(_QUIET_S, timeout_s)):
+        if not _appears(store, f"answer/{token}", min(_QUIET_S, timeout_s)):
             say(f"rank {rank} waits up to {timeout_s:g} s for rank 0")
             store.wait([f"answer/{token}"], timeout)
-        life = seal.open(f"answer/{token}", bytes(store.get(f"answer/{token}")), "rank 0")
-        inner = seal.within(life)
-        store.set(f"{life}/in/{rank}", inner.close(f"in/{rank}", token))
-        store.add(f"{life}/in", 1)
-        store.wait([f"{life}/go"], timeout)
-        go = _read(_Go, inner.open("go", bytes(store.get(f"{life}/go"))))
+        namespace = seal.open(f"answer/{token}", bytes(store.get(f"answer/{token}")), "rank 0")
+        inner = seal.within(namespace)
+        store.set(f"{namespace}/in/{rank}", inner.close(f"in/{rank}", token))
+        store.add(f"{namespace}/in", 1)
+        store.wait([f"{namespace}/outcome"], timeout)
+        outcome = _read(_Outcome, inner.open("outcome", bytes(store.get(f"{namespace}/outcome"))))
     except dist.DistError as error:
         waited_s = time.monotonic() - begin_s
         if waited_s < timeout_s:
             raise HangError(f"rank 0 ended before rank {rank} had joined; its own output says why") from error
         raise HangError(f"rank {rank} waited {timeout_s:g} s for rank 0 to gather the world") from error
-    if go.refused:
+    if outcome.refused:
         # Acknowledged, so that rank 0 may end and take the store with it; the reason is printed there, once.
-        store.add(f"{life}/heard", 1)
+        store.add(f"{namespace}/received", 1)
         raise facts if isinstance(facts, TerraceError) else SystemExit(2)
-    return _meeting(life, inner, rank, go)
+    return _joined(namespace, inner, rank, outcome)
 
 
 class _Host:
@@ -229,13 +227,13 @@ class _Host:
         self, store: Store, world_size: int, seal: Seal, timeout_s: float, say: Callable[[str], None], late: str
     ) -> None:
         self._store, self._world_size, self._timeout_s = store, world_size, timeout_s
-        self._say, self._late = say, f": {late}" * bool(late)
-        self._seal, self._life = seal, uuid.uuid4().hex
-        self._inner = seal.within(self._life)
+        self._say, self._advice = say, f": {late}" * bool(late)
+        self._seal, self._namespace = seal, uuid.uuid4().hex
+        self._inner = seal.within(self._namespace)
         self._raws: dict[int, bytes] = {}
-        self._knocks: dict[int, _Knock] = {}
+        self._requests: dict[int, _JoinRequest] = {}
 
-    def meet(self, own: Facts | TerraceError, renumber: bool) -> Meeting:
+    def join_ranks(self, own: Facts | TerraceError, renumber: bool) -> Rendezvous:
         try:
             if isinstance(own, TerraceError):
                 self._answer_all()
@@ -254,86 +252,88 @@ class _Host:
             raise
         order = sorted(range(self._world_size), key=ranks.__getitem__)
         there = tuple(hosts[old] for old in order), tuple(machines[old] for old in order)
-        go = _Go(refused=False, ranks=tuple(ranks), hosts=there[0], machines=there[1])
-        self._tell(go)
-        return _meeting(self._life, self._inner, 0, go, other_configurations(facts))
+        outcome = _Outcome(refused=False, ranks=tuple(ranks), hosts=there[0], machines=there[1])
+        self._publish(outcome)
+        return _joined(self._namespace, self._inner, 0, outcome, other_configurations(facts))
 
     def _gathered(self) -> list[Facts]:
-        num_seen, told, begin_s = 0, False, time.monotonic()
-        while self._store.add(f"{self._life}/in", 0) < self._world_size - 1 or not self._all_in():
-            # One counter is polled between knocks, not a key per rank.
-            num_knocks = self._store.add("knocks", 0)
-            if num_knocks != num_seen:
-                num_seen = num_knocks
+        num_seen, reported, begin_s = 0, False, time.monotonic()
+        while self._store.add(f"{self._namespace}/in", 0) < self._world_size - 1 or not self._all_in():
+            # One counter is polled between join requests, not a key per rank.
+            num_requests = self._store.add("requests", 0)
+            if num_requests != num_seen:
+                num_seen = num_requests
                 self._answer()
-            for rank, knock in self._knocks.items():
+            for rank, request in self._requests.items():
                 # Only from a rank of this lifetime, which has received the answer.
-                if knock.refusal and self._is_in(rank):
-                    raise ConfigError(knock.refusal)
+                if request.refusal and self._is_in(rank):
+                    raise ConfigError(request.refusal)
             waited_s = time.monotonic() - begin_s
-            if waited_s > min(_QUIET_S, self._timeout_s) and not told:
-                told = True
-                self._say(f"rank 0 waits up to {self._timeout_s:g} s for {self._absent()}{self._late}")
+            if waited_s > min(_QUIET_S, self._timeout_s) and not reported:
+                reported = True
+                self._say(f"rank 0 waits up to {self._timeout_s:g} s for {self._absent()}{self._advice}")
             if waited_s > self._timeout_s:
-                raise HangError(f"{self._absent()} did not join the world within {self._timeout_s:g} s{self._late}")
+                raise HangError(f"{self._absent()} did not join the world within {self._timeout_s:g} s{self._advice}")
             time.sleep(_POLL_S)
-        return [self._knocks[rank].facts for rank in range(1, self._world_size)]
+        return [self._requests[rank].facts for rank in range(1, self._world_size)]
 
     def _answer_all(self) -> None:
         # For ranks that come within seconds: without an answer they would wait for a rank 0 that has ended.
         deadline_s = time.monotonic() + _QUIET_S
-        while len(self._knocks) < self._world_size - 1 and time.monotonic() < deadline_s:
+        while len(self._requests) < self._world_size - 1 and time.monotonic() < deadline_s:
             self._answer()
             time.sleep(_POLL_S)
 
     def _absent(self) -> str:
-        absent = set(range(1, self._world_size)) - set(self._knocks)
+        absent = set(range(1, self._world_size)) - set(self._requests)
         return in_words(absent) if absent else "a rank that knocked earlier and died"
 
     def _all_in(self) -> bool:
         # The counter may count a rank twice that died and knocked again, so each rank's own word is read at the end.
-        return all(self._is_in(rank) and not self._knocks[rank].refusal for rank in range(1, self._world_size))
+        return all(self._is_in(rank) and not self._requests[rank].refusal for rank in range(1, self._world_size))
 
     def _is_in(self, rank: int) -> bool:
-        knock, key = self._knocks.get(rank), f"in/{rank}"
-        if knock is None or not self._store.check([f"{self._life}/{key}"]):
+        request, key = self._requests.get(rank), f"in/{rank}"
+        if request is None or not self._store.check([f"{self._namespace}/{key}"]):
             return False
-        return self._inner.open(key, bytes(self._store.get(f"{self._life}/{key}")), f"rank {rank}") == knock.token
+        return (
+            self._inner.open(key, bytes(self._store.get(f"{self._namespace}/{key}")), f"rank {rank}") == request.token
+        )
 
     def _answer(self) -> None:
         # Keys of an earlier lifetime answer no fresh token, so they cannot be mistaken for current ones.
         for rank in range(1, self._world_size):
-            key = f"knock/{rank}"
+            key = f"request/{rank}"
             raw = bytes(self._store.get(key)) if self._store.check([key]) else b""
-            # A rank that died and was restarted knocks again with another token.
+            # A rank that died and was restarted sends a join request again with another token.
             if raw and self._raws.get(rank) != raw:
                 self._raws[rank] = raw
-                self._knocks[rank] = _read(_Knock, self._seal.open(key, raw, f"rank {rank}"))
-                answer = f"answer/{self._knocks[rank].token}"
-                self._store.set(answer, self._seal.close(answer, self._life))
+                self._requests[rank] = _read(_JoinRequest, self._seal.open(key, raw, f"rank {rank}"))
+                answer = f"answer/{self._requests[rank].token}"
+                self._store.set(answer, self._seal.close(answer, self._namespace))
 
     def _refuse(self) -> None:
-        self._tell(_Go(refused=True))
+        self._publish(_Outcome(refused=True))
         # The store may be in this process, so it stays until the ranks have read their answers.
         deadline_s = time.monotonic() + _HEARD_S
-        while self._store.add(f"{self._life}/heard", 0) < len(self._knocks) and time.monotonic() < deadline_s:
+        while self._store.add(f"{self._namespace}/received", 0) < len(self._requests) and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
 
-    def _tell(self, go: _Go) -> None:
-        self._store.set(f"{self._life}/go", self._inner.close("go", _text(go)))
+    def _publish(self, outcome: _Outcome) -> None:
+        self._store.set(f"{self._namespace}/outcome", self._inner.close("outcome", _text(outcome)))
 
 
-def _meeting(life: str, seal: Seal, rank: int, go: _Go, notes: Sequence[str] = ()) -> Meeting:
-    new = go.ranks[rank]
-    started = sorted(range(len(go.ranks)), key=go.ranks.__getitem__)
-    return Meeting(
-        life=life,
+def _joined(namespace: str, seal: Seal, rank: int, outcome: _Outcome, notes: Sequence[str] = ()) -> Rendezvous:
+    new = outcome.ranks[rank]
+    started = sorted(range(len(outcome.ranks)), key=outcome.ranks.__getitem__)
+    return Rendezvous(
+        namespace=namespace,
         seal=seal,
         rank=new,
-        num_here=go.hosts.count(go.hosts[new]),
-        hosts=go.hosts,
-        machines=go.machines,
-        map=machine_map(go.machines, started),
+        num_here=outcome.hosts.count(outcome.hosts[new]),
+        hosts=outcome.hosts,
+        machines=outcome.machines,
+        map=machine_map(outcome.machines, started),
         notes=tuple(notes),
     )
 
@@ -343,4 +343,4 @@ def _text(value: Any) -> str:
 
 
 def _read(cls: type[_T], text: str) -> _T:
-    return load(cls, json.loads(text), "the meeting of the ranks")
+    return load(cls, json.loads(text), "the rendezvous of the ranks")

@@ -22,15 +22,15 @@ class Silence:
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
-        self._heard: dict[int, tuple[int, float]] = {}  # rank: number of its newest heartbeat, since when
+        self._newest: dict[int, tuple[int, float]] = {}  # rank: number of its newest heartbeat, since when
 
     def look(self, beats: Sequence[Heartbeat], now_s: float) -> bool:
         """Checks the newest heartbeat of every rank, at clock time `now_s`."""
         found = False
         for beat in beats:
-            number, since_s = self._heard.get(beat.rank, (-1, now_s))
+            number, since_s = self._newest.get(beat.rank, (-1, now_s))
             if beat.state == "absent" or beat.state in GONE or beat.number != number:
-                self._heard[beat.rank] = beat.number, now_s
+                self._newest[beat.rank] = beat.number, now_s
             else:
                 found |= now_s - since_s >= self._limit_s
         return found

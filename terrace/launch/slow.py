@@ -103,16 +103,16 @@ class Comparison:
         return tuple(found)
 
     def _slow_in(self, group: tuple[int, ...], beats: Sequence[Heartbeat]) -> list[SlowRank]:
-        told = [beats[rank] for rank in group]
-        if not all(beat.typical_s for beat in told):
+        newest = [beats[rank] for rank in group]
+        if not all(beat.typical_s for beat in newest):
             return []
-        now_s = sorted(beat.typical_s for beat in told)[(len(told) - 1) // 4]
+        now_s = sorted(beat.typical_s for beat in newest)[(len(newest) - 1) // 4]
         first_s = self._first_s.setdefault(group, now_s)
         # Half of the excess, as for a slow rank: what is slow by history stays so until then.
         is_history = now_s >= (1 + self._factor) / 2 * first_s
         fast_s = first_s if is_history else now_s
         found = []
-        for beat in told:
+        for beat in newest:
             # The lower quartile: three quarters of the steps were at least as slow.
             slow = beat.low_s >= self._factor * fast_s and beat.low_s - fast_s >= _LEAST_SHARE * beat.step_s
             if slow or (beat.rank in self._known and beat.typical_s >= (1 + self._factor) / 2 * fast_s):

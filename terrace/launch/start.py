@@ -27,7 +27,7 @@ from terrace.launch.fork_server import start_fork_server
 from terrace.launch.launchers import Place, place
 from terrace.launch.machines import Facts, boot_id, files_digest, numa_of
 from terrace.launch.process_pool import ProcessPool
-from terrace.launch.rendezvous import host_store, meet, open_store
+from terrace.launch.rendezvous import host_store, join_ranks, open_store
 from terrace.launch.seal import Seal, user_secret
 from terrace.launch.stop import StoppedEarly, passed_on
 from terrace.launch.world import World, store_lost
@@ -92,7 +92,7 @@ def join(
     Ranks get new numbers if the launcher's numbers separate the ranks of a machine; without `renumber` that is an
     error. `say` gets a few lines on rank 0: the backend and its reason, which ranks run on which machine, and ranks
     whose configuration differs from rank 0's by `sections` (digests); and, after some seconds, a line on ranks that do
-    not come. Raises `ConfigError` outside a launcher, for an unusable address, and as `meet` does; `HangError` naming
+    not come. Raises `ConfigError` outside a launcher, for an unusable address, and as `join_ranks` does; `HangError` naming
     the ranks that did not join within `timeout_s`.
     """
     own = _place()
@@ -114,31 +114,33 @@ def join(
         facts = _facts(device, sections or {}, backend, why)
     except ConfigError as error:
         facts = error
-    met = meet(shared, own.rank, own.world_size, facts, seal, timeout_s, renumber=renumber, say=waiting, late=own.late)
-    store = PrefixStore(f"terrace/{met.life}", shared)
-    if met.rank == 0:
+    found = join_ranks(
+        shared, own.rank, own.world_size, facts, seal, timeout_s, renumber=renumber, say=waiting, late=own.late
+    )
+    store = PrefixStore(f"terrace/{found.namespace}", shared)
+    if found.rank == 0:
         say(f"{counted(own.world_size, 'rank')} under {own.launcher}, backend {backend}: {why}")
-        for line in (met.map, *met.notes) if len(set(met.machines)) > 1 else met.notes:
+        for line in (found.map, *found.notes) if len(set(found.machines)) > 1 else found.notes:
             say(line)
     os.environ.update(flight.settings())
     dist.init_process_group(
         backend,
         store=PrefixStore("group", store),
-        rank=met.rank,
+        rank=found.rank,
         world_size=own.world_size,
         timeout=timeout,  # no `device_id`: see terrace/comm/process_group.py
     )
     return World(
-        rank=met.rank,
+        rank=found.rank,
         world_size=own.world_size,
         local_rank=local_rank,
-        local_world_size=own.local_world_size or met.num_here,
+        local_world_size=own.local_world_size or found.num_here,
         store=PrefixStore("world", store),
         supervised=True,
         store_rank=None if agent_hosts else 0,
-        seal=met.seal,
-        hosts=met.hosts,
-        machines=met.machines,
+        seal=found.seal,
+        hosts=found.hosts,
+        machines=found.machines,
     )
 
 
@@ -153,7 +155,7 @@ def refuse(error: TerraceError) -> None:
         if own is None or own.rank == 0:
             return
         store = open_store(own.address, own.port, _TELL_S)
-        meet(store, own.rank, own.world_size, error, _secret(), _TELL_S, renumber=False)
+        join_ranks(store, own.rank, own.world_size, error, _secret(), _TELL_S, renumber=False)
 
 
 class LocalPool(ProcessPool):

@@ -144,23 +144,23 @@ class Vote:
         self._every = turn * -(-(1 + world.world_size // _LOOKS_A_STEP) // turn)
         # Steps from a look to the first look that all ranks are still before.
         self._ahead = self._every * -(-(self._every + delay) // self._every)
-        self._wish: tuple[Literal["signal", "failed"], str] | None = None
+        self._request: tuple[Literal["signal", "failed"], str] | None = None
         self._settled = False
 
     def fail(self, text: str) -> None:
         """Requests a stop because of an error on this rank."""
-        self._wish = ("failed", text)
+        self._request = ("failed", text)
 
     def after(self, num_done: int) -> Stop | None:
         """The stop due after `num_done` steps, or None; the same on every rank."""
         if num_done % self._every:
             return None
-        if self._wish is None and self._signal.name is not None:
-            self._wish = ("signal", self._signal.name)
-        if self._wish is None and self._outside is not None and self._outside.check([_REQUESTED]):
-            self._wish = ("signal", self._seal.open(_REQUESTED, bytes(self._outside.get(_REQUESTED))))
-        if self._wish is not None and not self._settled:
-            why, text = self._wish
+        if self._request is None and self._signal.name is not None:
+            self._request = ("signal", self._signal.name)
+        if self._request is None and self._outside is not None and self._outside.check([_REQUESTED]):
+            self._request = ("signal", self._seal.open(_REQUESTED, bytes(self._outside.get(_REQUESTED))))
+        if self._request is not None and not self._settled:
+            why, text = self._request
             # No rank can be past the look at this step, so all of them see the wish before it ends.
             step = num_done if self._alone else num_done + self._ahead
             # The first request decides; later ones in the same step would decide the same.

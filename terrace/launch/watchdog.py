@@ -118,9 +118,9 @@ class Watchdog:
         self._position = Position(0, 0, "start", None, 0.0)
         self._still = Stillness(self._position, 3 * self._seconds.interval)
         self._number = 0  # of heartbeats
-        self._mute_s = 0.0  # since the store took a heartbeat
+        self._unpublished_s = 0.0  # since the store took a heartbeat
         self._departure, self._closing = _Departure(), False
-        self._told_to_stop = ""  # the name of a signal
+        self._stop_request = ""  # the name of a signal
         self.lookout = Lookout(rank, world_size, limit_s=timeout_s, least_s=world_size / _MAX_WRITES_PER_S)
         self._own_times, self._figures = OwnTimes(0), (0.0, 0.0, 0.0)
         self._pipe = WakePipe(hears_signals=catch_sigterm, delays_sigterm=not stops)
@@ -220,18 +220,18 @@ class Watchdog:
         return self._seconds.interval if self._begun else self._seconds.early
 
     def _sleep(self, duration_s: float) -> None:
-        heard = self._pipe.sleep(duration_s)
+        woken_by = self._pipe.sleep(duration_s)
         for number in (signal.SIGTERM,) if self._begun else SIGNALS:
-            if number in heard:
-                self._told_to_stop = signal.Signals(number).name
+            if number in woken_by:
+                self._stop_request = signal.Signals(number).name
 
     def _beat(self) -> None:
         position, leaving = self._position, self._departure.state
-        self._mute_s += self._still.look(position)
+        self._unpublished_s += self._still.look(position)
         self._number += 1
         with suppress(RuntimeError):
             self._heartbeats.publish(self._describe(position, leaving))
-            self._mute_s = 0.0
+            self._unpublished_s = 0.0
         if leaving is not None:
             self._departure.is_published.set()
 
@@ -258,13 +258,13 @@ class Watchdog:
     def _cause(self) -> _Cause | None:
         # The look takes a window, so it starts that much before the limit.
         is_still = self._still.seconds >= self._seconds.timeout + self._still.position.extra_s - self._seconds.window
-        if self._told_to_stop and self._departure.state in (None, "dragged"):
+        if self._stop_request and self._departure.state in (None, "dragged"):
             in_order = self._stops and self._begun and self._departure.state is None
             return "stalled" if in_order and is_still else "stopped"
         if self._departure.state is not None:
             return "error" if self._departure.state == "dragged" and not self._departure.is_answered.is_set() else None
         # Without its store a run cannot end in order, so it ends now, not after a long measurement or step.
-        if self._mute_s >= self._seconds.window:
+        if self._unpublished_s >= self._seconds.window:
             return "stalled"
         if self.lookout.is_silent:
             return "silent"
@@ -288,7 +288,7 @@ class Watchdog:
         kind, _, message = verdict.partition(" ")
         if kind == "hang" and self._recorder is not None:
             self._recorder.keep_or_say(self._position.step, self._rank)
-        if self._departure.state == "dragged" and not self._told_to_stop:
+        if self._departure.state == "dragged" and not self._stop_request:
             self._departure.answer = message
             self._departure.is_answered.set()
         elif self._departure.state in (None, "dragged"):
@@ -296,7 +296,7 @@ class Watchdog:
 
     def _agree(self, cause: _Cause) -> str | None:
         position = self._position
-        patient = cause == "stopped" and self._stops and self._begun and self._departure.state is None
+        has_grace = cause == "stopped" and self._stops and self._begun and self._departure.state is None
         for attempt in range(_ATTEMPTS):
             verdict = self._heartbeats.verdict()
             if verdict is not None:
@@ -306,8 +306,8 @@ class Watchdog:
                 # The step advanced while heartbeats were read, so it was slow, not stalled.
                 moved_on = cause == "stalled" and self._position is not position and self._departure.state is None
                 # All ranks publish again: the machine was suspended.
-                heard = cause == "silent" and not self.lookout.is_silent
-                if moved_on or heard or (patient and verdict.startswith("stop ")):
+                heartbeat_resumed = cause == "silent" and not self.lookout.is_silent
+                if moved_on or heartbeat_resumed or (has_grace and verdict.startswith("stop ")):
                     self._heartbeats.withdraw(attempt)
                     return None
                 return self._heartbeats.settle(verdict)
@@ -318,7 +318,7 @@ class Watchdog:
                 self._beat()
                 if cause == "stalled" and self._position is not position and self._departure.state is None:
                     return None
-            if patient:
+            if has_grace:
                 return self._heartbeats.verdict()
         return self._heartbeats.verdict() or f"hang {self._own_words()}"
 
@@ -332,10 +332,10 @@ class Watchdog:
         self.lookout.is_silent = verdict.rule == "silent"
         # All ranks are alive, so the stop was meant for the whole run.
         if cause == "stopped" and verdict.rule in ("behind", "nobody"):
-            told = f"rank {self._rank} was told to stop ({self._told_to_stop})"
+            reason = f"rank {self._rank} was told to stop ({self._stop_request})"
             if not self._begun:
-                return f"stop {told} before its first step; {self._stops}"
-            return f"stop {told} at {self._describe(self._position, None).where()}; no rank was missing"
+                return f"stop {reason} before its first step; {self._stops}"
+            return f"stop {reason} at {self._describe(self._position, None).where()}; no rank was missing"
         # If the rank's own error ended it, the last collectives are of no use.
         return f"failed {verdict.message}" if verdict.rule == "failed" else f"hang {verdict.message}{self._kept}"
 

@@ -18,7 +18,7 @@ from terrace.cli.joined import one_makes, together
 from terrace.launch import rendezvous
 from terrace.launch.launchers import place
 from terrace.launch.machines import Facts, check_same_code
-from terrace.launch.rendezvous import Meeting, meet
+from terrace.launch.rendezvous import Rendezvous, join_ranks
 from terrace.launch.seal import Seal
 from terrace.launch.world import World, store_lost
 from tests.support.tiny_runs import environment, write_run
@@ -55,12 +55,12 @@ def test_a_rank_that_is_late_is_waited_for_in_words(monkeypatch: pytest.MonkeyPa
         if absent or len(said) == 2:
             spoken.set()
 
-    def rank_of(rank: int) -> Meeting:
+    def rank_of(rank: int) -> Rendezvous:
         if rank == absent:
             assert spoken.wait(20)
-        return meet(store, rank, 3, Facts("a"), seal, 60.0, renumber=True, say=say, late="start it with srun")
+        return join_ranks(store, rank, 3, Facts("a"), seal, 60.0, renumber=True, say=say, late="start it with srun")
 
-    assert all(isinstance(each, Meeting) for each in on_threads(rank_of, 3)), "they go on once all are there"
+    assert all(isinstance(each, Rendezvous) for each in on_threads(rank_of, 3)), "they go on once all are there"
     if absent:
         assert said == [f"rank 0 waits up to 60 s for rank {absent}: start it with srun"]
     else:
@@ -72,8 +72,8 @@ def test_a_rank_that_cannot_take_part_ends_the_meeting(refusing: int) -> None:
     store, seal = HashStore(), Seal.fresh()
     error = ConfigError("local rank 9 has no device")
 
-    def rank_of(rank: int) -> Meeting:
-        return meet(store, rank, 3, error if rank == refusing else Facts("a"), seal, 20.0, renumber=True)
+    def rank_of(rank: int) -> Rendezvous:
+        return join_ranks(store, rank, 3, error if rank == refusing else Facts("a"), seal, 20.0, renumber=True)
 
     found = on_threads(rank_of, 3)
     assert found[refusing] is error
@@ -87,13 +87,13 @@ def test_a_refusal_of_an_earlier_life_counts_no_more() -> None:
     """Torchrun's agents keep the store over restarts, and with it the word of a rank that has ended."""
     store, seal = HashStore(), Seal.fresh()
     with pytest.raises(HangError):
-        meet(store, 1, 2, DataError("no data"), seal, 0.2, renumber=True)
+        join_ranks(store, 1, 2, DataError("no data"), seal, 0.2, renumber=True)
 
-    def again(rank: int) -> Meeting:
+    def again(rank: int) -> Rendezvous:
         time.sleep(0.5 * rank)
-        return meet(store, rank, 2, Facts("a"), seal, 20.0, renumber=True)
+        return join_ranks(store, rank, 2, Facts("a"), seal, 20.0, renumber=True)
 
-    assert all(isinstance(each, Meeting) for each in on_threads(again, 2))
+    assert all(isinstance(each, Rendezvous) for each in on_threads(again, 2))
 
 
 def test_backends_must_agree() -> None:

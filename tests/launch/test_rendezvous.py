@@ -14,7 +14,7 @@ from torch.distributed import DistNetworkError, HashStore  # type: ignore[attr-d
 
 from terrace.base.errors import ConfigError, HangError
 from terrace.launch.machines import Facts
-from terrace.launch.rendezvous import Meeting, host_store, meet, open_store
+from terrace.launch.rendezvous import Rendezvous, host_store, join_ranks, open_store
 from terrace.launch.seal import Seal
 from terrace.launch.world import store_lost
 
@@ -24,13 +24,13 @@ VERSIONS = {"torch": "2.13"}
 def met(
     facts: list[Facts], seals: list[Seal] | None = None, *, renumber: bool = True, limit_s: float = 20.0
 ) -> list[Any]:
-    """Outcome of every rank, a thread each: a `Meeting` or an exception."""
+    """Outcome of every rank, a thread each: a `Rendezvous` or an exception."""
     store, found = HashStore(), list[Any](facts)
     secrets = seals or [Seal.fresh()] * len(facts)
 
     def rank_of(rank: int) -> None:
         try:
-            found[rank] = meet(store, rank, len(facts), facts[rank], secrets[rank], limit_s, renumber=renumber)
+            found[rank] = join_ranks(store, rank, len(facts), facts[rank], secrets[rank], limit_s, renumber=renumber)
         except BaseException as error:
             found[rank] = error
 
@@ -45,11 +45,11 @@ def met(
 
 def test_ranks_in_cyclic_order_get_new_numbers() -> None:
     found = met([Facts(host, versions=VERSIONS) for host in "abab"])
-    assert all(isinstance(each, Meeting) for each in found)
+    assert all(isinstance(each, Rendezvous) for each in found)
     assert [each.rank for each in found] == [0, 2, 1, 3]
     assert {each.hosts for each in found} == {("a", "a", "b", "b")}
     assert {each.num_here for each in found} == {2}
-    assert len({each.life for each in found}) == 1
+    assert len({each.namespace for each in found}) == 1
     assert found[3].seal.open("x", found[0].seal.close("x", "y").encode()) == "y"
     assert found[0].map == "2 machines: ranks 0-1 on a (started as 0, 2), 2-3 on b (started as 1, 3)"
 
@@ -84,7 +84,7 @@ def test_a_rank_that_knocks_twice_stands_for_nobody_else() -> None:
     store, seal, found = HashStore(), Seal.fresh(), dict[str, Any]()
 
     def rank_of(name: str, rank: int) -> None:
-        found[name] = meet(store, rank, 3, Facts("a"), seal, 30.0, renumber=True)
+        found[name] = join_ranks(store, rank, 3, Facts("a"), seal, 30.0, renumber=True)
 
     def started(name: str, rank: int) -> threading.Thread:
         thread = threading.Thread(target=rank_of, args=(name, rank), daemon=True)
@@ -92,8 +92,8 @@ def test_a_rank_that_knocks_twice_stands_for_nobody_else() -> None:
         return thread
 
     host, first = started("host", 0), started("first life", 1)
-    store.wait(["knock/1"])
-    answer = json.loads(bytes(store.get("knock/1")).decode().partition(":")[2])["token"]
+    store.wait(["request/1"])
+    answer = json.loads(bytes(store.get("request/1")).decode().partition(":")[2])["token"]
     store.wait([f"answer/{answer}"])
     again = started("second life", 1)
     time.sleep(0.5)
@@ -110,19 +110,19 @@ def test_a_rank_that_knocks_twice_stands_for_nobody_else() -> None:
 
 
 def test_an_answer_of_a_stranger_is_not_believed() -> None:
-    """A stranger who reads the knock and answers first: the rank refuses to follow."""
+    """A stranger who reads the join request and answers first: the rank refuses to follow."""
     store, seal, found = HashStore(), Seal.fresh(), list[BaseException]()
 
     def rank_1() -> None:
         try:
-            meet(store, 1, 2, Facts("a"), seal, 20.0, renumber=True)
+            join_ranks(store, 1, 2, Facts("a"), seal, 20.0, renumber=True)
         except BaseException as error:
             found.append(error)
 
     thread = threading.Thread(target=rank_1, daemon=True)
     thread.start()
-    store.wait(["knock/1"])
-    token = json.loads(bytes(store.get("knock/1")).decode().partition(":")[2])["token"]
+    store.wait(["request/1"])
+    token = json.loads(bytes(store.get("request/1")).decode().partition(":")[2])["token"]
     store.set(f"answer/{token}", Seal.fresh().close(f"answer/{token}", "0" * 32))
     thread.join(30)
     assert isinstance(found[0], ConfigError)
