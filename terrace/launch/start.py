@@ -92,8 +92,8 @@ def join(
     Ranks get new numbers if the launcher's numbers separate the ranks of a machine; without `renumber` that is an
     error. `say` gets a few lines on rank 0: the backend and its reason, which ranks run on which machine, and ranks
     whose configuration differs from rank 0's by `sections` (digests); and, after some seconds, a line on ranks that do
-    not come. Raises `ConfigError` outside a launcher, for an unusable address, and as `join_ranks` does; `HangError` naming
-    the ranks that did not join within `timeout_s`.
+    not come. Raises `ConfigError` outside a launcher, for an unusable address, and as `join_ranks` does; `HangError`
+    naming the ranks that did not join within `timeout_s`.
     """
     own = _place()
     if own is None:
