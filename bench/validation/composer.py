@@ -87,12 +87,12 @@ def layer_seconds(device: Device, work: Work, layer: BlockSpec, software: Softwa
     """
     seconds = seconds_of(device, work, layer)
     stream = FORMATS[work.compute].element_bytes * work.tokens * work.layer.hidden.numel
-    again_s = seconds.again_s
-    if again_s and software.stops_early:
+    recompute_s = seconds.recompute_s
+    if recompute_s and software.stops_early:
         down = layer.operations.of(Product)[-1]
-        again_s -= gemm_s(device, work.tokens, down.inputs.numel, down.outputs.numel, 1, work.compute)
-        again_s -= memory_s(device, 3 * stream)
-    return replace(seconds, input_s=seconds.input_s + memory_s(device, 2 * 3 * stream), again_s=again_s)
+        recompute_s -= gemm_s(device, work.tokens, down.inputs.numel, down.outputs.numel, 1, work.compute)
+        recompute_s -= memory_s(device, 3 * stream)
+    return replace(seconds, input_s=seconds.input_s + memory_s(device, 2 * 3 * stream), recompute_s=recompute_s)
 
 
 def head_s(device: Device, work: Work, head: BlockSpec) -> float:

@@ -130,7 +130,7 @@ def _loopback(address: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Outcome for a rank: the name space of this lifetime, the seal of its values, its number, and where all ranks are."""
+    """Outcome for a rank: the name space of this lifetime, its seal and number, and where all ranks are."""
 
     namespace: str
     seal: Seal

@@ -49,13 +49,13 @@ from terrace.simulate.work import Work
 class Seconds(NamedTuple):
     """Seconds of one block on one micro-batch, including messages of its tensor and context ranks.
 
-    `weight_s` is the part of `backward_s` that can be delayed. Recomputing the whole block adds `again_s`.
+    `weight_s` is the part of `backward_s` that can be delayed. Recomputing the whole block adds `recompute_s`.
     """
 
     forward_s: float
     backward_s: float
     weight_s: float
-    again_s: float
+    recompute_s: float
 
 
 class Estimator:
@@ -140,8 +140,8 @@ class Estimator:
     def least_waits(self, kind: int, forms: Sequence[Mesh], micro_batch: int) -> PassSeconds:
         """Minimum seconds that a block's passes wait for context ranks, over `forms`."""
         waits = [self.inner.context(kind, form, self.work(form, micro_batch)) for form in forms]
-        forward_s, backward_s, again_s = map(min, zip(*waits, strict=True))
-        return forward_s, backward_s, again_s
+        forward_s, backward_s, recompute_s = map(min, zip(*waits, strict=True))
+        return forward_s, backward_s, recompute_s
 
     def _block(
         self,
@@ -178,12 +178,12 @@ class Estimator:
             passes = self.tensor_waits(kind, mesh, micro_batch, accumulate)
             waits = self.experts.waits(kind, mesh, work, accumulate, halves) if mixes else NOTHING
         in_context = self.inner.context(kind, mesh, work) if context else NOTHING
-        forward_s, backward_s, again_s = map(sum, zip(passes, in_context, waits, strict=True))
+        forward_s, backward_s, recompute_s = map(sum, zip(passes, in_context, waits, strict=True))
         return Seconds(
             own.forward_s + forward_s,
             own.input_s + own.weight_s + backward_s,
             own.weight_s + put_off_s,
-            own.forward_s + again_s,
+            own.forward_s + recompute_s,
         )
 
     def tensor_waits(self, kind: int, mesh: Mesh, micro_batch: int, accumulate: bool) -> PassSeconds:

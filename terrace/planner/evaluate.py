@@ -282,14 +282,14 @@ class Evaluator:
             return self._chunks_program(part, candidate, replace(plan, recompute=()), micros)
         blocks = estimator.stage_blocks(part.kinds, mesh)
         # Operations are counted in the seconds of the backwards.
-        again_s = self._operations_s(part, candidate)
+        recompute_s = self._operations_s(part, candidate)
         plan = replace(plan, recompute=tuple(entry for entry in plan.recompute if ":" not in entry))
         program = build(data_cluster(task.cluster, mesh.state), plan, blocks, micros)
         numbers, halves = (candidate.mesh, candidate.micro_batch), has_halves(candidate.schedule, candidate.mesh)
         seconds = [estimator.block(kind, *numbers, halves=halves) for kind in part.kinds]
         costs = Costs(
             forward_s=tuple(block.forward_s for block in seconds),
-            backward_s=tuple(block.backward_s + own_s for block, own_s in zip(seconds, again_s, strict=True)),
+            backward_s=tuple(block.backward_s + own_s for block, own_s in zip(seconds, recompute_s, strict=True)),
             update_s=update_seconds(program),
             program=program,
         )

@@ -83,9 +83,9 @@ class Experts:
             return _NOTHING
         passed, shared, _, _ = self._of(kind, mesh.stack_degrees, work, accumulate, layer.traffic, 1)[0]
         tables_s, forward_s, backward_s = layer.least_s()
-        again_s = max(0.0, forward_s - passed[0] - shared[0])
+        recompute_s = max(0.0, forward_s - passed[0] - shared[0])
         backward_s = max(0.0, backward_s - sum(passed[1:]) - sum(shared[1:]))
-        return tables_s + again_s, backward_s, again_s
+        return tables_s + recompute_s, backward_s, recompute_s
 
     def least_longer(self, kind: int, work: Work, accumulate: bool) -> Seconds:
         """Lower bound, over all divisions, on the extra seconds relative to all experts on every rank.

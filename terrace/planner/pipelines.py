@@ -143,17 +143,17 @@ def block_work(
     `context`, `exact` and `halves` as in `Estimator.least_block`.
     """
     block = estimator.least_block(kind, forms, micro_batch, accumulate, context=context, exact=exact, halves=halves)
-    again_s = 0.0
+    recompute_s = 0.0
     # `recompute` in a plan does not name look-ups and logits.
     if recompute and not estimator.specs[kind].at_an_end:
         parts = estimator.task.recomputations.values[recompute].parts
         if parts == WHOLE:
-            again_s = block.again_s
+            recompute_s = block.recompute_s
         else:
             # Attention over several ranks is not recomputed by itself; other operations depend only on tokens.
             work = estimator.work(forms[0], micro_batch)
-            again_s = operations_s(estimator.task.cluster.device, estimator.specs[kind], work, parts)
-    return block.forward_s, block.backward_s + again_s, block.weight_s
+            recompute_s = operations_s(estimator.task.cluster.device, estimator.specs[kind], work, parts)
+    return block.forward_s, block.backward_s + recompute_s, block.weight_s
 
 
 def least_span_s(virtual: Sequence[Work], num_stages: int, num_micros: int, edge_s: float, trait: Trait) -> float:

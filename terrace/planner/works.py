@@ -67,9 +67,9 @@ class Works:
             if spec.attends:
                 # Overlap saves at most the compute it hides behind, so the minimum compute plus the minimum messages,
                 # even of different forms, is a bound.
-                forward_s, backward_s, again_s = self.estimator.least_waits(kind, self.forms(shape), micro_batch)
+                forward_s, backward_s, recompute_s = self.estimator.least_waits(kind, self.forms(shape), micro_batch)
                 own = found[kind]
-                backward_s += again_s if self.again.values[recompute].parts == WHOLE else 0.0
+                backward_s += recompute_s if self.again.values[recompute].parts == WHOLE else 0.0
                 found[kind] = own[0] + forward_s, own[1] + backward_s, own[2]
         return found
 

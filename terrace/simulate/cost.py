@@ -70,7 +70,7 @@ class Costs:
     routed: tuple[RoutedSeconds, ...] = ()  # of each block between its routed messages; empty: none are sent
     operations_s: tuple[float, ...] = ()  # of each block, what is recomputed where not all of it is; empty: nothing
 
-    def again_s(self, block: int) -> float:
+    def recompute_s(self, block: int) -> float:
         """Seconds of recomputation in a block's backward."""
         if self.program.recomputes(block):
             return self.forward_s[block]

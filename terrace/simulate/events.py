@@ -173,7 +173,7 @@ class _Pricing:
         opens = any(self._buffered[needed] for needed in needs)
         if op is Op.BACKWARD_WEIGHT:  # reads no parameters
             return Rank.run, Event(op, index, weight_s, -1, "backward", (), opens)
-        seconds = backward_s + self.costs.again_s(index)
+        seconds = backward_s + self.costs.recompute_s(index)
         if op is Op.BACKWARD_INPUT:
             seconds -= weight_s
         return self._stepwise(instruction, act, Event(op, index, seconds, -1, "backward", needs, opens, inside=inside))

@@ -41,7 +41,7 @@ def shares_to_try(costs: Costs) -> list[Shares]:
             seconds, lane, *_ = costs.collective(message)
             taken_s[lane] = taken_s.get(lane, 0.0) + seconds
         lane = max(taken_s, key=lambda each: taken_s[each])
-        steps = costs.steps(Instruction(Op.BACKWARD, block, 0), costs.backward_s[block] + costs.again_s(block), "")
+        steps = costs.steps(Instruction(Op.BACKWARD, block, 0), costs.backward_s[block] + costs.recompute_s(block), "")
         idle = idle_s(steps, lane)
         return list(dict.fromkeys(map(_rounded, _filled(idle, taken_s[lane])))) if taken_s[lane] else []
     return []

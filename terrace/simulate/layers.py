@@ -42,7 +42,7 @@ from terrace.plan.wire import FORMATS
 from terrace.simulate.kernels import attention_s, gemm_s, memory_s, stream_s
 from terrace.simulate.masks import core_keys, spread_kernel, work_in
 from terrace.simulate.mixture import LAYER_OPERATORS, Divided, Seconds, gate_seconds, launches, mixture_seconds
-from terrace.simulate.passes import again_s, joined, pass_seconds
+from terrace.simulate.passes import joined, pass_seconds, recompute_s
 from terrace.simulate.scaled import Matrices, scaled_seconds
 from terrace.simulate.scaled import launches as scaled_launches
 from terrace.simulate.work import Work
@@ -65,7 +65,7 @@ _IN_CACHE = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSeconds:
-    """Seconds of one block on one micro-batch; `again_s` is recomputation.
+    """Seconds of one block on one micro-batch; `recompute_s` is recomputation.
 
     `input_s` is the gradient of the input, which the previous block waits for; `weight_s` the gradient of the weights,
     which only the reduction waits for.
@@ -74,12 +74,12 @@ class BlockSeconds:
     forward_s: float
     input_s: float
     weight_s: float
-    again_s: float = 0.0
+    recompute_s: float = 0.0
 
     @property
     def backward_s(self) -> float:
         """Seconds of both gradients and of recomputation."""
-        return self.input_s + self.weight_s + self.again_s
+        return self.input_s + self.weight_s + self.recompute_s
 
     def longer(self, forward_s: float, input_s: float, weight_s: float) -> "BlockSeconds":
         """Add seconds, possibly negative, to each part."""
@@ -122,10 +122,10 @@ def _block_seconds(device: Device, work: Work, accumulate: bool, divided: Divide
         # A small layer is bound by kernel launches on the host.
         seconds = _host_bound(seconds, device.kernels.host_layer_s * _launches(work, divided))
     if work.recompute != "full":
-        return replace(seconds, again_s=operation_seconds(device, work, work.operations))
+        return replace(seconds, recompute_s=operation_seconds(device, work, work.operations))
     # Look-ups are not computed again, and a loss runs in the backward alone.
     at_end = any(isinstance(operation, LookUp | Loss | Score) for operation in layer)
-    return replace(seconds, again_s=0.0 if at_end else seconds.forward_s)
+    return replace(seconds, recompute_s=0.0 if at_end else seconds.forward_s)
 
 
 def _folded(device: Device, work: Work, accumulate: bool) -> Seconds:
@@ -274,7 +274,7 @@ def operation_seconds(device: Device, work: Work, operations: tuple[str, ...]) -
     for name in operations:
         named = operations_named(work.layer, name)
         is_core = any(isinstance(operation, Core) for operation in named)
-        found += _core(device, work, None, False)[0] if is_core else again_s(device, work, named)
+        found += _core(device, work, None, False)[0] if is_core else recompute_s(device, work, named)
     return found
 
 

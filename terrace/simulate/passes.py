@@ -114,7 +114,7 @@ def pass_seconds(device: Device, work: Work) -> tuple[float, float]:
     return memory_s(device, num_bytes[0], passes.kernels[0]), memory_s(device, num_bytes[1], passes.kernels[1])
 
 
-def again_s(device: Device, work: Work, operations: Sequence[Operation]) -> float:
+def recompute_s(device: Device, work: Work, operations: Sequence[Operation]) -> float:
     """Seconds of the passes over memory of `operations` when recomputed."""
     found = [_PASSES[type(operation)](operation) for operation in operations]
     num_bytes = sum(passes.bytes_of(work)[0] for passes in found)

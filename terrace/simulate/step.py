@@ -296,13 +296,13 @@ def _blocks_s(costs: Costs) -> list[float]:
 
 def _block_s(costs: Costs, block: int) -> float:
     # Costs hold the backward without recomputation.
-    again_s = costs.again_s(block)
+    recompute_s = costs.recompute_s(block)
     passes = (Instruction(Op.FORWARD, block, 0), Instruction(Op.BACKWARD, block, 0))
     waits_s = math.fsum(seconds for each in passes for seconds in costs.waits_inside(each).values())
     if any(costs.program.block_program(block).routed):
-        computed = zip(passes, (costs.forward_s[block], costs.backward_s[block] + again_s), ("", ""), strict=True)
+        computed = zip(passes, (costs.forward_s[block], costs.backward_s[block] + recompute_s), ("", ""), strict=True)
         return waits_s + math.fsum(alone_s(costs.steps(*each)) for each in computed)
-    return costs.forward_s[block] + costs.backward_s[block] + again_s + waits_s
+    return costs.forward_s[block] + costs.backward_s[block] + recompute_s + waits_s
 
 
 def _play(step: Step, num_micros: int) -> Prediction:

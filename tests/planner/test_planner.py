@@ -197,7 +197,7 @@ def test_a_plan_of_the_tensor_axis_is_priced_as_its_program_is_simulated(
         # What the search bounds this by is the same computing and the same messages inside.
         blocks = [evaluator.estimator.block(kind, mesh, micro_batch) for kind in range(3)]
         passes = sum(count * (b.forward_s + b.backward_s) for count, b in zip((1, 4, 1), blocks, strict=True))
-        more = 4 * blocks[1].again_s if again else 0.0
+        more = 4 * blocks[1].recompute_s if again else 0.0
         own = math.fsum(whole.time_s[name] for name in ("forward", "backward", "wait tensor"))
         if not costs_cores:
             assert micros * (passes + more) == pytest.approx(own)

@@ -112,8 +112,8 @@ class _World:
         if any(self._buffered(needed) for needed in read):  # it needs a gradient buffer; there are two
             while len(rank.reductions) > 1:
                 rank.wait(rank.reductions.pop(0), "wait reduce")
-        again_s = self.costs.forward_s[block] if block in self.again else 0.0
-        rank.compute(self.costs.backward_s[block] + again_s, "backward")
+        recompute_s = self.costs.forward_s[block] if block in self.again else 0.0
+        rank.compute(self.costs.backward_s[block] + recompute_s, "backward")
 
     def _buffered(self, block: int) -> bool:
         flats = self.program.flats[block]
