@@ -75,12 +75,12 @@ def is_dense(config: ModelConfig) -> bool:
 
 def is_causal(config: ModelConfig) -> bool:
     """Whether no token depends on later ones; false with expert-choice gates."""
-    return config.experts is None or not config.experts.looks_ahead
+    return config.experts is None or not config.experts.is_noncausal
 
 
 def refuse_non_causal(config: ModelConfig) -> None:
     """Raise `ModelError` for a model that is not causal."""
-    if config.experts is not None and config.experts.looks_ahead:
+    if config.experts is not None and config.experts.is_noncausal:
         raise ModelError(
             f"gate = {config.experts.gate!r}: {LOOKS_AHEAD}, so the model can neither "
             "be sampled from nor be evaluated: use another gate; the run's metrics.jsonl has its loss"

@@ -62,7 +62,7 @@ def check_balance(balance: BalanceConfig, mesh: Mesh, plan: Plan, blocks: Sequen
     mixtures = {block.declared.mixture.experts for block in blocks if block.declared.mixture.each}
     _check_effects(balance, mixtures)
     wanted = [f"balance.capacity = {balance.capacity}"] if balance.capacity else []
-    wanted += ["gate = 'expert_choice'"] if any(config.looks_ahead for config in mixtures) else []
+    wanted += ["gate = 'expert_choice'"] if any(config.is_noncausal for config in mixtures) else []
     if balance.sequence and plan.balance == "cost":
         raise PlanError(
             f'balance.sequence = {balance.sequence} goes by the choices of whole sequences, and plan.balance = "cost" '
@@ -99,7 +99,7 @@ def _sharing_choices(operations: Operations) -> Operations:
 
 def _check_effects(balance: BalanceConfig, mixtures: set[ExpertsConfig]) -> None:
     evened = [name for name in ("sequence", "step", "capacity") if getattr(balance, name)]
-    if evened and any(config.looks_ahead for config in mixtures):
+    if evened and any(config.is_noncausal for config in mixtures):
         raise ModelError(
             f"balance.{evened[0]} has no effect with gate = 'expert_choice', whose experts have equal loads: leave "
             "it out"

@@ -218,7 +218,7 @@ def _multiplied(
     assert isinstance(down, Product), "the weight of a row multiplies the operand of a product"
     first, sizes, rows, product = len(tape.nodes), tape.sizes, inner[0].source, down.source
     sizes[rows.name] = tape.bytes_of(rows)
-    back = pieces.summing if mixture.experts.looks_ahead else sizes[rows.name] + sizes["places"]
+    back = pieces.summing if mixture.experts.is_noncausal else sizes[rows.name] + sizes["places"]
     yield Node((source,), rows.name, ("places", _OTHERS), sizes["places"], back)
     for operation in inner:
         yield from tape.nodes_of(operation)
@@ -249,7 +249,7 @@ def _collected(tape: BlockTape, mixture: Mixture, pieces: _Pieces, output: str) 
         yield Node(("collected",), tape.size(part, routed * tape.item), (), adds, back)
     else:
         # Under expert choice, a variable holds the choices.
-        adds = pieces.summing + tape.sizes["experts"] if mixture.experts.looks_ahead else tape.sizes[rows]
+        adds = pieces.summing + tape.sizes["experts"] if mixture.experts.is_noncausal else tape.sizes[rows]
         yield Node((rows,), tape.size(part, tokens), (), adds, places)
     if part != output:
         yield Node((part,), output)

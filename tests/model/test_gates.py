@@ -250,7 +250,7 @@ def test_gates_are_keys_of_a_model(table: dict[str, object], keys: dict[str, obj
     ]
     with pytest.raises(ModelError, match=f"{next(iter(keys))} = .*transformers has none, so a .* folder cannot say it"):
         published_table(to_table(config), "float32", {})
-    if config.experts.looks_ahead:
+    if config.experts.is_noncausal:
         with pytest.raises(ModelError, match="can neither be sampled from nor be evaluated"):
             refuse_non_causal(config)
     else:

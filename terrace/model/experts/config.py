@@ -75,7 +75,7 @@ class ExpertsConfig:
         self._check_layers(num_layers, names)
 
     @property
-    def looks_ahead(self) -> bool:
+    def is_noncausal(self) -> bool:
         """Whether the experts of a token depend on later tokens."""
         return self.gate == "expert_choice"
 
@@ -92,7 +92,7 @@ class ExpertsConfig:
             )
         if self.route not in get_args(Route):
             raise ModelError(f"{said('route')} is not implemented{did_you_mean(self.route, get_args(Route))}")
-        if self.route == "even" and self.looks_ahead:
+        if self.route == "even" and self.is_noncausal:
             raise ModelError(f"{said('route')} has tokens choose: leave it out with {said('gate')}")
         if self.gate == "noisy" and not self.normalized:
             raise ModelError(f"{said('normalized')}: the weights of {said('gate')} sum to 1; set it to true")

@@ -135,7 +135,7 @@ class Mixture(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the mixture to x (B, S, H)."""
-        if self.router.config.looks_ahead and self.router.gating is None:
+        if self.router.config.is_noncausal and self.router.gating is None:
             output = torch.stack([self.routed(row) for row in x])
         else:
             output = self.routed(x.flatten(0, -2)).view_as(x)
@@ -156,7 +156,7 @@ class Mixture(nn.Module):
         passage = None if gating is None else gating.passage
         if passage is None:
             # Only expert choice needs the sequences of tokens.
-            asks, row = self.router.config.looks_ahead, torch.Size((1, len(tokens)))
+            asks, row = self.router.config.is_noncausal, torch.Size((1, len(tokens)))
             passage = Passage.of_rows(row, tokens.device) if asks else Passage(None, None)
         kept = passage.kept
         taking = tokens if kept is None else tokens.index_select(0, kept)

@@ -47,8 +47,8 @@ class Passages:
                 self._routers.append(router)
         self._layers: frozenset[int | None] = frozenset(router.layer for router in self._routers)
         # Whether a loss, a capacity or a gate depends on a token's sequence.
-        looks_ahead = any(router.config.looks_ahead for router in self._routers)
-        self._by_sequence = bool(balance.sequence or balance.capacity) or looks_ahead
+        is_noncausal = any(router.config.is_noncausal for router in self._routers)
+        self._by_sequence = bool(balance.sequence or balance.capacity) or is_noncausal
         # Why this rank needs the places of tokens; "" if it does not.
         gates = {f"gate = {router.config.gate!r}" for router in self._routers} & set(_BY_PLACE)
         self._reason = next(iter((*(f"balance.{name}" for name in balance.active), *sorted(gates))), "")
