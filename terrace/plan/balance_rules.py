@@ -75,7 +75,7 @@ def check_balance(balance: BalanceConfig, mesh: Mesh, plan: Plan, blocks: Sequen
         )
 
 
-def telling_choices(balance: BalanceConfig | None, blocks: Iterable[BlockSpec]) -> tuple[BlockSpec, ...]:
+def with_exchanged_choices(balance: BalanceConfig | None, blocks: Iterable[BlockSpec]) -> tuple[BlockSpec, ...]:
     """`blocks`, marked to exchange router choices between ranks that share sequences if the sequence loss is on."""
     tells = balance is not None and balance.sequence > 0
     return tuple(_telling(block) if tells and experts_of(block) is not None else block for block in blocks)

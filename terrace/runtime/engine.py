@@ -15,7 +15,7 @@ from terrace.comm.pace import UNPACED, Pace
 from terrace.model.balance import BalanceConfig
 from terrace.model.liger_parts import any_served
 from terrace.model.spec import BlockSpec
-from terrace.plan.balance_rules import check_balance, telling_choices
+from terrace.plan.balance_rules import check_balance, with_exchanged_choices
 from terrace.plan.context import is_context_parallel
 from terrace.plan.outer import NO_EXCHANGE, Exchange
 from terrace.plan.plan import Plan
@@ -104,7 +104,7 @@ class Engine:
         settings, balance = optimizer or OptimizerConfig(), balance or BalanceConfig()
         check_settings(plan, settings)
         check_objective(blocks[-1], objective)
-        specs = telling_choices(balance, with_dims(describe(blocks, names, freeze), declared))
+        specs = with_exchanged_choices(balance, with_dims(describe(blocks, names, freeze), declared))
         self.program = own_program(rank, cluster, plan, specs, num_micros, sequence, given=program, verified=verified)
         check_balance(balance, self.program.mesh, plan, specs)
         # Whole compiled blocks compute the gradients of their weights themselves.

@@ -23,7 +23,7 @@ from terrace.model.config import ModelConfig, parse_model, to_table
 from terrace.model.facts import with_scalar_head
 from terrace.model.lora.config import LoraConfig, with_adapters
 from terrace.model.spec import BlockSpec, freeze
-from terrace.plan.balance_rules import telling_choices
+from terrace.plan.balance_rules import with_exchanged_choices
 from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
 from terrace.plan.presets import command_plan
@@ -47,7 +47,7 @@ class RunConfig:
 
     def blocks(self) -> tuple[BlockSpec, ...]:
         """Block specs with frozen parameters marked, and adapters if the run has any."""
-        specs = telling_choices(self.balance, block_specs(self.model))
+        specs = with_exchanged_choices(self.balance, block_specs(self.model))
         return freeze(specs if self.lora is None else with_adapters(specs, self.lora), self.train.freeze)
 
     @property

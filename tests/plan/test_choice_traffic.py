@@ -8,7 +8,7 @@ import pytest
 from terrace.model.balance import BalanceConfig
 from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
-from terrace.plan.balance_rules import telling_choices
+from terrace.plan.balance_rules import with_exchanged_choices
 from terrace.plan.presets import preset
 from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Instruction, Op
@@ -44,7 +44,7 @@ def test_bytes_of_choices(name: str, recompute: tuple[str, ...]) -> None:
     mapping, tables = SHARING[name]
     cluster = cluster_of(2, 2)
     plan = replace(preset("zero3", cluster), mapping=mapping, micro_batch=MICRO_BATCH, recompute=recompute)
-    blocks = telling_choices(SEQUENCE_LOSS, block_specs(MODEL))
+    blocks = with_exchanged_choices(SEQUENCE_LOSS, block_specs(MODEL))
     program = build(cluster, plan, blocks, NUM_MICROS, SEQUENCE)
     verify(program)
     each = MICRO_BATCH * 8 * 4
@@ -60,7 +60,9 @@ def test_bytes_of_choices(name: str, recompute: tuple[str, ...]) -> None:
     ]
     assert sends == [bool(wanted), 0]
     # Without the loss nothing is told.
-    quiet = build(cluster, plan, telling_choices(BalanceConfig(step=1.0), block_specs(MODEL)), NUM_MICROS, SEQUENCE)
+    quiet = build(
+        cluster, plan, with_exchanged_choices(BalanceConfig(step=1.0), block_specs(MODEL)), NUM_MICROS, SEQUENCE
+    )
     assert not any(message is MessageClass.CHOICES for message, _ in quiet.sent_bytes)
 
 
@@ -72,7 +74,7 @@ def test_the_wait_for_choices_is_priced() -> None:
             Step(
                 cluster=cluster,
                 plan=plan,
-                blocks=telling_choices(balance, block_specs(MODEL)),
+                blocks=with_exchanged_choices(balance, block_specs(MODEL)),
                 num_micros=NUM_MICROS,
                 sequence=SEQUENCE,
                 work=work_of(cluster, plan, layer_operations(MODEL), SEQUENCE),
