@@ -94,7 +94,7 @@ class Stack(nn.Module):
 
 
 # (module, routed tokens (T, H), their choice, all tokens) -> weighted sums of expert outputs (T, H), and the output of
-# the shared expert for all tokens if `shares_waits`
+# the shared expert for all tokens if `overlaps_shared`
 Spread = Callable[["Mixture", Tensor, Choice, Tensor], tuple[Tensor, Tensor | None]]
 
 
@@ -108,7 +108,7 @@ class Mixture(nn.Module):
     """A router with its experts, and optionally a shared expert; (B, S, H) to (B, S, H).
 
     `spread` dispatches tokens to their experts, on other ranks or `here`, calls `pass_through` there and combines the
-    results; with `shares_waits` it also calls `pass_shared`, to overlap with communication. `tally` counts choices and
+    results; with `overlaps_shared` it also calls `pass_shared`, to overlap with communication. `tally` counts choices and
     rows.
     """
 
@@ -118,7 +118,7 @@ class Mixture(nn.Module):
         assert experts is not None, "a layer without experts is no mixture"
         self.spread: Spread = here
         self.tally = Tally()
-        self.shares_waits = False
+        self.overlaps_shared = False
         self.activation = ACTIVATIONS[config.activation]
         self.router = Router(config, **where)
         self.gate = Stack(experts.num_experts, hidden, experts.intermediate_size, **where)
@@ -139,7 +139,7 @@ class Mixture(nn.Module):
             output = torch.stack([self.routed(row) for row in x])
         else:
             output = self.routed(x.flatten(0, -2)).view_as(x)
-        return output if self.shared is None or self.shares_waits else output + self.pass_shared(x)
+        return output if self.shared is None or self.overlaps_shared else output + self.pass_shared(x)
 
     def pass_shared(self, x: Tensor) -> Tensor:
         """Output of the shared expert, times its gate if there is one."""

@@ -69,7 +69,7 @@ class ExpertAxis(InBlockAxis):
             for mixture in (module for module in block.modules() if isinstance(module, Mixture)):
                 steps = tuple(filter(moves_rows, forward)), backward
                 self._programs[mixture] = steps, traffic.pieces
-                mixture.spread, mixture.shares_waits = self._spread, traffic.shares
+                mixture.spread, mixture.overlaps_shared = self._spread, traffic.shares
         self._num_choices = max((mixture.router.config.num_choices for mixture in self._programs), default=0)
 
     @property
@@ -80,7 +80,7 @@ class ExpertAxis(InBlockAxis):
     def remove(self) -> None:
         """Restore mixtures that run all experts on this rank."""
         for mixture in self._programs:
-            mixture.spread, mixture.shares_waits = here, False
+            mixture.spread, mixture.overlaps_shared = here, False
 
     def _spread(
         self, mixture: Mixture, tokens: Tensor, choice: Choice, all_tokens: Tensor
@@ -100,7 +100,7 @@ class ExpertAxis(InBlockAxis):
         mixture.tally.move(sum(hop.sent for hop in hops), sum(hop.returned for hop in hops))
         crossing = Crossing(self, mixture, steps, ways, (first, first + size))
         passed, shared = crossing.through(tokens, choice, all_tokens)
-        return passed, shared if mixture.shares_waits else None
+        return passed, shared if mixture.overlaps_shared else None
 
     def _gathered_routes(self, experts: Tensor, num_experts: int, pieces: int) -> list[Route]:
         """Gather the counts of all ranks, and compute the route of each piece of the choices (T, k)."""
