@@ -99,7 +99,7 @@ def checkpoint_bytes(
             group = group_of(param, optimizer, is_layer(blocks, index))
             each = master + (len(KINDS[group]) - 1) * state
             if group == FROZEN:
-                each = max(compute, _FP32_BYTES) if param.is_moved else compute
+                each = max(compute, _FP32_BYTES) if param.is_expert_bias else compute
             else:
                 # The momentum; each island's kinds, start and message. The anchor is the model's.
                 own = 2 * (outer.delay > 0)

@@ -86,7 +86,7 @@ def _router_params(experts: ExpertsConfig, hidden: tuple[str, int]) -> list[Para
             shape=tuple(each for _, each in of),
             dims=of,
             trainable=name != "bias",
-            is_moved=name == "bias",
+            is_expert_bias=name == "bias",
         )
         for name, of in dims.items()
     ]

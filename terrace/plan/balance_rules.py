@@ -36,7 +36,7 @@ def check_balance(balance: BalanceConfig, mesh: Mesh, plan: Plan, blocks: Sequen
             f"balance.{balance.active[0]} has no effect: no block of this model declares a router of experts; leave it "
             "out"
         )
-    if balance.bias and not any(param.is_moved for block in blocks for param in block.params):
+    if balance.bias and not any(param.is_expert_bias for block in blocks for param in block.params):
         raise ModelError(
             f"balance.bias = {balance.bias} has no effect: no gate of this model has a bias, which the family glm4_moe "
             "has; leave it out, or use balance.sequence"

@@ -53,15 +53,15 @@ class FlatParamSpec:
         return tuple(found)
 
     @property
-    def is_moved(self) -> bool:
+    def is_expert_bias(self) -> bool:
         """Whether it holds biases that are updated from token counts."""
-        return any(param.is_moved for param in self.params)
+        return any(param.is_expert_bias for param in self.params)
 
     def dtype(self, plan: Plan) -> str:
         """Dtype of the working copy: the compute dtype, but fp32 for a gate's bias that bf16 would round away."""
         if self.is_coded:
             return CODES.codec
-        return "fp32" if self.is_moved and plan.compute == "bf16" else plan.compute
+        return "fp32" if self.is_expert_bias and plan.compute == "bf16" else plan.compute
 
     def element_bytes(self, plan: Plan) -> int:
         """Bytes per element of the working copy."""
@@ -134,7 +134,7 @@ def block_flats(
             axes = tuple(axis for axis in STAGE if axis in held_over and own.total(axis) > 1)
             # An empty parameter cannot train, and would force a buffer of its own.
             coded = codes and layer and is_product_matrix(param)
-            key = param.trainable and param.numel > 0, stacked, param.is_moved, coded, axes
+            key = param.trainable and param.numel > 0, stacked, param.is_expert_bias, coded, axes
             groups.setdefault(key, []).append(param)
         made = []
         for group in sorted(groups, key=_order):

@@ -17,7 +17,7 @@ class _Flat(NamedTuple):
     numels: _Numels
     trainable: bool
     stacked: bool  # of stacks of experts whose ranks are factored on their own
-    is_moved: bool  # by counts
+    is_expert_bias: bool  # by counts
     shared: bool  # by tensor ranks
 
 
@@ -67,7 +67,7 @@ class Numels:
         """
         found = Counter[tuple[bool, bool]]()
         for flat in self._of(mesh).flats:
-            if not flat.is_moved:
+            if not flat.is_expert_bias:
                 found[flat.stacked, flat.trainable] += sum(flat.numels[kind] for kind in kinds)
         return found
 
@@ -95,13 +95,13 @@ class Numels:
             for param in spec.params:
                 stacked = mesh.divides_stacks and param.is_stack
                 axes = () if stacked else tuple(filter(param.is_replicated_over, TENSOR))
-                group = groups.setdefault((param.trainable, stacked, param.is_moved, axes), [0] * len(specs))
+                group = groups.setdefault((param.trainable, stacked, param.is_expert_bias, axes), [0] * len(specs))
                 group[kind] += param.numel
         found = []
-        for (trainable, stacked, is_moved, axes), numels in groups.items():
+        for (trainable, stacked, is_expert_bias, axes), numels in groups.items():
             parts = math.prod(degrees[axis] for axis in axes)
             if stacked:
                 parts = max(1, num_tensor // math.prod(mesh.stack_degrees))
             padded = tuple(-(-numel // parts) * parts for numel in numels)
-            found.append(_Flat(padded, trainable, stacked, is_moved, bool(axes)))
+            found.append(_Flat(padded, trainable, stacked, is_expert_bias, bool(axes)))
         return tuple(found)

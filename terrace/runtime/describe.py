@@ -52,7 +52,8 @@ def with_dims(specs: Sequence[BlockSpec], declared: Sequence[BlockSpec]) -> tupl
                     f"{spec.name}.{param.name} {param.shape} is not what its block declares: {other.params}"
                 )
         params = tuple(
-            replace(param, dims=dims[param.name].dims, is_moved=dims[param.name].is_moved) for param in spec.params
+            replace(param, dims=dims[param.name].dims, is_expert_bias=dims[param.name].is_expert_bias)
+            for param in spec.params
         )
         result.append(replace(other, name=spec.name, params=params, tied_to=spec.tied_to))
     return tuple(result)

@@ -153,7 +153,7 @@ def check_moved(run: RunConfig, blocks: Sequence[BlockSpec]) -> None:
         raise ConfigError(
             "balance.bias moves a bias of the base model, and [lora] leaves the base as it is: leave one of them out"
         )
-    moved = [f"{block.name}.{param.name}" for block in blocks for param in block.params if param.is_moved]
+    moved = [f"{block.name}.{param.name}" for block in blocks for param in block.params if param.is_expert_bias]
     for pattern in run.train.freeze:
         if found := fnmatch.filter(moved, pattern):
             raise ConfigError(

@@ -101,7 +101,7 @@ def with_values(
     specs = block_specs(config)
     wanted = dict(zip(names or [spec.name for spec in specs], blocks, strict=True))
     # Rounding would lose the small steps of a parameter that is moved by counts.
-    moved = {param.name for spec in specs for param in spec.params if param.is_moved}
+    moved = {param.name for spec in specs for param in spec.params if param.is_expert_bias}
     replacements: dict[int, nn.Parameter] = {}
     for block, name, value in values:
         given = value.to(device, torch.promote_types(dtype, torch.float32) if name in moved else dtype)
