@@ -178,8 +178,8 @@ def _links(
 
 def _link_finding(link: "MeasuredTier") -> Finding:
     reached = f"{quantity(link.bandwidth_bytes_per_s, 'B/s')} after {seconds(link.latency_s)}"
-    told = f"{quantity(link.told_bandwidth_bytes_per_s, 'B/s')} after {seconds(link.told_latency_s)}"
-    words, about = f"{reached}; the cluster's file says {told}", f"tier {link.tier}"
+    links = f"{quantity(link.given_bandwidth_bytes_per_s, 'B/s')} after {seconds(link.given_latency_s)}"
+    words, about = f"{reached}; the cluster's file says {links}", f"tier {link.tier}"
     # Well below the file's rate its predictions are not to be trusted.
     if link.share >= _SLOW:
         return Finding(level="fine", about=about, words=words)

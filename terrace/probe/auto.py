@@ -93,12 +93,12 @@ def _of_gpus(gpus: Gpus, local: int) -> tuple[dict[str, Any], list[str]]:
     without = not own and re.search(_WITHOUT_BF16, device.name) is not None
     if without:
         peaks = {"fp32": peaks["fp32"]}
-    room_bytes = _process_bytes(device.memory_bytes, gpus.told_by, table["device"]["memory_bytes"], own)
+    room_bytes = _process_bytes(device.memory_bytes, gpus.source, table["device"]["memory_bytes"], own)
     figures: dict[str, Any] = {"name": device.name, "peak_flops_per_s": peaks, "memory_bytes": room_bytes}
     node, origin = _machine_tiers(gpus, preset, local)
     table |= {"name": AUTO, "device": table["device"] | figures, "tiers": [*node, table["tiers"][-1]]}
     words = [
-        f"{counted(len(gpus.devices), 'GPU')} by {gpus.told_by}, {device.name}: "
+        f"{counted(len(gpus.devices), 'GPU')} by {gpus.source}, {device.name}: "
         f"{room_bytes / 1e9:.1f} GB of memory for a process, other constants "
         + (f"of preset {preset}" if own else f"of the nearest preset, {preset}: terrace probe measures this device's")
     ]
@@ -106,7 +106,7 @@ def _of_gpus(gpus: Gpus, local: int) -> tuple[dict[str, Any], list[str]]:
     return table, words + ([origin] if local > 1 else [])
 
 
-def _process_bytes(found_bytes: float, told_by: str, preset_bytes: float, own: bool) -> float:
+def _process_bytes(found_bytes: float, source: str, preset_bytes: float, own: bool) -> float:
     """Device memory available to a process: less than nvidia-smi's total; torch and AMD's driver report it directly.
 
     `own`: the device is the preset's, although devices of that name may differ in memory.
@@ -115,7 +115,7 @@ def _process_bytes(found_bytes: float, told_by: str, preset_bytes: float, own: b
         return preset_bytes
     if own and abs(found_bytes - preset_bytes) <= _KEPT * preset_bytes:
         return min(float(found_bytes), preset_bytes)
-    return found_bytes * (1 - _KEPT) if told_by == "nvidia-smi" else float(found_bytes)
+    return found_bytes * (1 - _KEPT) if source == "nvidia-smi" else float(found_bytes)
 
 
 def _machine_tiers(gpus: Gpus, preset: str, local: int) -> tuple[list[dict[str, Any]], str]:
@@ -132,8 +132,8 @@ def _machine_tiers(gpus: Gpus, preset: str, local: int) -> tuple[list[dict[str, 
     tiers = tiers[: inside + 1]
     tiers[-1]["name"] = "node"
     kind = {"nvlink": "NVLink between all pairs", "xgmi": "Infinity Fabric", "pcie": "PCIe between some pairs"}
-    told = f"{kind[gpus.link]} by {gpus.told_by}" if gpus.link else "links not probed"
-    return tiers, f"tier node: {told}, constants of preset {of}; terrace probe measures them"
+    links = f"{kind[gpus.link]} by {gpus.source}" if gpus.link else "links not probed"
+    return tiers, f"tier node: {links}, constants of preset {of}; terrace probe measures them"
 
 
 def _num_processes(num_cores: int, memory_bytes: int) -> int:

@@ -27,11 +27,11 @@ _TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Gpus:
-    """Devices that a run here may use; `told_by` names the source."""
+    """Devices that a run here may use; `source` names the source."""
 
     devices: tuple[Gpu, ...] = field(default=())
     link: Link = ""
-    told_by: str = ""
+    source: str = ""
 
 
 def look_for_gpus(variables: Mapping[str, str], folder: Path = Path("/"), ask: Ask | None = None) -> Gpus:
@@ -45,7 +45,7 @@ def look_for_gpus(variables: Mapping[str, str], folder: Path = Path("/"), ask: A
         found = _amd(next((each for each in shown if each is not None), None), folder / _KFD)
     else:
         return Gpus()
-    return Gpus(devices=torch_gpus(), told_by="torch") if found is None else found
+    return Gpus(devices=torch_gpus(), source="torch") if found is None else found
 
 
 def _nvidia(shown: str | None, ask: Ask) -> Gpus | None:
@@ -59,7 +59,7 @@ def _nvidia(shown: str | None, ask: Ask) -> Gpus | None:
     kept = [rows[index] for index in _visible(shown, [row[1] for row in rows])]
     devices = tuple(Gpu(name=row[2], memory_bytes=int(row[3]) * 2**20 if row[3].isdecimal() else 0) for row in kept)
     link = _nvidia_link(ask(*_TOPOLOGY), [row[0] for row in kept]) if len(kept) > 1 else ""
-    return Gpus(devices=devices, link=link, told_by="nvidia-smi")
+    return Gpus(devices=devices, link=link, source="nvidia-smi")
 
 
 def _nvidia_link(text: str | None, indices: list[str]) -> Link:
@@ -90,7 +90,7 @@ def _amd(shown: str | None, folder: Path) -> Gpus | None:
     pairs = {(each.get("node_from"), each.get("node_to")) for each in joined if each.get("type") == _XGMI}
     whole = all((one, other) in pairs for one in names for other in names if one != other)
     link: Link = "" if len(kept) < 2 else "xgmi" if whole or pairs else "pcie"
-    return Gpus(devices=devices, link=link, told_by="/sys/class/kfd")
+    return Gpus(devices=devices, link=link, source="/sys/class/kfd")
 
 
 def _amd_device(path: Path, table: Mapping[str, str]) -> Gpu:

@@ -28,13 +28,13 @@ class MeasuredTier:
     tier: str
     latency_s: float
     bandwidth_bytes_per_s: float
-    told_latency_s: float
-    told_bandwidth_bytes_per_s: float
+    given_latency_s: float
+    given_bandwidth_bytes_per_s: float
 
     @property
     def share(self) -> float:
         """Measured bandwidth relative to the cluster file's."""
-        return self.bandwidth_bytes_per_s / self.told_bandwidth_bytes_per_s
+        return self.bandwidth_bytes_per_s / self.given_bandwidth_bytes_per_s
 
 
 def measure_links(world: World, cluster: Cluster, seconds: float, say: Callable[[str], None]) -> list[MeasuredTier]:
@@ -65,8 +65,8 @@ def measure_links(world: World, cluster: Cluster, seconds: float, say: Callable[
                     tier=tier.name,
                     latency_s=latency_s,
                     bandwidth_bytes_per_s=bandwidth,
-                    told_latency_s=tier.latency_s,
-                    told_bandwidth_bytes_per_s=tier.bandwidth_bytes_per_s * tier.efficiency,
+                    given_latency_s=tier.latency_s,
+                    given_bandwidth_bytes_per_s=tier.bandwidth_bytes_per_s * tier.efficiency,
                 )
             )
     return found

@@ -233,7 +233,7 @@ CARDS = {"NVIDIA H100 80GB HBM3": (85_029_158_912, 81559), "NVIDIA H200": (150_1
 def test_the_run_that_is_predicted_fits_the_device(card: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # All that the part does on a device, but the measurements: its arguments, checks of programs, both predictions.
     total_bytes, smi_mib = CARDS[card]
-    gpus = Gpus(devices=(Gpu(name=card, memory_bytes=smi_mib * 2**20),), told_by="nvidia-smi")
+    gpus = Gpus(devices=(Gpu(name=card, memory_bytes=smi_mib * 2**20),), source="nvidia-smi")
     monkeypatch.setattr(here, "gpus_here", lambda: gpus)
     setting = Setting(device="cuda", peak_tflops=989.4, folder=tmp_path)
     words = prediction.probe_words(setting, total_bytes)

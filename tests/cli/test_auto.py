@@ -26,7 +26,7 @@ H100 = "NVIDIA H100 80GB HBM3"
 
 
 def machine(number: int, name: str = H100, gib: int = 80, link: Link = "nvlink") -> Gpus:
-    return Gpus(devices=(Gpu(name=name, memory_bytes=gib * GIB),) * number, link=link, told_by="nvidia-smi")
+    return Gpus(devices=(Gpu(name=name, memory_bytes=gib * GIB),) * number, link=link, source="nvidia-smi")
 
 
 def cluster_of(gpus: Gpus, ranks: Ranks | None = None, cores: int = 16) -> tuple[Cluster, str]:
@@ -88,12 +88,12 @@ def test_devices_have_the_constants_of_a_preset(name: str, preset: str, is_own: 
 )
 def test_memory_is_what_a_process_gets(name: str, shown_mib: int, process_bytes: float) -> None:
     """Less than nvidia-smi's total, and never more than torch's; torch and AMD's driver tell it themselves."""
-    shown = Gpus(devices=(Gpu(name=name, memory_bytes=shown_mib * 2**20),), told_by="nvidia-smi")
+    shown = Gpus(devices=(Gpu(name=name, memory_bytes=shown_mib * 2**20),), source="nvidia-smi")
     cluster, words = cluster_of(shown)
     assert cluster.device.memory_bytes == pytest.approx(process_bytes, rel=1e-12)
     assert f"{process_bytes / 1e9:.1f} GB of memory for a process" in words
-    for told_by in ("torch", "/sys/class/kfd"):
-        exact = Gpus(devices=(Gpu(name="some device", memory_bytes=10**10),), told_by=told_by)
+    for source in ("torch", "/sys/class/kfd"):
+        exact = Gpus(devices=(Gpu(name="some device", memory_bytes=10**10),), source=source)
         assert cluster_of(exact)[0].device.memory_bytes == 1e10
 
 
@@ -108,7 +108,7 @@ def test_no_known_device_gets_less_than_auto_says() -> None:
         ("NVIDIA GB200", 189471, 184.31 * 1024),
         ("Tesla T4", 15360, 14.56 * 1024),
     ):
-        shown = Gpus(devices=(Gpu(name=name, memory_bytes=shown_mib * 2**20),), told_by="nvidia-smi")
+        shown = Gpus(devices=(Gpu(name=name, memory_bytes=shown_mib * 2**20),), source="nvidia-smi")
         assert cluster_of(shown)[0].device.memory_bytes <= 1.0005 * torch_mib * 2**20
 
 
@@ -177,13 +177,13 @@ def test_a_gpu_makes_auto_the_default(run_on: Any, capsys: pytest.CaptureFixture
     assert dtype_words(run) == [
         "computes in bf16 (989 TFLOP/s); --plan.compute fp32: 14.8 times as long, twice the bytes"
     ]
-    told = "\n".join(dtype_words(run, verbose=True))
+    links = "\n".join(dtype_words(run, verbose=True))
     for words in ("computes in bf16, at up to 989 TFLOP/s", "--plan.compute fp32 rounds less", "14.8 times as long"):
-        assert words in told
+        assert words in links
     asked = run_on(machine(4), "--plan.compute", "fp32")
     assert asked.plan.compute == "fp32"
-    told = dtype_words(asked, verbose=True)[1]
-    assert told == "  --plan.compute bf16 halves the bytes: products at 989 TFLOP/s, 14.8 times as fast"
+    links = dtype_words(asked, verbose=True)[1]
+    assert links == "  --plan.compute bf16 halves the bytes: products at 989 TFLOP/s, 14.8 times as fast"
     # The folder of a run keeps the cluster itself.
     assert parse_run(tomllib.loads(run_toml(run))).cluster == run.cluster
     capsys.readouterr()
@@ -259,7 +259,7 @@ def test_nvidia_is_asked(tmp_path: Path, shown: str | None, topology: str | None
     (tmp_path / "dev" / "nvidiactl").touch()
     variables = {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}
     found = look_for_gpus(variables, tmp_path, lambda *words: topology if "topo" in words else TABLE)
-    assert (len(found.devices), found.link, found.told_by) == (number, link, "nvidia-smi")
+    assert (len(found.devices), found.link, found.source) == (number, link, "nvidia-smi")
     assert {each.memory_bytes for each in found.devices} <= {81559 * 2**20}
     assert look_for_gpus(variables, tmp_path / "none", lambda *_: TABLE) == Gpus()
 
@@ -270,7 +270,7 @@ def test_without_an_answer_torch_is_asked(tmp_path: Path, said: str | None, monk
     (tmp_path / "dev" / "nvidiactl").touch()
     own = (Gpu(name=H100, memory_bytes=1),)
     monkeypatch.setattr("terrace.probe.gpus.torch_gpus", lambda: own)
-    assert look_for_gpus({}, tmp_path, lambda *_: said) == Gpus(devices=own, told_by="torch")
+    assert look_for_gpus({}, tmp_path, lambda *_: said) == Gpus(devices=own, source="torch")
 
 
 def test_files_tell_of_amd(tmp_path: Path) -> None:
@@ -284,6 +284,6 @@ def test_files_tell_of_amd(tmp_path: Path) -> None:
         (joined / "properties").write_text(f"type {11 if simds else 2}\nnode_from {index}\nnode_to {3 - index}\n")
     found = look_for_gpus({}, tmp_path)
     assert found == Gpus(
-        devices=(Gpu(name="AMD MI250X GCD (gfx90a)", memory_bytes=64 * GIB),) * 2, link="xgmi", told_by="/sys/class/kfd"
+        devices=(Gpu(name="AMD MI250X GCD (gfx90a)", memory_bytes=64 * GIB),) * 2, link="xgmi", source="/sys/class/kfd"
     )
     assert len(look_for_gpus({"ROCR_VISIBLE_DEVICES": "1"}, tmp_path).devices) == 1

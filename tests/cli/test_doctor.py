@@ -220,9 +220,9 @@ def test_the_start_of_a_run_says_what_bf16_costs(monkeypatch: pytest.MonkeyPatch
     asked, left_out, exact = (resolve(None, {}, {"plan": plan}) for plan in ({"compute": "bf16"}, {}, FP32))
     words = 'warning: plan.compute = "bf16": products take 9.6 times as long as in fp32'
     assert first_screen.dtype_words(asked)[0].startswith(words)
-    told = "\n".join(first_screen.dtype_words(left_out, verbose=True))
-    assert "computes in fp32, sends parameters and gradients in bf16" in told
-    assert "2.0 times as long" in told
+    links = "\n".join(first_screen.dtype_words(left_out, verbose=True))
+    assert "computes in fp32, sends parameters and gradients in bf16" in links
+    assert "2.0 times as long" in links
     (line,) = first_screen.dtype_words(left_out)
     assert "2.0 times as long" in line
     assert len(line) <= 80
@@ -266,7 +266,7 @@ def test_links_are_measured_by_tier(pool: LocalPool) -> None:
     for link in found[0]:
         assert link.bandwidth_bytes_per_s > 1e6
         assert 0 <= link.latency_s < 1
-        assert link.told_bandwidth_bytes_per_s == cluster.tiers[0].bandwidth_bytes_per_s
+        assert link.given_bandwidth_bytes_per_s == cluster.tiers[0].bandwidth_bytes_per_s
 
 
 def links_of(world: World, cluster: Any) -> list[MeasuredTier]:
@@ -283,7 +283,7 @@ def test_a_network_that_is_slower_than_its_file_is_told() -> None:
     from terrace.cli.doctor import _link_finding
 
     link = MeasuredTier(
-        tier="node", latency_s=1e-4, bandwidth_bytes_per_s=4e8, told_latency_s=1e-5, told_bandwidth_bytes_per_s=1e9
+        tier="node", latency_s=1e-4, bandwidth_bytes_per_s=4e8, given_latency_s=1e-5, given_bandwidth_bytes_per_s=1e9
     )
     assert _link_finding(link).level == "note"
     assert "terrace probe" in _link_finding(link).fix
