@@ -182,11 +182,11 @@ def _peak(name: str, unit: str, before: float | None, best: float, kind: str) ->
 
 
 def _tier(start: Tier, samples: TierSamples, before: float) -> tuple[Tier, list[Constant]]:
-    fit, beside = fit_link(samples.messages), samples.overlap
+    fit, overlap = fit_link(samples.messages), samples.overlap
     # In a step a message waits for neighbours that compute longer, or for a core: the larger delay is added to the
     # latency.
-    latency_s = fit.latency_s + max(samples.skew_s, beside.late_s)
-    penalty = overlap_penalty(beside.compute_s, beside.message_s, beside.together_s)
+    latency_s = fit.latency_s + max(samples.skew_s, overlap.late_s)
+    penalty = overlap_penalty(overlap.compute_s, overlap.message_s, overlap.together_s)
     was = before if start.overlap_penalty is None else start.overlap_penalty
     name, before_bytes_per_s = start.name, start.bandwidth_bytes_per_s * start.efficiency
     rate, half = fit.bandwidth_bytes_per_s, fit.half_bytes
@@ -244,9 +244,9 @@ def _shown(device: Device, samples: Samples) -> list[Constant]:
         for way, found in (("forward", forward), ("backward", backward)):
             rows.append(Constant(f"attention {way} by {name}", "", None, found, "fitted"))
     for tier in samples.tiers:
-        if tier.beside is not None:
+        if tier.concurrent is not None:
             name = f"{tier.tier}: products beside messages / alone"
-            rows.append(Constant(name, "", None, tier.beside.slowdown, "measured"))
+            rows.append(Constant(name, "", None, tier.concurrent.slowdown, "measured"))
     return rows
 
 

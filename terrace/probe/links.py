@@ -26,7 +26,7 @@ from terrace.plan.wire import MessageClass
 from terrace.probe.compute import TRAINS_IN, Say
 from terrace.probe.fit import LinkSample
 from terrace.probe.grid import message_sizes
-from terrace.probe.samples import Beside, Overlap, TierSamples
+from terrace.probe.samples import Concurrent, Overlap, TierSamples
 from terrace.probe.timing import Stopwatch, Work
 from terrace.program.message import Transfer
 from terrace.program.resolve import flat_transfer
@@ -134,8 +134,8 @@ def measure_tier(
     skew_s = _skew_s(watch, links, compute, each_s)
     say(f"messages on tier {links.name} during computation")
     overlap = measure_overlap(watch, links, compute, overlap_budget_s)
-    beside = measure_beside(watch, links, products(watch.device), overlap_budget_s / 5)
-    return TierSamples(tier=links.name, messages=tuple(messages), skew_s=skew_s, overlap=overlap, beside=beside)
+    concurrent = measure_concurrent(watch, links, products(watch.device), overlap_budget_s / 5)
+    return TierSamples(tier=links.name, messages=tuple(messages), skew_s=skew_s, overlap=overlap, concurrent=concurrent)
 
 
 def repeated(work: Work, number: int) -> Work:
@@ -202,7 +202,7 @@ def measure_overlap(watch: Stopwatch, links: TierLinks, compute: Work, budget_s:
     )
 
 
-def measure_beside(watch: Stopwatch, links: TierLinks, work: Work, budget_s: float) -> Beside:
+def measure_concurrent(watch: Stopwatch, links: TierLinks, work: Work, budget_s: float) -> Concurrent:
     """Time `work` alone, and during all-reduces (a reduction, then a gather) that outlast it."""
     size = aligned(OVERLAP_BYTES[watch.device.type], links.degree)
     parts = [links.start(kind, size) for kind in ("reduce", "gather")]
@@ -222,8 +222,8 @@ def measure_beside(watch: Stopwatch, links: TierLinks, work: Work, budget_s: flo
     def messages() -> list[Callable[[], None]]:
         return [start() for _ in range(num_messages) for start in parts]
 
-    alone_s, beside_s = (watch.beside(work, num_calls, start) for start in (none, messages))
-    return Beside(alone_s=alone_s, beside_s=beside_s)
+    alone_s, concurrent_s = (watch.concurrent(work, num_calls, start) for start in (none, messages))
+    return Concurrent(alone_s=alone_s, concurrent_s=concurrent_s)
 
 
 def products(device: torch.device) -> Work:

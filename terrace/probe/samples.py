@@ -17,7 +17,7 @@ class TierSamples:
     messages: tuple[LinkSample, ...]
     skew_s: float
     overlap: "Overlap"
-    beside: "Beside | None" = None
+    concurrent: "Concurrent | None" = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,16 +37,16 @@ class Overlap:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beside:
+class Concurrent:
     """Seconds of matrix products alone, and during continuous all-reduces over a tier."""
 
     alone_s: float
-    beside_s: float
+    concurrent_s: float
 
     @property
     def slowdown(self) -> float:
         """Time of products during messages relative to products alone."""
-        return self.beside_s / self.alone_s
+        return self.concurrent_s / self.alone_s
 
 
 @dataclass(frozen=True, kw_only=True)

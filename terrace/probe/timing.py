@@ -81,7 +81,7 @@ class Stopwatch:
         wait_for(self.device)
         return (time.perf_counter() - begin_s) / num_calls
 
-    def beside(self, work: Work, num_calls: int, start: Callable[[], Sequence[Wait]]) -> float:
+    def concurrent(self, work: Work, num_calls: int, start: Callable[[], Sequence[Wait]]) -> float:
         """Seconds of one of `num_calls` calls during the work submitted by `start`, which returns its waits.
 
         The waits do not count. Every rank must call this, and the slowest counts.

@@ -19,8 +19,8 @@ from terrace.probe import measure as probing
 from terrace.probe import sustained
 from terrace.probe.assemble import assemble
 from terrace.probe.fit import AttentionSample
-from terrace.probe.links import TierLinks, measure_beside
-from terrace.probe.samples import Beside, Samples, Sustained
+from terrace.probe.links import TierLinks, measure_concurrent
+from terrace.probe.samples import Concurrent, Samples, Sustained
 from terrace.probe.timing import Stopwatch
 from tests.support.probed import synthetic
 from tests.support.toys import cluster_of
@@ -62,7 +62,7 @@ def test_each_kernel_that_runs_is_measured_and_the_others_are_left_out() -> None
     assert all(sample.forward_s > 0 and sample.sequence == 64 for sample in found.values())
 
 
-def _beside(world: World, cluster: Cluster) -> tuple[Beside, int]:
+def _beside(world: World, cluster: Cluster) -> tuple[Concurrent, int]:
     torch.set_num_threads(1)
     links = TierLinks(cluster, 0, world.rank, torch.device("cpu"), timedelta(seconds=60), UNPACED)
     watch, calls = Stopwatch(world.world_size, torch.device("cpu")), 0
@@ -73,7 +73,7 @@ def _beside(world: World, cluster: Cluster) -> tuple[Beside, int]:
         calls += 1
         torch.mm(left, left)
 
-    found = measure_beside(watch, links, product, 0.5)
+    found = measure_concurrent(watch, links, product, 0.5)
     links.close()
     return found, links.counted_bytes
 
@@ -105,7 +105,7 @@ def test_a_gpu_is_heated_for_half_the_budget_at_most(monkeypatch: pytest.MonkeyP
 def test_findings_without_a_constant_are_rows() -> None:
     start = load_cluster("dgx-a100")
     shown: Samples = synthetic(start)
-    tiers = tuple(replace(each, beside=Beside(alone_s=2.0, beside_s=2.3)) for each in shown.tiers)
+    tiers = tuple(replace(each, concurrent=Concurrent(alone_s=2.0, concurrent_s=2.3)) for each in shown.tiers)
     longest = max(shown.attention, key=lambda sample: sample.sequence)
     slow = replace(longest, forward_s=2 * longest.forward_s, backward_s=2 * longest.backward_s)
     shown = replace(
