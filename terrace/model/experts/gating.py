@@ -78,7 +78,7 @@ class Gating:
         assert passage.places is not None, "checked before the first step"
         return normal(self.seed, layer, passage.places, num_experts)
 
-    def again(self) -> Tensor | None:
+    def replayed(self) -> Tensor | None:
         """Choices (T, k) of the first forward, encoded as in `Kept`; None unless this is a recomputation."""
         experts = None if self.kept is None else self.kept.experts
         return None if experts is None else experts.long()
@@ -106,11 +106,11 @@ class Gating:
             loads = loads_of(self._of_sequences(choice, passage, config), logits.dtype)
             figures["sequence"] = balance.sequence * share_loss(choice.scores, loads.index_select(0, rows[0]), weights)
         if balance.capacity:
-            again = self.again()
-            if again is None:
+            replayed = self.replayed()
+            if replayed is None:
                 choice, dropped = bounded(choice, *rows, balance.capacity, config)
             else:
-                choice, dropped = without(choice, again < 0), (again < 0).sum()
+                choice, dropped = without(choice, replayed < 0), (replayed < 0).sum()
             figures["dropped"] = dropped.to(logits.dtype)
         return choice._replace(weights=add_losses(choice.weights, torch.stack(list(figures.values())), self.sums))
 

@@ -52,7 +52,7 @@ class Router(nn.Module):
         """Choose experts for the routed tokens x (T, H)."""
         wide = torch.promote_types(x.dtype, torch.float32)
         logits, gating = self._logits(x.to(wide), passage), self.gating  # (T, E)
-        choice = self._chosen(logits, passage, None if gating is None else gating.again())
+        choice = self._chosen(logits, passage, None if gating is None else gating.replayed())
         if gating is not None:
             chosen, kept = choice.experts, gating.kept
             choice = gating.balanced(choice, logits, passage, self.config, self.layer)
@@ -60,15 +60,15 @@ class Router(nn.Module):
                 kept.keep(chosen, choice.experts)
         return choice._replace(scores=None)  # frees the scores before the experts run
 
-    def _chosen(self, logits: Tensor, passage: Passage, again: Tensor | None) -> Choice:
+    def _chosen(self, logits: Tensor, passage: Passage, replayed: Tensor | None) -> Choice:
         config = self.config
         if config.gate == "expert_choice":
             assert passage.sequences is not None, "checked before the first step"
-            return expert_choice.choose(logits, passage.sequences, passage.num_sequences, config, again)
+            return expert_choice.choose(logits, passage.sequences, passage.num_sequences, config, replayed)
         bias = None if self.bias is None else self.bias.to(logits.dtype)
-        if again is not None:
-            again = torch.where(again < 0, ~again, again)  # undo the marks of dropped choices
-        choice = GATES[config.gate](logits, bias, config, again)
+        if replayed is not None:
+            replayed = torch.where(replayed < 0, ~replayed, replayed)  # undo the marks of dropped choices
+        choice = GATES[config.gate](logits, bias, config, replayed)
         return even.instead(choice, config) if config.route == "even" else choice
 
     def _logits(self, x: Tensor, passage: Passage) -> Tensor:

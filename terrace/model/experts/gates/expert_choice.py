@@ -14,15 +14,15 @@ from terrace.model.experts.gates import Choice, coarse
 
 
 def choose(
-    logits: Tensor, sequences: Tensor, num_sequences: int, config: ExpertsConfig, again: Tensor | None = None
+    logits: Tensor, sequences: Tensor, num_sequences: int, config: ExpertsConfig, replayed: Tensor | None = None
 ) -> Choice:
     """Choose by the softmax of logits (T, E) over experts; `sequences` (T), ascending, is the sequence of each token.
 
     Choices are (T, E), -1 where an expert does not take a token; of equal scores the earlier token wins. If given,
-    `again` (T, E) are earlier choices to repeat.
+    `replayed` (T, E) are earlier choices to repeat.
     """
     scores = logits.softmax(-1)
-    taken = _taken(scores, sequences, num_sequences, config) if again is None else again >= 0
+    taken = _taken(scores, sequences, num_sequences, config) if replayed is None else replayed >= 0
     experts = torch.arange(config.num_experts, device=logits.device).expand_as(taken)
     weights = scores.masked_fill(~taken, 0.0)
     if config.scale != 1.0:

@@ -12,10 +12,10 @@ from terrace.model.experts.config import ExpertsConfig
 from terrace.model.experts.gates import TINY, Choice, best
 
 
-def choose(logits: Tensor, bias: Tensor | None, config: ExpertsConfig, again: Tensor | None = None) -> Choice:
-    """Choose by sigmoid(logits (T, E)) + `bias` (E), or repeat the choices `again` (T, k); weights omit the bias."""
+def choose(logits: Tensor, bias: Tensor | None, config: ExpertsConfig, replayed: Tensor | None = None) -> Choice:
+    """Choose by sigmoid(logits (T, E)) + `bias` (E), or repeat the choices `replayed` (T, k); weights omit the bias."""
     scores = logits.sigmoid()
-    experts = _chosen(scores.detach(), bias, config) if again is None else again
+    experts = _chosen(scores.detach(), bias, config) if replayed is None else replayed
     weights = scores.gather(-1, experts)
     if config.normalized:
         weights = weights / (weights.sum(-1, keepdim=True) + TINY)
