@@ -12,8 +12,8 @@ class ParamSpec:
 
     `dims` has a (quantity, number of units) for each dim; a unit, such as a head of 64 elements, is never split. It is
     empty if nothing is declared. A leading dim of "experts" makes the parameter a stack with one part per expert:
-    matrices in (experts, out, in), vectors in (experts, out). A parameter that `is_expert_bias` is updated from token counts
-    instead of by an optimizer; it is replicated on every rank, in at least fp32.
+    matrices in (experts, out, in), vectors in (experts, out). An expert bias is updated from token counts instead of
+    by an optimizer; it is replicated on every rank, in at least fp32.
 
     In the slice of one rank (terrace.plan.slices), `shape` includes padding, `whole` is the shape before slicing,
     `cuts` names the axes that shard each dim, and `replicated_over` the axes whose ranks all hold this slice and

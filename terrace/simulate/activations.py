@@ -51,12 +51,12 @@ class BlockActivations:
     @cached_property
     def saved(self) -> dict[str, int]:
         """Bytes kept by each operation."""
-        return self._remembered if self._again else kept_by_operation(self.tape.nodes, self.tape.sizes)
+        return self._remembered if self._is_recomputed else kept_by_operation(self.tape.nodes, self.tape.sizes)
 
     @property
     def logits_bytes(self) -> int:
         """Bytes of `saved` that scale with the vocabulary."""
-        return 0 if self._again else self.tape.logits_bytes
+        return 0 if self._is_recomputed else self.tape.logits_bytes
 
     @cached_property
     def kept_bytes(self) -> int:
@@ -65,7 +65,7 @@ class BlockActivations:
     @property
     def fixed_bytes(self) -> int:
         """Bytes of `kept_bytes` that do not scale with the number of sequences."""
-        return self._remembered.get("random state", 0) if self._again else self.tape.fixed_bytes
+        return self._remembered.get("random state", 0) if self._is_recomputed else self.tape.fixed_bytes
 
     # Peaks are lazy: a search reads only the kept bytes of most blocks.
     @cached_property
@@ -73,14 +73,14 @@ class BlockActivations:
         # A head that runs in its backward computes nothing in the forward pass.
         if self.tape.runs_at_once:
             return self.input_bytes
-        peak = forward_peak(self.tape.nodes, self.tape.sizes, keeping=not self._again)
+        peak = forward_peak(self.tape.nodes, self.tape.sizes, keeping=not self._is_recomputed)
         return peak + sum(self._remembered.values())
 
     @cached_property
     def backward_peak_bytes(self) -> int:
         nodes, sizes = self.tape.nodes, self.tape.sizes
         peak = backward_peak(nodes, sizes)
-        if self._again:
+        if self._is_recomputed:
             # The gradient of the output is already alive during recomputation.
             peak = max(peak, forward_peak(nodes, sizes, keeping=True) + sizes[OUTPUT])
         return peak + sum(self._remembered.values())
@@ -100,7 +100,7 @@ class BlockActivations:
         return split_backward(self.tape.nodes, self.tape.sizes)
 
     @property
-    def _again(self) -> bool:
+    def _is_recomputed(self) -> bool:
         # A head that runs in its backward keeps only its input, like a recomputed block.
         return self.is_recomputed or self.tape.runs_at_once
 

@@ -19,7 +19,7 @@ from terrace.program.program import Program
 from terrace.simulate.bus import Stretch
 from terrace.simulate.cost import Costs, step_costs, update_seconds
 from terrace.simulate.noting import WAIT_OUTER, Notes, NotingRank
-from terrace.simulate.rank import Rank, go_on_s
+from terrace.simulate.rank import Rank, progress_s
 from terrace.simulate.stages import Pipeline
 from terrace.simulate.work import Work
 
@@ -60,15 +60,15 @@ class Runs(NamedTuple):
 
 
 def play_period(
-    period: Period, work: Work | Sequence[float], known: Sequence[Costs] = (), rests: Sequence[Times] = ()
+    period: Period, work: Work | Sequence[float], known: Sequence[Costs] = (), unplayed: Sequence[Times] = ()
 ) -> list[list[Times]]:
     """Seconds by category, summed over all runs of each turn, by turn and stage; `work` as in `Step`.
 
-    `known` are the costs of the training programs of all stages. `rests` are seconds of each stage's training step that
-    its programs leave out: further micro-batches, equal to those played.
+    `known` are the costs of the training programs of all stages. `unplayed` are seconds of each stage's training step
+    that its programs leave out: further micro-batches, equal to those played.
     """
     num_stages, found = period.num_stages, list[list[Times]]()
-    for runs in play_runs(period, work, known, rests):
+    for runs in play_runs(period, work, known, unplayed):
         total = [defaultdict[str, float](float) for _ in range(num_stages)]
         for played, number in runs:
             for sums, times in zip(total, played.times, strict=True):
@@ -82,7 +82,7 @@ def play_runs(
     period: Period,
     work: Work | Sequence[float],
     known: Sequence[Costs] = (),
-    rests: Sequence[Times] = (),
+    unplayed: Sequence[Times] = (),
     rank: type[Rank] = Rank,
 ) -> list[list[Runs]]:
     """Runs of each turn of a steady period, in order; arguments as in `play_period`.
@@ -90,7 +90,7 @@ def play_runs(
     With `rank=NotingRank`, runs carry notes.
     """
     with no_collection():
-        return _Play(period, work, known, rests, rank).run()
+        return _Play(period, work, known, unplayed, rank).run()
 
 
 class _Play:
@@ -99,10 +99,10 @@ class _Play:
         period: Period,
         work: Work | Sequence[float],
         known: Sequence[Costs],
-        rests: Sequence[Times],
+        unplayed: Sequence[Times],
         rank: type[Rank],
     ) -> None:
-        self.period, self.work, self.rests, self.rank = period, work, rests, rank
+        self.period, self.work, self.unplayed, self.rank = period, work, unplayed, rank
         self._costs = {Phase.TRAIN: list(known)} if known else {}
         self._pipelines: dict[tuple[int, ...], Pipeline] = {}
         self._known: dict[tuple[object, ...], Played] = {}
@@ -155,13 +155,13 @@ class _Play:
         times: list[Times] = [dict(rank.time_s) for rank in pipeline.ranks]
         clocks_s = [rank.now_s for rank in pipeline.ranks]
         links_s = [rank.now_s + rank.ahead_s for rank in pipeline.ranks]
-        if self.rests and turn.phase is Phase.TRAIN:
-            for stage, (rank, rest) in enumerate(zip(pipeline.ranks, self.rests, strict=True)):
-                slowed_s, clock_s, link_s = self._slowed_s(rank, rest, after[stage])
-                computing = {name: rest[name] for name in _COMPUTING if rest.get(name, 0.0) > 0.0}
+        if self.unplayed and turn.phase is Phase.TRAIN:
+            for stage, (rank, left_out) in enumerate(zip(pipeline.ranks, self.unplayed, strict=True)):
+                slowed_s, clock_s, link_s = self._slowed_s(rank, left_out, after[stage])
+                computing = {name: left_out[name] for name in _COMPUTING if left_out.get(name, 0.0) > 0.0}
                 whole_s = sum(computing.values())
                 slower = {name: slowed_s * each_s / whole_s for name, each_s in computing.items()}
-                times[stage] = _sum(times[stage], rest, slower)
+                times[stage] = _sum(times[stage], left_out, slower)
                 clocks_s[stage] += clock_s
                 links_s[stage] += link_s
                 after[stage] = self._later(after[stage], link_s)
@@ -215,15 +215,15 @@ class _Play:
             shared=tuple(each for each in shared if each.end_s > 0.0),
         )
 
-    def _slowed_s(self, rank: Rank, rest: Times, left: Left) -> tuple[float, float, float]:
-        """Extra seconds of a rest beside an exchange, and the clock and link seconds that it takes."""
-        whole_s, slowed_s, ahead_s = sum(rest.values()), 0.0, 0.0
-        computing = sum(rest.get(category, 0.0) for category in _COMPUTING) / whole_s if whole_s else 0.0
+    def _slowed_s(self, rank: Rank, left_out: Times, left: Left) -> tuple[float, float, float]:
+        """Extra seconds of the unplayed part beside an exchange, and the clock and link seconds that it takes."""
+        whole_s, slowed_s, ahead_s = sum(left_out.values()), 0.0, 0.0
+        computing = sum(left_out.get(category, 0.0) for category in _COMPUTING) / whole_s if whole_s else 0.0
         for lane in self.outside:
             busy_s, penalty = left.lanes_s[lane], left.penalties[lane]
             if rank.mutual:  # the clock stands still
                 longer_s = penalty * min(busy_s, whole_s)
-                on_s = go_on_s(penalty, longer_s, max(0.0, busy_s - whole_s))
+                on_s = progress_s(penalty, longer_s, max(0.0, busy_s - whole_s))
                 slowed_s += longer_s + penalty * on_s
                 ahead_s += on_s
             else:

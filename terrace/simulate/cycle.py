@@ -38,7 +38,7 @@ class Cycle:
     costs: tuple[Costs, ...]
     turns_s: tuple[tuple[Times, ...], ...]
     plain_s: float
-    rests: tuple[Times, ...] = ()  # of a step of each stage, where its programs are not whole
+    unplayed: tuple[Times, ...] = ()  # of a step of each stage, where its programs are not whole
 
     @property
     def outer(self) -> Outer:
@@ -130,18 +130,18 @@ def play_cycle(
     `times_s` are seconds of a whole step by stage, where it has more micro-batches than its programs.
     """
     period = cycle(programs)
-    rests: list[Times] = []
+    unplayed: list[Times] = []
     plain = Period((Turn(tuple(programs)),))
     (played,) = play_period(plain, work, costs)
     if times_s is not None:
         for whole, part in zip(times_s, played, strict=True):
             names = dict.fromkeys((*whole, *part))
-            rests.append({name: whole.get(name, 0.0) - part.get(name, 0.0) for name in names})
-    turns = play_period(period, work, costs, rests)
+            unplayed.append({name: whole.get(name, 0.0) - part.get(name, 0.0) for name in names})
+    turns = play_period(period, work, costs, unplayed)
     return Cycle(
         period=period,
         costs=tuple(costs),
         turns_s=tuple(tuple(turn) for turn in turns),
         plain_s=sum((times_s or played)[0].values()),
-        rests=tuple(rests),
+        unplayed=tuple(unplayed),
     )

@@ -55,7 +55,7 @@ def cycle_timeline(cycle: Cycle, stage: int | None = None) -> CycleTimeline:
     clock_s = link_s = wall_s = 0.0
     moments, ends_s, steps = [(0.0, 0.0, 0.0)], list[float](), list[Times]()
     crossings, waits = list[tuple[Turn, int, float, float]](), list[Stretch]()
-    turns = play_runs(cycle.period, (), cycle.costs, cycle.rests, NotingRank)
+    turns = play_runs(cycle.period, (), cycle.costs, cycle.unplayed, NotingRank)
     for turn, runs in zip(cycle.period.turns, turns, strict=True):
         for played, times in runs:
             notes, of_step = played.notes[stage], played.times[stage]

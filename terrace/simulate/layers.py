@@ -201,9 +201,9 @@ def _products_seconds(device: Device, work: Work, accumulate: bool) -> Seconds:
     if work.products is None:
         found = _gemms_seconds(device, products, work.compute)
     else:
-        again, coded = work.recompute == "full", work.codes_of_weights
+        recomputed, coded = work.recompute == "full", work.codes_of_weights
         found = scaled_seconds(
-            device, matrices_of(work), work.compute, work.products, coded, accumulate=accumulate, again=again
+            device, matrices_of(work), work.compute, work.products, coded, accumulate=accumulate, recomputed=recomputed
         )
     # Later micro-batches accumulate their weight gradients.
     weights = sum(k * n for _, k, n in products)
@@ -308,9 +308,9 @@ def _loss(device: Device, work: Work, loss: Loss, accumulate: bool) -> Seconds:
         logits += 4 * item * tokens * words  # the cap and its slopes, read and written
     products = _gemms_seconds(device, ((tokens, hidden, words),), work.compute)
     # Tensor ranks that do not keep their logits compute them again (terrace.runtime.tensor.loss).
-    again = products[0] if work.tensor > 1 and tokens > chunk_rows(words, device.backend) else 0.0
+    recomputed_products_s = products[0] if work.tensor > 1 and tokens > chunk_rows(words, device.backend) else 0.0
     passes_s, more_s = memory_s(device, logits, 3), _accumulation_s(device, work, words * hidden, 1, accumulate)
-    return _sum(products, (passes_s, passes_s + again, more_s))
+    return _sum(products, (passes_s, passes_s + recomputed_products_s, more_s))
 
 
 def _score(device: Device, work: Work, score: Score, accumulate: bool) -> Seconds:

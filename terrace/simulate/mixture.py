@@ -70,8 +70,8 @@ def passed_seconds(
     device: Device, work: "Work", mixture: Mixture, tokens: int, accumulate: bool, held: Held = _ALL
 ) -> Seconds:
     """Seconds between dispatch and combine of `tokens`: order, spread, products, activation, weights, collect."""
-    again = work.recompute == "full"
-    return _passed_seconds(device, mixture, held, work.compute, tokens, accumulate, work.products, again)
+    recomputed = work.recompute == "full"
+    return _passed_seconds(device, mixture, held, work.compute, tokens, accumulate, work.products, recomputed)
 
 
 @lru_cache(maxsize=65536)
@@ -83,7 +83,7 @@ def _passed_seconds(
     tokens: int,
     accumulate: bool,
     scaled: str | None,
-    again: bool,
+    recomputed: bool,
 ) -> Seconds:
     hidden, item = mixture.hidden.numel, FORMATS[compute].element_bytes
     rows, inner = tokens * mixture.experts.per_token, 0
@@ -103,7 +103,7 @@ def _passed_seconds(
     )
     loads = even_loads(tokens, mixture.experts, held.units)
     if scaled is not None:
-        return _with_scaled(device, compute, passes_s, mixture, held, loads, accumulate, scaled, again)
+        return _with_scaled(device, compute, passes_s, mixture, held, loads, accumulate, scaled, recomputed)
     products = [
         (compute, count, each, matrices.inputs, matrices.outputs)
         for count, each in loads
@@ -126,7 +126,7 @@ def _with_scaled(
     loads: Iterable[tuple[int, int]],
     accumulate: bool,
     scaled: str,
-    again: bool,
+    recomputed: bool,
 ) -> Seconds:
     """Seconds of the experts' compute with 8-bit products, one expert at a time, plus copies of their results."""
     item = FORMATS[compute].element_bytes
@@ -134,7 +134,7 @@ def _with_scaled(
     for count, each in loads:
         matrices = _matrices(mixture, each, held)
         number, weights = len(matrices), sum(one.inputs * one.outputs for one in matrices)
-        own = scaled_seconds(device, matrices, compute, scaled, accumulate=accumulate, again=again)
+        own = scaled_seconds(device, matrices, compute, scaled, accumulate=accumulate, recomputed=recomputed)
         widths = sum(one.outputs for one in matrices), sum(one.inputs for one in matrices)
         copied_s, copied_back_s = (stream_s(device, 2 * item * each * width, number) for width in widths)
         added_s = stream_s(device, 3 * item * weights, number) if accumulate else 0.0

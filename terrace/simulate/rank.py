@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class Passes:
     """Consecutive passes: their seconds in order, and by category."""
 
-    __slots__ = ("by_category", "opens", "plays", "rests", "sends", "steps_s")
+    __slots__ = ("by_category", "opens", "plays", "sends", "steps_s", "tails")
 
     def __init__(self, plays: Sequence["Play"]) -> None:
         self.plays = plays
@@ -50,15 +50,15 @@ class Passes:
                 steps_s.append(seconds)
                 by_category.setdefault(category, []).append(seconds)
         self.steps_s, self.by_category = steps_s, by_category
-        self.rests: dict[int, Passes] = {}
+        self.tails: dict[int, Passes] = {}
 
     def behind(self, number: int) -> "Passes":
         """The passes after the first `number`."""
         if not number:
             return self
-        found = self.rests.get(number)
+        found = self.tails.get(number)
         if found is None:
-            found = self.rests[number] = Passes(self.plays[number:])
+            found = self.tails[number] = Passes(self.plays[number:])
         return found
 
 
@@ -74,7 +74,7 @@ class Rank:
     SENDING = -1  # the lane of messages to other stages, after the tiers' lanes
 
     __slots__ = (
-        *("ahead_s", "begins_s", "bus", "busy_s", "changes", "counts", "directions", "gathers", "heard", "held"),
+        *("ahead_s", "begins_s", "bus", "busy_s", "changes", "counts", "directions", "gathers", "counts_end", "held"),
         *("lanes_s", "mutual", "now_s", "outside", "penalties", "reduced", "reductions", "refreshes", "stops", "syncs"),
         "time_s",
     )
@@ -99,7 +99,7 @@ class Rank:
         self.held = Held[Event]()
         self.counts: tuple[Moment, str] | None = None
         self.directions: dict[int, tuple[Moment, str]] = {}
-        self.heard = _START
+        self.counts_end = _START
         self.changes: dict[int, tuple[Moment, str]] = {}
         # The lanes of exchanges between islands, and the seconds by which these progressed while the clock stood still.
         self.outside = program.world_layout.outside
@@ -247,11 +247,11 @@ class Rank:
     def outer_count(self, event: Event) -> None:
         """OUTER_COUNT computes the changes, then sends its counts at once."""
         self.compute(event.parts[0])
-        self.heard = self.issue(event, _START)
+        self.counts_end = self.issue(event, _START)
 
     def outer_start(self, event: Event) -> None:
         """OUTER_START follows its OUTER_COUNT on the lane: the parameters have been updated."""
-        self.changes[event.block] = self.issue(event, self.heard), event.category
+        self.changes[event.block] = self.issue(event, self.counts_end), event.category
 
     def outer_apply(self, event: Event) -> None:
         """OUTER_APPLY reads the mean change, and overwrites memory that a refresh of the previous step may still
@@ -331,7 +331,7 @@ class Rank:
             # A message that has not started does not progress.
             if left_s > 0.0 and self.begins_s[lane] <= self.now_s:
                 penalty = self.penalties[lane]
-                on_s = go_on_s(penalty, longer_s, left_s)
+                on_s = progress_s(penalty, longer_s, left_s)
                 longer_s += penalty * on_s
                 self.ahead_s += on_s
                 self.lanes_s[lane] -= on_s
@@ -376,7 +376,7 @@ class Rank:
         self.now_s += self.clock_s(seconds)
 
 
-def go_on_s(penalty: float, longer_s: float, left_s: float) -> float:
+def progress_s(penalty: float, longer_s: float, left_s: float) -> float:
     """Seconds by which a message with `left_s` left progresses while the clock stands still.
 
     The clock stands still for `longer_s` plus the message's own core time; the message progresses during the share of

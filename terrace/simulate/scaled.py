@@ -114,11 +114,11 @@ def scaled_seconds(
     coded: bool = False,
     *,
     accumulate: bool,
-    again: bool = False,
+    recomputed: bool = False,
 ) -> tuple[float, float, float]:
     """(Forward, input gradient, weight gradient) seconds of products.
 
-    `form` is the plan's; `coded`: weights are held as codes. If the layer runs `again` in its backward, codes for
+    `form` is the plan's; `coded`: weights are held as codes. If the layer runs `recomputed` in its backward, codes for
     weight gradients are counted there.
     """
     forward_s = input_s = weight_s = 0.0
@@ -127,7 +127,7 @@ def scaled_seconds(
         m, k, n, number = matrices[:4]
         tokens, weights, results = number * m * k, k * n, m * n
         entered, kept = own.entered(matrices)
-        to_weights = again or matrices.returns
+        to_weights = recomputed or matrices.returns
         forward = entered + (_NONE if coded else own.codes(weights, number)) + (_NONE if to_weights else kept)
         backward = own.codes(results, number) + own.other(results, number)
         backward += own.other(weights, number) if coded else own.transposed(weights, number)

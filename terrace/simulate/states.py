@@ -89,17 +89,17 @@ def gathered_whole(
 
 @lru_cache(maxsize=16384)
 def gradients_whole(
-    order: Sequence[int], ties: Sequence[tuple[int, int]], sizes: Sequence[int], again: bool
+    order: Sequence[int], ties: Sequence[tuple[int, int]], sizes: Sequence[int], more_units: bool
 ) -> tuple[int, ...]:
     """Most full gradients alive at once in the backward of a block of each kind.
 
     These are its own, the gradient of the previous block in the backward that has any, which is still being reduced,
-    and the gradients of blocks that it, or a later block, is tied to. With `again`, an earlier micro-batch's last
+    and the gradients of blocks that it, or a later block, is tied to. With `more_units`, an earlier micro-batch's last
     gradient may still be in flight at the first backward.
     """
     blocks, most = [sizes[kind] for kind in order], [0] * len(sizes)
     # The previous micro-batch's last reduced gradient is that of the first block with one.
-    befores, before = [0] * len(blocks), next(filter(None, blocks), 0) if again else 0
+    befores, before = [0] * len(blocks), next(filter(None, blocks), 0) if more_units else 0
     for block in reversed(range(len(blocks))):
         befores[block] = before
         before = blocks[block] or before
@@ -109,11 +109,11 @@ def gradients_whole(
     return tuple(most)
 
 
-def gathers_again(stage: StageBlocks, prefetch: int, again: bool) -> tuple[bool, bool]:
+def regathers(stage: StageBlocks, prefetch: int, more_units: bool) -> tuple[bool, bool]:
     """Whether some block is gathered a second time for a forward, and whether one is for a backward.
 
     A block stays gathered between visits that are at most `max(1, prefetch)` apart (terrace.plan.residency). It is
-    visited with each block tied to it, in the forward and in the backward. With `again` another unit follows.
+    visited with each block tied to it, in the forward and in the backward. With `more_units` another unit follows.
     """
     last, reach = len(stage.order) - 1, max(1, prefetch)
     readers: dict[int, list[int]] = {block: [block] for block in range(len(stage.order))}
@@ -121,7 +121,7 @@ def gathers_again(stage: StageBlocks, prefetch: int, again: bool) -> tuple[bool,
         readers[owner].append(user)
     apart = any(later - before > reach for each in readers.values() for before, later in pairwise(each))
     turns = any(2 * (last - each[-1]) + 1 > reach for each in readers.values())
-    return apart or (again and 2 * last + 1 > reach), apart or turns
+    return apart or (more_units and 2 * last + 1 > reach), apart or turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,10 +153,10 @@ def model_states(cluster: Cluster, plan: Plan, kinds: Kinds, stage: StageBlocks,
         count = stage.order.count(kind)
         for category, size in slice_bytes(plan, parts[kind]).items():
             steady[category] += count * size
-    again = num_micros > plan.unit
+    more_units = num_micros > plan.unit
     held = [flat for kind in set(stage.order) for flat in parts[kind]]
     tie = max((tie_bytes([flat], plan.sums) for kind in stage.tied for flat in flats[kind]), default=0)
-    lanes = _lanes(stage_layout(cluster, plan), plan, held, *gathers_again(stage, plan.prefetch, again))
+    lanes = _lanes(stage_layout(cluster, plan), plan, held, *regathers(stage, plan.prefetch, more_units))
     steady["buffers"] = sum(lanes.values()) + tie
     # Only gradients that are reduced need a whole buffer.
     buffered = tuple(
@@ -174,20 +174,20 @@ def model_states(cluster: Cluster, plan: Plan, kinds: Kinds, stage: StageBlocks,
         gathered=gathered_whole(
             stage.order, stage.ties, tuple(gathered_bytes(plan, each) for each in parts), plan.prefetch
         ),
-        gradients=gradients_whole(stage.order, stage.ties, buffered, again),
+        gradients=gradients_whole(stage.order, stage.ties, buffered, more_units),
         # A layer is gathered while the one before it is updated.
         updating=max(0, max(map(sum, pairwise((*directions, 0))), default=0) * item - tie),
     )
 
 
 def _lanes(
-    together: Layout, plan: Plan, flats: Sequence[FlatParamSpec], again: bool, for_backward: bool
+    together: Layout, plan: Plan, flats: Sequence[FlatParamSpec], more_units: bool, for_backward: bool
 ) -> dict[int, int]:
     """Bytes of message buffers on each lane: those of its largest message over `flats`."""
     sources: list[tuple[MessageClass, int | None]] = [(message, None) for message in _OF_TRAINABLE]
     sources.append((MessageClass.GATHER, together.params))
     sources += [(MessageClass.GATHER_BACKWARD, together.params_backward)] if for_backward else []
-    sources += [(MessageClass.GATHER, together.params_backward)] if again else []
+    sources += [(MessageClass.GATHER, together.params_backward)] if more_units else []
     # Bytes grow with the size within one layout.
     largest: dict[tuple[Layout, bool, bool, bool], FlatParamSpec] = {}
     for flat in flats:

@@ -8,8 +8,8 @@ forward and backward. The peaks follow by playing the tape with autograd's rules
   every kept tensor that no earlier node keeps. A sum passes its gradient on unchanged. Where a tensor was read twice,
   the second gradient is added into the first, or into a new one if the first is shared.
 
-A *replay* is a run of nodes whose results are dropped and recomputed (terrace.runtime.replay). It keeps only the
-tensors that it reads from outside. All its own tensors are recomputed at once, when the backward of the first node that
+A *replay* is a run of nodes whose results are dropped and replays (terrace.runtime.replay). It keeps only the
+tensors that it reads from outside. All its own tensors are replays at once, when the backward of the first node that
 keeps one of them begins, and each is then freed as any kept tensor is.
 
 The block's input, its output and the gradient of its output live to the end, since the executor holds them.
@@ -80,7 +80,7 @@ def _read_from_outside(tape: Sequence[Node]) -> dict[str, set[str]]:
     return read
 
 
-def _keeps(tape: Sequence[Node], again: Mapping[str, str]) -> list[tuple[str, ...]]:
+def _keeps(tape: Sequence[Node], replays: Mapping[str, str]) -> list[tuple[str, ...]]:
     """The tensors that each node keeps from the forward to the backward."""
     outside = _read_from_outside(tape)
     found = []
@@ -88,7 +88,7 @@ def _keeps(tape: Sequence[Node], again: Mapping[str, str]) -> list[tuple[str, ..
         own = node.keeps
         if node.replay:
             own = (*own, *(name for name in node.reads if name in outside[node.replay]))
-        found.append(tuple(dict.fromkeys(name for name in own if name not in again)))
+        found.append(tuple(dict.fromkeys(name for name in own if name not in replays)))
     return found
 
 
@@ -119,11 +119,11 @@ def split_backward(tape: Sequence[Node], sizes: Mapping[str, int]) -> tuple[int,
 
 
 def _backward(tape: Sequence[Node], sizes: Mapping[str, int], *, halves: bool) -> tuple[int, int]:
-    again = dropped(tape)
-    keeps = [tuple(dict.fromkeys((*node.keeps, *kept))) for node, kept in zip(tape, _keeps(tape, again), strict=True)]
+    replays = dropped(tape)
+    keeps = [tuple(dict.fromkeys((*node.keeps, *kept))) for node, kept in zip(tape, _keeps(tape, replays), strict=True)]
     first_keeper = {name: index for index, names in reversed(list(enumerate(keeps))) for name in names}
     # The backward starts with every kept tensor alive.
-    held = {INPUT, OUTPUT, *first_keeper} - again.keys()
+    held = {INPUT, OUTPUT, *first_keeper} - replays.keys()
     replayed: set[str] = set()
     gradients = {OUTPUT: 0}  # tensor -> the buffer that holds its gradient
     buffers = [sizes[OUTPUT]]
@@ -139,11 +139,11 @@ def _backward(tape: Sequence[Node], sizes: Mapping[str, int], *, halves: bool) -
                 due_gradients.add(arriving)
                 outside.add(arriving)
         added = node.backward_adds
-        for replay in {again[name] for name in node.keeps if name in again} - replayed:
+        for replay in {replays[name] for name in node.keeps if name in replays} - replayed:
             replayed.add(replay)
-            held |= {name for name, other in again.items() if other == replay and name in first_keeper}
-            living = outside | {arriving, *gradients.values()}
-            whole = due_codes + sum(sizes[name] for name in held) + sum(buffers[buffer] for buffer in living)
+            held |= {name for name, other in replays.items() if other == replay and name in first_keeper}
+            live = outside | {arriving, *gradients.values()}
+            whole = due_codes + sum(sizes[name] for name in held) + sum(buffers[buffer] for buffer in live)
             peak = max(peak, whole + _replay_adds(tape, replay, held, sizes))
         for name in node.reads:
             # The gradient of a sum is the arriving one itself, without a copy.
@@ -162,9 +162,9 @@ def _backward(tape: Sequence[Node], sizes: Mapping[str, int], *, halves: bool) -
             else:
                 added += 0 if node.is_sum else sizes[name]  # gone once it has been added
         # A set: one buffer may be the gradient of several tensors.
-        living = outside | {arriving, *gradients.values()}
+        live = outside | {arriving, *gradients.values()}
         added += due_codes
-        peak = max(peak, sum(sizes[name] for name in held) + sum(buffers[buffer] for buffer in living) + added)
+        peak = max(peak, sum(sizes[name] for name in held) + sum(buffers[buffer] for buffer in live) + added)
         freed = {name for name in keeps[index] if first_keeper[name] == index and name not in (INPUT, OUTPUT)}
         held -= freed - due
     return peak, due_codes + sum(sizes[name] for name in due) + sum(buffers[buffer] for buffer in due_gradients)

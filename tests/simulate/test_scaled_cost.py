@@ -85,8 +85,8 @@ BYTES = {
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize(("form", "returns", "again"), BYTES, ids=str)
-def test_bytes_by_hand(form: str, returns: bool, again: bool, accumulate: bool) -> None:
+@pytest.mark.parametrize(("form", "returns", "recomputed"), BYTES, ids=str)
+def test_bytes_by_hand(form: str, returns: bool, recomputed: bool, accumulate: bool) -> None:
     """Beside them a product of codes into 2 bytes. The input of three matrices is quantised once."""
     written = 0 if accumulate else 4 * WEIGHTS
     products = (
@@ -95,15 +95,15 @@ def test_bytes_by_hand(form: str, returns: bool, again: bool, accumulate: bool) 
         TOKENS + RESULTS + 2 * WEIGHTS + written,
     )
     shape = Matrices(M, K, N, 3, returns=returns)
-    found = scaled_seconds(MEMORY_ONLY, [shape], "bf16", form, accumulate=accumulate, again=again)
+    found = scaled_seconds(MEMORY_ONLY, [shape], "bf16", form, accumulate=accumulate, recomputed=recomputed)
     wanted = [
         (quantised + product) / IDEAL.memory_bandwidth_bytes_per_s
-        for quantised, product in zip(BYTES[form, returns, again], products, strict=True)
+        for quantised, product in zip(BYTES[form, returns, recomputed], products, strict=True)
     ]
     assert found == pytest.approx(wanted)
     # What was quantised for the matrices before it is not quantised for the next.
     entered = scaled_seconds(
-        MEMORY_ONLY, [shape._replace(is_entered=True)], "bf16", form, accumulate=accumulate, again=again
+        MEMORY_ONLY, [shape._replace(is_entered=True)], "bf16", form, accumulate=accumulate, recomputed=recomputed
     )
     each = 12 if ":row" in form or returns else 7
     assert sum(found) - sum(entered) == pytest.approx(each * TOKENS / IDEAL.memory_bandwidth_bytes_per_s)
@@ -193,8 +193,8 @@ def test_large_layers_gain_and_small_ones_lose() -> None:
     for work, faster in ((wide, True), (narrow, False)):
         plain, scaled = (block_seconds(H100, replace(work, products=products)) for products in (None, "fp8:row"))
         assert (scaled.forward_s + scaled.backward_s < plain.forward_s + plain.backward_s) == faster
-    again = block_seconds(H100, replace(wide, products="fp8", recompute="full"))
-    assert again.recompute_s == again.forward_s
+    recomputed = block_seconds(H100, replace(wide, products="fp8", recompute="full"))
+    assert recomputed.recompute_s == recomputed.forward_s
     # The head keeps its dtype.
     head = replace(wide, layer=head_operations(MODEL))
     assert block_seconds(H100, replace(head, products="fp8")) == block_seconds(H100, head)
@@ -205,10 +205,12 @@ def test_inputs_that_come_again_are_quantised_again(operation: str, width: int) 
     """In the backward, from values: 5 bytes an element and 2 to turn, and no codes in the forward."""
     work = Work(layer=layer_operations(MODEL), sequence=8192, products="fp8")
     device = replace(H100, kernels=replace(H100.kernels, launch_s=0.0))
-    kept, again = (block_seconds(device, replace(work, operations=operations)) for operations in ((), (operation,)))
+    kept, recomputed = (
+        block_seconds(device, replace(work, operations=operations)) for operations in ((), (operation,))
+    )
     numel_s = 8192 * width / (device.memory_bandwidth_bytes_per_s * device.kernels.memory)
-    assert kept.forward_s - again.forward_s == pytest.approx(2 * numel_s)
-    assert again.weight_s - kept.weight_s == pytest.approx(7 * numel_s)
+    assert kept.forward_s - recomputed.forward_s == pytest.approx(2 * numel_s)
+    assert recomputed.weight_s - kept.weight_s == pytest.approx(7 * numel_s)
 
 
 def test_sequence_parallel_ranks_gather_inputs_again() -> None:

@@ -108,8 +108,8 @@ class Mixture(nn.Module):
     """A router with its experts, and optionally a shared expert; (B, S, H) to (B, S, H).
 
     `spread` dispatches tokens to their experts, on other ranks or `here`, calls `pass_through` there and combines the
-    results; with `overlaps_shared` it also calls `pass_shared`, to overlap with communication. `tally` counts choices and
-    rows.
+    results; with `overlaps_shared` it also calls `pass_shared`, to overlap with communication. `tally` counts choices
+    and rows.
     """
 
     def __init__(self, config: ModelConfig, **where: Any) -> None:
