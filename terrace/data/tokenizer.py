@@ -9,7 +9,10 @@ the end of a document. In a prompt, written by the user, it is the special token
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -20,12 +23,12 @@ from terrace.base.errors import DataError, TerraceError
 from terrace.base.extras import needs
 from terrace.base.files import read_bounded
 from terrace.base.foreign import read_file
-from terrace.data.bounded_call import is_panic, within
 from terrace.data.converted import tokenizer_file
 from terrace.data.text_tokens import AUTO, TextTokens, Vocabulary, find_text_tokens, read_tables, state_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Encoder
+
 
 BYTES = "bytes"
 _MOST_TOKENS = 1 << 24  # sixty times the largest vocabulary published; the package takes memory for holes between ids
@@ -256,3 +259,63 @@ def load_tokenizer(name_or_path: str | Path, bos: bool | str = AUTO, eos: str = 
             f"{tokenizer.vocab_size - 1}: name it with --data.eos TOKEN"
         )
     return tokenizer
+
+
+_STDERR = 2
+_lock = threading.Lock()  # of the descriptor
+
+
+# The regular expressions of a tokenizer.json are untrusted, and those of `tokenizers` backtrack: a line of a hundred
+# characters can take centuries. The package releases the interpreter lock while it works, so the call runs in a thread
+# that can be abandoned and ends with the process.
+def within(limit_s: float, work: Callable[[], T], words: str) -> T:
+    """Runs `work` with a time limit. Returns its result or raises its error.
+
+    Raises `DataError` with `words` if it takes longer than `limit_s`.
+    """
+    found: list[T] = []
+    raised: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            found.append(work())
+        except BaseException as error:  # raised again below
+            raised.append(error)
+
+    # A daemon, since the end of the process must not wait for it.
+    thread = threading.Thread(target=call, name="terrace bounded call", daemon=True)
+    with _set_apart() as drop:
+        thread.start()
+        thread.join(limit_s)
+        if raised and is_panic(raised[0]):
+            drop()
+    if raised:
+        raise raised[0]
+    if not found:
+        raise DataError(f"{words} takes more than {limit_s:.0f} s")
+    return found[0]
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether an error is a Rust panic, whose class no module exports."""
+    return type(error).__name__ == "PanicException"
+
+
+@contextmanager
+def _set_apart() -> Iterator[Callable[[], None]]:
+    # What is written to standard error meanwhile, by other threads too, comes after the block, unless it is dropped.
+    if not hasattr(os, "memfd_create"):
+        yield lambda: None
+        return
+    with _lock:
+        kept, apart = os.dup(_STDERR), os.memfd_create("stderr")
+        os.dup2(apart, _STDERR)
+        try:
+            yield lambda: os.ftruncate(apart, 0)
+        finally:
+            os.dup2(kept, _STDERR)
+            said = os.pread(apart, os.fstat(apart).st_size, 0)
+            if said:
+                os.write(_STDERR, said)
+            os.close(apart)
+            os.close(kept)

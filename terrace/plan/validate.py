@@ -1,24 +1,24 @@
 """Checks of a plan against its cluster, model and batch. Every error names the value, the rule and the fix."""
 
+import fnmatch
 import math
 from collections.abc import Mapping, Sequence
 
-from terrace.base.errors import ClusterError, PlanError
+from terrace.base.errors import ClusterError, PlanError, did_you_mean
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.chunk_rules import check_tensor_chunks
 from terrace.plan.context import attention_heads, is_context_parallel, num_ring_ranks
 from terrace.plan.context_rules import why_whole
 from terrace.plan.dims import is_layer
-from terrace.plan.fp16_rules import check_fp16
 from terrace.plan.layout import DEVICE, Layout
 from terrace.plan.mapping_rules import check_table
 from terrace.plan.mesh import Mesh, tier_degrees
 from terrace.plan.outer_rules import check_outer, check_outer_tier
 from terrace.plan.plan import AXES, Plan
 from terrace.plan.products import check_products
-from terrace.plan.recompute_rules import check_recompute
-from terrace.plan.stack_rules import check_chunks, check_gaps, check_stack_table, check_stacks
+from terrace.plan.recompute import WHOLE, Recomputation, operations_named, parse_recomputation, recomputed_parts
+from terrace.plan.stack_rules import check_chunks, check_gaps, check_stack_table, check_stacks, refuse_unscaled_losses
 from terrace.plan.state_bytes import moments
 from terrace.plan.wire import (
     FORMATS,
@@ -208,3 +208,82 @@ def _check_numbers(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) ->
         )
     check_recompute(Mesh.of(cluster, plan), plan, blocks)
     check_products(cluster.device, Mesh.of(cluster, plan), plan, blocks)
+
+
+def check_fp16(plan: Plan, blocks: Sequence[BlockSpec]) -> None:
+    """Raise `PlanError` for settings that do not work with loss scaling, or for fp16 messages without it."""
+    if plan.compute != "fp16":
+        for message, row in plan.wire.items():
+            for tier, name in row.items():
+                if name == "fp16":
+                    raise PlanError(
+                        f"wire.{message}.{tier} = 'fp16' under compute = {plan.compute!r}: gradients beyond 65504 "
+                        "would be infinite; write 'bf16'"
+                    )
+        return
+    asked = "compute = 'fp16'"
+    if plan.master == "bf16":
+        raise PlanError(
+            f"{asked} with master = 'bf16', which is less precise: use master = 'fp32', or compute in 'bf16'"
+        )
+    if plan.messages is not None or plan.wire:
+        named = f"messages = {plan.messages!r}" if plan.messages is not None else f"formats for {', '.join(plan.wire)}"
+        raise PlanError(f"{asked} with {named}: what it computes travels in fp16 alone; leave them out, or use 'bf16'")
+    if plan.outer.has_islands:
+        raise PlanError(
+            f"{asked} with islands: a step that is skipped is skipped by all ranks, and islands meet only now and "
+            "then; leave outer out, or use 'bf16'"
+        )
+    refuse_unscaled_losses(asked, blocks)
+
+
+def check_recompute(mesh: Mesh, plan: Plan, blocks: Sequence[BlockSpec]) -> None:
+    """Raise `PlanError` for an entry that matches nothing, or an operation that cannot be recomputed separately."""
+    names = [block.name for block in blocks]
+    for entry in plan.recompute:
+        _check_names(entry, parse_recomputation(entry), names, blocks)
+    parts = recomputed_parts(plan.recompute, blocks)
+    named = {operation for each in parts if each != WHOLE for operation in each}
+    if "attention" in named and is_context_parallel(mesh, plan):
+        raise PlanError(
+            "recompute names attention, and this plan's ranks attend together (a context axis, or balance = 'cost'): "
+            "its messages would be sent again; recompute whole layers, or leave attention out"
+        )
+    if "norms" in named and mesh.total("tensor") > 1:
+        raise PlanError(
+            "recompute names norms under a tensor axis, whose ranks gather what norms compute: recompute attention, "
+            "mlp or whole layers"
+        )
+    if named and plan.tensor_chunks != 1:
+        raise PlanError(
+            f"recompute names {', '.join(sorted(named))} with tensor_chunks = {plan.tensor_chunks!r}, which pads and "
+            "keeps the parts of their results: leave tensor_chunks out, or recompute whole layers"
+        )
+    for block, each in zip(blocks, parts, strict=True):
+        if "norms" in each and block.declared.each and not operations_named(block.declared, "norms"):
+            raise PlanError(
+                f"recompute names norms of {block.name}, which has none before attention and MLP: recompute attention, "
+                "mlp or the whole layer"
+            )
+        if block.has_stacks and {"mlp", "norms"} & {*each}:
+            raise PlanError(
+                f"recompute names {', '.join({'mlp', 'norms'} & {*each})} of {block.name}, a mixture of experts, which "
+                "keeps what its gate and experts read: recompute its attention, or the whole layer"
+            )
+
+
+def _check_names(entry: str, read: Recomputation, names: Sequence[str], blocks: Sequence[BlockSpec]) -> None:
+    if not fnmatch.filter(names, read.pattern):
+        raise PlanError(f"recompute pattern {read.pattern!r} matches no block{_meant(read.pattern, names)}")
+    if not read.selects(names, [block.attends for block in blocks]):
+        raise PlanError(
+            f"recompute {entry!r}: no decoder layer matches {read.pattern!r}, and no other block has operations; leave "
+            f"{', '.join(read.operations)} out"
+        )
+
+
+def _meant(pattern: str, names: Sequence[str]) -> str:
+    # Layers are many and alike, so one pattern stands for all of them.
+    kinds = [name.rpartition(".")[0] for name in names]
+    known = dict.fromkeys(f"{kind}.*" if kind else name for kind, name in zip(kinds, names, strict=True))
+    return did_you_mean(pattern, known)

@@ -24,7 +24,7 @@ from terrace.simulate.layers import operation_seconds, seconds_of
 from terrace.simulate.masks import work_in
 from terrace.simulate.work import Work
 
-# Operations that an axis of the search excludes (terrace.plan.recompute_rules).
+# Operations that an axis of the search excludes (terrace.plan.validate).
 _REFUSED = {"attention": "context", "norms": "tensor"}
 _Parts = tuple[str, ...]
 
@@ -42,7 +42,7 @@ def recomputations_of(
 
     `cuts`: tensor messages are sent in parts. `partly`: the first layers of a stage may differ from the others.
     """
-    # With tensor messages in parts, or fused ones, only whole layers are recomputed (terrace.plan.recompute_rules).
+    # With tensor messages in parts, or fused ones, only whole layers are recomputed (terrace.plan.validate).
     nothing = Again(())
     if operations is not None:
         with_tensor = (0,) if operations and cuts else (0, 1)

@@ -29,10 +29,9 @@ from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.runtime.batch import places_of, shares_of
-from terrace.sequence.balanced import balanced_group_layout
+from terrace.sequence.balanced import balanced_group_layout, micro_steps
 from terrace.sequence.build import build_token_layout
 from terrace.sequence.cost import WorkCost
-from terrace.sequence.micro import micro_steps
 from terrace.sequence.segments import Segment
 from terrace.sequence.static import static_token_layouts
 from terrace.sequence.token_layout import Run, TokenLayout

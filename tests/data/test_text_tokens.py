@@ -12,13 +12,12 @@ from terrace.base.errors import DataError
 from terrace.base.schema import load
 from terrace.data import pieces as pieces_module
 from terrace.data import tokenizer as tokenizer_module
-from terrace.data.bounded_call import within
 from terrace.data.chat import ChatReader
 from terrace.data.chat_encoder import load_encoder
 from terrace.data.config import DataConfig
 from terrace.data.prepared import prepare_sources
 from terrace.data.template import ChatTemplate
-from terrace.data.tokenizer import FileTokenizer, load_tokenizer, trained_otherwise
+from terrace.data.tokenizer import FileTokenizer, load_tokenizer, trained_otherwise, within
 from terrace.data.tokenizer_files import agreeing
 from terrace.data.tokens import prepare_tokens
 from tests.support.chats import write_tokenizer

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from terrace.base.errors import ModelError
 from terrace.model.dcp.metadata import read_metadata
-from terrace.model.dcp.stored_tensor import read_tensor
+from terrace.model.dcp.reading import read_tensor
 from terrace.model.hf.folder import METADATA
 from tests.support.dcp_folders import Runs, a_folder, read_as
 from tests.support.tiny_runs import MODEL

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from terrace.base.errors import PlanError
 from terrace.sequence.assign import assign
+from terrace.sequence.balanced import micro_steps
 from terrace.sequence.capacity import sure_capacity
 from terrace.sequence.cost import ring_tokens
-from terrace.sequence.micro import micro_steps
 from tests.support.balance import cost_on, documents, on_all_tiers, pools
 
 SOME = settings(max_examples=40, deadline=None)

@@ -46,7 +46,7 @@ def wire_tables(draw: st.DrawFn, layout: Layout, compute: str, master: str) -> d
     for message in draw(st.sets(st.sampled_from(PLACEABLE))):
         parameters = message in (MessageClass.GATHER, MessageClass.GATHER_BACKWARD, MessageClass.REFRESH)
         widest = FORMATS[compute if parameters else master].mantissa_bits
-        # fp16 is refused where it is not computed with (terrace.plan.fp16_rules).
+        # fp16 is refused where it is not computed with (terrace.plan.validate).
         fits = {name: wire for name, wire in FORMATS.items() if wire.mantissa_bits <= widest and name != "fp16"}
         names = [name for name, wire in fits.items() if not wire.kept_of]
         names += ["int4:16", "int8:16", "fp8:32"]
