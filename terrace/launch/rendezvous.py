@@ -33,7 +33,7 @@ _BACKLOG = 4096  # ranks that may connect at once
 _RESOLVE_S = 10.0  # a name may be new, as a pod's is
 _QUIET_S = 5.0
 _AGENT_S = 10.0  # torchrun's store has answered before the ranks start
-_HEARD_S = 10.0
+_RECEIVED_S = 10.0
 
 
 def host_store(address: str, port: int, timeout_s: float) -> Store:
@@ -286,10 +286,10 @@ class _Host:
 
     def _absent(self) -> str:
         absent = set(range(1, self._world_size)) - set(self._requests)
-        return in_words(absent) if absent else "a rank that knocked earlier and died"
+        return in_words(absent) if absent else "a rank that asked to join earlier and died"
 
     def _all_in(self) -> bool:
-        # The counter may count a rank twice that died and knocked again, so each rank's own word is read at the end.
+        # The counter may count a rank twice that died and asked again, so each rank's own word is read at the end.
         return all(self._is_in(rank) and not self._requests[rank].refusal for rank in range(1, self._world_size))
 
     def _is_in(self, rank: int) -> bool:
@@ -315,7 +315,7 @@ class _Host:
     def _refuse(self) -> None:
         self._publish(_Outcome(refused=True))
         # The store may be in this process, so it stays until the ranks have read their answers.
-        deadline_s = time.monotonic() + _HEARD_S
+        deadline_s = time.monotonic() + _RECEIVED_S
         while self._store.add(f"{self._namespace}/received", 0) < len(self._requests) and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
 

@@ -79,7 +79,7 @@ def test_a_rank_without_the_secret_is_named_within_seconds() -> None:
     assert time.monotonic() - begin_s < 30
 
 
-def test_a_rank_that_knocks_twice_stands_for_nobody_else() -> None:
+def test_a_rank_that_asks_twice_stands_for_nobody_else() -> None:
     """Rank 1 died and was started again while rank 2 is late."""
     store, seal, found = HashStore(), Seal.fresh(), dict[str, Any]()
 

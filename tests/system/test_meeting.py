@@ -101,8 +101,8 @@ def test_a_job_that_a_stranger_puts_into_the_store_is_not_believed(tmp_path: Pat
     ranks = start(tmp_path, "aa", port)
     try:
         store = connected(port)
-        store.wait(["knock/1"])
-        token = json.loads(bytes(store.get("knock/1")).decode().partition(":")[2])["token"]
+        store.wait(["request/1"])
+        token = json.loads(bytes(store.get("request/1")).decode().partition(":")[2])["token"]
         store.wait([f"answer/{token}"])
         life = bytes(store.get(f"answer/{token}")).decode().partition(":")[2]
         job = json.dumps({"run": "", "folder": str(tmp_path / "elsewhere"), "sources": [], "tokenizer_fingerprint": ""})
