@@ -134,6 +134,7 @@ def closed_s(chunk: Chunk, degree: int, gradient_s: float = 0.0) -> float:
     return 2 * r * exchange + both if slow_links else 2 * exchange + r * both
 
 
+@cache  # layers that differ in heads alone have the same mixtures, and systems the same forwards
 def chunked_s(
     chunk: Chunk,
     degree: int,

@@ -10,6 +10,7 @@ reduction as long as possible.
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -141,19 +142,19 @@ class WideBlock(nn.Module):
         return out
 
 
-NUM_BLOCKS, WIDTH = 12, 256
+WIDTH = 160
 
 
-def wide_blocks() -> list[nn.Module]:
+def wide_blocks(number: int) -> list[nn.Module]:
     torch.manual_seed(0)
-    return [WideBlock(WIDTH) for _ in range(NUM_BLOCKS)]
+    return [WideBlock(WIDTH) for _ in range(number)]
 
 
-def measure_wide(world: World, cluster: Cluster, runs: Sequence[tuple[Plan, int, str]]) -> list[Held]:
+def measure_wide(world: World, cluster: Cluster, runs: Sequence[tuple[Plan, int, str]], num_blocks: int) -> list[Held]:
     """Measure (plan, micro-batches, lane) on this rank."""
     results = []
     for plan, num_micros, lane in runs:
         dtype = torch.bfloat16 if plan.compute == "bf16" else torch.float32
         batch = Batch(torch.ones(1, 2, WIDTH, dtype=dtype), torch.zeros(1, 2, dtype=torch.int64))
-        results.append(measure(wide_blocks, cluster, plan, num_micros, lane, batch, world.rank))
+        results.append(measure(partial(wide_blocks, num_blocks), cluster, plan, num_micros, lane, batch, world.rank))
     return results

@@ -53,7 +53,7 @@ def kept_by_a_layer(world: World, cluster: Cluster, plan: Plan, model: ModelConf
 
     executor._handlers[Op.FORWARD] = watched
     tokens = torch.zeros(plan.micro_batch, sequence, dtype=torch.int64)
-    for _ in range(4):  # buffers of messages are there from the first step on
+    for _ in range(3):  # buffers of messages are there from the first step on
         engine.step([Batch(tokens, tokens)], 1e-3)
     engine.close()
     return min(kept)  # what another thread frees is not seen: some steps count a tensor that is gone

@@ -23,10 +23,12 @@ from terrace.cli.main import _COMMANDS, main
 from terrace.launch import process_pool, start
 from terrace.launch.fork_server import start_fork_server
 from terrace.launch.signals import SIGNALS
-from terrace.train import calibrate
+from terrace.train import calibrate, sample
 
-# What a command would import when it runs, and ranks with the test modules whose functions they are called for.
-for _name in (*(f"terrace.cli.{each}" for each in (*_COMMANDS, "worker")), "hypothesis", "numpy.ma", "pytest"):
+# What a command would import when it runs, ranks with the test modules whose functions they are called for, and torch's
+# profiler and compiler in each rank.
+_OTHERS = ("hypothesis", "numpy.ma", "pytest", "torch._inductor", "torch.profiler")
+for _name in (*(f"terrace.cli.{each}" for each in (*_COMMANDS, "worker")), *_OTHERS):
     import_module(_name)
 
 # A world of one rank would have all cores, and on tensors this small their threads wait for one another.
@@ -34,6 +36,8 @@ vars(process_pool)["num_cores"] = lambda: 1
 
 # The ranks measure the machine for a moment only: what a full measurement says has its own tests.
 _MOMENT_S, _FEW = 0.03, 4
+# And generate more than a window of the tiny runs, but no page of text.
+_TOKENS = 40
 
 
 class Command:
@@ -135,6 +139,7 @@ def _command(
         socket.gethostname = lambda: host
         vars(start)["boot_id"] = lambda: host
     calibrate._BUDGET_S, calibrate._REPEATS = _MOMENT_S, _FEW
+    sample._SAMPLE_TOKENS = _TOKENS
     multiprocessing.process.current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]  # the parent's
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # one may have come meanwhile

@@ -78,7 +78,8 @@ def plan_of(place: Place, schedule: str, cut: tuple[int, ...], **changes: Any) -
 def both(pool: LocalPool, row: tuple[Place, str, tuple[int, ...], dict[str, Any]], **more: Any) -> dict[str, float]:
     """How far a run is from one process; its bytes are the formula's."""
     place, schedule, cut, changes = row
-    case = Case(plan_of(place, schedule, cut, **changes), num_micros=4, model="deep llama tied", **more)
+    steps = 3 if "feedback" in str(changes) else 2  # a residual is of two steps when it is sent
+    case = Case(plan_of(place, schedule, cut, **changes), 4, "deep llama tied", num_steps=steps, **more)
     wire = case.plan.wire
     formats = Formats(wire.get("pipeline", {}).get("node", ""), wire.get("pipeline_backward", {}).get("node", ""))
     (outcomes,) = run(pool, cluster_of(*place.sizes), [case])

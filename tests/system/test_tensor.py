@@ -220,7 +220,7 @@ def test_a_layer_keeps_what_korthikanti_publishes(pool: LocalPool, t: int) -> No
 
     The model has no dropout, so the masks of its two outputs, 2 s b h, are not there.
     """
-    hidden, sequence, batch = 256, 384, 2
+    hidden, sequence, batch = 64, 192, 2
     cluster, model = cluster_of(t), gpt(hidden)
     sbh = sequence * batch * hidden
     expected = {

@@ -29,7 +29,7 @@ from tests.support.toys import MODELS, cluster_of, make_batch, with_wires
 
 Sizes = tuple[int, ...]
 
-# Largest deviation of a loss near 2.5 from the exact one within three steps, by format of every message.
+# Largest deviation of a loss near 2.5 from the exact one within two steps, by format of every message.
 LOSS_BOUND = {"int8": 0.02, "int8:16": 0.02, "fp8:32": 0.05, "int4:16": 0.15, "int4": 0.4}
 
 pytestmark = pytest.mark.timeout(360)
