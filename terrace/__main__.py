@@ -1,5 +1,6 @@
 """The command `terrace`, and `python -m terrace`, which torchrun starts: `torchrun ... -m terrace train`."""
 
+import os
 import sys
 
 from terrace.base.own_path import leave_working_folder
@@ -11,6 +12,9 @@ from importlib import import_module  # noqa: E402
 
 def main() -> int:
     """Run the command line; returns the exit code."""
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks for words
+        line, cursor = os.environ["COMP_LINE"], int(os.environ["COMP_POINT"])
+        import_module("terrace.cli.completion").complete(line[:cursor])
     try:
         # Importing takes a moment, in which Ctrl-C shall print one line, too.
         code: int = import_module("terrace.cli.main").main()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from terrace.cli.keys import sections
-from terrace.cli.main import _parser, all_help
+from terrace.cli.main import all_help, parser_of
 from terrace.cluster.cluster import Cluster, Device, Kernels, Tier
 
 ROOT = Path(__file__).parents[1]
@@ -59,7 +59,7 @@ def _known() -> set[str]:
     found = {f"{section}.{field.name}" for section, table in tables.items() for field in dataclasses.fields(table)}
     found |= {*sections(), *(f"terrace {command}" for command in all_help())}
     return found | {
-        option for command in all_help() for option in _options(_parser([command])) if option.startswith("--")
+        option for command in all_help() for option in _options(parser_of([command])) if option.startswith("--")
     }
 
 

@@ -19,16 +19,14 @@ from terrace.base.errors import ConfigError, HangError, ProbeError, TerraceError
 from terrace.base.printable import printable
 from terrace.base.products import Command, ProductWarning, add_parser, commands, left_out, load_module
 from terrace.base.sealed import ChangedFile
-from terrace.cli.aliases import translated
+from terrace.cli.coming_from import check_names
 from terrace.cli.output import OutputError, Terminated, printable_output
 
 # The core's commands, listed here, so that --help needs none of their modules.
 HELP = {
     "doctor": "check this machine: the parts that will be used, and fixes for missing ones",
-    "plan": "find the fastest plan, say why, and write it",
-    "scale": "predict how a plan scales",
+    "plan": "find the fastest plan, say why, and write it; or predict how one scales",
     "simulate": "play a step without running it: where its time goes, its memory, its program",
-    "explain": "the same as terrace simulate --view program",
     "train": "train a model",
     "report": "write runs as one HTML page, or serve it while they grow",
     "replay": "repeat a step of a run, block by block",
@@ -41,8 +39,7 @@ HELP = {
     "completion": "print a script that completes commands and options in a shell",
     "probe": "measure this machine or job and write a cluster file",
 }
-_FORMER = {"explain": "simulate"}  # the module of a command under its former name
-_COMMANDS = tuple(name for name in HELP if name not in _FORMER)
+_SUCCESSORS = {"explain": "terrace simulate --view program", "scale": "terrace plan --scale"}  # of former commands
 _MAY_BE_EMPTY = ("prompt",)
 _LONGEST = 80  # characters of a file's name in an error
 _FAILURES = (HangError, OutputError, ProbeError, TrainingError)
@@ -87,10 +84,8 @@ def _run(arguments: Sequence[str] | None) -> int:
     try:
         # Commands are imported inside the try: importing takes a moment, and Ctrl-C then must print one line, too.
         words, program = _split_program(list(sys.argv[1:] if arguments is None else arguments))
-        words, said = translated(words or ["--help"])
+        words = words or ["--help"]
         _check_command(words[0])
-        for line in said:
-            print(f"terrace: {line}", file=sys.stderr)
         options, rest = _parsed(words)
         options.command_words = program
         if getattr(options, "headroom", None) is not None:
@@ -98,7 +93,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         _check_working_folder()
         if options.command not in ("completion", "keys"):
             # Here, since --help needs none of it.
-            import_module("terrace.cli.partners").check_partners(_FORMER.get(options.command, options.command), options)
+            import_module("terrace.cli.partners").check_partners(options.command, options)
         code: int = options.run(options, rest)
         # A closed pipe raises here, inside the try, not at interpreter exit.
         sys.stdout.flush()
@@ -145,8 +140,10 @@ def _ended(ended: Terminated) -> int:
 
 
 def _parsed(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = parser_of(words[:1])
+    check_names(words, parser)
     try:
-        return _parser(words[:1]).parse_known_args(words)
+        return parser.parse_known_args(words)
     except SystemExit:  # --help and --version, whose print takes no notice of an error
         sys.stdout.flush()
         raise
@@ -178,6 +175,8 @@ def _surroundings(error: OSError) -> str:
 def _check_command(word: str) -> None:
     if word in HELP or word in ("-h", "--help", "-V", "--version") or word in commands():
         return
+    if word in _SUCCESSORS:
+        raise ConfigError(f"terrace {word} is now {_SUCCESSORS[word]}, with the same options")
     from terrace.base.errors import did_you_mean  # here alone: most commands are known
 
     if word == "help":
@@ -228,12 +227,8 @@ def all_help() -> dict[str, str]:
     return HELP | {name: command.help for name, command in _of_products().items()}
 
 
-def whole_parser() -> argparse.ArgumentParser:
-    """The parser with the options of every command."""
-    return _parser()
-
-
-def _parser(named: Sequence[str] = ()) -> argparse.ArgumentParser:
+def parser_of(named: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The parser with the options of the command `named`; of every command, if it names none."""
     parser = _Parser(
         prog="terrace",
         description="Train large language models on clusters whose links are unequal.",
@@ -246,11 +241,10 @@ def _parser(named: Sequence[str] = ()) -> argparse.ArgumentParser:
             parsers.add_parser(name, help=words)
         return parser
     # Errors list all commands; a command needs only its own module.
-    modules = [_FORMER.get(name, name) for name in named]
     if named and named[0] not in HELP and named[0] in (found := _of_products()):
         load_module(found[named[0]].module).add_parser(parsers)
         return parser
-    for name in modules if modules and modules[0] in _COMMANDS else _COMMANDS:
+    for name in named if named and named[0] in HELP else HELP:
         import_module(f"terrace.cli.{name}").add_parser(parsers)
     if not named:
         for command in _of_products().values():

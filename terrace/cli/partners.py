@@ -29,11 +29,11 @@ PARTNERS: dict[str, tuple[Partner, ...]] = {
         Partner("--weights-only", ("--format dcp",)),
         Partner("--base", ("--adapter",), shows_value=True),
     ),
+    "plan": (Partner("--picture", ("--scale",)),),
     "report": (
         Partner("--port", ("--watch",), shows_value=True),
         Partner("--force", ("--out FILE", "--watch"), says=1),
     ),
-    "scale": (Partner("--force", ("--picture FILE",)),),
     "simulate": (Partner("--force", ("--page FILE", "--trace FILE", "--csv FILE")),),
 }
 

@@ -54,15 +54,26 @@ from terrace.simulate.bands import Band, band_of
 from terrace.simulate.hidden import hidden_between_nodes
 from terrace.simulate.step import predict_step
 from terrace.simulate.worst_load import worst_words
-from terrace.train.planned import TASK, planned_table
+from terrace.train.planned import TASK, planned_table, read_planned
 
 if TYPE_CHECKING:
     from terrace.cli.own_plan import OwnPlan
+
+_OF_SEARCH = ("axes", "pin", "outer", "allow", "allow_rounding", "tokens", "recompute", "best", "limit", "out")
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("plan", epilog=TASK_EPILOG)
     add_task_options(parser)
+    parser.add_argument(
+        "--scale",
+        action="store_true",
+        help="predict tokens/s of --plan, by default of the best data-parallel plan, from one member of the outermost "
+        "tier to all; search and write no plan",
+    )
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="write a picture of both curves of --scale, an SVG file"
+    )
     parser.add_argument(
         "--axes", metavar="LIST", default="all", help="axes to search, e.g. data,tensor, or all (default: all)"
     )
@@ -92,10 +103,15 @@ def add_parser(commands: Any) -> None:
         metavar="FORMAT",
         help="let messages of every class that can be rounded travel in this format, as --allow for each of them: int8",
     )
-    parser.add_argument("--plan", metavar="NAME|FILE", help="a plan to compare with the best, its keys as --plan.key")
+    parser.add_argument(
+        "--plan", metavar="NAME|FILE", help="plan to compare with the best, its keys as --plan.key; or to scale"
+    )
     parser.add_argument("--tokens", metavar="N", help="tokens to train on, as 300e9: adds time and device-hours")
     parser.add_argument(
-        "--price", type=float, metavar="P", help="price of one device for one hour: adds what the tokens cost"
+        "--price",
+        type=float,
+        metavar="P",
+        help="price of one device for one hour: adds what the tokens cost, or a million of them with --scale",
     )
     parser.add_argument(
         "--recompute",
@@ -115,11 +131,13 @@ def add_parser(commands: Any) -> None:
         help="plan to write (default: plan.toml)",
     )
     parser.add_argument("--force", action="store_true", help="replace the file if it is there")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, default_of=parser.get_default)
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Searches, prints and writes; returns 0."""
+    """Searches, prints and writes; or shows how a plan scales. Returns 0."""
+    if options.scale:
+        return _scale(options, rest)
     for name in ("best", "limit"):
         check_count(f"--{name}", getattr(options, name))
     check_price(options.price)
@@ -127,7 +145,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     check_output("--out", options.out, options)
     if options.out.suffix != ".toml":
         raise ConfigError(f"--out {options.out} must end in .toml: that is how commands know a plan's file")
-    task, axes = read_task(options, rest, also=("plan",)), parse_axes(options.axes)
+    task, axes = read_task(options, rest, read_planned(options.plan), also=("plan",)), parse_axes(options.axes)
     task = whole = replace(task, operations=parse_operations(options.recompute, task.blocks, axes))
     own = _own_plan(options, rest, whole)
     tiers = [tier.name for tier in task.cluster.tiers]
@@ -166,6 +184,21 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     used = chunks_words(cut, best.step_s), products_words(found, best.step_s)
     answers = Answers(tokens, options.price, own, used, stored)
     _show(options, searched, ties, allowed, plan, loop, answers)
+    return 0
+
+
+def _scale(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    for name in _OF_SEARCH:
+        if getattr(options, name) != options.default_of(name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} has no effect with --scale, which searches nothing: leave it out"
+            )
+    if options.force and options.picture is None:
+        raise ConfigError("--force has no effect with --scale without --picture FILE: leave it out")
+    # Imported here: a search needs none of it.
+    from terrace.cli.scale import show_scaling
+
+    show_scaling(options, rest)
     return 0
 
 

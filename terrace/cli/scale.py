@@ -1,18 +1,14 @@
-"""`terrace scale`: the predicted scaling curve of a plan, from one member of the outermost tier to many."""
+"""`terrace plan --scale`: the predicted scaling curve of a plan, from one member of the outermost tier to many."""
 
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 from terrace.base.errors import ConfigError, PlanError
 from terrace.base.words import counted
 from terrace.cli.files import write_file
 from terrace.cli.task import (
-    TASK_EPILOG,
-    add_task_options,
     check_output,
     check_price,
     read_task,
@@ -41,26 +37,8 @@ from terrace.train.layers import section
 from terrace.train.planned import Planned, read_planned
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "scale",
-        description="Predict a plan's tokens/s from one member of the cluster's outermost tier to all; nothing is run.",
-        epilog=TASK_EPILOG,
-    )
-    add_task_options(parser, required=False)
-    parser.add_argument(
-        "--plan", metavar="NAME|FILE", help="plan preset or TOML file (default: the best plan at the largest size)"
-    )
-    parser.add_argument(
-        "--price", type=float, metavar="P", help="price of one device for one hour: adds what a million tokens cost"
-    )
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="write a picture of both curves, an SVG file")
-    parser.add_argument("--force", action="store_true", help="replace the --picture file if it is there")
-    parser.set_defaults(run=run)
-
-
-def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Prints both curves; returns 0."""
+def show_scaling(options: argparse.Namespace, rest: Sequence[str]) -> None:
+    """Prints weak and strong scaling of `options.plan`, by default of the best data-parallel plan."""
     check_price(options.price)
     if options.picture is not None:
         check_output("--picture", options.picture, options)
@@ -105,7 +83,6 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         print("\n".join(filter(None, about)) + "\n")
     if options.picture is not None:
         print(f"wrote {options.picture}")
-    return 0
 
 
 def _hidden_words(points: Sequence[Point]) -> str:

@@ -1,11 +1,7 @@
-"""`terrace simulate`: simulates the programs that would run and shows a step from several sides; nothing is executed.
-
-`terrace explain` is the former name of `terrace simulate --view program`.
-"""
+"""`terrace simulate`: simulates the programs that would run and shows a step from several sides; nothing runs."""
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,25 +29,13 @@ def add_parser(commands: Any) -> None:
         description="PLAN is a plan preset or TOML file, as for --plan.",
         epilog=OVERRIDES_HELP,
     )
-    _add_options(parser, "step")
-    parser.set_defaults(run=run)
-    former = commands.add_parser(
-        "explain",
-        description="The former name of terrace simulate --view program, with all of its options.",
-        epilog=OVERRIDES_HELP,
-    )
-    _add_options(former, "program")
-    former.set_defaults(run=_explain)
-
-
-def _add_options(parser: argparse.ArgumentParser, view: str) -> None:
     add_run_options(parser)
     parser.add_argument(
         "--view",
         choices=tuple(VIEWS),
-        default=view,
+        default="step",
         help="step: where the time goes; program: what runs, in order; stages: a pipeline's blocks and schedule; "
-        f"memory; all (default: {view})",
+        "memory; all (default: %(default)s)",
     )
     parser.add_argument("--lines", type=int, metavar="N", help="lines of the program to print at most (default: all)")
     parser.add_argument(
@@ -61,6 +45,7 @@ def _add_options(parser: argparse.ArgumentParser, view: str) -> None:
     parser.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
     parser.add_argument("--csv", metavar="FILE", help="write the order of a pipeline's tasks in torch's CSV form")
     parser.add_argument("--force", action="store_true", help="replace files that are there")
+    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -99,12 +84,6 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if written:
         print("\n".join(written))
     return 0
-
-
-def _explain(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    code = run(options, rest)
-    print("terrace: explain is now terrace simulate --view program", file=sys.stderr)
-    return code
 
 
 def _outputs(options: argparse.Namespace) -> dict[str, Path]:

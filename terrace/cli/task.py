@@ -1,4 +1,4 @@
-"""Options of `terrace plan` and `terrace scale` that describe the task: model, cluster, batch, sequence."""
+"""Options of `terrace plan` that describe the task: model, cluster, batch, sequence."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -24,16 +24,16 @@ from terrace.train.planned import Planned
 TASK_EPILOG = "Any figure of the cluster can be set as --cluster.key VALUE, e.g. --cluster.tiers.node.size 4."
 
 
-def add_task_options(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    """Adds the options that describe a task; if not `required`, a plan file may supply them."""
-    parser.add_argument("--model", metavar="PATH", required=required, help="Hugging Face config.json, or its folder")
-    parser.add_argument("--cluster", metavar="NAME|FILE", required=required, help="cluster preset or TOML file")
+def add_task_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that describe a task. A plan file may supply model, cluster, batch and sequence."""
+    parser.add_argument("--model", metavar="PATH", help="Hugging Face config.json, or its folder")
+    parser.add_argument("--cluster", metavar="NAME|FILE", help="cluster preset or TOML file")
     parser.add_argument(
         "--nodes", type=int, metavar="N", help="members of the outermost tier (default: as the cluster's file says)"
     )
     add_headroom(parser)
-    parser.add_argument("--batch", type=int, metavar="B", required=required, help="sequences a step, over all ranks")
-    parser.add_argument("--sequence", type=int, metavar="S", required=required, help="tokens a sequence")
+    parser.add_argument("--batch", type=int, metavar="B", help="sequences a step, over all ranks")
+    parser.add_argument("--sequence", type=int, metavar="S", help="tokens a sequence")
     parser.add_argument(
         "--compute",
         choices=("bf16", "fp16", "fp32", "fp64"),

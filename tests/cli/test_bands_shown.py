@@ -45,7 +45,7 @@ def test_a_plan_its_step_and_its_curve_have_the_band_of_its_rows(here: Planning)
     out = here.out()
     assert re.search(rf"predicted step [\d.]+ ms {re.escape(str(band))}: {re.escape(band.words)}", joined(out))
     assert f"step, {band}" in (here.folder / "page.html").read_text()
-    assert main(["scale", "--plan", "plan.toml"]) == 0
+    assert main(["plan", "--scale", "--plan", "plan.toml"]) == 0
     assert f"{band}: {band.words}" in joined(here.out())
     assert main(["doctor", "--plan", "plan.toml"]) == 0
     assert re.search(rf"predicted step [\d.]+ ms {re.escape(str(band))}, of which", joined(here.out()))
@@ -83,7 +83,7 @@ def test_new_words_fit_in_eighty_columns(here: Planning) -> None:
     about = out.split("step, tokens/s and MFU")[1].split("plan planned on")[0]
     figures = out.split("throughput: ")[1].split("seconds of a step")[0]
     assert max(len(line.rstrip()) for line in (about + figures).splitlines()) <= 80
-    assert main(["scale", "--plan", "plan.toml"]) == 0
+    assert main(["plan", "--scale", "--plan", "plan.toml"]) == 0
     part = here.out().split("step, tokens/s and MFU")[1].split("\n\n")[0]
     assert max(len(line.rstrip()) for line in part.splitlines()) <= 80
 
@@ -98,9 +98,9 @@ def test_utilisation_has_the_full_square_beside_it_where_it_is_asked_for(here: P
     assert mfu_s[0] < mfu_s[1]
     assert hfu_s[0] < hfu_s[1]
     assert re.search(r"HFU [\d.]+ % \(\+-\d+ %\) = the same with forwards that run again", plain)
-    assert main(["scale", "--plan", "plan.toml", "--full-attention-flops"]) == 0
+    assert main(["plan", "--scale", "--plan", "plan.toml", "--full-attention-flops"]) == 0
     assert here.out().count("MFU, full square") == 2
-    assert main(["scale", "--plan", "plan.toml"]) == 0
+    assert main(["plan", "--scale", "--plan", "plan.toml"]) == 0
     assert "full square" not in here.out()
 
 
@@ -161,6 +161,6 @@ def test_a_step_that_rests_on_hidden_messages_says_so_in_every_command(here: Pla
     assert said is not None
     assert said[0] in joined(here.call("simulate", "plan.toml", "--page", "p.html").out)
     assert said[0] in (here.folder / "p.html").read_text(encoding="utf-8").replace("&nbsp;", " ")
-    assert joined(here.call("scale", "--plan", "plan.toml").out).count(f"At system 2 this {said[1]}") == 2
-    one = here.call("scale", "--plan", "plan.toml", "--nodes", "1").out
+    assert joined(here.call("plan", "--scale", "--plan", "plan.toml").out).count(f"At system 2 this {said[1]}") == 2
+    one = here.call("plan", "--scale", "--plan", "plan.toml", "--nodes", "1").out
     assert "plan hides" not in one

@@ -111,8 +111,8 @@ def test_a_bad_argument_is_one_line(here: Here, words: tuple[str, ...], said: st
     ("words", "said"),
     [
         (("trian",), "there is no command 'trian'; did you mean 'train'?"),
-        (("explain", "--lines", "x"), "argument --lines: invalid int value: 'x'"),
-        (("explain", "--plan", "zero9"), "no plan preset"),
+        (("simulate", "--lines", "x"), "argument --lines: invalid int value: 'x'"),
+        (("simulate", "--plan", "zero9"), "no plan preset"),
         (("generate",), "the following arguments are required: FOLDER"),
         (("generate", "nowhere"), "--prompt TEXT is missing: give the text to continue"),
         (
@@ -320,7 +320,8 @@ def test_the_program_prints_one_line_too(tmp_path: Path) -> None:
 
 
 def test_a_closed_pipe_ends_quietly(tmp_path: Path) -> None:
-    command = f"{shlex.quote(sys.executable)} -m terrace explain --plan zero3 | head -1; echo ${{PIPESTATUS[0]}}"
+    words = "simulate --view program --plan zero3"
+    command = f"{shlex.quote(sys.executable)} -m terrace {words} | head -1; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(
         ["bash", "-c", command], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
     )
@@ -330,7 +331,7 @@ def test_a_closed_pipe_ends_quietly(tmp_path: Path) -> None:
 
 def test_any_terminal_encoding_will_do(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "terrace", "explain", "--lines", "3"],
+        [sys.executable, "-m", "terrace", "simulate", "--view", "program", "--lines", "3"],
         cwd=tmp_path,
         env={**environment(), "PYTHONIOENCODING": "ascii"},
         capture_output=True,

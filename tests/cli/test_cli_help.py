@@ -12,7 +12,7 @@ import pytest
 import terrace.cli.main
 import terrace.launch.watchdog
 from terrace.base.errors import ConfigError
-from terrace.cli.main import _parser, main
+from terrace.cli.main import main, parser_of
 from terrace.train.resolve import resolve
 
 
@@ -24,7 +24,7 @@ def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParse
                 yield from _parsers(inner)
 
 
-OPTIONS = [(parser.prog, action) for parser in _parsers(_parser()) for action in parser._actions]
+OPTIONS = [(parser.prog, action) for parser in _parsers(parser_of()) for action in parser._actions]
 
 
 @pytest.mark.parametrize(("prog", "action"), OPTIONS, ids=lambda value: getattr(value, "dest", value))
@@ -42,7 +42,7 @@ def test_an_option_is_explained_with_its_default(prog: str, action: argparse.Act
 def test_no_option_takes_an_empty_value() -> None:
     """An empty name of a folder would be the working folder."""
     checked = 0
-    for parser in _parsers(_parser()):
+    for parser in _parsers(parser_of()):
         for action in parser._actions:
             if (
                 action.nargs in (0, argparse.PARSER, argparse.REMAINDER)
@@ -56,7 +56,7 @@ def test_no_option_takes_an_empty_value() -> None:
     assert checked > 60
 
 
-@pytest.mark.parametrize("command", ["train", "explain", "simulate"])
+@pytest.mark.parametrize("command", ["train", "simulate"])
 def test_the_defaults_of_a_run_are_those_of_its_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])
@@ -85,6 +85,6 @@ def test_the_list_of_commands_needs_none_of_their_modules() -> None:
     )
     done = subprocess.run([sys.executable, "-c", listing], capture_output=True, text=True, check=True, timeout=60)
     named = re.findall(r"^    (\w+)  ", done.stdout, re.MULTILINE)
-    (commands,) = (action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction))
+    (commands,) = (action for action in parser_of()._actions if isinstance(action, argparse._SubParsersAction))
     assert named == list(commands.choices)
     assert not {f"terrace.cli.{name}" for name in named} & set(done.stdout.split())

@@ -1,4 +1,4 @@
-"""`terrace plan` and `terrace scale`: their output, their files and their refusals; they need no torch."""
+"""`terrace plan` and `terrace plan --scale`: their output, their files and their refusals; they need no torch."""
 
 import json
 import re
@@ -81,7 +81,7 @@ def test_a_plan_with_rows_and_columns_is_written_and_read_by_simulate_and_scale(
     step_s = simulate(
         program, step_costs(program, work_of(run.cluster, run.plan, layer_operations(run.model), 256))
     ).step_s
-    code, out, _ = here.say("scale", "--nodes", "1", "--plan", "plan.toml")
+    code, out, _ = here.say("plan", "--scale", "--nodes", "1", "--plan", "plan.toml")
     assert code == 0
     assert seconds(step_s) in out
 
@@ -144,22 +144,22 @@ def test_a_model_that_fits_nowhere_gets_the_nearest_plan(here: Planning) -> None
 
 def test_scale_prints_curves_and_draws_them(here: Planning) -> None:
     words = ("--nodes", "4", "--plan", "zero3", "--price", "2.5", "--picture", "curve.svg")
-    code, out, _ = here.say("scale", *words, batch=64)
+    code, out, _ = here.say("plan", "--scale", *words, batch=64)
     assert code == 0
     for part in ("weak scaling", "strong scaling", "100.0 %", "per million", "wrote curve.svg"):
         assert part in out
     picture = ElementTree.fromstring((here.folder / "curve.svg").read_text())
     assert len(picture.findall("{*}polyline")) == 2
     assert len(picture.findall("{*}circle")) == 6
-    assert "--force" in here.refused("scale", *words, batch=64)
+    assert "--force" in here.refused("plan", "--scale", *words, batch=64)
 
 
 def test_scale_takes_a_plan_from_a_file_or_finds_one(here: Planning) -> None:
     assert here.say("plan", "--nodes", "2", "--axes", "data", "--out", "best.toml", batch=32)[0] == 0
-    code, out, _ = here.say("scale", "--nodes", "2", "--plan", "best.toml", batch=32)
+    code, out, _ = here.say("plan", "--scale", "--nodes", "2", "--plan", "best.toml", batch=32)
     assert code == 0
     assert "plan planned: params" in out
-    code, alone, _ = here.say("scale", "--nodes", "2", batch=32)
+    code, alone, _ = here.say("plan", "--scale", "--nodes", "2", batch=32)
     assert code == 0
     for line in ("weak scaling", "strong scaling"):
         assert alone.split(line)[1][:400] == out.split(line)[1][:400]  # the same plan, found again
@@ -167,11 +167,11 @@ def test_scale_takes_a_plan_from_a_file_or_finds_one(here: Planning) -> None:
 
 def test_scale_refuses_another_dtype_than_its_plan_file_has(here: Planning) -> None:
     (here.folder / "mine.toml").write_text('preset = "zero3"\ncompute = "bf16"\nmaster = "fp32"\n')
-    words = ("scale", "--nodes", "1", "--plan", "mine.toml")
+    words = ("plan", "--scale", "--nodes", "1", "--plan", "mine.toml")
     said = here.refused(*words, "--compute", "fp32")
     assert '--compute fp32: plan mine.toml computes in bf16; leave --compute out, or set compute = "fp32"' in said
     assert here.say(*words)[1] == here.say(*words, "--compute", "bf16")[1] != ""
-    code, out, _ = here.say("scale", "--nodes", "1", "--plan", "zero3", "--compute", "fp32")
+    code, out, _ = here.say("plan", "--scale", "--nodes", "1", "--plan", "zero3", "--compute", "fp32")
     assert code == 0
     assert "in fp32" in out
 
@@ -185,7 +185,7 @@ def test_scale_refuses_another_dtype_than_its_plan_file_has(here: Planning) -> N
     ],
 )
 def test_bad_input_of_scale_is_one_line(here: Planning, words: list[str], said: str) -> None:
-    assert said in here.refused("scale", *words)
+    assert said in here.refused("plan", "--scale", *words)
 
 
 def test_planning_needs_no_torch(here: Planning) -> None:
@@ -194,21 +194,20 @@ def test_planning_needs_no_torch(here: Planning) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("command", ["plan", "scale"])
+@pytest.mark.parametrize("option", ["--out", "--picture"])
 @pytest.mark.parametrize("output", ["folder", "/dev/full", "taken/plan.toml", "a\0b"])
 def test_an_output_that_cannot_be_written_is_refused_before_the_search(
-    here: Planning, command: str, output: str
+    here: Planning, option: str, output: str
 ) -> None:
     (here.folder / "folder").mkdir()
     (here.folder / "taken").write_text("a file")
-    assert "cannot be written" in here.refused(
-        command, "--nodes", "1", "--force", {"plan": "--out", "scale": "--picture"}[command], output
-    )
+    scale = ("--scale",) if option == "--picture" else ()
+    assert "cannot be written" in here.refused("plan", "--nodes", "1", "--force", *scale, option, output)
 
 
 def test_a_plan_that_runs_at_no_size_prints_no_curve(here: Planning) -> None:
     (here.folder / "mine.toml").write_text('preset = "ddp"\nmicro_batch = 7\n')
-    code, out, error = here.say("scale", "--plan", "mine.toml", "--picture", "curve.svg")
+    code, out, error = here.say("plan", "--scale", "--plan", "mine.toml", "--picture", "curve.svg")
     assert (code, out) == (2, "")
     assert "runs at no size" in error
     assert not (here.folder / "curve.svg").exists()
@@ -273,7 +272,7 @@ def test_a_step_too_long_to_draw_is_refused_and_predicted(capsys: pytest.Capture
 
 
 def test_explain_prints_nothing_of_a_step_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "--cluster.device.memory_bytes", "1000"]) == 2
+    assert main(["simulate", "--view", "program", "--cluster.device.memory_bytes", "1000"]) == 2
     out, error = capsys.readouterr()
     assert out == ""
     assert "model state needs" in error
@@ -282,7 +281,7 @@ def test_explain_prints_nothing_of_a_step_that_does_not_fit(capsys: pytest.Captu
 def test_no_output_replaces_what_is_read(here: Planning) -> None:
     assert "is the file that is read" in here.refused("plan", "--out", here.model, "--force")
     assert here.say("plan", "--nodes", "1", "--out", "mine.toml")[0] == 0
-    for words in (["scale", "--plan", "mine.toml", "--picture"], ["simulate", "mine.toml", "--page"]):
+    for words in (["plan", "--scale", "--plan", "mine.toml", "--picture"], ["simulate", "mine.toml", "--page"]):
         before = (here.folder / "mine.toml").read_text()
         assert main([*words, "./mine.toml", "--force"]) == 2
         assert "mine.toml is the file that is read" in here.error()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from terrace.cli.main import main, whole_parser
+from terrace.cli.main import main, parser_of
 from terrace.cli.options import resolve_run
 from terrace.data.prepared import prepare_sources
 from terrace.data.tokenizer import ByteTokenizer
@@ -36,5 +36,5 @@ def test_a_run_finds_what_was_prepared(
 
 
 def _config(words: list[str]) -> RunConfig:
-    options, rest = whole_parser().parse_known_args(["train", *words])
+    options, rest = parser_of().parse_known_args(["train", *words])
     return resolve_run(options, rest)

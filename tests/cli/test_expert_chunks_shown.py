@@ -27,8 +27,8 @@ def test_a_step_says_its_chunks_and_what_others_would_cost(here: Planning) -> No
     here.model.write_text(json.dumps(MIXTRAL))
     given = ("--model", here.model, "--plan", "zero1", "--cluster", "frontier", "--cluster.tiers.system.size", "2")
     words = (*given, "--train.batch", "64", "--train.sequence", "256", "--plan.experts.node.expert", "4")
-    for command in ("simulate", "explain"):
-        code, out, _ = here.call(command, *words, "--plan.micro_batch", "4")
+    for view in ("step", "program"):
+        code, out, _ = here.call("simulate", "--view", view, *words, "--plan.micro_batch", "4")
         assert code == 0
         out = " ".join(out.split())
         told = SAID.findall(out)

@@ -1,4 +1,4 @@
-"""`terrace explain` of a plan with a pipeline, and the comparison of its runs: output and refusals."""
+"""`terrace simulate --view program` of a plan with a pipeline, and the comparison of its runs: output and refusals."""
 
 import json
 import re
@@ -66,19 +66,19 @@ GPT = {
 
 
 class Here(CommandLine):
-    """A folder with a model, and `terrace explain` called in this process."""
+    """A folder with a model, and `terrace simulate` called in this process."""
 
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         super().__init__(folder, capsys)
         (folder / "config.json").write_text(json.dumps(GPT))
 
     def explain(self, *words: str | Path, plan: Sequence[str] = PIPELINE) -> str:
-        said = self.call("explain", "--model", "config.json", *plan, *words)
+        said = self.call("simulate", "--view", "program", "--model", "config.json", *plan, *words)
         assert said.code == 0, said.error
         return said.out
 
     def refused(self, *words: str, plan: Sequence[str] = PIPELINE) -> str:
-        return self.refusal("explain", *plan, *words)
+        return self.refusal("simulate", "--view", "program", *plan, *words)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import pytest
 
 from terrace.cli.generate import SAMPLING
-from terrace.cli.main import main, whole_parser
+from terrace.cli.main import main, parser_of
 from terrace.generation.request import Sampling
 
 
@@ -33,7 +33,7 @@ def test_options_are_refused_in_one_line(words: str, said: str, capsys: pytest.C
 
 def test_help_names_the_defaults_of_sampling(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        whole_parser().parse_args(["generate", "--help"])
+        parser_of().parse_args(["generate", "--help"])
     text = " ".join(capsys.readouterr().out.split())
     for name in SAMPLING:
         option = f"--{name.replace('_', '-')} "

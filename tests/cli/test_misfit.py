@@ -1,4 +1,4 @@
-"""A simulated plan that does not fit its device: a line says so, with the figures of `terrace scale`."""
+"""A simulated plan that does not fit its device: a line says so, with the figures of `terrace plan --scale`."""
 
 import re
 
@@ -25,7 +25,9 @@ def _lacks(text: str) -> list[str]:
 def test_a_plan_that_does_not_fit_says_so_before_its_advice(pins: tuple[str, ...], here: Planning) -> None:
     assert here.say("plan", "--nodes", "2", *pins, "--pin", "micro_batch=2", batch=64)[0] == 0
     assert "does not fit" not in here.call("simulate", "plan.toml", "--page", "p.html").out
-    (fits,) = re.findall(r"^ +2 +16 +64 .* (\S+) GB$", here.call("scale", "--plan", "plan.toml").out, re.M)[:1]
+    (fits,) = re.findall(r"^ +2 +16 +64 .* (\S+) GB$", here.call("plan", "--scale", "--plan", "plan.toml").out, re.M)[
+        :1
+    ]
     # Too little for the plan, and enough for its model state.
     tight = ("--cluster.device.memory_bytes", f"{float(fits) - 0.05:.4g}e9", "--cluster.device.headroom", "0%")
     said = here.call("simulate", "plan.toml", *tight, "--page", "p.html", "--force")

@@ -5,10 +5,8 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 
-import pytest
-
-from terrace.cli.aliases import _OF_A_RUN, _OPTIONS, _RUN
-from terrace.cli.main import whole_parser
+from terrace.cli.coming_from import OPTIONS as OTHERS
+from terrace.cli.main import parser_of
 
 # Name of an option -> a pattern that its help matches in every command, and the help of no other option.
 MEANINGS = {
@@ -69,7 +67,7 @@ MEANINGS = {
     "--ray": r"Ray cluster",
     "--recompute": r"recompute these operations",
     "--resume": r"(resume|go on with) this run folder",
-    "--scale": r"multiply every bandwidth",
+    "--scale": r"multiply every bandwidth|tier to all",
     "--seconds": r"seconds for",
     "--seed": r"^seed of the (draws|rows)",
     "--sequence": r"^tokens (a|of a) sequence",
@@ -101,7 +99,7 @@ def _options(parser: argparse.ArgumentParser, command: str = "") -> Iterator[tup
             yield command, action
 
 
-OPTIONS = [(command, action) for command, action in _options(whole_parser()) if action.option_strings]
+OPTIONS = [(command, action) for command, action in _options(parser_of()) if action.option_strings]
 
 
 def test_one_meaning_has_one_name_over_all_commands() -> None:
@@ -116,23 +114,13 @@ def test_a_name_takes_the_same_kind_of_value_everywhere() -> None:
     for _, action in OPTIONS:
         kinds[action.option_strings[-1]].add((action.type, action.nargs == 0))
     # A name is a path of a file that is written, or the text of one that is read; --tokens may be 300e9 in a plan.
+    # A rehearsal's --scale is a factor.
     differing = {name for name, found in kinds.items() if len(found) > 1}
-    assert differing <= {"--tokens", "--resume", "--price"}, {name: kinds[name] for name in differing}
+    assert differing <= {"--tokens", "--resume", "--price", "--scale"}, {name: kinds[name] for name in differing}
 
 
-@pytest.mark.parametrize("command", sorted(_OPTIONS))
-def test_an_alias_is_no_name_of_its_own_and_stands_for_one(command: str) -> None:
-    own = {name for where, action in OPTIONS if where.split()[:1] == [command] for name in action.option_strings}
-    for alias, name in _OPTIONS[command].items():
-        assert alias not in own
-        assert name in own or re.match(r"--(train|optimizer|run)\.\w+$", name), f"{command} {alias}"
-
-
-def test_a_run_is_the_first_word_of_every_command_that_looks_at_one() -> None:
-    first: dict[str, str] = {}
-    for command, action in _options(whole_parser()):
-        if not action.option_strings and command not in first:
-            first[command] = str(action.metavar)
-    assert {command for command, word in first.items() if word in ("RUN", "FOLDER")} == set(_OF_A_RUN)
-    named = {name for command, action in OPTIONS if command in _OF_A_RUN for name in action.option_strings}
-    assert not named & set(_RUN)
+def test_other_names_are_of_no_command() -> None:
+    """Only a name that is ours in one command, and another's in a second, stands on both sides."""
+    others = {name for names in OTHERS.values() for name in names}
+    ours = {name for names in OTHERS for name in names}
+    assert (others & set(MEANINGS)) - ours == {"--page"}

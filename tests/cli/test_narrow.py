@@ -115,7 +115,19 @@ def _check_whole(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
 # Commands whose tables are wide: shapes of several axes, notes, links with long words, many kinds of waits.
 _WIDE = (
     ("plan", "--cluster", "ethernet", "--nodes", "2", "--tokens", "3e9", "--limit", "60"),
-    ("scale", "--cluster", "dgx-h100", "--nodes", "4", "--plan", "zero3", "--price", "3", "--full-attention-flops"),
+    (
+        "plan",
+        "--scale",
+        "--cluster",
+        "dgx-h100",
+        "--nodes",
+        "4",
+        "--plan",
+        "zero3",
+        "--price",
+        "3",
+        "--full-attention-flops",
+    ),
     ("simulate", "ddp", "--plan.mapping.node.tensor", "2", "--plan.mapping.node.pipeline", "4"),
     ("simulate", "zero3", "--plan.mapping.node.context.ring", "4", "--plan.mapping.node.data", "2"),
 )

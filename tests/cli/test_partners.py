@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from terrace.cli import worker
-from terrace.cli.main import _parser, main
+from terrace.cli.main import main, parser_of
 from terrace.cli.partners import PARTNERS, Partner
 from tests.support.tiny_runs import write_run
 
@@ -17,7 +17,7 @@ BESIDE = {
     "doctor": (),
     "export": ("nowhere", "nowhere2"),
     "report": ("nowhere",),
-    "scale": ("--model", "nowhere", "--cluster", "local", "--batch", "8", "--sequence", "8"),
+    "plan": ("--model", "nowhere", "--cluster", "local", "--batch", "8", "--sequence", "8"),
     "simulate": (),
 }
 ROWS = [(command, partner) for command, partners in PARTNERS.items() for partner in partners]
@@ -37,7 +37,7 @@ def test_an_option_without_its_partner_is_refused(
 
 
 def _actions(command: str) -> list[argparse.Action]:
-    (commands,) = [each for each in _parser([command])._actions if isinstance(each, argparse._SubParsersAction)]
+    (commands,) = [each for each in parser_of([command])._actions if isinstance(each, argparse._SubParsersAction)]
     parser: argparse.ArgumentParser = commands.choices[command]
     return parser._actions
 

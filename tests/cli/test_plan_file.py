@@ -62,7 +62,7 @@ def test_a_plan_with_a_pipeline_is_explained_with_the_stages_that_were_priced(he
     assert "to train, on a machine with 8 devices: terrace train --plan plan.toml" in out
     plan = resolve(None, {"plan": "plan.toml"}, {}).plan
     assert sum(plan.stages) == 6  # four layers, embedding and head
-    assert main(["explain", "--plan", "plan.toml", "--lines", "2"]) == 0
+    assert main(["simulate", "--view", "program", "--plan", "plan.toml", "--lines", "2"]) == 0
     explained = here.out()
     rows = [line.split() for line in explained.splitlines() if line.split()[-1:] and line.split()[-1].endswith("%")]
     value, unit = rows[0][-3:-1]
@@ -82,11 +82,11 @@ def test_a_plan_with_a_tensor_axis_is_the_program_that_trains(here: Planning) ->
         work = work_of(run.cluster, run.plan, layer_operations(run.model), run.train.sequence)
         step = seconds(simulate(program, step_costs(program, work)).step_s)
         words = ["--plan.tensor_chunks", "4"] if overrides else []
-        for command in ("explain", "simulate"):
-            assert main([command, "--plan", "plan.toml", *words]) == 0
+        for view in ("program", "step"):
+            assert main(["simulate", "--view", view, "--plan", "plan.toml", *words]) == 0
             assert step in here.out()
         assert (step in out) == (not overrides)
-    assert main(["scale", "--plan", "plan.toml"]) == 0
+    assert main(["plan", "--scale", "--plan", "plan.toml"]) == 0
     assert "wait tensor" in out
 
 
@@ -105,17 +105,18 @@ def test_a_plan_says_what_it_was_made_for_and_can_be_moved(here: Planning) -> No
     other = resolve("run.toml", {"cluster": "lab"}, {"train": {"sequence": 128}})
     assert (other.train.batch, other.train.sequence, other.cluster.name) == (96, 128, "lab")
     assert other.plan == run.plan
-    for command in ("explain", "simulate", "scale"):
-        assert main([command, "--plan", "away/p.toml"]) == 0
-        assert "48" in here.out() if command == "scale" else here.out()
-    assert main(["scale", "--plan", "away/p.toml", "--batch", "96"]) == 0
+    assert main(["simulate", "--plan", "away/p.toml"]) == 0
+    assert here.out()
+    assert main(["plan", "--scale", "--plan", "away/p.toml"]) == 0
+    assert "48" in here.out()
+    assert main(["plan", "--scale", "--plan", "away/p.toml", "--batch", "96"]) == 0
     assert "96 sequences x 256 tokens" in here.out()
 
 
-@pytest.mark.parametrize("command", ["explain", "simulate"])
-def test_a_plan_that_says_nothing_of_its_task_is_one_line(here: Planning, command: str) -> None:
+@pytest.mark.parametrize("view", ["program", "step"])
+def test_a_plan_that_says_nothing_of_its_task_is_one_line(here: Planning, view: str) -> None:
     (here.folder / "mine.toml").write_text('preset = "zero3"\n')
-    assert main([command, "--plan", "mine.toml", "--cluster", "lab", "--train.batch", "64"]) == 2
+    assert main(["simulate", "--view", view, "--plan", "mine.toml", "--cluster", "lab", "--train.batch", "64"]) == 2
     error = here.error()
     assert "mine.toml does not say what it was made for" in error
     assert "give --model, --train.sequence, or --config FILE" in error
@@ -235,8 +236,8 @@ def test_waits_for_tensor_ranks_are_shown_in_pipelines(here: Planning) -> None:
     row = re.search(r"^ wait tensor +([\d.]+ [mu]s) +([\d.]+) %$", planned, re.MULTILINE)
     assert row is not None
     assert float(row[2]) > 0
-    for command in ("simulate", "explain"):
-        assert main([command, "--plan", "plan.toml"]) == 0
+    for view in ("step", "program"):
+        assert main(["simulate", "--view", view, "--plan", "plan.toml"]) == 0
         lines = here.out().splitlines()
         start = next(number for number, line in enumerate(lines) if line.startswith("seconds of a step"))
         names = next(number for number in range(start, len(lines)) if lines[number].startswith(" stage"))
@@ -246,5 +247,5 @@ def test_waits_for_tensor_ranks_are_shown_in_pipelines(here: Planning) -> None:
         # The plan's row is of the busiest stage.
         assert row[1] in waits
         assert all(float(wait.split()[0]) > 0 for wait in waits)
-        if command == "simulate":
+        if view == "step":
             assert any(line.startswith(" tensor ") and row[1] in line for line in lines)

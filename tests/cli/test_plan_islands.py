@@ -40,7 +40,7 @@ def test_a_plan_of_islands_is_written_and_is_the_step_that_simulate_plays(here: 
     assert main(["simulate", "plan.toml"]) == 0
     assert f"step {_step(out)}" in " ".join(here.out().split())
     # The others play the same cycle, and say so.
-    assert main(["scale", "--plan", "plan.toml"]) == 0
+    assert main(["plan", "--scale", "--plan", "plan.toml"]) == 0
     said = " ".join(here.out().split())
     assert re.search(rf"; islands exchange every {run.plan.outer.every} steps, .*: a step is its cycle's mean", said)
     assert f" {_step(out)} " in said

@@ -1,4 +1,4 @@
-"""`terrace scale` of a plan's file: the sequences per device that it was made for, and each reason once."""
+"""`terrace plan --scale` of a plan's file: the sequences per device that it was made for, and each reason once."""
 
 import re
 
@@ -16,8 +16,8 @@ def rows(out: str, scaling: str) -> dict[int, list[str]]:
 def test_more_nodes_keep_the_sequences_per_device_that_a_plan_was_made_for(here: Planning) -> None:
     words = ("--nodes", "3", "--axes", "data", "--pin", "micro_batch=2", "--pin", "unit=1")
     assert here.say("plan", *words, batch=96)[0] == 0
-    made = here.call("scale", "--plan", "plan.toml").out
-    said = here.call("scale", "--plan", "plan.toml", "--nodes", "8")
+    made = here.call("plan", "--scale", "--plan", "plan.toml").out
+    said = here.call("plan", "--scale", "--plan", "plan.toml", "--nodes", "8")
     assert said.code == 0
     assert "weak scaling: 4 sequences per device" in said.out
     weak, strong = rows(said.out, "weak"), rows(said.out, "strong")
@@ -26,15 +26,15 @@ def test_more_nodes_keep_the_sequences_per_device_that_a_plan_was_made_for(here:
     # At its own size both curves are the plan as it was found.
     assert weak[3][:5] == strong[3][:5]
     assert weak[3][3:5] == rows(made, "weak")[3][3:5]
-    given = here.call("scale", "--plan", "plan.toml", "--nodes", "8", "--batch", "96").out
+    given = here.call("plan", "--scale", "--plan", "plan.toml", "--nodes", "8", "--batch", "96").out
     assert rows(given, "weak")[8][2] == "96"
 
 
 def test_a_reason_is_told_once_for_all_sizes(here: Planning) -> None:
     assert here.say("plan", "--nodes", "8", "--axes", "data", "--pin", "params=system", batch=64)[0] == 0
-    needed = rows(here.call("scale", "--plan", "plan.toml").out, "weak")[2][-1].removesuffix(" GB")
+    needed = rows(here.call("plan", "--scale", "--plan", "plan.toml").out, "weak")[2][-1].removesuffix(" GB")
     tight = ("--cluster.device.memory_bytes", f"{float(needed) - 0.005:g}e9", "--headroom", "0%")
-    out = here.call("scale", "--plan", "plan.toml", *tight).out
+    out = here.call("plan", "--scale", "--plan", "plan.toml", *tight).out
     for scaling in ("weak", "strong"):
         part = out.split(f"{scaling} scaling")[1].split("strong scaling")[0]
         missing = [size for size, cells in rows(out, scaling).items() if cells[3] == "-"]
@@ -45,7 +45,9 @@ def test_a_reason_is_told_once_for_all_sizes(here: Planning) -> None:
 
 def test_a_curve_fits_in_eighty_columns(here: Planning) -> None:
     assert here.say("plan", "--nodes", "3", "--axes", "data", "--pin", "micro_batch=2", batch=96)[0] == 0
-    out = here.call("scale", "--plan", "plan.toml", "--nodes", "5", "--cluster.device.memory_bytes", "1.8e9").out
+    out = here.call(
+        "plan", "--scale", "--plan", "plan.toml", "--nodes", "5", "--cluster.device.memory_bytes", "1.8e9"
+    ).out
     assert "not a multiple" in out
     curves = out.split("weak scaling")[1]
     assert max(len(line.rstrip()) for line in curves.splitlines()) <= 80
@@ -54,7 +56,7 @@ def test_a_curve_fits_in_eighty_columns(here: Planning) -> None:
 def test_a_preset_gets_the_numbers_of_each_size(here: Planning) -> None:
     """A memory in which the numbers of the largest size do not fit at the smallest."""
     tight = ("--nodes", "8", "--plan", "zero3", "--cluster.device.memory_bytes", "1.73e9", "--headroom", "0%")
-    out = here.say("scale", *tight, batch=512).out
+    out = here.say("plan", "--scale", *tight, batch=512).out
     for scaling in ("weak", "strong"):
         curve = rows(out, scaling)
         assert list(curve) == [1, 2, 4, 8]

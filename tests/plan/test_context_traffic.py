@@ -300,7 +300,7 @@ def test_explain_shows_the_ring_of_a_layer() -> None:
 
 def test_explain_prints_what_a_batch_does_not_decide(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = str(write_run(tmp_path, 2, 2))
-    words = ["explain", "--config", config, "--lines", "2"]
+    words = ["simulate", "--view", "program", "--config", config, "--lines", "2"]
     mapping = ["--plan.mapping.package", "{context = {ulysses = 2}}", "--plan.mapping.node", "{context = 2}"]
     assert main([*words, *mapping]) == 0
     said = capsys.readouterr().out

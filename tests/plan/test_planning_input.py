@@ -90,7 +90,7 @@ def test_an_output_that_no_file_can_be_is_one_line(refused: Refused, output: str
     os.symlink("loop", "loop")
     assert "cannot be written" in refused(*planning("--out", output))
     assert "cannot be written" in refused("simulate", "p.toml", "--page", output)
-    assert "cannot be written" in refused("scale", "--plan", "p.toml", "--picture", output)
+    assert "cannot be written" in refused("plan", "--scale", "--plan", "p.toml", "--picture", output)
 
 
 def test_an_output_does_not_replace_what_is_read(refused: Refused) -> None:
@@ -98,7 +98,7 @@ def test_an_output_does_not_replace_what_is_read(refused: Refused) -> None:
     before = {name: Path(name).read_text() for name in ("m.json", "p.toml")}
     assert "read as the model" in refused(*planning("--out", "m.json", "--force"))
     assert "read as the plan" in refused("simulate", "p.toml", "--trace", "./p.toml", "--force")
-    assert "read as the plan" in refused("scale", "--plan", "p.toml", "--picture", "p.toml", "--force")
+    assert "read as the plan" in refused("plan", "--scale", "--plan", "p.toml", "--picture", "p.toml", "--force")
     assert before == {name: Path(name).read_text() for name in before}
 
 

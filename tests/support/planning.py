@@ -1,4 +1,4 @@
-"""A folder with a GPT, and `terrace plan` and `terrace scale` called in it."""
+"""A folder with a GPT, and `terrace plan` and `terrace plan --scale` called in it."""
 
 import json
 from pathlib import Path

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
 
-from terrace.cli.main import _COMMANDS, main
+from terrace.cli.main import HELP, main
 from terrace.launch import process_pool, start
 from terrace.launch.fork_server import start_fork_server
 from terrace.launch.signals import SIGNALS
@@ -28,7 +28,7 @@ from terrace.train import calibrate, sample
 # What a command would import when it runs, ranks with the test modules whose functions they are called for, and torch's
 # profiler and compiler in each rank.
 _OTHERS = ("hypothesis", "numpy.ma", "pytest", "torch._inductor", "torch.profiler")
-for _name in (*(f"terrace.cli.{each}" for each in (*_COMMANDS, "worker")), *_OTHERS):
+for _name in (*(f"terrace.cli.{each}" for each in (*HELP, "worker")), *_OTHERS):
     import_module(_name)
 
 # A world of one rank would have all cores, and on tensors this small their threads wait for one another.

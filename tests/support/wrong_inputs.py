@@ -19,7 +19,7 @@ from typing import Any
 from unittest import mock
 
 from terrace.cli import worker
-from terrace.cli.main import _parser, main
+from terrace.cli.main import main, parser_of
 from terrace.data.config import DataConfig
 from terrace.model.config import ModelConfig
 from terrace.model.lora.config import LoraConfig
@@ -196,7 +196,6 @@ def _options(folder: Path) -> Iterator[Case]:
     # that none comes to its work.
     needed: Mapping[str, tuple[str, ...]] = {
         "plan": ("--model", "nowhere", "--cluster", "local", "--batch", "8", "--sequence", "8"),
-        "scale": ("--model", "nowhere", "--cluster", "local", "--batch", "8", "--sequence", "8"),
         "simulate": ("--model", "nowhere"),
         "train": ("--model", "nowhere"),
         "doctor": ("--config", "nowhere"),
@@ -211,9 +210,9 @@ def _options(folder: Path) -> Iterator[Case]:
         "rehearse": ("build", "nowhere"),
         "rl": ("--config", "nowhere"),
     }
-    for parser in _parsers(_parser()):
+    for parser in _parsers(parser_of()):
         command = parser.prog.split(" ")[1:]
-        if not command or command[0] == "explain":  # the former name of simulate
+        if not command:
             continue
         for action in parser._actions:
             if isinstance(action, (argparse._HelpAction, argparse._SubParsersAction, argparse._VersionAction)):
@@ -230,9 +229,8 @@ def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParse
     yield parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            for name, inner in action.choices.items():
-                if inner.prog.endswith(name):  # not a second time by a former name
-                    yield from _parsers(inner)
+            for inner in action.choices.values():
+                yield from _parsers(inner)
 
 
 @contextmanager

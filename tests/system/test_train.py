@@ -127,7 +127,7 @@ def test_generate_prints_the_same_text_from_anywhere(
 def test_explain_prints_the_program_and_verifies_it(
     trained: tuple[Path, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["explain", "--config", str(trained[0] / "config.toml"), "--lines", "5"]) == 0
+    assert main(["simulate", "--view", "program", "--config", str(trained[0] / "config.toml"), "--lines", "5"]) == 0
     said = capsys.readouterr().out
     assert "plan three-level on cluster test: 4 ranks" in said
     assert "GATHER" in said

@@ -123,7 +123,7 @@ def test_a_run_goes_on_with_the_same_bits_and_without_the_axis(pool: LocalPool, 
 def test_explain_shows_the_axis(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table_of(tmp_path, 2, 2, plan={})
     words = ["--plan.preset", "zero3", "--plan.mapping.package.context.ulysses", "2", "--plan.balance", "cost"]
-    assert main(["explain", "--config", str(tmp_path / "run.toml"), *words, "--lines", "5"]) == 0
+    assert main(["simulate", "--view", "program", "--config", str(tmp_path / "run.toml"), *words, "--lines", "5"]) == 0
     said = capsys.readouterr().out
     assert "context" in said
     assert "verified: " in said
