@@ -27,9 +27,9 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Prints the script; returns 0."""
     if rest:
         raise ConfigError(f"unknown argument {rest[0]!r}; see terrace completion --help")
-    import argcomplete
+    from argcomplete.shell_integration import shellcode
 
-    print(argcomplete.shellcode(["terrace"], shell=options.shell))
+    print(shellcode(["terrace"], shell=options.shell))
     return 0
 
 
