@@ -1,4 +1,4 @@
-"""Counts with nouns, in English."""
+"""Counts with nouns, and quantities with units, in English."""
 
 
 def counted(number: int, noun: str, spec: str = "") -> str:
@@ -16,3 +16,23 @@ def plural(noun: str) -> str:
     if noun.endswith(("s", "x", "ch", "sh")):
         return f"{noun}es"
     return f"{noun[:-1]}ies" if noun.endswith("y") and noun[-2] not in "aeiou" else f"{noun}s"
+
+
+def quantity(value: float, unit: str) -> str:
+    """A number with a metric prefix: 1234567 B -> 1.23 MB."""
+    number, prefix = scaled(value)
+    return f"{value:.0f} {unit}" if not prefix and value == int(value) else f"{number:.3g} {prefix}{unit}"
+
+
+def scaled(value: float) -> tuple[float, str]:
+    """(number, metric prefix) of a value."""
+    for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        # 0.9995, since three digits would round up to the next prefix.
+        if abs(value) >= 0.9995 * factor:
+            return value / factor, prefix
+    return value, ""
+
+
+def seconds(value: float) -> str:
+    """A duration in s, ms or us."""
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} us"

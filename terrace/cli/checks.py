@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from terrace.base.errors import PlanError, TerraceError
-from terrace.base.words import counted
+from terrace.base.words import counted, quantity, seconds
 from terrace.cli.launching import torchrun
 from terrace.cli.programs import checked_programs
 from terrace.cluster.cluster import Cluster
@@ -17,7 +17,6 @@ from terrace.planner.task import Task
 from terrace.probe.findings import Finding
 from terrace.probe.machine import Machine
 from terrace.report.plans import plan_words
-from terrace.report.tables import quantity, seconds
 from terrace.simulate.advice import Job, fullest_stage
 from terrace.simulate.bands import band_of
 from terrace.simulate.worst_load import worst_words

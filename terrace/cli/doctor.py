@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from terrace.base.errors import ConfigError, TerraceError
 from terrace.base.extras import install
-from terrace.base.words import counted
+from terrace.base.words import counted, quantity, seconds
 from terrace.cli.options import OVERRIDES_HELP, add_run_options, resolve_run
 from terrace.cli.terminal import Terminal
 from terrace.launch.launchers import rank_of
 from terrace.probe.findings import Finding, findings
 from terrace.probe.machine import Machine, look
-from terrace.report.tables import quantity, seconds
 from terrace.train.config import RunConfig
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ first loss there are ten. Warnings follow. `verbose` adds tables of plan, memory
 import sys
 from textwrap import fill
 
-from terrace.base.words import counted
+from terrace.base.words import counted, quantity
 from terrace.cli import views
 from terrace.cli.programs import checked_programs, forget_programs
 from terrace.data.batches import Batches, Source, SourceUse
@@ -15,7 +15,7 @@ from terrace.launch.start import pace
 from terrace.model.facts import family_of
 from terrace.plan.few_exchanges import few_exchanges
 from terrace.probe.products import bf16_slowdown
-from terrace.report.tables import plan_summary, quantity
+from terrace.report.tables import plan_summary
 from terrace.runtime.compiled import compiles_words
 from terrace.simulate.advice import Job
 from terrace.simulate.worst_load import worst_words

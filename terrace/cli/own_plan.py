@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from terrace.base.errors import ConfigError, PlanError, TerraceError
 from terrace.base.schema import merge
+from terrace.base.words import seconds
 from terrace.cli.task import with_formats
 from terrace.plan.plan import Plan
 from terrace.plan.presets import command_plan
@@ -15,7 +16,6 @@ from terrace.planner.ranking import Cost
 from terrace.planner.scaling import evaluate_plan
 from terrace.planner.task import Task
 from terrace.planner.verdicts import lack, size_words
-from terrace.report.tables import seconds
 from terrace.report.uncertainty import is_tie
 from terrace.simulate.bands import band_of
 from terrace.train.layers import section

@@ -14,7 +14,7 @@ import tomli_w
 from terrace.base.errors import ConfigError, PlanError
 from terrace.base.schema import dump
 from terrace.base.sealed import sealed_toml
-from terrace.base.words import counted
+from terrace.base.words import counted, seconds
 from terrace.cli.files import check_count, write_file
 from terrace.cli.launching import num_machines, torchrun
 from terrace.cli.no_plan import axes_words, nothing_words
@@ -46,7 +46,7 @@ from terrace.report.cycles import cycle_table, cycle_words
 from terrace.report.loops import chunks_words, formats_words, loop_words, products_words, stored_words
 from terrace.report.plans import figures_words, headrooms_table, hidden_words, plans_table, split_table, verdicts_table
 from terrace.report.routing import alternatives_words, division_words
-from terrace.report.tables import plan_table, seconds, sent_table
+from terrace.report.tables import plan_table, sent_table
 from terrace.report.training_cost import energy_words, parse_tokens, throughput_words, training_words
 from terrace.report.uncertainty import filled, plan_bands_words, search_words, ties_words, widest_band
 from terrace.simulate.advice import Job

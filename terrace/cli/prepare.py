@@ -17,6 +17,7 @@ from terrace.base.errors import CheckpointError, ConfigError
 from terrace.base.files import remove_abandoned, write_atomic
 from terrace.base.schema import read_table
 from terrace.base.sealed import sealed_toml
+from terrace.base.words import quantity
 from terrace.checkpoint.layout import check_model, checkpoint_bytes, complete, latest, step_of
 from terrace.checkpoint.reading import Checkpoint, newest_whole
 from terrace.checkpoint.writing import clear_leftovers
@@ -33,7 +34,6 @@ from terrace.model.facts import vocabulary_size
 from terrace.model.liger import why_missing
 from terrace.plan.gaps import gaps_words
 from terrace.plan.layout import Layout
-from terrace.report.tables import quantity
 from terrace.runtime.compiled import check_compiler
 from terrace.train.adapted import FACT, fact_of
 from terrace.train.config import RunConfig, run_toml

@@ -16,14 +16,14 @@ import tomli_w
 from terrace.base.errors import ConfigError
 from terrace.base.schema import dump
 from terrace.base.sealed import sealed_toml
-from terrace.base.words import counted
+from terrace.base.words import counted, quantity, seconds
 from terrace.cli.files import check_writable, write_file
 from terrace.cli.overrides import CLUSTER_EPILOG, read_cluster
 from terrace.cli.ranks import add_ranks
 from terrace.cli.terminal import Terminal
 from terrace.cluster.presets import UNNAMED
 from terrace.probe.assemble import Constant, Probed, assemble
-from terrace.report.tables import new_table, quantity, seconds
+from terrace.report.tables import new_table
 
 _LONGEST_S = 86_400  # of all measurements; a longer time would be a mistake
 _HEADER = """\

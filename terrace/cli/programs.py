@@ -1,11 +1,11 @@
 """Builds and validates the programs of a run, the first step of every command that trains or simulates."""
 
 from terrace.base.errors import ConfigError, PlanError
+from terrace.base.words import quantity
 from terrace.model.block_operations import layer_operations
 from terrace.program.lowering import build_stages
 from terrace.program.program import Program
 from terrace.program.verify_ranks import verify_stages
-from terrace.report.tables import quantity
 from terrace.simulate.footprint import work_of
 from terrace.simulate.held_activations import activation_bytes, activations_by_block
 from terrace.simulate.step import Step

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from terrace.base.words import counted
+from terrace.base.words import counted, seconds
 from terrace.cli.output import on_a_terminal
 from terrace.plan.plan import AXES
 from terrace.planner.least_nodes import MAX_GROWTH, least_nodes
@@ -13,7 +13,6 @@ from terrace.planner.search import find
 from terrace.planner.space import Space
 from terrace.planner.task import Task
 from terrace.report.plans import plan_words
-from terrace.report.tables import seconds
 
 # A guess at how long a user waits for the advice in an error. With all axes, one cluster size takes a second or two, so
 # about ten sizes are searched.

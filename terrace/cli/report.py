@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from terrace.base.errors import ConfigError
+from terrace.base.words import quantity
 from terrace.cli.files import check_page, check_writable, write_file
-from terrace.report.tables import quantity
 
 if TYPE_CHECKING:
     from terrace.report.sides import Side

@@ -12,6 +12,7 @@ from typing import Any
 
 from terrace.base.errors import TrainingError
 from terrace.base.files import write_atomic
+from terrace.base.words import quantity, seconds
 from terrace.cli.checks import slow_warning
 from terrace.cli.output import outlive_output
 from terrace.cli.step_progress import ProgressLine, utilisation_words
@@ -26,7 +27,7 @@ from terrace.report.loads import load_words
 from terrace.report.plot import loss_svg
 from terrace.report.run_curves import finite
 from terrace.report.stage_tables import stage_comparison_table
-from terrace.report.tables import band_words, comparison_tables, largest_miss, quantity, seconds
+from terrace.report.tables import band_words, comparison_tables, largest_miss
 from terrace.simulate.bands import band_of
 from terrace.train.job import RunJob, device_of
 from terrace.train.metrics import Outcome, SlowestRank, StepRecord, eval_lines, own_seconds, read_metrics

@@ -17,8 +17,9 @@ from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from terrace.base.progress import Passing
+from terrace.base.words import quantity
 from terrace.cli.output import raw_stream
-from terrace.report.tables import quantity, utilisation
+from terrace.report.tables import utilisation
 from terrace.train.metrics import StepRecord, eval_figures
 from terrace.train.utilisation import Utilisation
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import ConfigError, PlanError
-from terrace.base.words import counted
+from terrace.base.words import counted, quantity
 from terrace.cli.files import check_not_read, check_writable
 from terrace.cli.here import named_table
 from terrace.cli.overrides import add_headroom, parse_overrides
@@ -18,7 +18,6 @@ from terrace.model.config import load_model, parse_model
 from terrace.model.facts import family_of, is_dense
 from terrace.plan.plan import precision_of
 from terrace.planner.task import Task
-from terrace.report.tables import quantity
 from terrace.train.planned import Planned
 
 TASK_EPILOG = "Any figure of the cluster can be set as --cluster.key VALUE, e.g. --cluster.tiers.node.size 4."

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from terrace.base.errors import ConfigError
-from terrace.base.words import counted
+from terrace.base.words import counted, quantity, seconds
 from terrace.cli.files import write_file
 from terrace.cli.programs import checked_programs, kept_activations
 from terrace.cli.terminal import Terminal
@@ -37,16 +37,7 @@ from terrace.report.stage_tables import (
     stages_table,
 )
 from terrace.report.stages import exposed_table, path_sentence, played_words, stages_page
-from terrace.report.tables import (
-    bytes_table,
-    memory_table,
-    model_size,
-    plan_table,
-    quantity,
-    seconds,
-    time_table,
-    wire_words,
-)
+from terrace.report.tables import bytes_table, memory_table, model_size, plan_table, time_table, wire_words
 from terrace.report.uncertainty import filled, predicted_words
 from terrace.simulate.advice import Job, fullest_stage
 from terrace.simulate.bands import Band, band_of

@@ -3,8 +3,8 @@
 import textwrap
 from collections.abc import Sequence
 
+from terrace.base.words import seconds
 from terrace.program.recording import COMPUTE, Recording
-from terrace.report.tables import seconds
 from terrace.simulate.bands import Band
 from terrace.simulate.change import Change, best_change
 

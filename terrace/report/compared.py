@@ -4,9 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from terrace.base.printable import escape
+from terrace.base.words import quantity, seconds
 from terrace.report.markup import Markup, html_table, meter
 from terrace.report.palette import colour_key
-from terrace.report.tables import quantity, seconds, time_categories
+from terrace.report.tables import time_categories
 
 Amounts = Mapping[str, float]
 Colour = Callable[[str], str]

@@ -3,10 +3,11 @@
 import textwrap
 from collections.abc import Mapping, Sequence
 
+from terrace.base.words import seconds
 from terrace.report.bars import Interval
 from terrace.report.markup import ChartedSection, colour_entries, figure, html_table, legend, section
 from terrace.report.svg import Row
-from terrace.report.tables import bytes_words, seconds, time_categories
+from terrace.report.tables import bytes_words, time_categories
 from terrace.report.timeline import TimelineChart
 from terrace.simulate.cycle_timeline import Crossing, CycleTimeline, Stretch, in_cycle
 from terrace.simulate.noting import WAIT_OUTER

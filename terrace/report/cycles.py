@@ -4,11 +4,11 @@ import math
 
 from rich.table import Table
 
-from terrace.base.words import counted
+from terrace.base.words import counted, seconds
 from terrace.plan.outer import NO_EXCHANGE, Exchange
 from terrace.plan.wire import MessageClass
 from terrace.report.learned import loop_learned
-from terrace.report.tables import bytes_words, new_table, seconds
+from terrace.report.tables import bytes_words, new_table
 from terrace.simulate.cycle import Cycle, Sent
 from terrace.simulate.hiding_cycle import Hidden, is_hidden, steps_of_exchange
 from terrace.simulate.noting import WAIT_OUTER

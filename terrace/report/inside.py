@@ -5,13 +5,14 @@ from itertools import groupby
 
 from rich.table import Table
 
+from terrace.base.words import quantity, seconds
 from terrace.plan.context_traffic import AttentionBytes
 from terrace.plan.in_block_messages import ContextLeg, ContextMessage, TensorMessage
 from terrace.program.block_program.attention import attention_steps
 from terrace.program.block_program.steps import Compute, Send, Steps, moments_of
 from terrace.program.instruction import Op
 from terrace.program.program import Program
-from terrace.report.tables import new_table, quantity, seconds
+from terrace.report.tables import new_table
 from terrace.simulate.inside import InBlockPrices
 
 _Alike = tuple[tuple[TensorMessage, str, int], ...]  # message, the computation that hides it, count

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from terrace.base.words import counted
+from terrace.base.words import counted, seconds
 from terrace.plan.plan import FUSED, Plan
 from terrace.plan.wire import MessageClass
 from terrace.planner.formats import Allowed, Choice
@@ -13,7 +13,7 @@ from terrace.planner.narrow_states import Way
 from terrace.planner.task import Task
 from terrace.report.learned import formats_learned
 from terrace.report.plans import percent
-from terrace.report.tables import outer_words, seconds
+from terrace.report.tables import outer_words
 
 if TYPE_CHECKING:
     from terrace.planner.products import ProductsFound

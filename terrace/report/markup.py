@@ -6,11 +6,12 @@ from importlib import resources
 from typing import NamedTuple
 
 from terrace.base.printable import escape
+from terrace.base.words import quantity, seconds
 from terrace.cluster.cluster import Cluster
 from terrace.plan.plan import Plan
 from terrace.report.palette import MESSAGES, OUTER, STREAM, colour_key, colour_variables
 from terrace.report.svg import GUTTER, PLOT
-from terrace.report.tables import plan_title, quantity, seconds
+from terrace.report.tables import plan_title
 from terrace.report.timeline import TimelineChart
 from terrace.simulate.change import Change
 from terrace.simulate.curve import MemoryCurve

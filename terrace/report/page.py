@@ -8,6 +8,7 @@ blocks and clusters are escaped, in the markup and in the script's data. A pipel
 from collections.abc import Sequence
 
 from terrace.base.printable import escape
+from terrace.base.words import quantity, seconds
 from terrace.cluster.cluster import Cluster
 from terrace.plan.wire import MessageClass
 from terrace.program.recording import COMPUTE, Recording
@@ -30,7 +31,7 @@ from terrace.report.markup import (
 )
 from terrace.report.palette import colour_key
 from terrace.report.svg import Row, memory_svg, memory_totals
-from terrace.report.tables import bytes_words, plan_rows, quantity, seconds, time_categories
+from terrace.report.tables import bytes_words, plan_rows, time_categories
 from terrace.report.timeline import TimelineChart, chart_data, joined
 from terrace.simulate.bands import band_of
 from terrace.simulate.change import Change

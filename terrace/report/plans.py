@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from rich.table import Table
 
 from terrace.base.printable import escape
-from terrace.base.words import counted
+from terrace.base.words import counted, quantity, seconds
 from terrace.plan.plan import AXES, Plan
 from terrace.plan.recompute import WHOLE
 from terrace.planner.divisions import division_notes
@@ -18,7 +18,7 @@ from terrace.planner.stages import SERIAL
 from terrace.planner.task import Candidate, Task, plan_of
 from terrace.planner.verdicts import Headroom, Point, Verdict
 from terrace.report.plot import BOTTOM, HEIGHT, LEFT, RIGHT, WIDTH, frame, round_ticks
-from terrace.report.tables import new_table, quantity, seconds
+from terrace.report.tables import new_table
 from terrace.simulate.bands import Band
 from terrace.simulate.hidden import HiddenMessages
 

@@ -16,7 +16,7 @@ from terrace.base.errors import TerraceError
 from terrace.base.fitting import fitting, numbers, parse_table
 from terrace.base.foreign import read_lines, read_text
 from terrace.base.schema import read_table
-from terrace.base.words import counted
+from terrace.base.words import counted, quantity, seconds
 from terrace.cluster.presets import parse_cluster
 from terrace.model.config import parse_model
 from terrace.model.facts import family_of
@@ -27,7 +27,7 @@ from terrace.report.rl_page import RlView
 from terrace.report.rl_samples import samples_of
 from terrace.report.rl_timeline import recorded_step, steady_iteration
 from terrace.report.run_curves import Curve
-from terrace.report.tables import model_size, plan_rows, plan_title, quantity, seconds
+from terrace.report.tables import model_size, plan_rows, plan_title
 from terrace.train.recorder import PREDICTION
 from terrace.train.runs import command_of
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from terrace.base.words import quantity, seconds
 from terrace.report.compared import ComparedAmounts, bytes_table, time_table
 from terrace.report.markup import (
     MERGED,
@@ -23,7 +24,6 @@ from terrace.report.markup import (
 from terrace.report.rl_samples import SamplesOfStep, samples_html
 from terrace.report.rl_timeline import Iteration, call_entries, calls_chart
 from terrace.report.run_curves import Curve, curve_data, curve_tiles, drawable
-from terrace.report.tables import quantity, seconds
 
 _UNKNOWN = ComparedAmounts({}, {})
 _STEP, _REST = "step", "rest"

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from rich.table import Table
 
-from terrace.base.words import counted
+from terrace.base.words import counted, seconds
 from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.in_block_messages import RoutedMessage
 from terrace.plan.plan import EXPERT_CHUNKS, Plan
@@ -15,7 +15,7 @@ from terrace.program.block_program.steps import Await, Compute, ComputeKind, Gap
 from terrace.program.instruction import Op
 from terrace.program.program import Program
 from terrace.report.inside import tiers_words
-from terrace.report.tables import new_table, seconds
+from terrace.report.tables import new_table
 from terrace.simulate.inside import InBlockPrices, block_prices
 from terrace.simulate.step import Prediction
 

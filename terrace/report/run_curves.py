@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from terrace.base.printable import escape
+from terrace.base.words import scaled
 from terrace.report.markup import legend
 from terrace.report.plot import DIGIT, round_ticks
-from terrace.report.tables import scaled
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 350, 190, 48, 8, 10, 26
 _MOST_POINTS = 400  # per line: more than a chart of this width can show

@@ -18,7 +18,7 @@ from typing import Any
 from terrace.base.errors import TerraceError
 from terrace.base.fitting import numbers
 from terrace.base.schema import read_table
-from terrace.base.words import counted
+from terrace.base.words import counted, quantity, seconds
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import parse_cluster
 from terrace.model.facts import family_of
@@ -32,7 +32,7 @@ from terrace.report.run_cycle import check_length, predicted_events, run_cycle, 
 from terrace.report.run_page import RunView
 from terrace.report.run_timeline import read_trace, run_timeline
 from terrace.report.slowest import slowest_note, slowest_points, slowest_times
-from terrace.report.tables import model_size, plan_rows, plan_title, quantity, seconds, utilisation
+from terrace.report.tables import model_size, plan_rows, plan_title, utilisation
 from terrace.report.timeline import TimelineChart
 from terrace.simulate.bands import band_of
 from terrace.train.config import RunConfig

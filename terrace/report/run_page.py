@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from terrace.base.printable import escape
+from terrace.base.words import quantity
 from terrace.report.compared import Amounts, ComparedAmounts, bytes_table, time_table
 from terrace.report.loads import LOAD_TITLE, heat_maps
 from terrace.report.markup import (
@@ -27,7 +28,6 @@ from terrace.report.markup import (
     words_table,
 )
 from terrace.report.run_curves import Curve, curve_data, curve_tiles, drawable
-from terrace.report.tables import quantity
 from terrace.report.timeline import TimelineChart
 from terrace.train.loads import LoadsOfSteps
 

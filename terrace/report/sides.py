@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from terrace.base.parsing import parse_toml
+from terrace.base.words import quantity, scaled, seconds
 from terrace.report.folder_parts import steady
 from terrace.report.rl_page import RlView
 from terrace.report.run_curves import Curve, Point, finite
 from terrace.report.run_page import RunView
-from terrace.report.tables import quantity, scaled, seconds, utilisation
+from terrace.report.tables import utilisation
 from terrace.train.metrics import num_final
 
 

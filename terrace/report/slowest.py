@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from terrace.base.errors import TerraceError
+from terrace.base.words import seconds
 from terrace.plan.mesh import Mesh
 from terrace.report.compared import ComparedAmounts
-from terrace.report.tables import seconds
 from terrace.train.config import RunConfig
 from terrace.train.metrics import StepRecord, own_seconds
 from terrace.train.recorder import RunEvent

@@ -6,6 +6,7 @@ from operator import attrgetter
 from rich.table import Table
 from rich.text import Text
 
+from terrace.base.words import quantity, seconds
 from terrace.model.spec import BlockSpec
 from terrace.plan.wire import MessageClass
 from terrace.program.program import Program
@@ -13,7 +14,7 @@ from terrace.program.report import StepReport
 from terrace.program.schedules.csv_form import to_csv
 from terrace.program.schedules.orders import Orders
 from terrace.report.loads import ROUTED_COLUMN
-from terrace.report.tables import bytes_words, equal_bytes, new_table, quantity, seconds
+from terrace.report.tables import bytes_words, equal_bytes, new_table
 from terrace.simulate.step import WAITS_ON_STAGES, bubble, idle_s
 
 # Waits inside a stage that have their own column; all others are for its data ranks.

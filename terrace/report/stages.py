@@ -6,6 +6,7 @@ from typing import Any
 from rich.table import Table
 
 from terrace.base.printable import escape
+from terrace.base.words import quantity, seconds
 from terrace.plan.plan import AXES
 from terrace.plan.stage import Pass
 from terrace.program.recording import COMPUTE
@@ -27,7 +28,7 @@ from terrace.report.markup import (
 from terrace.report.palette import PIPELINE, colour_key
 from terrace.report.stage_tables import block_words
 from terrace.report.svg import Row, box, memory_columns, memory_svg, memory_totals, rows_svg, staircase
-from terrace.report.tables import new_table, plan_rows, quantity, seconds, sent_rows, time_categories
+from terrace.report.tables import new_table, plan_rows, sent_rows, time_categories
 from terrace.report.timeline import Stretch, TimelineChart, chart_data, joined
 from terrace.simulate.bands import band_of
 from terrace.simulate.change import Change

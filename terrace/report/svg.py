@@ -10,9 +10,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from terrace.base.printable import escape
+from terrace.base.words import quantity
 from terrace.report.bars import Window
 from terrace.report.plot import round_ticks
-from terrace.report.tables import quantity
 
 if TYPE_CHECKING:
     from terrace.simulate.curve import MemoryCurve

@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from terrace.base.words import counted
+from terrace.base.words import counted, quantity, seconds
 from terrace.cluster.cluster import Cluster
 from terrace.model.blocks import num_active_params, num_params
 from terrace.model.config import ModelConfig
@@ -36,26 +36,6 @@ def model_size(model: ModelConfig) -> str:
     """Number of parameters, and of active parameters for a mixture of experts."""
     size = quantity(num_params(model), " parameters")
     return size if is_dense(model) else f"{size} ({quantity(num_active_params(model), '').strip()} active)"
-
-
-def quantity(value: float, unit: str) -> str:
-    """A number with a metric prefix: 1234567 B -> 1.23 MB."""
-    number, prefix = scaled(value)
-    return f"{value:.0f} {unit}" if not prefix and value == int(value) else f"{number:.3g} {prefix}{unit}"
-
-
-def scaled(value: float) -> tuple[float, str]:
-    """(number, metric prefix) of a value."""
-    for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        # 0.9995, since three digits would round up to the next prefix.
-        if abs(value) >= 0.9995 * factor:
-            return value / factor, prefix
-    return value, ""
-
-
-def seconds(value: float) -> str:
-    """A duration in s, ms or us."""
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} us"
 
 
 def plan_table(cluster: Cluster, plan: Plan) -> Table:

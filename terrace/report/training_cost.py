@@ -3,11 +3,10 @@
 import math
 
 from terrace.base.errors import ConfigError
-from terrace.base.words import counted
+from terrace.base.words import counted, quantity, seconds
 from terrace.planner.figures import tokens_per_s
 from terrace.planner.ranking import Cost
 from terrace.planner.task import Task
-from terrace.report.tables import quantity, seconds
 
 _MOST_TOKENS = 1e18
 _MOST_MINUTES_S, _MOST_HOURS_S = 100 * 60.0, 100 * 3600.0  # longer durations are shown in the next unit

@@ -3,14 +3,13 @@
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from terrace.base.words import counted
+from terrace.base.words import counted, quantity, seconds
 from terrace.plan.plan import Plan
 from terrace.planner.ranking import TIE, Estimate
 from terrace.planner.search import Found
 from terrace.planner.task import Task, plan_of
 from terrace.planner.ties import FINALISTS, Ties, crossing_bytes
 from terrace.planner.verdicts import Point
-from terrace.report.tables import quantity, seconds
 from terrace.simulate.bands import Band, band_of, percent, tie_share
 
 _WIDTH = 80

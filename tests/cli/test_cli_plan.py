@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from terrace.base.words import quantity, seconds
 from terrace.cli.main import main
 from terrace.cli.remedy import nodes_words
 from terrace.cluster.presets import load_cluster
@@ -21,7 +22,7 @@ from terrace.planner.task import Task
 from terrace.planner.verdicts import size_words
 from terrace.program.lowering import build
 from terrace.report.plot import round_ticks
-from terrace.report.tables import plan_rows, quantity, seconds
+from terrace.report.tables import plan_rows
 from terrace.simulate.cost import step_costs
 from terrace.simulate.events import simulate
 from terrace.simulate.footprint import work_of

@@ -12,6 +12,7 @@ import torch
 
 from terrace.base.errors import ConfigError
 from terrace.base.extras import install
+from terrace.base.words import seconds
 from terrace.cli import checks, first_screen
 from terrace.cli.checks import check_run, slow_warning, task_of
 from terrace.cli.doctor import _plan_command
@@ -29,7 +30,6 @@ from terrace.probe.environment import launcher_variables
 from terrace.probe.findings import Finding, findings
 from terrace.probe.machine import NEEDED, PACKAGES, Gpu, look
 from terrace.probe.network import MeasuredTier, measure_links
-from terrace.report.tables import seconds
 from terrace.simulate.links import latency_and_rate
 from terrace.train.config import RunConfig
 from terrace.train.prediction import predict

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
+from terrace.base.words import quantity, seconds
 from terrace.cli.programs import checked_programs, kept_activations
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
@@ -37,7 +38,7 @@ from terrace.report.stage_tables import (
     stage_bytes_tables,
     stage_comparison_table,
 )
-from terrace.report.tables import band_words, quantity, seconds
+from terrace.report.tables import band_words
 from terrace.simulate.cost import step_costs
 from terrace.simulate.footprint import work_of
 from terrace.simulate.stages import StagesStep, simulate_stages

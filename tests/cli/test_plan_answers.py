@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from terrace.base.words import seconds
 from terrace.cli import plan
 from terrace.cli.main import main
 from terrace.cli.own_plan import own_plan
 from terrace.planner.evaluate import step_of
 from terrace.planner.ranking import Cost
-from terrace.report.tables import seconds
 from terrace.report.training_cost import duration, energy_words, parse_tokens, throughput_words, training_words
 from terrace.simulate.step import predict_step
 from terrace.train.prediction import step_of as run_step

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from terrace.base.errors import PlanError
+from terrace.base.words import seconds
 from terrace.cli.checks import check_devices_here, check_memory_here
 from terrace.cli.main import main
 from terrace.cluster.presets import load_cluster
 from terrace.model.block_operations import layer_operations
 from terrace.program.lowering import build
-from terrace.report.tables import seconds
 from terrace.simulate.cost import step_costs
 from terrace.simulate.events import simulate
 from terrace.simulate.footprint import work_of

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from terrace.base.words import seconds
 from terrace.plan.presets import PRESETS, preset
 from terrace.program.lowering import build
 from terrace.program.program import Program
@@ -17,7 +18,6 @@ from terrace.report.bars import MAX_BARS, bars_by_lane, middle_unit
 from terrace.report.page import lanes_timeline, page_html
 from terrace.report.palette import MESSAGES, PAPER, PIPELINE, ROLES, STREAM, colour_key
 from terrace.report.svg import GUTTER, PLOT, WIDTH, memory_svg, shortened, time_ticks
-from terrace.report.tables import seconds
 from terrace.simulate.bands import Band
 from terrace.simulate.change import Change
 from terrace.simulate.critical import critical_path

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
+from terrace.base.words import quantity, seconds
 from terrace.cluster.presets import load_cluster
 from terrace.plan.presets import preset
 from terrace.plan.wire import MessageClass
@@ -21,8 +22,6 @@ from terrace.report.tables import (
     largest_miss,
     memory_table,
     plan_table,
-    quantity,
-    seconds,
 )
 
 LOCAL = load_cluster("local")

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from terrace.base.words import seconds
 from terrace.model.config import ModelConfig
 from terrace.plan.presets import preset
 from terrace.planner.evaluate import step_of
 from terrace.planner.task import Task
 from terrace.report.stage_tables import stage_time_table
-from terrace.report.tables import seconds
 from terrace.simulate.step import predict_step
 from tests.support.planner_cases import MIXED, SMALL, sized
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from terrace.base.errors import PlanError, TerraceError
-from terrace.report.tables import quantity
+from terrace.base.words import quantity
 from terrace.rl.commands.explain import explain
 from terrace.rl.config import RlConfig
 from terrace.rl.keys import RewardKeys

@@ -23,7 +23,7 @@ from rich.table import Table
 from terrace.base.errors import ConfigError
 from terrace.base.extras import needs
 from terrace.base.own_path import safe_flags
-from terrace.base.words import counted
+from terrace.base.words import counted, quantity, seconds
 from terrace.cli.files import check_writable, write_file
 from terrace.cli.output import Terminated, sigterm_raises
 from terrace.cli.overrides import CLUSTER_EPILOG, read_cluster
@@ -37,7 +37,7 @@ from terrace.lab.rehearse.names import existing, leftovers
 from terrace.lab.rehearse.network import network, remove
 from terrace.lab.rehearse.tools import capabilities, check_machine, check_rights
 from terrace.lab.rehearse.wiring import SHORTEST_DELAY_S
-from terrace.report.tables import new_table, quantity, seconds
+from terrace.report.tables import new_table
 
 EXIT_FAILED = 1
 _SCALE_HELP = (

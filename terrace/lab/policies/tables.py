@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from terrace.base.printable import escape
+from terrace.base.words import seconds
 from terrace.lab.policies.costs import PolicyCost
 from terrace.report.plot import BOTTOM, HEIGHT, LEFT, RIGHT, WIDTH, frame, round_ticks
-from terrace.report.tables import bytes_words, new_table, seconds
+from terrace.report.tables import bytes_words, new_table
 
 _BAR = 30  # characters of the longest bar
 _TOP = 56

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 
 from rich.table import Table
 
-from terrace.base.words import counted
+from terrace.base.words import counted, quantity, seconds
 from terrace.cluster.cluster import Cluster
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import AXES, Plan
 from terrace.program.verdict import judged
-from terrace.report.tables import STEP_BAND, new_table, quantity, seconds
+from terrace.report.tables import STEP_BAND, new_table
 from terrace.rl.placement.dataflow import GENERATE, PREPARE, RESHARD, STAGES, TRAIN, Dataflow
 from terrace.rl.placement.placement import IterationReport, PoolReport, RoleReport
 from terrace.rl.placement.pools import pool_cluster

@@ -17,7 +17,7 @@ import torch
 from terrace.base.errors import ConfigError, ModelError, PlanError, TerraceError
 from terrace.base.files import write_atomic
 from terrace.base.sealed import sealed_toml
-from terrace.base.words import counted
+from terrace.base.words import counted, quantity
 from terrace.checkpoint.layout import latest
 from terrace.checkpoint.reading import Checkpoint
 from terrace.cli.output import Terminated, outlive_output, sigterm_raises
@@ -47,7 +47,6 @@ from terrace.model.facts import vocabulary_size
 from terrace.model.hf.folder import TOKENIZER
 from terrace.model.hf.pretrained import Pretrained
 from terrace.program.verdict import why_no_verdict
-from terrace.report.tables import quantity
 from terrace.rl.agreement import Agreement
 from terrace.rl.algorithms.metrics import Metrics
 from terrace.rl.calls.inline import InlineRuntime
