@@ -77,7 +77,7 @@ def test_only_launch_modules_read_the_environment() -> None:
 
 def test_wall_time_decides_nothing() -> None:
     """A clock that jumps changes only displayed times: of events and steps, in the name of a folder, in a template."""
-    showing = {"train/gauges.py", "train/recorder.py", "cli/prepare.py", "data/template_process.py"}
+    showing = {"train/gauges.py", "train/recorder.py", "train/run_folder.py", "data/template_process.py"}
     showing.add("rl/calls/spans.py")
     showing.add("data/originals.py")  # against the file system's own stamps: a clock set back costs a look at contents
     reading = re.compile(r"\btime\.time(_ns)?\b|\bdatetime\.(now|utcnow|today)\b|\bdate\.today\b")

@@ -6,8 +6,6 @@ from dataclasses import replace
 
 from terrace.base.errors import PlanError, TerraceError
 from terrace.base.words import counted, quantity, seconds
-from terrace.cli.launching import torchrun
-from terrace.cli.programs import checked_programs
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.headroom import headroom_bytes, room_words
 from terrace.launch.launchers import is_launched
@@ -21,7 +19,8 @@ from terrace.simulate.advice import Job, fullest_stage
 from terrace.simulate.bands import band_of
 from terrace.simulate.worst_load import worst_words
 from terrace.train.config import RunConfig
-from terrace.train.prediction import resolved_run
+from terrace.train.planned import torchrun
+from terrace.train.prediction import checked_programs, resolved_run
 
 _LIMIT = 400  # plans that the doctor simulates, as many as terrace plan
 # The start of a run must not wait for a search. On up to _SMALL_WORLD ranks, _FEW simulations take a few tenths of a

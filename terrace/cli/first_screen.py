@@ -9,7 +9,6 @@ from textwrap import fill
 
 from terrace.base.words import counted, quantity
 from terrace.cli import views
-from terrace.cli.programs import checked_programs, forget_programs
 from terrace.data.batches import Batches, Source, SourceUse
 from terrace.launch.start import pace
 from terrace.model.facts import family_of
@@ -22,6 +21,7 @@ from terrace.simulate.worst_load import worst_words
 from terrace.train.config import RunConfig
 from terrace.train.folder import start_words
 from terrace.train.job import RunJob
+from terrace.train.prediction import checked_programs, forget_programs
 from terrace.train.rates import rate_words
 from terrace.train.rules import parts_words
 

@@ -1,11 +1,16 @@
-"""`--cluster auto`, and the default cluster of a command: `auto` on a machine with GPUs, else `local`."""
+"""This machine as a cluster: `--cluster auto`, and the default of a command, `auto` where GPUs are, else `local`.
+
+Also refuses the launchers of commands that start their ranks themselves.
+"""
 
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from terrace.base.errors import ConfigError
 from terrace.cluster.presets import UNNAMED, cluster_table
+from terrace.launch.launchers import launcher_of, rank_of
 from terrace.probe.environment import launched_ranks, variables_here
 
 if TYPE_CHECKING:
@@ -58,6 +63,27 @@ def gpus_here() -> "Gpus | None":
     return look_for_gpus(variables_here())
 
 
+def check_alone(command: str, instead: str = "") -> None:
+    """Refuses to run under a launcher a command that starts its ranks itself, because each process would start all of
+    them.
+
+    Raises `ConfigError` on rank 0, and ends the other ranks. `instead` says how other machines take part.
+    """
+    variables = variables_here()
+    launcher = launcher_of(variables)
+    if launcher is None or variables[launcher.world_size] == "1":
+        return
+    rank = rank_of(variables)
+    # Rank 0 prints it for all. A rank that is not a number may be the same on every process.
+    if rank.isdecimal() and int(rank):
+        sys.exit(2)
+    raise ConfigError(
+        f"terrace {command} starts its ranks itself, and {launcher.name} started {variables[launcher.world_size]} "
+        f"processes of it ({launcher.world_size}={variables[launcher.world_size]}): start it once, without a launcher "
+        f"(in a job of Slurm with --ntasks 1){f'; {instead}' if instead else ''}"
+    )
+
+
 def _why_local(gpus: "Gpus | None", ranks: int | None) -> str | None:
     num = 0 if gpus is None else len(gpus.devices)
     if not num:
@@ -80,7 +106,5 @@ def _torch_is_for_cpus() -> bool:
 
 def _say(text: str) -> None:
     # Printed once for all ranks of a launcher, separately from a command's output.
-    from terrace.launch.launchers import rank_of
-
     if text and rank_of(variables_here()) == "0":
         print(f"terrace: {text}", file=sys.stderr, flush=True)

@@ -16,7 +16,6 @@ from terrace.base.schema import dump
 from terrace.base.sealed import sealed_toml
 from terrace.base.words import counted, seconds
 from terrace.cli.files import check_count, write_file
-from terrace.cli.launching import num_machines, torchrun
 from terrace.cli.no_plan import axes_words, nothing_words
 from terrace.cli.overrides import parse_overrides
 from terrace.cli.task import TASK_EPILOG, add_task_options, check_output, check_price, read_task, task_words
@@ -54,7 +53,7 @@ from terrace.simulate.bands import Band, band_of
 from terrace.simulate.hidden import hidden_between_nodes
 from terrace.simulate.step import predict_step
 from terrace.simulate.worst_load import worst_words
-from terrace.train.planned import TASK, planned_table, read_planned
+from terrace.train.planned import TASK, num_machines, planned_table, read_planned, torchrun
 
 if TYPE_CHECKING:
     from terrace.cli.own_plan import OwnPlan

@@ -5,7 +5,6 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from terrace.cli.joined import JOIN_TIMEOUT_S, check_local, check_world, one_makes, together
 from terrace.cli.output import printable_output, sigterm_raises
 from terrace.cluster.cluster import Cluster
 from terrace.launch.refusals import refusals_told
@@ -14,6 +13,7 @@ from terrace.launch.world import World
 from terrace.probe.measure import measure
 from terrace.probe.network import MeasuredTier, measure_links
 from terrace.probe.samples import Samples
+from terrace.train.joined import JOIN_TIMEOUT_S, check_local, check_world, one_makes, together
 
 T = TypeVar("T")
 

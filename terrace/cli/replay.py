@@ -35,17 +35,16 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from terrace.checkpoint.layout import complete, step_of
     from terrace.checkpoint.reading import newest_whole
     from terrace.cli.checks import check_memory_here
-    from terrace.cli.joined import check_local
-    from terrace.cli.launching import check_alone
-    from terrace.cli.prepare import check_same_run
-    from terrace.cli.programs import checked_programs, forget_programs
+    from terrace.cli.here import check_alone
     from terrace.data.prepared import prepare_sources
     from terrace.data.tokenizer import load_tokenizer
     from terrace.launch.start import launch_local, local_devices
     from terrace.probe.machine import memory_bytes
     from terrace.report.tables import new_table
     from terrace.train.job import RunJob
-    from terrace.train.prediction import resolved_run
+    from terrace.train.joined import check_local
+    from terrace.train.prediction import checked_programs, forget_programs, resolved_run
+    from terrace.train.prepare import check_same_run
     from terrace.train.replay import replay_rank
 
     check_alone("replay")

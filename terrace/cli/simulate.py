@@ -11,11 +11,10 @@ from terrace.base.words import quantity
 from terrace.cli.files import check_count, check_not_read, check_page, check_writable, write_file
 from terrace.cli.options import OVERRIDES_HELP, add_run_options, check_task, resolve_run
 from terrace.cli.overrides import take_word
-from terrace.cli.programs import check_passes
 from terrace.cli.views import VIEWS, StepView
 from terrace.plan.gaps import gaps_words
 from terrace.report.uncertainty import filled
-from terrace.train.prediction import resolved_run
+from terrace.train.prediction import check_passes, resolved_run
 
 _SECTIONS = ("model", "cluster", "plan")  # options that may name a file
 _FILES = ("page", "trace", "csv")  # options that name a file to write

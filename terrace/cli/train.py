@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import ConfigError
-from terrace.cli.elastic import fitted_run
 from terrace.cli.here import cluster_here
 from terrace.cli.options import AUTO, OVERRIDES_HELP, add_run_options, resumed, run_table
 from terrace.cli.overrides import parse_overrides
@@ -21,7 +20,7 @@ from terrace.launch.refusals import refusals_told
 from terrace.train.effects import check_effects, file_layers
 from terrace.train.layers import section
 from terrace.train.rates import check_rate
-from terrace.train.resolve import parse_run
+from terrace.train.resolve import fitted_run, parse_run
 from terrace.train.runs import table_to_resume
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from terrace.base.errors import ConfigError
 from terrace.base.words import counted, quantity, seconds
 from terrace.cli.files import write_file
-from terrace.cli.programs import checked_programs, kept_activations
 from terrace.cli.terminal import Terminal
 from terrace.model.facts import family_of
 from terrace.plan.context import is_context_parallel
@@ -53,7 +52,7 @@ from terrace.simulate.timeline_picture import memory_picture, passes_picture
 from terrace.simulate.trace import stages_trace_json, trace_json
 from terrace.simulate.worst_load import worst_words
 from terrace.train.config import RunConfig
-from terrace.train.prediction import step_of
+from terrace.train.prediction import checked_programs, kept_activations, step_of
 
 
 @dataclass(frozen=True)

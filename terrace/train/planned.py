@@ -1,4 +1,4 @@
-"""The task that a plan was made for: the `[task]` table of a plan file.
+"""The task that a plan was made for, the `[task]` table of a plan file; and the command that starts its ranks.
 
     [task]
     batch = 64         # sequences a step, over all ranks
@@ -11,6 +11,7 @@ its meaning. In a file written by hand, `model` and `cluster` may be paths relat
 name of a preset.
 """
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from terrace.base.errors import ConfigError, did_you_mean
 from terrace.base.schema import dump, read_table
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import cluster_table, preset_names
+from terrace.launch.machines import MACHINE_TIERS
 from terrace.model.config import ModelConfig, to_table
 from terrace.model.hf.folder import read_model_table
 
@@ -86,3 +88,21 @@ def _cluster(plan: str, folder: Path, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, str):
         raise ConfigError(f"{plan}: {TASK}.cluster = {value!r} must be a table, a preset or the path of a file")
     return cluster_table(value if value in preset_names() else str(folder / value))
+
+
+def num_machines(cluster: Cluster) -> int:
+    """Number of machines in a cluster, from the names of its tiers; without a machine tier, the size of the outermost
+    tier.
+    """
+    sizes = [tier.size for tier in cluster.tiers]
+    named = [index for index, tier in enumerate(cluster.tiers) if tier.name in MACHINE_TIERS]
+    return math.prod(sizes[named[-1] + 1 :]) if named else sizes[-1]
+
+
+def torchrun(cluster: Cluster, command: str) -> str:
+    """The torchrun command line for a terrace `command`, to be run on each machine of the cluster."""
+    nodes = num_machines(cluster)
+    places = f"--nproc-per-node {cluster.world_size // nodes}"
+    if nodes > 1:
+        places = f"--nnodes {nodes} {places} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+    return f"torchrun {places} -m terrace {command}"

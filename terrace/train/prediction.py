@@ -1,15 +1,29 @@
-"""The predicted step of a run, from its configuration and the cluster measured at its start. Needs no torch."""
+"""The step of a run: its programs, built and verified, and their prediction, also on the cluster measured at the start.
 
+Needs no torch. The first step of every command that trains or simulates.
+"""
+
+from collections.abc import Collection
 from dataclasses import replace
 
+from terrace.base.errors import ConfigError, PlanError
+from terrace.base.words import quantity
 from terrace.cluster.cluster import Cluster
 from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
+from terrace.program.lowering import build_stages
+from terrace.program.program import Program
+from terrace.program.verify_ranks import verify_stages
 from terrace.simulate.footprint import work_of
+from terrace.simulate.held_activations import activation_bytes, activations_by_block
 from terrace.simulate.step import Prediction, Step, predict_step, resolved
 from terrace.train.config import RunConfig
 from terrace.train.rules import parts_of
 from terrace.train.utilisation import Utilisation, utilisation
+
+# Micro-batches times blocks of a step that is listed pass by pass: some seconds of work, and gigabytes.
+_MOST_PASSES = 2_000_000
+_newest: list[tuple[Step, list[Program]]] = []
 
 
 def given_step(run: RunConfig) -> Step:
@@ -50,6 +64,14 @@ def step_of(run: RunConfig, cluster: Cluster | None = None) -> Step:
     return replace(own, cluster=cluster, work=flops)
 
 
+def with_numbers(run: RunConfig, free: Collection[str]) -> RunConfig:
+    """The run with the numbers `free` of its plan (micro-batch, unit) that have the shortest predicted step and fit."""
+    # Imported here: most runs have their numbers, so that nothing is searched.
+    from terrace.planner.micro_and_unit import with_best_numbers
+
+    return replace(run, plan=with_best_numbers(given_step(run), free, multiple_of=2 if run.on_pairs else 1).plan)
+
+
 def resolved_run(run: RunConfig) -> RunConfig:
     """The run with a fully resolved plan. Raises `PlanError` for a plan that cannot run."""
     return replace(run, plan=step_of(run).plan)
@@ -70,3 +92,65 @@ def utilisation_of(run: RunConfig, cluster: Cluster, backend: str) -> Utilisatio
         measured=cluster,
         backend=backend,
     )
+
+
+def checked_programs(config: RunConfig) -> list[Program]:
+    """The program of each stage of a run.
+
+    Raises `ProgramError` for a program that breaks a rule or does not fit, and `PlanError` for a pipeline schedule
+    whose activations do not fit on a device. The latest programs are cached, because a run is first checked and then
+    shown.
+    """
+    step = step_of(config)
+    if _newest and _newest[0][0] == step:
+        return _newest[0][1]
+    programs = build_stages(step.cluster, step.plan, step.blocks, step.num_micros, step.sequence)
+    verify_stages(programs)
+    # A pipeline keeps several micro-batches in flight, and the schedule decides how many.
+    if len(programs) > 1:
+        for program in programs:
+            _check_activations(config, program)
+    _newest[:] = [(step, programs)]
+    return programs
+
+
+def check_passes(config: RunConfig, is_what: str) -> None:
+    """Raises `ConfigError` for a step with too many passes to list; a step that is only predicted may have
+    any number.
+    """
+    num_micros, num_blocks = config.num_micros(), len(config.blocks())
+    if num_micros * num_blocks > _MOST_PASSES:
+        raise ConfigError(
+            f"{num_micros:,} micro-batches of {num_blocks} blocks are more than the {_MOST_PASSES:,} passes of a "
+            f"step that is {is_what}: give a smaller batch or a larger plan.micro_batch"
+        )
+
+
+def forget_programs() -> None:
+    """Frees the cached programs, which the process that waits for a run would otherwise keep."""
+    _newest.clear()
+
+
+def kept_activations(config: RunConfig, program: Program) -> int:
+    """Peak bytes of activations on a rank of a stage."""
+    work = work_of(
+        config.cluster,
+        config.plan,
+        layer_operations(config.model),
+        config.train.sequence,
+        documents=config.has_documents,
+    )
+    return activation_bytes(
+        program, activations_by_block(work, config.plan, program.blocks, config.cluster.device.backend)
+    )
+
+
+def _check_activations(config: RunConfig, program: Program) -> None:
+    device, kept, states = config.cluster.device, kept_activations(config, program), sum(program.state_bytes.values())
+    if kept + states > device.usable_bytes:
+        raise PlanError(
+            f"stage {program.stage.index} keeps {quantity(kept, 'B')} of activations beside {quantity(states, 'B')} of "
+            f"model state, and a plan may take {device.room_words} of the device: take a schedule that keeps fewer "
+            "micro-batches ('1f1b' keeps one a stage ahead), recompute layers (recompute = ['layers.*']), or lower "
+            "micro_batch; terrace doctor with the same options names a plan that fits"
+        )

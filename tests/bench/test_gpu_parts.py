@@ -24,11 +24,10 @@ from terrace.base.schema import dump
 from terrace.cli import here
 from terrace.cli.checks import check_devices_here, check_memory_here
 from terrace.cli.overrides import read_cluster
-from terrace.cli.programs import checked_programs
 from terrace.probe.gpus import Gpus
 from terrace.probe.machine import Gpu
 from terrace.simulate.advice import Job, fullest_stage
-from terrace.train.prediction import predict
+from terrace.train.prediction import checked_programs, predict
 
 HERE = (
     "exactness:parity",

@@ -27,10 +27,8 @@ from terrace.base.errors import TerraceError
 from terrace.checkpoint.memory import memory_folder, run_id
 from terrace.checkpoint.reading import Checkpoint
 from terrace.cli import worker
-from terrace.cli.elastic import fitted_run
 from terrace.cli.main import main
 from terrace.cli.screen import Screen
-from terrace.cli.worker import joined_job
 from terrace.data import tokens as tokens_module
 from terrace.data.tokenizer import ByteTokenizer
 from terrace.data.tokens import prepare_tokens
@@ -41,6 +39,8 @@ from terrace.train import sample
 from terrace.train.layers import resolve_table
 from terrace.train.loop import train
 from terrace.train.metrics import Observer, Silent, StepRecord
+from terrace.train.prepare import joined_job
+from terrace.train.resolve import fitted_run
 from terrace.train.trained import load_trained
 from tests.chaos.inputs import STEPS, write_inputs
 from tests.support.time_limit import TooLate, limited

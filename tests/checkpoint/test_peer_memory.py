@@ -17,13 +17,13 @@ from terrace.checkpoint.layout import checkpoint_bytes, decode, encode
 from terrace.checkpoint.memory import MemoryFile, held, memory_folder, new_life, newest, place, write_list
 from terrace.checkpoint.reading import Checkpoint
 from terrace.checkpoint.writing import save
-from terrace.cli import from_memory, prepare
-from terrace.cli.from_memory import check_partners
 from terrace.launch.seal import Seal
 from terrace.launch.start import World
 from terrace.plan.partners import find_partners
 from terrace.program.lowering import build_stages
 from terrace.simulate.peer_copies import part_bytes
+from terrace.train import from_memory, prepare
+from terrace.train.from_memory import check_partners
 from terrace.train.keys import TrainConfig
 from terrace.train.layers import resolve_table
 from terrace.train.resolve import parse_run
@@ -304,5 +304,5 @@ def test_memory_is_taken_where_the_later_checkpoint_on_disk_is_damaged(
     monkeypatch.setattr(prepare, "latest", lambda run_folder: Path("step-00000100"))
     monkeypatch.setattr(prepare, "newest_whole", newest_whole)
     in_memory: Any = SimpleNamespace(step=95)
-    found, wrong = prepare._newest(Path("run"), in_memory)
+    found, wrong = prepare._newest(Path("run"), in_memory, print)
     assert (found.step, bool(wrong)) == (step, whole != 100)

@@ -16,7 +16,6 @@ from terrace.checkpoint.layout import latest
 from terrace.checkpoint.reading import Checkpoint
 from terrace.cli.main import main
 from terrace.cli.overrides import parse_overrides
-from terrace.cli.prepare import prepare
 from terrace.data.batches import Batches
 from terrace.data.tokenizer import load_tokenizer
 from terrace.model.blocks import block_specs
@@ -24,6 +23,7 @@ from terrace.model.config import ModelConfig, parse_model
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.hf.pretrained import Pretrained
 from terrace.train.config import RunConfig
+from terrace.train.prepare import prepare
 from terrace.train.resolve import parse_run, resolve
 from tests.support.hf_folder import TABLE, TEXT, write_folder, write_tokenizer
 from tests.support.nightly import nightly

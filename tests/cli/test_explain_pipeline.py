@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.table import Table
 
 from terrace.base.words import quantity, seconds
-from terrace.cli.programs import checked_programs, kept_activations
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
 from terrace.model.block_operations import layer_operations
@@ -46,7 +45,7 @@ from terrace.simulate.step import bubble, idle_s
 from terrace.simulate.timeline import play
 from terrace.simulate.timeline_picture import passes_picture, task_spans
 from terrace.train.config import RunConfig
-from terrace.train.prediction import resolved_run
+from terrace.train.prediction import checked_programs, kept_activations, resolved_run
 from terrace.train.resolve import resolve
 from tests.support.command_line import CommandLine
 from tests.support.schedules import even_seconds, peak_activation_bytes

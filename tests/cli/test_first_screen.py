@@ -12,11 +12,11 @@ import pytest
 
 from terrace.base.progress import Passing
 from terrace.cli.first_screen import show_plan
-from terrace.cli.prepare import prepare
 from terrace.cli.screen import Screen, next_commands
 from terrace.cli.step_progress import passing_lines
 from terrace.train.job import RunJob
 from terrace.train.prediction import predict
+from terrace.train.prepare import prepare
 from terrace.train.resolve import resolve
 from tests.support.tiny_runs import MODEL
 

@@ -13,14 +13,14 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # public,
 from torch.distributed.distributed_c10d import PrefixStore
 
 from terrace.base.errors import CheckpointError, ConfigError, DataError, HangError
-from terrace.cli import joined
-from terrace.cli.joined import one_makes, together
 from terrace.launch import rendezvous
 from terrace.launch.launchers import place
 from terrace.launch.machines import Facts, check_same_code
 from terrace.launch.rendezvous import Rendezvous, join_ranks
 from terrace.launch.seal import Seal
 from terrace.launch.world import World, store_lost
+from terrace.train import joined
+from terrace.train.joined import one_makes, together
 from tests.support.tiny_runs import environment, write_run
 
 SLURM = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_JOB_NODELIST": "localhost"}

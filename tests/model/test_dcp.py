@@ -18,7 +18,6 @@ from terrace.checkpoint.layout import complete, decode, encode
 from terrace.checkpoint.reading import Checkpoint
 from terrace.cli.main import main
 from terrace.cli.overrides import parse_overrides
-from terrace.cli.prepare import prepare
 from terrace.data.batches import Batches
 from terrace.launch.start import LocalPool
 from terrace.model.config import load_model, parse_model
@@ -26,6 +25,7 @@ from terrace.model.dcp.metadata import read_metadata
 from terrace.model.hf.folder import METADATA
 from terrace.model.hf.names import sources
 from terrace.model.hf.pretrained import Pretrained
+from terrace.train.prepare import prepare
 from terrace.train.resolve import resolve
 from terrace.train.trained import load_blocks, load_trained
 from tests.support.dcp_folders import Runs, a_folder, read_as

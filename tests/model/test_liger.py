@@ -13,7 +13,6 @@ import torch
 
 from terrace.base.errors import ConfigError
 from terrace.base.extras import install
-from terrace.cli import prepare
 from terrace.model import liger, liger_parts, liger_trial
 from terrace.model.config import ModelConfig, parse_model
 from terrace.model.decoder import build_blocks
@@ -22,6 +21,7 @@ from terrace.model.part_kernel import PARTS, PartsCase, left_to_torch, refusal
 from terrace.runtime import compiled
 from terrace.simulate.held_activations import activations_by_block
 from terrace.simulate.work import Work
+from terrace.train import prepare
 from terrace.train.prediction import given_step
 from terrace.train.resolve import resolve
 from terrace.train.rules import parts_words

@@ -14,13 +14,13 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from terrace.base.errors import ConfigError, TrainingError
-from terrace.cli import prepare
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool
 from terrace.launch.world import World
 from terrace.model import attention
 from terrace.program.lowering import build_stages
 from terrace.runtime import compiled
+from terrace.train import prepare
 from terrace.train.resolve import resolve
 from tests.support.parity import Case, Outcome, check, exact, run, train
 from tests.support.tiny_runs import environment, one_line, write_run

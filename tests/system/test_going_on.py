@@ -17,8 +17,6 @@ from terrace.base.errors import CheckpointError, HangError
 from terrace.checkpoint import snapshot
 from terrace.checkpoint.layout import latest
 from terrace.checkpoint.reading import Checkpoint
-from terrace.cli.elastic import fitted_run
-from terrace.cli.prepare import prepare
 from terrace.launch.start import LocalPool, World
 from terrace.launch.stop import Stop
 from terrace.train import sample
@@ -26,7 +24,8 @@ from terrace.train.job import RunJob
 from terrace.train.layers import resolve_table
 from terrace.train.loop import train
 from terrace.train.metrics import Silent, StepRecord
-from terrace.train.resolve import parse_run
+from terrace.train.prepare import prepare
+from terrace.train.resolve import fitted_run, parse_run
 from tests.support.nightly import nightly
 from tests.support.tiny_runs import metrics, write_run
 

@@ -14,13 +14,13 @@ from terrace.checkpoint.layout import latest
 from terrace.checkpoint.reading import Checkpoint
 from terrace.checkpoint.saving import Saver
 from terrace.cli.overrides import parse_overrides
-from terrace.cli.prepare import prepare
 from terrace.launch.start import World, launch_local
 from terrace.runtime.routing.axis import ExpertAxis
 from terrace.runtime.step_runner import StepRunner
 from terrace.train import calibrate, loop
 from terrace.train.job import RunJob
 from terrace.train.metrics import Silent, read_metrics
+from terrace.train.prepare import prepare
 from terrace.train.resolve import resolve
 from tests.support.tiny_runs import (
     all_gone,

@@ -14,7 +14,6 @@ from torch import Tensor
 from terrace.base.errors import HangError, TrainingError
 from terrace.base.schema import dump
 from terrace.cli.overrides import parse_overrides
-from terrace.cli.prepare import prepare
 from terrace.comm.collectives import Collectives
 from terrace.launch.start import LocalPool, World, launch_local
 from terrace.launch.watchdog import Watchdog
@@ -26,6 +25,7 @@ from terrace.runtime.step_runner import StepRunner
 from terrace.train import loop
 from terrace.train.job import RunJob
 from terrace.train.metrics import Silent
+from terrace.train.prepare import prepare
 from terrace.train.resolve import resolve
 from tests.support.nightly import nightly
 from tests.support.tiny_runs import write_run

@@ -19,13 +19,13 @@ from terrace.base.errors import ConfigError, HangError, TrainingError
 from terrace.checkpoint import peer_copies
 from terrace.checkpoint.memory import ROOT, MemoryFile, memory_folder, run_id
 from terrace.checkpoint.reading import Checkpoint
-from terrace.cli.elastic import fitted_run
-from terrace.cli.worker import joined_job
 from terrace.launch.start import LocalPool, World
 from terrace.program.report import StepReport
 from terrace.train import loop, sample
 from terrace.train.layers import resolve_table
 from terrace.train.metrics import Outcome, Silent, StepRecord
+from terrace.train.prepare import joined_job
+from terrace.train.resolve import fitted_run
 from tests.support.tiny_runs import metrics, write_run
 
 STEPS, LOST_AFTER, LIMIT_S = 6, 4, 140.0

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from terrace.base.errors import DataError, TerraceError
-from terrace.cli.prepare import prepare
 from terrace.data.batches import Batches, Source
 from terrace.data.pair_tokens import prepare_pairs
 from terrace.data.tokenizer import ByteTokenizer
@@ -33,6 +32,7 @@ from terrace.train.job import RunJob
 from terrace.train.loop import train
 from terrace.train.metrics import Silent
 from terrace.train.pairs import REFERENCE
+from terrace.train.prepare import prepare
 from terrace.train.resolve import resolve
 from tests.support.chats import CHATML
 from tests.support.nightly import nightly

@@ -9,7 +9,6 @@ import pytest
 from torch import Tensor
 
 from terrace.cli.overrides import parse_overrides
-from terrace.cli.prepare import prepare
 from terrace.launch.start import World, launch_local
 from terrace.report.run_folder import run_view
 from terrace.report.run_page import run_page
@@ -17,6 +16,7 @@ from terrace.runtime.step_runner import StepRunner
 from terrace.train import loop
 from terrace.train.job import RunJob
 from terrace.train.metrics import Silent, read_metrics
+from terrace.train.prepare import prepare
 from terrace.train.recorder import read_events
 from terrace.train.resolve import resolve
 from tests.support.nightly import nightly

@@ -18,7 +18,6 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined] 
 from terrace.base.errors import HangError
 from terrace.checkpoint.layout import latest
 from terrace.checkpoint.reading import Checkpoint
-from terrace.cli.prepare import CompleteError, prepare
 from terrace.launch.seal import Seal
 from terrace.launch.start import LocalPool, launch_local
 from terrace.launch.stop import Stop, StopSignal, Vote, ask, begin_steps
@@ -28,7 +27,9 @@ from terrace.train import calibrate
 from terrace.train.job import RunJob
 from terrace.train.loop import train
 from terrace.train.metrics import Silent
+from terrace.train.prepare import prepare
 from terrace.train.resolve import resolve
+from terrace.train.run_folder import CompleteError
 from tests.support.tiny_runs import (
     all_gone,
     descendants,

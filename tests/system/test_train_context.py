@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from terrace.cli.main import main
-from terrace.cli.prepare import prepare
 from terrace.launch.start import LocalPool, World
 from terrace.model.pair_kernels import describe
 from terrace.train import calibrate, sample
@@ -19,6 +18,7 @@ from terrace.train.job import RunJob
 from terrace.train.layers import resolve_table
 from terrace.train.loop import train
 from terrace.train.metrics import Outcome, Silent
+from terrace.train.prepare import prepare
 from terrace.train.recorder import EVENTS
 from terrace.train.resolve import parse_run
 from tests.support.nightly import nightly

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 
 from terrace.base.errors import DataError, TerraceError
 from terrace.checkpoint.reading import Checkpoint
-from terrace.cli.prepare import prepare
 from terrace.cli.step_progress import eval_words
 from terrace.data.batches import Batches
 from terrace.data.corpus import read_documents
@@ -34,6 +33,7 @@ from terrace.train.job import RunJob
 from terrace.train.layers import resolve_table
 from terrace.train.loop import train
 from terrace.train.metrics import Outcome, Silent, eval_lines, read_metrics
+from terrace.train.prepare import prepare
 from terrace.train.resolve import parse_run
 from terrace.train.trackers import values_of as values_of_trackers
 from terrace.train.trained import load_trained

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from terrace.base.schema import dump
-from terrace.cli.prepare import _changes
 from terrace.train.config import RunConfig
+from terrace.train.prepare import _changes
 from terrace.train.resolve import resolve
 from terrace.train.schedule import learning_rate, rate_jump
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import ConfigError
-from terrace.cli.here import cluster_here
-from terrace.cli.launching import check_alone
+from terrace.cli.here import check_alone, cluster_here
 from terrace.cli.options import AUTO, flags, resumed
 from terrace.cli.overrides import parse_overrides
 from terrace.cli.ranks import add_ranks, with_ranks

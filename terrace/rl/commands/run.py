@@ -21,17 +21,6 @@ from terrace.base.words import counted, quantity
 from terrace.checkpoint.layout import latest
 from terrace.checkpoint.reading import Checkpoint
 from terrace.cli.output import Terminated, outlive_output, sigterm_raises
-from terrace.cli.prepare import (
-    CompleteError,
-    changes,
-    check_command,
-    check_left,
-    earlier_table,
-    goes_on,
-    new_folder,
-    say_complete,
-    tidy,
-)
 from terrace.comm.collectives import DTYPES
 from terrace.data.chat_prompt import chat_prompts
 from terrace.data.ends import ends_of
@@ -72,6 +61,17 @@ from terrace.rl.workers.reward_forms import check_columns
 from terrace.rl.workers.reward_function import load_function
 from terrace.train.folder import SOURCE, source_files, with_sums
 from terrace.train.lock import folder_lock
+from terrace.train.run_folder import (
+    CompleteError,
+    changes,
+    check_command,
+    check_left,
+    earlier_table,
+    goes_on,
+    new_folder,
+    say_complete,
+    tidy,
+)
 from terrace.train.runs import CONFIG, again
 from terrace.train.trackers import check_installed
 

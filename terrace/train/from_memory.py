@@ -19,11 +19,11 @@ from terrace.base.errors import CheckpointError, ConfigError
 from terrace.base.schema import dump, load
 from terrace.checkpoint.memory import Held, held, in_memory, memory_folder, newest, place, run_id, without
 from terrace.checkpoint.reading import Checkpoint
-from terrace.cli.joined import awaited
 from terrace.launch.world import World
 from terrace.plan.partners import find_partners, one_machine
 from terrace.train.config import RunConfig
 from terrace.train.job import RunJob
+from terrace.train.joined import awaited
 
 _LONGEST_S = 1800.0  # to check the files of a machine
 

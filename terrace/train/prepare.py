@@ -1,35 +1,27 @@
-"""Preparation of a run before its ranks start: data, checkpoint, run folder, disk."""
+"""Preparation of a run before its ranks start, on every machine: data, checkpoint, run folder, disk."""
 
 import shutil
+import socket
 import tomllib
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime
-from itertools import count
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 import torch
 
-from terrace.base.errors import CheckpointError, ConfigError
-from terrace.base.files import remove_abandoned, write_atomic
-from terrace.base.schema import read_table
+from terrace.base.errors import CheckpointError, ConfigError, DataError
+from terrace.base.files import write_atomic
 from terrace.base.sealed import sealed_toml
 from terrace.base.words import quantity
 from terrace.checkpoint.layout import check_model, checkpoint_bytes, complete, latest, step_of
 from terrace.checkpoint.reading import Checkpoint, newest_whole
-from terrace.checkpoint.writing import clear_leftovers
-from terrace.cli.programs import check_passes, checked_programs
-from terrace.cli.step_progress import passing_lines
 from terrace.data.batches import Batches, Source
 from terrace.data.eval_batches import EvalSource
 from terrace.data.prepared import compare_facts, prepare_eval_sources, prepare_sources
 from terrace.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer, trained_otherwise
 from terrace.launch.called import called
-from terrace.launch.socket_folder import clear_all_abandoned
-from terrace.launch.start import is_restarted
+from terrace.launch.world import World
 from terrace.model.facts import vocabulary_size
 from terrace.model.liger import why_missing
 from terrace.plan.gaps import gaps_words
@@ -40,53 +32,33 @@ from terrace.train.config import RunConfig, run_toml
 from terrace.train.effects import why_no_sample
 from terrace.train.facts import OBJECTIVE, check_facts, model_facts
 from terrace.train.folder import SOURCE, check_tokenizer, check_weights, source_files
-from terrace.train.job import RunJob
+from terrace.train.from_memory import check_partners, check_when_asked, checks_end, chosen, offer, placed
+from terrace.train.job import RunJob, job_text, read_job, read_sources, sources_text
+from terrace.train.joined import check_world, one_makes
 from terrace.train.lock import folder_lock
-from terrace.train.prediction import resolved_run
-from terrace.train.runs import table_to_resume
+from terrace.train.prediction import check_passes, checked_programs, resolved_run
+from terrace.train.run_folder import (
+    RUNS,
+    CompleteError,
+    changes,
+    check_command,
+    check_left,
+    earlier_table,
+    new_folder,
+    say_complete,
+    tidy,
+    unusable,
+)
 from terrace.train.sample import sample_prompt
 from terrace.train.schedule import rate_jump
 from terrace.train.trackers import check_installed
 from terrace.train.validation import eval_batches_of
 
-_RUNS = Path("runs")
-OF_NUMBERS = ("train", "optimizer", "plan", "lora", "balance")  # sections of a run that may change its numbers
+Say = Callable[[str], None]
 
 
-class CompleteError(CheckpointError):
-    """The run has already completed all its steps."""
-
-
-def goes_on(folder: Path | None, resume: Path | None, asked: bool) -> bool:
-    """Whether to continue an existing run in `folder`: if `asked`, or if a launcher restarts the ranks."""
-    return asked or (folder is not None and resume is None and is_restarted())
-
-
-def check_command(folder: Path, command: str) -> None:
-    """Raises `CheckpointError` if the run in `folder` belongs to the other command, whose files would be replaced.
-
-    Unreadable settings do not prevent a resume (`earlier_table`).
-    """
-    with suppress(ConfigError):
-        table_to_resume(folder, command)
-
-
-def check_left(folder: Path, done: int, steps: int, key: str) -> None:
-    """Raises `CompleteError` if the checkpoint in `folder` is already at the run's last step; `key` sets the number of
-    steps.
-    """
-    if done >= steps:
-        raise CompleteError(
-            f"{folder} is after step {done} of {steps}, so nothing is left to train: ask for more with --{key} N"
-        )
-
-
-def say_complete(complete: CompleteError, going_on: bool) -> None:
-    """Prints that a run is complete, or raises `complete` if the user asked for more."""
-    # A launcher may restart a complete run once too often; a user gets an error with the fix.
-    if not going_on:
-        raise complete
-    print(complete, flush=True)
+def _print(text: str) -> None:
+    print(text, flush=True)
 
 
 def prepare(
@@ -95,9 +67,10 @@ def prepare(
     resume: Path | None,
     going_on: bool = False,
     memory: Checkpoint | None = None,
+    say: Say = _print,
 ) -> RunJob:
     """Prepares the ranks' job: verifies the program, tokenises the data, and checks everything that will be read and
-    written.
+    written. `say` gets lines for the user, and those of progress (terrace.base.progress).
 
     With `going_on` the run continues from `folder`'s checkpoint, or from the one in `memory` if the disk has no later
     one, or else starts there. Raises `CompleteError` if nothing is left to train, and `TerraceError` for anything that
@@ -116,30 +89,30 @@ def prepare(
     checked_programs(config)
     plan = resolved_run(config).plan
     if said := gaps_words(config.plan, plan):
-        print(said, flush=True)
+        say(said)
     # Stored, so that on other constants, too, a resumed run multiplies the same parts and rounds the same parts of
     # gradients. It may have other stages, so its file only names stages that the user gave.
     kept = config.plan.with_routing_of(plan)
     config = replace(config, plan=kept)
-    is_compiled = compiles(config)
+    is_compiled = compiles(config, say)
     _check_kernels(config)
     config = replace(config, data=config.data.absolute())  # so that config.toml works from any directory
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.bos, config.data.eos)
     check_tokenizer(tokenizer, config)
     if isinstance(tokenizer, FileTokenizer):
-        print(tokenizer.words(), flush=True)
+        say(tokenizer.words())
         # Named in config.toml, so that files that change beside the tokenizer do not change the run.
         bos, eos = tokenizer.as_keys()
         config = replace(config, data=replace(config.data, bos=bos, eos=eos))
     if resume is None and (said := check_weights(config)):
-        print(said, flush=True)
-    sources, evaluated = _sources(config, tokenizer)
+        say(said)
+    sources, evaluated = _sources(config, tokenizer, say)
     if config.train.prompt is not None and not why_no_sample(config):
         sample_prompt(config, sources, tokenizer)  # refused now rather than at the end
-    checkpoint = None if resume is None else _to_resume(resume, config, sources, tokenizer, memory)
+    checkpoint = None if resume is None else _to_resume(resume, config, sources, tokenizer, memory, say)
     if checkpoint is not None:
         check_left(checkpoint.folder, checkpoint.step, config.train.steps, "train.steps")
-    _check_disk(resume or folder or _RUNS, config)
+    _check_disk(resume or folder or RUNS, config)
     template = config.data.chat_template
     carried = {} if resume else source_files(config.train.weights, config.data.tokenizer, template, tokenizer)
     is_new = there is None
@@ -155,7 +128,7 @@ def prepare(
     except OSError as error:
         if is_new:
             shutil.rmtree(chosen, ignore_errors=True)
-        raise _unusable(chosen, error) from error
+        raise unusable(chosen, error) from error
     return RunJob(
         run=replace(config, plan=plan, train=replace(config.train, compile=is_compiled)),
         folder=chosen,
@@ -170,11 +143,11 @@ def prepare(
     )
 
 
-def compiles(config: RunConfig) -> bool:
+def compiles(config: RunConfig, say: Say = _print) -> bool:
     """Whether the run compiles its blocks: if `train.compile` is true, and by default on CUDA.
 
-    If the default is not available, prints a line with the reason. Raises `ConfigError` if `train.compile` is true and
-    this machine cannot compile.
+    If the default is not available, `say` gets a line with the reason. Raises `ConfigError` if `train.compile` is true
+    and this machine cannot compile.
     """
     asked, device = config.train.compile, torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if asked is False or (asked is None and device.type == "cpu"):
@@ -184,7 +157,7 @@ def compiles(config: RunConfig) -> bool:
     except ConfigError as error:
         if asked:
             raise
-        print(f"not compiled: {error}", flush=True)
+        say(f"not compiled: {error}")
         return False
     return True
 
@@ -198,11 +171,10 @@ def _check_kernels(config: RunConfig) -> None:
         raise ConfigError(f"train.kernels = {config.train.kernels!r} cannot serve: {reason}; leave train.kernels out")
 
 
-def _sources(config: RunConfig, tokenizer: Tokenizer) -> tuple[tuple[Source, ...], tuple[EvalSource, ...]]:
+def _sources(config: RunConfig, tokenizer: Tokenizer, say: Say) -> tuple[tuple[Source, ...], tuple[EvalSource, ...]]:
     """The tokenised and checked data: training sources, and sources for evaluation only."""
-    with passing_lines() as progress:
-        sources = prepare_sources(config.data, tokenizer, config.train.sequence, progress)
-        evaluated = prepare_eval_sources(config.data, tokenizer, config.train.sequence, progress)
+    sources = prepare_sources(config.data, tokenizer, config.train.sequence, say)
+    evaluated = prepare_eval_sources(config.data, tokenizer, config.train.sequence, say)
     for source in (*sources, *evaluated):
         source.tokens.check_vocab(vocabulary_size(config.model))
     # Raises where the data is too short for a batch, or has nothing to evaluate.
@@ -211,74 +183,24 @@ def _sources(config: RunConfig, tokenizer: Tokenizer) -> tuple[tuple[Source, ...
     return sources, evaluated
 
 
-def tidy(folder: Path, saves: Sequence[Path]) -> None:
-    """Removes what a killed run left in its folder and in `saves`, the folders that hold its checkpoints.
-
-    Needed for a run with nothing left to train, whose ranks are not started to do the same. Raises `CheckpointError` if
-    another run writes there.
-    """
-    clear_all_abandoned()
-    # Fails if another run writes there: its rank 0 holds the lock to the end.
-    with folder_lock(folder):
-        remove_abandoned(folder)
-        for each in saves:
-            # Also for a run that has nothing left to train, which was killed after its last checkpoint.
-            if (each / "checkpoints").is_dir():
-                try:
-                    clear_leftovers(each / "checkpoints")
-                except OSError as error:
-                    raise _unusable(folder, error) from error
-
-
 def _changes(step: int, earlier: Mapping[str, Any] | None, config: RunConfig) -> tuple[str, ...]:
     # One key may change a schedule, and the effect show in another number.
     jump = rate_jump(step, earlier, config.train, config.optimizer)
     return (*changes(earlier, tomllib.loads(run_toml(config))), *filter(None, [jump]))
 
 
-def changes(
-    old: Mapping[str, Any] | None, new: Mapping[str, Any], sections: Sequence[str] = OF_NUMBERS
-) -> tuple[str, ...]:
-    """Settings that may change a resumed run's numbers and differ from the earlier start: `key old -> new`.
-
-    Data, model and ranks are compared with the checkpoint, and reported elsewhere.
-    """
-    if not old:
-        return ("the settings of the earlier start cannot be read, so changes of them are not known",)
-    found = []
-    for section in sections:
-        before, after = (_flat(table.get(section, {}), section) for table in (old, new))
-        for key in sorted(before.keys() | after.keys()):
-            values = (before.get(key), after.get(key))
-            # An empty list equals a key unknown to an earlier version; 0 and false may not.
-            if values[0] != values[1] and not all(value in (None, []) for value in values):
-                found.append(f"{key} {before.get(key, 'unset')!s} -> {after.get(key, 'unset')!s}")
-    return tuple(found)
-
-
-def _flat(table: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        flat |= _flat(value, f"{prefix}.{key}") if isinstance(value, Mapping) else {f"{prefix}.{key}": value}
-    return flat
-
-
-def earlier_table(folder: Path) -> dict[str, Any] | None:
-    """The settings of a run's earlier start; None if there was none, empty if they cannot be read."""
-    path = folder / "config.toml"
-    try:
-        return read_table(path, folder) if path.is_file() and path.stat().st_size else None
-    except ConfigError:
-        return {}
-
-
 def _to_resume(
-    run_folder: Path, config: RunConfig, sources: Sequence[Source], tokenizer: Tokenizer, memory: Checkpoint | None
+    run_folder: Path,
+    config: RunConfig,
+    sources: Sequence[Source],
+    tokenizer: Tokenizer,
+    memory: Checkpoint | None,
+    say: Say,
 ) -> Checkpoint:
-    checkpoint, wrong = _newest(run_folder, memory)
+    checkpoint, wrong = _newest(run_folder, memory, say)
     folder = checkpoint.folder
     if wrong:
-        print(f"resuming from {folder}, since {'; '.join(wrong)}", flush=True)
+        say(f"resuming from {folder}, since {'; '.join(wrong)}")
     check_same_run(checkpoint, config, sources, tokenizer)
     return checkpoint
 
@@ -305,7 +227,7 @@ def check_same_run(checkpoint: Checkpoint, config: RunConfig, sources: Sequence[
     check_facts(folder, there, here, {"tokenizer": trained_otherwise(str(there["tokenizer"]), tokenizer)})
 
 
-def _newest(run_folder: Path, memory: Checkpoint | None) -> tuple[Checkpoint, list[str]]:
+def _newest(run_folder: Path, memory: Checkpoint | None, say: Say) -> tuple[Checkpoint, list[str]]:
     if memory is None:
         return newest_whole(run_folder)
     on_disk, wrong = latest(run_folder), list[str]()
@@ -319,7 +241,7 @@ def _newest(run_folder: Path, memory: Checkpoint | None) -> tuple[Checkpoint, li
             if whole.step > memory.step:
                 return whole, wrong
     there = "none" if on_disk is None else f"step {step_of(on_disk)}{' damaged' if wrong else ''}"
-    print(f"resuming from step {memory.step} in the memory of the machines (on disk: {there})", flush=True)
+    say(f"resuming from step {memory.step} in the memory of the machines (on disk: {there})")
     return memory, wrong
 
 
@@ -340,7 +262,7 @@ def _check_disk(folder: Path, config: RunConfig) -> None:
     try:
         usage = shutil.disk_usage(existing)
     except OSError as error:
-        raise _unusable(folder, error) from error
+        raise unusable(folder, error) from error
     free = usage.free if usage.total else num_at_once * each  # a file system that counts nothing has no figures
     if free < num_at_once * each:
         raise ConfigError(
@@ -349,33 +271,56 @@ def _check_disk(folder: Path, config: RunConfig) -> None:
         )
 
 
-def new_folder(folder: Path | None, going_on: bool = False) -> Path:
-    """Makes a run folder, by default named after the current time. Raises `ConfigError` if it cannot be made."""
-    # An empty config.toml claims the folder at once, so that no two runs take the same one. With `going_on` the folder
-    # of a run that ended before its first checkpoint is taken over, too.
-    if going_on and folder is not None and (folder / "config.toml").is_file():
-        return folder
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    # Two runs of the same second get different folders.
-    candidates = [folder] if folder is not None else (_RUNS / f"{stamp}{f'-{n}' * bool(n)}" for n in count())
-    for candidate in candidates:
+def joined_job(
+    world: World, config: RunConfig, folder: Path | None, resume: Path | None, going_on: bool, say: Say = _print
+) -> RunJob | None:
+    """The job of this rank in a launcher's world; None if nothing is left to train. Every rank calls this."""
+    here = offer(world, folder)
+
+    def prepare_here() -> str:
+        with checks_end(world):
+            check_world(world, config.cluster)
+            is_new = resume is None and not (going_on and folder is not None and (folder / "config.toml").is_file())
+            check_partners(world, config, is_new)
+            memory = chosen(world, folder, here) if going_on and folder is not None and here is not None else None
         try:
-            candidate.mkdir(parents=True, exist_ok=folder is not None)
-            if any(candidate.iterdir()):
-                raise FileExistsError
-            (candidate / "config.toml").touch(exist_ok=False)
-            return candidate
-        except FileExistsError:
-            if folder is not None and folder.is_dir():
-                break
-            if folder is not None:
-                raise ConfigError(f"--folder {folder} is a file: name a new folder") from None
-        except OSError as error:
-            raise _unusable(candidate, error) from error
-    raise ConfigError(
-        f"--folder {folder} is not empty: name a new folder, or resume with --resume {quote(str(folder))}"
-    )
+            return job_text(prepare(config, folder, resume, going_on, memory, say))
+        except CompleteError as complete:
+            say_complete(complete, going_on)
+            return ""
+
+    if world.rank != 0:
+        check_when_asked(world, here)
+    text = one_makes(world, "job", world.rank == 0, prepare_here)
+    return placed(read_job(text), here, world) if text else None
 
 
-def _unusable(folder: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"cannot use {folder} as run folder: {error.strerror}; name another --folder")
+def with_sources(world: World, job: RunJob) -> RunJob:
+    """The job with sources of this machine, of rank 0's contents. Every rank calls this."""
+    # Token caches may be local to a machine: its first rank opens or builds them.
+    host = world.hosts[world.rank]
+    first = world.hosts.index(host) == world.rank
+    text = one_makes(world, f"tokens/{host}", first, lambda: sources_text(*_sources_here(job)))
+    sources, eval_sources = read_sources(text)
+    return replace(job, sources=sources, eval_sources=eval_sources)
+
+
+def _sources_here(job: RunJob) -> tuple[tuple[Source, ...], tuple[EvalSource, ...]]:
+    # Once per machine: its run folder and its data must be rank 0's.
+    if not (job.folder / "config.toml").is_file():
+        raise CheckpointError(
+            f"{socket.gethostname()} does not see the run folder {job.folder} that rank 0 made: name a --folder on a "
+            "file system that all machines share"
+        )
+    data = job.run.data
+    tokenizer, sequence = load_tokenizer(data.tokenizer, data.bos, data.eos), job.run.train.sequence
+    sources = prepare_sources(data, tokenizer, sequence)
+    eval_sources = prepare_eval_sources(data, tokenizer, sequence)
+    # Paths may be local to machines: contents must be the same.
+    for mine, of_rank_0 in zip((*sources, *eval_sources), (*job.sources, *job.eval_sources), strict=True):
+        here, there = ((each.tokens.digest, each.tokens.sums_digest) for each in (mine, of_rank_0))
+        if here != there:
+            raise DataError(
+                f"{mine.name} on {socket.gethostname()} differs from rank 0's: give every machine the same data"
+            )
+    return sources, eval_sources

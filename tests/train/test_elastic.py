@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from terrace.base.errors import PlanError
-from terrace.cli.elastic import fitted_cluster, fitted_run
 from terrace.train.layers import resolve_table
+from terrace.train.resolve import fitted_cluster, fitted_run
 from tests.support.tiny_runs import write_run
 from tests.support.toys import cluster_of
 

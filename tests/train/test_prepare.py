@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from terrace.cli.checks import check_memory_here, check_run
-from terrace.cli.prepare import changes, prepare
 from terrace.model.balance import BalanceConfig
 from terrace.simulate.advice import Job, fullest_stage
 from terrace.train.config import RunConfig, run_toml
 from terrace.train.prediction import resolved_run
+from terrace.train.prepare import prepare
 from terrace.train.resolve import parse_run, resolve
+from terrace.train.run_folder import changes
 from tests.support.machines import SOUND
 from tests.support.tiny_runs import MODEL, write_run
 

@@ -9,10 +9,10 @@ from contextlib import contextmanager, suppress
 from terrace.base import errors
 from terrace.base.errors import ConfigError, HangError, TerraceError, first_line
 from terrace.base.words import were
-from terrace.cli.launching import torchrun
 from terrace.cluster.cluster import Cluster
 from terrace.launch.machines import check_tiers
 from terrace.launch.world import World
+from terrace.train.planned import torchrun
 
 JOIN_TIMEOUT_S = 600.0  # machines of one job may start minutes apart
 _PREPARE_LIMIT_S = 24 * 3600.0  # a large corpus takes hours to tokenise; a rank that dies ends the job

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from terrace.base.errors import ConfigError
-from terrace.cli.job_text import _JobText, job_text, read_job, read_sources, section_digests, sources_text
 from terrace.data.batches import Source
 from terrace.data.token_file import TokenFile
-from terrace.train.job import RunJob
+from terrace.train.job import RunJob, _JobText, job_text, read_job, read_sources, section_digests, sources_text
 from terrace.train.resolve import resolve
 
 PIPELINE = {"mapping": {"system": {"pipeline": 2}}, "stages": [3, 3], "recompute": ["layers.*"]}
