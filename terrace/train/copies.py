@@ -16,15 +16,14 @@ from terrace.program.report import StepReport
 from terrace.runtime.engine import Engine
 from terrace.runtime.progress import Progress
 from terrace.simulate.peer_copies import CopyCost, part_bytes, residual_bytes, with_copies
+from terrace.train.hooks import Hook, StepDone
 from terrace.train.job import RunJob
 
 COST = 0.05  # of the predicted step: the most that copies may take where the run's file does not say how often
 
 
-class NoCopies:
+class NoCopies(Hook):
     """Stands in for `Copies` in a run that makes none. A run restored from memory keeps that copy until it ends."""
-
-    time_s: Mapping[str, float] = {}  # of copies in the last step
 
     def __init__(self, engine: Engine, world: World, came_from: Path | None) -> None:
         self._engine, self._world, self._came_from = engine, world, came_from
@@ -33,18 +32,15 @@ class NoCopies:
         """Makes the first copy. Returns the predicted steps of all stages with the cost of copies added."""
         return predicted
 
-    def after(self, num_done: int, *, is_finite: bool) -> None:
-        """Copies the state if a copy is due after step `num_done`, and sets `time_s`.
-
-        A step that was abandoned (`is_finite` False) left the state unchanged, so nothing is copied.
-        """
-
-    def close(self) -> None:
-        """Frees the copies on all machines, after a run has ended normally."""
+    def ended(self) -> None:
+        """Frees the copies on all machines."""
         if self._came_from is not None:
             self._engine.comm.exchange(None)
             if self._world.hosts.index(self._world.hosts[self._world.rank]) == self._world.rank:
                 clear(self._came_from)
+
+    def failed(self) -> None:
+        self.ended()
 
 
 class Copies(NoCopies):
@@ -59,6 +55,7 @@ class Copies(NoCopies):
         self._train, self._peers = job.run.train, peers
         self._at, self._note = at, note
         self._every = self._train.peer_copies_every
+        self._time_s: dict[str, float] = {}  # of the last step that was not given up
 
     def start(self, predicted: Sequence[StepReport], cluster: Cluster, first_step: int) -> Sequence[StepReport]:
         program, first_bytes = self._engine.program, self._peers.own_bytes
@@ -96,12 +93,15 @@ class Copies(NoCopies):
         )
         return found
 
-    def after(self, num_done: int, *, is_finite: bool) -> None:
-        if is_finite:
-            is_due = num_done % self._every == 0 and num_done < self._train.steps
-            self.time_s = {TIME: self._copy(num_done) if is_due else 0.0}
+    def stepped(self, done: StepDone) -> None:
+        """Copies the state if a copy is due."""
+        # A step that was given up left the state unchanged.
+        if done.problem is None:
+            is_due = done.number % self._every == 0 and done.number < self._train.steps
+            self._time_s = {TIME: self._copy(done.number) if is_due else 0.0}
+        done.figures["time_s"] = self._time_s
 
-    def close(self) -> None:
+    def ended(self) -> None:
         self._peers.close()
 
     def _copy(self, num_done: int) -> float:

@@ -1,14 +1,18 @@
-"""Mean loss over several passes of the forward-only program."""
+"""The evaluation data of a run, and the mean loss over several passes of the forward-only program."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from terrace.data.batches import Batches
+from terrace.data.eval_batches import EvalBatches, EvalSource, eval_batches
+from terrace.model.facts import vocabulary_size
 from terrace.runtime.batch import Batch
 
 if TYPE_CHECKING:
     from terrace.runtime.engine import Engine
+    from terrace.train.config import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,3 +38,11 @@ def evaluated(engine: "Engine", passes: Sequence[Callable[[], Sequence[Batch]]])
         result = engine.evaluate(micros())
         total, num_tokens = total + result.loss * result.num_tokens, num_tokens + result.num_tokens
     return Evaluated(loss=total / max(1, num_tokens), num_tokens=num_tokens)
+
+
+def eval_batches_of(run: "RunConfig", batches: Batches, sources: tuple[EvalSource, ...]) -> list[EvalBatches]:
+    """The evaluation data of a run, in batches of the size of its steps; empty if it does not evaluate."""
+    train = run.train
+    if not train.eval_every:
+        return []
+    return eval_batches(batches, sources, run.rows, train.eval_batches, vocabulary_size(run.model))

@@ -6,41 +6,32 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from terrace.cluster.cluster import Cluster
 from terrace.plan.dims import has_routers
-from terrace.runtime.engine import Engine
-from terrace.runtime.step_sums import StepResult
-from terrace.train.job import RunJob
+from terrace.train.hooks import Hook, StepDone
 from terrace.train.loads import LoadsFile, cut_other_stages
 from terrace.train.prediction import utilisation_of
+from terrace.train.rank import RankOfRun
 
 _DISAGREE = 2.0  # times the predicted step, or a part of it, after which the peak is measured again
 
 
-class Gauges:
+class Gauges(Hook):
     """Reads the engine's counters, and writes the expert loads.
 
     If the second step differs from `predicted_s` by more than a factor of two, and the peak behind MFU was measured at
-    the start, rank 0 measures it again with `measure` and keeps the higher value. `note` receives both.
+    the start, rank 0 measures it again with `measure` and keeps the higher value. A note has both.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        job: RunJob,
-        cluster: Cluster,
-        first_step: int,
-        predicted_s: float,
-        note: Callable[[str], None],
-        measure: Callable[[], float],
+        self, rank: RankOfRun, cluster: Cluster, first_step: int, predicted_s: float, measure: Callable[[], float]
     ) -> None:
+        engine, job, self._note = rank.engine, rank.job, rank.observer.note
         self._engine, self._used = engine, utilisation_of(job.run, cluster, engine.device.type)
-        self._second, self._predicted_s = first_step + 2, predicted_s
-        self._note, self._measure = note, measure
+        self._second, self._predicted_s, self._measure = first_step + 2, predicted_s, measure
         program, stage = engine.program, engine.program.stage.index
         writes = bool(engine.load.layers) and program.mesh.at_stage(0, stage) == engine.rank
         train = job.run.train
@@ -52,25 +43,26 @@ class Gauges:
         self._before: dict[str, int] = {}
         self._sent()
 
-    def read(self, step: int, result: StepResult, num_tokens: int, step_s: float) -> dict[str, Any]:
-        """Fields of a `StepRecord` for the step just ended (from 1). `num_tokens` are those of one island."""
+    def stepped(self, done: StepDone) -> None:
+        """Adds throughput, utilisation, bytes and memory to the figures of a step."""
+        result, step_s, num_tokens = done.result, done.figures["step_s"], done.figures["num_tokens"]
         if self._loads is not None and result.loads is not None:
-            self._loads.add(step, result.loads)
-        if step == self._second and self._engine.rank == 0 and self._used.is_measured_here:
+            self._loads.add(done.number, result.loads)
+        if done.number == self._second and self._engine.rank == 0 and self._used.is_measured_here:
             self._check_peak(step_s)
-        # Each island runs its own steps.
+        # Each island runs its own steps, and `num_tokens` are those of one.
         tokens_per_s = self._engine.program.layout.num_islands * num_tokens / step_s
-        return {
-            "tokens_per_s": tokens_per_s,
-            "tokens_per_s_per_device": tokens_per_s / self._used.num_devices,
-            "load": {} if result.loads is None else result.loads.figures,
-            "mfu": self._used.mfu(step_s),
-            "hfu": self._used.hfu(step_s),
-            "sent_bytes": self._sent(),
-            "memory_bytes": self._engine.comm.meter.peak(),
-            "peak_memory_bytes": self._peak(),
-            "time": time.time(),
-        }
+        done.figures.update(
+            tokens_per_s=tokens_per_s,
+            tokens_per_s_per_device=tokens_per_s / self._used.num_devices,
+            load={} if result.loads is None else result.loads.figures,
+            mfu=self._used.mfu(step_s),
+            hfu=self._used.hfu(step_s),
+            sent_bytes=self._sent(),
+            memory_bytes=self._engine.comm.meter.peak(),
+            peak_memory_bytes=self._peak(),
+            time=time.time(),
+        )
 
     def _check_peak(self, step_s: float) -> None:
         if max(step_s / self._predicted_s, self._predicted_s / step_s) <= _DISAGREE:

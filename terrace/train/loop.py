@@ -22,6 +22,7 @@ from terrace.launch.world import World
 from terrace.program.report import StepReport, plain, read_plain
 from terrace.runtime.compiled import compiler_named
 from terrace.runtime.engine import Engine
+from terrace.train.adapted import attention_words
 from terrace.train.busy import CoreSeconds, busy_since
 from terrace.train.calibrate import calibrate, layer_flops_per_s, predict_once
 from terrace.train.copies import copies_of
@@ -34,9 +35,13 @@ from terrace.train.metrics import Observer, Outcome, SlowestRank, own_seconds
 from terrace.train.profiler import Profiler
 from terrace.train.rank import RankOfRun
 from terrace.train.recorder import recorded
+from terrace.train.records import Records, Shown, StepFigures
 from terrace.train.sample import closing_sample
-from terrace.train.stepping import Saves, SlowRanks, Steps
-from terrace.train.validation import Validation, eval_batches_of
+from terrace.train.saves import Saves
+from terrace.train.slow_ranks import SlowRanks
+from terrace.train.step_checks import StepChecks
+from terrace.train.stepping import run_steps
+from terrace.train.validation import Validation
 
 
 def train(world: World, job: RunJob, observer: Observer) -> Outcome | Stop:
@@ -74,35 +79,36 @@ def _outcome(rank: RankOfRun, stop_signal: StopSignal) -> Outcome | Stop:
     made = rank.micro_batches(rank.batches, cost)
     dog.idle("reading the reference of DPO")
     rank.learning.begin(engine, job, observer.note, dog.idle)
-    saves = Saves(engine, rank.world, job, cost, dog, observer)
-    sources = eval_batches_of(run, rank.batches, job.eval_sources)
-    validation = Validation(engine, run.train, sources, lambda batches: rank.micro_batches(batches, cost))
-    validation.resume(job.folder, first_step)
+    saves, records = Saves(rank, cost, vote), Records(rank, first_step)
+    validation = Validation(rank, lambda batches: rank.micro_batches(batches, cost), first_step)
     copies = copies_of(engine, rank.world, job, facts_of(job, cost), rank.reporter.at, observer.note)
     of_stages = copies.start(predict_once(engine, run, cluster), cluster, first_step)
     predicted = of_stages[engine.program.stage.index]  # a rank is compared with its own stage
     rank.reporter.patience.expect(outer, predicted.step_s)
-    measure = partial(layer_flops_per_s, engine, run)
-    gauges = Gauges(engine, job, cluster, first_step, predicted.step_s, observer.note, measure)
+    gauges = Gauges(rank, cluster, first_step, predicted.step_s, partial(layer_flops_per_s, engine, run))
     observer.started(predicted, cluster, first_step)
-    steps = Steps(
-        rank=rank,
-        vote=vote,
-        saves=saves,
-        validation=validation,
-        copies=copies,
-        gauges=gauges,
-        slow=SlowRanks(dog, engine.program, run.train, observer),
-        profiler=Profiler(engine, run, cluster, job.folder),
+    if words := attention_words(run, engine.device):
+        observer.detail(words)
+    # In this order after each step: what is measured, what is known of it, and what follows from that.
+    hooks = (
+        Profiler(engine, run, cluster, job.folder),
+        copies,
+        StepFigures(rank),
+        gauges,
+        SlowRanks(rank),
+        records,
+        validation,
+        Shown(rank, first_step),
+        StepChecks(rank, first_step),
+        saves,
     )
     # Closed on any error too: its thread would go on reading data.
     with closing(Feeder(rank.learning.fed(made), first_step, run.train.steps)) as feeder:
-        summary, stop = steps.run(first_step, feeder)
-    saves.close()
-    copies.close()
+        stop = run_steps(rank, hooks, feeder, first_step)
     if stop is not None:
         engine.close()
         return stop
+    summary = records.summary
     measured = engine.report(summary.mean_time_s)
     dog.idle("comparing the ranks")  # before the sample: rank 0 makes it and all others would wait
     stages, slowest = compare_ranks(engine, of_stages, measured)

@@ -30,6 +30,7 @@ from terrace.runtime.compiled import check_compiler
 from terrace.train.adapted import FACT, fact_of
 from terrace.train.config import RunConfig, run_toml
 from terrace.train.effects import why_no_sample
+from terrace.train.evaluated import eval_batches_of
 from terrace.train.facts import OBJECTIVE, check_facts, model_facts
 from terrace.train.folder import SOURCE, check_tokenizer, check_weights, source_files
 from terrace.train.from_memory import check_partners, check_when_asked, checks_end, chosen, offer, placed
@@ -52,7 +53,6 @@ from terrace.train.run_folder import (
 from terrace.train.sample import sample_prompt
 from terrace.train.schedule import rate_jump
 from terrace.train.trackers import check_installed
-from terrace.train.validation import eval_batches_of
 
 Say = Callable[[str], None]
 

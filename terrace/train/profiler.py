@@ -6,8 +6,7 @@ zero. With `train.profile_torch` torch's profiler records the same steps into `p
 is included in the times of the other files.
 """
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -23,13 +22,14 @@ from terrace.simulate.stages import Passed
 from terrace.simulate.step import play_whole
 from terrace.simulate.trace import compared_trace_json
 from terrace.train.config import RunConfig
+from terrace.train.hooks import Hook, StepDone
 from terrace.train.keys import parse_steps
 from terrace.train.prediction import step_of
 
 FOLDER = "profile"
 
 
-class Profiler:
+class Profiler(Hook):
     """Traces the requested steps on the chosen ranks; does nothing elsewhere."""
 
     def __init__(self, engine: Engine, run: RunConfig, cluster: Cluster, folder: Path) -> None:
@@ -41,22 +41,26 @@ class Profiler:
         self._steps = parse_steps(asked) if asked is not None and speaks else range(0)
         self._tracer: Tracer | None = None
         self._first = 0  # step that the tracer has seen
+        self._step: AbstractContextManager[None] | None = None  # traced now
         self._torch: torch.profiler.profile | None = None
 
-    def around(self, step: int) -> contextlib.AbstractContextManager[None]:
-        """Context manager that traces step `step` (from 0) if requested."""
-        return self._traced(step) if step in self._steps else contextlib.nullcontext()
-
-    @contextlib.contextmanager
-    def _traced(self, step: int) -> Iterator[None]:
+    def before(self, step: int) -> None:
+        if step not in self._steps:
+            return
         if self._tracer is None:
             self._tracer, self._first = Tracer(self._engine), step
             if self._run.train.profile_torch:
                 self._torch = torch.profiler.profile()
                 self._torch.start()
-        with self._tracer.step():
-            yield
-        if step == self._steps[-1]:
+        self._step = self._tracer.step()
+        self._step.__enter__()
+
+    def stepped(self, done: StepDone) -> None:
+        if self._step is None or self._tracer is None:
+            return
+        self._step.__exit__(None, None, None)
+        self._step = None
+        if done.step == self._steps[-1]:
             self._write(self._tracer)
 
     def _write(self, tracer: Tracer) -> None:

@@ -5,76 +5,65 @@ over all predicted tokens of a source.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from terrace.checkpoint.layout import folder_name, folder_of
-from terrace.data.batches import Batches
-from terrace.data.eval_batches import EvalBatches, EvalSource, eval_batches
-from terrace.model.facts import vocabulary_size
+from terrace.data.eval_batches import EvalBatches
 from terrace.runtime.batch import Batch
-from terrace.runtime.engine import Engine
-from terrace.train.config import RunConfig
-from terrace.train.evaluated import Evaluated, evaluated
-from terrace.train.keys import TrainConfig
+from terrace.train.evaluated import Evaluated, eval_batches_of, evaluated
+from terrace.train.hooks import Hook, StepDone
 from terrace.train.metrics import read_metrics
 from terrace.train.micro_batches import MicroBatches
-
-Passed = Callable[[int], None]  # receives the number of each pass
-
-
-def eval_batches_of(run: RunConfig, batches: Batches, sources: tuple[EvalSource, ...]) -> list[EvalBatches]:
-    """The evaluation data of a run, in batches of the size of its steps; empty if it does not evaluate."""
-    train = run.train
-    if not train.eval_every:
-        return []
-    return eval_batches(batches, sources, run.rows, train.eval_batches, vocabulary_size(run.model))
+from terrace.train.rank import RankOfRun
 
 
-class Validation:
-    """The evaluations of a run. Every rank calls the methods at the same points.
+class Validation(Hook):
+    """The evaluations of a run. A resumed run finds its best step in the metrics file.
 
-    `best_step` is the step with the lowest loss of `train.keep_best` so far. `is_new_best` tells whether the newest
-    evaluation set it. A resumed run finds `best_step` in its metrics file.
+    The best step is the one with the lowest loss of `train.keep_best` so far.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        train: TrainConfig,
-        sources: Sequence[EvalBatches],
-        make: Callable[[EvalBatches], MicroBatches],
-    ) -> None:
-        self._engine, self._train = engine, train
-        self._sources = [(each, make(each)) for each in sources]
-        self._best, self.is_new_best, self.is_first = math.inf, False, True
-        self.best_step: int | None = None
+    raises_together = True
 
-    @property
-    def words(self) -> str:
-        """A line on the evaluated data; "" if there is none."""
+    def __init__(self, rank: RankOfRun, make: Callable[[EvalBatches], MicroBatches], first_step: int) -> None:
+        self._rank, self._train, self._is_first = rank, rank.run.train, True
+        self._sources = [(each, make(each)) for each in eval_batches_of(rank.run, rank.batches, rank.job.eval_sources)]
+        self._best: tuple[float, int] | None = self._found(first_step)  # loss, step
+
+    def begin(self) -> None:
         read = ", ".join(
             f"{each.num_rows:,} of {each.num_found:,} sequences of {each.name}" for each, _ in self._sources
         )
-        return read and f"every {self._train.eval_every} steps and at the end it is evaluated on {read}"
+        if read:
+            self._rank.observer.note(f"every {self._train.eval_every} steps and at the end it is evaluated on {read}")
 
-    @property
-    def best_words(self) -> str:
-        """A line on the best checkpoint; "" if there is none."""
-        if self.best_step is None:
-            return ""
-        kept = folder_name(self.best_step)
-        return f"lowest loss of {self._train.keep_best}: {self._best:.4f} after step {self.best_step}, kept as {kept}"
+    def stepped(self, done: StepDone) -> None:
+        every = self._train.eval_every
+        if every and done.problem is None and (done.number % every == 0 or done.number == self._train.steps):
+            found, name = self._evaluated(), self._train.keep_best
+            rows = {each: {"loss": row.loss, "tokens": float(row.num_tokens)} for each, row in found.items()}
+            done.made = replace(done.record, eval=rows)
+            best = math.inf if self._best is None else self._best[0]
+            if name and found[name].loss < best:
+                self._best, done.is_new_best = (found[name].loss, done.number), True
+        done.best_step = None if self._best is None else self._best[1]
 
-    def resume(self, folder: Path, first_step: int) -> None:
-        """Finds the best checkpoint of the earlier steps."""
-        name = self._train.keep_best
+    def ended(self) -> None:
+        if self._best is not None:
+            loss, step = self._best
+            kept = f"lowest loss of {self._train.keep_best}: {loss:.4f} after step {step}, kept as {folder_name(step)}"
+            self._rank.observer.note(kept)
+
+    def _found(self, first_step: int) -> tuple[float, int] | None:
+        """The best checkpoint of the earlier steps."""
+        name, folder, engine = self._train.keep_best, self._rank.job.folder, self._rank.engine
         if not name or not first_step:
-            return
+            return None
         found: tuple[float, int] | None = None
         # Rank 0 reads for all: others may not see its disk.
-        if self._engine.rank == 0 and (folder / "metrics.jsonl").is_file():
+        if engine.rank == 0 and (folder / "metrics.jsonl").is_file():
             losses = [
                 (record.eval[name]["loss"], record.step)
                 for record in read_metrics(folder / "metrics.jsonl")
@@ -82,29 +71,24 @@ class Validation:
             ]
             kept = [each for each in losses if not math.isnan(each[0]) and folder_of(folder, each[1]).is_dir()]
             found = min(kept, default=None)
-        told = self._engine.comm.exchange(None if found is None else list(found))[0]
-        if told is not None:
-            self._best, self.best_step = told
+        told = engine.comm.exchange(None if found is None else list(found))[0]
+        return None if told is None else (told[0], told[1])
 
-    def is_due(self, num_done: int) -> bool:
-        """Whether an evaluation follows step `num_done`."""
-        every = self._train.eval_every
-        return bool(every) and (num_done % every == 0 or num_done == self._train.steps)
-
-    def after(self, num_done: int, passed: Passed) -> dict[str, Evaluated]:
-        """Evaluates all sources after step `num_done`. Returns the results by source."""
-        found, num_passes, device = dict[str, Evaluated](), 0, self._engine.device
+    def _evaluated(self) -> dict[str, Evaluated]:
+        reporter, engine = self._rank.reporter, self._rank.engine
+        reporter.is_compiling = bool(self._train.compile) and self._is_first
+        if reporter.is_compiling:
+            self._rank.dog.idle("compiling the blocks, in its first evaluation")
+        found, num_passes, num_instructions = dict[str, Evaluated](), 0, len(engine.program.instructions)
 
         def micros(made: MicroBatches, step: int) -> list[Batch]:
-            passed(num_passes + step)
-            return [micro.to(device) for micro in made.step(step).micros]
+            # A rank in an evaluation is ahead of one in the step.
+            reporter.num_before = (num_passes + step + 1) * num_instructions
+            return [micro.to(engine.device) for micro in made.step(step).micros]
 
         for batches, made in self._sources:
             passes = [partial(micros, made, step) for step in range(batches.num_batches)]
-            found[batches.name] = evaluated(self._engine, passes)
+            found[batches.name] = evaluated(engine, passes)
             num_passes += len(passes)
-        self.is_first, name = False, self._train.keep_best
-        self.is_new_best = bool(name) and found[name].loss < self._best
-        if self.is_new_best:
-            self._best, self.best_step = found[name].loss, num_done
+        self._is_first, reporter.num_before, reporter.is_compiling = False, 0, False
         return found

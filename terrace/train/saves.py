@@ -1,0 +1,85 @@
+"""When a run saves checkpoints, and the vote on an early stop, which always leaves one."""
+
+from terrace.base.errors import CheckpointError
+from terrace.checkpoint.saved import Saved
+from terrace.checkpoint.saving import Saver
+from terrace.launch.stop import Stop, Vote
+from terrace.sequence.cost import WorkCost
+from terrace.train.facts import facts_of
+from terrace.train.hooks import Hook, StepDone
+from terrace.train.metrics import NUM_SAVES
+from terrace.train.rank import RankOfRun
+
+_PATIENCE = 10  # timeouts that rank 0 waits for files of others
+
+
+class Saves(Hook):
+    """The checkpoints of a run. `newest` holds the last `NUM_SAVES` complete ones."""
+
+    def __init__(self, rank: RankOfRun, cost: WorkCost | None, vote: Vote) -> None:
+        train = rank.run.train
+        self._rank, self._vote, self.newest = rank, vote, tuple[Saved, ...]()
+        self._saver = Saver(
+            rank.engine,
+            rank.world,
+            rank.job.folder,
+            facts_of(rank.job, cost),
+            train.keep_checkpoints,
+            background=train.background_save,
+            limit_s=_PATIENCE * train.timeout_s,
+        )
+
+    def begin(self) -> None:
+        beside = "is written beside the steps" if self._rank.run.train.background_save else "is waited for"
+        # Checkpoints are copied to main memory first, which the user must have room for.
+        staged_mb = self._saver.staging_bytes / 1e6
+        self._rank.observer.detail(
+            f"a checkpoint takes {staged_mb:.3g} MB of this rank's main memory while it {beside}"
+        )
+        if self._rank.job.resume is None:
+            self._save(0, None)  # a folder that cannot be written ends the run in its first minute
+
+    def stepped(self, done: StepDone) -> None:
+        train = self._rank.run.train
+        is_last = done.number == train.steps
+        # A stop is voted on after every step but the last, and always leaves a checkpoint.
+        done.stop = None if is_last else self._voted(done.number)
+        due = train.checkpoint_every and done.number % train.checkpoint_every == 0
+        if due or done.stop is not None or is_last or done.is_new_best:
+            self._save(done.number, done.best_step)
+
+    def ended(self) -> None:
+        self.failed()
+        # Until the other ranks know the outcome of the save, too.
+        self._saver.close()
+
+    def failed(self) -> None:
+        """Waits for a running save. Raises `CheckpointError` on every rank if any rank could not write."""
+        self._rank.dog.idle("finishing a checkpoint")
+        self._saver.finish()
+        self._tell()
+
+    def _save(self, step: int, best: int | None) -> None:
+        """Starts a checkpoint after `step` steps. The one after step `best` is kept, however old it is."""
+        self._rank.dog.idle("saving a checkpoint")
+        if self._saver.is_under_way:
+            self._rank.observer.note(f"step {step}: waiting for the checkpoint before, which is still being written")
+        self._saver.start(step, best)
+        self._tell()
+        self._rank.engine.check_bytes()
+
+    def _voted(self, num_done: int) -> Stop | None:
+        self._tell()
+        # A rank that failed to save tells the others through the vote, so that all stop after the same step.
+        if self._saver.problem is not None:
+            self._vote.fail(self._saver.problem)
+        stop = self._vote.after(num_done)
+        if stop is not None and stop.why == "failed":
+            raise CheckpointError(stop.text)
+        return stop
+
+    def _tell(self) -> None:
+        """Passes finished background saves on to the observer."""
+        while (saved := self._saver.news()) is not None:
+            self.newest = (*self.newest, saved)[-NUM_SAVES:]
+            self._rank.observer.saved(saved.folder)

@@ -1,0 +1,36 @@
+"""Reports each step to the watchdog, and tells of ranks that have become slow or fast again (terrace.launch.slow)."""
+
+from terrace.launch.postmortem import in_words
+from terrace.launch.slow import in_lines
+from terrace.train.hooks import Hook, StepDone
+from terrace.train.metrics import own_seconds
+from terrace.train.rank import RankOfRun
+
+
+class SlowRanks(Hook):
+    """Adds the slow ranks of the steps before to a step's figures, on rank 0."""
+
+    def __init__(self, rank: RankOfRun) -> None:
+        self._dog, self._train, self._observer = rank.dog, rank.run.train, rank.observer
+        self._known = frozenset[int]()
+        program = rank.engine.program
+        ranks, mesh = range(program.cluster.world_size), program.mesh
+        # Ranks of one stage compute the same.
+        peers = [[each for each in ranks if mesh.stage(each) == stage] for stage in range(program.stage.num_stages)]
+        if self._train.slow_factor:
+            self._dog.look_for_slow(peers, self._train.slow_factor, self._train.slow_steps)
+
+    def stepped(self, done: StepDone) -> None:
+        lookout = self._dog.lookout
+        # Rank -> its own time over that of its fast peers, or of the first steps; empty on ranks other than 0.
+        done.figures["slow_ranks"] = {str(each.rank): round(each.factor, 2) for each in lookout.slow}
+        slowest = lookout.slowest
+        done.figures["slowest"] = {} if slowest is None else {"rank": slowest[0], "own_s": slowest[1]}
+        self._dog.stepped(done.data_s + own_seconds(done.result.time_s), done.figures["step_s"])
+        slow = self._dog.lookout.slow
+        for line in in_lines([each for each in slow if each.rank not in self._known], self._train.slow_steps):
+            self._observer.note(line)
+        ranks = frozenset(each.rank for each in slow)
+        if again := self._known - ranks:
+            self._observer.note(f"no longer slow: {in_words(again)}")
+        self._known = ranks
