@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from terrace.cli.completion import parser_for
-from terrace.cli.main import HELP, main
+from terrace.cli.main import all_help, main
 from tests.support.tiny_runs import environment
 
 ASK = """
@@ -38,7 +38,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("terrace ", {"-h", "--help", "-V", "--version", *HELP}),
+        ("terrace ", {"-h", "--help", "-V", "--version", *all_help()}),
         ("terrace exp", {"export"}),
         ("terrace generate --ch", {"--chat"}),
         ("terrace generate --dtype ", {"fp32", "bf16", "fp64"}),
