@@ -18,76 +18,113 @@ from terrace.train.user_blocks import digest
 Tensors = Mapping[str, Tensor]  # inputs, labels and maybe positions, all with samples as the first dim
 
 
-def micro_batches(engine: Engine, tensors: Tensors, *, is_local: bool, ignored: int, step: int) -> list[Batch]:
-    """This rank's micro-batches of `step`. `tensors` are this rank's part of the batch if `is_local`, else the whole
-    batch.
+class Cutter:
+    """Cuts batches for a rank: its own part if `is_local`, else the whole batch.
 
-    Raises `ConfigError` for a batch that cannot be divided.
+    Labels equal to `ignored` do not count.
     """
-    num, unit = num_samples(tensors), _unit(engine, is_local)
-    if num < 1 or num % unit:
-        below = num // unit * unit
-        near = f"{below} or {below + unit}" if below else str(unit)
-        num_ranks = unit // engine.program.num_micros
-        raise ConfigError(
-            f"a batch of {counted(num, 'sample')} does not divide into {counted(num_ranks, 'data rank')} x "
-            f"{counted(engine.program.num_micros, 'micro-batch')} = {unit}: give {near}, or another num_micros"
-        )
-    size, plan = num // unit, engine.program.plan
-    if (does := _fixes_size(engine)) and size != plan.micro_batch:
-        raise ConfigError(
-            f"a micro-batch of {counted(size, 'sample')}: {does} of plan.micro_batch = "
-            f'{plan.micro_batch}; write plan={{"preset": ..., "micro_batch": {size}}}, or give '
-            f"{counted(unit * plan.micro_batch, 'sample')}"
-        )
-    return _cut(engine, tensors, size, is_local=is_local, ignored=ignored, step=step)
 
+    def __init__(self, engine: Engine, *, is_local: bool, ignored: int) -> None:
+        self._engine, self._is_local, self.ignored = engine, is_local, ignored
 
-def eval_passes(engine: Engine, tensors: Tensors, *, is_local: bool, ignored: int) -> list[Callable[[], list[Batch]]]:
-    """Splits a batch of any size into evaluation passes. Every rank calls this.
+    def micro_batches(self, tensors: Tensors, step: int) -> list[Batch]:
+        """This rank's micro-batches of `step`.
 
-    The last pass is padded with copies of the first sample, with ignored labels. Raises `ConfigError` for an empty
-    batch, and if padding is needed but labels are not integers.
-    """
-    num, unit = num_samples(tensors), _unit(engine, is_local)
-    # Ranks that have less of their own than others still take part, and need a sample to copy.
-    of_ranks = engine.comm.exchange(num) if is_local else [num]
-    most = max(of_ranks)
-    if min(of_ranks) < 1:
-        raise ConfigError("a batch of 0 samples cannot be evaluated: give every rank one or more")
-    size = engine.program.plan.micro_batch if _fixes_size(engine) else -(-most // unit)
-    num_passes = -(-most // (unit * size))
-    lacks = num_passes * unit * size - num
-    if lacks:
-        labels = tensors["labels"]
-        if labels.is_floating_point():
+        Raises `ConfigError` for a batch that cannot be divided.
+        """
+        num, unit = num_samples(tensors), self._unit()
+        if num < 1 or num % unit:
+            below = num // unit * unit
+            near = f"{below} or {below + unit}" if below else str(unit)
+            num_micros = self._engine.program.num_micros
+            num_ranks = unit // num_micros
             raise ConfigError(
-                f"a batch of {counted(num, 'sample')} is filled up to {num_passes * unit * size} with labels that do "
-                f"not count, and labels of floats all count: give a multiple of {unit} samples"
+                f"a batch of {counted(num, 'sample')} does not divide into {counted(num_ranks, 'data rank')} x "
+                f"{counted(num_micros, 'micro-batch')} = {unit}: give {near}, or another num_micros"
             )
-        tensors = {name: torch.cat([each, each[:1].expand(lacks, *each.shape[1:])]) for name, each in tensors.items()}
-        tensors["labels"][num:] = ignored
-    parts = [
-        {name: each[at : at + unit * size] for name, each in tensors.items()}
-        for at in range(0, num + lacks, unit * size)
-    ]
-    return [
-        partial(_cut, engine, part, size, is_local=is_local, ignored=ignored, step=number)
-        for number, part in enumerate(parts)
-    ]
+        size, plan = num // unit, self._engine.program.plan
+        if (does := self._fixes_size()) and size != plan.micro_batch:
+            raise ConfigError(
+                f"a micro-batch of {counted(size, 'sample')}: {does} of plan.micro_batch = "
+                f'{plan.micro_batch}; write plan={{"preset": ..., "micro_batch": {size}}}, or give '
+                f"{counted(unit * plan.micro_batch, 'sample')}"
+            )
+        return self._cut(tensors, size, step)
 
+    def eval_passes(self, tensors: Tensors) -> list[Callable[[], list[Batch]]]:
+        """Splits a batch of any size into evaluation passes. Every rank calls this.
 
-def check_same(engine: Engine, tensors: Tensors) -> None:
-    """Raises `ConfigError` if ranks were given different whole batches. Every rank calls this."""
-    # Digests instead of tensors keep the exchange small.
-    digests = engine.comm.exchange({name: digest(tensor) for name, tensor in tensors.items()})
-    for rank, theirs in enumerate(digests):
-        for name, value in theirs.items():
-            if value != digests[0].get(name):
+        The last pass is padded with copies of the first sample, with ignored labels. Raises `ConfigError` for an empty
+        batch, and if padding is needed but labels are not integers.
+        """
+        num, unit = num_samples(tensors), self._unit()
+        # Ranks that have less of their own than others still take part, and need a sample to copy.
+        of_ranks = self._engine.comm.exchange(num) if self._is_local else [num]
+        most = max(of_ranks)
+        if min(of_ranks) < 1:
+            raise ConfigError("a batch of 0 samples cannot be evaluated: give every rank one or more")
+        size = self._engine.program.plan.micro_batch if self._fixes_size() else -(-most // unit)
+        num_passes = -(-most // (unit * size))
+        lacks = num_passes * unit * size - num
+        if lacks:
+            labels = tensors["labels"]
+            if labels.is_floating_point():
                 raise ConfigError(
-                    f"rank {rank} has other {name} than rank 0 in its first batch: give every rank the same whole "
-                    "batch (the same seed), or its own part with Trainer(..., local_batches=True)"
+                    f"a batch of {counted(num, 'sample')} is filled up to {num_passes * unit * size} with labels that "
+                    f"do not count, and labels of floats all count: give a multiple of {unit} samples"
                 )
+            tensors = {
+                name: torch.cat([each, each[:1].expand(lacks, *each.shape[1:])]) for name, each in tensors.items()
+            }
+            tensors["labels"][num:] = self.ignored
+        parts = [
+            {name: each[at : at + unit * size] for name, each in tensors.items()}
+            for at in range(0, num + lacks, unit * size)
+        ]
+        return [partial(self._cut, part, size, number) for number, part in enumerate(parts)]
+
+    def check_same(self, tensors: Tensors) -> None:
+        """Raises `ConfigError` if ranks were given different whole batches. Every rank calls this."""
+        if self._is_local or self._engine.program.cluster.world_size == 1:
+            return
+        # Digests instead of tensors keep the exchange small.
+        digests = self._engine.comm.exchange({name: digest(tensor) for name, tensor in tensors.items()})
+        for rank, theirs in enumerate(digests):
+            for name, value in theirs.items():
+                if value != digests[0].get(name):
+                    raise ConfigError(
+                        f"rank {rank} has other {name} than rank 0 in its first batch: give every rank the same whole "
+                        "batch (the same seed), or its own part with Trainer(..., local_batches=True)"
+                    )
+
+    def _unit(self) -> int:
+        return (1 if self._is_local else self._engine.program.layout.data_degree) * self._engine.program.num_micros
+
+    def _fixes_size(self) -> str:
+        """Why every micro-batch must have `plan.micro_batch` samples; "" if it need not."""
+        program = self._engine.program
+        if is_context_parallel(program.mesh, program.plan):
+            return "a context axis spreads the tokens"
+        return "stages exchange activations" if program.stage.num_stages > 1 else ""
+
+    def _cut(self, tensors: Tensors, size: int, step: int) -> list[Batch]:
+        program, layout = self._engine.program, self._engine.program.layout
+        num_micros, place = program.num_micros, layout.data_place(self._engine.rank)
+        # A whole batch is cut by data rank; a local one is this rank's already.
+        first = 0 if self._is_local else place * num_micros * size
+        row = (step * layout.data_degree + place) * num_micros * size
+        micros = []
+        for micro, start in enumerate(range(first, first + num_micros * size, size)):
+            rows = {name: self._placed(name, tensor[start : start + size]) for name, tensor in tensors.items()}
+            batch = Batch(rows["inputs"], rows["labels"], rows.get("positions"))
+            is_text = has_routers(program.blocks) and batch.labels.shape == batch.inputs.shape
+            micros.append(batch.with_places(row + micro * size, self.ignored) if is_text else batch)
+        return micros
+
+    def _placed(self, name: str, tensor: Tensor) -> Tensor:
+        # Labels keep their dtype, as a loss may need it.
+        floats = name == "inputs" and tensor.is_floating_point()
+        return tensor.to(self._engine.device, DTYPES[self._engine.program.plan.compute] if floats else tensor.dtype)
 
 
 def num_samples(tensors: Tensors) -> int:
@@ -96,36 +133,3 @@ def num_samples(tensors: Tensors) -> int:
     if len(set(sizes.values())) > 1:
         raise ConfigError(f"the first dim of a batch is its samples, and these differ: {sizes}")
     return sizes["inputs"]
-
-
-def _unit(engine: Engine, is_local: bool) -> int:
-    return (1 if is_local else engine.program.layout.data_degree) * engine.program.num_micros
-
-
-def _fixes_size(engine: Engine) -> str:
-    """Why every micro-batch must have `plan.micro_batch` samples; "" if it need not."""
-    program = engine.program
-    if is_context_parallel(program.mesh, program.plan):
-        return "a context axis spreads the tokens"
-    return "stages exchange activations" if program.stage.num_stages > 1 else ""
-
-
-def _cut(engine: Engine, tensors: Tensors, size: int, *, is_local: bool, ignored: int, step: int) -> list[Batch]:
-    program, layout = engine.program, engine.program.layout
-    num_micros, place = program.num_micros, layout.data_place(engine.rank)
-    # A whole batch is cut by data rank; a local one is this rank's already.
-    first = 0 if is_local else place * num_micros * size
-    row = (step * layout.data_degree + place) * num_micros * size
-    micros = []
-    for micro, start in enumerate(range(first, first + num_micros * size, size)):
-        rows = {name: _placed(engine, name, tensor[start : start + size]) for name, tensor in tensors.items()}
-        batch = Batch(rows["inputs"], rows["labels"], rows.get("positions"))
-        is_text = has_routers(program.blocks) and batch.labels.shape == batch.inputs.shape
-        micros.append(batch.with_places(row + micro * size, ignored) if is_text else batch)
-    return micros
-
-
-def _placed(engine: Engine, name: str, tensor: Tensor) -> Tensor:
-    # Labels keep their dtype, as a loss may need it.
-    floats = name == "inputs" and tensor.is_floating_point()
-    return tensor.to(engine.device, DTYPES[engine.program.plan.compute] if floats else tensor.dtype)

@@ -2,7 +2,8 @@
 
 import math
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -36,14 +37,16 @@ _DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 
 @dataclass
 class Joined:
-    """This process's rank and world. `dog` watches a world that was joined here, until `leave`."""
+    """This process's rank and world. `dog` watches a world that was joined here, until `leave`. `say` gets notes."""
 
+    say: Callable[[str], None]
     rank: int
     world_size: int
     device: torch.device
     dog: Watchdog | None = None
     machines: tuple[str, ...] = ()  # of the ranks
     patience: Patience = field(default_factory=Patience)
+    is_left: bool = False
 
     def timeouts(self, timeout_s: float) -> Timeouts:
         """Timeouts of this world's messages, longer than the watchdog's, so that the watchdog reports first."""
@@ -62,8 +65,25 @@ class Joined:
             self.dog.name_island(island.numbers.island)
             self.patience.follow(island, waits_anywhere=self.device.type == "cuda")
 
+    def note(self, words: str) -> None:
+        """Says a line on rank 0, unless it is empty."""
+        if words and self.rank == 0:
+            self.say(words)
+
+    @contextmanager
+    def guarded(self, what: str) -> Iterator[None]:
+        """Names a lost peer in the body. No timeout runs between calls, which may take any time."""
+        if self.dog is None:
+            yield
+            return
+        self.dog.idle(what)
+        with self.dog.guard():
+            yield
+        self.dog.idle("between steps")
+
     def leave(self) -> None:
         """Leaves the world if it was joined here; a world that the user joined is kept."""
+        self.is_left = True
         if self.dog is not None:
             self.dog.__exit__(None, None, None)
             self.dog = None
@@ -74,17 +94,17 @@ def find_world(timeout_s: float, say: Callable[[str], None]) -> Joined:
     """Finds this process's world, joining that of torchrun, srun or mpirun if one of them started it."""
     if dist.is_initialized():
         machines = tuple(gather_plain(boot_id() or socket.gethostname(), device_of()))
-        return Joined(dist.get_rank(), dist.get_world_size(), device_of(), machines=machines)
+        return Joined(say, dist.get_rank(), dist.get_world_size(), device_of(), machines=machines)
     # No launcher: a plain script is a world of one.
     if not detect():
-        return Joined(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        return Joined(say, 0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     # Not renumbered: the script may have read its data by the launcher's number.
     world = join(_JOIN_TIMEOUT_S, say, renumber=False)
     dog = watch(world, timeout_s=timeout_s)
     # Left in `Joined.leave`: the watchdog outlives this function.
     dog.__enter__()
     dog.idle("before the first step")
-    return Joined(world.rank, world.world_size, device_of(), dog, world.machines)
+    return Joined(say, world.rank, world.world_size, device_of(), dog, world.machines)
 
 
 def read_cluster(cluster: Cluster | Mapping[str, Any] | str, world_size: int, machines: Sequence[str] = ()) -> Cluster:

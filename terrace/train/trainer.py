@@ -5,9 +5,8 @@ other, a loss, a plan and a cluster, and runs one step per call.
 """
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -15,10 +14,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from terrace.base.boxes import Box, whole, within
 from terrace.base.errors import CheckpointError, ConfigError, ModelError, TerraceError, TrainingError
 from terrace.checkpoint.layout import latest
-from terrace.checkpoint.parts import parts_of, slices_of
 from terrace.checkpoint.reading import Checkpoint, resume
 from terrace.checkpoint.writing import save
 from terrace.cluster.cluster import Cluster
@@ -35,13 +32,13 @@ from terrace.runtime.engine import Engine
 from terrace.runtime.objective import ignored_label
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.step_sums import StepResult
-from terrace.train.cut import check_same, eval_passes, micro_batches
+from terrace.train.cut import Cutter
 from terrace.train.evaluated import Evaluated, evaluated
 from terrace.train.first_step import CheckedLoss, FirstStep, Loss, predict
 from terrace.train.joining import find_world, read_balance, read_cluster, read_optimizer, read_plan
 from terrace.train.token_chunks import resolved_plan
-from terrace.train.trainer_report import TrainerReport
-from terrace.train.user_blocks import declared_of, hidden_dims, move_buffers, named, places, spread
+from terrace.train.trainer_report import StepTimes, TrainerReport
+from terrace.train.user_blocks import UserBlocks, declared_of, hidden_dims, move_buffers, spread, whole_values
 
 
 class Trainer:
@@ -95,45 +92,40 @@ class Trainer:
         seed: int = 0,
         say: Callable[[str], None] = print,
     ) -> None:
-        self.names, self._blocks = named(blocks)
+        self._blocks = UserBlocks(blocks)
         if num_micros < 1:
             raise ConfigError(f"num_micros = {num_micros}: a rank cuts its part of a batch into 1 or more")
         self.lr, self.num_steps = lr, 0
-        self._optimizer, balance = read_optimizer(optimizer, lr), read_balance(balance)
-        # Kept for `unload`, which puts plain parameters back where they were.
-        self._places = list(places(self.names, self._blocks))
-        self._dtypes = {key: module.get_parameter(name).dtype for module, name, key in self._places}
-        specs = describe(self._blocks, self.names)
+        settings, balance = read_optimizer(optimizer, lr), read_balance(balance)
+        names, modules = self._blocks.names, self._blocks.modules
+        specs = describe(modules, names)
         if not any(spec.num_trainable for spec in specs):
             raise ModelError("no parameter of the blocks has requires_grad on: leave something to train")
-        self._local_batches, self._predicts = local_batches, predict
-        self._time_s: dict[str, float] = defaultdict(float)
-        self._num_timed, self._is_new, self._is_closed = 0, True, False
-        self.predicted: StepReport | None = None  # after the first step
-        self._say, self._ignored = say, ignored_label(loss)
+        self._times, ignored = StepTimes(), ignored_label(loss)
         self._joined = find_world(timeout_s, say)
         try:
             self.cluster = read_cluster(cluster, self._joined.world_size, self._joined.machines)
-            self.plan = read_plan(plan, self.cluster, set(self._dtypes.values()), self._optimizer.update)
+            self.plan = read_plan(plan, self.cluster, set(self._blocks.dtypes.values()), settings.update)
             # Without declared dims, the hidden size tells which dim a pipeline's messages have.
-            declared = declared or declared_of(self._blocks) or hidden_dims(specs, activation)
-            self._resolve_plan(with_dims(specs, declared), num_micros, activation)
+            declared = declared or declared_of(modules) or hidden_dims(specs, activation)
+            self.plan, note = resolved_plan(self.cluster, self.plan, with_dims(specs, declared), num_micros, activation)
+            self._joined.note(note)
             if self.plan.balance == "cost":
                 raise ConfigError(
                     'plan.balance = "cost" assigns the documents of a whole batch to ranks before each step, which a '
                     'trainer does not see: train with terrace train, or write balance = "tokens"'
                 )
-            if self._ignored != IGNORE_INDEX and is_context_parallel(Mesh.of(self.cluster, self.plan), self.plan):
+            if ignored != IGNORE_INDEX and is_context_parallel(Mesh.of(self.cluster, self.plan), self.plan):
                 raise ConfigError(
-                    f"ignore_index = {self._ignored} of the loss: a context axis pads with labels of {IGNORE_INDEX}, "
+                    f"ignore_index = {ignored} of the loss: a context axis pads with labels of {IGNORE_INDEX}, "
                     "so use that, or give the tier to the data axis"
                 )
             if broadcast and self._joined.world_size > 1:
-                spread(self._blocks, specs, self._joined.device)
-            move_buffers(self._blocks, self._joined.device)
+                spread(modules, specs, self._joined.device)
+            move_buffers(modules, self._joined.device)
             self.engine = Engine(
-                self._blocks,
-                names=self.names,
+                modules,
+                names=names,
                 cluster=self.cluster,
                 plan=self.plan,
                 num_micros=num_micros,
@@ -141,7 +133,7 @@ class Trainer:
                 objective=loss if loss is token_loss else CheckedLoss(loss, check_loss),
                 rank=self._joined.rank,
                 device=self._joined.device,
-                optimizer=self._optimizer,
+                optimizer=settings,
                 declared=declared,
                 sequence=0 if activation is None else activation[0],
                 timeout=self._joined.timeouts(timeout_s),
@@ -150,6 +142,9 @@ class Trainer:
                 seed=seed,
             )
             self._joined.live_on(self.engine.island)
+            self._cutter = Cutter(self.engine, is_local=local_batches, ignored=ignored)
+            # Until the first step is done. Timing runs a block twice, which blocks that send messages cannot do.
+            self._first: FirstStep | None = FirstStep(names, self.device, predict and not self.engine.talks_inside)
         # A world joined here must not outlive a trainer that was never made.
         except BaseException:
             self._joined.leave()
@@ -158,6 +153,11 @@ class Trainer:
     @property
     def rank(self) -> int:
         return self._joined.rank
+
+    @property
+    def predicted(self) -> StepReport | None:
+        """The predicted step of this rank, after the first step."""
+        return self._times.predicted
 
     @property
     def device(self) -> torch.device:
@@ -177,13 +177,12 @@ class Trainer:
         that is inf or nan, with nothing updated, and the engine's other errors.
         """
         tensors = self._taken(inputs, labels, positions)
-        with self._guarded("between steps"):
-            result = self._first_step(tensors, lr) if self._is_new else self._step(tensors, lr)
+        with self._joined.guarded("between steps"):
+            result = self._step(tensors, lr) if self._first is None else self._first_step(self._first, tensors, lr)
         self.num_steps += 1
-        if not result.num_tokens and self.rank == 0:
-            self._say(
-                f"step {self.num_steps} has no label that counts: all are {self._ignored}, and its gradient is zero"
-            )
+        if not result.num_tokens:
+            all_are = f"all are {self._cutter.ignored}, and its gradient is zero"
+            self._joined.note(f"step {self.num_steps} has no label that counts: {all_are}")
         return result
 
     def evaluate(self, inputs: Tensor, labels: Tensor, positions: Tensor | None = None) -> Evaluated:
@@ -194,19 +193,18 @@ class Trainer:
         batch as for `step`. Raises `ConfigError` for an empty batch, or if it needs padding and labels are no integers.
         """
         tensors = self._taken(inputs, labels, positions)
-        with self._guarded("between steps"):
-            if self._is_new and not self._local_batches and self._joined.world_size > 1:
-                check_same(self.engine, tensors)
-            passes = eval_passes(self.engine, tensors, is_local=self._local_batches, ignored=self._ignored)
-            return evaluated(self.engine, passes)
+        with self._joined.guarded("between steps"):
+            if self._first is not None:
+                self._cutter.check_same(tensors)
+            return evaluated(self.engine, self._cutter.eval_passes(tensors))
 
     def report(self) -> TrainerReport:
         """The predicted and the measured step of this rank; bytes and times are means over the steps so far.
 
         Times leave out the first step, in which blocks are timed, if there are others.
         """
-        time_s = {category: total / max(1, self._num_timed) for category, total in self._time_s.items()}
-        return TrainerReport(predicted=self.predicted, measured=self.engine.report(time_s), num_steps=self.num_steps)
+        measured = self.engine.report(self._times.mean())
+        return TrainerReport(predicted=self.predicted, measured=measured, num_steps=self.num_steps)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Whole parameters on every rank, as CPU tensors in the master dtype: "block.parameter" -> value.
@@ -214,8 +212,8 @@ class Trainer:
         A shared parameter appears once, under the first block that has it. Blocks from `terrace.blocks_of` keep the
         parameter names of their model. Buffers are not included. Every rank calls this.
         """
-        with self._guarded("gathering parameters"):
-            return {self._full_name(block, name): value for block, name, value in whole_values(self.engine)}
+        with self._joined.guarded("gathering parameters"):
+            return {self._blocks.full_name(block, name): value for block, name, value in whole_values(self.engine)}
 
     def unload(self) -> None:
         """Restores plain whole parameters in the blocks, and thus in a model made of them, and closes.
@@ -225,17 +223,12 @@ class Trainer:
         """
         if self.engine.program.tensor.degree > 1:
             raise TrainingError("a tensor axis replaced the modules of the blocks: use state_dict() instead")
-        with self._guarded("gathering parameters"):
+        with self._joined.guarded("gathering parameters"):
             # Gathered before closing: it needs the engine's communicators.
             values = {(block, name): value for block, name, value in whole_values(self.engine)}
         specs = self.engine.state.specs
-        trained = {(spec.name, param.name): param.trainable for spec in specs for param in spec.params}
         self.close()
-        fresh = {
-            key: nn.Parameter(value.to(self._dtypes[key]), requires_grad=trained[key]) for key, value in values.items()
-        }
-        for module, name, key in self._places:
-            setattr(module, name, fresh[key])
+        self._blocks.put_back(values, specs)
 
     def save(self, folder: str | Path, *, keep: int = 2, facts: Mapping[str, Any] | None = None) -> Path:
         """Writes a checkpoint to `folder/checkpoints/step-N`, which any plan can load.
@@ -243,7 +236,7 @@ class Trainer:
         The newest `keep` checkpoints are kept. `facts` are the user's own values for the manifest. Every rank calls
         this. Raises `CheckpointError`.
         """
-        with self._guarded("saving a checkpoint"):
+        with self._joined.guarded("saving a checkpoint"):
             self.engine.drain()
             own = {"plan": self.plan.name, **(facts or {})}
             return save(self.engine, Path(folder), self.num_steps, own, keep)
@@ -253,7 +246,7 @@ class Trainer:
 
         Every rank calls this. Raises `CheckpointError` if there is none, or it is damaged or has other blocks.
         """
-        with self._guarded("loading a checkpoint"):
+        with self._joined.guarded("loading a checkpoint"):
             problem, found = None, Path(folder)
             try:
                 # A folder without a manifest is not a checkpoint but holds several.
@@ -272,21 +265,18 @@ class Trainer:
             for rank, told in enumerate(self.engine.comm.exchange(problem)):
                 if told is not None:
                     raise CheckpointError(told if rank == 0 else f"rank {rank}: {told}")
-            note = resume(self.engine, checkpoint)
-            if note and self.rank == 0:
-                self._say(note)
+            self._joined.note(resume(self.engine, checkpoint))
             self.num_steps = checkpoint.step
             return found
 
     def finish(self) -> None:
         """Ends a run of islands, which then hold the same parameters. Every rank calls this after its last step."""
-        with self._guarded("ending a run of islands"):
+        with self._joined.guarded("ending a run of islands"):
             self.engine.finish()
 
     def close(self) -> None:
         """Stops the trainer's threads, and leaves the world if it was joined here. May be called twice."""
-        if not self._is_closed:
-            self._is_closed = True
+        if not self._joined.is_left:
             self.engine.drain()
             self.engine.close()
             self._joined.leave()
@@ -303,7 +293,7 @@ class Trainer:
             self.close()
 
     def _taken(self, inputs: Tensor, labels: Tensor, positions: Tensor | None) -> dict[str, Tensor]:
-        if self._is_closed:
+        if self._joined.is_left:
             raise TrainingError("this trainer is closed: make a new one, and load a checkpoint into it")
         return {"inputs": inputs, "labels": labels} | ({} if positions is None else {"positions": positions})
 
@@ -312,35 +302,27 @@ class Trainer:
         if not 0 <= rate < math.inf:
             raise ConfigError(f"lr = {rate} must be zero or a positive number")
         result = self.engine.step(self._micro_batches(tensors), rate)
-        self._num_timed += 1
-        for category, seconds in result.time_s.items():
-            self._time_s[category] += seconds
+        self._times.add(result.time_s)
         return result
 
-    def _first_step(self, tensors: Mapping[str, Tensor], lr: float | None) -> StepResult:
-        if not self._local_batches and self._joined.world_size > 1:
-            # Different batches would train silently on wrong data.
-            check_same(self.engine, tensors)
-        # Timing runs a block twice, which blocks that send messages cannot do.
-        first = FirstStep(self.names, self.device, self._predicts and not self.engine.talks_inside)
+    def _first_step(self, first: FirstStep, tensors: Mapping[str, Tensor], lr: float | None) -> StepResult:
+        # Different batches would train silently on wrong data.
+        self._cutter.check_same(tensors)
+        # A first step that failed before has left seconds.
+        first = replace(first, seconds={})
         with first.watching(self.engine):
             result = self._step(tensors, lr)
-        self._is_new = False
+        self._first = None
         self.engine.check_bytes()
         if first.times:
             everyone = tuple(range(self._joined.world_size))
-            self.predicted = predict(
-                self.engine, first.seconds, lambda what: self._progress(0, f"MEASURE {what}", everyone)
-            )
-            self._joined.patience.expect(self.plan.outer, self.predicted.step_s)
-            # The first step includes its own measurements.
-            self._time_s.clear()
-            self._num_timed = 0
+            predicted = predict(self.engine, first.seconds, lambda what: self._progress(0, f"MEASURE {what}", everyone))
+            self._joined.patience.expect(self.plan.outer, predicted.step_s)
+            self._times.expect(predicted)
         return result
 
     def _micro_batches(self, tensors: Mapping[str, Tensor]) -> list[Batch]:
-        local, step = self._local_batches, self.num_steps
-        found = micro_batches(self.engine, tensors, is_local=local, ignored=self._ignored, step=step)
+        found = self._cutter.micro_batches(tensors, self.num_steps)
         program = self.engine.program
         tensor, shapes = program.tensor, {tuple(batch.labels.shape) for batch in found}
         # A context axis cuts micro-batches itself, and checks them.
@@ -351,59 +333,5 @@ class Trainer:
             )
         return found
 
-    def _full_name(self, block: str, name: str) -> str:
-        module = self._blocks[self.names.index(block)]
-        original: Mapping[str, str] = getattr(module, "original_names", {})
-        return original.get(name, f"{block}.{name}")
-
-    def _resolve_plan(self, specs: Sequence[BlockSpec], num_micros: int, activation: tuple[int, int] | None) -> None:
-        self.plan, note = resolved_plan(self.cluster, self.plan, specs, num_micros, activation)
-        if note and self.rank == 0:
-            self._say(note)
-
     def _progress(self, counter: int, instruction: object, waiting_on: tuple[int, ...]) -> None:
         self._joined.at(self.num_steps, counter, instruction, waiting_on)
-
-    @contextmanager
-    def _guarded(self, what: str) -> Iterator[None]:
-        dog = self._joined.dog
-        if dog is None:
-            yield
-            return
-        # A lost peer is named. No timeout runs between calls, which may take any time.
-        dog.idle(what)
-        with dog.guard():
-            yield
-        dog.idle("between steps")
-
-
-def whole_values(engine: Engine) -> Iterator[tuple[str, str, Tensor]]:
-    """Yields (block, parameter, value) of the whole model on every rank: CPU tensors, in the master dtype if trained.
-
-    With islands these are the anchor's values, which every island holds after `Engine.finish`. Every rank calls this
-    and consumes all of it. One block is in flight at a time: each rank sends the boxes of which it is the first holder,
-    as for a checkpoint.
-    """
-    # Refreshes of the last step may still write parameters.
-    engine.drain()
-    slices = slices_of(engine.program.mesh, engine.rank)
-    for index, spec in enumerate(engine.state.specs):
-        boxes: list[tuple[str, Box]] = []
-        values: list[Tensor] = []
-        # Only the first holder of a box sends it, so nothing travels twice.
-        for _, part in parts_of(engine.state.flats.get(index, ()), slices, first=True, own=False):
-            value = next(iter(part.values.values()))  # the first kind of state is the value
-            boxes.append((part.parameter, part.box))
-            values.append(value.detach().to("cpu", copy=True))
-        found: dict[str, Tensor] = {}
-        shapes = {param.name: param.shape for param in spec.params}
-        # Boxes of all ranks together tile each parameter.
-        everywhere = zip(engine.comm.exchange(boxes), engine.comm.exchange_tensors(values), strict=True)
-        for boxes_there, values_there in everywhere:
-            for (name, plain), value in zip(boxes_there, values_there, strict=True):
-                box = tuple((begin, end) for begin, end in plain)
-                if name not in found:
-                    found[name] = torch.empty(shapes[name], dtype=value.dtype)
-                found[name][within(box, whole(shapes[name]))].copy_(value)
-        for name, shape in shapes.items():
-            yield spec.name, name, found.get(name, torch.empty(shape))  # one without elements is nobody's

@@ -1,5 +1,6 @@
-"""A trainer's report of its steps."""
+"""A trainer's times, and its report of its steps."""
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,3 +35,26 @@ class TrainerReport:
                 if any(table.get(key) for table in (predicted, measured)):
                     rows.append(f"{f'{title}: {label}':28}{figures[0]:>14}{figures[1]:>14}")
         return "\n".join(rows)
+
+
+class StepTimes:
+    """Sums the seconds of a trainer's steps. `predicted` is its step once it is known."""
+
+    def __init__(self) -> None:
+        self.predicted: StepReport | None = None
+        self._time_s: dict[str, float] = defaultdict(float)
+        self._num_timed = 0
+
+    def add(self, time_s: Mapping[str, float]) -> None:
+        self._num_timed += 1
+        for category, seconds in time_s.items():
+            self._time_s[category] += seconds
+
+    def expect(self, predicted: StepReport) -> None:
+        """Sets the prediction after the first step, which included measurements and so does not count."""
+        self.predicted = predicted
+        self._time_s.clear()
+        self._num_timed = 0
+
+    def mean(self) -> dict[str, float]:
+        return {category: total / max(1, self._num_timed) for category, total in self._time_s.items()}

@@ -1,4 +1,4 @@
-"""Checks and names a user's blocks for an engine, and broadcasts their values."""
+"""A user's blocks for an engine: checked, named, their values broadcast before and gathered after training."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,11 +8,43 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from terrace.base.boxes import Box, whole, within
 from terrace.base.errors import ConfigError, ModelError
 from terrace.base.schema import dump
+from terrace.checkpoint.parts import parts_of, slices_of
 from terrace.comm.byte_views import as_bytes
 from terrace.model.spec import BlockSpec
+from terrace.runtime.engine import Engine
 from terrace.runtime.gathered import gather_plain
+
+
+class UserBlocks:
+    """A user's modules, which run one after the other, with the places of their parameters.
+
+    `dtypes` has each parameter's own dtype, by block and name. Raises `ModelError` for blocks that a trainer cannot
+    take.
+    """
+
+    def __init__(self, blocks: object) -> None:
+        self.names, self.modules = named(blocks)
+        # Kept for `put_back`.
+        self._places = list(places(self.names, self.modules))
+        self.dtypes = {key: module.get_parameter(name).dtype for module, name, key in self._places}
+
+    def full_name(self, block: str, name: str) -> str:
+        """The name of a parameter in the model that the blocks were made of, else `block.name`."""
+        module = self.modules[self.names.index(block)]
+        original: Mapping[str, str] = getattr(module, "original_names", {})
+        return original.get(name, f"{block}.{name}")
+
+    def put_back(self, values: Mapping[tuple[str, str], Tensor], specs: Sequence[BlockSpec]) -> None:
+        """Makes plain parameters of whole values, in the dtypes and places that they had."""
+        trained = {(spec.name, param.name): param.trainable for spec in specs for param in spec.params}
+        fresh = {
+            key: nn.Parameter(value.to(self.dtypes[key]), requires_grad=trained[key]) for key, value in values.items()
+        }
+        for module, name, key in self._places:
+            setattr(module, name, fresh[key])
 
 
 def named(blocks: object) -> tuple[list[str], list[nn.Module]]:
@@ -118,3 +150,35 @@ def digest(tensor: Tensor) -> str:
     # Bytes are viewed, so any dtype can be hashed; the shape is part of the digest.
     values = as_bytes(tensor.detach().cpu().reshape(-1))
     return hashlib.sha256(values.numpy().tobytes()).hexdigest() + str(tuple(tensor.shape))
+
+
+def whole_values(engine: Engine) -> Iterator[tuple[str, str, Tensor]]:
+    """Yields (block, parameter, value) of the whole model on every rank: CPU tensors, in the master dtype if trained.
+
+    With islands these are the anchor's values, which every island holds after `Engine.finish`. Every rank calls this
+    and consumes all of it. One block is in flight at a time: each rank sends the boxes of which it is the first holder,
+    as for a checkpoint.
+    """
+    # Refreshes of the last step may still write parameters.
+    engine.drain()
+    slices = slices_of(engine.program.mesh, engine.rank)
+    for index, spec in enumerate(engine.state.specs):
+        boxes: list[tuple[str, Box]] = []
+        values: list[Tensor] = []
+        # Only the first holder of a box sends it, so nothing travels twice.
+        for _, part in parts_of(engine.state.flats.get(index, ()), slices, first=True, own=False):
+            value = next(iter(part.values.values()))  # the first kind of state is the value
+            boxes.append((part.parameter, part.box))
+            values.append(value.detach().to("cpu", copy=True))
+        found: dict[str, Tensor] = {}
+        shapes = {param.name: param.shape for param in spec.params}
+        # Boxes of all ranks together tile each parameter.
+        everywhere = zip(engine.comm.exchange(boxes), engine.comm.exchange_tensors(values), strict=True)
+        for boxes_there, values_there in everywhere:
+            for (name, plain), value in zip(boxes_there, values_there, strict=True):
+                box = tuple((begin, end) for begin, end in plain)
+                if name not in found:
+                    found[name] = torch.empty(shapes[name], dtype=value.dtype)
+                found[name][within(box, whole(shapes[name]))].copy_(value)
+        for name, shape in shapes.items():
+            yield spec.name, name, found.get(name, torch.empty(shape))  # one without elements is nobody's

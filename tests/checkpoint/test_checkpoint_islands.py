@@ -24,7 +24,7 @@ from terrace.plan.outer import ONE_ISLAND, Outer
 from terrace.runtime.describe import describe
 from terrace.runtime.engine import Engine
 from terrace.runtime.states import FROZEN, KINDS
-from terrace.train.trainer import whole_values
+from terrace.train.user_blocks import whole_values
 from tests.support.checkpoints import differing
 from tests.support.nightly import nightly
 from tests.support.parity import ADAMW, TOLERANCE, Case, engine_of, exact

@@ -30,7 +30,7 @@ from terrace.program.text import program_text
 from terrace.report.tables import wire_words
 from terrace.runtime.scaled_products import quantise
 from terrace.runtime.settings import OptimizerConfig
-from terrace.train.trainer import whole_values
+from terrace.train.user_blocks import whole_values
 from tests.support.byte_formula import step_bytes
 from tests.support.parity import ADAMW as CLIPPED_ADAMW
 from tests.support.parity import Case, Outcome, engine_of, exact, run
