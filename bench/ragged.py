@@ -54,10 +54,10 @@ from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
 from terrace.runtime.engine import Engine
-from terrace.train.attention_cost import work_cost
 from terrace.train.calibrate import calibrate
 from terrace.train.config import RunConfig
 from terrace.train.context_batches import ContextBatches
+from terrace.train.facts import work_cost
 from terrace.train.keys import TrainConfig
 from terrace.train.micro_batches import MicroBatches, StepBatches
 

@@ -10,8 +10,7 @@ from typing import Any
 from terrace.base.errors import ConfigError
 from terrace.base.schema import check_text, merge
 from terrace.cli.here import cluster_here
-from terrace.cli.overrides import add_headroom, parse_overrides
-from terrace.cli.ranks import add_ranks, with_ranks
+from terrace.cli.overrides import add_headroom, add_ranks, parse_overrides, with_ranks
 from terrace.train.config import RunConfig
 from terrace.train.effects import check_effects, file_layers
 from terrace.train.layers import resolve_table
@@ -73,7 +72,7 @@ def resolve_run(options: argparse.Namespace, rest: Sequence[str]) -> RunConfig:
         given = merge({"data": {"path": options.data}}, given)
     if given.keys() & {"data", "train"} or (run.data.bos, run.data.eos) != ("auto", "auto"):
         # Here, since most runs are of files.
-        from terrace.train.inputs import check_inputs
+        from terrace.train.effects import check_inputs
 
         check_inputs(run, given)
     return run

@@ -18,8 +18,7 @@ from terrace.base.schema import dump
 from terrace.base.sealed import sealed_toml
 from terrace.base.words import counted, quantity, seconds
 from terrace.cli.files import check_writable, write_file
-from terrace.cli.overrides import CLUSTER_EPILOG, read_cluster
-from terrace.cli.ranks import add_ranks
+from terrace.cli.overrides import CLUSTER_EPILOG, add_ranks, read_cluster
 from terrace.cli.terminal import Terminal
 from terrace.cluster.presets import UNNAMED
 from terrace.probe.assemble import Constant, Probed, assemble

@@ -12,8 +12,7 @@ from typing import Any
 from terrace.base.errors import ConfigError
 from terrace.cli.here import cluster_here
 from terrace.cli.options import AUTO, OVERRIDES_HELP, add_run_options, resumed, run_table
-from terrace.cli.overrides import parse_overrides
-from terrace.cli.ranks import with_ranks
+from terrace.cli.overrides import parse_overrides, with_ranks
 from terrace.cluster.presets import lay_over
 from terrace.launch.fork_server import fork_server_ahead
 from terrace.launch.refusals import refusals_told

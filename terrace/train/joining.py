@@ -1,4 +1,4 @@
-"""Finds the world of a user's script: a single process, a world that it has already joined, or a launcher's ranks."""
+"""A user's script: the world that it finds, and its plan, cluster and settings as values."""
 
 import math
 import socket
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from terrace.base.errors import ConfigError
+from terrace.base.errors import ConfigError, PlanError
 from terrace.base.schema import load
 from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
@@ -21,11 +21,17 @@ from terrace.launch.machines import boot_id, check_tiers
 from terrace.launch.start import detect, join
 from terrace.launch.watchdog import Watchdog, watch
 from terrace.model.balance import BalanceConfig
-from terrace.plan.plan import Plan
+from terrace.model.blocks import operations_of
+from terrace.model.spec import BlockSpec
+from terrace.plan.counts import num_choices
+from terrace.plan.plan import EXPERT_CHUNKS, Plan
 from terrace.plan.presets import parse_plan
+from terrace.plan.validate import validate
 from terrace.runtime.gathered import gather_plain
 from terrace.runtime.islands import Island
 from terrace.runtime.settings import OptimizerConfig
+from terrace.simulate.footprint import work_of
+from terrace.simulate.step import Step, with_chunks
 from terrace.train.job import device_of
 from terrace.train.layers import section
 from terrace.train.patience import APART, Patience
@@ -182,3 +188,38 @@ def _fitted(cluster: Cluster, world_size: int) -> Cluster:
         left //= size
         tiers.append(replace(tier, size=size))
     return replace(cluster, tiers=(*tiers, replace(cluster.tiers[-1], size=left)))
+
+
+def resolved_plan(
+    cluster: Cluster,
+    plan: Plan,
+    blocks: Sequence[BlockSpec],
+    num_micros: int,
+    activation: tuple[int, int] | None,
+) -> tuple[Plan, str]:
+    """Fills in the expert chunks that a plan leaves out, using the cluster's constants and `plan.micro_batch`. Returns
+    the plan and a note.
+
+    Without `activation` (sequence, hidden) they stay left out, which means one chunk, and the note says so. Raises
+    `PlanError` for a plan that does not suit the cluster or the blocks, and `ClusterError` for a dtype that the device
+    has no rate for.
+    """
+    if plan.finds_gaps:
+        raise PlanError('expert_gaps = "auto" is for commands: give a Trainer the shares that terrace simulate prints')
+    validate(cluster, plan, blocks)
+    missing = [name for name in EXPERT_CHUNKS if name not in plan.expert_chunks]
+    if not plan.experts or not missing or not any(map(num_choices, blocks)):
+        return plan, ""
+    if activation is None:
+        key = "expert_chunks" if len(missing) == len(EXPERT_CHUNKS) else f"expert_chunks.{missing[0]}"
+        return plan, f"{key} is left out and counts as 1; give activation=(sequence, hidden) to have it chosen"
+    sequence = activation[0]
+    step = Step(
+        cluster=cluster,
+        plan=plan,
+        blocks=tuple(blocks),
+        num_micros=num_micros,
+        sequence=sequence,
+        work=work_of(cluster, plan, operations_of(blocks), sequence),
+    )
+    return with_chunks(step).plan, ""

@@ -30,12 +30,12 @@ from terrace.train.effects import why_no_sample
 from terrace.train.facts import facts_of
 from terrace.train.gauges import Gauges
 from terrace.train.job import RunJob
-from terrace.train.lock import folder_lock
 from terrace.train.metrics import Observer, Outcome, SlowestRank, own_seconds
 from terrace.train.profiler import Profiler
 from terrace.train.rank import RankOfRun
 from terrace.train.recorder import recorded
 from terrace.train.records import Records, Shown, StepFigures
+from terrace.train.run_folder import folder_lock
 from terrace.train.sample import closing_sample
 from terrace.train.saves import Saves
 from terrace.train.slow_ranks import SlowRanks

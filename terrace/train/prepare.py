@@ -36,7 +36,6 @@ from terrace.train.folder import SOURCE, check_tokenizer, check_weights, source_
 from terrace.train.from_memory import check_partners, check_when_asked, checks_end, chosen, offer, placed
 from terrace.train.job import RunJob, job_text, read_job, read_sources, sources_text
 from terrace.train.joined import check_world, one_makes
-from terrace.train.lock import folder_lock
 from terrace.train.prediction import check_passes, checked_programs, resolved_run
 from terrace.train.run_folder import (
     RUNS,
@@ -45,6 +44,7 @@ from terrace.train.run_folder import (
     check_command,
     check_left,
     earlier_table,
+    folder_lock,
     new_folder,
     say_complete,
     tidy,

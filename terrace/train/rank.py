@@ -28,8 +28,8 @@ from terrace.runtime.objective import Objective
 from terrace.runtime.progress import Progress
 from terrace.sequence.cost import WorkCost
 from terrace.train.adapted import run_blocks_of
-from terrace.train.attention_cost import kept_cost, work_cost
 from terrace.train.context_batches import ContextBatches
+from terrace.train.facts import kept_cost, work_cost
 from terrace.train.job import RunJob, device_of
 from terrace.train.metrics import Observer
 from terrace.train.micro_batches import MicroBatches

@@ -35,8 +35,7 @@ from terrace.runtime.step_sums import StepResult
 from terrace.train.cut import Cutter
 from terrace.train.evaluated import Evaluated, evaluated
 from terrace.train.first_step import CheckedLoss, FirstStep, Loss, predict
-from terrace.train.joining import find_world, read_balance, read_cluster, read_optimizer, read_plan
-from terrace.train.token_chunks import resolved_plan
+from terrace.train.joining import find_world, read_balance, read_cluster, read_optimizer, read_plan, resolved_plan
 from terrace.train.trainer_report import StepTimes, TrainerReport
 from terrace.train.user_blocks import UserBlocks, declared_of, hidden_dims, move_buffers, spread, whole_values
 

@@ -15,7 +15,7 @@ from terrace.data.files import find_documents
 from terrace.data.pieces import Unit
 from terrace.data.text import read_text
 from terrace.data.tokenizer import load_tokenizer
-from terrace.train.lock import LOCK, folder_lock
+from terrace.train.run_folder import LOCK, folder_lock
 from tests.support.tiny_runs import write_run
 
 

@@ -13,7 +13,7 @@ import pytest
 from terrace.checkpoint.layout import decode, encode
 from terrace.cli import worker
 from terrace.train.job import RunJob
-from terrace.train.lock import folder_lock
+from terrace.train.run_folder import folder_lock
 from tests.support.command_line import CommandLine, Said, leave_launcher
 from tests.support.tiny_runs import environment, one_line, terrace, write_run
 
@@ -243,7 +243,7 @@ def test_a_start_in_a_held_folder_leaves_its_configuration_alone(
     here: Here, resumable: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the first checkpoint as after it: a requeued job with an edited file finds the folder held."""
-    monkeypatch.setattr("terrace.train.lock._WAIT_S", 0.0)
+    monkeypatch.setattr("terrace.train.run_folder._WAIT_S", 0.0)
     before = (resumable / "config.toml").read_text()
     words = ("train", "--config", resumable / "config.toml", "--folder", resumable, "--resume", "auto")
     for _ in range(2):

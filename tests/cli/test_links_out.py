@@ -16,8 +16,8 @@ from terrace.model.hf.folder import TOKENIZER_FILES, carried_files
 from terrace.model.hf.pretrained import Pretrained
 from terrace.report.run_folder import run_view
 from terrace.train.config import run_toml
-from terrace.train.lock import folder_lock
 from terrace.train.resolve import resolve
+from terrace.train.run_folder import folder_lock
 from tests.support.command_line import CommandLine
 from tests.support.hf_folder import TABLE, write_folder, write_tokenizer
 from tests.support.tiny_runs import write_run

@@ -9,7 +9,7 @@ from terrace.base.errors import PlanError
 from terrace.model.blocks import block_specs
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
-from terrace.train.token_chunks import resolved_plan
+from terrace.train.joining import resolved_plan
 from tests.support.mixtures import mixture
 from tests.support.toys import cluster_of
 

@@ -12,8 +12,7 @@ from typing import Any
 from terrace.base.errors import ConfigError
 from terrace.cli.here import check_alone, cluster_here
 from terrace.cli.options import AUTO, flags, resumed
-from terrace.cli.overrides import parse_overrides
-from terrace.cli.ranks import add_ranks, with_ranks
+from terrace.cli.overrides import add_ranks, parse_overrides, with_ranks
 from terrace.rl.calls.ray_address import check_address
 from terrace.train.runs import CONFIG, table_to_resume
 

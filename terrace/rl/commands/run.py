@@ -60,13 +60,13 @@ from terrace.rl.workers.drawing import page_tokens_of
 from terrace.rl.workers.reward_forms import check_columns
 from terrace.rl.workers.reward_function import load_function
 from terrace.train.folder import SOURCE, source_files, with_sums
-from terrace.train.lock import folder_lock
 from terrace.train.run_folder import (
     CompleteError,
     changes,
     check_command,
     check_left,
     earlier_table,
+    folder_lock,
     goes_on,
     new_folder,
     say_complete,
