@@ -51,16 +51,6 @@ PLANS: Mapping[str, tuple[str, ...]] = {
     "hsdp": ("hybrid_shard",),
     "zero++": ("zeropp",),
 }
-# Sections with keys that a command takes as --SECTION.KEY.
-_OF_A_RUN = ("train", "optimizer", "data", "plan")
-SECTIONS: Mapping[str, tuple[str, ...]] = {
-    "train": _OF_A_RUN,
-    "simulate": _OF_A_RUN,
-    "doctor": _OF_A_RUN,
-    "data prepare": _OF_A_RUN,
-    "plan": ("plan",),
-    "rl": ("run", "optimizer"),
-}
 
 
 def check_names(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
@@ -109,5 +99,13 @@ def _own_names(name: str) -> Iterator[str]:
 
 
 def _is_key(name: str, command: str) -> bool:
-    section, dot, _ = name.removeprefix("--").partition(".")
-    return bool(dot) and section in SECTIONS.get(command, ())
+    section, dot, key = name.removeprefix("--").partition(" ")[0].partition(".")
+    if not dot:
+        return False
+    if command == "plan":  # the keys of the plan that is compared
+        return section == "plan"
+    # For an error alone: to know the keys takes a moment.
+    from terrace.cli.keys import dotted, takers
+
+    command = "train" if command == "data prepare" else command
+    return command in takers() and f"{section}.{key.partition('.')[0]}" in dotted(command)
