@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,7 +15,10 @@ from terrace.plan.dims import has_routers
 from terrace.train.hooks import Hook, StepDone
 from terrace.train.loads import LoadsFile, cut_other_stages
 from terrace.train.prediction import utilisation_of
-from terrace.train.rank import RankOfRun
+
+if TYPE_CHECKING:
+    from terrace.train.rank import RankOfRun
+
 
 _DISAGREE = 2.0  # times the predicted step, or a part of it, after which the peak is measured again
 
@@ -27,7 +31,7 @@ class Gauges(Hook):
     """
 
     def __init__(
-        self, rank: RankOfRun, cluster: Cluster, first_step: int, predicted_s: float, measure: Callable[[], float]
+        self, rank: "RankOfRun", cluster: Cluster, first_step: int, predicted_s: float, measure: Callable[[], float]
     ) -> None:
         engine, job, self._note = rank.engine, rank.job, rank.observer.note
         self._engine, self._used = engine, utilisation_of(job.run, cluster, engine.device.type)

@@ -1,16 +1,19 @@
 """Makes the record of every step, sums them up, writes them to `metrics.jsonl` and shows them."""
 
 import time
+from typing import TYPE_CHECKING
 
 from terrace.train.hooks import Hook, StepDone
 from terrace.train.metrics import MetricsFile, StepRecord, Summary, outer_figures, outer_words
-from terrace.train.rank import RankOfRun
+
+if TYPE_CHECKING:
+    from terrace.train.rank import RankOfRun
 
 
 class StepFigures(Hook):
     """Measures the step with the hooks before it, and adds the figures of its result."""
 
-    def __init__(self, rank: RankOfRun) -> None:
+    def __init__(self, rank: "RankOfRun") -> None:
         self._rank = rank
 
     def stepped(self, done: StepDone) -> None:
@@ -44,7 +47,7 @@ class Records(Hook):
 
     raises_together = True
 
-    def __init__(self, rank: RankOfRun, first_step: int) -> None:
+    def __init__(self, rank: "RankOfRun", first_step: int) -> None:
         self._rank = rank
         self.summary = Summary(rank.run.train.steps - first_step, rank.run.plan.outer.every)
 
@@ -61,7 +64,7 @@ class Records(Hook):
 class Shown(Hook):
     """Writes and shows the record of every step, on rank 0."""
 
-    def __init__(self, rank: RankOfRun, first_step: int) -> None:
+    def __init__(self, rank: "RankOfRun", first_step: int) -> None:
         self._rank, self._first_step, self._begin_s = rank, first_step, 0.0
         self._file: MetricsFile | None = None
 

@@ -1,5 +1,7 @@
 """When a run saves checkpoints, and the vote on an early stop, which always leaves one."""
 
+from typing import TYPE_CHECKING
+
 from terrace.base.errors import CheckpointError
 from terrace.checkpoint.saved import Saved
 from terrace.checkpoint.saving import Saver
@@ -8,7 +10,10 @@ from terrace.sequence.cost import WorkCost
 from terrace.train.facts import facts_of
 from terrace.train.hooks import Hook, StepDone
 from terrace.train.metrics import NUM_SAVES
-from terrace.train.rank import RankOfRun
+
+if TYPE_CHECKING:
+    from terrace.train.rank import RankOfRun
+
 
 _PATIENCE = 10  # timeouts that rank 0 waits for files of others
 
@@ -16,7 +21,7 @@ _PATIENCE = 10  # timeouts that rank 0 waits for files of others
 class Saves(Hook):
     """The checkpoints of a run. `newest` holds the last `NUM_SAVES` complete ones."""
 
-    def __init__(self, rank: RankOfRun, cost: WorkCost | None, vote: Vote) -> None:
+    def __init__(self, rank: "RankOfRun", cost: WorkCost | None, vote: Vote) -> None:
         train = rank.run.train
         self._rank, self._vote, self.newest = rank, vote, tuple[Saved, ...]()
         self._saver = Saver(

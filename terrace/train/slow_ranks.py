@@ -1,16 +1,20 @@
 """Reports each step to the watchdog, and tells of ranks that have become slow or fast again (terrace.launch.slow)."""
 
+from typing import TYPE_CHECKING
+
 from terrace.launch.postmortem import in_words
 from terrace.launch.slow import in_lines
 from terrace.train.hooks import Hook, StepDone
 from terrace.train.metrics import own_seconds
-from terrace.train.rank import RankOfRun
+
+if TYPE_CHECKING:
+    from terrace.train.rank import RankOfRun
 
 
 class SlowRanks(Hook):
     """Adds the slow ranks of the steps before to a step's figures, on rank 0."""
 
-    def __init__(self, rank: RankOfRun) -> None:
+    def __init__(self, rank: "RankOfRun") -> None:
         self._dog, self._train, self._observer = rank.dog, rank.run.train, rank.observer
         self._known = frozenset[int]()
         program = rank.engine.program

@@ -1,10 +1,13 @@
 """Ends a run whose step is not finite, rounds too much, or sends other bytes than were predicted."""
 
 from shlex import quote
+from typing import TYPE_CHECKING
 
 from terrace.base.errors import TrainingError
 from terrace.train.hooks import Hook, StepDone
-from terrace.train.rank import RankOfRun
+
+if TYPE_CHECKING:
+    from terrace.train.rank import RankOfRun
 
 
 class StepChecks(Hook):
@@ -12,7 +15,7 @@ class StepChecks(Hook):
 
     raises_together = True
 
-    def __init__(self, rank: RankOfRun, first_step: int) -> None:
+    def __init__(self, rank: "RankOfRun", first_step: int) -> None:
         self._rank, self._first_step = rank, first_step
 
     def stepped(self, done: StepDone) -> None:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from terrace.base.errors import TrainingError
 from terrace.data.feeding import Feeder
@@ -12,11 +13,13 @@ from terrace.runtime.finite import NonFiniteError
 from terrace.runtime.step_sums import StepResult
 from terrace.train.hooks import Hook, StepDone
 from terrace.train.micro_batches import StepBatches
-from terrace.train.rank import RankOfRun
 from terrace.train.schedule import learning_rate
 
+if TYPE_CHECKING:
+    from terrace.train.rank import RankOfRun
 
-def run_steps(rank: RankOfRun, hooks: Sequence[Hook], feeder: Feeder[StepBatches], first_step: int) -> Stop | None:
+
+def run_steps(rank: "RankOfRun", hooks: Sequence[Hook], feeder: Feeder[StepBatches], first_step: int) -> Stop | None:
     """Runs all steps from `first_step` on, or up to a stop that all ranks agree on. Every rank calls this."""
     rank.dog.begin()
     if rank.world.rank == 0:
@@ -54,7 +57,7 @@ def _all_told(hooks: Sequence[Hook]) -> Iterator[None]:
         raise
 
 
-def _stepped(rank: RankOfRun, feeder: Feeder[StepBatches], step: int) -> StepDone:
+def _stepped(rank: "RankOfRun", feeder: Feeder[StepBatches], step: int) -> StepDone:
     reporter = rank.reporter
     reporter.step, started_s = step, time.perf_counter()
     rate = learning_rate(step, rank.run.train, rank.run.optimizer)

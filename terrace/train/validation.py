@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from terrace.checkpoint.layout import folder_name, folder_of
 from terrace.data.eval_batches import EvalBatches
@@ -16,7 +17,9 @@ from terrace.train.evaluated import Evaluated, eval_batches_of, evaluated
 from terrace.train.hooks import Hook, StepDone
 from terrace.train.metrics import read_metrics
 from terrace.train.micro_batches import MicroBatches
-from terrace.train.rank import RankOfRun
+
+if TYPE_CHECKING:
+    from terrace.train.rank import RankOfRun
 
 
 class Validation(Hook):
@@ -27,7 +30,7 @@ class Validation(Hook):
 
     raises_together = True
 
-    def __init__(self, rank: RankOfRun, make: Callable[[EvalBatches], MicroBatches], first_step: int) -> None:
+    def __init__(self, rank: "RankOfRun", make: Callable[[EvalBatches], MicroBatches], first_step: int) -> None:
         self._rank, self._train, self._is_first = rank, rank.run.train, True
         self._sources = [(each, make(each)) for each in eval_batches_of(rank.run, rank.batches, rank.job.eval_sources)]
         self._best: tuple[float, int] | None = self._found(first_step)  # loss, step
