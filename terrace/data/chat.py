@@ -91,9 +91,7 @@ class ChatReader:
             yield ids, self._answers(record, mask, where) if record.get(NUM_ASKED) else mask, where
 
     def _check_rendered(self, record: Mapping[str, Any], place: int, text: str, where: str) -> None:
-        """Raises `DataError` if the template renders nothing of the assistant's message at `place`, so that `text` only
-        has an empty turn.
-        """
+        """Raises `DataError` if `text`, rendered up to the assistant's message at `place`, leaves its content out."""
         messages, blank = record["messages"], {"role": "assistant", "content": ""}
         try:
             bare, _ = self.template.render([*messages[:place], blank], record["tools"], record["variables"])

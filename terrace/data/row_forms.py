@@ -175,9 +175,9 @@ def pair_row(row: Row, where: str) -> dict[str, Any]:
         return _parted(row, whole, where)
     for key, whole_here in zip(MEMBERS, is_whole, strict=True):
         if whole_here:
-            raise DataError(f"{where}: {key!r} is a whole conversation, and the other member none; make them alike")
+            raise DataError(f"{where}: {key!r} is a whole conversation, and the other is not; write both alike")
         if form is None and isinstance(row[key], str):
-            raise DataError(f"{where}: {key!r} is a string and 'prompt' absent; a preference is {_PAIR}")
+            raise DataError(f"{where}: {key!r} is a string without a 'prompt'; a preference is {_PAIR}")
     return {"prompt": asked, **dict(zip(MEMBERS, members, strict=True)), **_tools(row)}
 
 

@@ -109,7 +109,9 @@ def _calls(said: Any, where: str) -> list[dict[str, Any]]:
         found = None
     calls = found if isinstance(found, list) else [found]
     if not calls or not all(isinstance(call, Mapping) and isinstance(call.get("name"), str) for call in calls):
-        raise DataError(f"{where} calls a function, and is no JSON with its 'name' and 'arguments'; repair or drop it")
+        raise DataError(
+            f"{where} is a function call, which must be JSON with a 'name' and 'arguments'; repair or drop it"
+        )
     return [
         {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments", {})}}
         for call in calls

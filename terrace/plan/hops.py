@@ -164,7 +164,8 @@ def gather_buffers(plan: "Plan", message: MessageClass, hops: Sequence[Hop]) -> 
 
 
 def sends_copies(message: MessageClass, hop: Hop) -> bool:
-    """Whether a gather has buffers for one copy of its part per peer; equally large reductions need them anyway."""
+    """Whether a gather sends every peer a copy of its part from a buffer of its own."""
+    # The memory is there: a reduction on the same tier needs buffers as large.
     return message is MessageClass.TENSOR and hop.degree > 2
 
 

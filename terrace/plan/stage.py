@@ -86,7 +86,7 @@ class Stage:
 
     @cached_property
     def held(self) -> tuple[int, ...]:
-        """Blocks with states here: those that run here, and copies of those they borrow from."""
+        """Blocks with states here: those that run here, and copies of blocks elsewhere that they are tied to."""
         return tuple(sorted((*self.own, *self.copies)))
 
     @cached_property

@@ -196,7 +196,7 @@ def _spread_out(
 
 @dataclass
 class _Units:
-    """The units of one tier: sum of fullness, maximum of seconds and of tokens over their ring ranks."""
+    """Load of each unit of a tier: the sum of its ring ranks' fullness, and the maximum of their seconds and tokens."""
 
     size: int
     full: list[float]

@@ -176,7 +176,7 @@ def _band(generation: str, axes: frozenset[str], devices: int) -> Band:
 
 
 def misses_of(rows: Iterable[Validated]) -> list[float]:
-    """Miss of each row; rows of one plan on several numbers of devices count once, with the largest."""
+    """Miss of each row. Rows of one task on several numbers of devices count once, with their largest miss."""
     found: list[float] = []
     widths: dict[str, float] = {}
     for row in rows:

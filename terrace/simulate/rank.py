@@ -203,7 +203,7 @@ class Rank:
                 self.reductions[self.reductions.index(_HELD)] = self.reduced[event.block]
 
     def part(self, event: Event, part: Event) -> None:
-        """A part of a REDUCE, or of a SYNC after the same part of its REDUCE."""
+        """Issue one part of a REDUCE, or of a SYNC, which waits for the same part of its block's REDUCE."""
         if event.op is Op.REDUCE:
             self.reduced[event.block] = self.issue(part, _START)
         else:

@@ -71,7 +71,7 @@ def gathered_whole(
 ) -> tuple[int, ...]:
     """Most full parameters alive at once while a block of each kind runs; `sizes` is by kind.
 
-    These are the parameters of `prefetch + 1` neighbours and of the blocks that they borrow from. At the last block
+    These are the parameters of `prefetch + 1` neighbours and of the blocks that they are tied to. At the last block
     the order of visits reverses, so no further block is gathered.
     """
     blocks, most = [sizes[kind] for kind in order], [0] * len(sizes)

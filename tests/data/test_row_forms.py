@@ -151,9 +151,12 @@ def test_of_a_completion_in_messages_earlier_answers_are_not_trained(template: s
         ({"instruction": "a", "output": "c", "history": [["a"]]}, "'history' must be a list of"),
         (
             {"conversations": [{"from": "function_call", "value": "look(sun)"}]},
-            "calls a function, and is no JSON",
+            "is a function call, which must be JSON",
         ),
-        ({"conversations": [{"from": "function_call", "value": "[" * 100_000}]}, "calls a function, and is no JSON"),
+        (
+            {"conversations": [{"from": "function_call", "value": "[" * 100_000}]},
+            "is a function call, which must be JSON",
+        ),
     ],
 )
 def test_a_row_that_is_no_conversation_is_refused(row: dict[str, Any], message: str) -> None:
@@ -244,7 +247,7 @@ def test_answers_that_part_early_are_whole_responses(tmp_path: Path) -> None:
             {"prompt": "sky", "chosen": str(said("sky", "blue")), "rejected": str(said("sky", "red"))},
             "'chosen' is a list as Python prints it, not JSON",
         ),
-        ({"chosen": "blue", "rejected": "red"}, "'chosen' is a string and 'prompt' absent"),
+        ({"chosen": "blue", "rejected": "red"}, "'chosen' is a string without a 'prompt'"),
         ({"prompt": "sky", "chosen": "blue"}, r"no key 'rejected' \(keys: 'prompt', 'chosen'\)"),
     ],
 )

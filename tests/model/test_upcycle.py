@@ -135,7 +135,7 @@ def test_options_that_make_no_mixture(
         ("gpt_neox", "no family of mixtures has the layers of gpt_neox"),
         ("mixtral", "a mixtral model has experts already"),
         ("llama, tied, biases", "MLPs have biases, and experts have none"),
-        ("attention", "no family of mixtures is this llama model with experts: .* cannot say attention_bias = True"),
+        ("attention", "no family of mixtures has this llama model with experts: .* cannot say attention_bias = True"),
     ],
 )
 def test_models_that_make_no_mixture(name: str, message: str) -> None:

@@ -95,7 +95,7 @@ def test_what_sparse_messages_take(pool: LocalPool) -> None:
 
 
 class SpecBlock(nn.Module):
-    """A block of the given sizes that uses its own parameters and those it borrows."""
+    """A block of the given sizes that uses its own parameters and those it is tied to."""
 
     def __init__(self, sizes: list[tuple[int, bool]], borrowed: list[nn.Parameter]) -> None:
         super().__init__()

@@ -259,7 +259,7 @@ def test_both_members_of_a_pair_follow_one_another(tmp_path: Path) -> None:
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a member": ({"prompt": "a", "chosen": "b"}, "has no key 'rejected'"),
-    "no prompt": ({"chosen": "b", "rejected": "c"}, "'chosen' is a string and 'prompt' absent"),
+    "no prompt": ({"chosen": "b", "rejected": "c"}, "'chosen' is a string without a 'prompt'"),
     "mixed": ({"prompt": "a", "chosen": "b", "rejected": []}, "'rejected' does not end with a message"),
     "equal": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are equal, so nothing is preferred"),
     "empty": ({"prompt": "a", "chosen": "b", "rejected": ""}, "'rejected' is empty"),

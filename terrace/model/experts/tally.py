@@ -13,7 +13,7 @@ _SENT, _RECEIVED, _MULTIPLIED = -3, -2, -1  # indices after the experts' counter
 
 
 class Tally:
-    """Adds to `numbers` (E + 3) int64; a tally without `numbers` is never opened."""
+    """Adds counts to `numbers` (E + 3), int64. Without `numbers` it stays closed and counts nothing."""
 
     def __init__(self, numbers: Tensor | None = None) -> None:
         self._numbers, self.is_open = torch.empty(0) if numbers is None else numbers, False

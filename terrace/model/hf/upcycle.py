@@ -77,7 +77,9 @@ class Upcycling:
         try:
             to_table(made)
         except ModelError as error:
-            raise ModelError(f"no family of mixtures is this {dense.family} model with experts: {error}") from error
+            raise ModelError(
+                f"no family of mixtures has this {dense.family} model with experts: {error}; upcycle another model"
+            ) from error
         return made
 
     def values(self, dense: ModelConfig, value: Callable[[str, str], Tensor]) -> Callable[[str, str], Tensor]:
