@@ -80,7 +80,8 @@ class ChatReader:
                 raise DataError(f"{where}: {error}") from error
             by_turn = None if self.template.of(record["tools"]).has_tags else spans
             for place in self.left_out.note(record, text, by_turn, where):
-                self._check_rendered(record, place, text[: spans[_num_turns(record, place)][1]], where)
+                turn = sum(message["role"] == "assistant" for message in record["messages"][:place])
+                self._check_rendered(record, place, text[: spans[turn][1]], where)
             ids, mask = self._mask(text, spans, where)
             # Some templates leave out turns, such as an assistant turn without content.
             if not mask.any():
@@ -175,10 +176,6 @@ class ChatReader:
             if inside.size:
                 mask[inside[0] : inside[-1] + 1] = 1
         return ids, mask
-
-
-def _num_turns(record: Mapping[str, Any], end: int) -> int:
-    return sum(message["role"] == "assistant" for message in record["messages"][:end])
 
 
 def _batches(lines: Iterable[tuple[Line, str]]) -> Iterator[list[tuple[Line, str]]]:

@@ -102,7 +102,7 @@ def join(
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     seal = _secret()
     hosting = own.rank == 0 and not agent_hosts
-    waiting = say if own.local_rank == 0 or own.rank == 0 else _silent
+    waiting = say if own.local_rank == 0 or own.rank == 0 else lambda text: None
     if hosting:
         shared = host_store(own.address, own.port, timeout_s)
     else:
@@ -280,7 +280,3 @@ def _facts(device: torch.device | None, sections: Mapping[str, str], backend: st
         return Facts(host, boot_id(), versions=versions, sections=sections, backend=backend, why=why)
     properties = torch.cuda.get_device_properties(device)
     return Facts(host, boot_id(), str(properties.uuid), numa_of(properties), versions, sections, backend, why)
-
-
-def _silent(text: str) -> None:
-    pass

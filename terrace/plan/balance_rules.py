@@ -77,12 +77,12 @@ def check_balance(balance: BalanceConfig, mesh: Mesh, plan: Plan, blocks: Sequen
 
 def with_exchanged_choices(balance: BalanceConfig | None, blocks: Iterable[BlockSpec]) -> tuple[BlockSpec, ...]:
     """`blocks`, marked to exchange router choices between ranks that share sequences if the sequence loss is on."""
-    tells = balance is not None and balance.sequence > 0
-    return tuple(_telling(block) if tells and experts_of(block) is not None else block for block in blocks)
-
-
-def _telling(block: BlockSpec) -> BlockSpec:
-    return replace(block, declared=_sharing_choices(block.declared))
+    if balance is None or not balance.sequence > 0:
+        return tuple(blocks)
+    return tuple(
+        block if experts_of(block) is None else replace(block, declared=_sharing_choices(block.declared))
+        for block in blocks
+    )
 
 
 @lru_cache(maxsize=256)

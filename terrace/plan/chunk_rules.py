@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
-from terrace.model.params import ParamSpec
 from terrace.model.spec import BlockSpec
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import FUSED, Plan
@@ -27,15 +26,12 @@ def check_tensor_chunks(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec
         )
     if plan.fuses_tensor and (why := why_not_fused(cluster, mesh, plan)):
         raise PlanError(f"tensor_chunks = {FUSED!r}: {why}")
-    if plan.fuses_tensor and any(_is_of_adapter(param) for block in blocks for param in block.params):
+    dims = {name for block in blocks for param in block.params for name, _ in param.dims}
+    if plan.fuses_tensor and "rank" in dims:
         raise PlanError(
             f"tensor_chunks = {FUSED!r} with adapters: an adapter's product is a part of the sum that is fused with "
             f"another; {_INSTEAD}"
         )
-
-
-def _is_of_adapter(param: ParamSpec) -> bool:
-    return any(name == "rank" for name, _ in param.dims)
 
 
 def why_not_fused(cluster: Cluster, mesh: Mesh, plan: Plan) -> str:

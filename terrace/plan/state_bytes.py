@@ -29,7 +29,8 @@ def keeps_master(plan: Plan, layout: Layout, *, coded: bool = False) -> bool:
     if coded:
         return True
     # Only tiers that a refresh crosses can round it.
-    refresh = [plan.wire_format(MessageClass.REFRESH, layout.tiers[i]) for i in _crossed(layout)]
+    crossed = [i for i in range(layout.params + 1, layout.optimizer + 1) if layout.degrees[i] > 1]
+    refresh = [plan.wire_format(MessageClass.REFRESH, layout.tiers[i]) for i in crossed]
     # A rounded working copy cannot serve as the master: its error would feed the next update.
     rounded = any(wire.mantissa_bits < FORMATS[plan.master].mantissa_bits for wire in refresh)
     return plan.compute != plan.master or rounded
@@ -95,10 +96,6 @@ def moments(update: Update, owned: int, num_elementwise: int) -> tuple[int, ...]
 def moment_bytes(plan: Plan, numels: Iterable[int]) -> int:
     """Bytes of optimizer state tensors with these numbers of elements."""
     return sum(state_bytes(plan.optimizer_states or plan.sums, numel) for numel in numels)
-
-
-def _crossed(layout: Layout) -> list[int]:
-    return [i for i in range(layout.params + 1, layout.optimizer + 1) if layout.degrees[i] > 1]
 
 
 def tie_bytes(flats: Sequence[FlatParamSpec], summed: str) -> int:

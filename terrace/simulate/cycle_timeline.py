@@ -88,7 +88,7 @@ def cycle_timeline(cycle: Cycle, stage: int | None = None) -> CycleTimeline:
                 sent_bytes=_sent_bytes(turn, stage),
             )
             for turn, sent, start, end in crossings
-            for fragment in _starts(turn)
+            for fragment in turn.programs[0].exchange.starts
         ),
         waits=tuple((wall.at(start), wall.at(end)) for start, end in waits),
     )
@@ -117,10 +117,6 @@ class _Wall:
         share = (rest_s - begin) / (end - begin) if end > begin else 0.0
         wall_s = self._walls[after - 1] + share * (self._walls[after] - self._walls[after - 1])
         return laps * self._walls[-1] + wall_s + self.shift_s
-
-
-def _starts(turn: Turn) -> tuple[int, ...]:
-    return turn.programs[0].exchange.starts
 
 
 def _sent_bytes(turn: Turn, stage: int) -> dict[str, int]:

@@ -321,10 +321,6 @@ def _score(device: Device, work: Work, score: Score, accumulate: bool) -> Second
     return memory_s(device, stream, 2), memory_s(device, stream, 2), memory_s(device, stream, 1) + more_s
 
 
-def _mixture(device: Device, work: Work, mixture: Mixture, accumulate: bool) -> Seconds:
-    return mixture_seconds(device, work, mixture, accumulate)
-
-
 def _elsewhere(device: Device, work: Work, operation: Operation, accumulate: bool) -> Seconds:
     return 0.0, 0.0, 0.0
 
@@ -333,7 +329,7 @@ def _elsewhere(device: Device, work: Work, operation: Operation, accumulate: boo
 _RULES: Mapping[type[Operation], Callable[[Device, Work, Any, bool], Seconds]] = {
     **dict.fromkeys((Enter, Product, Norm, Rotary, Join, Scale, Activation, Sum), _elsewhere),
     Core: _core,
-    Mixture: _mixture,
+    Mixture: mixture_seconds,
     PlainProduct: _plain_product,
     LookUp: _look_up,
     Loss: _loss,

@@ -145,13 +145,13 @@ def _layout(core: Core) -> Passes:
 
 def _bias_gradients(group: Sequence[Product], layer: Operations) -> Passes:
     """One kernel for the bias gradients of a group; gate and up of a gated MLP count once."""
-    gates = {activation.source.name for activation in layer.passed if _is_gated(activation)}
+    gates = {
+        activation.source.name
+        for activation in layer.passed
+        if isinstance(activation, Activation) and activation.is_gated
+    }
     biased = [product.target for product in group if product.has_bias and product.target.name not in gates]
     return Passes(tuple((target, 0, 1) for target in biased), (0, 1)) if biased else _NONE
-
-
-def _is_gated(operation: Operation) -> bool:
-    return isinstance(operation, Activation) and operation.is_gated
 
 
 def _counted_twice(layer: Operations) -> list[Passes]:

@@ -56,7 +56,7 @@ def passes_picture(stages: Sequence[Stage], passes: Sequence[Sequence[Passed]], 
     lines = []
     for name, row in zip(names, spans, strict=True):
         moved = [(task, start_s - first_s, end_s - first_s) for task, start_s, end_s in row]
-        lines.append(name + _row(moved, columns, column_s))
+        lines.append(name + "".join(_label(task, number) for task, number in _runs(moved, columns, column_s)))
     words = _legend(span.task for row in spans for span in row)
     share = (last_s - first_s) / step_s
     legend = f"{words}, . idle; a column is {column_s:.3g} s, the picture {share:.0%} of the step"
@@ -89,10 +89,6 @@ def _names(num_stages: int, width: int) -> tuple[list[str], int]:
 def _legend(tasks: Iterable[StageTask]) -> str:
     passes = {task.pass_ for task in tasks}
     return ", ".join(f"{pass_.letter} {pass_.name.lower().replace('_', ' ')}" for pass_ in Pass if pass_ in passes)
-
-
-def _row(spans: Iterable[tuple[StageTask, float, float]], columns: int, column_s: float) -> str:
-    return "".join(_label(task, number) for task, number in _runs(list(spans), columns, column_s))
 
 
 def _runs(
