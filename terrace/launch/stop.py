@@ -133,15 +133,15 @@ def ask(store: Any, seal: Seal, name: str) -> None:
 class Vote:
     """Agreement of all ranks on the step after which they stop. Each rank calls `after` at every step.
 
-    With islands, `turn` is the number of steps between exchanges of two fragments, and `delay` the number of steps that
-    an exchange may take. Without islands ranks meet in every step.
+    With islands, `interval` is the number of steps between exchanges of two fragments, and `delay` the number of steps
+    that an exchange may take. Without islands ranks meet in every step.
     """
 
-    def __init__(self, world: World, signal_: StopSignal, *, turn: int = 1, delay: int = 0) -> None:
+    def __init__(self, world: World, signal_: StopSignal, *, interval: int = 1, delay: int = 0) -> None:
         self._rank, self._alone, self._signal = world.rank, world.world_size == 1, signal_
         self._store, self._seal = PrefixStore("run", world.store), world.seal
         self._outside = world.store if world.rank == 0 and not world.supervised else None
-        self._every = turn * -(-(1 + world.world_size // _LOOKS_A_STEP) // turn)
+        self._every = interval * -(-(1 + world.world_size // _LOOKS_A_STEP) // interval)
         # Steps from a look to the first look that all ranks are still before.
         self._ahead = self._every * -(-(self._every + delay) // self._every)
         self._request: tuple[Literal["signal", "failed"], str] | None = None

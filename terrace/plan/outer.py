@@ -87,7 +87,7 @@ class Outer:
         return (self.fragments > 0) + (self.optimizer != "average") + 2 * (self.delay > 0)
 
     @property
-    def turn(self) -> int:
+    def interval(self) -> int:
         """Steps between the exchanges of consecutive fragments."""
         return self.every // max(1, self.fragments)
 
@@ -107,8 +107,8 @@ class Outer:
         return Exchange(arrives, starts, bool(starts) and not self.delay)
 
     def _starting(self, step: int) -> tuple[int, ...]:
-        turn, left = divmod(step % self.every + 1, self.turn)
-        return () if left or turn > self.fragments else (turn - 1,)
+        number, left = divmod(step % self.every + 1, self.interval)
+        return () if left or number > self.fragments else (number - 1,)
 
 
 ONE_ISLAND = Outer(tier="", every=1, fragments=0, optimizer="average")

@@ -72,7 +72,7 @@ def _outcome(rank: RankOfRun, stop_signal: StopSignal) -> Outcome | Stop:
     job, run, engine = rank.job, rank.run, rank.engine
     dog, observer = rank.dog, rank.observer
     outer = run.plan.outer
-    vote = Vote(rank.world, stop_signal, turn=outer.turn, delay=outer.delay)
+    vote = Vote(rank.world, stop_signal, interval=outer.interval, delay=outer.delay)
     first_step = rank.resume()
     cluster, busy = _calibrated(rank, first_step)
     cost = rank.cost(cluster)

@@ -58,7 +58,7 @@ def steps_of(world_size: int, wishes: dict[int, tuple[int, str]], outside: int |
 
     def rank_of(rank: int) -> None:
         generator = random.Random(rank)
-        vote = Vote(World(rank, world_size, rank, world_size, store, seal=seal), wish(None), turn=every)
+        vote = Vote(World(rank, world_size, rank, world_size, store, seal=seal), wish(None), interval=every)
         for done in range(1, 40):
             barrier.wait(20)  # nobody ends a step before all have entered it
             time.sleep(generator.random() / 2000)
@@ -110,7 +110,7 @@ def islands_stop(turn: int, delay: int, slow: int, asks: int, after: int) -> lis
     started, found = [0] * num, list[Stop | None]([None] * num)
 
     def island_of(rank: int) -> None:
-        vote = Vote(World(rank, num, rank, num, store, seal=seal), wish(None), turn=turn, delay=delay)
+        vote = Vote(World(rank, num, rank, num, store, seal=seal), wish(None), interval=turn, delay=delay)
         for done in range(1, 20 * turn):
             time.sleep(0.002 * (rank == slow))
             with ended:
