@@ -54,7 +54,7 @@ class Partial:
         self._journal = target.with_name(f".{target.stem}.journal.json")
         self._paths = [target.with_name(f".{target.stem}.{kind}.partial") for kind in ("tokens", "starts")]
         # Anything unsound is discarded and written anew.
-        if not self._goes_on():
+        if not self._can_resume():
             self.noted, self.digest = Noted(stamp=stamp), hashlib.blake2b(digest_size=16)
             self._journal.unlink(missing_ok=True)
             for path in self._paths:
@@ -114,7 +114,7 @@ class Partial:
             file.flush()
             os.fsync(file.fileno())
 
-    def _goes_on(self) -> bool:
+    def _can_resume(self) -> bool:
         if not self._journal.exists():
             return False
         try:

@@ -119,9 +119,9 @@ def gathers(
     if not any(gathered):
         return []
     return [
-        stay
-        for stay in residencies(stage, blocks, prefetch)
-        if gathered[stay.block] and (stay.opening or freed[stay.block])
+        residency
+        for residency in residencies(stage, blocks, prefetch)
+        if gathered[residency.block] and (residency.opening or freed[residency.block])
     ]
 
 

@@ -41,7 +41,7 @@ def build_token_layout(layout: GroupLayout, member: int) -> TokenLayout:
     """The token layout of one member of a context group."""
     ring_rank = member // layout.ulysses
     segments = (segment for segment in layout.segments if ring_rank in segment.ring_ranks)
-    own = _laid(_Ring(each, route(each.shape, each.ring_ranks.index(ring_rank))) for each in segments)
+    own = _placed(_Ring(each, route(each.shape, each.ring_ranks.index(ring_rank))) for each in segments)
     num_attention_tokens = max(layout.num_attention_tokens, num_rows(_rows(own)))
     tokens = [stretch for shard in own for stretch in shard.stretches]
     padding = (sum(stop - start for start, stop, _ in tokens), num_attention_tokens)
@@ -57,19 +57,19 @@ def build_token_layout(layout: GroupLayout, member: int) -> TokenLayout:
     )
 
 
-def _laid(rings: Iterable[_Ring], step: int = 0, first: int = 0) -> list[_Shard]:
+def _placed(rings: Iterable[_Ring], step: int = 0, first: int = 0) -> list[_Shard]:
     # Rows of a step begin at `first`: the tokens of all shards, then the padding of all shards.
-    laid = []
+    placed = []
     for ring in rings:
         stretches, source = [], ring.steps[step].source
         for start, stop in ring.segment.shard(source):
             stretches.append(Stretch(start, stop, first))
             first += stop - start
-        laid.append((ring, tuple(stretches), ring.segment.padding(source)))
-    ends = accumulate((padding for _, _, padding in laid), initial=first)
+        placed.append((ring, tuple(stretches), ring.segment.padding(source)))
+    ends = accumulate((padding for _, _, padding in placed), initial=first)
     return [
         _Shard(ring, stretches, (start, start + padding))
-        for (ring, stretches, padding), start in zip(laid, ends, strict=False)
+        for (ring, stretches, padding), start in zip(placed, ends, strict=False)
     ]
 
 
@@ -136,34 +136,34 @@ def _rounds(layout: GroupLayout, ulysses_rank: int, own: list[_Shard], num_atten
     tokens = [stretch for shard in own for stretch in shard.stretches]
     windows = (layout.window, *layout.other_windows)
     found = [list(pairs_within(tokens, layout.documents, window)) for window in windows]
-    # A ring participates in as many rounds as it has steps; `goes` selects rings whose keys are passed on.
+    # A ring participates in as many rounds as it has steps; `passes_on` selects rings whose keys are passed on.
     while shards or step == 0:
         for queries, keys in zip(own, shards, strict=True):
             for pairs, window in zip(found, windows, strict=True):
                 pairs += pairs_across(queries.stretches, keys.stretches, layout.documents, window)
-        goes = [len(shard.ring.segment.ring_ranks) > step + 1 for shard in own]
-        stays = [not goes_on for goes_on in goes]
+        passes_on = [len(shard.ring.segment.ring_ranks) > step + 1 for shard in own]
+        ends = [not passes for passes in passes_on]
         return_gradients = NOTHING  # gradients of round 0 stay with their owner
         if step > 0:
-            return_gradients = _home(
-                layout.ulysses, ulysses_rank, list(compress(own, stays)), list(compress(shards, stays))
+            return_gradients = _returned(
+                layout.ulysses, ulysses_rank, list(compress(own, ends)), list(compress(shards, ends))
             )
         first, *others = map(tuple, found)
         yield Round(size, exchange, first, return_gradients, tuple(others))
         step += 1
-        own = list(compress(own, goes))
-        shards, exchange = _passed(layout.ulysses, ulysses_rank, list(compress(shards, goes)), step)
+        own = list(compress(own, passes_on))
+        shards, exchange = _passed(layout.ulysses, ulysses_rank, list(compress(shards, passes_on)), step)
         size, found = max((shard.padding[1] for shard in shards), default=0), [[] for _ in windows]
 
 
-def _home(ulysses: int, ulysses_rank: int, own: Sequence[_Shard], shards: Sequence[_Shard]) -> Exchange:
+def _returned(ulysses: int, ulysses_rank: int, own: Sequence[_Shard], shards: Sequence[_Shard]) -> Exchange:
     # After its last step a shard's gradients are sent to its owner; this rank receives those of its own shard.
     sends: dict[int, list[_Shard]] = {}
     receives: dict[int, list[_Shard]] = {}
-    for mine, shard in zip(own, shards, strict=True):
+    for owned, shard in zip(own, shards, strict=True):
         ring_ranks, last = shard.ring.segment.ring_ranks, shard.ring.steps[-1]
         sends.setdefault(ring_ranks[last.to], []).append(shard)
-        receives.setdefault(ring_ranks[last.by], []).append(mine)
+        receives.setdefault(ring_ranks[last.by], []).append(owned)
     return Exchange(_between(ulysses, ulysses_rank, sends), _between(ulysses, ulysses_rank, receives))
 
 
@@ -179,13 +179,13 @@ def _passed(ulysses: int, ulysses_rank: int, shards: Sequence[_Shard], step: int
     receives: dict[int, list[_Shard]] = {}
     first = 0
     for ring_rank in sorted(rings):
-        receives[ring_rank] = _laid(rings[ring_rank], step, first)
+        receives[ring_rank] = _placed(rings[ring_rank], step, first)
         first = receives[ring_rank][-1].padding[1]
-    come = {ring_rank: iter(laid) for ring_rank, laid in receives.items()}
-    passed = [next(come[shard.ring.segment.ring_ranks[shard.ring.steps[step].by]]) for shard in shards]
+    arriving = {ring_rank: iter(placed) for ring_rank, placed in receives.items()}
+    passed = [next(arriving[shard.ring.segment.ring_ranks[shard.ring.steps[step].by]]) for shard in shards]
     return passed, Exchange(_between(ulysses, ulysses_rank, sends), _between(ulysses, ulysses_rank, receives))
 
 
 def _between(ulysses: int, ulysses_rank: int, shards: Mapping[int, Iterable[_Shard]]) -> Messages:
     # Keys travel between equal Ulysses ranks, which have the same heads.
-    return _messages({ring_rank * ulysses + ulysses_rank: _rows(laid) for ring_rank, laid in shards.items()})
+    return _messages({ring_rank * ulysses + ulysses_rank: _rows(placed) for ring_rank, placed in shards.items()})

@@ -77,9 +77,9 @@ def moves(attended: Sequence[int], ring_degrees: Sequence[int], room: int) -> tu
     outgoing: list[list[list[int]]] = []  # by node: [ring rank, tokens] still to send
     incoming: list[list[list[int]]] = []
     # Then inside each node, after its ranks have taken equal shares of the traffic between nodes.
-    for node, gone, come in zip(nodes, leaves, enters, strict=True):
-        out = _even([attended[ring_rank] for ring_rank in node], gone)
-        into = _even([room] * size, come)
+    for node, num_out, num_in in zip(nodes, leaves, enters, strict=True):
+        out = _even([attended[ring_rank] for ring_rank in node], num_out)
+        into = _even([room] * size, num_in)
         outgoing.append([[ring_rank, number] for ring_rank, number in zip(node, out, strict=True)])
         incoming.append([[ring_rank, number] for ring_rank, number in zip(node, into, strict=True)])
         own = [attended[ring_rank] - less for ring_rank, less in zip(node, out, strict=True)]
@@ -125,7 +125,7 @@ def _even(most: Sequence[int], number: int) -> list[int]:
 def _level(amounts: Sequence[int], number: int) -> list[tuple[int, int]]:
     # Takes `number` in all, so that the remaining amounts are as equal as possible.
     left = _even(amounts, sum(amounts) - number)
-    taken = (amount - stays for amount, stays in zip(amounts, left, strict=True))
+    taken = (amount - kept for amount, kept in zip(amounts, left, strict=True))
     return [(at, number) for at, number in enumerate(taken) if number]
 
 

@@ -162,12 +162,12 @@ def _band(generation: str, axes: frozenset[str], devices: int) -> Band:
         words = f"{percent(OF_NEAR)} of {len(misses)} validated steps like it miss by less ({generation}, "
         return Band(share=quantile(misses, OF_NEAR), words=f"{words}{axes_words(axes)}, {span})")
     here = f"{generation or 'this device'}, {axes_words(axes)}, {counted(devices, 'device')}"
-    akin = misses_of(row for row in alike if row.axes & axes - _TRAITS and row.axes & _TRAITS == axes & _TRAITS)
-    if len(akin) >= FEWEST:
+    related = misses_of(row for row in alike if row.axes & axes - _TRAITS and row.axes & _TRAITS == axes & _TRAITS)
+    if len(related) >= FEWEST:
         words = (
-            f"no validated step is near ({here}); {percent(OF_FAR)} of {len(akin)} with one of its axes miss by less"
+            f"no validated step is near ({here}); {percent(OF_FAR)} of {len(related)} with one of its axes miss by less"
         )
-        return Band(share=quantile(akin, OF_FAR), words=words)
+        return Band(share=quantile(related, OF_FAR), words=words)
     every = misses_of(alike)
     if len(every) < FEWEST:
         return widest_band(here)
