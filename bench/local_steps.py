@@ -143,7 +143,7 @@ def held_out(job: Job, engine: Engine) -> float:
     """Mean loss on this rank's part of the held-out text; of all parts, where ranks are synchronous."""
     batches, layout, size = job.batches, engine.program.layout, engine.program.plan.micro_batch
     share, losses = job.batch // layout.data_degree, list[float]()
-    first = layout.data_place(engine.rank) * share
+    first = layout.data_rank(engine.rank) * share
     chosen = np.linspace(0, batches.num_holdout_samples - 1, NUM_HELD_BATCHES * job.batch).astype(np.int64)
     for at in range(first, len(chosen), job.batch):
         arrays = [torch.from_numpy(array) for array in batches.holdout(chosen[at : at + share])]

@@ -42,12 +42,12 @@ class Tally:
     num_untrained: int  # segments left out because no token of them is trained on
     num_segments: int
     num_sequences: int
-    num_places: int  # of all sequences that are filled
+    num_positions: int  # of all sequences that are filled
     num_held: int = 0  # the last sequences, of documents that are held out
 
     def waste(self, sequence: int) -> float:
         """Share of all positions that is padding."""
-        return 1 - self.num_places / max(1, self.num_sequences * sequence)
+        return 1 - self.num_positions / max(1, self.num_sequences * sequence)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ def pack(documents: Documents, sequence: int, too_long: TooLong, holdout: float 
         num_untrained=num_untrained,
         num_segments=len(items),
         num_sequences=len(offsets) - 1,
-        num_places=int(places.sum()),
+        num_positions=int(places.sum()),
         num_held=num_held,
     )
     return Packing(offsets=offsets, starts=starts[items], lengths=places[items], tally=tally)

@@ -162,9 +162,9 @@ class Layout:
         """Number of ranks with different samples; context ranks share a sample."""
         return self.ranks.total("data")
 
-    def data_place(self, rank: int) -> int:
+    def data_rank(self, rank: int) -> int:
         """Index of `rank`'s share among the `data_degree` shares of a batch; the innermost tier varies fastest."""
-        return self.ranks.place(rank, ("data",))
+        return self.ranks.group_rank(rank, ("data",))
 
     @cached_property
     def _spans(self) -> tuple[int, ...]:

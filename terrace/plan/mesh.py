@@ -239,7 +239,7 @@ class Mesh:
             places.append(place)
         return tuple(places)
 
-    def place(self, rank: int, axes: Collection[str]) -> int:
+    def group_rank(self, rank: int, axes: Collection[str]) -> int:
         """Index of `rank` among the ranks that differ only on `axes`; the innermost tier varies fastest."""
         index = 0
         degrees = self.group(*axes)
@@ -256,7 +256,7 @@ class Mesh:
         return self.of_stacks(axis in PARTS).group(axis)
 
     def members(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
-        """Ranks that differ from `rank` only on `axes`, itself included, ordered by `place`."""
+        """Ranks that differ from `rank` only on `axes`, itself included, ordered by `group_rank`."""
         found: tuple[int, ...] = (rank,)
         for tier, degree in enumerate(self.group(*axes)):
             peers = [self.peers(other, tier, axes) for other in found]
@@ -281,7 +281,7 @@ class Mesh:
 
     def stage(self, rank: int) -> int:
         """Pipeline stage of a rank; stages are numbered with the innermost tier varying fastest."""
-        return self.place(rank, PIPELINE)
+        return self.group_rank(rank, PIPELINE)
 
     def edge_tier(self, stage: int, other: int) -> int:
         """Index of the outermost tier that a message between two stages crosses."""

@@ -87,7 +87,7 @@ def rank_slices(param: ParamSpec, mesh: Mesh, rank: int) -> tuple[slice, ...]:
         place = 0
         for axis in reversed(cut):  # the first axis varies fastest
             # A unit of a tier holds consecutive experts, which a gate may treat as a group.
-            here = mesh.place(rank, PARTS) if axis in PARTS else mesh.part(rank, axis)
+            here = mesh.group_rank(rank, PARTS) if axis in PARTS else mesh.part(rank, axis)
             place = place * mesh.total(axis) + here
         parts.append(slice(min(size * place, whole), min(size * place + size, whole)))
     return tuple(parts)

@@ -227,15 +227,15 @@ def _spread_core(tape: BlockTape, core: Core) -> Node:
     query, keys = row * work.attended_heads, 2 * row * work.attended_kv_heads
     log_sums = tape.sizes["log-sums"] = work.most_attended * work.attended_heads * wide
     # Keys being received, sent and used in the round; in the backward also gradients computed, received and sent.
-    rounds = 0 if work.places == 1 else 2 if work.places == 2 else 3
+    rounds = 0 if work.num_ring_ranks == 1 else 2 if work.num_ring_ranks == 2 else 3
     forward_adds, backward_adds = rounds * keys, log_sums
     if rounds:
-        backward_adds = 4 * keys if work.places == 2 else 5 * keys + log_sums
+        backward_adds = 4 * keys if work.num_ring_ranks == 2 else 5 * keys + log_sums
         # Keys are decoded when they are read. Codes are encoded, concatenated and sent while others arrive; in the
         # backward of a longer ring they take no more than uncoded keys would.
         codes = math.ceil(work.codes * keys)
-        forward_adds += codes if work.places == 2 else 3 * codes
-        backward_adds += codes if work.places == 2 else 0
+        forward_adds += codes if work.num_ring_ranks == 2 else 3 * codes
+        backward_adds += codes if work.num_ring_ranks == 2 else 0
     # A Ulysses rank receives all parts but its own.
     of_others = (query + keys) * (work.ulysses - 1) // work.ulysses
     if work.balance == "cost":

@@ -89,7 +89,7 @@ class Work:
     @property
     def is_spread(self) -> bool:
         """Whether attention spans several ranks, with different kernels (terrace.model.blockwise)."""
-        return self.ulysses * self.places > 1
+        return self.ulysses * self.num_ring_ranks > 1
 
     @cached_property
     def rows(self) -> int:
@@ -106,7 +106,7 @@ class Work:
         return self.ulysses * self.ring
 
     @property
-    def places(self) -> int:
+    def num_ring_ranks(self) -> int:
         """Ring ranks that attend together; with `balance = "cost"`, of all pooled data ranks."""
         return self.ring * (self.pooled if self.balance == "cost" else 1)
 
@@ -133,7 +133,7 @@ class Work:
     @property
     def most_attended(self) -> int:
         """Upper bound of a rank's tokens in attention over all documents."""
-        return most_attended(self.places, self.attended) if self.balance == "cost" else self.attended
+        return most_attended(self.num_ring_ranks, self.attended) if self.balance == "cost" else self.attended
 
     @property
     def attended_heads(self) -> int:

@@ -71,7 +71,7 @@ class ContextBatches:
     ) -> None:
         self._batches, self._plan, self._num_micros, self._cost = batches, plan, num_micros, cost
         self._mesh, layout = Mesh.of(cluster, plan), Layout.of(cluster, plan)
-        self._data_place, self._data_degree = layout.data_place(rank), layout.data_degree
+        self._data_rank, self._data_degree = layout.data_rank(rank), layout.data_degree
         self._group = ContextGroup.of(cluster, plan, rank)
         # Token layouts are built for one member of the context group.
         self._member = self._group.members.index(rank)
@@ -114,7 +114,7 @@ class ContextBatches:
     ) -> tuple[LocalMicro, Sequence[float]]:
         size, sequence = self._plan.micro_batch, self._batches.sequence
         # Rows in the order of terrace.data.batches, so that all axes train on the same batch.
-        first = (micro * self._data_degree + self._data_place) * size
+        first = (micro * self._data_degree + self._data_rank) * size
         whole = self._batches.rows(step, np.arange(first, first + size))
         begins = tuple(np.flatnonzero(document_begins(whole, sequence)).tolist())
         # Token layouts are cached by the document starts, which are all that they depend on.

@@ -109,7 +109,7 @@ class Cutter:
 
     def _cut(self, tensors: Tensors, size: int, step: int) -> list[Batch]:
         program, layout = self._engine.program, self._engine.program.layout
-        num_micros, place = program.num_micros, layout.data_place(self._engine.rank)
+        num_micros, place = program.num_micros, layout.data_rank(self._engine.rank)
         # A whole batch is cut by data rank; a local one is this rank's already.
         first = 0 if self._is_local else place * num_micros * size
         row = (step * layout.data_degree + place) * num_micros * size

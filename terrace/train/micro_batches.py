@@ -39,7 +39,7 @@ class MicroBatches:
         context: ContextBatches | None = None,
     ) -> None:
         self._batches, self._context, self._has_routers = batches, context, has_routers(program.blocks)
-        self._program, self._place, self._pinned = program, program.layout.data_place(rank), pinned
+        self._program, self._place, self._pinned = program, program.layout.data_rank(rank), pinned
 
     def step(self, step: int) -> StepBatches:
         if self._context is None:

@@ -69,7 +69,7 @@ class Learning:
         reference is missing, and `TrainingError` if the starting weights give non-finite values.
         """
         layout = engine.program.layout
-        self._place = layout.data_place(engine.rank), layout.data_degree
+        self._place = layout.data_rank(engine.rank), layout.data_degree
         if self._run.train.objective != "dpo":
             return
         file, rows = job.folder / REFERENCE, self._batches.pairs
@@ -128,10 +128,10 @@ def reference_of(engine: Engine, batches: Batches, micro_batch: int, idle: Calla
     """
     rows, layout, num_micros = batches.pairs, engine.program.layout, engine.program.num_micros
     assert rows is not None, "only pairs have responses"
-    degree, place = layout.data_degree, layout.data_place(engine.rank)
+    degree, place = layout.data_degree, layout.data_rank(engine.rank)
     found = torch.full((rows.num_samples,), torch.nan, dtype=torch.float64)
     size, ranks = degree * micro_batch * num_micros, range(engine.program.cluster.world_size)
-    places = [layout.data_place(rank) for rank in ranks]
+    places = [layout.data_rank(rank) for rank in ranks]
     for first in range(0, rows.num_samples, size):
         # Micro-batches are dealt to data ranks in turn: (num_micros, degree, micro_batch).
         at = np.arange(first, first + size, dtype=np.int64).reshape(num_micros, degree, micro_batch)

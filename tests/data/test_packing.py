@@ -101,7 +101,7 @@ def test_whole_documents_by_their_definition(lengths: list[int], too_long: str) 
             else:
                 found.append((inputs[row, first:last].tolist(), labels[row, first:last].tolist()))
     assert sorted(found) == sorted(expected)
-    assert packing.tally.num_places == sum(len(part) for part, _ in expected)
+    assert packing.tally.num_positions == sum(len(part) for part, _ in expected)
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=200))

@@ -177,7 +177,7 @@ def test_pools_are_the_ranks_that_differ_on_their_axes_alone(
     assert ContextGroup.of(cluster, plan, group.members[member]) == group
     ring_rank, part = divmod(member, group.ulysses)
     found = group.members[member]
-    assert (mesh.place(found, ring_axes(plan)), mesh.place(found, ("ulysses",))) == (ring_rank, part)
+    assert (mesh.group_rank(found, ring_axes(plan)), mesh.group_rank(found, ("ulysses",))) == (ring_rank, part)
     digits = []
     for degree in group.ring_degrees:  # the innermost fastest
         ring_rank, digit = divmod(ring_rank, degree)
@@ -195,7 +195,7 @@ def test_states_are_cut_over_data_and_context(case: tuple[list[int], dict[str, A
     assert layout.degree == mesh.total("ulysses") * mesh.total("ring") * mesh.total("data")
     assert stage_layout(cluster, plan).degree == layout.degree * mesh.total("columns") * mesh.total("rows")
     assert world_layout(cluster, plan).degree == cluster.world_size
-    ring_ranks = [layout.data_place(rank) for rank in range(cluster.world_size)]
+    ring_ranks = [layout.data_rank(rank) for rank in range(cluster.world_size)]
     share = cluster.world_size // layout.data_degree
     assert all(ring_ranks.count(ring_rank) == share for ring_rank in range(layout.data_degree))
     for ring_rank in set(ring_ranks):

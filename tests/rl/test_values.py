@@ -104,7 +104,7 @@ def trained(
     case = Case(plan, num_micros=num_micros, model=model)
     engine = engine_of(world, cluster_of(*sizes), case, blocks, objective=values_objective_of(clipped))
     layout, size = engine.program.layout, plan.micro_batch
-    places = [micro * layout.data_degree + layout.data_place(world.rank) for micro in range(num_micros)]
+    places = [micro * layout.data_degree + layout.data_rank(world.rank) for micro in range(num_micros)]
 
     def own(step: int) -> list[Rows]:
         return [rollout(step).take(range(place * size, (place + 1) * size)) for place in places]

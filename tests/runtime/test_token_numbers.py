@@ -203,7 +203,7 @@ def trained(
     case = Case(plan, num_micros=num_micros, model=model_name)
     engine = engine_of(world, cluster, case, blocks, objective=TokenObjective(clipped))
     layout, size = engine.program.layout, ROWS // (engine.program.layout.data_degree * num_micros)
-    firsts = [size * (micro * layout.data_degree + layout.data_place(world.rank)) for micro in range(num_micros)]
+    firsts = [size * (micro * layout.data_degree + layout.data_rank(world.rank)) for micro in range(num_micros)]
 
     def own(step: int) -> list[Batch]:
         return [cut(rollout(step, bonus), slice(first, first + size)) for first in firsts]

@@ -241,7 +241,7 @@ def test_what_costs_balance_is_predicted_for_the_most_that_a_place_may_attend_to
     # Gradients of all four, and the keys and gradients of two rounds.
     assert part.backward_peak_bytes >= part.saved["attention"] + 3 * 12 * row
     plan = replace(plan_of(small_task(two_tiers(), batch=16), candidate_of(FORMS[4])), balance="cost")
-    assert work_of(two_tiers(), plan, layer_operations(SMALL), 1024).places == 16  # ring 8, data 2
+    assert work_of(two_tiers(), plan, layer_operations(SMALL), 1024).num_ring_ranks == 16  # ring 8, data 2
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=40), st.integers(2, 16), st.integers(0, 20))

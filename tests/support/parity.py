@@ -57,7 +57,7 @@ def data_rows(engine: Engine, case: "Case", step: int) -> list[Batch]:
     """The micro-batches of a rank whose data rank has rows of its own."""
     layout, size = engine.program.layout, case.plan.micro_batch
     batch = case.rows.batch(step, size * layout.data_degree * case.num_micros)
-    places = [micro * layout.data_degree + layout.data_place(engine.rank) for micro in range(case.num_micros)]
+    places = [micro * layout.data_degree + layout.data_rank(engine.rank) for micro in range(case.num_micros)]
     return [cut_rows(batch, size * place, size * (place + 1)) for place in places]
 
 

@@ -98,7 +98,7 @@ def fine_tune(
         declared=block_specs(config()),
         sequence=SEQUENCE,
     )
-    place, degree = engine.program.layout.data_place(world.rank), engine.program.layout.data_degree
+    place, degree = engine.program.layout.data_rank(world.rank), engine.program.layout.data_degree
     results = []
     for step in range(NUM_STEPS):
         rows = batches.micro_batches(step, place, degree, micro_batch)

@@ -50,12 +50,12 @@ class RoleLayout:
         if plan.balance == "cost":
             raise PlanError('plan.balance = "cost" parts rows among ranks, and roles need them whole: write "tokens"')
         mesh, world = Mesh.of(cluster, plan), cluster.world_size
-        data = tuple(mesh.place(rank, ("data",)) for rank in range(world))
+        data = tuple(mesh.group_rank(rank, ("data",)) for rank in range(world))
         logits = _stage_of_logits(plan, mesh.total("pipeline"))
         heads = [
             rank
             for rank in range(world)
-            if mesh.place(rank, (*TENSOR, *CONTEXT)) == 0 and mesh.place(rank, PIPELINE) == logits
+            if mesh.group_rank(rank, (*TENSOR, *CONTEXT)) == 0 and mesh.group_rank(rank, PIPELINE) == logits
         ]
         answering = tuple(sorted(heads, key=data.__getitem__))
         shares, sources = {"data": data}, {"data": answering}

@@ -150,7 +150,7 @@ def own_rows(engine: Engine, rows: Rows) -> Rows:
     """This data rank's share of a step's `rows`: equal sizes, fewer on the last ranks."""
     layout = engine.program.layout
     size = -(-len(rows) // layout.data_degree)
-    first = min(len(rows), layout.data_place(engine.rank) * size)
+    first = min(len(rows), layout.data_rank(engine.rank) * size)
     return rows.take(range(first, min(len(rows), first + size)))
 
 
