@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from terrace.base.errors import ConfigError
 from terrace.cluster.presets import UNNAMED, cluster_table
 from terrace.launch.launchers import launcher_of, rank_of
-from terrace.probe.environment import launched_ranks, variables_here
+from terrace.probe.environment import environment_variables, launched_ranks
 
 if TYPE_CHECKING:
     from terrace.probe.gpus import Gpus
@@ -60,7 +60,7 @@ def gpus_here() -> "Gpus | None":
         return None
     from terrace.probe.gpus import look_for_gpus
 
-    return look_for_gpus(variables_here())
+    return look_for_gpus(environment_variables())
 
 
 def check_alone(command: str, instead: str = "") -> None:
@@ -69,7 +69,7 @@ def check_alone(command: str, instead: str = "") -> None:
 
     Raises `ConfigError` on rank 0, and ends the other ranks. `instead` says how other machines take part.
     """
-    variables = variables_here()
+    variables = environment_variables()
     launcher = launcher_of(variables)
     if launcher is None or variables[launcher.world_size] == "1":
         return
@@ -106,5 +106,5 @@ def _torch_is_for_cpus() -> bool:
 
 def _say(text: str) -> None:
     # Printed once for all ranks of a launcher, separately from a command's output.
-    if text and rank_of(variables_here()) == "0":
+    if text and rank_of(environment_variables()) == "0":
         print(f"terrace: {text}", file=sys.stderr, flush=True)

@@ -135,7 +135,7 @@ class Rendezvous:
     namespace: str
     seal: Seal
     rank: int
-    num_here: int  # ranks on this machine
+    local_world_size: int  # ranks on this machine
     hosts: tuple[str, ...]
     machines: tuple[str, ...]
     map: str  # which ranks run where
@@ -330,7 +330,7 @@ def _joined(namespace: str, seal: Seal, rank: int, outcome: _Outcome, notes: Seq
         namespace=namespace,
         seal=seal,
         rank=new,
-        num_here=outcome.hosts.count(outcome.hosts[new]),
+        local_world_size=outcome.hosts.count(outcome.hosts[new]),
         hosts=outcome.hosts,
         machines=outcome.machines,
         map=machine_map(outcome.machines, started),

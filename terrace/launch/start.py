@@ -134,7 +134,7 @@ def join(
         rank=found.rank,
         world_size=own.world_size,
         local_rank=local_rank,
-        local_world_size=own.local_world_size or found.num_here,
+        local_world_size=own.local_world_size or found.local_world_size,
         store=PrefixStore("world", store),
         supervised=True,
         store_rank=None if agent_hosts else 0,

@@ -87,7 +87,7 @@ def refuse_non_causal(config: ModelConfig) -> None:
         )
 
 
-def turned_by_rounding(config: ModelConfig) -> list[str]:
+def changed_by_rounding(config: ModelConfig) -> list[str]:
     """Discrete decisions of the model that rounding may change, described in words."""
     return [] if config.experts is None else ["routers that choose other experts"]
 

@@ -34,12 +34,6 @@ def stack_sizes(blocks: Sequence["BlockSpec"]) -> tuple[int, int]:
     return sizes.pop() if len(sizes) == 1 else (1, 1)
 
 
-def is_inner(param: ParamSpec) -> bool:
-    """Whether this is a matrix of attention or MLP, between the residual stream and an inner dim."""
-    names = [name for name, _ in param.dims]
-    return len(names) == 2 and "hidden" in names and any(CUT_BY.get(name) == ("rows",) for name in names)
-
-
 _MULTIPLIED = frozenset(("hidden", "heads", "kv_heads", "intermediate", "latent"))
 
 

@@ -102,7 +102,6 @@ ROUTES = {
     ),
 }
 
-CONTROL_NUMBER_BYTES = 8  # control messages hold fp64 numbers
 COUNT_BYTES = 8  # counts are int64
 SCALE_BYTES = 2  # bf16 has the range of fp32; rounding up enlarges a quantisation step by at most 1/128
 SPARSE_BLOCK = 4096  # block of elements from which the largest are selected, as in SparseLoCo, arXiv 2508.15706

@@ -24,7 +24,7 @@ def launcher_variables() -> dict[str, str]:
     return found | {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)}
 
 
-def variables_here() -> Mapping[str, str]:
+def environment_variables() -> Mapping[str, str]:
     """All variables of this process."""
     return dict(os.environ)
 

@@ -55,7 +55,7 @@ def measure(world: World, cluster: Cluster, seconds: float, say: Say) -> Samples
     `say` is called with a description of each measurement before it starts. Raises `HangError` when another rank
     stopped, `ConfigError` when `TERRACE_PACE` is set on GPUs.
     """
-    device, rate = device_here(), pace()
+    device, rate = local_device(), pace()
     if device.type == "cpu":
         keep_freed_memory()  # as in training
     elif rate is not None:
@@ -132,7 +132,7 @@ def _links(
     return tuple(tiers), tuple(pairs)
 
 
-def device_here() -> torch.device:
+def local_device() -> torch.device:
     """This rank's device: its GPU if ranks communicate over nccl, else the CPU."""
     if not dist.is_initialized() or dist.get_backend() != "nccl":
         return torch.device("cpu")

@@ -13,7 +13,7 @@ from terrace.comm.pace import pace_of
 from terrace.launch.start import pace
 from terrace.launch.world import World
 from terrace.probe.links import TierLinks
-from terrace.probe.measure import device_here, watched
+from terrace.probe.measure import local_device, watched
 from terrace.probe.timing import Stopwatch
 from terrace.simulate.links import latency_and_rate
 
@@ -42,7 +42,7 @@ def measure_links(world: World, cluster: Cluster, seconds: float, say: Callable[
 
     Raises `HangError` when another rank stopped.
     """
-    device, rate = device_here(), pace()
+    device, rate = local_device(), pace()
     stopwatch, found = Stopwatch(world.world_size, device), []
     crossed = [index for index, tier in enumerate(cluster.tiers) if tier.size > 1]
     with watched(world, say) as progress:

@@ -7,7 +7,7 @@ pick other experts for a token. Where gather_backward has another wire format th
 compute with either.
 """
 
-from terrace.model.facts import turned_by_rounding
+from terrace.model.facts import changed_by_rounding
 from terrace.plan.layout import Layout, message_tiers
 from terrace.plan.wire import OF_PARAMETERS, ROUTED_ROWS, MessageClass
 from terrace.rl.algorithms.metrics import Metrics
@@ -54,7 +54,7 @@ class Agreement:
     def __init__(self, config: RlConfig) -> None:
         self._causes, self._bound = causes(config), config.algorithm.importance_bound
         # Rounding alone can change a router's choice.
-        self._causes += turned_by_rounding(config.model)
+        self._causes += changed_by_rounding(config.model)
         self._usual, self._has_said = _ROUNDED if self._causes else _IN_FP32, False
 
     def words(self, found: Metrics) -> str:

@@ -48,7 +48,7 @@ def test_ranks_in_cyclic_order_get_new_numbers() -> None:
     assert all(isinstance(each, Rendezvous) for each in found)
     assert [each.rank for each in found] == [0, 2, 1, 3]
     assert {each.hosts for each in found} == {("a", "a", "b", "b")}
-    assert {each.num_here for each in found} == {2}
+    assert {each.local_world_size for each in found} == {2}
     assert len({each.namespace for each in found}) == 1
     assert found[3].seal.open("x", found[0].seal.close("x", "y").encode()) == "y"
     assert found[0].map == "2 machines: ranks 0-1 on a (started as 0, 2), 2-3 on b (started as 1, 3)"

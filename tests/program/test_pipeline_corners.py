@@ -8,9 +8,10 @@ import torch
 from terrace.base.errors import PlanError, ProgramError
 from terrace.plan.presets import preset
 from terrace.plan.state_bytes import tie_bytes
-from terrace.plan.wire import CONTROL_NUMBER_BYTES, MessageClass
+from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Op
 from terrace.runtime.engine import Engine
+from tests.support.byte_formula import CONTROL_NUMBER_BYTES
 from tests.support.pipelines import OUTER, Place, pipelined, programs_of
 from tests.support.totals import verify_ranks
 from tests.support.toys import MODELS, SEQUENCE, cluster_of

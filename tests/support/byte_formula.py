@@ -42,9 +42,10 @@ from terrace.plan.routes import block_hops, control_numbers, outer_hops
 from terrace.plan.stage import SHORT, Stage, count_units, whole_stage
 from terrace.plan.state_bytes import tie_bytes
 from terrace.plan.tensor_traffic import TensorTraffic, choice_messages
-from terrace.plan.wire import BETWEEN_STAGES, CONTROL_NUMBER_BYTES, COUNT_BYTES, ROUTES, MessageClass
+from terrace.plan.wire import BETWEEN_STAGES, COUNT_BYTES, ROUTES, MessageClass
 from tests.support.tensor_formula import block_messages
 
+CONTROL_NUMBER_BYTES = 8  # control messages hold fp64 numbers
 Bytes = dict[tuple[MessageClass, str], int]
 
 

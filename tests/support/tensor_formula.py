@@ -30,11 +30,17 @@ from collections.abc import Sequence
 
 from terrace.model.params import ParamSpec
 from terrace.model.spec import BlockSpec, Computes
-from terrace.plan.dims import hidden_size, is_inner
+from terrace.plan.dims import CUT_BY, hidden_size
 from terrace.plan.in_block_messages import Leg, TensorMessage
 from terrace.plan.mesh import no_sequence
 from terrace.plan.residency import recomputed
 from terrace.plan.tensor_traffic import TensorTraffic
+
+
+def _is_inner(param: ParamSpec) -> bool:
+    """Whether this is a matrix of attention or MLP, between the residual stream and an inner dim."""
+    names = [name for name, _ in param.dims]
+    return len(names) == 2 and "hidden" in names and any(CUT_BY.get(name) == ("rows",) for name in names)
 
 
 def block_messages(tensor: TensorTraffic, blocks: Sequence[BlockSpec], index: int) -> tuple[list[TensorMessage], ...]:
@@ -62,7 +68,7 @@ def block_messages(tensor: TensorTraffic, blocks: Sequence[BlockSpec], index: in
         return [TensorMessage(Leg.REDUCE, axes, numel), TensorMessage(Leg.GATHER, axes, numel)]
 
     # The kind of block follows from declared dims, not from its name.
-    inner = [param for param in block.params if is_inner(param)]
+    inner = [param for param in block.params if _is_inner(param)]
     if not inner and not forward_norms:  # the embedding
         forward += [TensorMessage(Leg.REDUCE, columns, whole), TensorMessage(Leg.REDUCE, rows, cut)]
         forward += [TensorMessage(Leg.GATHER, rows, cut)] if one_sided else []
