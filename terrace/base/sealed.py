@@ -8,7 +8,10 @@ versions write such files, and a user who edits a file may delete its checksum.
 import re
 import warnings
 import zlib
-from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path  # for its type alone: every command imports this module, and that one takes a moment
 
 KEY = "crc32"
 _JSON = re.compile(rf', "{KEY}": "([0-9a-f]{{8}})"\}}\s*\Z')
@@ -42,7 +45,7 @@ def is_intact_toml(text: str) -> bool:
     return found is None or checksum(_bytes(text[found.end() :])) == found[1]
 
 
-def warn_changed(path: Path, fix: str) -> None:
+def warn_changed(path: "Path", fix: str) -> None:
     """Warn that the checksum of a file differs; commands print the warning as one line."""
     warnings.warn(f"{path} is not as it was written: edited, or damaged; {fix}", ChangedFile, stacklevel=2)
 

@@ -4,9 +4,9 @@ The last table of docs/coming-from.md shows `OPTIONS` and `PLANS`; a test holds 
 """
 
 import argparse
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 
 from terrace.base.errors import ConfigError
 
@@ -73,7 +73,7 @@ def check_names(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
                     )
         plan = word if before == "--plan" else value if name == "--plan" else ""
         for preset, others in PLANS.items():
-            if plan.replace("zero_", "zero-") in others and not Path(plan).exists():
+            if plan.replace("zero_", "zero-") in others and not os.path.exists(plan):
                 raise ConfigError(f"there is no plan {plan!r}; did you mean --plan {preset}?")
 
 

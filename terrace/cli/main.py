@@ -237,7 +237,7 @@ def parser_of(named: Sequence[str] = ()) -> argparse.ArgumentParser:
     parser.add_argument("-V", "--version", action="version", version=f"terrace {__version__}")
     parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     if named and named[0] in ("-h", "--help", "-V", "--version"):
-        for name, words in all_help().items():
+        for name, words in all_help().items() if named[0] in ("-h", "--help") else ():
             parsers.add_parser(name, help=words)
         return parser
     # Errors list all commands; a command needs only its own module.
