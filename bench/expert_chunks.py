@@ -135,7 +135,7 @@ def _sleeping(
 
 def costs_of(program: Program, job: Job, chunks: int) -> Costs:
     """Seconds where nothing but attention and experts takes time to compute."""
-    layers = [bool(program.routed.traffic(block).way) for block in range(len(program.blocks))]
+    layers = [bool(program.model.routed.traffic(block).way) for block in range(len(program.blocks))]
     own = RoutedSeconds((job.forward_s, job.backward_s, 0.0), pieces=chunks, chunks=chunks)
     return Costs(
         forward_s=tuple((job.forward_s + job.attention_s) * layer for layer in layers),

@@ -58,7 +58,7 @@ def transition_of(cluster: Cluster, plan: Plan, blocks: tuple[BlockSpec, ...], r
     """The hand-over of a plan to replicas of `rows` tensor ranks."""
     programs = build_stages(cluster, plan, blocks, num_micros=4, sequence=2048)
     held = [program.stage.held for program in programs]
-    return Transition.of(cluster, plan, blocks, programs[0].flats, held, rows)
+    return Transition.of(cluster, plan, blocks, programs[0].model.flats, held, rows)
 
 
 def rows_of(cluster: Cluster, rows: int, names: Sequence[str]) -> Iterator[Row]:

@@ -73,7 +73,7 @@ class _Run(Step):
 
     @cached_property
     def costs(self) -> Costs:
-        found, work = step_costs(self.frame, self.work), self.work
+        found, work = step_costs(self.program, self.work), self.work
         assert isinstance(work, Work)
         return found if self.precision == "bf16" else with_fp8(found, self.cluster.device, work, self.precision)
 

@@ -65,13 +65,13 @@ def modelled(line: dict[str, str]) -> tuple[dict[str, float], int]:
     scores_s += layout_s(cluster.device, work)  # the output of attention is laid out where its core is computed
     waits_s = [sum(costs.waits_inside(Instruction(op, _LAYER, 0)).values()) for op in (Op.FORWARD, Op.BACKWARD)]
     recompute_s = costs.recompute_s(_LAYER)
-    if program.recomputes(_LAYER):
+    if program.model.recomputes(_LAYER):
         recompute_s += scores_s + sums_s
-    elif program.recomputed[_LAYER]:
+    elif program.model.recomputed[_LAYER]:
         recompute_s += scores_s
     passes = {
         "forward": costs.forward_s[_LAYER] + scores_s + sums_s + waits_s[0],
         "backward": costs.backward_s[_LAYER] + backward_s + recompute_s + waits_s[1],
     }
-    kept = activations_of(recomputing(work, program.recomputed[_LAYER]), blocks[_LAYER], "cuda")
+    kept = activations_of(recomputing(work, program.model.recomputed[_LAYER]), blocks[_LAYER], "cuda")
     return passes, kept.kept_bytes

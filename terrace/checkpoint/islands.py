@@ -40,7 +40,7 @@ class Islands:
     @staticmethod
     def of(program: Program) -> "Islands":
         """The islands of a plan."""
-        world, outer = program.world_layout, program.plan.outer
+        world, outer = program.model.world_layout, program.plan.outer
         num = world.num_islands
         return Islands(
             num=num,

@@ -76,7 +76,7 @@ def digest(program: Program) -> str:
     # Stacks have buffers of their own, and each part of a gradient has residuals of its own.
     table |= {name: values[name] for name in OF_STACKS if values[name]}
     if MessageClass.PIPELINE_BACKWARD in wires:  # their size depends on the sequence length
-        table |= {"edge": program.edge.numel}
+        table |= {"edge": program.model.edge.numel}
     if (cycle := plan.outer).has_islands:
         table["outer"] = (cycle.tier, cycle.every, cycle.fragments, cycle.delay)
     pairs = _pairs(program)
@@ -89,7 +89,7 @@ def digest(program: Program) -> str:
 
 def _pairs(program: Program) -> list[str]:
     """Message classes that are exchanged whole between two members with error feedback, with one residual each."""
-    layouts, found = {flat.layout for flats in program.flats for flat in flats}, set[str]()
+    layouts, found = {flat.layout for flats in program.model.flats for flat in flats}, set[str]()
     for message in CHANGES:
         for layout in layouts:
             tiers = between_two(layout, program.plan, message)

@@ -68,7 +68,7 @@ def save(engine: "Engine", run_folder: Path, step: int, facts: Mapping[str, Any]
 
 def snapshot_of(state: ModelState) -> Snapshot:
     program = state.program
-    is_first = not any(program.stage_layout.coordinates(state.rank))
+    is_first = not any(program.model.stage_layout.coordinates(state.rank))
     beside = [*(choices_of(program, state.choices) if is_first else ()), *numbers_of(state.outer_numbers)]
     return Snapshot(state, slices_of(program.mesh, state.rank), beside, state.edges.values(), state.loss_scale)
 

@@ -238,7 +238,7 @@ def show_bytes(view: StepView) -> None:
 def show_inside(view: StepView) -> None:
     """Messages inside blocks."""
     program = view.programs[view.stage]
-    if program.tensor.degree > 1:
+    if program.model.tensor.degree > 1:
         view.console.print(inside_table(program))
     if is_context_parallel(program.mesh, program.plan):
         # These messages depend on the documents of each batch, so the plan alone does not determine them.

@@ -9,7 +9,7 @@ from terrace.base.errors import PlanError
 from terrace.model.operations import LookUp, Operations, Rotary
 from terrace.model.spec import BlockSpec
 from terrace.model.windows import widest_window
-from terrace.plan.slices import rank_numel
+from terrace.plan.dims import rank_numel
 
 
 class CacheShape(NamedTuple):

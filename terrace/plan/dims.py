@@ -1,5 +1,6 @@
 """Declared dims of parameters: which axes cut which dim, and what kind of parameter the dims imply."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -7,6 +8,7 @@ from terrace.base.errors import PlanError
 from terrace.model.params import ParamSpec
 
 if TYPE_CHECKING:
+    from terrace.model.operations import Dim
     from terrace.model.spec import BlockSpec
 
 STACK_DIMS = ("experts", "expert_intermediate")  # the experts of a stack, and the inner dim of one expert
@@ -19,6 +21,19 @@ CUT_BY: Mapping[str, tuple[str, ...]] = {
     "experts": ("expert",),
     "expert_intermediate": ("rows",),
 }
+
+
+def cut_degree(counts: str, degrees: Mapping[str, int]) -> int:
+    """Number of ranks that cut a dim; axes missing from `degrees` have degree 1."""
+    return math.prod(degrees.get(axis, 1) for axis in CUT_BY.get(counts, ()))
+
+
+def rank_numel(dim: "Dim", degrees: Mapping[str, int]) -> int:
+    """Features per token that a rank works on, padding included; axes missing from `degrees` have degree 1.
+
+    With more rows than key-value heads, these are the features of one head.
+    """
+    return -(-dim.units // cut_degree(dim.counts, degrees)) * dim.size
 
 
 def cut_sizes(blocks: Sequence["BlockSpec"], axis: str) -> list[int]:

@@ -24,7 +24,7 @@ from terrace.base.errors import PlanError
 from terrace.model.operations import Dim
 from terrace.model.params import ParamSpec
 from terrace.model.spec import BlockSpec
-from terrace.plan.dims import CUT_BY
+from terrace.plan.dims import CUT_BY, cut_degree
 from terrace.plan.mesh import PARTS, STAGE, TENSOR, Mesh
 
 _PADDED = ("vocab", "intermediate")
@@ -48,17 +48,9 @@ def slice_blocks(blocks: Sequence[BlockSpec], mesh: Mesh) -> tuple[BlockSpec, ..
     return tuple(replace(block, params=sliced[first]) for block, first in zip(blocks, firsts, strict=True))
 
 
-def rank_numel(dim: Dim, degrees: Mapping[str, int]) -> int:
-    """Features per token that a rank works on, padding included; axes missing from `degrees` have degree 1.
-
-    With more rows than key-value heads, these are the features of one head.
-    """
-    return -(-dim.units // _degree(dim.counts, degrees)) * dim.size
-
-
 def is_shared(dim: Dim, degrees: Mapping[str, int]) -> bool:
     """Whether a rank holds more of a dim than it works on: all key-value heads, if there are more rows than heads."""
-    return _has_too_few(dim.counts, dim.units, _degree(dim.counts, degrees))
+    return _has_too_few(dim.counts, dim.units, cut_degree(dim.counts, degrees))
 
 
 def used_part(dim: Dim, rows: int, row: int) -> slice | None:
@@ -68,10 +60,6 @@ def used_part(dim: Dim, rows: int, row: int) -> slice | None:
     """
     first = row * dim.units // rows * dim.size
     return slice(first, first + dim.size) if is_shared(dim, {"rows": rows}) else None
-
-
-def _degree(counts: str, degrees: Mapping[str, int]) -> int:
-    return math.prod(degrees.get(axis, 1) for axis in CUT_BY.get(counts, ()))
 
 
 def _has_too_few(counts: str, units: int, degree: int) -> bool:

@@ -17,6 +17,7 @@ from terrace.planner.stage_specs import data_cluster
 from terrace.planner.task import Placement
 from terrace.program.instruction import Instruction, Op
 from terrace.program.program import Program
+from terrace.program.sharded_model import ShardedModel
 from terrace.simulate.cost import Costs
 
 Numels = tuple[int, ...]  # elements of a block of each kind on a rank
@@ -144,14 +145,8 @@ class MessagePrices:
                 BlockSpec(name=f"kind {kind}", params=(ParamSpec(name="all", shape=(numel,)),))
                 for kind, numel in enumerate(numels)
             )
-            program = Program(
-                cluster=cluster,
-                plan=plan,
-                layout=layout,
-                blocks=blocks,
-                stage=_stage(len(blocks)),
-                instructions=(),
-            )
+            model = ShardedModel(cluster=cluster, plan=plan, layout=layout, blocks=blocks)
+            program = Program(model=model, stage=_stage(len(blocks)))
             self._costs[key] = Costs(forward_s=(), backward_s=(), update_s=(), program=program)
         return self._costs[key]
 

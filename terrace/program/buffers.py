@@ -21,18 +21,19 @@ walks over them; tests check it against closed formulas.
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from terrace.base.alike import once_each
-from terrace.model.spec import BlockSpec
 from terrace.plan.edges import edge_feedback_bytes
 from terrace.plan.flats import FlatParamSpec, gathered_bytes
-from terrace.plan.plan import Plan
 from terrace.plan.stage import Stage
 from terrace.plan.state_bytes import CATEGORIES, accumulates_in_place, blocks_bytes, tie_bytes
 from terrace.plan.wire import FORMATS
 from terrace.program.instruction import PASSES, Instruction, Op
 from terrace.program.message import Message
+
+if TYPE_CHECKING:
+    from terrace.program.sharded_model import ShardedModel
 
 
 class Lifetime(NamedTuple):
@@ -82,34 +83,24 @@ def peak_bytes(buffers: Iterable[Buffer]) -> dict[str, int]:
 
 
 def state_buffers(
-    plan: Plan,
-    stage: Stage,
-    blocks: Sequence[BlockSpec],
-    flats: Sequence[Sequence[FlatParamSpec]],
-    instructions: Sequence[Instruction],
-    messages: Iterable[Message],
+    model: "ShardedModel", stage: Stage, instructions: Sequence[Instruction], messages: Iterable[Message]
 ) -> tuple[Buffer, ...]:
-    """Model-state buffers of a rank that runs `instructions` and sends the distinct `messages`.
-
-    `flats` are the flat buffers of every block of the model.
-    """
+    """Model-state buffers of a rank that runs `instructions` and sends the distinct `messages`."""
     messages = tuple(messages)
     return (
-        *_slices(plan, stage, blocks, flats),
+        *_slices(model, stage),
         *_residuals(messages),
         *_lanes(messages),
-        *_visiting(plan, blocks, flats, instructions),
-        *_gradients(plan, blocks, flats, instructions),
+        *_visiting(model, instructions),
+        *_gradients(model, instructions),
     )
 
 
-def _slices(
-    plan: Plan, stage: Stage, blocks: Sequence[BlockSpec], flats: Sequence[Sequence[FlatParamSpec]]
-) -> Iterator[Buffer]:
-    sizes = blocks_bytes(plan, [flats[index] for index in stage.held])
+def _slices(model: "ShardedModel", stage: Stage) -> Iterator[Buffer]:
+    sizes = blocks_bytes(model.plan, [model.flats[index] for index in stage.held])
     for index, of_block in zip(stage.held, sizes, strict=True):
         for category, num_bytes in of_block.items():
-            yield Buffer(f"{category} of {blocks[index].name}", category, num_bytes)
+            yield Buffer(f"{category} of {model.blocks[index].name}", category, num_bytes)
 
 
 def _residuals(messages: Iterable[Message]) -> Iterator[Buffer]:
@@ -133,12 +124,8 @@ _TAKES = {Op.GATHER: "gathered", Op.ORTHOGONALISE: "buffers", Op.TIE: "buffers"}
 _GIVES = {Op.FREE: Op.GATHER, Op.UPDATE: Op.ORTHOGONALISE}
 
 
-def _visiting(
-    plan: Plan,
-    blocks: Sequence[BlockSpec],
-    flats: Sequence[Sequence[FlatParamSpec]],
-    instructions: Sequence[Instruction],
-) -> Iterator[Buffer]:
+def _visiting(model: "ShardedModel", instructions: Sequence[Instruction]) -> Iterator[Buffer]:
+    plan, blocks, flats = model.plan, model.blocks, model.flats
     item = FORMATS[plan.compute].element_bytes
     # (allocating op, block) -> position, until the op that frees it.
     taken: dict[tuple[Op, int], int] = {}
@@ -168,12 +155,8 @@ def _visiting(
         yield Buffer(f"{op.value} of {name}", _TAKES[op], size, tuple(lives))
 
 
-def _gradients(
-    plan: Plan,
-    blocks: Sequence[BlockSpec],
-    flats: Sequence[Sequence[FlatParamSpec]],
-    instructions: Sequence[Instruction],
-) -> Iterator[Buffer]:
+def _gradients(model: "ShardedModel", instructions: Sequence[Instruction]) -> Iterator[Buffer]:
+    plan, blocks, flats = model.plan, model.blocks, model.flats
     # Only gradients that autograd cannot add into the accumulated shard need a separate buffer.
     item = FORMATS[plan.compute].element_bytes
 

@@ -5,11 +5,9 @@ from dataclasses import replace
 from itertools import groupby
 
 from terrace.base.errors import PlanError
-from terrace.base.repeated import Repeated
 from terrace.plan.outer import Exchange, Outer
 from terrace.plan.stage import idle_stage
 from terrace.program.exchange import exchange_instructions
-from terrace.program.instruction import Instruction
 from terrace.program.lowering import step_end
 from terrace.program.period import Period, Turn
 from terrace.program.phase import Phase
@@ -26,22 +24,18 @@ def exchanging(program: Program, exchange: Exchange) -> Program:
         return program
     if not program.plan.outer.has_islands:
         raise PlanError("a plan without islands has nothing to exchange: give it a table outer")
-    found, given = program.with_exchange(exchange), program.instructions
+    found, segments = replace(program, exchange=exchange), program.segments
     old, new = tuple(step_end(program)), tuple(step_end(found))
-    end = len(given) - len(old)
-    if isinstance(given, Repeated):
-        instructions: Sequence[Instruction] = replace(given, suffix=(*given.suffix[: -len(old)], *new))
-    elif isinstance(given, Segments) and given.bodies[-1] == old:
-        instructions = Segments((*given.bodies[:-1], new), given.order)
-    else:
-        instructions = (*given[:end], *new)
-    return found.of_stage(found.stage, instructions)
+    last, _ = segments.order[-1]
+    passes = segments.bodies[last][: -len(old)]  # none where the end is a body of its own
+    bodies = (*segments.bodies[:last], (*passes, *new), *segments.bodies[last + 1 :])
+    return replace(found, instructions=Segments(bodies, segments.order))
 
 
 def outer_program(program: Program, exchange: Exchange) -> Program:
     """A program with only an exchange between islands, run after the last step, for the stage of `program`."""
-    frame = program.of_stage(idle_stage(program.stage), phase=Phase.OUTER).with_exchange(exchange)
-    return frame.of_stage(frame.stage, tuple(exchange_instructions(frame)))
+    found = replace(program, stage=idle_stage(program.stage), phase=Phase.OUTER, exchange=exchange)
+    return replace(found, instructions=tuple(exchange_instructions(found)))
 
 
 def exchanges(outer: Outer) -> list[Exchange]:

@@ -15,41 +15,44 @@ from typing import TYPE_CHECKING
 from terrace.base.errors import PlanError
 from terrace.plan.layout import INSIDE, Layout
 from terrace.plan.plan import Plan
-from terrace.plan.stage import Group, Pass
+from terrace.plan.stage import Group, Pass, Stage
+from terrace.plan.wire import MessageClass
 from terrace.program.block_program.steps import Gap, Send
 from terrace.program.gap_queue import Held
 from terrace.program.instruction import COLLECTIVES, PASSES, Instruction, Op
 
 if TYPE_CHECKING:
     from terrace.program.program import Program
+    from terrace.program.sharded_model import ShardedModel
 
+_CLASSES = {Op.REDUCE: MessageClass.REDUCE, Op.SYNC: MessageClass.SYNC}
 BETWEEN = frozenset((Op.GATHER, Op.FREE, Op.REDUCE, Op.SYNC, Op.SEND, Op.RECV))
 
 
-def may_be_in_gaps(program: "Program", op: Op, block: int) -> bool:
+def may_be_in_gaps(model: "ShardedModel", op: Op, block: int) -> bool:
     """Whether a REDUCE or SYNC of `block` is sent in parts if a backward with gaps follows."""
-    if not program.plan.gap_shares:
+    if not model.plan.gap_shares:
         return False
-    message, lanes = program.message(Instruction(op, block)), program.routed.lanes
+    message, lanes = model.message_of_block(_CLASSES[op], block), model.routed.lanes
     if message.sends and message.lane in lanes:
         return True
-    return bool(message.sends) and op is Op.SYNC and may_be_in_gaps(program, Op.REDUCE, block)
+    return bool(message.sends) and op is Op.SYNC and may_be_in_gaps(model, Op.REDUCE, block)
 
 
-def has_gaps(program: "Program", instruction: Instruction) -> bool:
+def has_gaps(model: "ShardedModel", instruction: Instruction) -> bool:
     """Whether `instruction` is a pass with gaps."""
-    if not program.plan.gap_shares or instruction.op not in PASSES:
+    if not model.plan.gap_shares or instruction.op not in PASSES:
         return False
-    steps = program.block_program(instruction.block).routed_steps(instruction.op)
+    steps = model.block_program(instruction.block).routed_steps(instruction.op)
     return any(isinstance(step, Gap) for step in steps)
 
 
-def before_gaps(program: "Program") -> frozenset[int]:
+def before_gaps(model: "ShardedModel", stage: Stage) -> frozenset[int]:
     """Indexes of the passes that are followed by a backward with gaps for their gradients."""
-    if not program.plan.gap_shares:
+    if not model.plan.gap_shares:
         return frozenset()
-    stage, found = program.stage, set[int]()
-    gaps = {block: has_gaps(program, Instruction(Op.BACKWARD, block)) for block in stage.own}
+    found = set[int]()
+    gaps = {block: has_gaps(model, Instruction(Op.BACKWARD, block)) for block in stage.own}
     before: tuple[Group, int] | None = None
     for number, (group, _, block) in enumerate(stage.passes()):
         # In a pipeline, the chunk that follows a chunk varies within a step. Inside a chunk the order is fixed, so that
@@ -91,9 +94,9 @@ class Issued:
                 yield from self._due(0)
             else:
                 yield from ((instruction, *each) for each in program.message(instruction).collectives)
-        elif instruction.op in PASSES and program.routed.transfers:
+        elif instruction.op in PASSES and program.model.routed.transfers:
             messages = iter(program.messages_inside(instruction))
-            for step in program.block_program(instruction.block).steps(instruction.op):
+            for step in program.model.block_program(instruction.block).steps(instruction.op):
                 if isinstance(step, Gap):
                     yield from self._due(step.number)
                 for message in islice(messages, len(step.messages)) if isinstance(step, Send) else ():

@@ -21,8 +21,9 @@
 | OUTER_APPLY     | take an outer step with that mean                                                 |
 | SEND / RECV     | pipeline point to point: a block's output onward, the gradient of its input back  |
 
-Communication is asynchronous; an instruction waits only for its operands. `SPECS` declares the fields and the message
-class of every op, for the verifier, the printer, the simulator and the executor.
+Communication is asynchronous; an instruction waits only for its operands. `SPECS` declares the fields, the message
+class and the phases of every op, for the verifier, the printer, the simulator and the executor; its rules are in
+terrace.program.verify.
 """
 
 from collections.abc import Collection
@@ -31,6 +32,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from terrace.plan.wire import BETWEEN_STAGES, MessageClass
+from terrace.program.phase import Phase
 
 
 class Op(StrEnum):
@@ -61,10 +63,10 @@ class Op(StrEnum):
 
 @dataclass(frozen=True)
 class OpSpec:
-    """Declaration of an op: the `fields` that its instructions set, and their message class.
+    """Declaration of an op: the `fields` that its instructions set, their message class, and the phases that use it.
 
     `message_backward` is the class if `backward` is set and the class differs. `peer` is the word printed before the
-    other stage of a point-to-point op.
+    other stage of a point-to-point op. In the phases `of_each_block` it runs once on each trainable block.
     """
 
     fields: Collection[str] = ("block",)
@@ -72,31 +74,41 @@ class OpSpec:
     message_backward: MessageClass | None = None
     is_pass: bool = False
     peer: str = ""
+    phases: Collection[Phase] = (Phase.TRAIN,)
+    of_each_block: Collection[Phase] = ()
 
 
 _PASS = OpSpec(("block", "micro"), is_pass=True)
 _POINT_TO_POINT = ("block", "micro", "backward", "peer")
+_EVALUATED = (Phase.TRAIN, Phase.FORWARD)
+_EXCHANGED = (Phase.TRAIN, Phase.OUTER)
 
 SPECS: dict[Op, OpSpec] = {
-    Op.GATHER: OpSpec(("block", "backward", "secondary"), MessageClass.GATHER, MessageClass.GATHER_BACKWARD),
-    Op.FREE: OpSpec(),
-    Op.FORWARD: _PASS,
+    Op.GATHER: OpSpec(
+        ("block", "backward", "secondary"), MessageClass.GATHER, MessageClass.GATHER_BACKWARD, phases=_EVALUATED
+    ),
+    Op.FREE: OpSpec(phases=_EVALUATED),
+    Op.FORWARD: OpSpec(("block", "micro"), is_pass=True, phases=_EVALUATED),
     Op.BACKWARD: _PASS,
     Op.BACKWARD_INPUT: _PASS,
     Op.BACKWARD_WEIGHT: _PASS,
     Op.REDUCE: OpSpec(("block", "micro", "in_gaps"), MessageClass.REDUCE),
     Op.TIE: OpSpec(("block", "peer"), MessageClass.TIE, peer="with"),
-    Op.SYNC: OpSpec(("block", "in_gaps"), MessageClass.SYNC),
+    Op.SYNC: OpSpec(("block", "in_gaps"), MessageClass.SYNC, of_each_block=(Phase.TRAIN,)),
     Op.COUNT: OpSpec((), MessageClass.COUNTS),
-    Op.CLIP: OpSpec((), MessageClass.CONTROL),
+    Op.CLIP: OpSpec((), MessageClass.CONTROL, phases=_EVALUATED),
     Op.ORTHOGONALISE: OpSpec(message=MessageClass.ORTHOGONALISE),
-    Op.UPDATE: OpSpec(),
-    Op.REFRESH: OpSpec(message=MessageClass.REFRESH),
-    Op.OUTER_COUNT: OpSpec((), MessageClass.OUTER),
-    Op.OUTER_START: OpSpec(message=MessageClass.OUTER),
-    Op.OUTER_APPLY: OpSpec(),
-    Op.SEND: OpSpec(_POINT_TO_POINT, *BETWEEN_STAGES, peer="to"),
-    Op.RECV: OpSpec(_POINT_TO_POINT, *BETWEEN_STAGES, peer="from"),
+    Op.UPDATE: OpSpec(of_each_block=(Phase.TRAIN,)),
+    Op.REFRESH: OpSpec(
+        message=MessageClass.REFRESH,
+        phases=(Phase.TRAIN, Phase.OUTER, Phase.RESTORE),
+        of_each_block=(Phase.TRAIN, Phase.RESTORE),
+    ),
+    Op.OUTER_COUNT: OpSpec((), MessageClass.OUTER, phases=_EXCHANGED),
+    Op.OUTER_START: OpSpec(message=MessageClass.OUTER, phases=_EXCHANGED),
+    Op.OUTER_APPLY: OpSpec(phases=_EXCHANGED),
+    Op.SEND: OpSpec(_POINT_TO_POINT, *BETWEEN_STAGES, peer="to", phases=_EVALUATED),
+    Op.RECV: OpSpec(_POINT_TO_POINT, *BETWEEN_STAGES, peer="from", phases=_EVALUATED),
 }
 PASSES = frozenset(op for op, spec in SPECS.items() if spec.is_pass)
 COLLECTIVES = frozenset(op for op, spec in SPECS.items() if spec.message is not None and not spec.peer)

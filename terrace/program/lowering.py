@@ -20,7 +20,7 @@ changes are sent. terrace.program.stage_passes builds the passes.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 
@@ -29,6 +29,7 @@ from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import is_context_parallel
 from terrace.plan.counts import num_choices
+from terrace.plan.edges import edge_of
 from terrace.plan.flats import FlatParamSpec, orthogonalised
 from terrace.plan.mesh import Mesh, no_sequence
 from terrace.plan.outer import NO_EXCHANGE
@@ -45,6 +46,7 @@ from terrace.program.program import Program
 from terrace.program.repeating import joined, repeating
 from terrace.program.schedules.orders import Orders
 from terrace.program.segments import Segments
+from terrace.program.sharded_model import ShardedModel
 from terrace.program.stage_passes import write_passes
 from terrace.program.stages import make_stages, period
 
@@ -81,14 +83,13 @@ def build_stages(
     only: int | None = None,
 ) -> list[Program]:
     """The programs of all stages, or of stage `only`; arguments and errors as in `build`."""
-    return lowered(frame_of(cluster, plan, blocks, num_micros, sequence), blocks, num_micros, orders, only)
+    return lowered(sharded(cluster, plan, blocks, num_micros, sequence), blocks, num_micros, orders, only)
 
 
-def frame_of(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec], num_micros: int, sequence: int = 0) -> Program:
-    """A program without instructions, holding the derived values that the programs of all stages share.
-
-    Arguments and errors as in `build`.
-    """
+def sharded(
+    cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec], num_micros: int, sequence: int = 0
+) -> ShardedModel:
+    """The model that the programs of all stages share. Arguments and errors as in `build`."""
     layout = validate(cluster, plan, blocks)
     refuse_open_shares(plan)
     if num_micros < 1:
@@ -97,30 +98,25 @@ def frame_of(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec], num_micr
     for axis, is_cut in (("context", is_context_parallel(mesh, plan)), ("tensor", mesh.total("tensor") > 1)):
         if is_cut and sequence < 1:
             raise no_sequence(axis)
-    return Program(
-        cluster=cluster,
-        plan=plan,
-        layout=layout,
-        blocks=slice_blocks(blocks, mesh),
-        # Two micro-batches are enough to account for gradient accumulation; more do not change a block's cost.
-        stage=whole_stage(len(blocks), min(2, num_micros), 1),
-        instructions=(),
-        sequence=sequence,
-    )
+    sliced = slice_blocks(blocks, mesh)
+    model = ShardedModel(cluster=cluster, plan=plan, layout=layout, blocks=sliced, sequence=sequence)
+    if mesh.total("pipeline") > 1:
+        edge_of(model.tensor, model.blocks)  # raises if its size is not known
+    return model
 
 
 def lowered(
-    frame: Program,
+    model: ShardedModel,
     blocks: Sequence[BlockSpec],
     num_micros: int,
     orders: Orders | None = None,
     only: int | None = None,
 ) -> list[Program]:
     """The programs of all stages, or of stage `only`, for a step of `num_micros` micro-batches; `blocks` are whole."""
-    found = _lowered(frame, blocks, num_micros, orders, only)
+    found = _lowered(model, blocks, num_micros, orders, only)
     # One stage may have no gaps while another has some; ranks of all stages must agree on the error.
-    if frame.plan.gap_shares and not (
-        _any_in_gaps(found) or (only is not None and _any_in_gaps(_lowered(frame, blocks, num_micros, orders, None)))
+    if model.plan.gap_shares and not (
+        _any_in_gaps(found) or (only is not None and _any_in_gaps(_lowered(model, blocks, num_micros, orders, None)))
     ):
         raise no_gaps()
     return found
@@ -131,20 +127,21 @@ def _any_in_gaps(programs: Sequence[Program]) -> bool:
 
 
 def _lowered(
-    frame: Program, blocks: Sequence[BlockSpec], num_micros: int, orders: Orders | None, only: int | None
+    model: ShardedModel, blocks: Sequence[BlockSpec], num_micros: int, orders: Orders | None, only: int | None
 ) -> list[Program]:
-    plan, num_stages = frame.plan, frame.mesh.total("pipeline")
+    plan, num_stages = model.plan, model.mesh.total("pipeline")
 
     def stages_of(num_micros: int) -> tuple[Stage, ...]:
-        return _stages(frame, blocks, num_stages, num_micros, orders)
+        return _stages(model, blocks, num_stages, num_micros, orders)
 
     def lower(stages: Sequence[Stage]) -> list[Program]:
-        frames = [frame.of_stage(each) for each in (stages if only is None else [stages[only]])]
+        wanted = stages if only is None else [stages[only]]
         if only is None and num_micros * len(blocks) <= _LONG_STEP:
-            written = _all_written(_Read(tuple(stages), plan.prefetch, plan.unit, _facts(frame), frame))
+            written = _all_written(_Read(tuple(stages), plan.prefetch, plan.unit, _facts(model), model))
         else:
-            written = [_written(each, stages) for each in frames]
-        return [each.of_stage(each.stage, segments) for each, segments in zip(frames, written, strict=True)]
+            written = [_written(Program(model=model, stage=stage), stages) for stage in wanted]
+        pairs = zip(wanted, written, strict=True)
+        return [Program(model=model, stage=stage, instructions=segments) for stage, segments in pairs]
 
     if num_micros * len(blocks) > _LONG_STEP and orders is None:
         found = repeating(stages_of, lower, num_micros, num_stages, period(plan, num_stages))
@@ -164,7 +161,7 @@ _Fact = tuple[object, ...]
 
 @dataclass(frozen=True)
 class _Read:
-    """Cache key: everything that a step's instructions depend on; `frame` is a program with these values.
+    """Cache key: everything that a step's instructions depend on; `model` is one with these values.
 
     Many plans that a search compares have the same key.
     """
@@ -173,10 +170,10 @@ class _Read:
     prefetch: int
     unit: int
     facts: tuple[_Fact, ...]  # of every block
-    frame: Program = field(compare=False)
+    model: ShardedModel = field(compare=False)
 
 
-def _facts(frame: Program) -> tuple[_Fact, ...]:
+def _facts(model: ShardedModel) -> tuple[_Fact, ...]:
     def of_flats(flats: Sequence[FlatParamSpec]) -> _Fact:
         layouts = [flat.layout for flat in flats]
         return (
@@ -186,7 +183,7 @@ def _facts(frame: Program) -> tuple[_Fact, ...]:
             any(flat.num_orthogonal for flat in flats),
         )
 
-    facts = zip(frame.of_flats(of_flats), frame.blocks, _gap_facts(frame), strict=True)
+    facts = zip(model.of_flats(of_flats), model.blocks, _gap_facts(model), strict=True)
     return tuple(
         [
             (*of_block, block.num_trainable > 0, block.tied_to, num_choices(block) > 0, of_gaps)
@@ -195,42 +192,42 @@ def _facts(frame: Program) -> tuple[_Fact, ...]:
     )
 
 
-def _gap_facts(frame: Program) -> list[_Fact]:
-    if not frame.plan.gap_shares:
-        return [()] * len(frame.blocks)
+def _gap_facts(model: ShardedModel) -> list[_Fact]:
+    if not model.plan.gap_shares:
+        return [()] * len(model.blocks)
     ops = (Op.REDUCE, Op.SYNC)
     return [
-        (has_gaps(frame, Instruction(Op.BACKWARD, block)), *(may_be_in_gaps(frame, op, block) for op in ops))
-        for block in range(len(frame.blocks))
+        (has_gaps(model, Instruction(Op.BACKWARD, block)), *(may_be_in_gaps(model, op, block) for op in ops))
+        for block in range(len(model.blocks))
     ]
 
 
 @lru_cache(maxsize=8)
 def _all_written(read: _Read) -> list[Segments]:
-    return [_written(read.frame.of_stage(stage), read.stages) for stage in read.stages]
+    return [_written(Program(model=read.model, stage=stage), read.stages) for stage in read.stages]
 
 
-def _written(frame: Program, stages: Sequence[Stage]) -> Segments:
-    return write_passes(frame, stages).end(*step_end(frame))
+def _written(program: Program, stages: Sequence[Stage]) -> Segments:
+    return write_passes(program, stages).end(*step_end(program))
 
 
 def _stages(
-    frame: Program, blocks: Sequence[BlockSpec], num_stages: int, num_micros: int, orders: Orders | None
+    model: ShardedModel, blocks: Sequence[BlockSpec], num_stages: int, num_micros: int, orders: Orders | None
 ) -> tuple[Stage, ...]:
-    plan = frame.plan
+    plan = model.plan
     if num_stages == 1:
         return (whole_stage(len(blocks), num_micros, plan.unit),)
     # Sizes are those of a rank's slices, since that model state must fit its device.
-    sizes = [sum(each.values()) for each in blocks_bytes(plan, frame.flats)]
-    memory_bytes = frame.cluster.device.usable_bytes
-    return make_stages(plan, blocks, num_stages, num_micros, frame.sequence, orders, sizes, memory_bytes)
+    sizes = [sum(each.values()) for each in blocks_bytes(plan, model.flats)]
+    memory_bytes = model.cluster.device.usable_bytes
+    return make_stages(plan, blocks, num_stages, num_micros, model.sequence, orders, sizes, memory_bytes)
 
 
 def lengthened(program: Program, num_micros: int) -> Program:
     """`program`, of a plan without a pipeline, with `num_micros` micro-batches; everything else is shared."""
     stage = whole_stage(len(program.blocks), num_micros, program.plan.unit)
-    frame = program.of_stage(stage)
-    return frame.of_stage(stage, _written(frame, [stage]))
+    longer = replace(program, stage=stage)
+    return replace(longer, instructions=_written(longer, [stage]))
 
 
 def forward_programs(programs: Sequence[Program]) -> list[Program]:
@@ -248,11 +245,11 @@ def forward_programs(programs: Sequence[Program]) -> list[Program]:
 
 def _forwards(programs: Sequence[Program]) -> list[Program]:
     stages = [forward_stage(each.stage) for each in programs]
-    frames = [
-        each.of_stage(stage, phase=Phase.FORWARD).with_exchange(NO_EXCHANGE)
-        for each, stage in zip(programs, stages, strict=True)
-    ]
-    return [frame.of_stage(frame.stage, write_passes(frame, stages).end(Instruction(Op.CLIP))) for frame in frames]
+    found = []
+    for program, stage in zip(programs, stages, strict=True):
+        forward = replace(program, stage=stage, phase=Phase.FORWARD, exchange=NO_EXCHANGE)
+        found.append(replace(forward, instructions=write_passes(forward, stages).end(Instruction(Op.CLIP))))
+    return found
 
 
 def restoring_program(program: Program) -> Program:
@@ -263,28 +260,28 @@ def restoring_program(program: Program) -> Program:
     """
     blocks = (block for block in program.stage.held if program.blocks[block].num_trainable)
     instructions = tuple(Instruction(Op.REFRESH, block) for block in blocks)
-    return program.of_stage(idle_stage(program.stage), instructions, Phase.RESTORE)
+    return replace(program, stage=idle_stage(program.stage), instructions=instructions, phase=Phase.RESTORE)
 
 
-def step_end(frame: Program) -> Iterator[Instruction]:
-    """The instructions after the passes of a training step."""
-    stage = frame.stage
+def step_end(program: Program) -> Iterator[Instruction]:
+    """The instructions after the passes of the training step `program`."""
+    stage, blocks = program.stage, program.blocks
     # TIE before CLIP: the norm is over the sum of both stages' gradients.
     for block, peer in stage.ties:
-        if frame.blocks[block].num_trainable:
+        if blocks[block].num_trainable:
             yield Instruction(Op.TIE, block, peer=peer)
             yield Instruction(Op.SYNC, block)
     yield Instruction(Op.CLIP)
-    whole = orthogonalised(frame.flats, stage.held)  # each is gathered while the previous one is updated
+    whole = orthogonalised(program.model.flats, stage.held)  # each is gathered while the previous one is updated
     following = dict(pairwise(whole))
     # The first gather has no update to hide behind.
     yield from (Instruction(Op.ORTHOGONALISE, block) for block in whole[:1])
-    later = set(exchanged(frame, frame.exchange.applies))
+    later = set(exchanged(program, program.exchange.applies))
     for block in stage.held:
-        if frame.blocks[block].num_trainable:
+        if blocks[block].num_trainable:
             if block in following:
                 yield Instruction(Op.ORTHOGONALISE, following[block])
             yield Instruction(Op.UPDATE, block)
             if block not in later:
                 yield Instruction(Op.REFRESH, block)
-    yield from exchange_instructions(frame)
+    yield from exchange_instructions(program)

@@ -79,8 +79,7 @@ class Period:
             # A lane's memory grows to its largest message, whichever program sends it.
             messages = [message for program in programs for message in program.messages]
             peaks = [
-                peak_bytes(state_buffers(each.plan, each.stage, each.blocks, each.flats, each.instructions, messages))
-                for each in programs
+                peak_bytes(state_buffers(each.model, each.stage, each.instructions, messages)) for each in programs
             ]
             found.append({category: max(peak[category] for peak in peaks) for category in CATEGORIES})
         return found

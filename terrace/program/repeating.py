@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from terrace.base.repeated import Repeated, repeated
 from terrace.plan.stage import Group, Stage
 from terrace.program.instruction import Instruction
+from terrace.program.segments import Run, Segments
 
 if TYPE_CHECKING:
     from terrace.program.program import Program
@@ -57,11 +58,16 @@ def joined(steps: "Sequence[Sequence[Program]]", num_micros: int) -> "list[Progr
     for builds in zip(*steps, strict=True):
         _, long, longer = builds
         every = longer.num_micros - long.num_micros
-        instructions: Repeated[Instruction] | None = repeated([each.instructions for each in builds], every)
+        bodies: dict[tuple[Instruction, ...], int] = {}
+        orders = []
+        for each in builds:
+            numbers = [bodies.setdefault(body, len(bodies)) for body in each.segments.bodies]
+            orders.append([Run(numbers[body], micro) for body, micro in each.segments.order])
+        order = repeated(orders, every)
         groups: Repeated[Group] | None = repeated([each.stage.groups for each in builds], every)
-        if instructions is None or groups is None:
+        if order is None or groups is None:
             return None
-        bodies = 1 + (num_micros - long.num_micros) // every
-        stage = replace(long.stage, num_micros=num_micros, groups=groups.times(bodies))
-        found.append(long.of_stage(stage, instructions.times(bodies)))
+        times = 1 + (num_micros - long.num_micros) // every
+        stage = replace(long.stage, num_micros=num_micros, groups=groups.times(times))
+        found.append(replace(long, stage=stage, instructions=Segments(tuple(bodies), order.times(times))))
     return found

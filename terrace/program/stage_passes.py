@@ -27,21 +27,21 @@ _OPS = {
 }
 
 
-def write_passes(frame: "Program", stages: Sequence[Stage]) -> Writer:
-    """Write the instructions of all groups of `frame.stage`, one of `stages`, without the end of the step."""
-    stage, found = frame.stage, Writer()
-    stays = gathers(stage, frame.blocks, frame.flats, frame.plan.prefetch)
+def write_passes(program: "Program", stages: Sequence[Stage]) -> Writer:
+    """Write the instructions of all groups of `program.stage`, one of `stages`, without the end of the step."""
+    stage, found = program.stage, Writer()
+    stays = gathers(stage, program.blocks, program.model.flats, program.plan.prefetch)
     issued, freed = defaultdict[int, tuple[Instruction, ...]](tuple), defaultdict[int, tuple[Instruction, ...]](tuple)
     for stay in stays:
-        issued[stay.issue] += (_gather(frame, stay),)
-        if frame.frees(stay.block):
+        issued[stay.issue] += (_gather(program, stay),)
+        if program.model.frees(stay.block):
             freed[stay.last] += (Instruction(Op.FREE, stay.block),)
-    received, reduced = _received(found, stage, stages), _reduced(frame)
+    received, reduced = _received(found, stage, stages), _reduced(program)
     sends = {key: None if edge is None else found.body(_send(edge)) for key, edge in _edges(stage, _sent).items()}
     bodies, order = dict[tuple[object, ...], int](), found.order
     # Three counters: visits of blocks (gathers), passes (reductions) and tasks (receives).
     visit = number = task = 0
-    counts = frame.trains and bool(counted(frame.blocks, stage.own))
+    counts = program.trains and bool(counted(program.blocks, stage.own))
     forwards_left = sum(group.pass_ is Pass.FORWARD for group in stage.groups)
     for group in stage.groups:
         pass_, chunk, micros = group
@@ -71,7 +71,7 @@ def write_passes(frame: "Program", stages: Sequence[Stage]) -> Writer:
         forwards_left -= pass_ is Pass.FORWARD
         # As soon as all tokens are routed, so that the remaining backwards hide the message.
         if counts and pass_ is Pass.FORWARD and not forwards_left:
-            order.append((found.body(Instruction(Op.COUNT)), 0))
+            order.append((found.body(Instruction(Op.COUNT)), -1))
     return found
 
 
@@ -97,20 +97,21 @@ def _send(edge: "_Edge") -> Instruction:
     return Instruction(Op.SEND, edge.block, 0, edge.backward, False, edge.peer)
 
 
-def _gather(frame: "Program", stay: Residency) -> Instruction:
+def _gather(program: "Program", stay: Residency) -> Instruction:
     # The first gather of a step reads the primary copy and refreshes the secondary one.
-    secondary = frame.has_secondary and not stay.opening
+    secondary = program.has_secondary and not stay.opening
     return Instruction(Op.GATHER, stay.block, backward=stay.backward, secondary=secondary)
 
 
-def _reduced(frame: "Program") -> dict[int, tuple[Instruction, ...]]:
+def _reduced(program: "Program") -> dict[int, tuple[Instruction, ...]]:
     """Index of a pass -> reductions after it."""
-    stage, blocks, tied, gaps = frame.stage, frame.blocks, dict(frame.stage.ties), before_gaps(frame)
+    stage, blocks = program.stage, program.blocks
+    tied, gaps = dict(stage.ties), before_gaps(program.model, stage)
     found: dict[int, tuple[Instruction, ...]] = {}
-    for block, numbers in reduction_points(stage, blocks, frame.plan.unit).items():
+    for block, numbers in reduction_points(stage, blocks, program.plan.unit).items():
         # A frozen block has no gradient to reduce.
         if blocks[block].num_trainable:
-            parts = {op: may_be_in_gaps(frame, op, block) for op in (Op.REDUCE, Op.SYNC)}
+            parts = {op: may_be_in_gaps(program.model, op, block) for op in (Op.REDUCE, Op.SYNC)}
             whole, in_gaps = ((Instruction(Op.REDUCE, block, 0, in_gaps=each),) for each in (False, parts[Op.REDUCE]))
             for number in numbers:
                 reduction = in_gaps if number in gaps else whole

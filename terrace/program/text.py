@@ -15,7 +15,7 @@ def program_text(program: Program, *, max_lines: int | None = None) -> str:
 
     If the program repeats, all bodies but the first are one line.
     """
-    order = program.instructions
+    order = program.segments.whole
     if isinstance(order, Repeated) and order.repeats > 1:
         begin, behind = len(order.prefix) + len(order.body), len(order) - len(order.suffix)
         again = f"  ...  the last {counted(len(order.body), 'instruction')} {order.repeats - 1:,} times more, "
@@ -41,7 +41,7 @@ def _lines(program: Program, positions: range) -> Iterator[str]:
 
 def _formats(program: Program, instruction: Instruction, tier: str) -> str:
     message = program.message(instruction)
-    if instruction.block < 0 or not any(flat.is_coded for flat in program.flats[instruction.block]):
+    if instruction.block < 0 or not any(flat.is_coded for flat in program.model.flats[instruction.block]):
         return program.plan.wire_format(message.message_class, tier).name
     # Codes, and the block's other parameters.
     return ", ".join(dict.fromkeys(hop.wire.name for hop in message.hops if program.layout.tiers[hop.tier] == tier))
@@ -50,7 +50,7 @@ def _formats(program: Program, instruction: Instruction, tier: str) -> str:
 def _note(program: Program, instruction: Instruction) -> str:
     if instruction.op in PASSES:
         twice = instruction.op is not Op.FORWARD and instruction.op is not Op.BACKWARD_WEIGHT
-        parts = program.recomputed[instruction.block] if twice else ()
+        parts = program.model.recomputed[instruction.block] if twice else ()
         notes = [f"recomputes {'its forward' if parts == WHOLE else ', '.join(parts)}"] if parts else []
         attending = (
             each for each in program.messages_inside(instruction) if each.message_class is MessageClass.CONTEXT

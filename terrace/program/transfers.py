@@ -12,10 +12,10 @@ from terrace.program.resolve import block_message, control_message, counts_messa
 
 def transfers_of(program: Program) -> Iterator[Transfer]:
     """One transfer for every route that the plan's messages take on any stage; equal on all ranks."""
-    plan, blocks, stage, world = program.plan, program.blocks, program.stage_layout, program.world_layout
-    for first in dict.fromkeys(program.alike):
+    plan, blocks, stage, world = program.plan, program.blocks, program.model.stage_layout, program.model.world_layout
+    for first in dict.fromkeys(program.model.alike):
         for message_class in ROUTES:
-            yield from block_message(message_class, stage, plan, program.flats[first]).transfers
+            yield from block_message(message_class, stage, plan, program.model.flats[first]).transfers
     # Calibration measures the first in a pipeline too, where CLIP is among all stages.
     for ranks in (stage, world):
         for inside in (True, False):
@@ -24,6 +24,6 @@ def transfers_of(program: Program) -> Iterator[Transfer]:
     every = Exchange(starts=tuple(range(plan.outer.fragments)))
     if every.starts:
         yield from outer_numbers_message(world, plan, blocks, every).transfers
-    for line in program.tensor.lines_of(blocks):
+    for line in program.model.tensor.lines_of(blocks):
         yield line_transfer(line, plan, Leg.GATHER, line.degree)
-    yield from program.routed.transfers
+    yield from program.model.routed.transfers

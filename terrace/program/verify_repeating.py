@@ -51,7 +51,7 @@ class Marks(NamedTuple):
 
 def marks(program: Program) -> Marks | None:
     """The marks of `program.short`; None for a program that does not repeat, or whose bodies are not complete."""
-    order, groups = program.instructions, program.stage.groups
+    order, groups = program.segments.whole, program.stage.groups
     if not isinstance(order, Repeated) or not isinstance(groups, Repeated):
         return None
     # The short program and the closed formulas take the micro-batches of the step from the groups.
@@ -93,7 +93,7 @@ def _groups_are_complete(groups: Repeated[Group]) -> bool:
 
 def _is_complete(program: Program) -> bool:
     """Whether a body has every pass, message and reduction of its micro-batches."""
-    order = program.instructions
+    order = program.segments.whole
     assert isinstance(order, Repeated), "asked of programs that repeat"
 
     def kind(each: Instruction) -> tuple[object, ...]:
@@ -113,7 +113,7 @@ def _meet_others(programs: Mapping[int, Program]) -> bool:
     firsts = first_equal(list(programs.values()))
     holders: dict[tuple[object, ...], int] = {}
     for (rank, program), first in zip(programs.items(), firsts, strict=True):
-        order = program.instructions
+        order = program.segments.whole
         assert isinstance(order, Repeated), "asked of programs that repeat"
         for each in {each._replace(micro=-1) for each in order.body}:
             if each.op is Op.TIE:

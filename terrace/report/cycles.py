@@ -70,7 +70,7 @@ def _formats(cycle: Cycle) -> tuple[str, ...]:
 
 def _between(cycle: Cycle, sent: Sent) -> int:
     program = cycle.period.turns[0].programs[0]
-    outside = [program.layout.tiers[tier] for tier in program.world_layout.outside]
+    outside = [program.layout.tiers[tier] for tier in program.model.world_layout.outside]
     return sum(size for (_, tier), size in sent.items() if tier in outside)
 
 

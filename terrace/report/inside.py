@@ -41,7 +41,7 @@ def inside_table(program: Program) -> Table:
         # A line between the kinds of blocks.
         if op is Op.FORWARD:
             table.add_section()
-        prices = InBlockPrices(program.cluster, program.tensor, None)
+        prices = InBlockPrices(program.cluster, program.model.tensor, None)
         for index, (message, meanwhile, count) in enumerate(counts):
             words = (name, op.value.lower()) if index == 0 else ("", "")
             takes_s, _ = prices.price(message)
@@ -49,7 +49,7 @@ def inside_table(program: Program) -> Table:
                 *words,
                 f"{count} {message.leg.value}",
                 " and ".join(message.axes),
-                tiers_words(program, program.tensor.sends(message)),
+                tiers_words(program, program.model.tensor.sends(message)),
                 seconds(takes_s),
                 meanwhile,
             )
@@ -74,9 +74,9 @@ def attention_table(program: Program) -> Table:
     # Blocks with equal messages share rows; in a decoder all layers do.
     alike: dict[tuple[bool, AttentionBytes], list[str]] = {}
     for index, block in enumerate(program.blocks):
-        attention = program.context.attention(block)
+        attention = program.model.context.attention(block)
         if attention is not None:
-            alike.setdefault((program.recomputes(index), attention), []).append(block.name)
+            alike.setdefault((program.model.recomputes(index), attention), []).append(block.name)
     for (twice, attention), names in alike.items():
         name = names[0] if len(names) == 1 else f"{names[0]} (x {len(names)})"
         forward, backward = attention_steps(attention.parts, attention.ring)
@@ -125,7 +125,7 @@ def _kinds(program: Program) -> Iterator[tuple[str, Op, _Alike]]:
     # Blocks with equal messages share rows, as all layers of a decoder do.
     alike: dict[tuple[_Alike, _Alike], list[str]] = {}
     for index, block in enumerate(program.blocks):
-        steps = program.block_program(index).steps
+        steps = program.model.block_program(index).steps
         forward, backward = (tuple(_counted(steps(op))) for op in (Op.FORWARD, Op.BACKWARD))
         alike.setdefault((forward, backward), []).append(block.name)
     for (forward, backward), names in alike.items():

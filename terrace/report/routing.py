@@ -42,15 +42,15 @@ def routed_table(program: Program) -> Table:
     # Blocks with equal steps share rows.
     alike: dict[tuple[ExpertTraffic, bool], list[int]] = {}
     for index in range(len(program.blocks)):
-        traffic = program.routed.traffic(index)
+        traffic = program.model.routed.traffic(index)
         if traffic.way:
-            alike.setdefault((traffic, program.recomputes(index)), []).append(index)
+            alike.setdefault((traffic, program.model.recomputes(index)), []).append(index)
     for first, *others in alike.values():
         name = program.blocks[first].name + (f" (x {len(others) + 1})" if others else "")
         prices = block_prices(program, first)
         for op in (Op.FORWARD, Op.BACKWARD):
             table.add_section()
-            for words in _expert_rows(program, prices, first, program.block_program(first).routed_steps(op)):
+            for words in _expert_rows(program, prices, first, program.model.block_program(first).routed_steps(op)):
                 table.add_row(name, op.value.lower(), *words)
                 name = ""
     return table
@@ -80,7 +80,7 @@ def _expert_rows(program: Program, prices: InBlockPrices, block: int, steps: Ste
         last = words
         yield (
             words,
-            tiers_words(program, program.message_inside(message, block).sends),
+            tiers_words(program, program.model.message_inside(message, block).sends),
             seconds(prices.seconds(message)),
         )
 
@@ -88,7 +88,7 @@ def _expert_rows(program: Program, prices: InBlockPrices, block: int, steps: Ste
 def mean_words(program: Program) -> str:
     """A note that bytes of routed messages are means; "" without such messages."""
     return "route, dispatch and combine: the mean under even routing; each batch declares its own" * bool(
-        program.routed.transfers
+        program.model.routed.transfers
     )
 
 

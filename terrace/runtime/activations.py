@@ -59,7 +59,7 @@ class Activations:
         if key not in self._arriving:
             return self._made.pop(key)
         pending, message = self._arriving.pop(key)
-        edge, hop = self._program.edge, self._program.edge_hop(pending.instruction)
+        edge, hop = self._program.model.edge, self._program.edge_hop(pending.instruction)
         values = self._collectives.read_rows(hop, message, DTYPES[self._program.plan.compute])[0]
         if edge.gathers is not None:
             (cut,) = self._edges
@@ -76,7 +76,7 @@ class Activations:
 
     def send(self, now: Instruction, counter: int) -> None:
         """Start the message of a SEND, and drop the buffers of sends that have completed."""
-        values, edge = self._made.pop((now.backward, now.block, now.micro)).detach(), self._program.edge
+        values, edge = self._made.pop((now.backward, now.block, now.micro)).detach(), self._program.model.edge
         if tuple(values.shape) != edge.shape:
             raise ModelError(
                 f"block {self._program.blocks[now.block].name} passes on {tuple(values.shape)}, but a stage receives "

@@ -35,7 +35,7 @@ def apply_axes(
     # Modules that an axis puts inside a layer leave the places of operations as they are.
     install({index: blocks[index] for index in comm.program.stage.held}, comm.program)
     # No axis has more than one rank.
-    if INSIDE not in comm.lanes and not comm.program.routed.transfers:
+    if INSIDE not in comm.lanes and not comm.program.model.routed.transfers:
         return axes, blocks, objective
     in_block = InBlockComm(comm.lanes, clock, weights)
     for apply in _AXES:
@@ -47,7 +47,7 @@ def apply_axes(
 
 def _tensor(blocks: Blocks, objective: Objective, comm: Comm, in_block: InBlockComm) -> Applied:
     program = comm.program
-    if program.tensor.degree == 1:
+    if program.model.tensor.degree == 1:
         return None, blocks, objective
     fused = fused_operators(comm)
     axis = make_axis(program, comm.collectives, comm.rank, in_block, comm.device, comm.meter, fused)

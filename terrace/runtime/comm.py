@@ -50,7 +50,7 @@ class Comm:
         self.context_group = (
             ContextGroup.of(cluster, program.plan, rank) if is_context_parallel(program.mesh, program.plan) else None
         )
-        timeouts, inside = Timeouts.of(timeout), tuple(island_ranks(program.world_layout, rank))
+        timeouts, inside = Timeouts.of(timeout), tuple(island_ranks(program.model.world_layout, rank))
         has_islands = len(inside) < cluster.world_size
         # Inside an island, too: a rank there may wait for one that awaits an exchange.
         self.groups = self._tier_groups(timeouts.apart if has_islands else timeouts.together)
@@ -69,7 +69,7 @@ class Comm:
             )
         # Messages of tensor and context ranks have their own lane: they must not queue behind a block's gather or
         # reduction.
-        has_inside = program.tensor.degree > 1 or self.context_group is not None
+        has_inside = program.model.tensor.degree > 1 or self.context_group is not None
         indexes = {*self.groups.lanes} | ({INSIDE} if has_inside else set())
         self.lanes: dict[int, Lane] = {lane: make_lane(self.device) for lane in sorted(indexes)}
         self._peers: dict[tuple[tuple[int, Layout], ...], tuple[int, ...]] = {}
@@ -130,8 +130,8 @@ class Comm:
         self.stages.close(wait=not failed)
 
     def _collectives(self, ledger: Ledger, meter: Meter) -> Collectives:
-        program = self.program
-        return Collectives(self.groups, program.stage_layout, program.plan, ledger, meter, self.device, self.pacer)
+        model = self.program.model
+        return Collectives(self.groups, model.stage_layout, model.plan, ledger, meter, self.device, self.pacer)
 
     def _tier_groups(self, timeout: timedelta) -> TierGroups:
         program, rank = self.program, self.rank

@@ -50,13 +50,13 @@ def why_parts(programs: Sequence[Program], has_kernels: bool = False) -> str:
     program = programs[0]
     if has_kernels:
         return "other parts have kernels of liger-kernel"
-    if program.tensor.degree > 1:
+    if program.model.tensor.degree > 1:
         return "with a tensor axis blocks talk to other ranks in the middle of a layer"
     if is_context_parallel(program.mesh, program.plan):
         return "ranks attend together, so that layers talk to other ranks in their middle"
     if why := why_apart(program.plan) or uneven_rows(program.blocks):
         return why
-    if any(map(operations_in, program.recomputed)):
+    if any(map(operations_in, program.model.recomputed)):
         return f"recompute = {list(program.plan.recompute)} names operations of layers"
     if any(instruction.op is Op.BACKWARD_INPUT for each in programs for instruction in each.instructions):
         return f"schedule = {program.plan.schedule!r} runs a backward in two parts"

@@ -251,7 +251,7 @@ class Engine:
         program = self.program
         if program.stage.num_stages == 1:
             return [program]
-        specs, num_micros, sequence = self.state.specs, program.num_micros, program.sequence
+        specs, num_micros, sequence = self.state.specs, program.num_micros, program.model.sequence
         programs = build_stages(program.cluster, program.plan, specs, num_micros, sequence)
         if programs[program.stage.index].stage != program.stage:
             raise ProgramError("the step's program has orders of its own: only its caller has those of all stages")

@@ -115,7 +115,7 @@ def agree(comm: Comm, problem: NotFinite | None) -> None:
         place = f"inf or nan in {messages[0]}"
     else:
         place = "all that blocks compute is finite, but the norm of their gradients is not"
-    world = comm.program.world_layout
+    world = comm.program.model.world_layout
     where = f" on island {world.island_of(world.coordinates(comm.rank))}" if world.num_islands > 1 else ""
     raise NonFiniteError(
         f"loss {loss:.6g} and gradient norm {norm:.6g}{where}: {place}; nothing was updated: lower the learning rate, "

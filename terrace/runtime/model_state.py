@@ -78,7 +78,7 @@ class ModelState:
                     is_copy=index in program.stage.copies,
                     scaling=scaling,
                 )
-                for spec in program.flats[index]
+                for spec in program.model.flats[index]
             )
             old, own, block = dict(blocks[index].named_parameters()), values[index], program.blocks[index].name
 
@@ -106,7 +106,7 @@ class ModelState:
         replace_parameters(list(self.modules.values()), replacements)
         sends = program.stage.own if program.stage.num_stages > 1 else ()
         self.edges = {block: Origin(program.blocks[block].name, torch.device(device), meter) for block in sends}
-        self.outer_numbers = OuterNumbers(program.plan.outer, program.world_layout, rank, torch.device(device))
+        self.outer_numbers = OuterNumbers(program.plan.outer, program.model.world_layout, rank, torch.device(device))
         self.choices = {
             block: torch.zeros(num, dtype=torch.int64, device=device)
             for block in program.stage.own

@@ -41,10 +41,10 @@ def own_program(
                 "the program was built for another cluster, plan, model, number of micro-batches or stage"
             )
         # Without activations in messages the length changes nothing.
-        if given.sequence != sequence and (given.tensor.degree > 1 or given.stage.num_stages > 1):
+        if given.model.sequence != sequence and (given.model.tensor.degree > 1 or given.stage.num_stages > 1):
             raise ProgramError(
-                f"the program was built for sequences of {given.sequence} tokens, the engine is asked for {sequence}: "
-                "its messages are activations; build it for the same length"
+                f"the program was built for sequences of {given.model.sequence} tokens, the engine is asked for "
+                f"{sequence}: its messages are activations; build it for the same length"
             )
         program = given
     elif rank == 0 and mesh.total("pipeline") > 1 and not verified:

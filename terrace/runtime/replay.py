@@ -146,7 +146,7 @@ def install(modules: Mapping[int, nn.Module], program: Program) -> None:
     """
     replays = Replays()
     for index, module in modules.items():
-        parts = operations_in(program.recomputed[index])
+        parts = operations_in(program.model.recomputed[index])
         if not parts:
             continue
         if not isinstance(module, DecoderLayer):

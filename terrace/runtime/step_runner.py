@@ -100,8 +100,8 @@ class StepRunner:
         self._last = len(program.blocks) - 1
         self._chunked = chunked_head(state.modules[self._last], objective) if self._last in state.modules else None
         # On the stage that has the head, where all tensor ranks have the same.
-        self._counts_loss = self._last in program.stage.own and not any(program.tensor.both.coordinates(comm.rank))
-        # Each op has a method of its name.
+        tensor_ranks = program.model.tensor.both
+        self._counts_loss = self._last in program.stage.own and not any(tensor_ranks.coordinates(comm.rank))
         self._handlers: dict[Op, Callable[[Instruction], None]] = {op: getattr(self, f"_{op.lower()}") for op in Op}
         self._gathers: dict[int, Pending] = {}
         self._refreshes: dict[int, Pending] = {}

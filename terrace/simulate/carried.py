@@ -108,7 +108,7 @@ class _Play:
         self._known: dict[tuple[object, ...], Played] = {}
         first = period.turns[0].programs[0]
         # Only exchanges are sent between islands.
-        self.outside = first.world_layout.outside
+        self.outside = first.model.world_layout.outside
 
     def run(self) -> list[list[Runs]]:
         first = self.period.turns[0].programs[0]

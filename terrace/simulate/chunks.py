@@ -209,14 +209,14 @@ def _order_of(steps: Steps) -> _Order:
     return tuple(numbers), tuple(order)
 
 
-def plan_with_chunks(frame: "Program", work: Work) -> Plan:
-    """The plan of `frame` with its missing numbers of chunks chosen for a rank's `work`."""
-    plan, layers = frame.plan, list[tuple[int, Layer]]()
-    for kind, times in Counter(frame.kinds).items():
-        first = frame.kinds.index(kind)
-        traffic = frame.routed.traffic(first)
+def plan_with_chunks(program: "Program", work: Work) -> Plan:
+    """The plan of `program` with its missing numbers of chunks chosen for a rank's `work`."""
+    plan, layers = program.plan, list[tuple[int, Layer]]()
+    for kind, times in Counter(program.model.kinds).items():
+        first = program.model.kinds.index(kind)
+        traffic = program.model.routed.traffic(first)
         if traffic.way:
-            layers.append((times, Layer(frame.cluster, traffic, partial(_computing, frame, first, work))))
+            layers.append((times, Layer(program.cluster, traffic, partial(_computing, program, first, work))))
     if not layers:
         return plan
     # `expert_gaps` fix the number of chunks of the backward.
@@ -225,8 +225,8 @@ def plan_with_chunks(frame: "Program", work: Work) -> Plan:
     return replace(plan, expert_chunks=numbers.table)
 
 
-def _computing(frame: "Program", block: int, work: Work, traffic: ExpertTraffic) -> RoutedSeconds:
-    return routed_seconds(frame, block, work, traffic)[0]
+def _computing(program: "Program", block: int, work: Work, traffic: ExpertTraffic) -> RoutedSeconds:
+    return routed_seconds(program, block, work, traffic)[0]
 
 
 def best_chunks(layers: Sequence[tuple[int, Layer]], given: Numbers = _LEFT_OUT) -> Numbers:

@@ -72,7 +72,7 @@ class Costs:
 
     def recompute_s(self, block: int) -> float:
         """Seconds of recomputation in a block's backward."""
-        if self.program.recomputes(block):
+        if self.program.model.recomputes(block):
             return self.forward_s[block]
         return self.operations_s[block] if self.operations_s else 0.0
 
@@ -89,7 +89,7 @@ class Costs:
         block = instruction.block
         # Equal blocks send equal messages. CLIP and OUTER_COUNT have no block and depend on the program.
         own = (self.program.phase, self.program.exchange)
-        alike = self.program.alike[block] if block >= 0 else own
+        alike = self.program.model.alike[block] if block >= 0 else own
         key = (instruction.op, instruction.backward, instruction.secondary, instruction.in_gaps, alike)
         found = self._collectives.get(key)
         if found is None:
@@ -117,7 +117,7 @@ class Costs:
     def _outer_s(self, blocks: Iterable[int], passes: Callable[[Outer], list[int]]) -> float:
         program = self.program
         device, summed, each = program.cluster.device, program.plan.sums, passes(program.plan.outer)
-        return math.fsum(passes_s(device, program.flats[block], summed, each) for block in blocks)
+        return math.fsum(passes_s(device, program.model.flats[block], summed, each) for block in blocks)
 
     def penalty(self, message: Message) -> float:
         """Slow-down of compute during a message, averaged over its time on each tier."""
@@ -154,10 +154,10 @@ class Costs:
 
     def waits_inside(self, instruction: Instruction) -> dict[MessageClass, float]:
         """Seconds that a pass waits for messages inside its block, by message class."""
-        block, steps = instruction.block, self.program.block_program(instruction.block)
+        block, steps = instruction.block, self.program.model.block_program(instruction.block)
         weight_s = self.weight_s[block] if self.weight_s else 0.0
         rounds = self.rounds[block] if self.rounds else NO_ROUNDS
-        alike = self.program.alike_inside(block)
+        alike = self.program.model.alike_inside(block)
         key = (instruction.op, alike, self.forward_s[block], self.backward_s[block], weight_s, rounds)
         found = self._waits.get(key)
         if found is None:
@@ -168,7 +168,7 @@ class Costs:
     def steps(self, instruction: Instruction, seconds: float, category: str) -> tuple[PassStep, ...]:
         """Steps of a pass with `seconds` of compute, if it sends routed messages; the first step is compute."""
         op, block = instruction.op, instruction.block
-        steps = self.program.block_program(block).routed_steps(op)
+        steps = self.program.model.block_program(block).routed_steps(op)
         if not steps:
             return ()
         own = self.routed[block] if self.routed else RoutedSeconds()
@@ -181,7 +181,7 @@ class Costs:
         return (first, *found, last) if op is not Op.FORWARD else (first, *found)
 
     def _priced(self, block: int) -> InBlockPrices:
-        alike = self.program.alike_inside(block)
+        alike = self.program.model.alike_inside(block)
         prices = self._prices.get(alike)
         if prices is None:
             prices = self._prices[alike] = block_prices(self.program, block)
@@ -230,14 +230,15 @@ def _from_work(program: "Program", work: Work) -> Costs:
     if work.recompute != "none" or work.operations:
         named = f"recompute = {work.recompute!r}" if work.recompute != "none" else f"operations = {work.operations}"
         raise PlanError(f"work.{named}: the plan says what is recomputed, so leave it out")
-    if (work.rows, work.columns) != (program.tensor.rows.degree, program.tensor.columns.degree):
+    if (work.rows, work.columns) != (program.model.tensor.rows.degree, program.model.tensor.columns.degree):
         raise PlanError(
             f"the work is of {work.rows} x {work.columns} tensor ranks (rows x columns), the plan's are "
-            f"{program.tensor.rows.degree} x {program.tensor.columns.degree}: make them the same"
+            f"{program.model.tensor.rows.degree} x {program.model.tensor.columns.degree}: make them the same"
         )
     known: dict[int, tuple[tuple[float, float, float], Rounds, RoutedSeconds]] = {}
     accumulate = program.num_micros > 1
-    for index, (kind, block) in enumerate(zip(program.kinds, program.blocks, strict=True)):
+    kinds = program.model.kinds
+    for index, (kind, block) in enumerate(zip(kinds, program.blocks, strict=True)):
         if kind not in known:
             routed, divided = routed_seconds(program, index, work)
             seconds = seconds_of(device, work, block, accumulate=accumulate, divided=divided)
@@ -245,9 +246,9 @@ def _from_work(program: "Program", work: Work) -> Costs:
             weight_s = seconds.weight_s * trained_part(block, program.blocks)
             rounds = core_rounds(device, work_in(work, block, device.backend))
             known[kind] = (seconds.forward_s, seconds.input_s + weight_s, weight_s), rounds, routed
-    forward, backward, weight = ([known[kind][0][part] for kind in program.kinds] for part in range(3))
+    forward, backward, weight = ([known[kind][0][part] for kind in kinds] for part in range(3))
     in_chunks = program.blocks[-1].computes is Computes.LOGITS
-    each_rounds, each_routed = ([known[kind][1] for kind in program.kinds], [known[kind][2] for kind in program.kinds])
+    each_rounds, each_routed = [known[kind][1] for kind in kinds], [known[kind][2] for kind in kinds]
     costs = _costs(program, forward, backward, update_seconds(program), weight, each_rounds, each_routed, in_chunks)
     return replace(costs, operations_s=_operations_s(program, work))
 
@@ -255,8 +256,8 @@ def _from_work(program: "Program", work: Work) -> Costs:
 def _operations_s(program: "Program", work: Work) -> tuple[float, ...]:
     known: dict[tuple[int, tuple[str, ...]], float] = {}
     found = []
-    for index, kind in enumerate(program.kinds):
-        key = kind, operations_in(program.recomputed[index])
+    for index, kind in enumerate(program.model.kinds):
+        key = kind, operations_in(program.model.recomputed[index])
         if key not in known:
             own = work_in(work, program.blocks[index], program.cluster.device.backend)
             known[key] = operation_seconds(program.cluster.device, own, key[1])
@@ -275,7 +276,7 @@ def _costs(
     in_chunks: bool,
 ) -> Costs:
     # A loss in chunks runs forward and backward together, in the backward (terrace.runtime.head).
-    if in_chunks and program.tensor.degree == 1 and program.trains:
+    if in_chunks and program.model.tensor.degree == 1 and program.trains:
         backward = [*backward[:-1], forward[-1] + backward[-1]]
         forward, weight = [*forward[:-1], 0.0], [*weight[:-1], 0.0]
     return Costs(
@@ -305,7 +306,7 @@ def update_seconds(program: "Program") -> tuple[float, ...]:
         own_s = optimizer_s(device, _owned(parts), more) - device.kernels.optimizer_s
         return own_s + coding_s + newton_schulz_s(program, parts)
 
-    update = program.of_flats(own_s)
+    update = program.model.of_flats(own_s)
     trained = [block for block in program.stage.held if program.blocks[block].num_trainable]
     if trained:  # only their UPDATE is played
         update[trained[-1]] += device.kernels.optimizer_s  # once a step, on every stage
@@ -335,23 +336,24 @@ def _from_flops(program: "Program", forward_flops: Sequence[float]) -> Costs:
     item, summed = FORMATS[plan.compute].element_bytes, FORMATS[plan.sums].element_bytes
     more = rounding_bytes(device, plan.master, plan.optimizer_states)
     bandwidth = device.memory_bandwidth_bytes_per_s
-    shared = program.tensor.degree * math.prod(program.mesh.group(*CONTEXT))
+    shared = program.model.tensor.degree * math.prod(program.mesh.group(*CONTEXT))
     forward, backward, weight, update, routed = [], [], [], [], []
-    for index, (block, parts, whole_flops) in enumerate(zip(program.blocks, program.flats, forward_flops, strict=True)):
+    of_blocks = zip(program.blocks, program.model.flats, forward_flops, strict=True)
+    for index, (block, parts, whole_flops) in enumerate(of_blocks):
         flops = whole_flops / shared
         weights = (block.num_trainable + block.num_frozen) * item
         # The weights are read at least once.
         forward.append(max(flops / peak, weights / bandwidth))
         weight.append(forward[-1] * trained_part(block, program.blocks))
         backward.append(forward[-1] + weight[-1])
-        routed.append(shared_out(block, program.routed.traffic(index), flops, forward[-1], weight[-1]))
+        routed.append(shared_out(block, program.model.routed.traffic(index), flops, forward[-1], weight[-1]))
         copied = item if any(keeps_master(plan, flat.layout, coded=flat.is_coded) for flat in parts) else 0
         whole = [shape for flat in parts if flat.num_orthogonal for shape in matrices_of_a_rank(flat)]
         products_s = NUM_STEPS * sum(map(iteration_flops, whole)) / peak
         update.append(_owned(parts) * (_ADAMW_PASSES * summed + copied + more) / bandwidth + products_s)
     rounds = [_rounds(program, peak)] * len(program.blocks)
     # Of the recomputed operations only attention has FLOPs, in one round: context ranks do not recompute operations.
-    again = ["attention" in parts for parts in program.recomputed]
+    again = ["attention" in parts for parts in program.model.recomputed]
     # The loss of any last block is assumed to be computed in chunks, which FLOPs do not show.
     costs = _costs(program, forward, backward, update, weight, rounds, routed, True)
     return replace(costs, operations_s=tuple(each[0][0] * runs for each, runs in zip(rounds, again, strict=True)))
@@ -362,6 +364,6 @@ def _rounds(program: "Program", peak: float) -> Rounds:
     if heads is None:
         return NO_ROUNDS
     # A ring of R ranks computes its scores in R rounds on R ranks, so each round has 1 / R^2 of them.
-    scores = program.plan.micro_batch * program.sequence**2 * heads.queries / program.mesh.total("ulysses")
+    scores = program.plan.micro_batch * program.model.sequence**2 * heads.queries / program.mesh.total("ulysses")
     forward_s = 4 * scores * heads.size / program.mesh.total("ring") ** 2 / peak
     return (forward_s, 2 * forward_s), (forward_s, 2 * forward_s)

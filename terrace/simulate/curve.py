@@ -1,35 +1,19 @@
 """Memory of one rank over a recorded step.
 
 The buffers are the program's (terrace.program.buffers): a buffer is allocated when the first instruction of its span
-starts and freed when the last one is done. Activations, if given, live from a block's forward on a micro-batch to its
-backward. Full gradients peak no higher than in `Program.state_bytes`, where a reduction ends only when the program
+starts and freed when the last one is done; activations, if given, are as in terrace.simulate.held_activations. Full
+gradients peak no higher than in `Program.state_bytes`, where a reduction ends only when the program
 waits for it.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from terrace.program.buffers import Lifetime
-from terrace.program.instruction import PASSES, Op
-from terrace.program.program import Program
 from terrace.program.recording import Recording
+from terrace.simulate.held_activations import Held, activation_changes
 
 _VARYING = ("gathered", "grads_full", "activations")
-
-
-class Held(NamedTuple):
-    """Activation bytes of a block for one micro-batch.
-
-    `kept` lives from the forward to the backward (or its input-gradient half), `due` from there to the weight-gradient
-    half; `on_top` and `halved_on_top` live while the backward, or its first half, runs.
-    """
-
-    kept: int
-    due: int
-    on_top: int
-    halved_on_top: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +52,7 @@ def memory_curve(
     num_blocks = len(recording.program.blocks)
     if activations is not None and len(activations) != num_blocks:
         raise ValueError(f"activations of {len(activations)} blocks for a program of {num_blocks}")
-    steps = _steps(recording, activations or [Held(0, 0, 0, 0)] * num_blocks)
+    steps = _steps(recording, activations or ())
     now: dict[str, float] = dict.fromkeys(_VARYING, 0)
     times_s, curve = [0.0], {category: [0.0] for category in _VARYING}
     for moment_s, _, category, change in steps:
@@ -89,33 +73,22 @@ _Step = tuple[float, int, str, float]  # moment, position in the program, catego
 
 
 def _steps(recording: Recording, activations: Sequence[Held]) -> list[_Step]:
+    program = recording.program
     changes: dict[tuple[float, int, str, bool], float] = defaultdict(float)
-    for category, span, num_bytes in _lives(recording.program, activations):
+
+    def change(category: str, position: int, at_end: bool, num_bytes: float) -> None:
         if num_bytes:
-            # Rises and falls are kept apart, so that a peak within one instruction is not cancelled.
-            changes[recording.started_s[span.first], span.first, category, True] += num_bytes
-            changes[recording.done_s[span.last], span.last, category, False] -= num_bytes
-    steps = [(moment_s, position, category, change) for (moment_s, position, category, _), change in changes.items()]
-    return sorted(steps, key=lambda step: step[:2])
+            moment_s = (recording.done_s if at_end else recording.started_s)[position]
+            # The start and the end of an instruction are kept apart, so that a peak within it is not cancelled.
+            changes[moment_s, position, category, at_end] += num_bytes
 
-
-def _lives(program: Program, activations: Sequence[Held]) -> Iterator[tuple[str, Lifetime, float]]:
     for buffer in program.buffers:
         if buffer.category in _VARYING:
-            yield from ((buffer.category, span, buffer.num_bytes) for span in buffer.spans)
-    begun: dict[tuple[int, int], int] = {}
-    for position, instruction in enumerate(program.instructions):
-        key = instruction.block, instruction.micro
-        if instruction.op not in PASSES:
-            continue
-        held, now = activations[instruction.block], Lifetime(position, position, position + 1)
-        if instruction.op is Op.FORWARD:
-            begun[key] = position
-        elif instruction.op is Op.BACKWARD_WEIGHT:
-            yield "activations", now._replace(first=begun.pop(key)), held.due
-        else:
-            halved = instruction.op is Op.BACKWARD_INPUT
-            yield "activations", now._replace(first=begun.pop(key)), held.kept
-            yield "activations", now, held.halved_on_top if halved else held.on_top
-            if halved:
-                begun[key] = position
+            for span in buffer.spans:
+                change(buffer.category, span.first, False, buffer.num_bytes)
+                change(buffer.category, span.last, True, -buffer.num_bytes)
+    if activations:
+        for each in activation_changes(program.instructions, activations):
+            change("activations", *each)
+    steps = [(moment_s, position, category, by) for (moment_s, position, category, _), by in changes.items()]
+    return sorted(steps, key=lambda step: step[:2])

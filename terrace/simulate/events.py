@@ -81,9 +81,9 @@ def price(program: "Program", costs: "Costs") -> list[Play]:
 
 
 def price_distinct(program: "Program", costs: "Costs") -> list[Play]:
-    """Plays of the distinct instructions (`Program.folded`)."""
+    """Plays of the distinct instructions (`Segments.folded`)."""
     pricing = _Pricing(program, costs)
-    return [pricing.play(instruction) for instruction in program.folded.distinct]
+    return [pricing.play(instruction) for instruction in program.segments.folded.distinct]
 
 
 def joined(plays: Sequence[Play], places: Iterable[int]) -> list[Move]:
@@ -108,8 +108,8 @@ def joined(plays: Sequence[Play], places: Iterable[int]) -> list[Move]:
 class _Pricing:
     def __init__(self, program: "Program", costs: "Costs") -> None:
         self.program, self.costs = program, costs
-        self._sends_inside = program.tensor.degree * math.prod(program.mesh.group(*CONTEXT)) > 1
-        self._routes = bool(program.routed.transfers)
+        self._sends_inside = program.model.tensor.degree * math.prod(program.mesh.group(*CONTEXT)) > 1
+        self._routes = bool(program.model.routed.transfers)
         self._buffered = gradient_buffers(program)
 
     def play(self, instruction: Instruction) -> Play:
@@ -153,7 +153,7 @@ class _Pricing:
         tied_to = program.blocks[index].tied_to
         # Equal blocks have equal passes on every stage.
         rounds = costs.rounds[index] if costs.rounds else None
-        key = (op, program.alike[index], program.alike_inside(index), tied_to, seconds, rounds)
+        key = (op, program.model.alike[index], program.model.alike_inside(index), tied_to, seconds, rounds)
         found = costs.passes.get(key)
         if found is None:
             found = costs.passes[key] = self._priced(instruction, *seconds)
@@ -166,7 +166,7 @@ class _Pricing:
         op, index = instruction.op, instruction.block
         needs = (index, *self.program.blocks[index].tied_to)
         # Parameters without a gather are ready after the refresh of the previous step, so the pass waits for it.
-        act = Rank.run if all(map(self.program.gathers, needs)) else Rank.run_whole
+        act = Rank.run if all(map(self.program.model.gathers, needs)) else Rank.run_whole
         inside = self._waits_inside(instruction)
         if op is Op.FORWARD:
             return self._stepwise(instruction, act, Event(op, index, forward_s, -1, "forward", needs, inside=inside))
@@ -196,6 +196,6 @@ def gradient_buffers(program: "Program") -> list[bool]:
 
     False for frozen blocks and for gradients accumulated in place.
     """
-    return program.of_flats(
+    return program.model.of_flats(
         lambda flats: any(flat.trainable and not accumulates_in_place(flat.layout) for flat in flats)
     )

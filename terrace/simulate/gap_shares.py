@@ -31,9 +31,9 @@ def shares_to_try(costs: Costs) -> list[Shares]:
     Empty if no gradient message may be sent in gaps.
     """
     program = costs.program
-    layers = (block for block in range(len(program.blocks)) if has_gaps(program, Instruction(Op.BACKWARD, block)))
+    layers = (block for block in range(len(program.blocks)) if has_gaps(program.model, Instruction(Op.BACKWARD, block)))
     for block in layers:
-        messages = [Instruction(op, block) for op in (Op.REDUCE, Op.SYNC) if may_be_in_gaps(program, op, block)]
+        messages = [Instruction(op, block) for op in (Op.REDUCE, Op.SYNC) if may_be_in_gaps(program.model, op, block)]
         if not messages:
             continue
         taken_s: dict[int, float] = {}

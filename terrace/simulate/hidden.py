@@ -97,7 +97,7 @@ def _inside(recording: Recording, tier: int) -> float:
         if instruction.op not in PASSES:
             continue
         for category, message_class in INSIDE.items():
-            alike = (instruction.op, category, program.alike_inside(instruction.block))
+            alike = (instruction.op, category, program.model.alike_inside(instruction.block))
             if alike not in known:
                 known[alike] = inside_seconds(program, instruction, message_class)
             total_s = sum(known[alike].values())

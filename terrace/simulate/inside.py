@@ -186,18 +186,18 @@ def rooms_of(forward_s: float, input_s: float, weight_s: float, rounds: Rounds =
 
 def block_prices(program: "Program", block: int) -> InBlockPrices:
     """Prices of the messages inside a block of a program."""
-    attention = program.context.attention(program.blocks[block])
-    return InBlockPrices(program.cluster, program.tensor, attention, experts=program.routed.traffic(block))
+    attention = program.model.context.attention(program.blocks[block])
+    return InBlockPrices(program.cluster, program.model.tensor, attention, experts=program.model.routed.traffic(block))
 
 
 def inside_seconds(program: "Program", instruction: Instruction, message_class: MessageClass) -> dict[int, float]:
     """Seconds of all messages of a class inside a pass, hidden or not, by tier index."""
     prices, total = block_prices(program, instruction.block), defaultdict[int, float](float)
-    for step in program.block_program(instruction.block).routed_steps(instruction.op):
+    for step in program.model.block_program(instruction.block).routed_steps(instruction.op):
         for sent in step.messages if isinstance(step, Send) else ():
             for tier, seconds in prices.by_tier(sent).items() if sent.message_class is message_class else ():
                 total[tier] += seconds
-    for moment in program.block_program(instruction.block).moments(instruction.op):
+    for moment in program.model.block_program(instruction.block).moments(instruction.op):
         for message, count in moment.messages if moment.message_class is message_class else ():
             for tier, seconds in prices.by_tier(message).items():
                 total[tier] += moment.times * count * seconds

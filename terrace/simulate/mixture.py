@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from terrace.cluster.cluster import Device
 from terrace.model.experts.config import ExpertsConfig
-from terrace.model.operations import Activation, Dim, Mixture, Product
+from terrace.model.operations import Activation, Mixture, Product
+from terrace.plan.dims import rank_numel
 from terrace.plan.wire import FORMATS
 from terrace.simulate.kernels import gemm_s, memory_s, stream_s
 from terrace.simulate.scaled import Matrices, quantisations, scaled_seconds
@@ -92,7 +93,7 @@ def _passed_seconds(
     backward = 5 * item * hidden
     for operation in mixture.each:
         if isinstance(operation, Activation):
-            inner = _width(operation.target.features, held)
+            inner = rank_numel(operation.target.features, {"rows": held.rows})
             operands = len(operation.reads)
             forward += (operands + 1 + 2) * item * inner
             backward += (2 * operands + 1 + 6) * item * inner
@@ -110,11 +111,6 @@ def _passed_seconds(
         for matrices in _matrices(mixture, each, held)
     ]
     return _with_products(device, compute, passes_s, products, accumulate)
-
-
-def _width(dim: Dim, held: Held) -> int:
-    """Elements of an expert's dim on a rank, which holds a slice of the inner size."""
-    return -(-dim.units // held.rows) * dim.size if dim.counts == "expert_intermediate" else dim.numel
 
 
 def _with_scaled(
@@ -149,8 +145,8 @@ def _matrices(mixture: Mixture, rows: int, held: Held = _ALL) -> list[Matrices]:
     for operation in mixture.each:
         if isinstance(operation, Product):
             source = operation.source.name
-            sizes = _width(operation.inputs, held), _width(operation.outputs, held)
-            found.append(Matrices(rows, *sizes, 1, is_entered=source in entered))
+            inputs, outputs = (rank_numel(dim, {"rows": held.rows}) for dim in (operation.inputs, operation.outputs))
+            found.append(Matrices(rows, inputs, outputs, 1, is_entered=source in entered))
             entered.add(source)
     return found
 

@@ -86,19 +86,21 @@ class Reader:
     def __init__(self, program: "Program", plays: Sequence[Play], channels: Channels, act: Act | None) -> None:
         self.program, self.plays, self.channels, self.act = program, plays, channels, act
         self.index = program.stage.index
-        received = dict.fromkeys((each.backward, each.block) for each in program.folded.distinct if each.op is Op.RECV)
+        received = dict.fromkeys(
+            (each.backward, each.block) for each in program.segments.folded.distinct if each.op is Op.RECV
+        )
         self.received = {of: number * channels.size for number, of in enumerate(received)}
 
     def moves(self) -> list[StageMove]:
         """The moves of a step."""
-        folded, segments = self.program.folded, self.program.segments
+        folded, segments = self.program.segments.folded, self.program.segments
         bodies = [
             self._steps(instructions, numbers)
             for instructions, numbers in zip(segments.bodies, folded.bodies, strict=True)
         ]
         found: list[StageMove] = []
         unread: dict[int, int] = {}
-        for body, micro in folded.order:
+        for body, micro in segments.order:
             for role, act, event, message, read in bodies[body]:
                 if role is None:
                     unread[read + micro] = message + micro

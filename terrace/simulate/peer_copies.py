@@ -24,14 +24,14 @@ def part_bytes(program: Program, rank: int) -> int:
     Exact for the first rank of each stage; other shards may be smaller by the padding of tensor slices.
     """
     own = program.stage.own
-    found = sum(_flat_bytes(program.plan, flat, rank) for block in own for flat in program.flats[block])
-    is_first = not any(program.stage_layout.coordinates(rank))  # it writes what all ranks of the stage have
+    found = sum(_flat_bytes(program.plan, flat, rank) for block in own for flat in program.model.flats[block])
+    is_first = not any(program.model.stage_layout.coordinates(rank))  # it writes what all ranks of the stage have
     return found + (sum(choices_bytes(program.blocks[block]) for block in own) if is_first else 0)
 
 
 def residual_bytes(program: Program) -> int:
     """Bytes of a rank's error-feedback residuals, which its shard includes after the first step."""
-    flats = (flat for block in program.stage.held for flat in program.flats[block] if flat.trainable)
+    flats = (flat for block in program.stage.held for flat in program.model.flats[block] if flat.trainable)
     of_states = sum(sum(residual_numels(flat.layout, program.plan, flat.padded)) for flat in flats)
     return RESIDUAL_BYTES * (of_states + sum(message.fed_back for message in program.messages))
 

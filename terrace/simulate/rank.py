@@ -102,7 +102,7 @@ class Rank:
         self.counts_end = _START
         self.changes: dict[int, tuple[Moment, str]] = {}
         # The lanes of exchanges between islands, and the seconds by which these progressed while the clock stood still.
-        self.outside = program.world_layout.outside
+        self.outside = program.model.world_layout.outside
         self.ahead_s = 0.0
 
     def nothing(self, event: Event) -> None:

@@ -69,7 +69,7 @@ def routed_seconds(
 
     The corrections are None where it sends no messages. `traffic` overrides the plan's.
     """
-    traffic, spec = traffic or program.routed.traffic(block), program.blocks[block]
+    traffic, spec = traffic or program.model.routed.traffic(block), program.blocks[block]
     if not traffic.way:
         return RoutedSeconds(), None
     own = work_in(work, spec, program.cluster.device.backend)

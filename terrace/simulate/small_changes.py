@@ -185,7 +185,7 @@ def _schedule_changes(step: Step) -> Iterator[Change]:
 
 def _cluster_changes(step: Step, program: Program) -> Iterator[Change]:
     cluster, plan = step.cluster, step.plan
-    crossed = {tier for tier, degree in enumerate(program.stage_layout.degrees) if degree > 1}
+    crossed = {tier for tier, degree in enumerate(program.model.stage_layout.degrees) if degree > 1}
     crossed |= {tier for tier, degree in enumerate(program.mesh.group("pipeline")) if degree > 1}
 
     def change(words: str, changed: Cluster) -> Change:
@@ -221,7 +221,7 @@ def _moved(layout: Layout, plan: Plan, states: tuple[str, ...], outward: bool) -
 
 
 def _int8(plan: Plan, program: Program, tier: str) -> Plan:
-    layout = program.stage_layout
+    layout = program.model.stage_layout
     index = layout.tiers.index(tier)
     wire = {message: dict(row) for message, row in plan.wire.items()}
     for message in PLACEABLE:

@@ -21,12 +21,14 @@ from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
+from terrace.plan.stage import whole_stage
 from terrace.plan.state_bytes import blocks_bytes
 from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Instruction, Op
-from terrace.program.lowering import frame_of, lowered
+from terrace.program.lowering import lowered, sharded
 from terrace.program.program import Program
 from terrace.program.report import StepReport, declared_ahead
+from terrace.program.sharded_model import ShardedModel
 from terrace.program.shares import share
 from terrace.program.stages import check_blocks, check_virtual, num_virtual, period
 from terrace.simulate.carried import stage_costs
@@ -76,14 +78,20 @@ class Step:
         return Mesh.of(self.cluster, self.plan).total("pipeline")
 
     @cached_property
-    def frame(self) -> Program:
-        """The part without instructions that all its programs share. Raises `PlanError` for a plan that cannot run."""
-        return frame_of(self.cluster, self.plan, self.blocks, self.num_micros, self.sequence)
+    def model(self) -> ShardedModel:
+        """The model that all its programs share. Raises `PlanError` for a plan that cannot run."""
+        return sharded(self.cluster, self.plan, self.blocks, self.num_micros, self.sequence)
+
+    @cached_property
+    def program(self) -> Program:
+        """A program without instructions, from which its blocks are priced. Raises as `model` does."""
+        # Two micro-batches are enough to account for gradient accumulation; more do not change a block's cost.
+        return Program(model=self.model, stage=whole_stage(len(self.blocks), min(2, self.num_micros), 1))
 
     @cached_property
     def costs(self) -> Costs:
         """Prices of blocks, equal in all its programs. Raises `PlanError` when the plan and the work disagree."""
-        return step_costs(self.frame, self.work)
+        return step_costs(self.program, self.work)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +201,7 @@ def predict_on(prediction: Prediction, step: Step) -> Prediction:
     step = resolved(step)
     if not prediction.is_whole or step.plan != prediction.step.plan:
         return predict_step(step)
-    return _with_cycle(_played(step, [program.on(step.cluster) for program in prediction.programs]))
+    return _with_cycle(_played(step, [replace(program, model=step.model) for program in prediction.programs]))
 
 
 def play_whole(step: Step) -> Prediction:
@@ -216,10 +224,7 @@ def resolved(step: Step) -> Step:
     if step.plan.stages:
         check_stages(step)
         return step
-    frame = step.frame.with_stages(best_stages(step))
-    found = replace(step, plan=frame.plan)
-    vars(found).update(frame=frame, costs=step.costs)
-    return found
+    return replace(step, plan=replace(step.plan, stages=best_stages(step)))
 
 
 def check_stages(step: Step) -> None:
@@ -262,7 +267,7 @@ def with_chunks(step: Step) -> Step:
     """
     if not step.plan.leaves_out_chunks or not isinstance(step.work, Work):
         return step
-    return replace(step, plan=plan_with_chunks(step.frame, step.work))
+    return replace(step, plan=plan_with_chunks(step.program, step.work))
 
 
 def best_stages(step: Step) -> tuple[int, ...]:
@@ -274,10 +279,10 @@ def best_stages(step: Step) -> tuple[int, ...]:
     cluster, plan, num_stages = step.cluster, step.plan, step.num_stages
     virtual = num_virtual(plan, num_stages)
     check_virtual(virtual, len(step.blocks))
-    frame, costs = step.frame, step.costs
+    costs = step.costs
     seconds = [round(each / _UNIT_S) for each in _blocks_s(costs)]
     # Model state bounds a virtual stage's share of the blocks.
-    sizes = [sum(each.values()) for each in blocks_bytes(plan, frame.flats)]
+    sizes = [sum(each.values()) for each in blocks_bytes(plan, step.model.flats)]
     room = cluster.device.usable_bytes * num_stages / virtual
     return tuple(map(len, share(seconds, virtual, sizes, room)))
 
@@ -287,7 +292,7 @@ def _blocks_s(costs: Costs) -> list[float]:
     known: dict[object, float] = {}
     found = []
     for block, passes in enumerate(zip(costs.forward_s, costs.backward_s, strict=True)):
-        key = costs.program.alike_inside(block), passes
+        key = costs.program.model.alike_inside(block), passes
         if key not in known:
             known[key] = _block_s(costs, block)
         found.append(known[key])
@@ -299,14 +304,14 @@ def _block_s(costs: Costs, block: int) -> float:
     recompute_s = costs.recompute_s(block)
     passes = (Instruction(Op.FORWARD, block, 0), Instruction(Op.BACKWARD, block, 0))
     waits_s = math.fsum(seconds for each in passes for seconds in costs.waits_inside(each).values())
-    if any(costs.program.block_program(block).routed):
+    if any(costs.program.model.block_program(block).routed):
         computed = zip(passes, (costs.forward_s[block], costs.backward_s[block] + recompute_s), ("", ""), strict=True)
         return waits_s + math.fsum(alone_s(costs.steps(*each)) for each in computed)
     return costs.forward_s[block] + costs.backward_s[block] + recompute_s + waits_s
 
 
 def _play(step: Step, num_micros: int) -> Prediction:
-    return _played(step, lowered(step.frame, step.blocks, num_micros), step.costs)
+    return _played(step, lowered(step.model, step.blocks, num_micros), step.costs)
 
 
 def _with_cycle(steady: Prediction) -> Prediction:

@@ -11,7 +11,7 @@ from terrace.model.attention_kernel import AttentionCase, AttentionChoice, Atten
 from terrace.model.operations import Dim, Operations, Tensor, Tokens
 from terrace.model.part_kernel import Part
 from terrace.plan.context import Heads, count_local_tokens
-from terrace.plan.dims import CUT_BY
+from terrace.plan.dims import rank_numel
 from terrace.sequence.capacity import most_attended
 
 
@@ -154,9 +154,7 @@ class Work:
 
     def width(self, dim: Dim) -> int:
         """Elements of a dim on a rank, rounded up: a unit, such as a head, is never cut."""
-        axes = CUT_BY.get(dim.counts, ())
-        cut = (self.rows if "rows" in axes else 1) * (self.columns if "columns" in axes else 1)
-        return -(-dim.units // cut) * dim.size
+        return rank_numel(dim, {"rows": self.rows, "columns": self.columns})
 
     def tokens_of(self, tokens: Tokens) -> int:
         """Tokens of a tensor on a rank."""

@@ -91,7 +91,7 @@ def measure(engine: Engine, layer: Work, flops: int, progress: Progress = lambda
     memory_bytes_per_s = 3 * a.nbytes / _mean_seconds(engine, lambda: a.add_(a))
     own = {"flops": flops / layer_s, "memory": memory_bytes_per_s}
     own["codec"] = _codec_bytes_per_s(engine) or memory_bytes_per_s
-    layout = engine.program.stage_layout
+    layout = engine.program.model.stage_layout
     crossed = [index for index, degree in enumerate(layout.degrees) if degree > 1]
     # The groups of the control message.
     groups = [engine.comm.groups.of(max(crossed), layout, index) for index in crossed]
@@ -226,7 +226,7 @@ def _edge_tiers(engine: Engine) -> list[int]:
     program = engine.program
     # Tiers that neighbouring stages use and no group of data or tensor ranks does.
     crossed = {program.mesh.edge_tier(*pair) for pair in program.stage.pairs if pair[1] == pair[0] + 1}
-    return sorted(tier for tier in crossed if program.stage_layout.degrees[tier] == 1)
+    return sorted(tier for tier in crossed if program.model.stage_layout.degrees[tier] == 1)
 
 
 def _between_stages(engine: Engine, tier: int) -> tuple[float, float]:

@@ -169,14 +169,14 @@ def predict(engine: Engine, seconds: Mapping[int, float], progress: Callable[[st
     def play() -> Prediction:
         plan = program.plan
         if program.stage.num_stages > 1:  # as the engine shared the blocks, before anything was measured
-            built = build_stages(program.cluster, plan, engine.state.specs, program.num_micros, program.sequence)
+            built = build_stages(program.cluster, plan, engine.state.specs, program.num_micros, program.model.sequence)
             plan = replace(plan, stages=blocks_by_stage([each.stage for each in built]))
         step = Step(
             cluster=cluster,
             plan=plan,
             blocks=tuple(engine.state.specs),
             num_micros=program.num_micros,
-            sequence=program.sequence,
+            sequence=program.model.sequence,
             work=tuple(flops),
         )
         return predict_step(step)

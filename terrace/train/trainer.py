@@ -220,7 +220,7 @@ class Trainer:
         Values have each parameter's original dtype. Every rank calls this. Raises `TrainingError` under a tensor axis,
         which has replaced the blocks' own modules.
         """
-        if self.engine.program.tensor.degree > 1:
+        if self.engine.program.model.tensor.degree > 1:
             raise TrainingError("a tensor axis replaced the modules of the blocks: use state_dict() instead")
         with self._joined.guarded("gathering parameters"):
             # Gathered before closing: it needs the engine's communicators.
@@ -323,7 +323,7 @@ class Trainer:
     def _micro_batches(self, tensors: Mapping[str, Tensor]) -> list[Batch]:
         found = self._cutter.micro_batches(tensors, self.num_steps)
         program = self.engine.program
-        tensor, shapes = program.tensor, {tuple(batch.labels.shape) for batch in found}
+        tensor, shapes = program.model.tensor, {tuple(batch.labels.shape) for batch in found}
         # A context axis cuts micro-batches itself, and checks them.
         if tensor.degree > 1 and not is_context_parallel(program.mesh, self.plan) and shapes != {tensor.shape}:
             raise ConfigError(

@@ -30,6 +30,6 @@ def test_equal_blocks_share_their_messages_without_being_one_object() -> None:
     blocks = block_specs(gpt(4, 64, 4, vocab=96, positions=64))
     cluster = cluster_of(2, 2)
     apart = build(cluster, preset("zero3", cluster), tuple(map(copy.deepcopy, blocks)), 1)
-    assert apart.alike == [0, 1, 1, 1, 1, 5]
+    assert apart.model.alike == [0, 1, 1, 1, 1, 5]
     assert apart.messages == build(cluster, preset("zero3", cluster), blocks, 1).messages
-    assert len(set(map(apart.alike_inside, range(6)))) == 3
+    assert len(set(map(apart.model.alike_inside, range(6)))) == 3

@@ -78,7 +78,7 @@ def test_a_plan_with_rows_and_columns_is_written_and_read_by_simulate_and_scale(
     overrides = {"cluster": {"tiers": {"system": {"size": 1}}}, "train": {"batch": 16, "sequence": 256}}
     run = resolve(None, flags, overrides)
     program = build(run.cluster, run.plan, run.blocks(), run.num_micros(), run.train.sequence)
-    assert program.tensor.degrees == {"columns": 2, "rows": 2}
+    assert program.model.tensor.degrees == {"columns": 2, "rows": 2}
     step_s = simulate(
         program, step_costs(program, work_of(run.cluster, run.plan, layer_operations(run.model), 256))
     ).step_s

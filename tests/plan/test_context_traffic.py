@@ -247,9 +247,10 @@ def test_programs_send_what_the_plan_declares(
         attends = {tier for message, tier in declared if message is MessageClass.CONTEXT}
         assert bool(attends) == (program.plan.balance == "tokens")
         # What blocks run on is one row of the tokens that a rank holds, for the other axes too.
-        assert program.tensor.shape == (1, local_tokens(program.plan, program.mesh, 13))
+        assert program.model.tensor.shape == (1, local_tokens(program.plan, program.mesh, 13))
         if stage is not None:
-            assert math.prod(program.edge.shape) % program.tensor.shape[1] == 0 or program.tensor.splits_tokens
+            edge, tensor = program.model.edge, program.model.tensor
+            assert math.prod(edge.shape) % tensor.shape[1] == 0 or tensor.splits_tokens
 
 
 def test_without_the_length_of_a_sequence_there_is_no_program() -> None:

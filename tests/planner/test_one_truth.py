@@ -198,7 +198,7 @@ def check_memory(run: RunConfig, programs: Sequence[Program]) -> None:
         assert account.get(category, 0) == held.get(category, 0), category
     # Activations on their way between stages: one out and one in, in each direction.
     item = FORMATS[run.plan.compute].element_bytes
-    between_stages = 4 * programs[stage].edge.numel * item if len(programs) > 1 else 0
+    between_stages = 4 * programs[stage].model.edge.numel * item if len(programs) > 1 else 0
     updating = footprint(
         run.cluster,
         run.plan,

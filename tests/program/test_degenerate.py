@@ -93,7 +93,7 @@ def test_a_whole_secondary_copy_is_gathered_once_a_step() -> None:
     assert gathers == [Instruction(Op.GATHER, block) for block in (0, 1, 2, 3)]
     assert Op.FREE not in ops(program)
     assert program.state_bytes["gathered"] == 0
-    assert program.state_bytes["secondary"] == 4 * sum(flat.padded for flats in program.flats for flat in flats)
+    assert program.state_bytes["secondary"] == 4 * sum(flat.padded for flats in program.model.flats for flat in flats)
     assert program.state_bytes == model_state_bytes(program.cluster, program.plan, BLOCKS, 2)
 
 
@@ -106,7 +106,7 @@ def test_a_tensor_axis_leaves_only_what_its_ranks_share_to_be_gathered() -> None
     assert 0 not in gathered, "the embedding has no norm"
     assert gathered == set(range(1, len(program.blocks)))
     for block in gathered:
-        flats = program.flats[block]
+        flats = program.model.flats[block]
         carried = {transfer.flat for transfer in program.message(Instruction(Op.GATHER, block)).transfers}
         for number, flat in enumerate(flats):
             assert (number in carried) == all("norm" in param.name for param in flat.params)

@@ -88,7 +88,7 @@ def test_parts_are_all_of_a_message(wire: Mapping[str, Mapping[str, str]], share
         assert sent[0] == sent[1]
         assert message.coding_bytes == pytest.approx(whole.coding_bytes, rel=1e-6)
         for transfer in whole.transfers:
-            padded = program.flats[each.block][transfer.flat].padded
+            padded = program.model.flats[each.block][transfer.flat].padded
             size = padded // transfer.ranks.degree
             columns = part_columns(program.plan, transfer.ranks, padded)
             ends = [0, *(stop for _, stop in columns)]
@@ -102,7 +102,7 @@ def test_parts_are_all_of_a_message(wire: Mapping[str, Mapping[str, str]], share
 
 def test_gaps_are_between_the_messages_of_a_chunk() -> None:
     program = program_of(expert_chunks={"backward": 2}, expert_gaps=(0, 0.2, 0.3, 0.5))
-    steps = program.block_program(2).routed_steps(Op.BACKWARD)
+    steps = program.model.block_program(2).routed_steps(Op.BACKWARD)
     words = []
     for step in steps:
         if isinstance(step, Gap):
@@ -111,7 +111,7 @@ def test_gaps_are_between_the_messages_of_a_chunk() -> None:
             (message,) = step.messages
             words.append(f"{message.message_class.value} {message.chunk + 1}")  # type: ignore[union-attr]
     assert words == ["dispatch 1", "dispatch 2", "gap 1", "combine 1", "gap 2", "combine 2", "gap 3"]
-    assert not any(isinstance(step, Gap) for step in program.block_program(2).routed_steps(Op.FORWARD))
+    assert not any(isinstance(step, Gap) for step in program.model.block_program(2).routed_steps(Op.FORWARD))
 
 
 def test_a_gather_overtakes_what_is_held() -> None:

@@ -12,10 +12,9 @@ from terrace.plan.presets import parse_plan, preset
 from terrace.plan.wire import MessageClass
 from terrace.program.cycle import cycle, exchanging, outer_program
 from terrace.program.instruction import Instruction, Op
-from terrace.program.lowering import build, build_stages, forward_programs
-from terrace.program.period import Period, Turn
+from terrace.program.lowering import build, build_stages
 from terrace.program.program import Program
-from terrace.program.verify_period import verify_period
+from terrace.program.verify_ranks import verify_stages
 from tests.support.pipelines import INNER, pipelined
 from tests.support.state_formula import model_state_bytes
 from tests.support.totals import verify
@@ -50,7 +49,7 @@ def synchronised_bytes(step: Program) -> dict[tuple[MessageClass, str], int]:
 
 
 def padded_numel(step: Program) -> int:
-    return sum(flat.padded for flats in step.flats for flat in flats if flat.trainable)
+    return sum(flat.padded for flats in step.model.flats for flat in flats if flat.trainable)
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero1", "zero3", "three-level", "hsdp"])
@@ -58,7 +57,8 @@ def padded_numel(step: Program) -> int:
 def test_only_exchanges_leave_an_island(name: str, outer: Outer) -> None:
     step = step_of(island_plan(name, outer))
     period = cycle([step])
-    verify_period(period)
+    for turn in period.turns:
+        verify_stages(turn.programs)
     assert not [key for key, size in step.sent_bytes.items() if key[1] == "system" and size]
     assert {message for (message, tier) in period.sent_bytes() if tier == "system"} == {MessageClass.OUTER}
     # Of P elements in bf16 or fp32, each of the 4 ranks of an island exchanges a quarter, half of it each way; five
@@ -112,7 +112,8 @@ def test_stages_of_a_pipeline_exchange_their_own_blocks() -> None:
     plan = replace(pipelined("zero1", INNER, "1f1b"), optimizer="package", outer=Outer(tier="node", every=2))
     steps = tuple(build_stages(cluster_of(*INNER.sizes), plan, MODEL.declared, 2, SEQUENCE))
     period = cycle(steps)
-    verify_period(period)
+    for turn in period.turns:
+        verify_stages(turn.programs)
     for program in period.turns[1].programs:
         started = {now.block for now in program.instructions if now.op is Op.OUTER_START}
         assert started == set(program.stage.held)
@@ -191,21 +192,6 @@ def test_a_file_names_a_preset_or_a_table() -> None:
         parse_plan({"preset": "zero3", "outer": {"tier": "package", "every": 2}}, CLUSTER)
     with pytest.raises(PlanError, match="nothing to exchange"):
         exchanging(step_of(preset("ddp", CLUSTER)), Exchange(starts=(0,)))
-
-
-def test_a_period_that_is_no_cycle_is_refused() -> None:
-    step = step_of(island_plan("zero3", replace(LOOP, every=3)))
-    last = exchanging(step, Exchange(starts=(0,), waits=True))
-    outer, (forward,) = (outer_program(step, Exchange(starts=(0,), waits=True)),), forward_programs([step])
-    for turns, words in (
-        ((Turn((step,), 3),), "step 2 of the period ends with no exchange of islands, but .* ask for the start of"),
-        ((Turn((step,), 2),), "give whole cycles"),
-        ((Turn((last,)), Turn((step,)), Turn((last,))), "step 0 of the period ends with the start of fragment 0"),
-        ((Turn((step,), 2), Turn((last,)), Turn(outer)), "an outer program ends a run"),
-    ):
-        with pytest.raises(ProgramError, match=words):
-            verify_period(Period(turns))
-    verify_period(Period((Turn((step,), 2), Turn((last,)), Turn((forward,)))))
 
 
 def test_an_exchange_in_another_order_is_refused() -> None:

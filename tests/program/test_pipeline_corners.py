@@ -9,11 +9,11 @@ from terrace.base.errors import PlanError, ProgramError
 from terrace.plan.presets import preset
 from terrace.plan.state_bytes import tie_bytes
 from terrace.plan.wire import MessageClass
-from terrace.program.instruction import Op
+from terrace.program.instruction import Instruction, Op
 from terrace.runtime.engine import Engine
 from tests.support.byte_formula import CONTROL_NUMBER_BYTES
 from tests.support.pipelines import OUTER, Place, pipelined, programs_of
-from tests.support.totals import verify_ranks
+from tests.support.totals import verify, verify_ranks
 from tests.support.toys import MODELS, SEQUENCE, cluster_of
 
 ROWS = Place((2, 2), {"package": {"tensor": 2}, "node": {"pipeline": 2}}, 2)
@@ -38,12 +38,26 @@ def test_buffers_of_a_tied_block_are_exchanged_one_after_the_other() -> None:
     model = "deep gpt2"
     program = programs_of(pipelined("zero1", ROWS), ROWS.sizes, model)[0]
     assert program.stage.ties
-    apart = [tie_bytes([flat], program.plan.master) for flat in program.flats[0]]
+    apart = [tie_bytes([flat], program.plan.master) for flat in program.model.flats[0]]
     assert len(apart) == 2
     untied = replace(program, instructions=tuple(now for now in program.instructions if now.op is not Op.TIE))
     assert program.state_bytes["buffers"] - untied.state_bytes["buffers"] == max(apart)
     tie = next(now for now in program.instructions if now.peer >= 0 and now.message_class is MessageClass.TIE)
     assert sum(num_bytes for _, num_bytes in program.message(tie).sends) == sum(apart)
+
+
+@pytest.mark.parametrize(
+    ("instruction", "words"),
+    [
+        (Instruction(Op.FORWARD, 7, 0), "block 7 runs on another stage"),
+        (Instruction(Op.RECV, 5, 0, peer=1), "stage 1 makes nothing of it that this stage reads"),
+        (Instruction(Op.SYNC, 7), "block 7 is on another stage"),
+    ],
+)
+def test_instructions_of_another_stage_are_refused(instruction: Instruction, words: str) -> None:
+    program = programs_of(pipelined("zero3", OUTER, stages=(4, 4)), OUTER.sizes)[0]
+    with pytest.raises(ProgramError, match=words):
+        verify(replace(program, instructions=(instruction, *program.instructions)))
 
 
 def test_a_program_for_sequences_of_another_length_is_refused() -> None:

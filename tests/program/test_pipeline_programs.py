@@ -262,7 +262,7 @@ def tier_bytes(program: Program, *messages: MessageClass) -> dict[str, int]:
     """Bytes that a rank of a program sends of some classes, by tier."""
     verify(program)
     found = step_bytes(
-        program.cluster, program.plan, program.blocks, program.num_micros, program.sequence, program.stage
+        program.cluster, program.plan, program.blocks, program.num_micros, program.model.sequence, program.stage
     )
     total: Counter[str] = Counter()
     for (message, tier), num in found.items():

@@ -16,6 +16,7 @@ from terrace.program.instruction import Instruction, Op
 from terrace.program.lowering import build_stages, forward_programs
 from terrace.program.phase import Phase
 from terrace.program.program import Program
+from terrace.program.segments import Run, Segments
 from terrace.program.text import program_text
 from tests.support.byte_formula import step_bytes
 from tests.support.effort import lines_run
@@ -51,7 +52,7 @@ Programs = Callable[..., list[Program]]
 @pytest.fixture
 def nothing_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def whole(program: Program) -> Program:
-        assert not isinstance(program.instructions, Repeated), "verified with every repetition"
+        assert not program.segments.repeats, "verified with every repetition"
         return program
 
     monkeypatch.setattr(Program, "whole", whole)
@@ -59,8 +60,8 @@ def nothing_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def assert_same(found: Sequence[Program], whole: Sequence[Program]) -> None:
     for one, other in zip(found, whole, strict=True):
-        assert isinstance(one.instructions, Repeated)
-        assert not isinstance(other.instructions, Repeated)
+        assert one.segments.repeats
+        assert not other.segments.repeats
         assert tuple(one.instructions) == other.instructions
         assert tuple(one.stage.groups) == other.stage.groups
         assert replace(one.stage, groups=()) == replace(other.stage, groups=())
@@ -130,13 +131,13 @@ def test_a_long_step_in_which_nothing_repeats_is_refused(programs_of: Programs) 
 @pytest.mark.parametrize("schedule", ["gpipe", "breadth-first:2"])
 def test_an_order_that_does_not_repeat_is_written_out(programs_of: Programs, schedule: str) -> None:
     found = programs_of(plan_of(schedule, 4), 40)
-    assert not any(isinstance(program.instructions, Repeated) for program in found)
+    assert not any(program.segments.repeats for program in found)
     verify_stages(found)
 
 
 def damaged(program: Program, random: Random) -> Program:
     """One instruction of the beginning, the body or the end is lost, doubled, moved or another one."""
-    order = program.instructions
+    order = program.segments.whole
     assert isinstance(order, Repeated)
     part = random.choice([name for name in ("prefix", "body", "body", "suffix") if getattr(order, name)])
     items: list[Instruction] = list(getattr(order, part))
@@ -153,7 +154,15 @@ def damaged(program: Program, random: Random) -> Program:
         case _:
             other = random.randrange(len(items))
             items[place], items[other] = items[other], items[place]
-    return program.of_stage(program.stage, replace(order, **{part: tuple(items)}))  # type: ignore[arg-type]
+    return replace(program, instructions=in_parts(replace(order, **{part: tuple(items)})))  # type: ignore[arg-type]
+
+
+def in_parts(order: Repeated[Instruction]) -> Segments:
+    """Instructions with a body for each part of their order."""
+    prefix, body, suffix = ((Run(part, 0),) for part in range(3))
+    return Segments(
+        (order.prefix, order.body, order.suffix), Repeated(prefix, body, suffix, order.repeats, order.every)
+    )
 
 
 def verdict(programs: Sequence[Program]) -> str:
@@ -182,13 +191,13 @@ def test_damage_has_the_verdict_of_the_program_written_out(programs_of: Programs
 def test_a_message_that_falls_behind_body_by_body_is_refused(programs_of: Programs) -> None:
     """A RECV of the body that asks for the message of another body: the short program cannot show how far it goes."""
     programs = programs_of(plan_of("1f1b", 2), 48)
-    order = programs[1].instructions
+    order = programs[1].segments.whole
     assert isinstance(order, Repeated)
     at = next(place for place, each in enumerate(order.body) if each.op is Op.RECV)
     body = list(order.body)
     body[at] = body[at]._replace(micro=body[at].micro + 1)
     with pytest.raises(ProgramError):
-        verify_stages([programs[0], programs[1].of_stage(programs[1].stage, replace(order, body=tuple(body)))])
+        verify_stages([programs[0], replace(programs[1], instructions=in_parts(replace(order, body=tuple(body))))])
 
 
 @pytest.mark.parametrize("phase", [Phase.TRAIN, Phase.FORWARD])
@@ -196,22 +205,22 @@ def test_a_message_that_falls_behind_body_by_body_is_refused(programs_of: Progra
 def test_other_repetitions_than_the_stage_has_are_refused(programs_of: Programs, phase: Phase, further: int) -> None:
     programs = programs_of(plan_of(None, 1, "device"), 48)
     (program,) = forward_programs(programs) if phase is Phase.FORWARD else programs
-    order = program.instructions
+    order = program.segments.whole
     assert isinstance(order, Repeated)
-    bad = [program.of_stage(program.stage, order.times(max(order.repeats + further, 0)))]
+    bad = [replace(program, instructions=in_parts(order.times(max(order.repeats + further, 0))))]
     assert verdict(bad) == verdict([each.whole() for each in bad]) != ""
 
 
 def test_groups_written_out_do_not_hinder_the_verifier(programs_of: Programs) -> None:
     (program,) = programs_of(plan_of(None, 1), 48)
     groups = tuple(program.stage.groups)
-    verify_stages([program.of_stage(replace(program.stage, groups=groups), program.instructions)])
+    verify_stages([replace(program, stage=replace(program.stage, groups=groups))])
 
 
 def test_a_gather_that_adds_up_over_bodies_is_refused_by_bytes(programs_of: Programs) -> None:
     """Gathered and freed once more in every body: each body is in order, the bytes are not the plan's."""
     (program,) = programs_of(plan_of(None, 1), 48)
-    order = program.instructions
+    order = program.segments.whole
     assert isinstance(order, Repeated)
     at = next(place for place, each in enumerate(order.body) if each.op is Op.FREE)
     block = order.body[at].block
@@ -220,12 +229,12 @@ def test_a_gather_that_adds_up_over_bodies_is_refused_by_bytes(programs_of: Prog
     assert read.micro >= 0
     body = (*order.body[:at], order.body[at], again, *order.body[at:])
     with pytest.raises(ProgramError, match="the block is gathered for nothing"):
-        verify_stages([program.of_stage(program.stage, replace(order, body=body))])
+        verify_stages([replace(program, instructions=in_parts(replace(order, body=body)))])
 
 
 def test_the_text_of_a_program_that_repeats_has_its_body_once(programs_of: Programs) -> None:
     program, *_ = programs_of(plan_of("1f1b", 4), 120)
-    order = program.instructions
+    order = program.segments.whole
     assert isinstance(order, Repeated)
     lines, whole = program_text(program).splitlines(), program_text(program.whole()).splitlines()
     begin = len(order.prefix) + len(order.body)

@@ -1,5 +1,6 @@
 """The verifier refuses every damaged program and names rank, position, instruction and rule."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,9 +12,10 @@ from terrace.base.errors import ProgramError
 from terrace.model.blocks import block_specs
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
-from terrace.program.instruction import Instruction, Op
+from terrace.program.instruction import SPECS, Instruction, Op
 from terrace.program.lowering import build
 from terrace.program.program import Program
+from terrace.program.rules import OF_OP, RULES
 from tests.support.mixtures import mixture
 from tests.support.programs import BLOCKS, program_of
 from tests.support.strategies import Setting, settings_of_a_step
@@ -107,6 +109,11 @@ DAMAGES: list[tuple[str, Edit, str]] = [
     ("ddp", add(Instruction(Op.BACKWARD_INPUT, 3, 0), "CLIP"), "the backward of this micro-batch has run"),
     ("ddp", add(Instruction(Op.BACKWARD_WEIGHT, 3, 0), "CLIP"), "it needs `BACKWARD_INPUT b3 m0` before it"),
     ("ddp", add(Instruction(Op.TIE, 0, peer=1), "CLIP"), "stage 1 holds no copy of the block"),
+    ("ddp", add(Instruction(Op.COUNT), "CLIP"), "no block of the stage has a router"),
+    ("ddp", add(Instruction(Op.ORTHOGONALISE, 0), "UPDATE b0"), "the optimizer updates as wholes"),
+    ("ddp", add(Instruction(Op.OUTER_COUNT), "CLIP"), "no exchange starts here"),
+    ("ddp", add(Instruction(Op.OUTER_START, 0), "CLIP"), "it is not the turn of its fragment"),
+    ("ddp", add(Instruction(Op.OUTER_APPLY, 0), "CLIP"), "no exchange of its fragment is over"),
 ]
 
 
@@ -121,6 +128,40 @@ def test_damage_is_named(name: str, edit: Edit, words: str) -> None:
     assert message.startswith("rank 5, instruction ")
     position, instruction = message.removeprefix("rank 5, instruction ").split(" ", 1)
     assert str(edited(program, edit).instructions[int(position)]) == instruction.split("`")[1]
+
+
+# Faults of these rules need frozen blocks, units, a pipeline, a whole secondary copy, Muon or an exchange.
+ELSEWHERE = {
+    "block {} runs on another stage",
+    "block {} is on another stage",
+    "the block has nothing to train",
+    "it needs the result of block {}, which is on another stage: RECV it before",
+    "the gradient of block {} is synchronised already",
+    "the newest micro-batch whose gradient is complete is {}: say so",
+    "its secondary copy is whole and stays",
+    "stage {} makes nothing of it that this stage reads",
+    "the gradient that another stage has of this block is not added yet: TIE it before",
+    "the whole matrices of two layers are held already",
+    "it needs `OUTER_COUNT` before it: weights go by the tokens of all islands",
+    "nothing has changed the block",
+}
+
+
+def test_every_rule_has_a_planted_fault() -> None:
+    planted = "\n".join(words for _, _, words in DAMAGES)
+    rules = {rule.words for rule in RULES}
+    assert rules > ELSEWHERE
+    for words in rules - ELSEWHERE:
+        pattern = re.escape(words).replace(r"\{\}", ".+")
+        assert any(re.search(pattern, said) or said.split(": ", 1)[-1] in words for said in planted.splitlines()), words
+
+
+def test_ops_have_rules_for_declared_fields_alone() -> None:
+    assert OF_OP.keys() == SPECS.keys() == set(Op)
+    for op, spec in SPECS.items():
+        assert OF_OP[op]
+        assert set(spec.fields) < set(Instruction._fields)
+        assert set(spec.of_each_block) <= set(spec.phases)
 
 
 ENDINGS = [
@@ -202,7 +243,7 @@ def test_model_state_beyond_the_device_is_refused() -> None:
     with pytest.raises(
         ProgramError, match=r"rank 2: the model state needs .* GB a rank, and a plan may take 1e-06 GB of the"
     ):
-        verify(replace(program, cluster=small), rank=2)
+        verify(replace(program, model=replace(program.model, cluster=small)), rank=2)
 
 
 def late_reduce(list_: list[Instruction]) -> None:

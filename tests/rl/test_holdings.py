@@ -55,7 +55,7 @@ def test_ranks_hold_their_ranges_of_flat_buffers(name: str) -> None:
     mesh = programs[0].mesh
     for index, block in enumerate(BLOCKS):
         stages = {mesh.stage(rank) for rank, program in enumerate(programs) if index in program.stage.held}
-        flats = programs[0].flats[index]
+        flats = programs[0].model.flats[index]
         working, masters = training_parts(flats, mesh, stages), training_parts(flats, mesh, stages, "optimizer")
         for rank in range(spread.world_size):
             if mesh.stage(rank) not in stages:
@@ -75,7 +75,7 @@ def test_ranks_hold_their_ranges_of_flat_buffers(name: str) -> None:
 def test_slices_of_generation_are_those_of_tensor_ranks(rows: int) -> None:
     programs = Spread(((1, rows, 1),)).programs(BLOCKS)
     for index, block in enumerate(BLOCKS):
-        held = training_parts(programs[0].flats[index], programs[0].mesh, {0})
+        held = training_parts(programs[0].model.flats[index], programs[0].mesh, {0})
         slices = generation_slices(block, rows)
         assert [*map(elements, slices)] == [*map(elements, held)]
         for param in block.params:

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from terrace.base.errors import ProgramError
-from terrace.base.repeated import Repeated
 from terrace.checkpoint.parts import parts_of, slices_of
 from terrace.checkpoint.reading import Checkpoint, restore
 from terrace.checkpoint.reshard import hand_over
@@ -148,7 +147,7 @@ def test_a_step_that_repeats_has_the_bits_of_the_one_written_out(monkeypatch: py
     for longest in (0, 10**9):
         monkeypatch.setattr(lowering, "_LONG_STEP", longest)
         engine = engine_of(MODEL.blocks(torch.float64), 24)
-        assert isinstance(engine.program.instructions, Repeated) == (not longest)
+        assert engine.program.segments.repeats == (not longest)
         batches = [batch for step in range(12) for batch in batches_of(step)]
         results = [engine.step(batches, ADAMW.lr), engine.evaluate(batches), engine.step(batches, ADAMW.lr)]
         engine.drain()

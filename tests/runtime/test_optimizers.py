@@ -255,12 +255,12 @@ def test_the_simulator_prices_the_products_and_the_message() -> None:
     programs = {name: build(slow, plan, blocks, 1) for name, plan in plans.items()}
     reports = {name: simulate(program, step_costs(program, flops)) for name, program in programs.items()}
     more_s = reports["muon"].time_s["update"] - reports["adamw"].time_s["update"]
-    shapes = [matrices_of_a_rank(flats[0]) for flats in programs["muon"].flats[1:-1]]
+    shapes = [matrices_of_a_rank(flats[0]) for flats in programs["muon"].model.flats[1:-1]]
     assert more_s == pytest.approx(5 * sum(iteration_flops(shape) for each in shapes for shape in each) / 1e6, rel=0.05)
     assert reports["muon"].sent_bytes[MessageClass.ORTHOGONALISE, "package"] > 0
     whole = build(slow, exact("ddp", slow, update="muon"), blocks, 1)
     every = [param.shape for param in blocks[1].params if len(param.shape) == 2]
-    assert sorted(matrices_of_a_rank(whole.flats[1][0])) == sorted(every)
+    assert sorted(matrices_of_a_rank(whole.model.flats[1][0])) == sorted(every)
 
 
 @pytest.mark.parametrize("shape", [(6, 6), (4, 9), (9, 4), (1, 5), (5, 1)])
@@ -305,7 +305,7 @@ def test_muon_takes_the_matrices_of_blocks_that_say_they_are_layers() -> None:
     headless, two_tables = differing(config)[2:]
     for blocks, layers in ((headless, [1, 2]), (two_tables, [2, 3]), (undeclared(config)[0], [1, 2])):
         program = build(cluster, plan, blocks, 1, SEQUENCE)
-        assert orthogonalised(program.flats, range(len(blocks))) == layers
+        assert orthogonalised(program.model.flats, range(len(blocks))) == layers
         groups = [{group for group, _ in params.values()} for params in block_layouts(blocks, MUON).values()]
         assert [index for index, of_block in enumerate(groups) if "muon" in of_block] == layers
         kinds = Kinds.of(blocks)

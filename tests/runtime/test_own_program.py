@@ -1,6 +1,7 @@
 """The programs that ranks build and verify when they start."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -45,7 +46,7 @@ def test_stages_that_do_not_agree_are_refused_by_rank_0(monkeypatch: pytest.Monk
     def damaged(*arguments: object) -> list[Program]:
         first, last = build_stages(*arguments)  # type: ignore[arg-type]
         receives = [each for each in last.instructions if each.op.name == "RECV"]
-        return [first, last.of_stage(last.stage, tuple(each for each in last.instructions if each != receives[0]))]
+        return [first, replace(last, instructions=tuple(each for each in last.instructions if each != receives[0]))]
 
     monkeypatch.setattr(own_program, "build_stages", damaged)
     with pytest.raises(ProgramError):

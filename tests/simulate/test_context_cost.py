@@ -82,7 +82,7 @@ def program_of(task: Task, candidate: Candidate) -> Program:
 def by_hand(program: Program, steps: Steps, first_s: float, later_s: float) -> float:
     """Price the messages one by one, each behind the round that its step names."""
     cluster, waited_s = program.cluster, 0.0
-    attention = program.context.attention(program.blocks[LAYER])
+    attention = program.model.context.attention(program.blocks[LAYER])
     assert attention is not None
     left_s: dict[Compute, float] = {}
     for send in (step for step in steps if isinstance(step, Send)):
@@ -116,13 +116,13 @@ def test_waits_are_the_closed_form_and_the_messages_priced_one_by_one(mesh: Mesh
     candidate = candidate_of(mesh, recompute=1, micro_batch=2 if mesh.group("data")[1] == 4 else 1)
     program = program_of(task, candidate)
     work = work_of(task.cluster, program.plan, layer_operations(task.model), task.sequence)
-    attention = program.context.attention(program.blocks[LAYER])
+    attention = program.model.context.attention(program.blocks[LAYER])
     assert attention == attention_bytes(work, program.mesh.group("ulysses"), program.mesh.group("ring"))
     assert attention is not None
     first, later = ((scale * forward, scale * backward) for forward, backward in core_rounds(task.cluster.device, work))
     rounds: Rounds = (first, later)
     costs = replace(step_costs(program, work), rounds=(rounds,) * len(program.blocks))
-    block = program.block_program(LAYER)
+    block = program.model.block_program(LAYER)
     forward_s, recomputed_s = (
         costs.waits_inside(Instruction(op, LAYER))[MessageClass.CONTEXT] for op in (Op.FORWARD, Op.BACKWARD)
     )
@@ -130,7 +130,7 @@ def test_waits_are_the_closed_form_and_the_messages_priced_one_by_one(mesh: Mesh
     backward_s = by_hand(program, block.backward, first[1], later[1])
     assert recomputed_s == pytest.approx(forward_s + backward_s, rel=1e-9)
     assert (forward_s, backward_s) == pytest.approx(attention_waits(task.cluster, attention, rounds), rel=1e-9)
-    assert program.context.attention(program.blocks[0]) is None
+    assert program.model.context.attention(program.blocks[0]) is None
     assert costs.waits_inside(Instruction(Op.BACKWARD, 0)) == {}
     alone = ExposedCosts.of(costs).waits_inside(Instruction(Op.BACKWARD, LAYER))
     assert alone[MessageClass.CONTEXT] >= recomputed_s

@@ -140,12 +140,12 @@ def test_a_dispatch_waits_behind_gradients_and_they_behind_it() -> None:
 def test_a_pass_alone_takes_its_computing_and_its_messages() -> None:
     """Without anything else on the lanes every message is waited for, and seconds of both add up."""
     program, costs = played(step_of(cluster_of(), "ddp"))
-    layer = next(each for each in program.instructions if program.block_program(each.block).routed_steps(each.op))
+    layer = next(each for each in program.instructions if program.model.block_program(each.block).routed_steps(each.op))
     steps = costs.steps(layer, costs.forward_s[layer.block], "forward")
     prices = block_prices(program, layer.block)
     sent_s = [
         prices.seconds(message)
-        for step in program.block_program(layer.block).routed_steps(layer.op)
+        for step in program.model.block_program(layer.block).routed_steps(layer.op)
         for message in getattr(step, "messages", ())
     ]
     assert [step.event.seconds for step in steps if step.does is Doing.SEND] == sent_s

@@ -75,7 +75,7 @@ def program_of(cluster: Cluster, tensor: Any, num_micros: int = 2, **more: Any) 
 
 def behind(program: Program, op: Op) -> dict[ComputeKind | None, float]:
     """Seconds of the messages of a layer's pass, by the computing that hides them."""
-    moments = block_prices(program, 1).priced(moments_of(program.block_program(1).steps(op)))
+    moments = block_prices(program, 1).priced(moments_of(program.model.block_program(1).steps(op)))
     return {
         None if each.behind is None else each.behind.kind: sum(seconds for seconds, _ in each.parts) for each in moments
     }
@@ -155,8 +155,8 @@ def test_messages_fused_with_products_by_hand(rows: int) -> None:
     assert behind(program, Op.BACKWARD) == pytest.approx(backward)
     whole = program_of(cluster, rows)
     assert program.sent_bytes == whole.sent_bytes
-    assert [*messages_of(program.block_program(1).steps(Op.BACKWARD))] == [
-        *messages_of(whole.block_program(1).steps(Op.BACKWARD))
+    assert [*messages_of(program.model.block_program(1).steps(Op.BACKWARD))] == [
+        *messages_of(whole.model.block_program(1).steps(Op.BACKWARD))
     ]
     fused = ["2 gather", "rows", "4.1 kB on t0", "5.1 ms", "fused with gradients of inputs"]
     assert rows == 4 or fused in told(program)
@@ -166,12 +166,12 @@ def test_a_fused_product_takes_the_longer_and_a_tail() -> None:
     """max(product, message) + message / n, FLUX's model; products of 3 ms, and a hundred times as long."""
     program = program_of(on_cuda(2, 2), 2, tensor_chunks="fused")
     one_s = LATENCY_S + SEQUENCE * 64 * 4 / 2 / RATE
-    forward = block_prices(program, 1).priced(moments_of(program.block_program(1).steps(Op.FORWARD)))
+    forward = block_prices(program, 1).priced(moments_of(program.model.block_program(1).steps(Op.FORWARD)))
     for product_s in (0.003, 0.3):
         found = product_s + exposed(forward, rooms_of(product_s, 0.0, 0.0))[MessageClass.TENSOR]
         assert found == pytest.approx(max(product_s, 4 * one_s) + 4 * one_s / 2)
     chunked = program_of(on_cuda(2, 2), 2, tensor_chunks=2)
-    parts = block_prices(chunked, 1).priced(moments_of(chunked.block_program(1).steps(Op.FORWARD)))
+    parts = block_prices(chunked, 1).priced(moments_of(chunked.model.block_program(1).steps(Op.FORWARD)))
     # In two parts as much is alone, and a part more latency is paid.
     added = exposed(parts, rooms_of(0.3, 0.0, 0.0))[MessageClass.TENSOR]
     assert added - exposed(forward, rooms_of(0.3, 0.0, 0.0))[MessageClass.TENSOR] == pytest.approx(4 * LATENCY_S / 2)

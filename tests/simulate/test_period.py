@@ -4,13 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from terrace.base.errors import ProgramError
 from terrace.plan.presets import preset
 from terrace.program.instruction import Op
-from terrace.program.lowering import build_stages, forward_programs, restoring_program
+from terrace.program.lowering import build_stages, forward_programs
 from terrace.program.period import Period, Turn
 from terrace.program.program import Program
-from terrace.program.verify_period import verify_period
+from terrace.program.verify_ranks import verify_stages
 from terrace.simulate.carried import play_period
 from terrace.simulate.step import Step, predict_step
 from tests.support.pipelines import ALONE, OUTER, pipelined
@@ -37,7 +36,8 @@ def evaluating(name: str, times: int = 3) -> Period:
 @pytest.mark.parametrize("name", ["ddp", "zero3", "zero++", "1f1b"])
 def test_a_period_is_the_sum_of_its_runs(name: str) -> None:
     period = evaluating(name)
-    verify_period(period)
+    for turn in period.turns:
+        verify_stages(turn.programs)
     train_s, forward_s = play_period(period, FLOPS)
     steps, forwards = (turn.programs for turn in period.turns)
     step = Step(
@@ -85,34 +85,12 @@ def step_peak() -> float:
 def test_steps_alone_are_a_period() -> None:
     steps = build_stages(cluster_of(*ALONE.sizes), pipelined("ddp", ALONE, "1f1b"), MODEL.declared, 4, SEQUENCE)
     period = Period((Turn(tuple(steps)),))
-    verify_period(period)
     assert (period.num_steps, period.num_stages) == (1, len(steps))
     assert [period.sent_bytes(stage) for stage in range(len(steps))] == [each.sent_bytes for each in steps]
 
 
-def test_what_a_period_cannot_be_is_named() -> None:
-    steps, others = steps_of("zero3"), steps_of("ddp")
-    twice = replace(steps[0], instructions=tuple(steps[0].instructions) * 2)
-    stages = steps_of("1f1b")
-    for turns, words in (
-        ((), "at least one turn"),
-        ((Turn(steps, 0),), "runs 0 times"),
-        ((Turn(steps), Turn(others)), "another plan than the first turn"),
-        ((Turn(steps), Turn(tuple(map(restoring_program, steps)))), "none is loaded in a period"),
-        ((Turn(steps), Turn((twice,))), "the parameters are being updated"),
-        ((Turn(stages), Turn(stages[:1])), "give all stages"),
-        ((Turn((stages[0], forward_programs(stages)[1])),), "for another phase, forward"),
-        ((Turn(stages), Turn(stages[::-1])), "holds other blocks"),
-    ):
-        with pytest.raises(ProgramError, match=words):
-            verify_period(Period(turns))
-
-
 def test_turns_that_share_their_first_program_are_told_apart() -> None:
     first, second = steps_of("1f1b")
-    twice = replace(second, instructions=tuple(second.instructions) * 2)
-    with pytest.raises(ProgramError, match="it runs twice"):
-        verify_period(Period((Turn((first, second)), Turn((first, twice)))))
     # No program of a run, but one whose figures differ.
     short = replace(second, instructions=tuple(now for now in second.instructions if now.op is not Op.UPDATE))
     found = play_period(Period((Turn((first, second)), Turn((first, short)))), FLOPS)

@@ -26,8 +26,9 @@ from terrace.report import bars
 from terrace.simulate.change import best_change
 from terrace.simulate.cost import Costs, step_costs
 from terrace.simulate.critical import by_place, critical_path, critical_words, exposed_by_tier
-from terrace.simulate.curve import Held, memory_curve
+from terrace.simulate.curve import memory_curve
 from terrace.simulate.events import simulate
+from terrace.simulate.held_activations import Held
 from terrace.simulate.recording import record
 from terrace.simulate.small_changes import changes
 from terrace.simulate.step import Step

@@ -20,7 +20,7 @@ from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import Evaluator
 from terrace.planner.stages import traits
 from terrace.planner.task import Candidate, Placement, Task
-from terrace.program.instruction import Op
+from terrace.program.instruction import PASSES, Instruction, Op
 from terrace.program.lowering import build_stages
 from terrace.program.program import Program
 from terrace.program.schedules.counts import most_due
@@ -28,14 +28,14 @@ from terrace.program.schedules.orders import Orders
 from terrace.program.schedules.registry import orders_for
 from terrace.program.schedules.seconds import TaskSeconds
 from terrace.simulate.cost import Costs
-from terrace.simulate.curve import Held
-from terrace.simulate.held_activations import activation_bytes
-from terrace.simulate.stages import StagesStep, simulate_stages
+from terrace.simulate.curve import memory_curve
+from terrace.simulate.held_activations import Held, activation_bytes
+from terrace.simulate.stages import StagesStep, record_stages, simulate_stages
 from terrace.simulate.timeline import play
 from tests.support.bubbles import Row, rows, weight_share
 from tests.support.byte_formula import step_bytes
 from tests.support.planner_cases import mesh_of
-from tests.support.schedules import any_orders, seconds_of
+from tests.support.schedules import any_orders, even_seconds, seconds_of
 from tests.support.totals import verify_stages
 from tests.support.toys import cluster_of
 
@@ -77,6 +77,12 @@ def stage_plan(num_stages: int, num_virtual: int, **changes: object) -> Plan:
 
 
 def played(orders: Orders, seconds: TaskSeconds, edge_s: float) -> tuple[StagesStep, list[Program]]:
+    """The step of `priced_orders`."""
+    programs, costs = priced_orders(orders, seconds, edge_s)
+    return simulate_stages(programs, costs), programs
+
+
+def priced_orders(orders: Orders, seconds: TaskSeconds, edge_s: float) -> tuple[list[Program], list[Costs]]:
     """Every virtual stage is one block with the seconds of its tasks."""
     programs = build_stages(
         cluster(orders.num_stages, edge_s),
@@ -96,7 +102,7 @@ def played(orders: Orders, seconds: TaskSeconds, edge_s: float) -> tuple[StagesS
         )
         for program in programs
     ]
-    return simulate_stages(programs, costs), programs
+    return programs, costs
 
 
 def bubble(step: StagesStep) -> float:
@@ -245,6 +251,47 @@ def test_activations_are_those_of_the_instructions() -> None:
     assert activation_bytes(one_f_one_b, by_block) == 4  # two micro-batches of two blocks
     eager = sorted(one_f_one_b.instructions, key=lambda each: each.op is not Op.FORWARD)
     assert activation_bytes(replace(one_f_one_b, instructions=tuple(eager)), by_block) == 16
+
+
+def peak_by_definition(program: Program, by_block: list[Held]) -> int:
+    """The most that is held while a pass runs: of every micro-batch, what has begun and not ended."""
+    passes = [each for each in program.instructions if each.op in PASSES]
+    number = {each: place for place, each in enumerate(passes)}
+    peak = 0
+    for place, now in enumerate(passes):
+        working = {
+            Op.FORWARD: by_block[now.block].forward_on_top,
+            Op.BACKWARD: by_block[now.block].on_top,
+            Op.BACKWARD_INPUT: by_block[now.block].halved_on_top,
+            Op.BACKWARD_WEIGHT: 0,
+        }
+        held = working[now.op]
+        for block in program.stage.own:
+            for micro in range(program.num_micros):
+                forward, whole, half, rest = (number.get(Instruction(op, block, micro)) for op in working)
+                freed = half if whole is None else whole
+                assert forward is not None
+                assert freed is not None
+                if forward <= place <= freed:
+                    held += by_block[block].kept
+                elif rest is not None and freed < place <= rest:
+                    held += by_block[block].due
+        peak = max(peak, held)
+    return peak
+
+
+@settings(max_examples=60, deadline=None)
+@given(any_orders().filter(lambda orders: orders.num_stages > 1), st.data())
+def test_activations_are_those_that_have_begun_and_not_ended(orders: Orders, data: st.DataObject) -> None:
+    """At every pass of any schedule; and the curve over time peaks at the same figure."""
+    numbers = st.integers(0, 9)
+    by_block = [Held(*data.draw(st.tuples(*[numbers] * 5))) for _ in range(orders.num_virtual)]
+    seconds = even_seconds(orders.num_virtual, forward_s=1.0, input_s=1.0, weight_s=1.0)
+    programs, costs = priced_orders(orders, seconds, 0.5)
+    for program, recording in zip(programs, record_stages(programs, costs), strict=True):
+        peak = activation_bytes(program, by_block)
+        assert peak == peak_by_definition(program, by_block)
+        assert max(memory_curve(recording, by_block).varying_bytes["activations"]) == peak
 
 
 def test_activations_change_between_the_halves_of_a_backward() -> None:

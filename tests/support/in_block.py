@@ -38,11 +38,12 @@ def issued(program: Program) -> Iterator[BlockStep]:
         if each.op is Op.RECV
     }
     for instruction in program.instructions:
-        if _reads(instruction) in received and program.edge.gathers is not None:
-            send = Send((program.edge.gathers,))  # parts of an activation of another stage
+        if _reads(instruction) in received and program.model.edge.gathers is not None:
+            send = Send((program.model.edge.gathers,))  # parts of an activation of another stage
             yield from (send, Await(send))
-        for step in program.block_program(instruction.block).steps(instruction.op) if instruction.block >= 0 else ():
-            yield _plain(step)
+        if instruction.block >= 0:
+            for step in program.model.block_program(instruction.block).steps(instruction.op):
+                yield _plain(step)
 
 
 def _reads(instruction: Instruction) -> tuple[bool, int, int] | None:

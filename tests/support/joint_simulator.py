@@ -104,7 +104,7 @@ class _World:
         for needed in read:
             if needed in rank.gathers:
                 rank.wait(*rank.gathers.pop(needed))
-            if not self.program.gathers(needed) and needed in rank.refreshes:
+            if not self.program.model.gathers(needed) and needed in rank.refreshes:
                 rank.wait(rank.refreshes.pop(needed), "wait refresh")
         if instruction.op is Op.FORWARD:
             rank.compute(self.costs.forward_s[block], "forward")
@@ -116,7 +116,7 @@ class _World:
         rank.compute(self.costs.backward_s[block] + recompute_s, "backward")
 
     def _buffered(self, block: int) -> bool:
-        flats = self.program.flats[block]
+        flats = self.program.model.flats[block]
         return any(flat.trainable and not accumulates_in_place(flat.layout) for flat in flats)
 
     def _inside(self, instruction: Instruction) -> None:
@@ -124,7 +124,7 @@ class _World:
         seconds = self.costs.waits_inside(instruction).get(MessageClass.TENSOR, 0.0)
         if not seconds:
             return
-        tensor = self.program.tensor.both
+        tensor = self.program.model.tensor.both
         at_s = [rank.now_s for rank in self.ranks]
         for tier, degree in enumerate(tensor.degrees):
             if degree > 1:
@@ -168,11 +168,11 @@ class _World:
         assert message is not None, f"{instruction} sends nothing"
         if message is MessageClass.CONTROL:
             yield from (
-                (program.stage_layout, tier, num_bytes) for tier, num_bytes in program.message(instruction).sends
+                (program.model.stage_layout, tier, num_bytes) for tier, num_bytes in program.message(instruction).sends
             )
             return
-        source = program.stage_layout.params_backward if instruction.secondary else None
-        for flat in program.flats[instruction.block]:
+        source = program.model.stage_layout.params_backward if instruction.secondary else None
+        for flat in program.model.flats[instruction.block]:
             if flat.trainable or instruction.op is Op.GATHER:
                 reduction, gathering = block_hops(flat.layout, program.plan, message, flat.padded, source)
                 yield from ((flat.layout, hop.tier, hop.sent_bytes) for hop in (*reduction, *gathering))

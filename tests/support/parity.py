@@ -188,7 +188,7 @@ def gathered(engine: Engine, blocks: Sequence[nn.Module]) -> Tensor:
     """All parameters of an engine over these blocks as one fp64 row."""
     engine.state.gather(engine.comm.collectives)
     program = engine.program
-    whole = program.tensor.degree == program.stage.num_stages == 1 and not program.mesh.divides_stacks
+    whole = program.model.tensor.degree == program.stage.num_stages == 1 and not program.mesh.divides_stacks
     return flatten(blocks) if whole else assemble(engine)
 
 

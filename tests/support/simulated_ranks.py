@@ -81,7 +81,7 @@ class Spread:
             sequence=8,
         )
         whole = tuple(with_scalars(*pair, STAGE) for pair in zip(stages[0].blocks, blocks, strict=True))
-        ranked = [replace(program, blocks=whole) for program in stages]
+        ranked = [replace(program, model=replace(program.model, blocks=whole)) for program in stages]
         return [ranked[ranked[0].mesh.stage(rank)] for rank in range(cluster.world_size)]
 
 
@@ -132,7 +132,7 @@ def flats_of(program: Program, rank: int) -> list[FlatParam]:
     flats = []
     for index in program.stage.held:
         is_copy = index in program.stage.copies
-        for spec in program.flats[index]:
+        for spec in program.model.flats[index]:
             name, device = program.blocks[index].name, torch.device("cpu")
             flat = FlatParam(name, spec, rank, program.plan, device, Meter(), is_copy=is_copy)
             flat.initialise(lambda param: -torch.ones(param.shape), OptimizerConfig())
@@ -166,7 +166,7 @@ def save(folder: Path, blocks: Blocks, spread: Spread, truth: Truth) -> Checkpoi
     files: Files = {}
     for rank, program in enumerate(spread.programs(blocks)):
         counts = {block: torch.arange(experts.num_experts) for block, experts in mixtures_of(program)}
-        beside = () if any(program.stage_layout.coordinates(rank)) else choices_of(program, counts)
+        beside = () if any(program.model.stage_layout.coordinates(rank)) else choices_of(program, counts)
         snapshot = Snapshot(filled(program, rank, truth), slices_of(program.mesh, rank), beside)
         snapshot.take()
         if snapshot.pieces:

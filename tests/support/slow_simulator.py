@@ -115,12 +115,12 @@ class _Rank:
         for needed in (block, *self.program.blocks[block].tied_to):
             if needed in self.gathers:
                 self._wait(*self.gathers.pop(needed))
-            if not self.program.gathers(needed) and needed in self.refreshes:
+            if not self.program.model.gathers(needed) and needed in self.refreshes:
                 self._wait(self.refreshes.pop(needed), "wait refresh")
 
     def _opens_gradient(self, block: int) -> bool:
         """Whether a block has a gradient in a buffer: frozen ones, and those added up where they stay, have none."""
-        flats = self.program.flats[block]
+        flats = self.program.model.flats[block]
         return any(flat.trainable and not accumulates_in_place(flat.layout) for flat in flats)
 
     def _inside(self, instruction: Instruction) -> None:

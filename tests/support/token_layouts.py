@@ -34,7 +34,7 @@ def assigned(engine: Engine, batch: Batch) -> Batch:
         (tuple(range(ring_ranks - inner, ring_ranks)), (inner,)),
         *(((ring_rank,), (1,)) for ring_rank in range(ring_ranks)),
     ]
-    total, num_local_tokens = batch.labels.numel(), local_tokens(program.plan, program.mesh, program.sequence)
+    total, num_local_tokens = batch.labels.numel(), local_tokens(program.plan, program.mesh, program.model.sequence)
     begins = batch.document_begins()
     segments = tuple(
         Segment(start, stop, *rings[index % len(rings)])

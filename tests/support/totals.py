@@ -47,7 +47,7 @@ def check_totals(program: Program, rank: int = 0) -> None:
     _check_bytes(program, rank)
     held = program.state_bytes
     declared = model_state_bytes(
-        program.cluster, program.plan, program.blocks, program.num_micros, program.sequence, program.stage
+        program.cluster, program.plan, program.blocks, program.num_micros, program.model.sequence, program.stage
     )
     # Only these categories depend on the order of instructions; the others follow from the plan.
     for category in ("gathered", "grads_full", "buffers"):
@@ -77,7 +77,7 @@ def _declared(program: Program) -> Bytes:
     if program.trains:
         # Without a pipeline the closed formula makes its own stage: an independent count.
         stage = program.stage if program.stage.num_stages > 1 else None
-        found = step_bytes(cluster, plan, blocks, program.num_micros, program.sequence, stage)
+        found = step_bytes(cluster, plan, blocks, program.num_micros, program.model.sequence, stage)
     else:
         applied = exchanged(program, exchange.applies) if program.phase is Phase.OUTER else held
         found = block_bytes(cluster, plan, blocks, applied, [MessageClass.REFRESH])

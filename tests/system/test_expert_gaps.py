@@ -110,10 +110,10 @@ def issued(program: Program) -> Mapping[int, list[tuple[str, str]]]:
             if message.sends:
                 send(message.parts[0] if instruction.in_gaps else message)
         elif instruction.op in PASSES:
-            steps = program.block_program(instruction.block).steps(instruction.op)
+            steps = program.model.block_program(instruction.block).steps(instruction.op)
             for step in steps:
                 for inside in step.messages if isinstance(step, Send) else ():
-                    send(program.message_inside(inside, instruction.block))
+                    send(program.model.message_inside(inside, instruction.block))
                 if isinstance(step, Gap):
                     for parts in held:
                         if step.number < len(parts):

@@ -292,7 +292,7 @@ def test_blocks_of_128_stay_where_scales_are_not_shared(products: str | None, na
     plan = replace(plan, wire={"gather": {"node": name}})
     assert not plan.shares_scales
     program = build(cluster, plan, blocks, 1, 20)
-    assert not any(flat.is_coded for flats in program.flats for flat in flats)
+    assert not any(flat.is_coded for flats in program.model.flats for flat in flats)
     wires = {hop.wire for message in program.messages for hop in message.hops if hop.wire.bits == 8}
     assert {wire.block for wire in wires} == {128}
 

@@ -42,10 +42,10 @@ from terrace.model.operations import (
     Tokens,
 )
 from terrace.model.spec import BlockSpec
-from terrace.plan.dims import CUT_BY, hidden_size
+from terrace.plan.dims import CUT_BY, hidden_size, rank_numel
 from terrace.plan.in_block_messages import Leg, TensorMessage
 from terrace.plan.mesh import no_sequence
-from terrace.plan.slices import is_shared, rank_numel
+from terrace.plan.slices import is_shared
 from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.program.block_program.steps import Await, BlockStep, Compute, ComputeKind, Send, Steps
 

@@ -58,11 +58,11 @@ class HandOver:
         for stage, blocks in engine.comm.exchange([program.stage.index, list(program.stage.held)]):
             held[stage].update(blocks)
         specs = engine.state.specs
-        self.transition = Transition.of(program.cluster, program.plan, specs, program.flats, held, rows, source)
+        self.transition = Transition.of(program.cluster, program.plan, specs, program.model.flats, held, rows, source)
         # Parameters differ between islands, so a replica must lie inside one. All replicas are checked, so that every
         # rank raises.
         for replica in self.transition.replicas:
-            island = island_ranks(program.world_layout, replica[0])
+            island = island_ranks(program.model.world_layout, replica[0])
             if not set(replica) <= set(island):
                 raise PlanError(
                     f"replicas of {rows} tensor rows reach over islands of {len(island)} ranks, whose parameters "

@@ -88,7 +88,7 @@ class Costs:
             blocks = self.dataflow.source.blocks
             programs = build_stages(cluster, plan, blocks, self._micros(cluster, plan), self.dataflow.sequence)
             held = [program.stage.held for program in programs]
-            transition = Transition.of(cluster, plan, blocks, programs[0].flats, held, rows)
+            transition = Transition.of(cluster, plan, blocks, programs[0].model.flats, held, rows)
             self._hand_overs[key] = predict_hand_over(cluster, transition)
         return self._hand_overs[key]
 

@@ -28,8 +28,9 @@ from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig
 from terrace.model.operations import Core, Loss, Operations
 from terrace.model.spec import BlockSpec, Computes
+from terrace.plan.dims import rank_numel
 from terrace.plan.mesh import Mesh
-from terrace.plan.slices import rank_numel, slice_blocks
+from terrace.plan.slices import slice_blocks
 from terrace.plan.wire import FORMATS
 from terrace.rl.placement.dataflow import Dataflow
 from terrace.simulate.kernels import memory_s, peak_flops_per_s, stream_s

@@ -118,7 +118,7 @@ def step_batches(
     kept = _only(rows, columns)
     whole = cat([kept, _fillers(kept, num - len(rows))]) if num > len(rows) else kept
     micros = whole.split([size] * (num // size))
-    sequence, device = program.sequence, engine.device
+    sequence, device = program.model.sequence, engine.device
     made = [
         (part, batch_of(part, columns, aggregation, sequence=sequence, is_joined=is_joined).to(device))
         for part in micros

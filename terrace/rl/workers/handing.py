@@ -17,7 +17,7 @@ def transition_of(settings: EngineSettings, rows: int, apart: Apart | None = Non
     specs = block_specs(settings.model)
     programs = build_stages(settings.cluster, settings.plan, specs, settings.num_micros, settings.sequence)
     held = [set(program.stage.held) for program in programs]
-    return Transition.of(settings.cluster, settings.plan, specs, programs[0].flats, held, rows, apart=apart)
+    return Transition.of(settings.cluster, settings.plan, specs, programs[0].model.flats, held, rows, apart=apart)
 
 
 def reshard_bytes(ledger: Ledger) -> int:

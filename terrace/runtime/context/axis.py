@@ -39,7 +39,7 @@ class ContextAxis(InBlockAxis):
         modules = [module for block in blocks for module in block.modules() if isinstance(module, PlannedAttention)]
         windows = _windows(program, modules)
         self._static = static_token_layouts(
-            program.plan, program.mesh, program.sequence, windows[0], comm.member, windows[1:]
+            program.plan, program.mesh, program.model.sequence, windows[0], comm.member, windows[1:]
         )
         of_embedding = (param for param in program.blocks[0].params if param.dims and param.dims[0][0] == "positions")
         self._num_positions = next((param.shape[0] for param in of_embedding), 0)  # 0: not learned
@@ -100,9 +100,9 @@ class ContextAxis(InBlockAxis):
         plan, shape = self._program.plan, tuple(batch.labels.shape)
         if batch.token_layout is not None:
             # Cut batches have one row of local tokens, padding included.
-            expected = (1, local_tokens(plan, self._program.mesh, self._program.sequence))
+            expected = (1, local_tokens(plan, self._program.mesh, self._program.model.sequence))
         else:
-            expected = (plan.micro_batch, self._program.sequence)
+            expected = (plan.micro_batch, self._program.model.sequence)
             if plan.balance == "cost":
                 raise PlanError(
                     'balance = "cost" assigns the documents of a whole global batch to ranks, and this micro-batch '

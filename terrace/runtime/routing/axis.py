@@ -34,7 +34,7 @@ from terrace.runtime.routing.way import Way
 def routed_axes(blocks: Sequence[nn.Module], comm: Comm, in_block: InBlockComm) -> list[InBlockAxis]:
     """The expert axis of a rank, or nothing if every rank has all experts."""
     program = comm.program
-    if not program.routed.transfers:
+    if not program.model.routed.transfers:
         return []
     held = {index: blocks[index] for index in program.stage.held}
     origin = Origin("experts", comm.device, comm.meter)
@@ -54,8 +54,9 @@ class ExpertAxis(InBlockAxis):
         origin: Origin,
     ) -> None:
         self.in_block, self._rank, self._collectives, self._origin = in_block, rank, collectives, origin
-        self._lines = self._experts, self._rows = program.routed.lines
-        self._transfers = {(each.message_class, each.ranks.axes, each.lane): each for each in program.routed.transfers}
+        routed = program.model.routed
+        self._lines = self._experts, self._rows = routed.lines
+        self._transfers = {(each.message_class, each.ranks.axes, each.lane): each for each in routed.transfers}
         self._tiers = [[t for t in reversed(range(len(line.tiers))) if line.degrees[t] > 1] for line in self._lines]
         self._degrees = [_taken(line.degrees, tiers) for line, tiers in zip(self._lines, self._tiers, strict=True)]
         places = [line.coordinates(rank) for line in self._lines]
@@ -65,7 +66,7 @@ class ExpertAxis(InBlockAxis):
         self._routes = WeakKeyDictionary[Kept, list[Route]]()
         self._programs: dict[Mixture, tuple[tuple[Steps, Steps], int]] = {}  # steps behind the table, pieces of tokens
         for index, block in blocks.items():
-            traffic, (forward, backward) = program.routed.traffic(index), program.block_program(index).routed
+            traffic, (forward, backward) = routed.traffic(index), program.model.block_program(index).routed
             for mixture in (module for module in block.modules() if isinstance(module, Mixture)):
                 steps = tuple(filter(moves_rows, forward)), backward
                 self._programs[mixture] = steps, traffic.pieces

@@ -45,7 +45,7 @@ class Load:
         self.loads: Loads | None = None  # of the newest step that was not given up
         self._totals, self._num_counted = Counter[str](), 0  # of the figures, and of steps that have them
         self._num_ranks, self._num_rows = program.mesh.stack_degrees
-        num = program.stage_layout.padded(num_counts(program.blocks[block] for block in blocks))
+        num = program.model.stage_layout.padded(num_counts(program.blocks[block] for block in blocks))
         self._numbers = torch.zeros(num, dtype=torch.int64, device=device)
         self._sums = self._numbers
         each = self._rows(self._numbers)

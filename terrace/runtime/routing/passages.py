@@ -32,9 +32,9 @@ class Passages:
         seed: int = 0,
         ignored: int = IGNORE_INDEX,
     ) -> None:
-        rows = program.tensor.rows
+        rows = program.model.tensor.rows
         self._row = rows.degree, position(rows.degrees, rows.coordinates(rank))
-        self._plan, self._sequence = program.plan, program.sequence
+        self._plan, self._sequence = program.plan, program.model.sequence
         # All stages agree on the numbers of CLIP, also one without a mixture.
         self._counts = has_routers(program.blocks)
         self._gating, self._ignored = Gating(balance, device, seed), ignored

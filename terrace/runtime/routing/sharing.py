@@ -20,9 +20,9 @@ def choices_axes(blocks: Sequence[nn.Module], comm: Comm, in_block: InBlockComm)
     """The axis that sums router choices of sequences over ranks, or nothing if it is not needed."""
     program = comm.program
     held = program.stage.held
-    if not any(choice_messages(program.tensor, program.blocks[index]) for index in held):
+    if not any(choice_messages(program.model.tensor, program.blocks[index]) for index in held):
         return []
-    ranks = AxisComm(program.tensor.sharing, comm.rank, comm.collectives, in_block, comm.device, comm.meter)
+    ranks = AxisComm(program.model.tensor.sharing, comm.rank, comm.collectives, in_block, comm.device, comm.meter)
     return [SharedChoices(ranks, program.plan, [blocks[index] for index in held])]
 
 

@@ -70,7 +70,7 @@ def make_axis(
     meter: Meter,
     fused: Operators | None = None,
 ) -> TensorAxis:
-    tensor, plan = program.tensor, program.plan
+    tensor, plan = program.model.tensor, program.plan
     rows, columns, both = (
         AxisComm(layout, rank, collectives, comm, device, meter, fused if layout is tensor.rows else None)
         for layout in tensor.lines

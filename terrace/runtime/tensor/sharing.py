@@ -18,10 +18,10 @@ def fused_operators(comm: Comm) -> symmetric.Operators | None:
         return None
     found = symmetric.operators(comm.device)
     (tier,) = program.mesh.tiers("rows")
-    rows = comm.groups.of(INSIDE, program.tensor.rows, tier)
+    rows = comm.groups.of(INSIDE, program.model.tensor.rows, tier)
     hosts = comm.exchange(socket.gethostname())
     symmetric.check_one_host([hosts[rank] for rank in rows.ranks])
-    num_bytes = shared_bytes(program.tensor, program.blocks)
+    num_bytes = shared_bytes(program.model.tensor, program.blocks)
     found.share(rows.handle.group_name, num_bytes)
     comm.meter.add("buffers", num_bytes)
     return found

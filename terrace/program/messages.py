@@ -1,0 +1,47 @@
+"""The message of an instruction, from the model's layouts and the stage that issues it (terrace.program.resolve)."""
+
+from typing import TYPE_CHECKING
+
+from terrace.plan.hops import Hop
+from terrace.plan.outer import Exchange
+from terrace.plan.stage import Stage
+from terrace.plan.state_bytes import tie_bytes
+from terrace.plan.wire import BETWEEN_STAGES, MessageClass
+from terrace.program.instruction import Instruction, Op
+from terrace.program.message import Message
+from terrace.program.phase import Phase
+from terrace.program.resolve import control_message, counts_message, edge_message, outer_numbers_message, stage_message
+
+if TYPE_CHECKING:
+    from terrace.program.sharded_model import ShardedModel
+
+
+def message_of(
+    model: "ShardedModel", stage: Stage, phase: Phase, exchange: Exchange, instruction: Instruction
+) -> Message:
+    """Message of a communicating instruction of a stage's program."""
+    message_class, block = instruction.message_class, instruction.block
+    assert message_class is not None, f"{instruction} sends nothing"
+    if instruction.op is Op.TIE:
+        tier = model.mesh.edge_tier(stage.index, instruction.peer)
+        return stage_message(message_class, tier, tie_bytes(model.flats[block], model.plan.sums))
+    if instruction.peer >= 0:
+        hop, received = edge_hop(model, stage, instruction), instruction.op is Op.RECV
+        return edge_message(message_class, hop, model.plan.compute, received=received)
+    # Control numbers are summed over all stages, not over the ranks of a block.
+    if message_class is MessageClass.CONTROL:
+        # A training step stays inside an island; an evaluation spans all islands.
+        inside = phase is Phase.TRAIN
+        return control_message(model.stage_layout, model.world_layout, model.plan, model.blocks, inside=inside)
+    if instruction.op is Op.OUTER_COUNT:
+        return outer_numbers_message(model.world_layout, model.plan, model.blocks, exchange)
+    if message_class is MessageClass.COUNTS:
+        return counts_message(model.stage_layout, model.plan, [model.blocks[index] for index in stage.own])
+    return model.message_of_block(message_class, block, secondary=instruction.secondary, in_gaps=instruction.in_gaps)
+
+
+def edge_hop(model: "ShardedModel", stage: Stage, instruction: Instruction) -> Hop:
+    """The hop of a SEND or RECV, over the outermost tier between the two stages."""
+    tier = model.mesh.edge_tier(stage.index, instruction.peer)
+    wire = model.plan.wire_format(BETWEEN_STAGES[instruction.backward], model.layout.tiers[tier])
+    return Hop(tier, 2, wire, model.edge.numel)

@@ -1,0 +1,188 @@
+"""ShardedModel: a model under a plan on a cluster, and everything that these three determine.
+
+The programs of all stages and phases refer to one object, so each derived value is computed once.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+from terrace.base.alike import first_equal
+from terrace.cluster.cluster import Cluster
+from terrace.model.spec import BlockSpec
+from terrace.plan.context_traffic import ContextTraffic
+from terrace.plan.edges import Edge, edge_of
+from terrace.plan.flats import FlatParamSpec, block_flats, stage_layout, world_layout
+from terrace.plan.in_block_messages import RoutedMessage, TensorMessage
+from terrace.plan.kinds import Kinds
+from terrace.plan.layout import Layout
+from terrace.plan.mesh import Mesh
+from terrace.plan.plan import Plan
+from terrace.plan.recompute import WHOLE, recomputed_parts
+from terrace.plan.tensor_traffic import TensorTraffic
+from terrace.plan.wire import MessageClass
+from terrace.program.block_program.build import block_program
+from terrace.program.block_program.steps import BlockProgram, InBlockMessage, messages_of
+from terrace.program.instruction import PASSES, Op
+from terrace.program.message import Message
+from terrace.program.resolve import block_message, context_message, message_in_gaps, tensor_message
+from terrace.program.routed import Routed
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedModel:
+    """The layouts, flat buffers, block programs and messages of a model under a plan.
+
+    `blocks` is the whole model, as one tensor rank holds it. `sequence` is the length in tokens, which determines the
+    messages of tensor, context and pipeline axes; 0 if the plan has none of these axes.
+    """
+
+    cluster: Cluster
+    plan: Plan
+    layout: Layout
+    blocks: tuple[BlockSpec, ...]
+    sequence: int = 0
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """The plan's mesh."""
+        return Mesh.of(self.cluster, self.plan)
+
+    @cached_property
+    def stage_layout(self) -> Layout:
+        """The layout of all ranks that together hold a block; equals `layout` without a tensor axis."""
+        return self.layout if self.mesh.total("tensor") == 1 else stage_layout(self.cluster, self.plan)
+
+    @cached_property
+    def world_layout(self) -> Layout:
+        """The layout of all ranks of all stages."""
+        return self.stage_layout if self.mesh.total("pipeline") == 1 else world_layout(self.cluster, self.plan)
+
+    @cached_property
+    def flats(self) -> tuple[tuple[FlatParamSpec, ...], ...]:
+        """The flat buffers of every block."""
+        return block_flats(self.cluster, self.plan, self.blocks, (self.layout, self.stage_layout))
+
+    @cached_property
+    def alike(self) -> list[int]:
+        """For each block, the first block with equal flat buffers, and so equal messages and update."""
+        return first_equal(self.flats)
+
+    def of_flats(self, function: Callable[[Sequence[FlatParamSpec]], T]) -> list[T]:
+        """`function` of every block's flat buffers, called once for equal blocks (`alike`)."""
+        found = {first: function(self.flats[first]) for first in dict.fromkeys(self.alike)}
+        return [found[first] for first in self.alike]
+
+    def gathers(self, block: int) -> bool:
+        """Whether some parameters of a block are sharded and must be gathered."""
+        return any(flat.layout.gathers for flat in self.flats[block])
+
+    def frees(self, block: int) -> bool:
+        """Whether some gathered parameters of a block are freed, to be gathered again."""
+        return any(flat.layout.frees for flat in self.flats[block])
+
+    @cached_property
+    def tensor(self) -> TensorTraffic:
+        """The tensor axis."""
+        return TensorTraffic.of(self.mesh, self.layout.tiers, self.plan, self.sequence)
+
+    @cached_property
+    def context(self) -> ContextTraffic:
+        """The context axis."""
+        return ContextTraffic(self.plan, self.mesh, self.sequence, self.layout.tiers)
+
+    @cached_property
+    def routed(self) -> Routed:
+        """The messages that carry tokens to experts and back."""
+        return Routed(self.cluster, self.mesh, self.tensor, self.blocks)
+
+    @cached_property
+    def edge(self) -> Edge:
+        """The activation that crosses each edge between stages. Only with a pipeline."""
+        return edge_of(self.tensor, self.blocks)
+
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """Kind of each block; blocks of one kind differ only in their names."""
+        return Kinds.of(self.blocks).order
+
+    @cached_property
+    def recomputed(self) -> tuple[tuple[str, ...], ...]:
+        """What each block's backward recomputes (`terrace.plan.recompute.recomputed_parts`)."""
+        return recomputed_parts(self.plan.recompute, self.blocks)
+
+    def recomputes(self, block: int) -> bool:
+        """Whether the backward of a block recomputes its whole forward."""
+        return self.recomputed[block] == WHOLE
+
+    def alike_inside(self, block: int) -> tuple[int, tuple[str, ...]]:
+        """(Kind, recomputed part) of a block; blocks with equal keys share one block program."""
+        # A frozen first block has no backward, so it is a separate kind.
+        return self.kinds[block] if block or self.blocks[0].num_trainable else -1, self.recomputed[block]
+
+    def block_program(self, block: int) -> BlockProgram:
+        """The program of a block on one micro-batch: compute and messages in the order of issue."""
+        key = self.alike_inside(block)
+        if key not in self._block_programs:
+            found = block_program(self.tensor, self.context, self.blocks, block, recomputed=self.recomputes(block))
+            self._block_programs[key] = found
+        return self._block_programs[key]
+
+    def message_of_block(
+        self, message_class: MessageClass, block: int, *, secondary: bool = False, in_gaps: bool = False
+    ) -> Message:
+        """Message of a block's flat buffers, from the secondary copy if `secondary`, in parts if `in_gaps`."""
+        key = message_class, self.alike[block], secondary, in_gaps
+        if key not in self._of_blocks:
+            # A gather from the secondary copy starts on that copy's inner tier.
+            source = self.stage_layout.params_backward if secondary else None
+            found = block_message(message_class, self.stage_layout, self.plan, self.flats[block], source)
+            self._of_blocks[key] = message_in_gaps(found, self.plan, self.flats[block]) if in_gaps else found
+        return self._of_blocks[key]
+
+    def messages_inside(self, op: Op, block: int) -> tuple[Message, ...]:
+        """The messages that a pass sends inside its block, or a RECV to complete its activation."""
+        if op is not Op.RECV and op not in PASSES:
+            return ()
+        # All received activations have the same shape.
+        key = op, None if op is Op.RECV else self.alike_inside(block)
+        if key not in self._inside:
+            messages: Iterable[InBlockMessage]
+            if op is Op.RECV:
+                messages = () if self.edge.gathers is None else (self.edge.gathers,)
+            else:
+                messages = messages_of(self.block_program(block).steps(op))
+            self._inside[key] = tuple(self.message_inside(message, block) for message in messages)
+        return self._inside[key]
+
+    def message_inside(self, message: InBlockMessage, block: int) -> Message:
+        """Resolve one message inside a block."""
+        if isinstance(message, TensorMessage):
+            found = self._of_lines.get(message)
+            if found is None:
+                found = self._of_lines[message] = tensor_message(self.tensor, message)
+            return found
+        if isinstance(message, RoutedMessage):
+            return self.routed.message(message, block)
+        attention = self.context.attention(self.blocks[block])
+        assert attention is not None, f"block {block} sends {message}"
+        return context_message(attention.sends(message))
+
+    @cached_property
+    def _block_programs(self) -> dict[tuple[int, tuple[str, ...]], BlockProgram]:
+        return {}
+
+    @cached_property
+    def _of_blocks(self) -> dict[tuple[MessageClass, int, bool, bool], Message]:
+        return {}
+
+    @cached_property
+    def _inside(self) -> dict[tuple[Op, tuple[int, tuple[str, ...]] | None], tuple[Message, ...]]:
+        return {}
+
+    @cached_property
+    def _of_lines(self) -> dict[TensorMessage, Message]:
+        return {}
