@@ -22,6 +22,7 @@ from terrace.program.lowering import build_stages
 from terrace.runtime import compiled
 from terrace.train import prepare
 from terrace.train.resolve import resolve
+from tests.support.nightly import nightly
 from tests.support.parity import Case, Outcome, check, exact, run, train
 from tests.support.tiny_runs import environment, one_line, write_run
 from tests.support.toys import MODELS, cluster_of
@@ -49,12 +50,12 @@ def train_compiled(world: World, cluster: Cluster, cases: Sequence[Case]) -> lis
     return outcomes
 
 
-def test_compiled_blocks_equal_one_process(pool: LocalPool) -> None:
+@pytest.mark.parametrize("name", ["zero3", *nightly("ddp")])
+def test_compiled_blocks_equal_one_process(pool: LocalPool, name: str) -> None:
+    """What ddp does with compiled blocks zero3 does, too, beside freeing and gathering their parameters."""
     cluster = cluster_of(1, 2)
-    names = ("ddp", "zero3")
-    cases = [Case(exact(name, cluster), num_micros=2, model=MODEL, compiled=True) for name in names]
-    cases.append(replace(cases[1], plan=replace(cases[1].plan, recompute=("block.1",))))
-    check(pool, cluster, cases, train_compiled)
+    case = Case(exact(name, cluster), num_micros=2, model=MODEL, compiled=True)
+    check(pool, cluster, [case, replace(case, plan=replace(case.plan, recompute=("block.1",)))], train_compiled)
 
 
 def in_parts(cluster: Cluster) -> dict[str, tuple[str, dict[str, object]]]:

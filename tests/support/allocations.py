@@ -16,8 +16,10 @@ def allocated(run: Callable[[], Result]) -> tuple[int, int, Result]:
     """Run on this thread and return (bytes at the peak, bytes at the end, result); both count from the start.
 
     The garbage collector has run and waits meanwhile: tensors of an earlier profile that it freed would be subtracted.
+    It looks at nothing twice: all that a worker of pytest has kept from hundreds of tests would take most of a second.
     """
     gc.collect()
+    gc.freeze()
     gc.disable()
     try:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:

@@ -71,9 +71,9 @@ def models() -> Iterator[ModelConfig]:
 def alone() -> None:
     """Every kernel passes its trial, and one that is wrong does not."""
     for config in models():
-        for dtype in (torch.float32, torch.float16):  # the interpreter multiplies bf16 as integers
-            liger_trial.check(config, CPU, dtype)
+        liger_trial.check(config, CPU, torch.float32)
     config = next(models())
+    liger_trial.check(config, CPU, torch.float16)  # the interpreter multiplies bf16 as integers
     for part, wrong in WRONG.items():
         name, function = wrong
         with patch.object(liger, name, function):
@@ -94,13 +94,16 @@ WRONG: dict[Any, tuple[str, Any]] = {
 
 
 def layers() -> None:
-    """Blocks with kernels have the loss and the gradients of those without; autograd notices writes in place."""
-    for config in models():
+    """Blocks with kernels have the loss and the gradients of those without; autograd notices writes in place.
+
+    Rows have positions of their own, of the first model also those of one document: the interpreter takes its time.
+    """
+    for index, config in enumerate(models()):
         plain, served = (_blocks(config) for _ in range(2))
         number = liger_parts.serve(served, "liger", CPU)
         assert number == {"norms": 3 + 2 * config.qk_norm, "rotary positions": 1, "gated activations": 1, "loss": 1}
         positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 0, 1, 2, 3, 4, 5]])
-        for places in (None, positions):
+        for places in (None, positions)[index > 0 :]:
             for one, other in zip(_gradients(plain, places), _gradients(served, places), strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     gate, up = (torch.randn(2, 6, requires_grad=True) * 1.0 for _ in range(2))

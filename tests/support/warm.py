@@ -1,4 +1,4 @@
-"""`terrace` in a process of its own whose interpreter is warm: forked from one that has imported torch.
+"""`terrace`, or a script, in a process of its own whose interpreter is warm: forked from one that has imported torch.
 
 Such a process differs from one that a shell starts in nothing but its first seconds: it has its own directory,
 environment, output, signals and exit code, and the ranks that it starts are children of its own fork server, which is
@@ -7,6 +7,7 @@ forked, too. Starting cold is left to the tests that start `python -m terrace`, 
 
 import multiprocessing
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -143,11 +144,16 @@ def _command(
     multiprocessing.process.current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]  # the parent's
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # one may have come meanwhile
-        code = main()
+        code = _run_script(words[0]) if words[0].endswith(".py") else main()
     except KeyboardInterrupt:  # as in terrace/__main__.py, but that nothing is left to import
         print("terrace: interrupted", file=sys.stderr)
         code = 130
     sys.exit(code)
+
+
+def _run_script(path: str) -> int:
+    runpy.run_path(path, run_name="__main__")
+    return 0
 
 
 _starter: Any = util

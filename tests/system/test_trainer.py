@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import terrace
+from bench.common import free_port
 from terrace.base.errors import CheckpointError, ConfigError, ModelError, PlanError, TerraceError, TrainingError
 from terrace.launch.start import LocalPool, World
 from terrace.model.decoder import token_loss
-from tests.support.command_line import torchrun
+from tests.support import warm
+from tests.support.tiny_runs import environment
 from tests.support.toys import cluster_of
 from tests.support.trainer_cases import TOLERANCE, Case, make, simple, steps, train
 from tests.support.user_models import (
@@ -241,11 +243,15 @@ trainer.close()
 
 
 def test_under_torchrun_the_trainer_joins_by_itself(tmp_path: Path) -> None:
+    """With the variables of torchrun, in processes that have imported torch; docs/training.md runs torchrun itself."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    done = torchrun(2, "script.py", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert " 2 True" in done.stdout
-    assert "2 ranks under torchrun" in done.stdout
+    table = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    places = ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2))
+    first, other = (warm.Command(["script.py"], tmp_path, environment() | table | place) for place in places)
+    said, errors = first.communicate(timeout=200)
+    assert (first.returncode, other.wait(200)) == (0, 0), errors
+    assert " 2 True" in said
+    assert "2 ranks under torchrun" in said
 
 
 def test_importing_terrace_does_not_import_torch() -> None:
