@@ -45,12 +45,14 @@ class RunKind(NamedTuple):
     """The runs of a product's command. Each has a folder with a `config.toml`, as those of `terrace train`.
 
     `folder` is a function of a run's folder and its table of settings: the `terrace.train.runs.RunFolder` by which
-    commands such as `terrace generate` use its model.
+    commands such as `terrace generate` use its model. `page` is a function of the run's record and of whether timelines
+    are drawn: the `terrace.report.run_view.Part` of its page.
     """
 
     command: str  # that starts and resumes them
     sections: tuple[str, ...]  # of config.toml that a run of `terrace train` has not; each run has the first
     folder: str
+    page: str = ""
 
 
 class Keys(NamedTuple):

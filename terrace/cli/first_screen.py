@@ -8,12 +8,14 @@ import sys
 from textwrap import fill
 
 from terrace.base.words import counted, quantity
-from terrace.cli import views
+from terrace.cli.sections import print_sections
 from terrace.data.batches import Batches, Source, SourceUse
 from terrace.launch.start import pace
 from terrace.model.facts import family_of
 from terrace.plan.few_exchanges import few_exchanges
 from terrace.probe.products import bf16_slowdown
+from terrace.report.step_sections import blocks_section, bytes_section, memory_section, plan_section
+from terrace.report.step_view import StepView, step_words
 from terrace.report.tables import plan_summary
 from terrace.runtime.compiled import compiles_words
 from terrace.simulate.advice import Job
@@ -35,17 +37,17 @@ def show_plan(job: RunJob, verbose: bool = False) -> None:
     lines = [
         f"{family_of(run.model)} decoder, {count / 1e6:.2f} M parameters in {counted(len(blocks), 'block')}; "
         f"{data_words(job, verbose)}",
-        f"{counted(run.train.steps, 'step')} of {views.step_words(run)}",
+        f"{counted(run.train.steps, 'step')} of {step_words(run)}",
     ]
     if job.resume is None and start_words(run):
         lines += filter(None, (start_words(run), rate_words(run)))
     print("\n".join(lines if verbose else (_folded(line) for each in lines for line in each.splitlines())))
-    view = views.StepView(run, checked_programs(run))
+    view = StepView(run, checked_programs(run))
     forget_programs()
     if verbose:
         print()
-        for section in (views.show_plan, views.show_blocks, views.show_memory, views.show_bytes):
-            section(view)
+        for part in (plan_section, blocks_section, memory_section, bytes_section):
+            print_sections(part(view))
         if run.train.compile:
             print(compiles_words(view.programs, run.train.kernels != "torch"))
     else:
@@ -57,7 +59,7 @@ def show_plan(job: RunJob, verbose: bool = False) -> None:
     sys.stdout.flush()
 
 
-def _cost_words(view: views.StepView) -> str:
+def _cost_words(view: StepView) -> str:
     """Bytes of model state and of a step's messages, each on the rank with the most."""
     device, layout = view.run.cluster.device, view.programs[0].layout
     held = max(sum(report.memory_bytes.values()) for report in view.predicted.reports)

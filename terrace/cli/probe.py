@@ -22,7 +22,7 @@ from terrace.cli.overrides import CLUSTER_EPILOG, add_ranks, read_cluster
 from terrace.cli.terminal import Terminal
 from terrace.cluster.presets import UNNAMED
 from terrace.probe.assemble import Constant, Probed, assemble
-from terrace.report.tables import new_table
+from terrace.report.table import Table
 
 _LONGEST_S = 86_400  # of all measurements; a longer time would be a mistake
 _HEADER = """\
@@ -94,7 +94,7 @@ def check_out(path: Path, force: bool) -> None:
 def show_constants(probed: Probed, path: Path) -> None:
     """Prints the constants found by a probe, and the file at `path` that holds them."""
     title = f"cluster {probed.cluster.name}, probed with {counted(probed.cluster.world_size, 'rank')} at once"
-    table = new_table(title, ("constant", "before", "now", "mark", "fit error"), left=("constant", "mark"))
+    table = Table(title=title, headings=("constant", "before", "now", "mark", "fit error"), left=("constant", "mark"))
     for row in probed.rows:
         error = "" if row.error is None else f"{100 * row.error:.0f} %"
         before = "-" if row.before is None else _words(row, row.before)

@@ -40,7 +40,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from terrace.data.tokenizer import load_tokenizer
     from terrace.launch.start import launch_local, local_devices
     from terrace.probe.machine import memory_bytes
-    from terrace.report.tables import new_table
+    from terrace.report.table import Table
     from terrace.train.job import RunJob
     from terrace.train.joined import check_local
     from terrace.train.prediction import checked_programs, forget_programs, resolved_run
@@ -73,9 +73,9 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     with sigterm_raises():
         found = launch_local(config.cluster.world_size, replay_rank, (job, options.step))
     names = [spec.name for spec in config.blocks()]
-    table = new_table(
-        f"Step {options.step}, block by block",
-        ("rank", "micro-batch", "block", "loss per label", "gradient norm", "not finite"),
+    table = Table(
+        title=f"Step {options.step}, block by block",
+        headings=("rank", "micro-batch", "block", "loss per label", "gradient norm", "not finite"),
         left=("block", "not finite"),
         rows=(
             (str(rank), str(micro), names[block], _figure(loss), _figure(norm), bad)

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,7 +12,7 @@ from terrace.base.words import quantity
 from terrace.cli.files import check_page, check_writable, write_file
 
 if TYPE_CHECKING:
-    from terrace.report.sides import Side
+    from terrace.report.run_view import RunView
 
 _NAME, _OF_SEVERAL = "report.html", "compared.html"
 _PORT = 7007
@@ -24,7 +25,7 @@ class _Page(NamedTuple):
     text: str
     status: Sequence[str]
     missing: Sequence[str]
-    sides: Sequence["Side"] = ()
+    runs: Sequence["RunView"] = ()
 
 
 def add_parser(commands: Any) -> None:
@@ -67,8 +68,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     write_file("--out", path, page.text)
     for line in page.status:
         print(line)
-    if page.sides:
-        _show_tables(page.sides)
+    if page.runs:
+        _show_tables(page.runs)
     for words in page.missing:
         print(f"missing: {words}")
     print(f"wrote {path}: {quantity(len(page.text.encode()), 'B')}; any browser opens it")
@@ -78,8 +79,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 def _check(options: argparse.Namespace) -> None:
     # Imported here: every command's module is loaded for `--help`, which must be quick.
     from terrace.report.overlay import MOST_RUNS
-    from terrace.report.rl_folder import is_rl_folder
-    from terrace.report.run_folder import is_run_folder
+    from terrace.report.record import command_of_folder, is_run_folder
 
     folders: list[Path] = options.folders
     for folder in folders:
@@ -89,13 +89,14 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(f"{len(folders)} runs, but a page shows at most {MOST_RUNS}: name fewer")
     seen: dict[Path, Path] = {}
     for folder in folders:
-        other = seen.setdefault(folder.resolve(), folder)
-        if other is not folder:
-            raise ConfigError(f"{folder} and {other} are the same run: name each once")
-    kinds = {is_rl_folder(folder): folder for folder in folders}
-    if len(kinds) > 1:
+        same = seen.setdefault(folder.resolve(), folder)
+        if same is not folder:
+            raise ConfigError(f"{folder} and {same} are the same run: name each once")
+    commands = {command_of_folder(folder): folder for folder in folders}
+    if len(commands) > 1:
+        (one, of_one), (other, of_other) = sorted(commands.items())[:2]
         raise ConfigError(
-            f"{kinds[True]} is a run of terrace rl and {kinds[False]} one of terrace train, which have no curves in "
+            f"{of_one} is a run of terrace {one} and {of_other} one of terrace {other}, which have no curves in "
             "common: compare runs of one kind"
         )
     if options.watch:
@@ -107,37 +108,25 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _page_of(folders: Sequence[Path]) -> _Page:
-    from terrace.report.downloads import downloads
-    from terrace.report.overlay import overlay_page
-    from terrace.report.overlay_text import legend_lines
-    from terrace.report.rl_folder import is_rl_folder, rl_view
-    from terrace.report.rl_page import rl_page
-    from terrace.report.run_folder import run_view
-    from terrace.report.run_page import run_page
-    from terrace.report.sides import names_of, side_of_rl, side_of_run
+    from terrace.report.overlay import legend_lines, missing_of, names_of, overlay_page
+    from terrace.report.page import page_html
+    from terrace.report.run_view import run_page, run_view
 
-    of_rl = is_rl_folder(folders[0])
-    if len(folders) == 1 and of_rl:
-        rl = rl_view(folders[0])
-        return _Page(rl_page(rl, downloads([side_of_rl(rl.title, rl)])), [rl.status], rl.missing)
     if len(folders) == 1:
         view = run_view(folders[0])
-        return _Page(run_page(view, downloads([side_of_run(view.title, view)])), [view.status], view.missing)
-    sides = [
-        side_of_rl(name, rl_view(folder)) if of_rl else side_of_run(name, run_view(folder, draws=False))
-        for name, folder in zip(names_of(folders), folders, strict=True)
-    ]
-    missing = [f"{side.name}: {words}" for side in sides for words in side.missing]
-    return _Page(overlay_page(sides), legend_lines(sides), missing, sides)
+        return _Page(page_html(run_page(view)), [view.status], view.missing)
+    names = zip(names_of(folders), folders, strict=True)
+    runs = [replace(run_view(folder, draws=False), name=name) for name, folder in names]
+    return _Page(page_html(overlay_page(runs)), legend_lines(runs), missing_of(runs), runs)
 
 
-def _show_tables(sides: Sequence["Side"]) -> None:
+def _show_tables(runs: Sequence["RunView"]) -> None:
     from terrace.cli.terminal import Terminal
-    from terrace.report.overlay_text import overlay_tables
+    from terrace.report.overlay import overlay_tables
 
     console = Terminal()
     print()
-    for table in overlay_tables(sides):
+    for table in overlay_tables(runs):
         console.print(table)
 
 

@@ -11,7 +11,8 @@ from terrace.base.words import quantity
 from terrace.cli.files import check_count, check_not_read, check_page, check_writable, write_file
 from terrace.cli.options import OVERRIDES_HELP, add_run_options, check_task, resolve_run
 from terrace.cli.overrides import take_word
-from terrace.cli.views import VIEWS, StepView
+from terrace.cli.sections import print_sections
+from terrace.cli.views import VIEWS, draws, step_page, step_trace, step_view, write_csv
 from terrace.plan.gaps import gaps_words
 from terrace.report.uncertainty import filled
 from terrace.train.prediction import check_passes, resolved_run
@@ -64,22 +65,21 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     outputs = _outputs(options)
     check_task(options, rest)
     run = resolve_run(options, rest)
-    view = StepView.of(resolved_run(run), options)
+    view = step_view(resolved_run(run), options)
     # Before anything is printed.
-    if outputs or any(view.draws(section) for section in VIEWS[options.view]):
+    if outputs or draws(view, options.view):
         check_passes(view.run, "drawn (without a pipeline, --view program draws nothing)")
     written = []  # before anything is printed, so that a file that cannot be written is all there is to read
     if "csv" in outputs:
-        written.append(view.csv(outputs["csv"]))
+        written.append(write_csv(view, outputs["csv"]))
     if "page" in outputs:
-        written.append(_write("page", outputs["page"], view.page()))
+        written.append(_write("page", outputs["page"], step_page(view)))
     if "trace" in outputs:
-        written.append(_write("trace", outputs["trace"], view.trace()))
+        written.append(_write("trace", outputs["trace"], step_trace(view)))
     print(f"{filled(view.subtitle)}\n")
     if said := gaps_words(run.plan, view.run.plan):
         print(f"{filled(said)}\n")
-    for section in VIEWS[options.view]:
-        section(view)
+    print_sections(section for part in VIEWS[options.view] for section in part(view))
     if written:
         print("\n".join(written))
     return 0

@@ -9,6 +9,7 @@ from typing import IO, Any, NoReturn
 
 from rich.console import Console
 from rich.measure import Measurement
+from rich.protocol import rich_cast
 from rich.table import Table
 from rich.text import Text
 
@@ -49,7 +50,7 @@ class Terminal(Console):
 
     def print(self, *objects: Any, **options: Any) -> None:
         """Prints `objects`; a table that is too wide is first fitted by `terrace.cli.narrow_tables`."""
-        for each in objects:
+        for each in map(rich_cast, objects):
             for shown in self._shown(each) if isinstance(each, Table) else [each]:
                 super().print(shown, **options)
         if not objects:

@@ -3,14 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from terrace.base.printable import escape
 from terrace.base.words import quantity, seconds
-from terrace.report.markup import Markup, html_table, meter
+from terrace.report.markup import meter
 from terrace.report.palette import colour_key
+from terrace.report.table import Markup, Table
 from terrace.report.tables import time_categories
 
 Amounts = Mapping[str, float]
-Colour = Callable[[str], str]
 
 
 class ComparedAmounts(NamedTuple):
@@ -24,10 +23,10 @@ def time_table(
     time_s: ComparedAmounts,
     heading: str = "category",
     categories: Sequence[str] = (),
-    colour: Colour = colour_key,
+    colour: Callable[[str], str] = colour_key,
     whole: ComparedAmounts | None = None,
-) -> str:
-    """Seconds by category, restricted to `categories` if given; `colour` maps a category to the name of its colour.
+) -> Table:
+    """Seconds by category, restricted to `categories` if given; `colour` maps a category to the key of its colour.
 
     If categories overlap in time, pass the seconds of the step as `whole`: the footer shows them instead of the sum.
     """
@@ -41,11 +40,11 @@ def time_table(
         bars = (meter([(ink, each.get(name, 0.0))], longest) for each in time_s)
         rows.append([name, *_cells(time_s, name, seconds), Markup(f"<div class=pair>{''.join(bars)}</div>")])
     headings = [heading, "predicted", "measured", "error", "predicted above measured"]
-    foot = _total(time_s, seconds) if whole is None else _total(whole, seconds, "step")
-    return html_table(headings, rows, [heading, headings[-1]], foot) if rows else ""
+    total = _total(time_s, seconds) if whole is None else _total(whole, seconds, "step")
+    return Table(headings=headings, rows=rows, left=[heading, headings[-1]], total=[*total, Markup()])
 
 
-def bytes_table(amounts: ComparedAmounts, heading: str) -> str:
+def bytes_table(amounts: ComparedAmounts, heading: str) -> Table:
     """Bytes by category."""
 
     # Small amounts are shown in exact bytes, so that equality is visible.
@@ -53,12 +52,10 @@ def bytes_table(amounts: ComparedAmounts, heading: str) -> str:
         return f"{value:,.0f} B" if value < 1e5 else quantity(value, "B")
 
     predicted, measured = amounts
-    if not predicted and not measured:
-        return ""
     names = [name for name in {**predicted, **measured} if predicted.get(name) or measured.get(name)]
     rows = [[name, *_cells(amounts, name, size)] for name in names]
-    foot = _total(amounts, size) if len(rows) > 1 else ""
-    return html_table([heading, "predicted", "measured", "error"], rows, [heading], foot)
+    total = _total(amounts, size) if len(rows) > 1 else ()
+    return Table(headings=[heading, "predicted", "measured", "error"], rows=rows, left=[heading], total=total)
 
 
 def _cells(amounts: ComparedAmounts, name: str, words: Callable[[float], str]) -> list[str]:
@@ -74,7 +71,6 @@ def _error(expected: float | None, found: float | None) -> str:
     return "equal" if expected == found else f"{100 * (expected - found) / found:+.0f} %"
 
 
-def _total(amounts: ComparedAmounts, words: Callable[[float], str], name: str = "all") -> str:
+def _total(amounts: ComparedAmounts, words: Callable[[float], str], name: str = "all") -> list[str]:
     sums = [sum(each.values()) if each else None for each in amounts]
-    cells = "".join(f"<td>{'-' if value is None else escape(words(value))}</td>" for value in sums)
-    return f"<tfoot><tr><td>{name}</td>{cells}<td>{_error(*sums)}</td></tr></tfoot>"
+    return [name, *("-" if value is None else words(value) for value in sums), _error(*sums)]

@@ -8,27 +8,31 @@ import csv
 import io
 import json
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from terrace.base.printable import escape
-from terrace.report.sides import Side, lines_of
+from terrace.report.run_curves import lines_of
+
+if TYPE_CHECKING:
+    from terrace.report.run_view import RunView
 
 _MOST_ROWS = 5_000  # over all runs: about half a megabyte of the page
 
 
-def downloads(sides: Sequence[Side]) -> str:
+def downloads(runs: Sequence["RunView"]) -> str:
     """Links to the data of one or several runs; empty for runs without a step."""
-    table, stride = steps_csv(sides)
+    table, stride = steps_csv(runs)
     if not table:
         return ""
     part = f"Every {_ordinal(stride)} step, since there are many; metrics.jsonl has all." if stride > 1 else ""
     links = _link("steps.csv", "text/csv", "Curves as CSV", table)
-    links += _link("run.json", "application/json", "Figures and settings as JSON", run_json(sides))
+    links += _link("run.json", "application/json", "Figures and settings as JSON", run_json(runs))
     return f"<p class=downloads>{links}<span class=quiet>{escape(part)}</span></p>"
 
 
-def steps_csv(sides: Sequence[Side]) -> tuple[str, int]:
+def steps_csv(runs: Sequence["RunView"]) -> tuple[str, int]:
     """(CSV with a row per run and step, "" without steps; stride: every N-th step of a run has a row)."""
-    columns = [lines_of(side.curves) for side in sides]
+    columns = [lines_of(run.curves) for run in runs]
     names = list(dict.fromkeys(name for lines in columns for name in lines))
     by_step: list[dict[int, dict[str, float]]] = []
     for lines in columns:
@@ -43,28 +47,28 @@ def steps_csv(sides: Sequence[Side]) -> tuple[str, int]:
     text = io.StringIO()
     writer = csv.writer(text)
     writer.writerow(["run", "step", *map(_cell, names)])
-    for side, lines, rows in zip(sides, columns, by_step, strict=True):
+    for run, lines, rows in zip(runs, columns, by_step, strict=True):
         steps = sorted(rows)
         # Always keep the last step, and values that few steps have, such as evaluations.
         kept = {*steps[::stride], *steps[-1:]}
         kept |= {step for points in lines.values() if stride * len(points) <= len(steps) for step, _ in points}
         for step in sorted(kept):
-            writer.writerow([_cell(side.name), step, *(rows[step].get(name, "") for name in names)])
+            writer.writerow([_cell(run.name), step, *(rows[step].get(name, "") for name in names)])
     return text.getvalue(), stride
 
 
-def run_json(sides: Sequence[Side]) -> str:
+def run_json(runs: Sequence["RunView"]) -> str:
     """JSON of the final figures in plain units (seconds, bytes, shares), and of the settings by dotted key."""
-    runs = [
+    tables = [
         {
-            "name": side.name,
-            "status": side.status,
-            "figures": {key: figure.value for key, figure in side.figures.items()},
-            "settings": side.settings,
+            "name": run.name,
+            "status": run.status,
+            "figures": {key: figure.value for key, figure in run.final.items()},
+            "settings": run.settings,
         }
-        for side in sides
+        for run in runs
     ]
-    return json.dumps({"runs": runs}, indent=1, default=str)
+    return json.dumps({"runs": tables}, indent=1, default=str)
 
 
 def _cell(text: str) -> str:

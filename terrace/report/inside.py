@@ -3,8 +3,6 @@
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
-from rich.table import Table
-
 from terrace.base.words import quantity, seconds
 from terrace.plan.context_traffic import AttentionBytes
 from terrace.plan.in_block_messages import ContextLeg, ContextMessage, TensorMessage
@@ -12,7 +10,7 @@ from terrace.program.block_program.attention import attention_steps
 from terrace.program.block_program.steps import Compute, Send, Steps, moments_of
 from terrace.program.instruction import Op
 from terrace.program.program import Program
-from terrace.report.tables import new_table
+from terrace.report.table import Table
 from terrace.simulate.inside import InBlockPrices
 
 _Alike = tuple[tuple[TensorMessage, str, int], ...]  # message, the computation that hides it, count
@@ -36,7 +34,7 @@ def inside_table(program: Program) -> Table:
     """
     left = ("block", "", "messages", "over", "each sends", "meanwhile")
     headings = (*left[:-1], "each takes", "meanwhile")
-    table = new_table("messages inside the blocks, for every micro-batch", headings, left=left)
+    table = Table(title="messages inside the blocks, for every micro-batch", headings=headings, left=left)
     for name, op, counts in _kinds(program):
         # A line between the kinds of blocks.
         if op is Op.FORWARD:
@@ -70,7 +68,7 @@ def attention_table(program: Program) -> Table:
     messages depend on the documents of a batch.
     """
     headings = ("block", "", "sent", "a rank sends", "meanwhile")
-    table = new_table("attention over the context axis, for every micro-batch", headings, left=headings)
+    table = Table(title="attention over the context axis, for every micro-batch", headings=headings, left=headings)
     # Blocks with equal messages share rows; in a decoder all layers do.
     alike: dict[tuple[bool, AttentionBytes], list[str]] = {}
     for index, block in enumerate(program.blocks):

@@ -22,14 +22,7 @@ MESSAGES = {
     "control": ("#8b8e97", "#cfd2d8"),
 }
 OUTER = {"outer": MESSAGES["gather_backward"]}  # exchanges of islands, which are drawn in separate rows
-ROLES = {  # calls of roles that learn from feedback
-    "hand_over": MESSAGES["sync"],
-    "generate": MESSAGES["gather"],
-    "rewards": MESSAGES["control"],
-    "logprobs": MESSAGES["reduce"],
-    "values": MESSAGES["gather_backward"],
-    "updates": MESSAGES["refresh"],
-}
+_KNOWN = PIPELINE | MESSAGES | OUTER
 MEMORY = {  # states have the colour of the messages that carry them
     "params": MESSAGES["gather"],
     "secondary": MESSAGES["control"],
@@ -55,12 +48,17 @@ def colour_key(category: str) -> str:
     if category.startswith("wait "):
         return "wait"
     # Traces of later versions may have categories that this palette lacks.
-    return category if category in PIPELINE | MESSAGES | OUTER | ROLES else "other"
+    return category if category in _KNOWN else "other"
+
+
+def known_order(key: str) -> int:
+    """The place of a colour in legends; unknown ones are last."""
+    return list(_KNOWN).index(key) if key in _KNOWN else len(_KNOWN)
 
 
 def colour_variables(dark: bool) -> str:
     """The colours as CSS custom properties: `--c-forward`, `--m-params`, `--paper`, ..."""
     lines = [f"--paper:{PAPER[dark]};--c-other:{_OTHER[dark]}"]
-    lines += [f"--c-{name}:{pair[dark]}" for name, pair in (PIPELINE | MESSAGES | OUTER | ROLES).items()]
+    lines += [f"--c-{name}:{pair[dark]}" for name, pair in _KNOWN.items()]
     lines += [f"--m-{name}:{pair[dark]}" for name, pair in MEMORY.items()]
     return ";".join(lines)

@@ -5,8 +5,6 @@ import re
 import textwrap
 from collections.abc import Mapping, Sequence
 
-from rich.table import Table
-
 from terrace.base.printable import escape
 from terrace.base.words import counted, quantity, seconds
 from terrace.plan.plan import AXES, Plan
@@ -18,7 +16,7 @@ from terrace.planner.stages import SERIAL
 from terrace.planner.task import Candidate, Task, plan_of
 from terrace.planner.verdicts import Headroom, Point, Verdict
 from terrace.report.plot import BOTTOM, HEIGHT, LEFT, RIGHT, WIDTH, frame, round_ticks
-from terrace.report.tables import new_table
+from terrace.report.table import Table
 from terrace.simulate.bands import Band
 from terrace.simulate.hidden import HiddenMessages
 
@@ -47,7 +45,7 @@ def plans_table(task: Task, estimates: Sequence[Estimate], title: str) -> Table:
                 _notes(task, estimate.candidate),
             ]
         )
-    return new_table(title, headings, left=[*left, "notes"], rows=rows)
+    return Table(title=title, headings=headings, left=[*left, "notes"], rows=rows)
 
 
 def hidden_words(found: HiddenMessages | None, at: str = "") -> str:
@@ -78,7 +76,7 @@ def plan_words(task: Task, candidate: Candidate) -> str:
 def verdicts_table(verdicts: Sequence[Verdict], best: Estimate, title: str) -> Table:
     """Cost of every preset or change compared with the best plan, or the reason why it does not run."""
     headings = ("plan", "step", "against the best", "memory", "remark")
-    found = new_table(title, headings, left=("plan", "remark"))
+    found = Table(title=title, headings=headings, left=("plan", "remark"))
     above = ""
     for verdict in verdicts:
         estimate = verdict.estimate
@@ -105,13 +103,13 @@ def split_table(values: Mapping[str, float], title: str, unit: str, whole: float
     # The largest first: it is the one to reduce.
     rows = [row(*item) for item in sorted(values.items(), key=lambda item: -item[1])]
     headings = ("category", "amount", "share")
-    return new_table(title, headings, left=("category",), rows=rows, total=row("total", total))
+    return Table(title=title, headings=headings, left=("category",), rows=rows, total=row("total", total))
 
 
 def headrooms_table(task: Task, found: Sequence[Headroom], title: str) -> Table:
     """The fastest plan for each memory headroom, compared with the one for the smallest headroom."""
     headings = ("headroom", "step", "slower", "memory", "plan")
-    table = new_table(title, headings, left=("plan",))
+    table = Table(title=title, headings=headings, left=("plan",))
     above: Estimate | None = None
     for each in found:
         best = each.best
@@ -136,7 +134,7 @@ def scaling_table(points: Sequence[Point], title: str, tier: str, price: float |
     squared = ["MFU, full square"] if full else []
     headings = [tier, "devices", "batch", "step", "tokens/s", "efficiency", "MFU", *squared, "memory"]
     headings += ["per million tokens"] if price is not None else []
-    found = new_table(title, headings)
+    found = Table(title=title, headings=headings)
     # The smallest sizes may lack the memory, so efficiency is relative to the first that runs.
     first = next((point.per_device for point in points if point.estimate), 0.0)
     for point in points:

@@ -2,20 +2,18 @@
 
 from collections.abc import Iterator, Mapping
 
-from rich.table import Table
-
 from terrace.base.words import counted, seconds
 from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.in_block_messages import RoutedMessage
 from terrace.plan.plan import EXPERT_CHUNKS, Plan
 from terrace.plan.wire import MessageClass
 from terrace.planner.divisions import table_words
-from terrace.planner.expert_tiers import alternatives
+from terrace.planner.small_changes import expert_changes
 from terrace.program.block_program.steps import Await, Compute, ComputeKind, Gap, Steps
 from terrace.program.instruction import Op
 from terrace.program.program import Program
 from terrace.report.inside import tiers_words
-from terrace.report.tables import new_table
+from terrace.report.table import Table
 from terrace.simulate.inside import InBlockPrices, block_prices
 from terrace.simulate.step import Prediction
 
@@ -38,7 +36,7 @@ def routed_table(program: Program) -> Table:
     Empty if no block has experts on several ranks.
     """
     headings = ("block", "", "step", "a rank sends", "takes")
-    table = new_table("experts on several ranks, for every micro-batch", headings, left=headings[:-1])
+    table = Table(title="experts on several ranks, for every micro-batch", headings=headings, left=headings[:-1])
     # Blocks with equal steps share rows.
     alike: dict[tuple[ExpertTraffic, bool], list[int]] = {}
     for index in range(len(program.blocks)):
@@ -95,14 +93,13 @@ def mean_words(program: Program) -> str:
 def alternatives_words(base: Prediction) -> str:
     """One line for each alternative division of experts, with its predicted step; "" if there is none."""
     lines = []
-    for each in alternatives(base.step):
-        if each.prediction is None:
-            lines.append(f"{each.what}: {each.reason}")
+    for each in expert_changes(base):
+        if each.reason:
+            lines.append(f"with {each.words}: {each.reason}")
             continue
-        longer = each.prediction.step_s / base.step_s - 1
-        why = _grown(base.times_s[base.busiest], each.prediction.times_s[each.prediction.busiest])
+        longer, why = each.step_s / base.step_s - 1, _grown(base.times_s[base.busiest], each.times_s)
         of_it = f", by {why}" if longer > 0 and why else ""
-        lines.append(f"{each.what} the step would take {seconds(each.prediction.step_s)}, {100 * longer:+.1f} %{of_it}")
+        lines.append(f"with {each.words} the step would take {seconds(each.step_s)}, {100 * longer:+.1f} %{of_it}")
     return "\n".join(lines)
 
 

@@ -42,6 +42,16 @@ def finite(points: Sequence[Point]) -> list[Point]:
     return [(step, value) for step, value in points if math.isfinite(value)]
 
 
+def lines_of(curves: Sequence[Curve]) -> dict[str, Sequence[Point]]:
+    """The lines of all charts by name: `Loss: holdout`, or just `Loss` for a chart's only or main line."""
+    found: dict[str, Sequence[Point]] = {}
+    for curve in curves:
+        for line, points in curve.lines.items():
+            is_only = len(curve.lines) == 1 or line == curve.title.lower()
+            found[curve.title if is_only else f"{curve.title}: {line}"] = points
+    return found
+
+
 def drawable(curves: Sequence[Curve]) -> list[Curve]:
     """The curves with at least one finite point."""
     return [curve for curve in curves if any(finite(points) for points in curve.lines.values())]

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
-from rich.table import Table
 from rich.text import Text
 
 from terrace.base.words import quantity, seconds
@@ -14,7 +13,8 @@ from terrace.program.report import StepReport
 from terrace.program.schedules.csv_form import to_csv
 from terrace.program.schedules.orders import Orders
 from terrace.report.loads import ROUTED_COLUMN
-from terrace.report.tables import bytes_words, equal_bytes, new_table
+from terrace.report.table import Table
+from terrace.report.tables import bytes_words, equal_bytes
 from terrace.simulate.step import WAITS_ON_STAGES, bubble, idle_s
 
 # Waits inside a stage that have their own column; all others are for its data ranks.
@@ -59,9 +59,9 @@ def stages_table(programs: Sequence[Program], blocks: Sequence[BlockSpec]) -> Ta
     stages = [program.stage for program in programs]
     num_chunks, counts = len(stages[0].chunks), [num_params(blocks, stage.own) for stage in stages]
     chunks = [f"chunk {chunk}" for chunk in range(num_chunks)] if num_chunks > 1 else ["blocks"]
-    return new_table(
-        "stages: what each runs",
-        ["stage", *chunks, "parameters"],
+    return Table(
+        title="stages: what each runs",
+        headings=["stage", *chunks, "parameters"],
         left=chunks,
         rows=[
             [str(stage.index), *(block_words(blocks, chunk) for chunk in stage.chunks), f"{count:,}"]
@@ -95,9 +95,9 @@ def stage_memory_table(held: Sequence[Mapping[str, int]], activations: Sequence[
     `room` is the memory available to a plan, in words.
     """
     names = [name for name in held[0] if any(each[name] for each in held)]
-    table = new_table(
-        f"model state and activations of one rank of each stage, at most; a plan may take {room}",
-        ["stage", *names, "model state", "activations", "together"],
+    table = Table(
+        title=f"model state and activations of one rank of each stage, at most; a plan may take {room}",
+        headings=["stage", *names, "model state", "activations", "together"],
     )
     for index, (each, kept) in enumerate(zip(held, activations, strict=True)):
         state = sum(each.values())
@@ -115,9 +115,9 @@ def stage_bytes_tables(sent: Sequence[Mapping[tuple[MessageClass, str], int]], t
     for first in range(0, len(sent), 8):
         shown = sent[first : first + 8]
         tables.append(
-            new_table(
-                "bytes one rank of each stage sends in a step",
-                ["message", "tier", *(f"stage {first + number}" for number in range(len(shown)))],
+            Table(
+                title="bytes one rank of each stage sends in a step",
+                headings=["message", "tier", *(f"stage {first + number}" for number in range(len(shown)))],
                 left=("message", "tier"),
                 rows=[[*key, *(bytes_words(row.get(key)) for row in shown)] for key in keys],
                 total=["total", "", *(quantity(sum(row.values()), "B") for row in shown)],
@@ -146,7 +146,7 @@ def stage_time_table(reports: Sequence[StepReport]) -> Table:
         rows.append([str(index), *cells, f"{idle / report.step_s:.1%}"])
     title = "seconds of a step, by the cluster's figures; bubble: waiting for other stages"
     total = ["all", *[""] * (len(headings) - 2), f"{bubble(reports):.1%}"]
-    return new_table(title, headings, rows=rows, total=total)
+    return Table(title=title, headings=headings, rows=rows, total=total)
 
 
 def _waits_inside(report: StepReport) -> dict[str, float]:
@@ -162,7 +162,7 @@ def _waits_inside(report: StepReport) -> dict[str, float]:
 def stage_comparison_table(stages: Sequence[tuple[StepReport, StepReport]]) -> Table:
     """Compare (predicted, measured) of one rank of each stage."""
     headings = ("stage", "step", "error", "computing", "wait stages", "wait others", "model state", "bytes\nequal")
-    table = new_table("every stage, predicted / measured (mean)", headings)
+    table = Table(title="every stage, predicted / measured (mean)", headings=headings)
     for index, (predicted, measured) in enumerate(stages):
         sides = (predicted, measured)
         step, *spent = (

@@ -1,12 +1,10 @@
 """Tables for the terminal: a plan as tiers x axes, and step reports, predicted and measured."""
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
-from rich import box
-from rich.table import Table
 from rich.text import Text
 
 from terrace.base.words import counted, quantity, seconds
@@ -23,12 +21,14 @@ from terrace.plan.products import products_words
 from terrace.plan.wire import ROUTED, MessageClass
 from terrace.program.report import StepReport
 from terrace.program.verdict import judged
+from terrace.report.markup import meter
+from terrace.report.palette import colour_key
+from terrace.report.table import Markup, Table
 
 STATES = ("params", "params_backward", "grads", "optimizer")
 _CATEGORY_ORDER = ("forward", "backward", "clip", "update")
 # Largest relative error of a good prediction of step time and memory; bytes must be equal.
 STEP_BAND, MEMORY_BAND = 0.20, 0.10
-_WIDTH = 80  # of a terminal; longer titles are wrapped
 _STATE_TITLE = "model state of one rank, each category at its own peak"
 
 
@@ -45,7 +45,7 @@ def plan_table(cluster: Cluster, plan: Plan) -> Table:
     group of that tier.
     """
     headings, rows = plan_rows(cluster, plan)
-    return new_table(plan_title(cluster, plan), headings, left=("tier", "states placed here"), rows=rows)
+    return Table(title=plan_title(cluster, plan), headings=headings, left=("tier", "states placed here"), rows=rows)
 
 
 def plan_title(cluster: Cluster, plan: Plan) -> str:
@@ -125,9 +125,9 @@ def bytes_table(predicted: Mapping[tuple[MessageClass, str], int], tiers: Sequen
 def sent_table(sent: Mapping[tuple[Any, str], int], messages: Iterable[str], tiers: Sequence[str]) -> Table:
     """Bytes that one rank sends per step, by message (rows) and tier (columns)."""
     totals = (sum(size for (_, where), size in sent.items() if where == tier) for tier in tiers)
-    return new_table(
-        "bytes one rank sends in a step",
-        ["message", *tiers],
+    return Table(
+        title="bytes one rank sends in a step",
+        headings=["message", *tiers],
         left=("message",),
         rows=sent_rows(sent, messages, tiers),
         total=["total", *map(bytes_words, totals)],
@@ -144,9 +144,9 @@ def bytes_words(size: float | None) -> str:
 
 def memory_table(predicted: Mapping[str, int], room: str) -> Table:
     """Model state of one rank, each category at its own peak; `room` is the memory available to a plan, in words."""
-    return new_table(
-        f"{_STATE_TITLE}; no activations; a plan may take {room}",
-        ("category", "predicted"),
+    return Table(
+        title=f"{_STATE_TITLE}; no activations; a plan may take {room}",
+        headings=("category", "predicted"),
         left=("category",),
         rows=[(category, quantity(size, "B")) for category, size in predicted.items() if size],
         total=("total", quantity(sum(predicted.values()), "B")),
@@ -154,14 +154,19 @@ def memory_table(predicted: Mapping[str, int], room: str) -> Table:
 
 
 def time_table(predicted: StepReport) -> Table:
-    """Predicted seconds of a step by category."""
-    return new_table(
-        "seconds of a step, predicted from the cluster's own figures",
-        ("category", "predicted"),
-        left=("category",),
-        rows=[(name, seconds(predicted.time_s[name])) for name in time_categories(predicted.time_s)],
-        total=("step", seconds(predicted.step_s)),
+    """Predicted seconds of a step by category, and their shares; on a page with bars."""
+    longest, step_s = max(predicted.time_s.values(), default=0.0) or 1.0, predicted.step_s or 1.0
+    table = Table(
+        title="seconds of a step, predicted from the cluster's own figures",
+        headings=("category", "predicted", "of the step", ""),
+        left=("category", ""),
+        total=("step", seconds(predicted.step_s), "", Markup()),
     )
+    for name in time_categories(predicted.time_s):
+        spent_s = predicted.time_s[name]
+        bar = meter([(f"--c-{colour_key(name)}", spent_s)], longest)
+        table.add_row(name, seconds(spent_s), f"{100 * spent_s / step_s:.1f} %", bar)
+    return table
 
 
 def comparison_tables(predicted: StepReport, measured: StepReport) -> list[Table]:
@@ -257,7 +262,7 @@ def _state_bytes(report: StepReport) -> float:
 
 def _compare_bytes(predicted: StepReport, measured: StepReport) -> Table:
     headings = ("message", "tier", "predicted", "measured", "")
-    table = new_table("bytes one rank sends in a step", headings, left=("message", "tier", ""))
+    table = Table(title="bytes one rank sends in a step", headings=headings, left=("message", "tier", ""))
     for message, tier in sorted(predicted.sent_bytes.keys() | measured.sent_bytes.keys()):
         expected = predicted.sent_bytes.get((message, tier), 0)
         found = measured.sent_bytes.get((message, tier), 0)
@@ -286,9 +291,9 @@ def _compare(
         return name, show(expected), show(found), error
 
     expected, found = (sum(values) for values in zip(*pairs.values(), strict=True)) if pairs else (0, 0)
-    return new_table(
-        title,
-        ("category", "predicted", "measured", "error"),
+    return Table(
+        title=title,
+        headings=("category", "predicted", "measured", "error"),
         left=("category",),
         rows=[row(name, *pairs[name]) for name in time_categories(pairs) if any(pairs[name])],
         total=row(total, expected, found),
@@ -300,29 +305,6 @@ def time_categories(values: Mapping[str, object]) -> list[str]:
     known = [name for name in _CATEGORY_ORDER if name in values]
     waits = sorted(name for name in values if name.startswith("wait "))
     return [*known, *waits, *(name for name in values if name not in known and name not in waits)]
-
-
-def new_table(
-    title: str,
-    headings: Iterable[str],
-    *,
-    left: Container[str] = (),
-    rows: Iterable[Iterable[str | Text]] = (),
-    total: Iterable[str] | None = None,
-) -> Table:
-    """A table in the house style: columns are right-aligned except those in `left`, a line separates the `total`."""
-    width = min(len(title) + 2, _WIDTH)  # a narrower table would break its title into lines
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, min_width=width
-    )
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading in left else "right")
-    for row in rows:
-        table.add_row(*row)
-    if total is not None:
-        table.add_section()
-        table.add_row(*total)
-    return table
 
 
 def utilisation(share: float) -> str:

@@ -16,6 +16,7 @@ PRODUCT = Product(
             command="rl",
             sections=("run", "algorithm", "reward", "cost", "pool", "plans", "weights"),
             folder="terrace.rl.folder:run_folder",
+            page="terrace.rl.pages.part:rl_part",
         ),
     ),
     keys="terrace.rl.commands.keys:KEYS",

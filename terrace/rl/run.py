@@ -123,15 +123,20 @@ class Run:
             observe=self.samples.drawn,
         )
 
-    def steps(self, stops: Callable[[], bool] = lambda: False) -> Iterator[tuple[int, Metrics]]:
+    def steps(
+        self,
+        stops: Callable[[], bool] = lambda: False,
+        saved: Callable[[int, Path], object] = lambda step, folder: None,
+    ) -> Iterator[tuple[int, Metrics]]:
         """Run the remaining steps, evaluating and saving as configured. Yields (step from 1, metrics).
 
-        `stops` is called after each step but the last; if it returns True, the run saves and ends.
+        `stops` is called after each step but the last; if it returns True, the run saves and ends. `saved` is called
+        with the step and the actor's folder of each checkpoint.
         """
         config, controller = self._inputs.config, CONTROLLERS[self._inputs.config.algorithm.name](self._setup)
         run, world_size = config.run, config.cluster.world_size
         if not self._progress.step:
-            self._save()  # so that a run folder that is not writable fails at once
+            saved(0, self._save())  # so that a run folder that is not writable fails at once
         for step in range(self._progress.step + 1, run.steps + 1):
             self._runtime.step, begin_s = step, now_s()
             found = next(controller)
@@ -152,7 +157,7 @@ class Run:
             yield step, found
             is_stopped = not is_last and stops()
             if is_last or is_stopped or (run.checkpoint_every and step % run.checkpoint_every == 0):
-                self._save()
+                saved(step, self._save())
             if is_stopped:
                 return
 
@@ -180,7 +185,7 @@ class Run:
         self.samples.held_out(rows)
         return {"val/reward": float(rows.tensor("reward").mean())}
 
-    def _save(self) -> None:
+    def _save(self) -> Path:
         of_run = _facts(self._progress, self._inputs)
         facts = {"tokenizer": self._inputs.tokenizer.fingerprint, FACTS: of_run}
         keep = self._inputs.config.run.keep_checkpoints
@@ -198,6 +203,7 @@ class Run:
             for path in _checkpoints(self._folder / name):
                 if step_of(path) not in kept:
                     remove(path)
+        return folder_of(self._folder / actor, self._progress.updates)
 
     def _learning(self) -> list[tuple[str, Any]]:
         roles = self._roles

@@ -4,7 +4,7 @@ import json
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Protocol
 
@@ -31,6 +31,9 @@ def num_final(num_steps: int) -> int:
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
     """One line of `metrics.jsonl`. `step` counts from 1; `tokens_per_s` is for the whole world.
+
+    `values` are further numbers of a step, by name, which a run of another command may have; in the file each is a
+    column of its own.
 
     With islands, loss, norm and tokens are those of rank 0's island, and the rate is that island's times the number of
     islands. `outer` has the exchanges applied in this step, by fragment, with the loss over all islands since the last
@@ -69,6 +72,10 @@ class StepRecord:
     slowest: dict[str, float] = field(default_factory=dict)  # rank with most own work, its median seconds of it
     eval: dict[str, dict[str, MaybeNaN]] = field(default_factory=dict)  # by source: loss, tokens; after the step
     time: float = 0.0  # when the step ended, in seconds since 1970
+    values: dict[str, MaybeNaN] = field(default_factory=dict)
+
+
+_COLUMNS = frozenset(field.name for field in fields(StepRecord))
 
 
 def eval_figures(record: StepRecord) -> dict[str, dict[str, float]]:
@@ -272,7 +279,8 @@ class MetricsFile:
 def read_metrics(path: Path) -> list[StepRecord]:
     """Records of a metrics file, one per step.
 
-    Damaged lines, such as a last one truncated by a crash, are skipped. Unknown keys, of a newer version, are ignored.
+    Damaged lines, such as a last one truncated by a crash, are skipped. Raises `TrainingError` for a file of an earlier
+    version of `terrace rl`.
     """
     return read_sound_metrics(path)[0]
 
@@ -280,16 +288,29 @@ def read_metrics(path: Path) -> list[StepRecord]:
 def read_sound_metrics(path: Path) -> tuple[list[StepRecord], int]:
     """Like `read_metrics`, with the number of damaged lines."""
     records: dict[int, StepRecord] = {}
-    num_written = 0
+    num_written, num_former = 0, 0
     for line in read_lines(path, path.parent):
         num_written += bool(line.strip())
         try:
-            record = fitting(StepRecord, parse_table(line))
+            table = parse_table(line)
+            num_former += "time/step" in table and "step_s" not in table
+            record = fitting(StepRecord, table | {"values": _further(table)})
         except ValueError:
             continue
         records.setdefault(record.step, record)
+    if num_former and not records:
+        raise TrainingError(
+            f"{path} was written by an earlier terrace rl, whose lines lack columns of today (step_s, time_s): use the "
+            "version that wrote it, or start a new run from the model of this one"
+        )
     return list(records.values()), num_written - len(records)
 
 
+def _further(table: Mapping[str, object]) -> dict[str, object]:
+    """The numbers of a line whose names are no fields of a record."""
+    return {name: value for name, value in table.items() if name not in _COLUMNS and type(value) in (int, float)}
+
+
 def _line(record: StepRecord) -> str:
-    return sealed_json(json.dumps(asdict(record)))
+    table = asdict(record)
+    return sealed_json(json.dumps(table | table.pop("values")))

@@ -6,14 +6,13 @@ finished. A new start appends to `events.jsonl` and replaces `prediction.json`.
 """
 
 import json
-import math
 import os
 import sys
 import time
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,34 @@ from terrace.train.trackers import Tracker, open_trackers, values_of
 EVENTS, PREDICTION = "events.jsonl", "prediction.json"
 
 
+class EventLog:
+    """Appends to the events of a run, which goes on if they cannot be written: that is said once, on stderr."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._says_lost = folder, False
+
+    def add(self, name: str, /, **facts: Any) -> None:
+        """Append an event with the present time."""
+        try:
+            append_event(self._folder, name, **facts)
+        except OSError as error:
+            # A full disk must not end a run whose metrics file survived, nor fill the screen.
+            if not self._says_lost:
+                print(f"terrace: cannot write {self._folder / EVENTS}: {error.strerror}", file=sys.stderr, flush=True)
+            self._says_lost = True
+
+
+@contextmanager
+def event_log(folder: Path) -> Iterator[EventLog]:
+    """The events of a run until the end of the body; an error or an interrupt that ends it is recorded."""
+    events = EventLog(folder)
+    try:
+        yield events
+    except BaseException as error:
+        events.add("stopped", why=f"{type(error).__name__}: {' '.join(str(error).split())}"[:500])
+        raise
+
+
 @contextmanager
 def recorded(observer: Observer, job: RunJob) -> Iterator[Observer]:
     """Context manager on rank 0: an observer that records events, the error that ends the run included, and forwards
@@ -41,15 +68,12 @@ def recorded(observer: Observer, job: RunJob) -> Iterator[Observer]:
 
     Once all ranks have started, config.toml is replaced by the job's.
     """
-    recorder = _Recorder(observer, job)
-    try:
-        yield recorder
-    except BaseException as error:
-        # Any end is recorded, an interrupt included.
-        recorder.event("stopped", why=f"{type(error).__name__}: {' '.join(str(error).split())}"[:500])
-        raise
-    finally:
-        recorder.close()
+    with event_log(job.folder) as events:
+        recorder = _Recorder(observer, job, events)
+        try:
+            yield recorder
+        finally:
+            recorder.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +92,7 @@ class RunEvent:
     folder: str = ""
     why: str | None = None
     text: str | None = None
-    final_loss: MaybeNaN = math.nan
+    final_loss: MaybeNaN | None = None
     no_verdict: str = ""  # of a finished run: why its steps say nothing about the prediction
     slowest_rank: int | None = None  # of a finished run: the rank with the most own work
     slowest_s: dict[str, dict[str, float]] = field(default_factory=dict)  # its "predicted" and "measured" seconds
@@ -78,11 +102,16 @@ class RunEvent:
 class Predicted:
     """Content of `prediction.json`: `predicted` maps names and categories to amounts, `cluster` is the cluster's
     table.
+
+    Where the categories of `time_s` overlap, as stages of several pools do, `step_s` are the seconds of a step; `parts`
+    then names the categories of a line's `time_s` that are measured for each predicted one.
     """
 
     is_measured: bool
     cluster: dict[str, Any]
     predicted: dict[str, Any] = field(default_factory=dict)
+    step_s: float | None = None
+    parts: dict[str, list[str]] = field(default_factory=dict)
 
 
 def read_events(folder: Path) -> tuple[list[RunEvent], int]:
@@ -95,6 +124,11 @@ def read_events(folder: Path) -> tuple[list[RunEvent], int]:
             with suppress(ValueError):
                 found.append(fitting(RunEvent, parse_table(line), skip=True))
     return found, num_written - len(found)
+
+
+def write_prediction(folder: Path, prediction: Predicted) -> None:
+    """Write `prediction.json`. Raises `OSError`."""
+    write_atomic(folder / PREDICTION, sealed_json(json.dumps(asdict(prediction), indent=1)))
 
 
 def read_prediction(folder: Path) -> Predicted:
@@ -116,30 +150,25 @@ def append_event(run_folder: Path, name: str, /, **facts: Any) -> None:
 
 
 class _Recorder:
-    def __init__(self, observer: Observer, job: RunJob) -> None:
+    def __init__(self, observer: Observer, job: RunJob, events: EventLog) -> None:
         self._observer, self._job, self._run, self._folder = observer, job, job.run, job.folder
         self._trackers: dict[str, Tracker] = {}
-        self._step, self._says_lost = 0, False
+        self._step, self._events = 0, events
 
     def started(self, predicted: StepReport, cluster: Cluster, first_step: int) -> None:
-        run = self._run
-        table = {
-            "plan": run.plan.name,
-            "cluster": dump(cluster),
-            "is_measured": cluster is not run.cluster,
-            "first_step": first_step,
-            "predicted": plain(predicted),
-        }
-        settings = self._job.config and sealed_toml(self._job.config)
-        texts = {PREDICTION: sealed_json(json.dumps(table, indent=1)), "config.toml": settings}
-        for name, text in texts.items():
-            try:
-                if text:
-                    write_atomic(self._folder / name, text)
-            except OSError as error:
-                raise TrainingError(f"cannot write {self._folder / name}: {error.strerror}") from error
+        run, is_measured = self._run, cluster is not self._run.cluster
+        name = PREDICTION
+        try:
+            write_prediction(
+                self._folder, Predicted(is_measured=is_measured, cluster=dump(cluster), predicted=plain(predicted))
+            )
+            name = "config.toml"
+            if self._job.config:
+                write_atomic(self._folder / name, sealed_toml(self._job.config))
+        except OSError as error:
+            raise TrainingError(f"cannot write {self._folder / name}: {error.strerror}") from error
         ranks = run.cluster.world_size
-        self.event("started", first_step=first_step, plan=run.plan.name, cluster=run.cluster.name, ranks=ranks)
+        self._events.add("started", first_step=first_step, plan=run.plan.name, cluster=run.cluster.name, ranks=ranks)
         if run.train.metrics:
             config = tomllib.loads(run_toml(run))
             self._trackers = open_trackers(run.train.metrics, self._folder, config, first_step)
@@ -156,15 +185,15 @@ class _Recorder:
 
     def saved(self, folder: Path) -> None:
         # A save ends during a later step; the folder's name has the step at which it began.
-        self.event("saved", step=int(folder.name.removeprefix("step-")), folder=folder.name)
+        self._events.add("saved", step=int(folder.name.removeprefix("step-")), folder=folder.name)
         self._observer.saved(folder)
 
     def note(self, text: str) -> None:
-        self.event("note", step=self._step, text=text)
+        self._events.add("note", step=self._step, text=text)
         self._observer.note(text)
 
     def detail(self, text: str) -> None:
-        self.event("note", step=self._step, text=text)
+        self._events.add("note", step=self._step, text=text)
         self._observer.detail(text)
 
     def finished(self, outcome: Outcome) -> None:
@@ -173,17 +202,10 @@ class _Recorder:
             sides = {"predicted": dict(outcome.slowest.predicted_s), "measured": dict(outcome.slowest.measured_s)}
             slowest = {"slowest_rank": outcome.slowest.rank, "slowest_s": sides}
         why_not = why_no_verdict(outcome.num_timed, outcome.busy)
-        self.event("finished", step=outcome.num_steps, final_loss=outcome.final_loss, no_verdict=why_not, **slowest)
+        self._events.add(
+            "finished", step=outcome.num_steps, final_loss=outcome.final_loss, no_verdict=why_not, **slowest
+        )
         self._observer.finished(outcome)
-
-    def event(self, name: str, **facts: Any) -> None:
-        try:
-            append_event(self._folder, name, **facts)
-        except OSError as error:
-            # A full disk must not end a run whose metrics file survived, nor fill the screen.
-            if not self._says_lost:
-                print(f"terrace: cannot write {self._folder / EVENTS}: {error.strerror}", file=sys.stderr, flush=True)
-            self._says_lost = True
 
     def close(self) -> None:
         for name, tracker in self._trackers.items():

@@ -11,7 +11,8 @@ from terrace.base.printable import escape, printable
 from terrace.cli.main import main
 from terrace.cli.output import printable_output
 from terrace.cli.terminal import Terminal
-from terrace.report.markup import figures_row
+from terrace.report.page import page_html
+from terrace.report.sections import Page
 
 EVIL = "a\x1b]0;title\x07\r\x9b2J\u202egnp\udce9\n\tb"
 TOLD = "a\\x1b]0;title\\x07\\r\\x9b2J\\u202egnp\\udce9\n\tb"
@@ -21,7 +22,7 @@ def test_what_a_terminal_acts_on_is_spelled_out() -> None:
     assert printable(EVIL) == TOLD
     assert printable("né 漢字 🙂 👩\u200d🚀 \\x1b\n") == "né 漢字 🙂 👩\u200d🚀 \\x1b\n"
     assert escape("<\x1b>") == "&lt;\\x1b&gt;"
-    assert "\x1b" not in figures_row([(EVIL, EVIL)])
+    assert "\x1b" not in page_html(Page(title=EVIL, figures=[(EVIL, EVIL)]))
 
 
 def test_tables_and_prints_spell_it_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,7 @@ import pytest
 
 from terrace.cli.main import main
 from terrace.plan.gaps import gaps_words
-from terrace.report.run_folder import run_view
-from terrace.report.sides import side_of_run
+from terrace.report.run_view import run_view
 from terrace.report.tables import utilisation
 from terrace.train.prediction import resolved_run
 from terrace.train.resolve import resolve
@@ -55,4 +54,4 @@ def test_a_share_above_the_peak_has_the_same_words_everywhere(tmp_path: Path) ->
     view = run_view(folder)
     assert ("150.0 % (the peak is wrong)", "MFU") in view.figures
     assert ("50.0 %", "HFU") in view.figures
-    assert side_of_run("run", view).figures["MFU"].words == "150.0 % (the peak is wrong)"
+    assert view.final["MFU"].words == "150.0 % (the peak is wrong)"

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from rich.table import Table
 
 from terrace.base.words import quantity, seconds
 from terrace.cluster.cluster import Cluster
@@ -37,15 +36,18 @@ from terrace.report.stage_tables import (
     stage_bytes_tables,
     stage_comparison_table,
 )
+from terrace.report.table import Table
 from terrace.report.tables import band_words
+from terrace.report.timeline_text import timeline_text
 from terrace.simulate.cost import step_costs
 from terrace.simulate.footprint import work_of
+from terrace.simulate.recorded import record_predicted
+from terrace.simulate.rows import step_timeline, task_spans
 from terrace.simulate.stages import StagesStep, simulate_stages
-from terrace.simulate.step import bubble, idle_s
+from terrace.simulate.step import bubble, idle_s, predict_step
 from terrace.simulate.timeline import play
-from terrace.simulate.timeline_picture import passes_picture, task_spans
 from terrace.train.config import RunConfig
-from terrace.train.prediction import checked_programs, kept_activations, resolved_run
+from terrace.train.prediction import checked_programs, kept_activations, resolved_run, step_of
 from terrace.train.resolve import resolve
 from tests.support.command_line import CommandLine
 from tests.support.schedules import even_seconds, peak_activation_bytes
@@ -173,12 +175,12 @@ def test_what_is_drawn_is_what_is_played(here: Here, schedule: str) -> None:
     programs, step = _played(config)
     orders = orders_of(config)
     for stage, (program, passes) in enumerate(zip(programs, step.passes, strict=True)):
-        spans = task_spans(program.stage, passes)
-        assert tuple(span.task for span in spans) == orders.tasks[stage]
-        assert all(before.end_s <= after.start_s + 1e-12 for before, after in pairwise(spans))
+        spans = list(task_spans(program.stage, passes))
+        assert tuple(task for task, _, _ in spans) == orders.tasks[stage]
+        assert all(before[2] <= after[1] + 1e-12 for before, after in pairwise(spans))
         assert sum(end_s - start_s for _, start_s, end_s in spans) >= step.reports[stage].time_s["forward"]
     out = here.explain("--plan.schedule", schedule, "--lines", "2")
-    rows = _section(out, "schedule ")
+    rows = _section(out, "Schedule ")
     for stage, line in enumerate(to_csv(orders).splitlines()):
         cells = line.split(",")
         shown = next(row for row in rows if row.startswith(f"stage {stage}")).split()[2:]
@@ -186,11 +188,11 @@ def test_what_is_drawn_is_what_is_played(here: Here, schedule: str) -> None:
         assert number > 10
         assert shown[:number] == cells[:number]
         assert shown[number:] == (["...", str(len(cells) - number), "more"] if number < len(cells) else [])
-    wide = passes_picture([program.stage for program in programs], step.passes, step.reports[0].step_s, 2000)
+    wide = timeline_text(step_timeline(record_predicted(predict_step(step_of(config), programs))), 2000)
     for stage, line in enumerate(wide.splitlines()[:2]):
         tasks = [task for task in orders.tasks[stage] if task.chunk == 0]
         first = [f"{task.pass_.letter}{task.micro}" for task in tasks[:3]]
-        assert re.findall(r"[FBIW]\d+(?=[-.])", re.sub(r"[FBIW]1\.\d+-*", "", line))[:3] == first
+        assert re.findall(r"[FBIW]\d+(?=[- ])", re.sub(r"[FBIW]1\.\d+-*", "", line))[:3] == first
         assert len(line) == 2000
 
 
@@ -201,15 +203,14 @@ def _num_shown(cells: list[str]) -> int:
 def test_the_picture_of_the_terminal_begins_with_the_first_forward(here: Here) -> None:
     out = here.explain("--plan.schedule", "gpipe", "--lines", "2")
     picture = _picture(out)
-    assert picture[0].startswith("stage 0 F0")
-    assert re.match(r"stage 1 \.+F0?", picture[1])
+    assert picture[0].startswith("stage 0 |F0")
+    assert re.match(r"stage 1 \| +F0?", picture[1])
     assert {len(line) for line in picture} == {120}
-    assert re.search(r"picture \d+% of the step", out)
 
 
 def _picture(out: str) -> list[str]:
     lines = out.splitlines()
-    start = next(at for at, line in enumerate(lines) if line.startswith("the same over time"))
+    start = next(at for at, line in enumerate(lines) if line.startswith("Timeline of all stages"))
     return [line for line in lines[start + 1 : start + 3] if line.startswith("stage")]
 
 

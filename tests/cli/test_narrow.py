@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.table import Table
 
 from terrace.cli.probe import show_constants
 from terrace.cli.step_progress import ProgressLine, step_words
 from terrace.cli.terminal import Terminal
 from terrace.cluster.presets import load_cluster
 from terrace.probe.assemble import assemble
-from terrace.report.tables import new_table
+from terrace.report.table import Table
 from terrace.train.metrics import StepRecord
 from tests.support.planning import Planning, here
 from tests.support.probed import synthetic
@@ -46,7 +45,9 @@ def test_a_table_in_a_pipe_follows_columns(columns: str | None, monkeypatch: pyt
     monkeypatch.delenv("COLUMNS", raising=False)
     if columns is not None:
         monkeypatch.setenv("COLUMNS", columns)
-    Terminal().print(new_table("plans", HEADINGS, left=("params", "grads", "optimizer", "notes"), rows=[ROW]))
+    Terminal().print(
+        Table(title="plans", headings=HEADINGS, left=("params", "grads", "optimizer", "notes"), rows=[ROW])
+    )
     lines = screen.getvalue().splitlines()
     assert max(map(len, lines)) <= int(columns or 120)
     assert all(line == line.rstrip() for line in lines)
@@ -97,9 +98,10 @@ def _printed(table: Table, width: int, monkeypatch: pytest.MonkeyPatch) -> str:
     return screen.getvalue()
 
 
-def _check_whole(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+def _check_whole(shown: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = shown.__rich__()
     for width in (60, 80, 120):
-        printed = _printed(table, width, monkeypatch)
+        printed = _printed(shown, width, monkeypatch)
         assert max(map(len, printed.splitlines())) <= width
         cells = [str(cell) for column in table.columns for cell in column.cells]
         missing = Counter(" ".join(cells).split()) - Counter(printed.split())
@@ -168,7 +170,7 @@ def test_columns_without_room_stand_below_with_the_columns_that_name_the_rows(mo
     names = [f"stage {number}" for number in range(10)]
     rows = [[message, "node", *(f"{number}.25 GB" for number in range(10)), ""] for message in ("gather", "reduce")]
     rows.append(["sync", "", *["-"] * 5, *[""] * 6])
-    table = new_table("bytes", ["message", "tier", *names, "empty"], left=("message", "tier"), rows=rows)
+    table = Table(title="bytes", headings=["message", "tier", *names, "empty"], left=("message", "tier"), rows=rows)
     first, second = (part.splitlines() for part in _printed(table, 80, monkeypatch).split("\n\n\n"))
     assert first[0] == "bytes"
     assert [line.split()[0] for line in first[4:]] == ["gather", "reduce", "sync"]

@@ -7,10 +7,10 @@ import pytest
 from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
 from terrace.plan.presets import preset
-from terrace.planner.expert_tiers import alternatives
+from terrace.planner.small_changes import expert_changes
 from terrace.report.routing import division_words
 from terrace.simulate.footprint import work_of
-from terrace.simulate.step import Step
+from terrace.simulate.step import Step, predict_step
 from tests.support.mixtures import PLAIN, mixture
 from tests.support.toys import cluster_of
 
@@ -28,16 +28,16 @@ def test_a_plan_with_shares_of_gradients_has_both(tier: str, is_shared: bool) ->
     )
     work = work_of(cluster, plan, layer_operations(model), 128)
     step = Step(cluster=cluster, plan=plan, blocks=tuple(block_specs(model)), num_micros=3, sequence=128, work=work)
-    found = alternatives(step)
+    found = expert_changes(predict_step(step))
     assert [each.reason for each in found] == ["", ""]
-    one_chunk, further = (each.prediction.step.plan for each in found if each.prediction is not None)
+    one_chunk, further = (each.plan for each in found)
     assert one_chunk.expert_chunks == {"forward": 1, "backward": 1, "ahead": 1}
     assert len(one_chunk.expert_gaps) <= 3, "of one chunk"
     assert further.experts != plan.experts
     assert is_shared or not further.expert_gaps
 
 
-@pytest.mark.parametrize(("ahead", "other"), [(1, "with 3 chunks ahead"), (3, "with 1 chunk ahead")])
+@pytest.mark.parametrize(("ahead", "other"), [(1, "3 chunks ahead"), (3, "1 chunk ahead")])
 def test_the_other_order_of_chunks_is_priced(ahead: int, other: str) -> None:
     cluster, model = cluster_of(2, 2), mixture(replace(PLAIN, num_experts=16))
     plan = replace(
@@ -47,9 +47,7 @@ def test_the_other_order_of_chunks_is_priced(ahead: int, other: str) -> None:
     )
     work = work_of(cluster, plan, layer_operations(model), 128)
     step = Step(cluster=cluster, plan=plan, blocks=tuple(block_specs(model)), num_micros=1, sequence=128, work=work)
-    found = {each.what: each.prediction for each in alternatives(step)}
-    assert found.keys() == {"with tokens in one chunk", other}
-    predicted = found[other]
-    assert predicted is not None
-    assert predicted.step.plan.expert_chunks == {"forward": 4, "backward": 2, "ahead": 4 - ahead}
+    found = {each.words: each.plan for each in expert_changes(predict_step(step))}
+    assert found.keys() == {"tokens in one chunk", other}
+    assert found[other].expert_chunks == {"forward": 4, "backward": 2, "ahead": 4 - ahead}
     assert ("3 of them ahead" in division_words(plan)) == (ahead == 3)

@@ -8,7 +8,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import TerraceError
-from terrace.cli.views import StepView
 from terrace.cluster.cluster import Cluster
 from terrace.model.block_operations import layer_operations
 from terrace.model.config import ModelConfig
@@ -24,6 +23,7 @@ from terrace.planner.task import Candidate, Placement, Task
 from terrace.program.lowering import build_stages
 from terrace.program.program import Program
 from terrace.program.schedules.registry import schedule_names
+from terrace.report.step_view import StepView
 from terrace.runtime.settings import OptimizerConfig
 from terrace.simulate.advice import Job, fullest_stage
 from terrace.simulate.cost import step_costs

@@ -5,16 +5,17 @@ import csv
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from terrace.cli.main import main
 from terrace.report.downloads import run_json, steps_csv
-from terrace.report.overlay import MOST_RUNS, overlaid, overlay_page, setting_rows
+from terrace.report.overlay import MOST_RUNS, names_of, overlaid, overlay_page, setting_rows
+from terrace.report.page import page_html
 from terrace.report.run_curves import COLOURS, Curve
-from terrace.report.run_folder import run_view
-from terrace.report.sides import Side, names_of, side_of_run
+from terrace.report.run_view import RunView, run_view
 from tests.support.pages import checked
 from tests.support.records import step_record, write_metrics
 
@@ -54,8 +55,8 @@ def runs(tmp_path: Path) -> tuple[Path, Path, Path]:
     )
 
 
-def sides_of(*folders: Path) -> list[Side]:
-    return [side_of_run(name, run_view(folder)) for name, folder in zip(names_of(folders), folders, strict=True)]
+def sides_of(*folders: Path) -> list[RunView]:
+    return [replace(run_view(folder), name=name) for name, folder in zip(names_of(folders), folders, strict=True)]
 
 
 def test_charts_have_every_line_of_every_run(runs: tuple[Path, ...]) -> None:
@@ -68,7 +69,7 @@ def test_charts_have_every_line_of_every_run(runs: tuple[Path, ...]) -> None:
         assert list(lines) == [side.name for side in sides]
     assert curves["Loss: holdout"][sides[2].name] == [(20, 5.0), (40, 4.25), (60, 4.0)]
     assert curves["Loss: holdout"][sides[1].name] == ()
-    page = overlay_page(sides)
+    page = page_html(overlay_page(sides))
     checked(page)
     for words in ("Final figures", "Settings that differ", "Not finished: step 40 is the last", "&quot;ddp&quot;"):
         assert words in page
@@ -77,22 +78,22 @@ def test_charts_have_every_line_of_every_run(runs: tuple[Path, ...]) -> None:
 
 def test_figures_and_settings_stand_side_by_side(runs: tuple[Path, ...]) -> None:
     one, two, three = sides_of(*runs)
-    assert one.figures["steps"].value == three.figures["steps"].value == 60
+    assert one.final["steps"].value == three.final["steps"].value == 60
     # The last tenth of 60 steps.
-    assert one.figures["loss, mean of the last tenth"].value == pytest.approx(
+    assert one.final["loss, mean of the last tenth"].value == pytest.approx(
         sum(1 + 10 / step for step in range(55, 61)) / 6
     )
-    assert two.figures["step"] == (1.0, "1.00 s")
-    assert three.figures["holdout: lowest loss"] == (4.0, "4 (step 60)")
-    assert "holdout: last loss" not in two.figures
-    assert one.figures["waits of rank 0"].words == "20 %"
+    assert two.final["step"] == (1.0, "1.00 s")
+    assert three.final["holdout: lowest loss"] == (4.0, "4 (step 60)")
+    assert "holdout: last loss" not in two.final
+    assert one.final["waits of rank 0"].words == "20 %"
     assert setting_rows([one, two, three]) == [
         ("plan", ['"zero3"', '"ddp"', '"zero3"']),
         ("train.steps", ["60", "40", "60"]),
     ]
-    lost = Side(name="x", status="")
+    lost = RunView(name="x", status="")
     assert setting_rows([one, two, lost])[1] == ("train.steps", ["60", "40", "?"])
-    more = Side(name="x", status="", settings={**(one.settings or {}), "train.steps": 60.0, "new": "60"})
+    more = RunView(name="x", status="", settings={**(one.settings or {}), "train.steps": 60.0, "new": "60"})
     assert setting_rows([one, more]) == [("new", ["-", '"60"']), ("train.steps", ["60", "60.0"])]
 
 
@@ -152,8 +153,8 @@ def test_runs_of_feedback_are_compared_by_their_own_curves(
     for name, reward in (("one", 0.25), ("two", 0.75)):
         Path(name).mkdir()
         Path(name, "config.toml").write_text(f"[run]\nsteps = 3\nseed = {int(8 * reward)}\n")
-        lines = [json.dumps({"step": step, "reward/mean": reward, "time/step": 1.0}) for step in (1, 2, 3)]
-        Path(name, "metrics.jsonl").write_text("\n".join(lines))
+        numbers = {"reward/mean": reward, "time/step": 1.0}
+        write_metrics(Path(name), [step_record(step, values=numbers) for step in (1, 2, 3)])
     assert main(["report", "one", "two"]) == 0
     said = capsys.readouterr().out
     assert re.search(r"0\.25 +0\.75$", said, re.M)
@@ -180,7 +181,7 @@ def test_numbers_of_a_page_are_in_it(runs: tuple[Path, ...], monkeypatch: pytest
 def test_a_long_run_is_downloaded_in_part_with_its_evaluations_and_its_end() -> None:
     points = [(step, 1.0) for step in range(1, 40_001)]
     lines = {"loss": points, "=cmd()": [(778, 2.0), (30_001, 1.5)]}
-    side = Side(
+    side = RunView(
         name="@run", status="", curves=[Curve(title="Loss", lines=lines), Curve(title="Rate", lines={"r": points})]
     )
     text, stride = steps_csv([side])
@@ -197,9 +198,10 @@ def test_a_long_run_is_downloaded_in_part_with_its_evaluations_and_its_end() -> 
 def test_many_runs_are_told_apart_by_dashes() -> None:
     names = [f"run {number}" for number in range(MOST_RUNS)]
     sides = [
-        Side(name=name, status="", curves=[Curve(title="Loss", lines={"loss": [(1, 2.0), (2, 1.0)]})]) for name in names
+        RunView(name=name, status="", curves=[Curve(title="Loss", lines={"loss": [(1, 2.0), (2, 1.0)]})])
+        for name in names
     ]
-    page = overlay_page(sides)
+    page = page_html(overlay_page(sides))
     drawn = re.findall(r'<polyline class="line"[^>]* stroke="([^"]+)"(?: stroke-dasharray="([^"]+)")?', page)
     assert len(set(drawn)) == len(drawn) == MOST_RUNS
     assert len({colour for colour, _ in drawn}) == len(COLOURS)

@@ -7,10 +7,12 @@ import pytest
 
 from terrace.cli.overrides import parse_overrides
 from terrace.plan.outer import Outer
-from terrace.report.cycle_chart import cycle_chart, cycle_picture, cycle_section
-from terrace.report.run_cycle import mean_steps, run_cycle
-from terrace.report.run_folder import run_view
-from terrace.report.run_page import run_page
+from terrace.report.cycles import cycle_section, cycle_timeline_rows
+from terrace.report.page import page_html
+from terrace.report.predicted_run import cycle_of_run, mean_steps
+from terrace.report.run_view import run_page, run_view
+from terrace.report.sections import Page
+from terrace.report.timeline_text import timeline_text
 from terrace.simulate.cycle_timeline import CycleTimeline, cycle_timeline
 from terrace.simulate.noting import WAIT_OUTER
 from terrace.simulate.step import predict_step
@@ -32,15 +34,14 @@ def drawn(outer: Outer, rate: float) -> CycleTimeline:
 @pytest.mark.parametrize("delay", [0, 2])
 def test_rows_have_all_seconds_of_the_cycle(delay: int, rate: float) -> None:
     found = drawn(Outer(tier="system", every=6, fragments=2, delay=delay), rate)
-    chart = cycle_chart(found)
-    assert [row.name for row in chart.rows] == ["steps", "fragment 0", "fragment 1"]
-    assert not chart.least_s
+    timeline = cycle_timeline_rows(found)
+    assert [row.name for row in timeline.rows] == ["steps", "fragment 0", "fragment 1"]
     steps, *fragments = [
         {
-            category: sum(bar.end_s - bar.start_s for bar in bars if bar.shares == ((category, 1.0),))
-            for category in chart.categories
+            category: sum(span.end_s - span.start_s for span in row.spans if span.category == category)
+            for category in timeline.categories
         }
-        for bars in chart.bars
+        for row in timeline.rows
     ]
     assert sum(steps.values()) == pytest.approx(found.cycle_s, rel=1e-9)
     waited_s = sum(end_s - start_s for start_s, end_s in found.waits)
@@ -54,18 +55,16 @@ def test_rows_have_all_seconds_of_the_cycle(delay: int, rate: float) -> None:
 
 def test_the_same_as_text() -> None:
     found = drawn(Outer(tier="system", every=6, fragments=2, delay=2), 1e-7)
-    steps, first, second, *legend = cycle_picture(found, 80).split("\n")
-    assert max(map(len, legend)) <= 80
-    key = " ".join(legend)
-    assert {len(line) for line in (steps, first, second)} == {80}
-    assert steps.startswith("steps      ")
-    assert set(steps[11:]) == {"-", "|", "w"}
+    steps, first, second, ruler, legend = timeline_text(cycle_timeline_rows(found), 80).split("\n")
+    assert {len(line) for line in (steps, first, second, ruler)} == {80}
+    assert steps.startswith("steps      |")
+    assert {"F", "B", "."} <= set(steps[12:])
     for line, name in ((first, "fragment 0 "), (second, "fragment 1 ")):
         assert line.startswith(name)
-        assert {"=", "w"} <= set(line[11:])
-    assert key.startswith("= an exchange on its link, w waited for, | end of a step; a column is ")
-    hidden = cycle_picture(drawn(Outer(tier="system", every=6, delay=2), 1e-4), 80)
-    assert "w" not in hidden.split("\n")[1].removeprefix("fragment 0")
+        assert {"o", "."} <= set(line[12:])
+    assert legend.endswith("o outer, . waiting")
+    hidden = timeline_text(cycle_timeline_rows(drawn(Outer(tier="system", every=6, delay=2), 1e-4)), 80)
+    assert "." not in hidden.split("\n")[1]
 
 
 def record(step: int, **time_s: float) -> StepRecord:
@@ -91,20 +90,19 @@ def islands_run(folder: Path) -> RunConfig:
 def test_a_run_has_its_measured_cycle_beside_the_predicted_one(tmp_path: Path) -> None:
     run = islands_run(tmp_path)
     records = [record(step, forward=2.0, **({"wait_outer": 8.0} if step % 4 == 0 else {})) for step in range(1, 41)]
-    found = run_cycle(run, None, records)
-    assert found is not None
-    assert "measured in the mean" in found.markup
-    assert "<td>16.00 s</td>" in found.markup
-    assert "<td>8.00 s</td>" in found.markup
-    alone = run_cycle(run, None, records[:3])
-    assert alone is not None
-    assert "no whole cycle has been measured" in alone.markup
+    found = page_html(Page(title="", sections=cycle_of_run(run, None, records)))
+    assert "measured in the mean" in found
+    assert "<td>16.00 s</td>" in found
+    assert "<td>8.00 s</td>" in found
+    assert "no whole cycle has been measured" in page_html(
+        Page(title="", sections=cycle_of_run(run, None, records[:3]))
+    )
     # On the page of a run folder.
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "config.toml").write_text(run_toml(run))
     write_metrics(folder, records)
-    page = run_page(run_view(folder))
+    page = page_html(run_page(run_view(folder)))
     assert "The cycle of islands" in page
     data = json.loads(page.split('id="data">')[1].split("</script>")[0])
     assert page.count('<svg class="chart"') == len(data["charts"])
@@ -112,8 +110,8 @@ def test_a_run_has_its_measured_cycle_beside_the_predicted_one(tmp_path: Path) -
 
 def test_a_page_says_what_is_sent_when() -> None:
     found = cycle_section(drawn(Outer(tier="system", every=6, fragments=2, delay=2), 1e-7), "one line\nanother")
-    words = str(found.chart["bars"])
+    words = str(found.charts[0].data["bars"])
     assert "fragment 1: sent after step 6, " in words
     assert "applied after step 2; a rank sends " in words
     assert " over system" in words
-    assert "one line. another." in found.markup
+    assert found.words == ["one line", "another"]

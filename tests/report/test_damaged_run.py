@@ -219,7 +219,7 @@ def test_a_value_fits_its_type_or_is_refused() -> None:
     for key, value in (("time", math.nan), ("time", 10**400), ("step", 3.0), ("step", True), ("event", None)):
         with pytest.raises(ValueError, match=f"{key} = .* does not fit"):
             fitting(RunEvent, sound | {key: value})
-    assert math.isnan(fitting(RunEvent, sound | {"final_loss": math.nan}).final_loss)
+    assert math.isnan(fitting(RunEvent, sound | {"final_loss": math.nan}).final_loss or 0.0)
     assert fitting(RunEvent, sound | {"step": "x"}, skip=True).step is None
     with pytest.raises(ValueError, match="event"):
         fitting(RunEvent, sound | {"event": 3}, skip=True)

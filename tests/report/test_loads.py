@@ -5,7 +5,8 @@ from pathlib import Path
 from terrace.program.loads import Loads
 from terrace.program.report import StepReport, plain, read_plain
 from terrace.report.loads import heat_maps, load_words
-from terrace.report.run_page import RunView, run_page
+from terrace.report.page import page_html
+from terrace.report.sections import Page, Section
 from terrace.train.loads import NUM_PARTS, LoadsFile, LoadsOfSteps, cut_other_stages, read_loads
 
 STEPS = 2 * NUM_PARTS + 10  # of which every third is written
@@ -55,9 +56,8 @@ def test_a_resume_on_fewer_stages_drops_their_repeated_steps(tmp_path: Path) -> 
 
 def test_heat_maps() -> None:
     parts = [LoadsOfSteps(first=step, last=step, counts={"layers.1": [0, 8], "layers.2": [3, 5]}) for step in (1, 2, 3)]
-    page = run_page(RunView(title="run", subtitle="", status="", loads=parts))
-    assert "<h2>Load of experts</h2>" in page
     text = heat_maps(parts)
+    assert text in page_html(Page(title="run", sections=[Section(body=text)]))
     assert [f"Steps {step} to {step}" in text for step in (1, 2, 3)] == [True] * 3
     # Of each map: expert 0 of layers.1 is idle, expert 1 has twice the mean; layers.2 has 0.75 and 1.25 of it.
     for opacity in ("1.0", "0.3", "0.75"):

@@ -4,26 +4,32 @@ import json
 import re
 from dataclasses import replace
 from itertools import combinations, pairwise
+from types import SimpleNamespace
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from terrace.base.words import seconds
 from terrace.plan.presets import PRESETS, preset
+from terrace.planner.small_changes import Change, changes
 from terrace.program.lowering import build
 from terrace.program.program import Program
 from terrace.program.recording import Recording
-from terrace.report.advice import advice_words, timeline_text
-from terrace.report.bars import MAX_BARS, bars_by_lane, middle_unit
-from terrace.report.page import lanes_timeline, page_html
-from terrace.report.palette import MESSAGES, PAPER, PIPELINE, ROLES, STREAM, colour_key
-from terrace.report.svg import GUTTER, PLOT, WIDTH, memory_svg, shortened, time_ticks
+from terrace.report.memory import memory_svg
+from terrace.report.page import page_html
+from terrace.report.palette import MESSAGES, PAPER, PIPELINE, STREAM, colour_key
+from terrace.report.sections import Page, Section
+from terrace.report.step_sections import changes_section, memory_over_time_section, plan_section, timeline_section
+from terrace.report.step_view import advice_words, sources_words
+from terrace.report.svg import GUTTER, PLOT, WIDTH, shortened, time_ticks
+from terrace.report.timeline import MOST_BARS, DrawnTimeline
+from terrace.report.timeline_text import timeline_text
 from terrace.simulate.bands import Band
-from terrace.simulate.change import Change
 from terrace.simulate.critical import critical_path
 from terrace.simulate.curve import memory_curve
 from terrace.simulate.recording import record
-from terrace.simulate.small_changes import changes
+from terrace.simulate.rows import close_up, recording_timeline
 from terrace.simulate.step import Step
 from tests.support.pages import BLOCKS, checked, cluster_of, price, recorded
 
@@ -44,10 +50,21 @@ def step_of(program: Program) -> Step:
 
 
 def page_of(recording: Recording, candidates: list[Change] | None = None, subtitle: str = "a model") -> str:
-    found = candidates or []
-    advice = advice_words(found, recording.report.step_s, BAND)
+    """A page with the timeline, the memory and the changes of a step that no run has."""
+    found, step_s, program = candidates or [], recording.report.step_s, recording.program
     curve, path = memory_curve(recording), critical_path(recording)
-    return page_html(recording, curve, path, found, subtitle=subtitle, advice=advice)
+    recorded_step = SimpleNamespace(recordings=(recording,), curves=(curve,), path=path, fullest=0)
+    recorded_step.end_s = recorded_step.step_s = step_s
+    run = SimpleNamespace(cluster=program.cluster, plan=program.plan)
+    view: Any = SimpleNamespace(run=run, recorded=recorded_step, is_pipelined=False, candidates=found)
+    sections = plan_section(view) + timeline_section(view) + memory_over_time_section(view) + changes_section(view)
+    foot = Section(words=[sources_words(program.cluster)])
+    page = Page(title="a plan", subtitle=subtitle, lead=[advice_words(found, step_s, BAND)], sections=[*sections, foot])
+    return page_html(page)
+
+
+def drawn(recording: Recording) -> DrawnTimeline:
+    return DrawnTimeline(recording_timeline(recording, critical_path(recording)))
 
 
 def charts(page: str) -> list[ElementTree.Element]:
@@ -97,43 +114,41 @@ def test_names_cannot_become_markup() -> None:
 @pytest.mark.parametrize("micros", [4, 64])
 def test_a_large_program_s_page_stays_small_and_loses_no_time(micros: int) -> None:
     recording = recorded("zero3", micros, 40)
-    bars, least_s = bars_by_lane(recording)
-    assert sum(map(len, bars.values())) <= MAX_BARS
-    assert (least_s > 0) == (len(recording.visible()) > MAX_BARS)
-    for lane, row in bars.items():
-        drawn: dict[str, float] = {}
+    chart = drawn(recording)
+    assert sum(map(len, chart.bars)) <= MOST_BARS
+    assert (chart.least_s > 0) == (len(recording.visible()) > MOST_BARS)
+    for lane, row in zip(recording.lanes, chart.bars, strict=True):
+        found: dict[str, float] = {}
         for bar in row:
             assert sum(share for _, share in bar.shares) <= 1 + 1e-9
             for category, share in bar.shares:
-                drawn[category] = drawn.get(category, 0.0) + share * (bar.end_s - bar.start_s)
+                found[category] = found.get(category, 0.0) + share * (bar.end_s - bar.start_s)
         wanted: dict[str, float] = {}
         for _, span in recording.visible():
             if span.lane == lane:
                 inside = min(recording.report.step_s, span.end_s) - max(0.0, span.start_s)
                 wanted[span.category] = wanted.get(span.category, 0.0) + inside
-        assert drawn == pytest.approx(wanted)
+        assert found == pytest.approx(wanted)
         assert all(before.end_s <= after.start_s + 1e-12 for before, after in pairwise(row))
     page = page_of(recording, changes(step_of(recording.program)) if micros == 4 else None)
     checked(page)
     assert len(page) < 200_000
-    assert page.count('<svg class="chart"') == (3 if least_s else 2)
+    assert page.count('<svg class="chart"') == (3 if chart.least_s else 2)
 
 
-def test_the_close_up_is_one_unit_and_stays_inside_its_frame() -> None:
+def test_the_close_up_tells_spans_apart_and_stays_inside_its_frame() -> None:
     recording = recorded("zero3", 64, 40)
-    window = middle_unit(recording)
-    assert window is not None
-    assert 0 < window[0] < window[1] < recording.report.step_s
-    assert window[1] - window[0] < 0.05 * recording.report.step_s
-    bars, least_s = bars_by_lane(recording, window)
-    assert least_s == 0
-    assert {bar.words for bar in bars[-1]} >= {"FORWARD b0 m32", "BACKWARD b39 m32", "BACKWARD b0 m32"}
-    svg = ElementTree.fromstring(lanes_timeline(recording, critical_path(recording), window).svg())
+    near = close_up(recording_timeline(recording))
+    assert 0 < near.start_s < recording.report.step_s / 2 < near.end_s < recording.report.step_s
+    assert near.length_s < 0.05 * recording.report.step_s
+    chart = DrawnTimeline(near)
+    assert chart.least_s == 0
+    assert sum(map(len, chart.bars)) > 32
+    svg = ElementTree.fromstring(chart.svg())
     plot = next(child for child in svg if child.tag.endswith("svg"))
     assert all(-0.01 <= x <= PLOT + 0.01 for shape in plot for x, _ in _numbers(shape.attrib["d"]))
     labels = [words for _, _, _, words in _texts(svg)]
     assert len(set(labels)) == len(labels)
-    assert middle_unit(recorded("zero3", 1)) is None
 
 
 @pytest.mark.parametrize("first", [0.0, 1.2345, 5e-4, 30.0])
@@ -183,9 +198,9 @@ def _texts(svg: ElementTree.Element) -> list[tuple[float, float, float, str]]:
 @pytest.mark.parametrize("capacity", [1e5, 2e5, 2e9])
 def test_pictures_stay_inside_their_frames_and_no_words_overlap(name: str, capacity: float) -> None:
     recording = recorded(name)
-    path, curve = critical_path(recording), memory_curve(recording)
+    curve = memory_curve(recording)
     for text in (
-        lanes_timeline(recording, path).svg(),
+        drawn(recording).svg(),
         memory_svg(curve, recording.report.step_s, capacity),
     ):
         svg = ElementTree.fromstring(text)
@@ -216,7 +231,7 @@ def test_long_names_are_cut_to_the_gutter() -> None:
     cluster = cluster_of("a-tier-whose-name-is-far-too-long-for-any-gutter", "node")
     program = build(cluster, preset("three-level", cluster), BLOCKS, 1)
     recording = record(program, price(program))
-    svg = ElementTree.fromstring(lanes_timeline(recording, critical_path(recording)).svg())
+    svg = ElementTree.fromstring(drawn(recording).svg())
     name = next(words for _, _, _, words in _texts(svg) if words.startswith("a-tier"))
     assert name.endswith("\u2026")
     assert len(name) * GLYPH <= GUTTER
@@ -271,7 +286,7 @@ def _contrast(one: str, other: str) -> float:
 
 @pytest.mark.parametrize("vision", sorted(_VISIONS))
 @pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("row", [STREAM, PIPELINE, MESSAGES, ROLES], ids=["stream", "pipeline", "messages", "roles"])
+@pytest.mark.parametrize("row", [STREAM, PIPELINE, MESSAGES], ids=["stream", "pipeline", "messages"])
 def test_colours_of_a_row_differ_for_every_eye(row: dict[str, tuple[str, str]], dark: bool, vision: str) -> None:
     def seen(colour: str) -> tuple[float, float, float]:
         rgb = _linear(colour)
@@ -287,7 +302,7 @@ def test_colours_of_a_row_differ_for_every_eye(row: dict[str, tuple[str, str]], 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_the_text_timeline_has_a_line_a_lane(name: str) -> None:
     recording = recorded(name)
-    text = timeline_text(recording, width=60)
+    text = timeline_text(recording_timeline(recording), width=60)
     assert text.isascii()
     lines, count = text.splitlines(), len(recording.lanes)
     lanes, ruler, legend = lines[:count], lines[count], "\n".join(lines[count + 1 :])

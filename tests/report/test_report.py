@@ -6,7 +6,6 @@ from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
-from rich.table import Table
 
 from terrace.base.words import quantity, seconds
 from terrace.cluster.presets import load_cluster
@@ -14,6 +13,7 @@ from terrace.plan.presets import preset
 from terrace.plan.wire import MessageClass
 from terrace.program.report import StepReport
 from terrace.report.plot import loss_svg
+from terrace.report.table import Table
 from terrace.report.tables import (
     band_words,
     bytes_table,

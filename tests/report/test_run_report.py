@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from terrace.report import plot
+from terrace.report.page import page_html
 from terrace.report.plot import loss_svg
 from terrace.report.run_curves import HEIGHT, WIDTH, Curve, curve_data, curve_svg, curve_tiles, thinned
-from terrace.report.run_folder import run_view
-from terrace.report.run_page import RunView, run_page
+from terrace.report.run_view import RunView, run_page, run_view
 from tests.support import chromium
 from tests.support.folders import cut
 from tests.support.pages import checked
@@ -173,7 +173,7 @@ def test_a_broken_run_has_a_page_that_says_what_is_missing(
     shutil.copytree(ran, run)
     damage(run)
     view = run_view(run)
-    page = run_page(view)
+    page = page_html(run_page(view))
     checked(page)
     text = _text(page)
     assert said in text
@@ -193,7 +193,7 @@ def test_an_unfinished_run_is_told_from_a_stopped_one(ran: Path, tmp_path: Path)
     (tmp_path / "run" / "events.jsonl").write_text("\n".join([*lines[:-1], stopped]) + "\n")
     view = run_view(tmp_path / "run")
     assert view.status == "Stopped after step 8 of 8: TrainingError: <b>loss</b> is nan."
-    assert "<b>loss" not in run_page(view)
+    assert "<b>loss" not in page_html(run_page(view))
 
 
 def test_a_page_goes_where_it_is_told_and_replaces_nothing(ran: Path, tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_thin_and_thick_lines_have_a_legend_where_both_are() -> None:
 
 
 def test_an_empty_view_is_a_page() -> None:
-    page = run_page(RunView(title="<i>", subtitle="", status="nothing"))
+    page = page_html(run_page(RunView(name="<i>", status="nothing")))
     checked(page)
     assert "<i>" not in page.replace("<i style", "")
 

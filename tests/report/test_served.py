@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from terrace.cli.main import main
-from terrace.report.run_folder import run_view
+from terrace.report.run_view import run_view
 from terrace.report.served import ADDRESS, LivePage, served
 from tests.support.pages import checked
 from tests.support.tiny_runs import started

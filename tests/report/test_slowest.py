@@ -13,9 +13,9 @@ from terrace.cli.screen import slowest_words
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.program.report import StepReport, plain
-from terrace.report import run_cycle
-from terrace.report.run_folder import run_view
-from terrace.report.run_page import run_page
+from terrace.report import predicted_run
+from terrace.report.page import page_html
+from terrace.report.run_view import run_page, run_view
 from terrace.train.config import run_toml
 from terrace.train.job import RunJob
 from terrace.train.loop import compare_ranks
@@ -105,15 +105,14 @@ def finished(tmp_path: Path) -> Path:
 
 def test_the_page_shows_the_slowest_rank_beside_rank_0(finished: Path) -> None:
     view = run_view(finished)
-    page = run_page(view)
-    rank, times = view.slowest or ("", None)
+    page = page_html(run_page(view))
     mesh = Mesh.of(resolve(str(finished / "config.toml"), {}, {}).cluster, PIPELINE)
-    assert rank == f"rank 3 of stage {mesh.stage(3)}"
-    assert times == ({"forward": 0.625}, {"forward": 0.5, "wait sync": 0.2})
+    rank = f"rank 3 of stage {mesh.stage(3)}"
     title = f"Where it goes on {rank}, which has most work of its own"
     assert title in page
     table = page.partition(title)[2]
     assert re.search(r"forward</td><td>625.0 ms</td><td>500.0 ms</td><td>\+25 %", table)
+    assert re.search(r"wait sync</td><td>-</td><td>200.0 ms</td>", table)
     assert f"In the last steps {rank} has most work of its own, 500.0 ms of a step; rank 0 has 300.0 ms in the" in page
     curves = {curve.title: curve.lines for curve in view.curves}
     assert curves["Seconds of a step"]["own work of the slowest rank"] == [(step, 0.5) for step in range(20, 31)]
@@ -125,12 +124,12 @@ def test_a_comparison_of_runs_plays_no_step(finished: Path, monkeypatch: pytest.
     def play(*_: object) -> None:
         raise AssertionError("a step was played")
 
-    monkeypatch.setattr(run_cycle, "play_whole", play)
+    monkeypatch.setattr(predicted_run, "play_whole", play)
     with pytest.raises(AssertionError, match="a step was played"):
         run_view(finished)
     view = run_view(finished, draws=False)
-    assert (view.timeline, view.curves, view.figures) == (None, whole.curves, whole.figures)
-    assert whole.timeline is not None
+    assert (view.curves, view.figures) == (whole.curves, whole.figures)
+    assert [bool(any(section.charts for section in each.sections)) for each in (whole, view)] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -149,17 +148,16 @@ def test_a_run_whose_slowest_rank_is_rank_0_or_lost_has_one_table(finished: Path
     line = json.loads(last)
     line.pop("crc32")
     events.write_text("\n".join([*before, json.dumps(line | change)]) + "\n")
-    assert run_view(finished).slowest is None
-    assert "which has most work of its own" not in run_page(run_view(finished))
+    assert "which has most work of its own" not in page_html(run_page(run_view(finished)))
 
 
 def test_a_run_that_goes_on_after_its_end_has_no_old_table(finished: Path) -> None:
     with (finished / "events.jsonl").open("a") as file:
         file.write(json.dumps({"time": 5.0, "event": "started", "first_step": 30}) + "\n")
-    assert run_view(finished).slowest is None
+    assert "which has most work of its own" not in page_html(run_page(run_view(finished)))
 
 
 def test_a_rank_beyond_the_settings_is_named_by_its_number(finished: Path) -> None:
     (finished / "config.toml").write_text("[plan]\nbroken = 1\n")
-    rank, _ = run_view(finished).slowest or ("", None)
-    assert rank == "rank 3"
+    titles = [section.title for section in run_view(finished).sections]
+    assert "Where it goes on rank 3, which has most work of its own" in titles

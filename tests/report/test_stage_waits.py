@@ -34,7 +34,9 @@ def test_waits_for_messages_inside_a_stage_are_shown_by_axis(
     task = Task(model=model, cluster=CLUSTER, batch=32, sequence=256)
     reports = predict_step(step_of(task, plan)).reports
     table = stage_time_table(reports)
-    cells = {str(column.header).replace("\n", " "): list(column.cells) for column in table.columns}
+    cells = {
+        heading.replace("\n", " "): [row[place] for row in table.rows] for place, heading in enumerate(table.headings)
+    }
     inside = {name.removeprefix("wait ") for name in cells if name.startswith("wait ")} - {"pipeline", "tie, norm"}
     assert inside == columns
     for stage, report in enumerate(reports):

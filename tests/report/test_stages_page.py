@@ -4,6 +4,8 @@ import json
 import re
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -12,21 +14,25 @@ from terrace.model.block_operations import layer_operations
 from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
 from terrace.plan.validate import num_micro_batches
+from terrace.planner.small_changes import Change, changes
 from terrace.program.instruction import PASSES
-from terrace.report.stages import MAX_BARS, close_up, memories_svg, path_sentence, stages_page, stages_timeline
+from terrace.report.memory import memories_svg, memory_text
+from terrace.report.page import page_html
+from terrace.report.sections import Page
+from terrace.report.step_sections import changes_section, memory_over_time_section, time_section, timeline_section
+from terrace.report.step_view import StepView
 from terrace.report.svg import PLOT
-from terrace.simulate.change import Change
+from terrace.report.timeline import DrawnTimeline
+from terrace.simulate.bands import band_of
 from terrace.simulate.footprint import work_of
 from terrace.simulate.recorded import RecordedStep, record_predicted
-from terrace.simulate.small_changes import changes
+from terrace.simulate.rows import close_up, step_timeline
 from terrace.simulate.step import Step, predict_step
-from terrace.simulate.timeline_picture import memory_picture
-from terrace.simulate.trace import stages_trace_json
+from terrace.simulate.trace import steps_trace_json
 from tests.support.planner_cases import CLUSTERS, gpt, small_task
 
 DGX = CLUSTERS["dgx 4x2"]
 EIGHT = gpt(8, 512, 4, vocab=1000, positions=512)
-SENT = {("gather", "node"): 12, ("pipeline", "system"): 5}
 
 
 def step_of(schedule: str = "1f1b", batch: int = 16, name: str = DGX.name) -> Step:
@@ -49,6 +55,17 @@ def recorded_step(step: Step) -> RecordedStep:
     return record_predicted(predict_step(step))
 
 
+def page_of(step: RecordedStep, candidates: list[Change], subtitle: str, advice: str) -> str:
+    """A page of a step that no run has."""
+    band, cluster = band_of(step.step.cluster, step.step.plan), step.step.cluster
+    run = SimpleNamespace(cluster=cluster, plan=step.step.plan)
+    view: Any = SimpleNamespace(run=run, recorded=step, predicted=step.prediction, is_pipelined=True, band=band)
+    view.candidates = candidates
+    parts = (timeline_section, memory_over_time_section, time_section, changes_section)
+    sections = [section for part in parts for section in part(view)]
+    return page_html(Page(title=cluster.name, subtitle=subtitle, lead=[advice], sections=sections))
+
+
 def recorded(schedule: str = "1f1b", batch: int = 16) -> RecordedStep:
     return recorded_step(step_of(schedule, batch))
 
@@ -68,9 +85,10 @@ def test_memory_of_a_stage_comes_and_goes(schedule: str) -> None:
 
 def test_the_memory_picture_follows_the_curves() -> None:
     step = recorded()
-    lines = memory_picture(step.curves, step.end_s, 80).splitlines()
+    lines = memory_text(step.curves, step.end_s, 80).splitlines()
     highest = max(curve.peak[0] for curve in step.curves)
-    for line, curve in zip(lines, step.curves, strict=True):
+    assert lines[-1].startswith("9 stands for more than nine tenths of ")
+    for line, curve in zip(lines[:-1], step.curves, strict=True):
         digits = line.split()[-1]
         assert len(line) == 80
         assert max(digits) == str(min(9, int(10 * curve.peak[0] / highest)))
@@ -79,7 +97,8 @@ def test_the_memory_picture_follows_the_curves() -> None:
 
 def test_the_trace_has_a_process_a_stage_and_ends_with_the_step() -> None:
     step = recorded("zb-h1")
-    text = stages_trace_json(step.recordings, step.curves, name="n", step_s=step.step_s)
+    names = [f"stage {stage} of n" for stage in range(4)]
+    text = steps_trace_json(step.recordings, step.curves, names, step.step_s)
     table = json.loads(text)
     events = table["traceEvents"]
     assert table["otherData"] == {"step_s": step.step_s}
@@ -109,7 +128,7 @@ def test_the_trace_has_a_process_a_stage_and_ends_with_the_step() -> None:
 def test_the_page_holds_every_stage_and_needs_nothing_else(batch: int) -> None:
     step = recorded("interleaved:2", batch)
     found = changes(step.step) if batch == 16 else []
-    page = stages_page(step, SENT, found, subtitle="a <b>", advice="do & go")
+    page = page_of(step, found, "a <b>", "do & go")
     assert "a &lt;b&gt;" in page
     assert "do &amp; go" in page
     assert not re.findall(r"(?:src|href)=|url\(|@import", page)
@@ -120,11 +139,11 @@ def test_the_page_holds_every_stage_and_needs_nothing_else(batch: int) -> None:
     assert ("close up" in page) == (batch == 512)
     ends = [bar[1] for row in data["charts"][0]["bars"] for bar in row]
     assert max(ends) == pytest.approx(PLOT, abs=0.5)
-    whole, near = stages_timeline(step), stages_timeline(step, close_up(step))
-    assert sum(map(len, whole.bars)) <= MAX_BARS
+    whole, near = DrawnTimeline(step_timeline(step), 2000), DrawnTimeline(close_up(step_timeline(step)), 2000)
+    assert sum(map(len, whole.bars)) <= 2000
     assert (whole.least_s > 0) == (batch == 512)
     assert near.least_s == 0
-    for text in (whole.svg(), near.svg(), memories_svg(step)):
+    for text in (whole.svg(), near.svg(), memories_svg(step.curves, step.end_s)):
         plot = next(child for child in ElementTree.fromstring(text) if child.tag.endswith("svg"))
         width, height = float(plot.attrib["width"]), float(plot.attrib["height"])
         for shape in plot:
@@ -137,7 +156,7 @@ def test_the_page_holds_every_stage_and_needs_nothing_else(batch: int) -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_bars_of_the_stages_are_as_wide_as_the_page_and_no_column_cuts_them(schedule: str) -> None:
     step = recorded(schedule)
-    page = stages_page(step, SENT, [], subtitle="", advice="")
+    page = page_of(step, [], "", "")
     part = page.partition("Where the time goes</h2>")[2]
     bars, _, table = part.partition("<table>")
     rows = re.findall(r"<span>stage (\d)</span><div class=meter><div class=bar>(.*?)</div></div>", bars)
@@ -157,7 +176,7 @@ def test_names_on_the_page_are_text() -> None:
     evil = "</script><img src=x>"
     step = recorded_step(step_of(name=evil))
     change = Change(words=evil, kind="plan", note=evil, cluster=DGX, plan=step.step.plan, step_s=1.0)
-    page = stages_page(step, SENT, [change], subtitle=evil, advice=evil)
+    page = page_of(step, [change], evil, evil)
     assert evil not in page
     assert "<img" not in page
 
@@ -174,6 +193,7 @@ def test_changes_of_a_pipeline_are_played_and_sorted() -> None:
 
 
 def test_the_critical_path_in_words_says_who_waits() -> None:
-    words = path_sentence(recorded())
+    view: Any = SimpleNamespace(recorded=recorded(), is_pipelined=True)
+    words = StepView.__dict__["path_words"].func(view)
     assert words.startswith("On the critical path of the step: ")
     assert re.search(r"Stages wait for other stages for \d+\.\d % of the step in the mean, stage \d most", words)

@@ -7,10 +7,9 @@ import pytest
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
 from terrace.planner.evaluate import step_of
+from terrace.planner.small_changes import Change, best_change, best_changes, changes
 from terrace.planner.task import Task
 from terrace.simulate.advice import Job, fullest_stage
-from terrace.simulate.change import Change, best_change
-from terrace.simulate.small_changes import best_changes, changes
 from terrace.simulate.step import Step, predict_step
 from tests.support.planner_cases import gpt, sized
 

@@ -16,6 +16,7 @@ from terrace.model.blocks import block_specs
 from terrace.model.config import parse_model
 from terrace.plan.plan import Plan
 from terrace.plan.wire import MessageClass
+from terrace.planner.small_changes import changes
 from terrace.program.block_program.steps import Compute, ComputeKind, messages_of, moments_of
 from terrace.program.instruction import Instruction, Op
 from terrace.program.lowering import build
@@ -30,7 +31,6 @@ from terrace.simulate.footprint import work_of
 from terrace.simulate.inside import PricedMoment, block_prices, exposed, inside_seconds, rooms_of
 from terrace.simulate.layers import block_seconds
 from terrace.simulate.recording import record
-from terrace.simulate.small_changes import changes
 from terrace.simulate.step import Step
 from terrace.simulate.work import Work
 from tests.support.activations import layer_activations

@@ -18,19 +18,18 @@ from terrace.plan.plan import Plan
 from terrace.plan.presets import PRESETS, preset
 from terrace.plan.residency import recomputed
 from terrace.plan.validate import validate
+from terrace.planner.small_changes import best_change, changes
 from terrace.program.instruction import COLLECTIVES, Instruction, Op
 from terrace.program.lowering import build
 from terrace.program.program import Program
 from terrace.program.recording import COMPUTE
-from terrace.report import bars
-from terrace.simulate.change import best_change
+from terrace.simulate import rows
 from terrace.simulate.cost import Costs, step_costs
 from terrace.simulate.critical import by_place, critical_path, critical_words, exposed_by_tier
 from terrace.simulate.curve import memory_curve
 from terrace.simulate.events import simulate
 from terrace.simulate.held_activations import Held
 from terrace.simulate.recording import record
-from terrace.simulate.small_changes import changes
 from terrace.simulate.step import Step
 from tests.support.byte_formula import step_bytes
 from tests.support.slow_simulator import slow_time_s
@@ -183,8 +182,8 @@ def test_a_slow_outer_tier_is_what_the_step_waits_for() -> None:
 def _words_of_waits(plan: str, sizes: tuple[int, ...], prefetch: int = 1) -> list[str]:
     cluster = cluster_with(sizes, bandwidth=1e7)
     program = build(cluster, replace(preset(plan, cluster), prefetch=prefetch), BLOCKS, 2)
-    drawn = bars.bars_by_lane(record(program, price(program)))[0][COMPUTE]
-    return [bar.words for bar in drawn if bar.words.startswith("wait ")]
+    compute = rows.recording_rows(record(program, price(program)))[0]
+    return [str(span.what) for span in compute.spans if span.category.startswith("wait ")]
 
 
 def test_a_wait_names_the_messages_it_outlasts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +195,7 @@ def test_a_wait_names_the_messages_it_outlasts(monkeypatch: pytest.MonkeyPatch) 
     assert not any("GATHER" in words for words in alone)
     queued = "wait reduce: BACKWARD b2 m1 waits for GATHER b1 for backward, then {}, then REDUCE b4 m1"
     assert queued.format("GATHER b0 for backward") in _words_of_waits("zero3", (2, 2), prefetch=4)
-    monkeypatch.setattr(bars, "_MAX_NAMED", 2)
+    monkeypatch.setattr(rows, "_MAX_NAMED", 2)
     assert queued.format("1 more") in _words_of_waits("zero3", (2, 2), prefetch=4)
 
 

@@ -13,13 +13,13 @@ from terrace.model.blocks import block_specs
 from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
 from terrace.plan.validate import num_micro_batches
+from terrace.planner import small_changes as room
+from terrace.planner.small_changes import best_changes, changes
 from terrace.program.instruction import PASSES
 from terrace.program.recording import Recording
-from terrace.simulate import small_changes as room
 from terrace.simulate import step
 from terrace.simulate.critical import critical_path, exposed_by_axis
 from terrace.simulate.footprint import work_of
-from terrace.simulate.small_changes import best_changes, changes
 from terrace.simulate.stages import record_stages, simulate_stages
 from terrace.simulate.step import Step, play_whole, predict_step, resolved
 from tests.support.nightly import in_turns

@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from terrace.report.run_folder import run_view
+from terrace.report.run_view import run_view
 from tests.support.tiny_runs import terrace, write_run
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from terrace.cli.overrides import parse_overrides
 from terrace.launch.start import World, launch_local
-from terrace.report.run_folder import run_view
-from terrace.report.run_page import run_page
+from terrace.report.page import page_html
+from terrace.report.run_view import run_page, run_view
 from terrace.runtime.step_runner import StepRunner
 from terrace.train import loop
 from terrace.train.job import RunJob
@@ -73,6 +73,6 @@ def test_a_slow_rank_is_named_and_nobody_else(tmp_path: Path, how: str) -> None:
     assert records[-1].slowest["rank"] == VICTIM
     assert records[-1].slowest["own_s"] > 0.09
     assert read_events(tmp_path / "run")[0][-1].slowest_rank == VICTIM
-    page = run_page(run_view(tmp_path / "run"))
+    page = page_html(run_page(run_view(tmp_path / "run")))
     assert f"Rank {VICTIM} was slow in " in page
     assert f"rank {VICTIM} is slow: " in page

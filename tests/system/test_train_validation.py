@@ -26,7 +26,7 @@ from terrace.data.text_rows import TextRows
 from terrace.data.tokenizer import load_tokenizer
 from terrace.launch.start import LocalPool, World
 from terrace.report.plot import loss_svg
-from terrace.report.run_folder import run_view
+from terrace.report.run_view import run_view
 from terrace.train import sample
 from terrace.train.evaluate import evaluate
 from terrace.train.job import RunJob

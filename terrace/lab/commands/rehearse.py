@@ -18,8 +18,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rich.table import Table
-
 from terrace.base.errors import ConfigError
 from terrace.base.extras import needs
 from terrace.base.own_path import safe_flags
@@ -37,7 +35,7 @@ from terrace.lab.rehearse.names import existing, leftovers
 from terrace.lab.rehearse.network import network, remove
 from terrace.lab.rehearse.tools import capabilities, check_machine, check_rights
 from terrace.lab.rehearse.wiring import SHORTEST_DELAY_S
-from terrace.report.tables import new_table
+from terrace.report.table import Table
 
 EXIT_FAILED = 1
 _SCALE_HELP = (
@@ -256,7 +254,7 @@ def counts_table(wiring: Wiring, carried: Counts) -> Table:
     """Bytes sent over each tier: in total, per rank, and over shared uplinks."""
     title = f"bytes sent on cluster {wiring.cluster.name} at scale {wiring.scale:g}, headers included"
     headings = ("tier", "all ranks", "mean of a rank", "most of a rank", "uplinks")
-    table = new_table(title, headings, left=("tier", "uplinks"))
+    table = Table(title=title, headings=headings, left=("tier", "uplinks"))
     for tier in carried.tiers:
         sent = [rank.sent_bytes for rank in tier.ranks]
         links = [f"{_ranks(ranks)}: {quantity(link.sent_bytes, 'B')}" for ranks, link in tier.uplinks]
@@ -269,14 +267,14 @@ def figures_table(wiring: Wiring, found: list[Figure]) -> Table:
     """Configured and measured figures of `terrace rehearse check`."""
     title = f"cluster {wiring.cluster.name} at scale {wiring.scale:g}: configured and measured"
     headings = ("tier", "measured is", "configured", "measured", "deviation")
-    table = new_table(title, headings, left=("tier", "measured is"))
+    table = Table(title=title, headings=headings, left=("tier", "measured is"))
     for figure in found:
         show = seconds if figure.way == Way.LATENCY else partial(quantity, unit="B/s")
         none = "the kernel's own" if figure.way == Way.LATENCY else "not limited"
         configured = none if figure.configured is None else show(figure.configured)
         deviation = "" if figure.deviation is None else f"{100 * figure.deviation:+.1f} %"
         # Latency is a tier's first row: a rule separates tiers.
-        if figure.way == Way.LATENCY and table.row_count:
+        if figure.way == Way.LATENCY and table.rows:
             table.add_section()
         table.add_row(figure.tier, _WAYS[figure.way], configured, show(figure.measured), deviation)
     return table

@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.table import Table
-
 from terrace.base.printable import escape
 from terrace.base.words import seconds
 from terrace.lab.policies.costs import PolicyCost
 from terrace.report.plot import BOTTOM, HEIGHT, LEFT, RIGHT, WIDTH, frame, round_ticks
-from terrace.report.tables import bytes_words, new_table
+from terrace.report.table import Table
+from terrace.report.tables import bytes_words
 
 _BAR = 30  # characters of the longest bar
 _TOP = 56
@@ -53,7 +52,7 @@ def bins_of(lengths: Sequence[int]) -> list[Bin]:
 def histogram_table(bins: Sequence[Bin]) -> Table:
     """Table of the bins, with a bar for the tokens of each."""
     headings = ("from", "to", "documents", "of documents", "of tokens", "of attention", "tokens")
-    table = new_table("lengths of documents, in tokens", headings, left=("tokens",))
+    table = Table(title="lengths of documents, in tokens", headings=headings, left=("tokens",))
     most = max(each.tokens for each in bins)
     for each in bins:
         table.add_row(
@@ -69,7 +68,7 @@ def histogram_table(bins: Sequence[Bin]) -> Table:
 def policies_table(costs: Sequence[PolicyCost], tiers: Sequence[str]) -> Table:
     """Seconds per layer of each policy, and its bytes over each tier, outermost first."""
     headings = ("policy", "layer", "attention", "max / mean", "over the bound", *reversed(tiers))
-    table = new_table("a layer, forward and backward, as modelled", headings, left=("policy",))
+    table = Table(title="a layer, forward and backward, as modelled", headings=headings, left=("policy",))
     for each in costs:
         attention_s = max(each.attention_s)
         table.add_row(

@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping
 
-from rich.table import Table
-
 from terrace.base.words import counted, quantity, seconds
 from terrace.cluster.cluster import Cluster
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import AXES, Plan
 from terrace.program.verdict import judged
-from terrace.report.tables import STEP_BAND, new_table
+from terrace.report.table import Table
+from terrace.report.tables import STEP_BAND
 from terrace.rl.placement.dataflow import GENERATE, PREPARE, RESHARD, STAGES, TRAIN, Dataflow
 from terrace.rl.placement.placement import IterationReport, PoolReport, RoleReport
 from terrace.rl.placement.pools import pool_cluster
@@ -48,7 +47,7 @@ def roles_table(report: IterationReport, cluster: Cluster, title: str) -> Table:
             ]
         )
     slowest = ["slowest pool", "", "", "", *(seconds(report.stages[stage]) for stage in _OF_ROLES), "", ""]
-    return new_table(title, headings, left=left, rows=rows, total=slowest)
+    return Table(title=title, headings=headings, left=left, rows=rows, total=slowest)
 
 
 def pools_table(report: IterationReport) -> Table:
@@ -64,7 +63,7 @@ def pools_table(report: IterationReport) -> Table:
         ]
         for index, pool in enumerate(report.pools)
     ]
-    return new_table("memory of the fullest rank of a pool", headings, left=("ranks", "roles"), rows=rows)
+    return Table(title="memory of the fullest rank of a pool", headings=headings, left=("ranks", "roles"), rows=rows)
 
 
 def iteration_words(report: IterationReport) -> str:

@@ -1,9 +1,10 @@
-"""Records a run of `terrace rl` in its folder: metrics, calls and samples per step, and the prediction.
+"""Records a run of `terrace rl` in its folder: the files of `terrace train`, and besides them its calls and samples.
 
 Each line is sealed and holds one step. On resume, lines of repeated steps are dropped from all files.
 """
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,14 +13,18 @@ from typing import TYPE_CHECKING, Any
 from terrace.base.files import write_atomic
 from terrace.base.fitting import parse_table
 from terrace.base.foreign import read_lines
+from terrace.base.schema import dump
 from terrace.base.sealed import sealed_json
 from terrace.rl.algorithms.metrics import Metrics
+from terrace.rl.calls.spans import now_s
 from terrace.rl.config import RlConfig, to_toml_table
-from terrace.train.recorder import PREDICTION
+from terrace.train.metrics import MetricsFile, StepRecord
+from terrace.train.recorder import PREDICTION, Predicted, event_log, write_prediction
 from terrace.train.trackers import open_trackers
 
 if TYPE_CHECKING:
     from terrace.rl.placement.placement import IterationReport
+    from terrace.train.recorder import EventLog
 
 METRICS, CALLS, SAMPLES = "metrics.jsonl", "calls.jsonl", "samples.jsonl"
 
@@ -27,29 +32,34 @@ METRICS, CALLS, SAMPLES = "metrics.jsonl", "calls.jsonl", "samples.jsonl"
 @contextmanager
 def recording(folder: Path, config: RlConfig, first_step: int) -> Iterator["Record"]:
     """The record of a run that has completed `first_step` steps, closed at the end of the body."""
-    record = Record(folder, config, first_step)
-    try:
-        yield record
-    finally:
-        record.close()
+    with event_log(folder) as events:
+        record = Record(folder, config, first_step, events)
+        try:
+            yield record
+        finally:
+            record.close()
 
 
 class Record:
-    """The record files of a run, and its trackers."""
+    """The record files of a run, and its trackers. `events` has the start, checkpoints and the end."""
 
-    def __init__(self, folder: Path, config: RlConfig, first_step: int) -> None:
-        for name in (METRICS, CALLS, SAMPLES):
+    def __init__(self, folder: Path, config: RlConfig, first_step: int, events: "EventLog") -> None:
+        self.events = events
+        self._metrics = MetricsFile(folder / METRICS, first_step)
+        for name in (CALLS, SAMPLES):
             # A run that starts over writes the samples of step 0 again.
             kept = [line for line in _read(folder / name) if _is_done(line, first_step)]
             write_atomic(folder / name, "".join(map(_sealed, kept)))
-        self._files = {name: (folder / name).open("a", encoding="utf-8") for name in (METRICS, CALLS, SAMPLES)}
+        self._files = {name: (folder / name).open("a", encoding="utf-8") for name in (CALLS, SAMPLES)}
         self._trackers = open_trackers(config.run.metrics, folder, to_toml_table(config), first_step)
+        cluster, plan = config.cluster, config.plan
+        events.add("started", first_step=first_step, plan=plan.name, cluster=cluster.name, ranks=cluster.world_size)
 
     def step(self, step: int, metrics: Metrics, calls: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
         """Writes a step: its metrics, its calls (`terrace.rl.call_lines`), and its samples, if any."""
         self._write(CALLS, {"step": step, **calls})
         self.samples(step, samples)
-        self._write(METRICS, {"step": step, **metrics})
+        self._metrics.write(step_record(step, metrics))
         for tracker in self._trackers.values():
             tracker.log(metrics, step)
 
@@ -60,8 +70,13 @@ class Record:
             for tracker in self._trackers.values():
                 tracker.write("samples", markdown(samples), step)
 
+    def saved(self, step: int, folder: Path) -> None:
+        """Records a checkpoint of the actor, and with it of all roles."""
+        self.events.add("saved", step=step, folder=f"{folder.parents[1].name}/{folder.name}")
+
     def close(self) -> None:
         """Closes the files and the trackers."""
+        self._metrics.close()
         for file in self._files.values():
             file.close()
         for tracker in self._trackers.values():
@@ -72,27 +87,47 @@ class Record:
         self._files[name].flush()
 
 
-def write_prediction(
-    folder: Path, report: "IterationReport | None", phases: Mapping[str, Sequence[str]], *, is_measured: bool
-) -> None:
-    """Writes `prediction.json`: seconds per step and per stage, each stage's `phases`, and bytes of a hand-over by
-    tier.
+def step_record(step: int, metrics: Metrics) -> StepRecord:
+    """The line of a step: the columns of every run, and the metrics by verl's names."""
+    step_s, tokens_per_s = metrics["time/step"], metrics["perf/tokens_per_s"]
+    time_s = {name.removeprefix("time/"): spent for name, spent in metrics.items() if name.startswith("time/")}
+    del time_s["step"]
+    return StepRecord(
+        step=step,
+        loss=metrics.get("actor/pg_loss", math.nan),
+        grad_norm=metrics.get("actor/grad_norm", math.nan),
+        learning_rate=metrics.get("actor/lr", 0.0),
+        num_tokens=round(tokens_per_s * step_s),
+        step_s=step_s,
+        tokens_per_s=tokens_per_s,
+        tokens_per_s_per_device=metrics["perf/tokens_per_s_per_device"],
+        time_s=time_s,
+        time=now_s(),
+        values=metrics,
+    )
 
-    `is_measured`: the cluster was probed. Without a report, the file of an earlier start is removed.
+
+def record_prediction(
+    folder: Path, config: RlConfig, report: "IterationReport | None", phases: Mapping[str, Sequence[str]]
+) -> None:
+    """Writes `prediction.json`: seconds per stage with its measured `phases`, and bytes of a hand-over by tier.
+
+    Without a report, the file of an earlier start is removed.
     """
     if report is None:
-        with suppress(FileNotFoundError):
-            (folder / PREDICTION).unlink()
+        (folder / PREDICTION).unlink(missing_ok=True)
         return
-    table = {
-        "is_measured": is_measured,
-        "seconds": report.seconds,
-        "stages": {
-            stage: {"seconds": seconds, "phases": list(phases[stage])} for stage, seconds in report.stages.items()
-        },
-        "sent_bytes": dict(report.sent_bytes),
-    }
-    write_atomic(folder / PREDICTION, sealed_json(json.dumps(table, indent=1)))
+    sent = {f"hand_over.{tier}": size for tier, size in report.sent_bytes.items()}
+    write_prediction(
+        folder,
+        Predicted(
+            is_measured=config.cluster.is_measured,
+            cluster=dump(config.cluster),
+            predicted={"time_s": dict(report.stages), "sent_bytes": sent, "memory_bytes": {}},
+            step_s=report.seconds,
+            parts={stage: list(phases[stage]) for stage in report.stages},
+        ),
+    )
 
 
 def markdown(samples: Iterable[Mapping[str, Any]]) -> str:

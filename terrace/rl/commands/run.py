@@ -42,7 +42,7 @@ from terrace.rl.calls.inline import InlineRuntime
 from terrace.rl.calls.local import LocalRuntime
 from terrace.rl.calls.runtime import Runtime
 from terrace.rl.commands.placement_words import measured_words
-from terrace.rl.commands.record import METRICS, recording, write_prediction
+from terrace.rl.commands.record import METRICS, record_prediction, recording
 from terrace.rl.config import RlConfig, to_toml_table
 from terrace.rl.folder import FACTS
 from terrace.rl.identity import contents_of
@@ -172,26 +172,31 @@ def _learned(
     _write_config(folder, config)
     expected = _predicted(config)
     report = None if isinstance(expected, TerraceError) else expected
-    write_prediction(folder, report, PHASES, is_measured=config.cluster.is_measured)
+    record_prediction(folder, config, report, PHASES)
     totals, agreement = Totals(), Agreement(config)
     with recording(folder, config, first) as record:
         if first:
             print(f"going on after step {first}", flush=True)
             for change in changes(earlier, tomllib.loads(_toml(config)), _OF_NUMBERS):
-                print(f"{change} since step {first}", flush=True)
+                words = f"{change} since step {first}"
+                print(words, flush=True)
+                record.events.add("note", step=first, text=words)
         elif config.run.evaluate_every:
             print(" ".join(f"before: {name} {value:.3f}" for name, value in made.evaluated().items()), flush=True)
             record.samples(0, made.samples.taken(0, False))
         asked.begin()
-        for step, metrics in made.steps(lambda: asked.name is not None):
+        for step, metrics in made.steps(lambda: asked.name is not None, record.saved):
             samples = made.samples.taken(step, step == config.run.steps)
             record.step(step, metrics, made.calls, samples)
             totals.add(metrics)
             print(_line(step, metrics), flush=True)
             if warning := agreement.words(metrics):
                 print(warning, flush=True)
-    if step < config.run.steps:
-        return None
+                record.events.add("note", step=step, text=warning)
+        if step < config.run.steps:
+            record.events.add("stopped", why=f"asked to by {asked.name}")
+            return None
+        record.events.add("finished", step=step, no_verdict=why_no_verdict(max(1, totals.num_steps - 1)))
     return f"{_summary(totals, folder)}\n{_beside_predicted(config, expected, totals)}"
 
 

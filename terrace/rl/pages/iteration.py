@@ -6,17 +6,31 @@ from itertools import pairwise
 from typing import Any
 
 from terrace.base.fitting import fitting
-from terrace.base.printable import escape
-from terrace.report.bars import Interval
-from terrace.report.folder_parts import steady
-from terrace.report.palette import ROLES
-from terrace.report.svg import Row
-from terrace.report.timeline import TimelineChart
+from terrace.base.words import seconds
+from terrace.program.timeline import TimedSpan, Timeline, TimelineRow, Words
+from terrace.report.record import steady
+from terrace.report.sections import Chart, timeline_chart
 from terrace.rl.call_lines import RoleCall
 
-_MAX_BARS = 1000
-_LANE_HEIGHT, _GAP, _HEADING = 24, 8, 22
-_COLOURS = {"update": "updates", "give": "hand_over", "take": "hand_over"}  # methods by the name of their colour
+_KINDS = {"update": "updates", "give": "hand over", "take": "hand over", "hand_over": "hand over"}  # of methods
+# Keys of the palette by kind of call; calls and the phases and stages of a step share them.
+_COLOURS = {
+    "hand over": "sync",
+    "generate": "gather",
+    "rewards": "control",
+    "logprobs": "reduce",
+    "values": "gather_backward",
+    "updates": "refresh",
+}
+_OF_PHASES = {
+    "reshard": "hand over",
+    "reward": "rewards",
+    "old_log_prob": "logprobs",
+    "ref": "logprobs",
+    "prepare": "logprobs",
+    "update": "updates",
+    "train": "updates",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,31 +84,34 @@ def _calls(step: RecordedStep) -> list[RoleCall]:
     return [fitting(RoleCall, call) for call in step.calls]
 
 
-def calls_chart(drawn: Iteration) -> TimelineChart:
-    """One lane per role, under a heading for its pool, in order of first call."""
-    lanes: dict[str, dict[str, list[Interval]]] = {}
-    words: list[str] = []
+def iteration_chart(steps: Sequence[RecordedStep]) -> list[Chart]:
+    """The chart of the steady step of median length; none without calls."""
+    drawn = steady_iteration(steps)
+    if drawn is None:
+        return []
+    words = (
+        f"Step {drawn.step}, of the median length of steady steps: {seconds(drawn.step_s)}. A bar is a call of a role, "
+        "from its begin on the first rank to its end on the last, by their clocks; gaps are waits for the controller "
+        "or for another pool. What reaches in or out is cut."
+    )
+    words += f" {drawn.left_out} further calls of the step were not recorded." if drawn.left_out else ""
+    return [timeline_chart(iteration_timeline(drawn), caption=words, colours=_COLOURS)]
+
+
+def iteration_timeline(drawn: Iteration) -> Timeline:
+    """One row per role, under a heading for its pool, in order of first call."""
+    pools = dict[str, dict[str, list[TimedSpan]]]()
     for call in sorted(drawn.calls, key=lambda call: call.begin_s):
-        pieces = lanes.setdefault(call.pool, {}).setdefault(call.role, [])
         times = f" x {call.num}" if call.num > 1 else ""
-        words.append(f"{call.role}.{call.method}{times} on {call.pool}")
-        # Clip calls to the step.
-        begin_s, end_s = max(0.0, call.begin_s), min(drawn.step_s, call.end_s)
-        pieces.append(Interval(begin_s, end_s, _COLOURS.get(call.method, call.method), len(words) - 1))
-    rows, headings, top = list[Row](), list[tuple[str, int]](), 0
-    bars: dict[int, list[Interval]] = {}
-    for pool, roles in lanes.items():
-        headings.append((escape(pool), top + 15))
-        top += _HEADING
-        for role, pieces in roles.items():
-            bars[len(rows)] = pieces
-            rows.append(Row(role, top, _LANE_HEIGHT))
-            top += _LANE_HEIGHT + _GAP
-    label = f"Timeline of step {drawn.step}: calls of roles by pool"
-    return TimelineChart.joined(label, rows, bars, drawn.step_s, words, _MAX_BARS, margin=_GAP, headings=headings)
+        what = Words(f"{call.role}.{call.method}{times} on {call.pool}")
+        spans = pools.setdefault(call.pool, {}).setdefault(call.role, [])
+        spans.append(TimedSpan(call.begin_s, call.end_s, _KINDS.get(call.method, call.method), what))
+    rows = [
+        TimelineRow(role, spans, pool, is_main=False) for pool, roles in pools.items() for role, spans in roles.items()
+    ]
+    return Timeline(title=f"Timeline of step {drawn.step}: calls of roles by pool", rows=rows, end_s=drawn.step_s)
 
 
-def call_entries(chart: TimelineChart) -> list[tuple[str, str, str]]:
-    """Legend entries for the calls of a chart."""
-    known = [(name, f"--c-{name}", "") for name in ROLES if name in chart.categories]
-    return [*known, ("other", "--c-other", "")] if chart.categories - set(ROLES) else known
+def call_colour(name: str) -> str:
+    """The colour of a phase, a stage or a kind of call, as a key of the palette."""
+    return _COLOURS.get(_OF_PHASES.get(name, name), "other")

@@ -1,32 +1,38 @@
-"""Changes that would shorten a step: every small change of the plan or the cluster, predicted.
+"""The adviser: every small change of a plan or a cluster, each predicted; advice is the best of them.
 
 A change of the plan changes one thing: a placement by one tier, the prefetch distance, the unit, recomputation, the
-wire format on one tier, the schedule of a pipeline. A change of the cluster doubles one bandwidth or the device's
-FLOP/s, or halves one latency. Invalid plans are skipped, as are those that need more memory than the device has (or
-than the present step, if that already exceeds it), including activations, context and allocator losses.
+wire format on one tier, the schedule of a pipeline, the tier or the chunks of experts, the delay of islands. A change
+of the cluster doubles one bandwidth or the device's FLOP/s, or halves one latency. Invalid plans are skipped, as are
+those that need more memory than the device has (or than the present step, if that already exceeds it), including
+activations, context and allocator losses.
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import fsum, inf
-from typing import Any
+from typing import Any, Literal
 
 from terrace.base.errors import PlanError
+from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster, Tier
 from terrace.plan.layout import DEVICE, Layout
+from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.residency import recomputed
 from terrace.plan.routes import crossed_tiers
 from terrace.plan.wire import PLACEABLE, ROUTES
 from terrace.plan.wire_rules import crossing
+from terrace.planner.divisions import one_tier_out, table_words
 from terrace.program.program import Program
 from terrace.program.schedules.registry import schedule_names, takes
 from terrace.program.schedules.seconds import TaskSeconds
 from terrace.program.stages import num_virtual, plan_orders, plan_schedule
 from terrace.simulate.advice import Job, fullest_stage
-from terrace.simulate.change import Change
+from terrace.simulate.chunks import Numbers
+from terrace.simulate.cycle import Cycle
 from terrace.simulate.step import Prediction, Step, predict_on, predict_step, resolved
 from terrace.simulate.timeline import play
 from terrace.simulate.work import Work
@@ -34,6 +40,29 @@ from terrace.simulate.work import Work
 # Safety factors of a lower bound: rounding of sums for steps played whole, twice the error of extrapolation for folded
 # ones.
 _WHOLE, _FOLDED = 1 - 1e-9, 0.99
+_HIDDEN = 1e-3  # part of a cycle in which exchanges may be waited for
+_GAIN = 1e-3  # part of a step by which a change must shorten it to be advice
+_TRIES = 4  # delays of islands that are tried
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A change of a plan or a cluster, with the resulting step; `reason` says why it cannot run, if so."""
+
+    words: str  # such as 'params = "node"'
+    kind: Literal["plan", "cluster"]
+    note: str  # side effects; "" for nothing but time and memory of model states
+    cluster: Cluster
+    plan: Plan
+    step_s: float = 0.0
+    times_s: Mapping[str, float] = field(default_factory=dict)  # by category, of the busiest stage
+    reason: str = ""
+
+
+def best_change(candidates: Sequence[Change], step_s: float, kind: Literal["plan", "cluster"]) -> Change | None:
+    """The change of this kind with the largest gain over `step_s`; None if none gains 0.1 %."""
+    best = next((change for change in candidates if change.kind == kind), None)
+    return best if best is not None and best.step_s < (1 - _GAIN) * step_s else None
 
 
 def _fits(base: Prediction) -> Callable[[Prediction], bool]:
@@ -61,12 +90,12 @@ def changes(step: Step, base: Prediction | None = None) -> list[Change]:
     found: list[Change] = []
     base = base or predict_step(step)
     fits = _fits(base)
-    for change in _candidates(step, base.programs[0]):
+    for change in _candidates(step, base):
         # An invalid plan is simply not a candidate.
         with suppress(PlanError):
             predicted = _predicted(base, change, _changed(step, change))
             if fits(predicted):
-                found.append(replace(change, step_s=predicted.step_s))
+                found.append(_told(change, predicted))
     return sorted(found, key=lambda change: change.step_s)
 
 
@@ -78,7 +107,7 @@ def best_changes(step: Step, base: Prediction) -> list[Change]:
     """
     tried: list[tuple[float, int, Change, Step]] = []
     bounds: dict[tuple[object, ...], float] = {}  # by all that passes depend on
-    for number, change in enumerate(_candidates(step, base.programs[0])):
+    for number, change in enumerate(_candidates(step, base)):
         with suppress(PlanError):
             changed = resolved(_changed(step, change))
             plan = changed.plan
@@ -96,33 +125,50 @@ def best_changes(step: Step, base: Prediction) -> list[Change]:
             predicted = _predicted(base, change, changed)
             # The memory of a candidate that is not the best does not matter.
             if (predicted.step_s, number) < known[:2] and fits(predicted):
-                best[change.kind] = (predicted.step_s, number, replace(change, step_s=predicted.step_s))
+                best[change.kind] = (predicted.step_s, number, _told(change, predicted))
     return sorted((change for _, _, change in best.values()), key=lambda change: change.step_s)
 
 
-def _candidates(step: Step, program: Program) -> Iterator[Change]:
-    seen = [step.plan]
-    for change in (*_plan_changes(step, program), *_schedule_changes(step), *_cluster_changes(step, program)):
+def _candidates(step: Step, base: Prediction) -> Iterator[Change]:
+    program, seen = base.programs[0], [step.plan]
+    own = (*_plan_changes(step, program), *_schedule_changes(step), *_expert_changes(step), *_delays(base))
+    for change in (*own, *_cluster_changes(step, program)):
         # A change may have no effect, such as int8 on a tier that no message crosses.
         if change.kind == "cluster" or change.plan not in seen:
             seen.append(change.plan)
             yield change
 
 
+def _told(change: Change, predicted: Prediction) -> Change:
+    return replace(change, step_s=predicted.step_s, times_s=predicted.times_s[predicted.busiest])
+
+
 def _changed(step: Step, change: Change) -> Step:
-    return replace(step, cluster=change.cluster, plan=change.plan)
+    work = step.work
+    if isinstance(work, Work) and change.plan.experts != step.plan.experts:
+        expert, rows = Mesh.of(change.cluster, change.plan).stack_degrees
+        work = replace(work, expert=expert, expert_rows=rows)
+    return replace(step, cluster=change.cluster, plan=change.plan, work=work)
 
 
 def _predicted(base: Prediction, change: Change, changed: Step) -> Prediction:
-    return predict_on(base, changed) if change.kind == "cluster" else predict_step(changed)
+    if change.kind == "cluster":
+        return predict_on(base, changed)
+    try:
+        return predict_step(changed)
+    except PlanError:
+        if not changed.plan.expert_gaps or changed.plan.experts == base.step.plan.experts:
+            raise
+        # Experts further out may not share a lane with gradients.
+        return predict_step(replace(changed, plan=replace(changed.plan, expert_gaps=())))
 
 
 def _least_s(base: Prediction, step: Step) -> float:
     """Lower bound in seconds on a step with the blocks of `base`: its schedule with free messages and updates.
 
-    0 without a pipeline, and for another device.
+    0 without a pipeline, for another device, and for experts elsewhere.
     """
-    if step.num_stages == 1 or step.cluster.device != base.step.cluster.device:
+    if step.num_stages == 1 or step.cluster.device != base.step.cluster.device or step.work != base.step.work:
         return 0.0
     plan, costs = step.plan, base.costs[0]
     orders = plan_orders(plan, step.blocks, step.num_stages, step.num_micros, step.sequence)
@@ -181,6 +227,85 @@ def _schedule_changes(step: Step) -> Iterator[Change]:
                 other = replace(other, stages=())
             if name != plan_schedule(plan)[0]:
                 yield Change(words=f'schedule = "{name}"', kind="plan", note="", cluster=cluster, plan=other)
+
+
+def expert_changes(base: Prediction) -> list[Change]:
+    """Tokens in one chunk, chunks in another order, and experts one tier further out, predicted, whatever they gain.
+
+    The plan must name its chunks. A change that cannot run has a reason.
+    """
+    found = []
+    for change in _expert_changes(base.step):
+        try:
+            predicted = _predicted(base, change, _changed(base.step, change))
+            found.append(replace(_told(change, predicted), plan=predicted.step.plan))
+        except PlanError as error:
+            found.append(replace(change, reason=str(error)))
+    return found
+
+
+def _expert_changes(step: Step) -> Iterator[Change]:
+    plan, tiers = step.plan, [tier.name for tier in step.cluster.tiers]
+    if not plan.experts:
+        return
+
+    def change(words: str, changed: Plan) -> Change:
+        return Change(words=words, kind="plan", note="", cluster=step.cluster, plan=changed)
+
+    # Shares of gradients depend on the number of chunks, so they are searched again with another number.
+    numbers, searched = Numbers(**plan.expert_chunks), replace(plan, expert_gaps="auto" if plan.expert_gaps else ())
+    if numbers.pieces > 1:
+        yield change("tokens in one chunk", replace(searched, expert_chunks=Numbers().table))
+    if numbers.pieces > 2 and plan.expert_hops > 1:
+        ahead = numbers.pieces - 1 if numbers.ahead == 1 else 1
+        others = numbers._replace(ahead=ahead).table
+        yield change(f"{counted(ahead, 'chunk')} ahead", replace(plan, expert_chunks=others))
+    further = one_tier_out(Mesh.of(step.cluster, plan))
+    if further is not None:
+        table = further.stack_table(tiers)
+        moved = crossing(step.cluster, replace(searched, experts=table, expert_chunks={}))
+        yield change(f"experts one tier out ({table_words(table)})", moved)
+
+
+def hiding(base: Prediction) -> Change | None:
+    """The least delay that hides the exchanges of a prediction's islands, with the shortest cycle that it needs.
+
+    None if they are hidden already, or if no delay within a few steps of the estimate hides them and shortens the
+    step.
+    """
+    for change in _delays(base):
+        with suppress(PlanError):
+            found = predict_step(replace(base.step, plan=change.plan))
+            if found.cycle is not None and is_hidden(found.cycle):
+                return _told(change, found) if found.step_s < (1 - _GAIN) * base.step_s else None
+    return None
+
+
+def is_hidden(cycle: Cycle) -> bool:
+    """Whether waits for exchanges are negligible."""
+    return cycle.waited_s <= _HIDDEN * cycle.cycle_s
+
+
+def steps_of_exchange(cycle: Cycle) -> float:
+    """Duration of the longest exchange, in steps without exchanges."""
+    return cycle.exchange_s / cycle.plain_s if cycle.plain_s else math.inf
+
+
+def _delays(base: Prediction) -> Iterator[Change]:
+    """Longer delays of islands whose exchanges are waited for, each with the shortest cycle at least as long as now."""
+    cycle, plan = base.cycle, base.step.plan
+    if cycle is None or is_hidden(cycle):
+        return
+    outer, needed = cycle.outer, max(1, math.ceil(steps_of_exchange(cycle)))
+    first = max(needed, outer.delay + 1)
+    for delay in range(first, first + _TRIES):
+        # Exchanges of all fragments share one link, one at a time.
+        every = max(outer.every, delay, outer.fragments * needed)
+        every = math.ceil(every / outer.fragments) * outer.fragments
+        words = f"outer.delay = {delay}" + (f" with outer.every = {every}" if every != outer.every else "")
+        changed = replace(plan, outer=replace(outer, delay=delay, every=every))
+        note = "changes what is learned"
+        yield Change(words=words, kind="plan", note=note, cluster=base.step.cluster, plan=changed)
 
 
 def _cluster_changes(step: Step, program: Program) -> Iterator[Change]:

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,18 @@ import tomli_w
 
 from terrace.base.sealed import sealed_json
 from terrace.cli.main import main
-from terrace.report.rl_folder import is_rl_folder, rl_view
-from terrace.report.rl_page import RlView, rl_page
-from terrace.report.rl_samples import samples_of
-from terrace.report.rl_timeline import recorded_step, steady_iteration
+from terrace.report.page import page_html
+from terrace.report.record import command_of_folder
+from terrace.report.run_view import run_page, run_view
 from terrace.rl.config import to_toml_table
+from terrace.rl.pages.iteration import recorded_step, steady_iteration
+from terrace.rl.pages.samples import samples_html, samples_of
 from terrace.rl.resolve import resolve
+from terrace.train.recorder import Predicted, append_event, write_prediction
 from tests.support import chromium
 from tests.support.folders import cut
 from tests.support.pages import checked
+from tests.support.records import step_record
 
 EVIL = "</script><script>alert(1)</script>\u202e&\ud800"
 STRANGE: tuple[Any, ...] = (None, True, "x", [], [1], {}, {"a": {}}, -1, 1e308, float("nan"), -math.inf, 10**400)
@@ -40,13 +44,15 @@ def lines_of(folder: Path) -> dict[str, list[dict[str, Any]]]:
     numbers = {"reward/mean": 0.5, "actor/kl": 0.1, "time/step": 2.0, "time/generate": 1.0, "time/update": 0.5}
     numbers |= {"reshard/bytes_planned": 64.0, "reshard/bytes_sent": 64.0, "perf/tokens_per_s": 1000.0}
     numbers |= {"score/0/mean": 0.25, "rollout/logprob_diff_max": 1e-6}
+    columns = asdict(step_record(1, step_s=2.0, time_s={"generate": 1.0, "update": 0.5}))
+    del columns["values"]
     calls = [
         call("rollout", "generate", -0.75, 0.5, "rank 4"),
         call("actor", "update", 0.25, 0.75, num=3),
         call("judge<b>", "unheard", 0.75, 1.0),
     ]
     return {
-        "metrics.jsonl": [{"step": step, **numbers} for step in range(1, STEPS + 1)],
+        "metrics.jsonl": [{**columns, "step": step, **numbers} for step in range(1, STEPS + 1)],
         "calls.jsonl": [
             {"step": step, "begin_s": 2.5 * step, "step_s": 2.0, "calls": calls, "left_out": 7}
             for step in range(1, STEPS + 1)
@@ -56,6 +62,10 @@ def lines_of(folder: Path) -> dict[str, list[dict[str, Any]]]:
             {"step": 10, "samples": [sample("drawn", cost=0.5, advantage=-1.5), sample("held out")]},
         ],
     }
+
+
+def page_of(run: Path) -> str:
+    return page_html(run_page(run_view(run)))
 
 
 def write(folder: Path, lines: dict[str, list[dict[str, Any]]]) -> None:
@@ -70,9 +80,10 @@ def run(tmp_path: Path) -> Path:
     reward = [{"function": "my_rewards:near"}, {"function": "my_rewards:ended"}]
     config = resolve("sort", None, {}, {"run": {"steps": STEPS}, "reward": reward})
     (folder / "config.toml").write_text(tomli_w.dumps(to_toml_table(config)))
-    stages = {"generate": {"seconds": 1.5, "phases": ["generate"]}, "train": {"seconds": 0.5, "phases": ["update"]}}
-    table = {"seconds": 2.0, "stages": stages, "sent_bytes": {"node": 64}}
-    (folder / "prediction.json").write_text(sealed_json(json.dumps(table)))
+    amounts = {"time_s": {"generate": 1.5, "train": 0.5}, "sent_bytes": {"hand_over.node": 64}}
+    parts = {"generate": ["generate"], "train": ["update"]}
+    write_prediction(folder, Predicted(is_measured=False, cluster={}, predicted=amounts, step_s=2.0, parts=parts))
+    append_event(folder, "finished", step=STEPS)
     write(folder, lines_of(folder))
     return folder
 
@@ -97,12 +108,12 @@ def test_a_page_shows_what_the_files_have(run: Path, capsys: pytest.CaptureFixtu
     assert first[:2] == [0, 0.5 * units]
     # It begins .75 s before the next step, which begins 2.5 s after this one, of 2 s.
     assert last[:2] == [1.75 * units, 2.0 * units]
-    (missing,) = rl_view(run).missing
+    (missing,) = run_view(run).missing
     assert missing.startswith("a checkpoint: none is complete")
 
 
 def test_a_response_cannot_act(run: Path) -> None:
-    page = rl_page(rl_view(run))
+    page = page_of(run)
     page.encode()
     found = checked(page)
     assert [tag for tag, _ in found.tags].count("script") == 2
@@ -143,7 +154,7 @@ def test_a_call_that_reaches_into_the_next_step_is_drawn_to_its_end() -> None:
 
 def test_a_page_has_at_most_forty_steps_of_samples() -> None:
     steps = [samples_of({"step": step, "samples": [sample("drawn")]}) for step in range(500)]
-    page = rl_page(RlView(title="<i>", subtitle="", status="", samples=steps))
+    page = samples_html(steps)
     checked(page)
     assert page.count("<details class=step") == 40
     assert page.count(" open>") == 1
@@ -159,11 +170,9 @@ def _without(name: str) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (_without("config.toml"), "settings: cannot read"),
-        (cut("config.toml", 90), "settings: "),
         (_without("metrics.jsonl"), "curves and times: metrics.jsonl cannot be read"),
-        (cut("metrics.jsonl", 900), "curves and times: damaged lines in metrics.jsonl: 1"),
-        (cut("metrics.jsonl", 0), "curves and times: metrics.jsonl is empty"),
+        (cut("metrics.jsonl", 900), "curves and times: damaged or missing lines in metrics.jsonl: 1"),
+        (cut("metrics.jsonl", 0), "curves and times: no step has ended"),
         (_without("calls.jsonl"), "the timeline: calls.jsonl cannot be read"),
         (cut("samples.jsonl", 100), "samples: damaged lines in samples.jsonl: 1"),
         (_without("prediction.json"), "predictions: there is no prediction.json"),
@@ -174,9 +183,8 @@ def test_a_damaged_run_has_a_page_that_says_what_is_missing(
     run: Path, damage: Callable[[Path], None], said: str
 ) -> None:
     damage(run)
-    assert is_rl_folder(run)
-    view = rl_view(run)
-    checked(rl_page(view))
+    view = run_view(run)
+    checked(page_html(run_page(view)))
     assert any(said in words for words in view.missing), view.missing
 
 
@@ -187,13 +195,13 @@ def test_strange_values_are_no_values(run: Path, name: str) -> None:
             lines = lines_of(run)
             lines[name] = [{**line, key: value} for line in lines[name]]
             write(run, lines)
-            checked(rl_page(rl_view(run)))
+            checked(page_of(run))
         inner = {"calls.jsonl": "calls", "samples.jsonl": "samples"}.get(name, "")
         for key in lines_of(run)[name][-1][inner][0] if inner else ():
             lines = lines_of(run)
             lines[name] = [{**line, inner: [{**line[inner][0], key: value}]} for line in lines[name]]
             write(run, lines)
-            checked(rl_page(rl_view(run)))
+            checked(page_of(run))
 
 
 @pytest.mark.parametrize("key", ["run", "algorithm", "cluster", "plan", "model", "reward"])
@@ -202,20 +210,20 @@ def test_strange_settings_are_named(run: Path, key: str) -> None:
     strange: tuple[Any, ...] = (3, "x", [1], {"a": {}})
     for value in strange:
         (run / "config.toml").write_text(tomli_w.dumps({**table, key: value}))
-        checked(rl_page(rl_view(run)))
+        checked(page_of(run))
 
 
 def test_a_run_of_training_is_none_of_feedback(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("[train]\nsteps = 1\n")
-    assert not is_rl_folder(tmp_path)
+    assert command_of_folder(tmp_path) == "train"
     (tmp_path / "config.toml").write_text("[run]\nsteps = 1\n")
-    assert is_rl_folder(tmp_path)
+    assert command_of_folder(tmp_path) == "rl"
 
 
 @pytest.mark.skipif(chromium.BROWSER is None, reason="needs chromium or google-chrome on PATH, to look at the page")
 def test_a_button_shows_the_samples_of_another_step(run: Path, tmp_path: Path) -> None:
     script = "<script>document.querySelector('[data-pick=\"-1\"]').click()</script></body>"
-    (run / "page.html").write_text(rl_page(rl_view(run)).replace("</body>", script))
+    (run / "page.html").write_text(page_of(run).replace("</body>", script))
     found = chromium.seen(run / "page.html", tmp_path / "profile")
     assert not found.console, found.console
     assert '<body class="live">' in found.dom

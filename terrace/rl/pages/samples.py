@@ -7,7 +7,8 @@ from typing import Any
 
 from terrace.base.fitting import MaybeNaN, fitting
 from terrace.base.printable import escape
-from terrace.report.markup import Markup, html_table
+from terrace.report.markup import html_table
+from terrace.report.table import Markup, Table
 
 _MOST_STEPS, _MOST_ROWS = 40, 40  # steps per page, rows per step; runs write fewer rows
 _TITLES = {
@@ -105,7 +106,7 @@ def _table(samples: Sequence[ReadSample]) -> str:
         for sample in samples
     ]
     left = ["prompt", "response", "finish"]
-    return html_table([*left, "reward", *map(_breaking, parts), *extra], rows, left)
+    return html_table(Table(headings=[*left, "reward", *map(_breaking, parts), *extra], rows=rows, left=left))
 
 
 def _breaking(name: str) -> Markup:
