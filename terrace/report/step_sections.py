@@ -76,7 +76,7 @@ def bytes_section(view: StepView) -> list[Section]:
 def inside_section(view: StepView) -> list[Section]:
     """Messages inside the blocks of the printed stage."""
     program, found = view.programs[view.stage], list[Section]()
-    if program.tensor.degree > 1:
+    if program.model.tensor.degree > 1:
         found.append(Section(title="Messages inside the blocks", table=inside_table(program)))
     if is_context_parallel(program.mesh, program.plan):
         # These messages depend on the documents of each batch, so the plan alone does not determine them.
