@@ -5,7 +5,6 @@ fix. The command line prints it without a traceback. Everything else is a bug of
 traceback.
 """
 
-import difflib
 from collections.abc import Iterable
 
 _LEAST_BEGINNING = 3  # letters of a prefix that identify a word
@@ -69,6 +68,8 @@ def did_you_mean(word: str, known: Iterable[str], where: str = "") -> str:
     """`; did you mean 'x'?` with the nearest known word, or else a list of all; `where` is prefixed to the nearest."""
     choices = sorted(known)
     begun = [each for each in choices if len(word) >= _LEAST_BEGINNING and each.startswith(word)]
+    import difflib  # here alone: most commands have no error
+
     near = difflib.get_close_matches(word, choices, n=1, cutoff=0.6) or begun
     if near:
         return f"; did you mean {where + near[0]!r}?"

@@ -1,6 +1,5 @@
 """Makes untrusted text (file names, tokens, templates, generated text) safe to print."""
 
-import html
 import re
 
 # Control characters that a terminal would act on, except tab and line feed; characters that change the direction of
@@ -15,4 +14,6 @@ def printable(text: str) -> str:
 
 def escape(text: str) -> str:
     """Escape `text` for HTML or SVG."""
+    import html  # here alone: it takes a moment, and screens need none of it
+
     return html.escape(printable(text))

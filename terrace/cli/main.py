@@ -19,7 +19,6 @@ from terrace.base.errors import ConfigError, HangError, ProbeError, TerraceError
 from terrace.base.printable import printable
 from terrace.base.products import Command, ProductWarning, add_parser, commands, left_out, load_module
 from terrace.base.sealed import ChangedFile
-from terrace.cli.coming_from import check_names
 from terrace.cli.output import OutputError, Terminated, printable_output
 
 # The core's commands, listed here, so that --help needs none of their modules.
@@ -141,7 +140,8 @@ def _ended(ended: Terminated) -> int:
 
 def _parsed(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = parser_of(words[:1])
-    check_names(words, parser)
+    if len(words) > 1:  # here, since --help alone needs none of it
+        import_module("terrace.cli.coming_from").check_names(words, parser)
     try:
         return parser.parse_known_args(words)
     except SystemExit:  # --help and --version, whose print takes no notice of an error
