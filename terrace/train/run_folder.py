@@ -1,4 +1,4 @@
-"""The run folder of `terrace train` or `terrace rl`: made, tidied, locked, compared with that of its last start.
+"""The run folder of a command that trains: made, tidied, locked, compared with that of its last start.
 
 The lock lets one run at a time write to a folder, and ends with its process, even if that is killed. Otherwise a job
 restarted while its predecessor still runs would remove half-written checkpoints, mix the checkpoints of both, and write

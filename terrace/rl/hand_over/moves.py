@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from terrace.base.boxes import Box, numel, sizes, to_text
 from terrace.base.errors import PlanError
-from terrace.base.overlay import overlay
+from terrace.rl.hand_over.overlay import overlay
 
 Parts = Mapping[str, Sequence[Box]]  # parameter -> boxes of it
 

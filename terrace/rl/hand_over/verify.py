@@ -16,8 +16,8 @@ from typing import NoReturn
 
 from terrace.base.boxes import Box, numel, to_text
 from terrace.base.errors import ProgramError
-from terrace.base.overlay import overlay
 from terrace.rl.hand_over.moves import Move
+from terrace.rl.hand_over.overlay import overlay
 from terrace.rl.hand_over.program import HandOverProgram
 
 _NEEDED, _OWN, _CAME = 1, 2, 4

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from terrace.base.boxes import Box, cut, shifted
-from terrace.base.overlay import overlay
+from terrace.rl.hand_over.overlay import overlay
 
 Index = tuple[int, ...]
 
