@@ -18,7 +18,7 @@ from terrace.model.spec import BlockSpec
 def block_specs(config: ModelConfig) -> tuple[BlockSpec, ...]:
     """Specs of all blocks in order, with parameters in the order of `named_parameters`.
 
-    With tied embeddings the head tied_to block 0 and does not list the output matrix. A scalar head is never tied.
+    With tied embeddings the head is tied to block 0 and does not list the output matrix. A scalar head is never tied.
     """
     layers = [config.of_layer(index) for index in range(config.num_layers)]
     tied_to = (0,) if config.tied_embeddings and not config.scalar_head else ()

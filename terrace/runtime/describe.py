@@ -1,6 +1,6 @@
 """Block specs of modules, and the replacement of their parameters by views of flat buffers.
 
-A parameter that two blocks share (a tied embedding) belongs to the first; the later block tied_to it.
+A parameter that two blocks share (a tied embedding) belongs to the first; the later block is tied to it.
 """
 
 from collections.abc import Mapping, Sequence
