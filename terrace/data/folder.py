@@ -200,13 +200,13 @@ def _data_file(path: Path, separator: str = "") -> DataFile | None:
 
 def _left(listing: _Listing, read: Set[str], chosen: str, splits: Mapping[str, Sequence[str]]) -> list[str]:
     """Files of a folder that are not read, in words: other splits, then other files by kind."""
-    left, said = list[str](), set[str]()
+    left, mentioned = list[str](), set[str]()
     for split, names in splits.items():
         others = set(names) - read
         if split != chosen and others:
             left.append(f"{counted(len(others), 'file')} of {split}")
-            said |= others
-    rest = [name for name in listing.names if name not in read | said]
+            mentioned |= others
+    rest = [name for name in listing.names if name not in read | mentioned]
     no_records = [name for name in rest if name in listing.no_records]
     empty = [name for name in rest if listing.sizes.get(name) == 0]
     left += [f"{name}, which holds no records" for name in no_records]

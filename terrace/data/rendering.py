@@ -131,15 +131,15 @@ class Renderers:
 
     def _answer(self) -> Any:
         process, _, from_it = self._running
-        said = from_it.readline(template_process.MOST_CHARACTERS + 1)
+        line = from_it.readline(template_process.MOST_CHARACTERS + 1)
         # The process keeps to the limit itself, unless a template has escaped from its sandbox.
-        if len(said) > template_process.MOST_CHARACTERS and not said.endswith("\n"):
+        if len(line) > template_process.MOST_CHARACTERS and not line.endswith("\n"):
             process.kill()
             self._close()
             raise TemplateRefusalError(template_process.TOO_LONG)
-        if not said.endswith("\n"):
+        if not line.endswith("\n"):
             raise _EndedError
-        answer = json.loads(said)
+        answer = json.loads(line)
         if "missing" in answer:
             raise DataError(f"a chat template {needs('jinja2')}")
         if "refused" in answer:

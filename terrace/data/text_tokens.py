@@ -141,9 +141,9 @@ def _begin(
         return (), ""
     declared = token_text(config, "bos_token")
     if declared is None:
-        said = "data.bos = true" if bos is True else f"{CONFIG_FILE} says add_bos_token"
+        reason = "data.bos = true" if bos is True else f"{CONFIG_FILE} says add_bos_token"
         raise DataError(
-            f"{said}, but no {CONFIG_FILE} beside {vocabulary.path} has a bos_token: name it with --data.bos TOKEN"
+            f"{reason}, but no {CONFIG_FILE} beside {vocabulary.path} has a bos_token: name it with --data.bos TOKEN"
         )
     origin = "as data.bos says" if bos is True else f"from {CONFIG_FILE}"
     return (vocabulary.named(declared, f"bos_token in {CONFIG_FILE}"),), origin

@@ -153,8 +153,8 @@ class FileTokenizer:
             if not is_watched:
                 return work()
             limit_s = _LIMIT_S + size / _PER_S
-            said = f"name another tokenizer: {self.vocabulary.path} may backtrack, and to {what} ({size:,} long)"
-            return within(limit_s, work, said)
+            slow = f"name another tokenizer: {self.vocabulary.path} may backtrack, and to {what} ({size:,} long)"
+            return within(limit_s, work, slow)
         except TerraceError:
             raise
         except BaseException as error:  # the package raises bare Exception, and where it panics an error of its own
@@ -169,10 +169,10 @@ class FileTokenizer:
         """One line on the tokens around a text."""
         tokens = self.text_tokens
         begin = " ".join(map(self._shown, tokens.begin))
-        said = f"texts begin with {begin}, {tokens.begin_from}" if begin else "texts have no token before them"
+        begins = f"texts begin with {begin}, {tokens.begin_from}" if begin else "texts have no token before them"
         if tokens.end is None:
-            return f"{said}, and none at their end: name one with data.eos"
-        return f"{said}; they end with {self._shown(tokens.end)}, {tokens.end_from}"
+            return f"{begins}, and none at their end: name one with data.eos"
+        return f"{begins}; they end with {self._shown(tokens.end)}, {tokens.end_from}"
 
     def _shown(self, token: int) -> str:
         return f"{self.name(token)!r} ({token})"
@@ -314,8 +314,8 @@ def _set_apart() -> Iterator[Callable[[], None]]:
             yield lambda: os.ftruncate(apart, 0)
         finally:
             os.dup2(kept, _STDERR)
-            said = os.pread(apart, os.fstat(apart).st_size, 0)
-            if said:
-                os.write(_STDERR, said)
+            panic = os.pread(apart, os.fstat(apart).st_size, 0)
+            if panic:
+                os.write(_STDERR, panic)
             os.close(apart)
             os.close(kept)

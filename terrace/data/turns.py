@@ -54,7 +54,9 @@ def spelled_turns(text: Any) -> list[dict[str, Any]]:
         before, *parts = marks.split(text.lstrip("\n"))
         if parts and not before.strip():
             speakers = {"Human": USER, "Assistant": ASSISTANT, "System": SYSTEM}
-            return [message(speakers[name], said.strip()) for name, said in zip(parts[::2], parts[1::2], strict=True)]
+            return [
+                message(speakers[name], content.strip()) for name, content in zip(parts[::2], parts[1::2], strict=True)
+            ]
     return []
 
 
@@ -94,17 +96,17 @@ def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _speech(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
-    speaker, said = turn["from"], turn["value"]
+    speaker, content = turn["from"], turn["value"]
     weight = {} if turn.get("weight") is None else {"weight": turn["weight"]}
     if speaker in _CALLS:
-        return {"role": ASSISTANT, "tool_calls": _calls(said, where), **weight}
+        return {"role": ASSISTANT, "tool_calls": _calls(content, where), **weight}
     role = SPEAKERS.get(speaker, speaker) if isinstance(speaker, str) else speaker
-    return _message({"role": role, "content": said, **weight})
+    return _message({"role": role, "content": content, **weight})
 
 
-def _calls(said: Any, where: str) -> list[dict[str, Any]]:
+def _calls(content: Any, where: str) -> list[dict[str, Any]]:
     try:
-        found = parse_json(said) if isinstance(said, str) else said
+        found = parse_json(content) if isinstance(content, str) else content
     except ValueError:
         found = None
     calls = found if isinstance(found, list) else [found]

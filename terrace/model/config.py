@@ -211,9 +211,9 @@ def to_table(config: ModelConfig) -> dict[str, Any]:
     Raises `ModelError` if the family cannot express the configuration, for example a GPT-2 with grouped heads.
     """
     if (config.experts is not None) != FAMILIES[config.family].is_mixture:
-        said, others = ("no", True) if config.experts is not None else ("only models with", False)
+        number, others = ("no", True) if config.experts is not None else ("only models with", False)
         named = ", ".join(sorted(name for name, family in FAMILIES.items() if family.is_mixture == others))
-        raise ModelError(f"a {config.family} config.json has {said} experts: use one of {named}")
+        raise ModelError(f"a {config.family} config.json has {number} experts: use one of {named}")
     table = write_table(asdict(config))
     # Parsed again and compared, since a family may give a field another meaning.
     back, wanted = _fields(parse_model(table)), _fields(config)

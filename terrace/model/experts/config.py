@@ -39,39 +39,41 @@ class ExpertsConfig:
     def check(self, num_layers: int, names: Mapping[str, str]) -> None:
         """Raise `ModelError` for invalid values. `names` maps fields to the keys of the file, for messages."""
 
-        def said(field: str) -> str:
+        def given(field: str) -> str:
             return f"{names.get(field, field)} = {getattr(self, field)}"
 
         for field in ("num_experts", "per_token", "intermediate_size", "num_groups", "kept_groups"):
             if not 1 <= getattr(self, field) < 2**31:
-                raise ModelError(f"{said(field)} must be at least 1 and below {2**31}")
+                raise ModelError(f"{given(field)} must be at least 1 and below {2**31}")
         if self.num_experts > _MOST_EXPERTS:
-            raise ModelError(f"{said('num_experts')} must be at most {_MOST_EXPERTS}")
+            raise ModelError(f"{given('num_experts')} must be at most {_MOST_EXPERTS}")
         if not 0 <= self.shared_size < 2**31:
-            raise ModelError(f"{said('shared_size')} must be at least 0 and below {2**31}")
+            raise ModelError(f"{given('shared_size')} must be at least 0 and below {2**31}")
         if self.gate not in get_args(Gate):
-            raise ModelError(f"{said('gate')} is not implemented{did_you_mean(self.gate, get_args(Gate))}")
-        self._check_gate(said)
+            raise ModelError(f"{given('gate')} is not implemented{did_you_mean(self.gate, get_args(Gate))}")
+        self._check_gate(given)
         if not 0 < self.scale < 1e30:
-            raise ModelError(f"{said('scale')} must be positive and finite")
+            raise ModelError(f"{given('scale')} must be positive and finite")
         if self.num_experts % self.num_groups:
-            raise ModelError(f"{said('num_groups')} does not divide {said('num_experts')}: change one of them")
+            raise ModelError(f"{given('num_groups')} does not divide {given('num_experts')}: change one of them")
         if self.num_groups > 1 and self.num_experts < 2 * self.num_groups:
             fitting = max(each for each in range(1, self.num_experts // 2 + 1) if self.num_experts % each == 0)
             raise ModelError(
-                f"{said('num_groups')} of {said('num_experts')} leaves a group fewer than the two experts by which it "
-                f"is chosen: use at most {fitting}"
+                f"{given('num_groups')} of {given('num_experts')} leaves a group fewer than the two experts by which "
+                f"it is chosen: use at most {fitting}"
             )
         if self.kept_groups > self.num_groups:
-            raise ModelError(f"{said('kept_groups')} must be at most {said('num_groups')}")
+            raise ModelError(f"{given('kept_groups')} must be at most {given('num_groups')}")
         reachable = self.num_experts // self.num_groups * self.kept_groups
         if self.per_token > reachable:
-            where = f" in {said('kept_groups')} of {said('num_groups')}" if self.num_groups > 1 else ""
+            where = f" in {given('kept_groups')} of {given('num_groups')}" if self.num_groups > 1 else ""
             raise ModelError(
-                f"{said('per_token')} must be at most the {reachable} experts{where} that a token can choose from"
+                f"{given('per_token')} must be at most the {reachable} experts{where} that a token can choose from"
             )
         if self.num_groups > 1 and self.gate != "sigmoid":
-            raise ModelError(f"{said('num_groups')}: groups of experts are of gate = 'sigmoid', not of {said('gate')}")
+            raise ModelError(
+                f"{given('num_groups')}: groups of experts are of gate = 'sigmoid', not of {given('gate')}"
+            )
         self._check_layers(num_layers, names)
 
     @property
@@ -84,21 +86,21 @@ class ExpertsConfig:
         """Columns of a token's choices: k, or E with expert choice."""
         return self.num_experts if self.gate == "expert_choice" else self.per_token
 
-    def _check_gate(self, said: Callable[[str], str]) -> None:
+    def _check_gate(self, given: Callable[[str], str]) -> None:
         if (self.router_size > 0) != (self.gate == "cosine") or not 0 <= self.router_size < 2**31:
             raise ModelError(
-                f'{said("router_size")} with {said("gate")}: the gate "cosine" projects tokens to 1 or more dims, and '
-                "no other gate does"
+                f'{given("router_size")} with {given("gate")}: the gate "cosine" projects tokens to 1 or more dims, '
+                "and no other gate does"
             )
         if self.route not in get_args(Route):
-            raise ModelError(f"{said('route')} is not implemented{did_you_mean(self.route, get_args(Route))}")
+            raise ModelError(f"{given('route')} is not implemented{did_you_mean(self.route, get_args(Route))}")
         if self.route == "even" and self.is_noncausal:
-            raise ModelError(f"{said('route')} has tokens choose: leave it out with {said('gate')}")
+            raise ModelError(f"{given('route')} has tokens choose: leave it out with {given('gate')}")
         if self.gate == "noisy" and not self.normalized:
-            raise ModelError(f"{said('normalized')}: the weights of {said('gate')} sum to 1; set it to true")
+            raise ModelError(f"{given('normalized')}: the weights of {given('gate')} sum to 1; set it to true")
         if self.gate == "expert_choice" and (self.normalized or self.biased):
             field = "normalized" if self.normalized else "biased"
-            raise ModelError(f"{said(field)}: {said('gate')} has the scores themselves as weights; set it to false")
+            raise ModelError(f"{given(field)}: {given('gate')} has the scores themselves as weights; set it to false")
 
     def _check_layers(self, num_layers: int, names: Mapping[str, str]) -> None:
         wrong = [layer for layer in self.dense_layers if not 0 <= layer < num_layers]
