@@ -83,7 +83,7 @@ def _map_svg(title: str, rows: Mapping[str, Sequence[int]]) -> str:
     axis = f'<text x="{_GUTTER}" y="{height - 4:.1f}">expert 0</text>'
     axis += f'<text x="{_WIDTH}" y="{height - 4:.1f}" text-anchor="end">{columns - 1}</text>'
     return (
-        f'<svg class="curve" viewBox="0 0 {_WIDTH} {height:.0f}" role="img" aria-label="Load of experts, {title}" '
+        f'<svg class="map" viewBox="0 0 {_WIDTH} {height:.0f}" role="img" aria-label="Load of experts, {title}" '
         f'xmlns="http://www.w3.org/2000/svg">{"".join(names)}{"".join(shapes)}'
         f'<path class="grid" d="{crosses}"/>{axis}</svg>'
     )

@@ -123,7 +123,10 @@ def cycle_sections(view: StepView) -> list[Section]:
     if cycle is None:
         return []
     words = cycle_words(cycle, view.hiding)
-    return [Section(table=cycle_table(cycle)), cycle_section(cycle_timeline(cycle), words)]
+    return [
+        Section(title="The steps of the cycle", table=cycle_table(cycle)),
+        cycle_section(cycle_timeline(cycle), words),
+    ]
 
 
 def exposed_section(view: StepView) -> list[Section]:
