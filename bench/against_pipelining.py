@@ -51,6 +51,7 @@ from bench.torch_pipelining import Pipeline, Trainer
 from bench.turns import DTYPES, LIBRARIES, Train
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
+from terrace.comm.exchange import gather_plain
 from terrace.model.blocks import block_specs, num_params
 from terrace.model.config import ModelConfig
 from terrace.model.decoder import build_blocks
@@ -62,7 +63,6 @@ from terrace.planner.space import Space
 from terrace.planner.task import Task, plan_of
 from terrace.program.schedules.registry import schedule_names
 from terrace.runtime.engine import Engine
-from terrace.runtime.gathered import gather_plain
 
 KEPT = ("params", "secondary", "gathered", "grads", "grads_full")  # of the engine's categories of memory
 SHARDED_GOAL = 1.1  # of torch's time, with less memory

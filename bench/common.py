@@ -25,7 +25,9 @@ from terrace.model.decoder import IGNORE_INDEX, build_blocks, token_loss
 from terrace.model.init import initialise
 from terrace.plan.plan import Plan
 from terrace.runtime.engine import Engine
+from terrace.runtime.objective import Objective
 from terrace.runtime.settings import OptimizerConfig
+from terrace.runtime.setup import Blocks, RankSetup, Training, Workload
 
 ADAMW = OptimizerConfig(lr=1e-4)  # small, or rounding in bf16 grows into other losses within thirty steps
 _HELP = {"batch": "sequences of a micro-batch", "micros": "micro-batches of a step"}
@@ -64,10 +66,22 @@ def block_names(blocks: Sequence[nn.Module]) -> list[str]:
 
 
 def engine_of(blocks: list[nn.Module], cluster: Cluster, plan: Plan, num_micros: int, **options: Any) -> Engine:
-    """The engine on a decoder's blocks; `options` are further arguments of `Engine`."""
-    given: dict[str, Any] = {"optimizer": ADAMW, "timeout": timedelta(seconds=120), **options}
-    names = block_names(blocks)
-    return Engine(blocks, names=names, cluster=cluster, plan=plan, num_micros=num_micros, objective=token_loss, **given)
+    """The engine on a decoder's blocks; `options` are those of `engine_with`."""
+    given: dict[str, Any] = {"optimizer": ADAMW, "timeout": timedelta(seconds=120), "names": block_names(blocks)}
+    given |= {"objective": token_loss, **options}
+    return engine_with(blocks, cluster=cluster, plan=plan, num_micros=num_micros, **given)
+
+
+def engine_with(modules: Sequence[nn.Module], *, objective: Objective, **options: Any) -> Engine:
+    """An engine whose settings differ by case: `options` are fields of the values that it is made of."""
+
+    def own(*names: str) -> dict[str, Any]:
+        return {name: options.pop(name) for name in names if name in options}
+
+    blocks = Blocks(modules, **own("names", "declared", "freeze", "initial"))
+    workload = Workload(**own("cluster", "plan", "num_micros", "sequence", "program", "is_verified"))
+    training = Training(**own("optimizer", "balance", "compiled", "seed"))
+    return Engine(blocks, workload, objective, training, RankSetup(**options))
 
 
 def micro_batches(step: int, rank: int, num_micros: int, shape: tuple[int, int], vocab: int) -> list[Batch]:

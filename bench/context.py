@@ -48,7 +48,7 @@ from terrace.runtime.context.attention import attend
 from terrace.runtime.context.device_layout import DeviceLayout
 from terrace.runtime.context.peer_exchange import PeerComm
 from terrace.runtime.engine import Engine
-from terrace.runtime.in_block_comm import InBlockComm
+from terrace.runtime.in_block import InBlockComm
 from terrace.runtime.linear import WeightGradients
 from terrace.sequence.build import build_token_layout
 from terrace.sequence.group_layout import GroupLayout

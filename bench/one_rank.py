@@ -42,6 +42,7 @@ from terrace.model.config import ModelConfig
 from terrace.model.decoder import token_loss
 from terrace.plan.presets import PRESETS, preset
 from terrace.runtime.engine import Engine
+from terrace.runtime.setup import Blocks, Training, Workload
 
 GOAL = 1.02
 _BOUND = "rounds differ by more than what is left above the goal"
@@ -150,7 +151,12 @@ def engine_for(job: Job, name: str) -> Engine:
     import terrace
 
     blocks = terrace.blocks_of(llama(job.config))
-    return Engine(blocks, cluster=cluster, plan=plan, num_micros=job.micros, objective=token_loss, optimizer=ADAMW)
+    return Engine(
+        Blocks(blocks),
+        Workload(cluster=cluster, plan=plan, num_micros=job.micros),
+        token_loss,
+        Training(optimizer=ADAMW),
+    )
 
 
 def contest(

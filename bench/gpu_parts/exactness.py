@@ -10,7 +10,7 @@ from bench.gpu_parts.setting import Row, Setting
 from terrace.model.config import ModelConfig
 from terrace.model.decoder import build_blocks
 from terrace.model.init import initial_value
-from terrace.model.liger_parts import serve
+from terrace.model.liger import serve
 from terrace.model.part_kernel import PartChoice
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset

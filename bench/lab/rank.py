@@ -26,8 +26,8 @@ from bench.lab.contest import Contestant, Result, Setting, Text, model_of, new_a
 from bench.lab.entries import Entry, Trial, contestant
 from bench.lab.job import WARMUP_STEPS, Job
 from bench.lab.launch import MARK, Place, place
+from terrace.comm.exchange import gather_plain
 from terrace.model.blocks import num_params
-from terrace.runtime.gathered import gather_plain
 
 _TIMEOUT = timedelta(minutes=5)
 

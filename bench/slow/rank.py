@@ -21,8 +21,8 @@ from bench.lab.contest import Contestant, Setting, Text, model_of
 from bench.lab.job import Job
 from bench.lab.launch import MARK, Place, place
 from bench.slow.contestants import JOB, Entry, contestant
+from terrace.comm.exchange import gather_plain
 from terrace.model.blocks import num_params
-from terrace.runtime.gathered import gather_plain
 
 _TIMEOUT = timedelta(minutes=10)
 

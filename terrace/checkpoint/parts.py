@@ -15,10 +15,10 @@ from terrace.plan.holdings import Slices, flat_boxes
 from terrace.plan.mesh import Mesh
 from terrace.plan.slices import rank_slices
 from terrace.program.program import Program
+from terrace.runtime.elementwise import StatePart
 from terrace.runtime.flat_param import FlatParam
 from terrace.runtime.outer_numbers import OuterNumbers
 from terrace.runtime.outer_state import OuterState
-from terrace.runtime.state_part import StatePart
 from terrace.runtime.states import FROZEN, KINDS
 
 CHOICES, COUNTS = "mlp.router.choices", "counts"  # of routers in the last step, beside the parameters

@@ -16,6 +16,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,6 @@ from torch.distributed.distributed_c10d import PrefixStore
 from terrace.base.errors import CheckpointError
 from terrace.checkpoint.layout import folder_of
 from terrace.checkpoint.residuals import num_bytes
-from terrace.checkpoint.saved import Saved
 from terrace.checkpoint.writing import (
     attempt,
     clear_leftovers,
@@ -47,6 +47,16 @@ _POLL_S, _LONGEST_POLL_S, _POLL_GROWTH = 0.002, 0.25, 1.2
 _MAX_POLLS_PER_S = 2000  # of all ranks together, so that one store is not asked too often
 _LEAVE_S = 10.0  # for ranks that only read a key
 _DONE = "done"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A complete checkpoint and what it cost this rank."""
+
+    folder: Path
+    num_bytes: int  # of this rank
+    stalled_s: float  # training stood still: waiting for the previous save, and copying
+    write_s: float  # until all ranks had written and the folder was renamed
 
 
 class Saver:

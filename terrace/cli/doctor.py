@@ -78,7 +78,6 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _attention(machine: Machine) -> Iterator[Finding]:
-    # Compiling is the test: a kernel that is installed may still fail.
     if not _has_torch(machine):
         return
     import torch
@@ -139,16 +138,15 @@ def _attention_of_run(run: RunConfig, machine: Machine) -> Iterator[Finding]:
 
 
 def _parts_of_run(run: RunConfig, machine: Machine) -> Iterator[Finding]:
-    # Refused here, as a run is refused, where the package or a device is missing or a kernel fails its trial.
+    # Refused here, as a run is refused, where the package or a device is missing.
     if run.train.kernels == "torch" or not _has_torch(machine):
         return
-    from terrace.comm.collectives import DTYPES
-    from terrace.model.liger_trial import check
-    from terrace.train.rules import parts_of, parts_words
+    from terrace.model.liger import serve
+    from terrace.train.rules import parts_words
 
     device = _device(machine)
     if device.type == run.cluster.device.backend:
-        check(run.model, device, DTYPES[run.plan.compute], parts_of(run))
+        serve((), run.train.kernels, device)
     yield Finding(level="fine", about="parts of a run", words=parts_words(run))
 
 

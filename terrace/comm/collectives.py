@@ -32,8 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from terrace.comm import codecs
-from terrace.comm.byte_views import as_bytes
-from terrace.comm.exchange import all_gather
+from terrace.comm.exchange import all_gather, as_bytes
 from terrace.comm.groups import TierGroup, TierGroups
 from terrace.comm.ledger import Ledger, Meter
 from terrace.comm.pace import UNPACED, Pace

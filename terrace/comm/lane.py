@@ -36,6 +36,11 @@ class Ticket(ABC):
         """Block the calling thread until the work has completed."""
         self.wait()
 
+    @property
+    def newest(self) -> "Ticket":
+        """Ticket of the part of the work that was submitted last; parts complete in order."""
+        return self
+
 
 class Lane(ABC):
     """An ordered queue of communication."""
@@ -193,14 +198,26 @@ class _Here(Lane):
     def submit(self, work: Callable[[], None]) -> Ticket:
         with torch.no_grad():
             work()
-        return _OVER
+        return DONE
 
     def close(self, wait: bool = True) -> None:
         pass
 
 
-_OVER = _Over()
+DONE: Ticket = _Over()  # of work that nothing waits for
 HERE: Lane = _Here()  # of messages without peers: the calling thread and its stream do what there is to do
+
+
+def behind(ticket: Ticket, work: Callable[[], None]) -> Callable[[], None]:
+    """`work` that first waits for work on another lane."""
+    if ticket is DONE:
+        return work
+
+    def when_ready() -> None:
+        ticket.wait()
+        work()
+
+    return when_ready
 
 
 def make_lane(device: torch.device, *, by_host: bool = False) -> Lane:

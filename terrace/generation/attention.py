@@ -21,9 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from terrace.generation.pages import PagePool, Span, slots_of
-from terrace.model.attention import Capped, MaskPlan, additive_mask, attend, document_begins, plain_products
-from terrace.model.attention_kernel import AttentionKernel
-from terrace.model.attention_plans import make_plan
+from terrace.model.attention import Capped, MaskPlan, additive_mask, attend, plain_products
+from terrace.model.attention_plans import AttentionPlans, Queries
 
 # Largest number of key elements per layer of a sequence that joins a batched decode call. One call costs about 20 us of
 # overhead on an AVX-512 core, enough time to copy this many elements.
@@ -47,30 +46,33 @@ class _Together:
 
 
 class Passing:
-    """Attention plan of one step for all layers with this `window` (0: none) and soft cap `cap` of scores (0: none).
+    """Attention plan of one step for all layers with the window and soft cap of `plans`.
 
-    Each span covers the keys within the widest window of all layers. `key_size` is K D; `kernel` computes the first
-    prefill chunks.
+    Each span covers the keys within the widest window of all layers. `key_size` is K D; `plans` makes the mask plan of
+    the first prefill chunks.
     """
 
     def __init__(
         self,
         spans: Sequence[Span],
         *,
-        window: int,
+        plans: AttentionPlans,
         page_tokens: int,
         key_size: int,
-        kernel: AttentionKernel,
+        head_dim: int,
         device: torch.device,
         dtype: torch.dtype,
-        cap: float = 0.0,
     ) -> None:
-        self.window, self.cap = window, cap
+        window = self.window = plans.window
+        self.cap = plans.cap
         kinds = [_kind(span) for span in spans]
         num_fresh, num_read = kinds.count(0), kinds.count(1)
         assert kinds == sorted(kinds), "spans must stand as terrace.generation.attention.order says"
         self.num_fresh = sum(span.end for span in spans[:num_fresh])  # tokens
-        self.plan = _plan(spans[:num_fresh], kernel, window, device, dtype, cap)
+        self.plan: MaskPlan = None
+        if num_fresh:
+            positions = torch.cat([torch.arange(span.end) for span in spans[:num_fresh]])[None]
+            self.plan = plans.build(positions, Queries(1, self.num_fresh, head_dim, device, dtype))
         begin = self.num_fresh
         self.parts: list[tuple[int, int, int, Tensor]] = []  # index of the span, first and last token + 1, mask
         for index in range(num_fresh, num_fresh + num_read):
@@ -159,16 +161,6 @@ def _kind(span: Span) -> int:
 
 def _length(span: Span) -> int:
     return span.end - span.begin
-
-
-def _plan(
-    spans: Sequence[Span], kernel: AttentionKernel, window: int, device: torch.device, dtype: torch.dtype, cap: float
-) -> MaskPlan:
-    """Mask plan of the packed first prefill chunks."""
-    if not spans:
-        return None
-    positions = torch.cat([torch.arange(span.end) for span in spans])[None]
-    return make_plan(kernel, document_begins(positions), window, device, dtype, cap)
 
 
 def _mask(span: Span, window: int, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -74,12 +74,14 @@ class GenerationEngine:
         self._blocks, self._decode = blocks, decode
         self._device = weight.device
         core = layers[0].core
-        plans = AttentionPlans(self._window, is_grouped=core.heads // rows != shape.heads, cap=core.cap)
+        self._plans = {
+            window: AttentionPlans(window, is_grouped=core.heads // rows != shape.heads, cap=core.cap)
+            for window in {layer.core.window for layer in layers}
+        }
         self._attending: dict[str, Any] = {
-            "cap": core.cap,
             "page_tokens": page_tokens,
             "key_size": shape.heads * shape.size,
-            "kernel": plans.kernel(weight.device, weight.dtype, shape.size, is_cut=True),
+            "head_dim": shape.size,
             "device": weight.device,
             "dtype": weight.dtype,
         }
@@ -161,10 +163,7 @@ class GenerationEngine:
     def _pass(self, step: ScheduledStep, spans: Sequence[Span]) -> Tensor | None:
         """Forward pass. Returns logits (B, V), one row per request that samples a token; None if none does."""
         self.pool.prepare(spans)
-        passing = {
-            window: Passing(spans, window=window, **self._attending)
-            for window in {cache.window for cache in self._caches}
-        }
+        passing = {window: Passing(spans, plans=plans, **self._attending) for window, plans in self._plans.items()}
         tokens: list[int] = []
         positions: list[int] = []
         last: list[int] = []

@@ -12,9 +12,9 @@ The ranges of a micro-batch are converted once into a *mask plan*, shared by all
   a kernel call costs as much as that many tokens. A document longer than the window is split into pieces of the
   window's length, each of which also sees the previous piece, with a band mask;
 - a mask over whole rows;
-- a `Declared` plan, which computes attention itself: documents for torch's varlen kernel (terrace.model.documents),
-  blocks for FlexAttention (terrace.model.block_masks), one of the first three with capped scores, or one from a
-  replacement of `Attention.plans`.
+- a `Declared` plan, which computes attention itself: documents for torch's varlen kernel or blocks for FlexAttention
+  (terrace.model.fused_attention), one of the first three with capped scores, or one from a replacement of
+  `Attention.plans`.
 
 terrace.model.attention_plans chooses among them.
 

@@ -1,14 +1,15 @@
 """Mask plans of a model's layers, and the selection of the attention kernel.
 
-terrace.model.attention_kernel ranks the kernels for a device, dtype and shape. Which of them work depends on torch's
-version, the device and Triton, so each is tested once against the reference on a few tokens, forward and backward. If
-it fails, a warning names the reason and the next kernel is used; if it was chosen by name (`choose_kernel`), that is an
-error.
+terrace.model.attention_kernel ranks the kernels for a device, dtype and shape. Whether one runs depends on torch's
+version, the device and Triton as well: a kernel that refuses its first call leaves all further ones to the next in the
+ranking, with a warning. If it was chosen by name (`choose_kernel`), that is an error.
 """
 
 import warnings
-from collections.abc import Iterable
-from functools import cache, partial
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +18,12 @@ from terrace.base.errors import ConfigError, ModelError, first_line
 from terrace.model import attention
 from terrace.model.attention import (
     Capped,
+    Declared,
     MaskPieces,
     MaskPlan,
     PerLength,
     PerMicroBatch,
+    PlannedAttention,
     attend,
     document_begins,
     first_keys,
@@ -34,13 +37,9 @@ from terrace.model.attention_kernel import (
     expected,
     refusal,
 )
-from terrace.model.block_masks import BlockMasked
 from terrace.model.config import ModelConfig
-from terrace.model.documents import Documents
+from terrace.model.fused_attention import BlockMasked, Documents
 
-_TRIED_CAP = 2.0  # small enough to affect the scores of the trial
-# Relative to the largest element. Half precision has 8 or 11 significant bits.
-_TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-4}
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 _WORDS = {
     "sdpa": "scaled_dot_product_attention of torch",
@@ -49,6 +48,39 @@ _WORDS = {
     "flex": "FlexAttention of torch, compiled",
 }
 _MASKED = "scaled_dot_product_attention of torch, under masks of whole rows"
+
+
+class Queries(NamedTuple):
+    """The properties of a query (B, N, S, D) on which a mask plan depends."""
+
+    batch: int
+    sequence: int
+    head_dim: int
+    device: torch.device
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, query: Tensor) -> "Queries":
+        """The properties of `query` (B, N, S, D)."""
+        return cls(query.shape[0], query.shape[2], query.shape[3], query.device, query.dtype)
+
+
+@dataclass
+class Refusable:
+    """The plan of a kernel that may not run here; if it raises, `instead` gives the plan that takes over."""
+
+    plan: MaskPlan
+    instead: Callable[[Exception], MaskPlan]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention output (B, N, S, D) of query over key and value (B, K, S, D)."""
+        try:
+            return attend(query, key, value, self.plan)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # anything that a loader, a compiler or a kernel raises
+            self.plan = self.instead(error)
+            return attend(query, key, value, self.plan)
 
 
 class AttentionPlans:
@@ -62,58 +94,117 @@ class AttentionPlans:
         self, window: int, *, is_grouped: bool = False, cap: float = 0.0, choice: AttentionChoice = "auto"
     ) -> None:
         self.window, self.is_grouped, self.cap, self.choice = window, is_grouped, cap, choice
+        self._refused = set[AttentionKernel]()
         self._packed = PerMicroBatch()
         self._whole = PerLength()
 
     def plan(self, positions: Tensor | None, query: Tensor) -> MaskPlan:
         """Mask plan for query (B, N, S, D) and documents given by `positions` (B, S) int64.
 
-        Raises `ModelError` for positions of another shape, `ConfigError` if the chosen kernel does not work.
+        Raises `ModelError` for positions of another shape, `ConfigError` if the chosen kernel cannot serve.
         """
         batch, sequence = query.shape[0], query.shape[2]
         if positions is not None and positions.shape != (batch, sequence):
             raise ModelError(f"positions {tuple(positions.shape)} must be (batch, sequence) = {batch, sequence}")
         # No cache look-up on this path, so that torch.compile has no graph break.
         is_cut = positions is not None or 0 < self.window < sequence
-        if not is_cut and expected(self._case(query, is_cut=False), self.choice) == "sdpa":
+        if not is_cut and expected(self._case(Queries.of(query), is_cut=False), self.choice) == "sdpa":
             return Capped(None, self.cap) if self.cap else None
         return self.made(positions, query)
 
     def made(self, positions: Tensor | None, query: Tensor) -> MaskPlan:
         """The plan, from the cache or newly built."""
-        key = (*query.shape[:1], *query.shape[2:], query.device, query.dtype, self.choice)
+        queries = Queries.of(query)
         if positions is not None:
-            return self._packed.get(positions, key, lambda: self._of(positions, query))
-        return self._whole.made(key, lambda: self._of(None, query))
+            return self._packed.get(positions, (queries, self.choice), lambda: self.build(positions, queries))
+        return self._whole.made((queries, self.choice), lambda: self.build(None, queries))
 
-    def _of(self, positions: Tensor | None, query: Tensor) -> MaskPlan:
-        batch, sequence, device = query.shape[0], query.shape[2], query.device
-        is_windowed = 0 < self.window < sequence
-        serves = partial(self.kernel, device, query.dtype, query.shape[3])
-        kernel = serves(is_cut=positions is not None or is_windowed)
+    def build(self, positions: Tensor | None, queries: Queries) -> MaskPlan:
+        """A new plan, as `plan`."""
+        is_windowed = 0 < self.window < queries.sequence
+        is_cut = positions is not None or is_windowed
+        kernel = self._kernel(queries, is_cut=is_cut)
         if positions is None:
-            begins = (torch.arange(sequence) == 0).expand(1 if kernel != "varlen" else batch, sequence)
+            num_rows = queries.batch if kernel == "varlen" else 1
+            begins = (torch.arange(queries.sequence) == 0).expand(num_rows, queries.sequence)
         elif kernel in ("varlen", "pieces"):
             begins = document_begins(on_host(positions))
             # If every row is one document, a faster kernel applies.
-            if kernel == "varlen" and not is_windowed and not bool(begins[:, 1:].any()):
-                kernel = serves(is_cut=False)
+            if kernel == "varlen" and not is_windowed:
+                is_cut = bool(begins[:, 1:].any())
         else:
             begins = document_begins(positions)
-        return make_plan(kernel, begins, self.window, device, query.dtype, self.cap)
+        return self._of_rows(begins, queries, is_cut=is_cut)
 
-    def kernel(self, device: torch.device, dtype: torch.dtype, head_dim: int, *, is_cut: bool) -> AttentionKernel:
-        """The kernel used; raises as `kernel_for` does."""
-        return kernel_for(device, dtype, head_dim, self.is_grouped, is_cut, self.choice, self.cap > 0)
+    def _of_rows(self, begins: Tensor, queries: Queries, *, is_cut: bool) -> MaskPlan:
+        kernel = self._kernel(queries, is_cut=is_cut)
+        plan = make_plan(kernel, begins, self.window, queries.device, queries.dtype, self.cap)
+        if not isinstance(plan, (Documents, BlockMasked)):
+            return plan
 
-    def _case(self, query: Tensor, *, is_cut: bool) -> AttentionCase:
-        return _case(query.device, query.dtype, query.shape[3], self.is_grouped, is_cut, self.cap > 0)
+        # Holds no positions: the cache of plans lives as long as these.
+        def instead(error: Exception) -> MaskPlan:
+            self._refuse(kernel, queries, error)
+            return self._of_rows(begins, queries, is_cut=is_cut)
+
+        return Refusable(plan, instead)
+
+    def _kernel(self, queries: Queries, *, is_cut: bool) -> AttentionKernel:
+        ranked = kernels_for(self._case(queries, is_cut=is_cut), self.choice)
+        return next(kernel for kernel in ranked if kernel not in self._refused)
+
+    def _refuse(self, kernel: AttentionKernel, queries: Queries, error: Exception) -> None:
+        if self.choice != "auto":
+            raise _cannot_serve(self.choice, first_line(error)) from error
+        if kernel not in self._refused:  # plans that were made before share one warning
+            self._refused.add(kernel)
+            where = f"{queries.device}, {queries.dtype}"
+            warnings.warn(f"attention goes without {_WORDS[kernel]} ({where}): {first_line(error)}", stacklevel=4)
+
+    def _case(self, queries: Queries, *, is_cut: bool) -> AttentionCase:
+        return _case(queries.device, queries.dtype, queries.head_dim, self.is_grouped, is_cut, self.cap > 0)
 
 
 def plans_of(config: ModelConfig) -> AttentionPlans:
     """Mask plans for one layer's configuration (`ModelConfig.of_layer`)."""
     is_grouped = config.num_kv_heads != config.num_heads
     return AttentionPlans(config.sliding_window, is_grouped=is_grouped, cap=config.scales.attention_cap)
+
+
+class DeclaredAttention(PlannedAttention):
+    """Attention of one layer of another library, between its projections; it has no parameters.
+
+    Takes projected queries, keys and values to the outputs of the heads. The context axis replaces `plans`.
+    """
+
+    def __init__(self, window: int, is_grouped: bool) -> None:
+        super().__init__()
+        self.plans = AttentionPlans(window, is_grouped=is_grouped)
+        self.window, self.is_running = window, False
+        self._positions: Tensor | None = None
+
+    @contextmanager
+    def on(self, positions: Tensor | None) -> Iterator[None]:
+        """Context in which the layer uses this module; `positions` (B, S) mark documents."""
+        before = self.is_running, self._positions
+        self.is_running, self._positions = True, positions
+        try:
+            yield
+        finally:
+            self.is_running, self._positions = before
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """Attention output (B, N, S, D) of query (B, N, S, D) over keys and values (B, K, S, D).
+
+        Raises `ModelError` if `scale` is given and is not 1 / sqrt(D).
+        """
+        size = query.shape[3]
+        if scale is not None and abs(scale * size**0.5 - 1) > 1e-6:
+            raise ModelError(
+                f"the layer scales its scores by {scale:.6g}, and declared attention by 1 / sqrt({size}): leave the "
+                "declaration out"
+            )
+        return attend(query, key, value, self.plans.plan(self._positions, query))
 
 
 def make_plan(
@@ -123,7 +214,7 @@ def make_plan(
     device: torch.device,
     dtype: torch.dtype,
     cap: float = 0.0,
-) -> MaskPlan:
+) -> MaskPieces | Tensor | Declared | None:
     """Mask plan of `kernel` for rows whose documents begin where `begins` (B, S) is true; `cap` 0: none.
 
     For varlen and pieces `begins` must be on the host. For sdpa and flex, B may be 1 if all rows are alike.
@@ -146,32 +237,20 @@ def make_plan(
             return attention.whole_mask(begins.to(device), window, dtype)
 
 
-@cache
-def kernel_for(
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    is_grouped: bool,
-    is_cut: bool,
-    choice: AttentionChoice = "auto",
-    is_capped: bool = False,
-) -> AttentionKernel:
-    """Select the attention kernel; each is tested once.
+def kernels_for(case: AttentionCase, choice: AttentionChoice = "auto") -> tuple[AttentionKernel, ...]:
+    """Attention kernels for a case, fastest first; only `choice` unless that is "auto".
 
-    Raises `ConfigError` if a kernel that was chosen by name does not work. Warns if a better one fails its trial.
+    Raises `ConfigError` if the chosen kernel does not support the case.
     """
-    case = _case(device, dtype, head_dim, is_grouped, is_cut, is_capped)
-    if choice != "auto":
-        reason = refusal(choice, case) or problem(choice, device, dtype, head_dim, is_capped)
-        if reason:
-            raise ConfigError(f"train.attention = {choice!r} cannot serve: {reason}; leave train.attention out")
-        return choice
-    for kernel in candidates(case):
-        reason = problem(kernel, device, dtype, head_dim, is_capped)
-        if not reason:
-            return kernel
-        warnings.warn(f"attention goes without {_WORDS[kernel]} ({device}, {dtype}): {reason}", stacklevel=2)
-    raise AssertionError("sdpa and pieces are not tried")
+    if choice == "auto":
+        return candidates(case)
+    if reason := refusal(choice, case):
+        raise _cannot_serve(choice, reason)
+    return (choice,)
+
+
+def _cannot_serve(choice: AttentionChoice, reason: str) -> ConfigError:
+    return ConfigError(f"train.attention = {choice!r} cannot serve: {reason}; leave train.attention out")
 
 
 def _case(
@@ -180,54 +259,6 @@ def _case(
     # This runs inside compiled blocks.
     name = _NAMES[dtype] if dtype in _NAMES else str(dtype)
     return AttentionCase(device.type, name, head_dim, is_grouped, is_cut, is_capped)
-
-
-@cache
-def problem(
-    kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, head_dim: int, is_capped: bool = False
-) -> str:
-    """Why a kernel does not work on a device, or "". Runs it on a few documents, forward and backward."""
-    if kernel in ("sdpa", "pieces"):
-        return ""
-    try:
-        with torch.enable_grad(), torch.inference_mode(False):
-            return disagreement(kernel, device, dtype, head_dim, _TRIED_CAP if is_capped else 0.0)
-    except Exception as error:  # anything that a loader, a compiler or a kernel raises
-        return first_line(error)
-
-
-def disagreement(
-    kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, head_dim: int, cap: float = 0.0
-) -> str:
-    """Compare a kernel with masked attention in fp64, with and without a window, for three documents, one of one token.
-
-    Returns a description of the first difference, or "".
-    """
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(heads: int) -> Tensor:
-        return torch.randn(1, 200, heads, head_dim, generator=generator).to(device, dtype).transpose(1, 2)
-
-    query, key, value, grad = normal(4), normal(2), normal(2), normal(4)
-    begins = torch.zeros(1, 200, dtype=torch.bool)
-    begins[0, [0, 150, 151]] = True
-    for window in (0, 20):
-        found = _results((query, key, value), grad, make_plan(kernel, begins, window, device, dtype, cap))
-        mask: MaskPlan = attention.whole_mask(begins.to(device), window, torch.float64)
-        if cap:
-            assert isinstance(mask, Tensor), "the mask of whole rows is a tensor"
-            mask = Capped(mask, cap)
-        wanted = _results(tuple(each.double() for each in (query, key, value)), grad.double(), mask)
-        for name, one, other in zip(("output", "dq", "dk", "dv"), found, wanted, strict=True):
-            if not (one.double() - other).abs().max() <= _TOLERANCE.get(dtype, 1e-10) * other.abs().max():
-                return f"it differs from the reference ({name}, window {window})"
-    return ""
-
-
-def _results(inputs: tuple[Tensor, ...], grad: Tensor, plan: MaskPlan) -> tuple[Tensor, ...]:
-    leaves = [each.detach().requires_grad_() for each in inputs]
-    output = attend(leaves[0], leaves[1], leaves[2], plan)
-    return (output, *torch.autograd.grad(output, leaves, grad))
 
 
 def choose_kernel(blocks: Iterable[nn.Module], choice: AttentionChoice) -> None:
@@ -249,8 +280,8 @@ def describe(
     is_capped: bool = False,
     choice: AttentionChoice = "auto",
 ) -> str:
-    """Describe the attention kernel used on a device. Raises as `kernel_for` does."""
-    kernel = kernel_for(device, dtype, head_dim, is_grouped, is_cut, choice, is_capped)
+    """Describe the attention kernel used on a device. Raises as `kernels_for` does."""
+    kernel = kernels_for(_case(device, dtype, head_dim, is_grouped, is_cut, is_capped), choice)[0]
     if is_capped and kernel != "flex":
         pieces = ", piece by piece" if kernel == "pieces" and is_cut else ""
         return f"two products and a softmax of capped scores{pieces} ({device}, {str(dtype).removeprefix('torch.')})"

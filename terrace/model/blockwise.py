@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from terrace.model.attention import additive_mask
-from terrace.model.pair_kernels import KINDS, Gradients, Kernel, PairInputs, kernels_for, precise, side_by_side
+from terrace.model.pair_kernels import KINDS, Gradients, PairInputs, precise, serve, side_by_side
 
 Run = tuple[int, int]  # (start, stop) of rows
 
@@ -73,7 +73,8 @@ def pair_forward(pair: PairInputs) -> tuple[Tensor, Tensor]:
 
     A query that sees none of the keys has output 0 and lse -inf.
     """
-    return _kernel(pair).forward(pair)
+    _check(pair)
+    return serve(pair, lambda kernel: kernel.forward(pair))
 
 
 def pair_backward(grad_out: Tensor, pair: PairInputs, out: Tensor, lse: Tensor) -> Gradients:
@@ -82,7 +83,8 @@ def pair_backward(grad_out: Tensor, pair: PairInputs, out: Tensor, lse: Tensor) 
     `out` (B, N, L, D) and `lse` (B, N, L) are the results over all keys of the queries, not only over this pair's (see
     the top of this file); `grad_out` is the gradient of that `out`.
     """
-    return _kernel(pair).backward(grad_out, pair, out, lse)
+    _check(pair)
+    return serve(pair, lambda kernel: kernel.backward(grad_out, pair, out, lse))
 
 
 def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
@@ -172,7 +174,7 @@ def rows(part: Tensor, run: Run) -> Tensor:
     return part.narrow(2, start, stop - start)
 
 
-def _kernel(pair: PairInputs) -> Kernel:
+def _check(pair: PairInputs) -> None:
     query, kind, mask = pair.query, pair.kind, pair.mask
     assert kind in KINDS, f"a pair is of kind {kind!r}, not one of {KINDS}"
     assert (kind == "mask") == (mask is not None), (
@@ -180,7 +182,6 @@ def _kernel(pair: PairInputs) -> Kernel:
     )
     lengths = query.shape[2], pair.key.shape[2]
     assert kind != "causal" or lengths[0] == lengths[1], f"causal: {lengths[0]} queries, {lengths[1]} keys"
-    return next(kernel for kernel in kernels_for(query.device, query.dtype) if kernel.takes(pair))
 
 
 def _overlap(runs: Sequence[Run]) -> bool:

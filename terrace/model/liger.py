@@ -1,11 +1,11 @@
-"""Parts of a layer computed by the Triton kernels of the package `liger-kernel`.
+"""Parts of a layer computed by the Triton kernels of the package `liger-kernel`, installed by `serve`.
 
 Each function is a drop-in replacement for one in `terrace.model`:
 
     rms_norm        F.rms_norm, computed in fp32 (liger's casting mode "gemma"); saves its input and one number per row
     silu_gated, gelu_tanh_gated
                     MLP._gated; saves gate and up, and the backward overwrites them with their gradients
-    rotate_both       Rotary.rotate_both, for queries and keys at once; overwrites both, and the backward both gradients
+    rotate_both     Rotary.rotate_both, for queries and keys at once; overwrites both, and the backward both gradients
     to_gradient     decoder.to_gradient: replaces a chunk of logits by its gradient, without a copy in fp32
 
 In-place writes are safe here, since gate, up, queries and keys are outputs of products, whose backwards need only their
@@ -18,27 +18,38 @@ terrace.runtime.head have a fixed size; it allocates a weight gradient of the si
 synchronises with the device in every call. Its cross entropy is not used either: it rounds losses to the dtype of the
 logits and synchronises for every chunk. `to_gradient` launches the kernel that underlies both.
 
-Written for liger-kernel 0.8.5. Other versions whose functions differ fail the trial (terrace.model.liger_trial).
+Written for liger-kernel 0.8.5, the oldest version that `why_missing` accepts. A kernel that cannot run leaves its part
+to torch (`Served`); tests hold every kernel to fp64.
 
 Shape legend: B batch, S sequence, N query heads, K key-value heads, D head_dim, R rotary_dim, H hidden, I intermediate,
 V vocabulary, T rows.
 """
 
-from collections.abc import Callable
-from functools import cache
+import re
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from terrace.base.errors import ConfigError, first_line
 from terrace.base.extras import install
-from terrace.model.decoder import IGNORE_INDEX
+from terrace.model import layers
+from terrace.model.decoder import IGNORE_INDEX, Head
+from terrace.model.layers import MLP, Attention, RMSNorm
+from terrace.model.part_kernel import PARTS, Part, PartChoice
+from terrace.model.rotary import Rotary
 
+DEVICES = ("cuda",)  # supported devices; a test adds the CPU, for Triton's interpreter
 PACKAGE = "liger-kernel"
+_OLDEST = (0, 8, 5)
 _MODULE = "liger_kernel"
 _LARGEST_BLOCK = 32768  # elements of a row of logits at a time, as in the package
 _BLACKWELL = 10  # compute capability from which fewer warps are faster in half precision, as in the package
@@ -49,6 +60,8 @@ def why_missing() -> str:
     for name, module in ((PACKAGE, _MODULE), ("triton", "triton")):
         if find_spec(module) is None:
             return f"{name} is not installed ({install(PACKAGE)})"
+    if tuple(int(number) for number in re.findall(r"\d+", version(PACKAGE))[:3]) < _OLDEST:
+        return f"{words()} is older than {'.'.join(map(str, _OLDEST))} ({install(PACKAGE)})"
     return ""
 
 
@@ -186,3 +199,73 @@ def to_gradient(logits: Tensor, labels: Tensor, scale: float = 1.0) -> Tensor:
 def _warps(device: torch.device, dtype: torch.dtype) -> int:
     is_new = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= _BLACKWELL
     return 8 if is_new and dtype.itemsize == 2 else 32
+
+
+@dataclass
+class Served:
+    """A kernel in the place of a function of torch, which takes over, with a warning, if the kernel cannot run."""
+
+    part: Part
+    run: Callable[..., Any]
+    torchs: Callable[..., Any]
+
+    def __call__(self, *given: Any) -> Any:
+        """As the function of torch. Kernels fail before they write, so it finds its arguments as they were."""
+        try:
+            return self.run(*given)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # anything that a loader, a compiler or a kernel raises
+            warnings.warn(f"{self.part} by torch, not by {words()}: {first_line(error)}", stacklevel=2)
+            self.run = self.torchs
+            return self.run(*given)
+
+
+def serve(
+    blocks: Iterable[nn.Module], choice: PartChoice, device: torch.device, parts: Collection[Part] = PARTS
+) -> dict[Part, int]:
+    """Install the kernels of `choice` for `parts` of `blocks`. Returns the number of modules changed, by part.
+
+    Kernels are set on instances, not on classes. When a tensor axis replaces a norm, it moves the kernel to the new
+    module (terrace.runtime.tensor.apply). Raises `ConfigError` if the kernels of "liger" cannot run.
+    """
+    number = dict[Part, int]()
+    if choice == "torch":
+        return number
+    reason = why_missing() if device.type in DEVICES else f"its kernels are for CUDA, and this is {device}"
+    if reason:
+        raise ConfigError(f"train.kernels = {choice!r} cannot serve: {reason}; leave train.kernels out")
+    for part, owner, name, kernel in _places(blocks):
+        if part in parts:
+            if not is_served(owner, name):
+                object.__setattr__(owner, name, Served(part, kernel, getattr(owner, name)))
+            number[part] = number.get(part, 0) + 1
+    return number
+
+
+def is_served(owner: object, name: str) -> bool:
+    """Whether an attribute of a module is a liger kernel, which needs no compilation."""
+    return isinstance(vars(owner).get(name), Served)
+
+
+def any_served(blocks: Iterable[nn.Module]) -> bool:
+    """Whether any part of `blocks` is computed by a liger kernel."""
+    return any(is_served(owner, name) for _, owner, name, _ in _places(blocks))
+
+
+def _places(blocks: Iterable[nn.Module]) -> Iterator[tuple[Part, object, str, Callable[..., Any]]]:
+    """The attributes that compute parts, each as (part, owner, name, kernel)."""
+    for each in (each for block in blocks for each in block.modules()):
+        if isinstance(each, RMSNorm):
+            yield "norms", each, "normal", rms_norm
+        elif isinstance(each, MLP) and each.gate is not None and _activation(each) in GATED:
+            yield "gated activations", each, "_gated", GATED[_activation(each)]
+        elif isinstance(each, Head):
+            yield "loss", each, "to_gradient", to_gradient
+        elif isinstance(each, Attention) and isinstance(each.rotary, Rotary):
+            # One object serves all layers.
+            yield "rotary positions", each.rotary, "rotate_both", partial(rotate_both, each.rotary.dim)
+
+
+def _activation(module: MLP) -> str:
+    return next(name for name, function in layers.ACTIVATIONS.items() if function is module.activation)

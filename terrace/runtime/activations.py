@@ -16,7 +16,7 @@ from terrace.program.instruction import Instruction
 from terrace.program.program import Program
 from terrace.runtime.comm import Comm
 from terrace.runtime.in_block import EdgeComm
-from terrace.runtime.pending import Pending
+from terrace.runtime.messages import Pending
 
 Key = tuple[bool, int, int]  # (whether a gradient, block that made it, micro-batch)
 

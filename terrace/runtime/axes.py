@@ -10,8 +10,7 @@ from terrace.runtime.comm import Comm
 from terrace.runtime.context.axis import ContextAxis
 from terrace.runtime.context.peer_exchange import PeerComm
 from terrace.runtime.context.row_coder import RowCoder
-from terrace.runtime.in_block import InBlockAxis
-from terrace.runtime.in_block_comm import InBlockComm
+from terrace.runtime.in_block import InBlockAxis, InBlockComm
 from terrace.runtime.linear import WeightGradients
 from terrace.runtime.objective import Objective
 from terrace.runtime.replay import install

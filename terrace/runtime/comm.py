@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from terrace.comm.collectives import Collectives
+from terrace.comm.exchange import gather_plain, gather_tensors
 from terrace.comm.group_p2p import GroupP2P
 from terrace.comm.groups import Meeting, TierGroups, Timeouts
 from terrace.comm.lane import Lane, make_lane
@@ -21,7 +22,6 @@ from terrace.plan.layout import INSIDE, Layout, island_ranks
 from terrace.program.instruction import Instruction, Op
 from terrace.program.program import Program
 from terrace.program.transfers import transfers_of
-from terrace.runtime.gathered import gather_plain, gather_tensors
 
 # Ranks meet in an exchange after slow writes.
 _EXCHANGE_TIMEOUTS = 5

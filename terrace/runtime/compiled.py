@@ -6,7 +6,7 @@ so a compiled block reads current values. A compiled backward computes all weigh
 **Parts** everywhere else: norms, the product of a gated activation, rotary positions, and the gradient of a chunk of
 logits. Matrix products, messages and attention stay eager. So weight gradients can be computed later, when the
 program says (terrace.runtime.linear), a backward can run in two parts, ranks can communicate inside a layer, and
-single operations can be recomputed. Parts that run as liger kernels (terrace.model.liger_parts) are left alone.
+single operations can be recomputed. Parts that run as liger kernels (terrace.model.liger) are left alone.
 """
 
 import re
@@ -22,12 +22,10 @@ from terrace.base.errors import ConfigError, TrainingError, first_line
 from terrace.base.own_path import safe_flags
 from terrace.launch.signals import ended_words
 from terrace.model import attention
-from terrace.model.attention_plans import AttentionPlans
-from terrace.model.block_masks import BlockMasked
+from terrace.model.attention_plans import AttentionPlans, Refusable
 from terrace.model.decoder import Head
-from terrace.model.documents import Documents
 from terrace.model.layers import MLP, Attention, RMSNorm
-from terrace.model.liger_parts import is_served
+from terrace.model.liger import is_served
 from terrace.model.rotary import Rotary
 from terrace.plan.context import is_context_parallel
 from terrace.plan.products import why_apart
@@ -125,9 +123,8 @@ def compile_blocks(modules: Iterable[nn.Module], backend: str = "inductor") -> N
 
     Functions that depend on document boundaries stay eager: they would be recompiled for every batch.
     """
-    plans = ((each, "attend") for each in (Documents, BlockMasked))
     made = ((attention.PerMicroBatch, "get"), (AttentionPlans, "made"))
-    for owner, name in (*made, *plans, (attention, "attend_in_pieces")):
+    for owner, name in (*made, (Refusable, "attend"), (attention, "attend_in_pieces")):
         function = getattr(owner, name)
         # Patched once per process; a second engine finds it done.
         if not hasattr(function, "_torchdynamo_disable"):

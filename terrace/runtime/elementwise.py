@@ -1,15 +1,34 @@
 """Base of AdamW, Lion and SGD: reads, updates and writes the states of a slice chunk by chunk.
 
+Checkpoints see the state of any optimizer as `StatePart`s.
+
 The update of an element depends on that element alone, so any slice of a flat buffer can be updated separately.
 """
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from terrace.runtime.settings import OptimizerConfig
-from terrace.runtime.state_part import StatePart, whole_part
 from terrace.runtime.states import KINDS, UNSIGNED
 from terrace.runtime.stored import State, Storage, chunks
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatePart:
+    """State of some elements of a rank's slice, from parameters of one group: 1-D views by kind."""
+
+    group: str
+    elements: slice  # of the slice that the optimizer owns
+    values: Mapping[str, Tensor]
+
+
+def whole_part(group: str, *states: Tensor) -> StatePart:
+    """A part with all elements, given the group's states in the order of `KINDS`."""
+    values = dict(zip(KINDS[group], states, strict=True))
+    return StatePart(group=group, elements=slice(0, states[0].numel()), values=values)
 
 
 class Elementwise:

@@ -3,22 +3,15 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import timedelta
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from terrace.base.errors import ModelError, ProgramError
-from terrace.cluster.cluster import Cluster
-from terrace.comm.groups import Timeouts
-from terrace.comm.pace import UNPACED, Pace
-from terrace.model.balance import BalanceConfig
-from terrace.model.liger_parts import any_served
-from terrace.model.spec import BlockSpec
-from terrace.plan.balance_rules import check_balance, with_exchanged_choices
+from terrace.model.liger import any_served
+from terrace.plan.balance_rules import check_balance
 from terrace.plan.context import is_context_parallel
 from terrace.plan.outer import NO_EXCHANGE, Exchange
-from terrace.plan.plan import Plan
 from terrace.plan.wire import MessageClass
 from terrace.program.cycle import exchanging, outer_program
 from terrace.program.loads import Loads
@@ -35,39 +28,28 @@ from terrace.runtime.clock import make_clock
 from terrace.runtime.comm import Comm
 from terrace.runtime.compiled import compile_blocks, compile_parts, why_parts
 from terrace.runtime.context.axis import check_declared
-from terrace.runtime.describe import describe, with_dims
 from terrace.runtime.finite import Examination, NotFinite, agree, examine
 from terrace.runtime.linear import WeightGradients
 from terrace.runtime.malloc import keep_freed_memory
-from terrace.runtime.model_state import InitialValue, ModelState, check_settings
+from terrace.runtime.model_state import ModelState, check_settings
 from terrace.runtime.objective import Objective, check_objective, ignored_label, reading_tokens, reading_values
-from terrace.runtime.own_program import own_program
-from terrace.runtime.progress import Progress, no_progress
-from terrace.runtime.random_state import random_state, restored
+from terrace.runtime.random_state import random_state, restored, undisturbed
 from terrace.runtime.routing.load import Load
 from terrace.runtime.routing.passages import Passages
-from terrace.runtime.settings import OptimizerConfig
+from terrace.runtime.setup import ALONE, DEFAULTS, Blocks, RankSetup, Training, Workload
 from terrace.runtime.step_runner import StepRunner
 from terrace.runtime.step_sums import GivenUp, StepResult, StepSums, step_result
 from terrace.runtime.token_numbers import TokenNumbers
-from terrace.runtime.undisturbed import undisturbed
 
 _Key = tuple[MessageClass, str]  # of bytes: message class and tier
 
 
 class Engine:
-    """Trains `blocks` under `plan` on one rank of `cluster`. Owns a `Comm`, a `ModelState` and a `StepRunner`.
+    """Trains `blocks` under a plan on one rank of a cluster. Owns a `Comm`, a `ModelState` and a `StepRunner`.
 
     Every rank of the world constructs it at the same point; `torch.distributed` must be initialised when the world
-    has more than one rank. The parameters of `blocks` are replaced by views of flat buffers in the compute dtype.
-    Initial values come from `initial` or else from the blocks, which must then be equal on every rank. In a pipeline
-    a rank keeps only the states of its stage's blocks.
-
-    Tensor and pipeline axes need the parameter dims in `declared` and the `sequence` length; `state.modules` are the
-    modules that then run in place of `blocks`. `pacer` slows messages to the rates of their tiers; a message that
-    takes longer than `timeout` is an error. With `compiled`, blocks or their parts run through `torch.compile`.
-    `balance` configures router losses and bias updates, `seed` the noise. Unless `verified`, rank 0 verifies the
-    stages against each other.
+    has more than one rank. In a pipeline a rank keeps only the states of its stage's blocks. `state.modules` are the
+    modules that then run in place of `blocks`.
 
     Raises `PlanError`, `ProgramError` or `ModelError` before anything is allocated.
     """
@@ -77,66 +59,48 @@ class Engine:
 
     def __init__(
         self,
-        blocks: Sequence[nn.Module],
-        *,
-        names: Sequence[str] | None = None,
-        cluster: Cluster,
-        plan: Plan,
-        num_micros: int,
+        blocks: Blocks,
+        workload: Workload,
         objective: Objective,
-        rank: int = 0,
-        device: torch.device | str = "cpu",
-        optimizer: OptimizerConfig | None = None,
-        initial: InitialValue | None = None,
-        freeze: Sequence[str] = (),
-        timeout: timedelta | Timeouts = timedelta(minutes=10),
-        progress: Progress = no_progress,
-        program: Program | None = None,
-        declared: Sequence[BlockSpec] = (),
-        sequence: int = 0,
-        pacer: Pace = UNPACED,
-        compiled: bool = False,
-        balance: BalanceConfig | None = None,
-        seed: int = 0,
-        verified: bool = False,
+        training: Training = DEFAULTS,
+        setup: RankSetup = ALONE,
     ) -> None:
-        names = list(names or (f"block.{index}" for index in range(len(blocks))))
-        settings, balance = optimizer or OptimizerConfig(), balance or BalanceConfig()
-        check_settings(plan, settings)
-        check_objective(blocks[-1], objective)
-        specs = with_exchanged_choices(balance, with_dims(describe(blocks, names, freeze), declared))
-        self.program = own_program(rank, cluster, plan, specs, num_micros, sequence, given=program, verified=verified)
+        modules, plan, balance, rank = blocks.modules, workload.plan, training.balance, setup.rank
+        check_settings(plan, training.optimizer)
+        check_objective(modules[-1], objective)
+        specs = blocks.specs(balance)
+        self.program = workload.program_of(rank, specs)
         check_balance(balance, self.program.mesh, plan, specs)
         # Whole compiled blocks compute the gradients of their weights themselves.
-        whole_blocks = compiled and not why_parts([self.program], any_served(blocks))
-        self.rank, self.device = rank, torch.device(device)
+        whole_blocks = training.compiled and not why_parts([self.program], any_served(modules))
+        self.rank, self.device = rank, torch.device(setup.device)
         if is_context_parallel(self.program.mesh, plan):
-            check_declared(dict(zip(names, blocks, strict=True)))
+            check_declared(dict(zip(blocks.names, modules, strict=True)))
         self._num_steps, self._of_cycles = 0, (0, Counter[_Key]())  # of whole cycles of islands: steps, their bytes
         self._is_refreshed = not (plan.messages or MessageClass.REFRESH.value in plan.wire)  # these may round
         self._programs = {NO_EXCHANGE: self.program}
         self._given_up, self._outside = Counter[_Key](), Counter[_Key]()  # bytes: of steps not finite; of evaluations
         self.clock, weights = make_clock(self.device), WeightGradients()
-        self.comm = Comm(self.program, rank, self.device, timeout=timeout, pacer=pacer)
-        self.passages = Passages(blocks, self.program, balance, rank, self.device, seed, ignored_label(objective))
-        # Taken before the axes replace modules: initial values are slices of the whole parameters.
-        values = [dict(block.named_parameters()) for block in blocks]
-        self.axes, blocks, objective = apply_axes(blocks, objective, self.comm, self.clock, weights)
+        self.comm = Comm(self.program, rank, self.device, timeout=setup.timeout, pacer=setup.pacer)
+        self.passages = Passages(
+            modules, self.program, balance, rank, self.device, training.seed, ignored_label(objective)
+        )
+        # Not the new modules' values: initial values are slices of the whole parameters.
+        self.axes, modules, objective = apply_axes(modules, objective, self.comm, self.clock, weights)
         self.state = ModelState(
             self.program,
             rank,
-            blocks,
+            modules,
             specs=specs,
-            settings=settings,
-            values=values,
-            initial=initial,
+            settings=training.optimizer,
+            initial=blocks.initial,
             device=self.device,
             meter=self.comm.meter,
-            seed=seed,
+            seed=training.seed,
         )
         if self.device.type == "cpu":  # now, so that the memory of initial values is returned
             keep_freed_memory()
-        if compiled:
+        if training.compiled:
             (compile_blocks if whole_blocks else compile_parts)(self.state.modules.values())
         self.load = Load(self.program, self.state.modules, balance, self.state.choices, self.device)
         self.passages.follow(self.state.choices)
@@ -150,7 +114,7 @@ class Engine:
             axes=self.axes,
             passages=self.passages,
             compiled=whole_blocks,
-            progress=progress,
+            progress=setup.progress,
         )
         self.island = self.runner.island
 
@@ -227,24 +191,24 @@ class Engine:
         Every rank calls this. The state does not change. Raises `ModelError` unless the engine's objective is a
         `TokenObjective`, and under a plan that splits rows over ranks; otherwise as `evaluate`.
         """
-        objective, found = reading_tokens(self.runner.objective)
+        objective, found = reading_tokens(self.runner.passes.calls.objective)
         self._read(batches, objective)
         return found
 
     def values(self, batches: Sequence[Batch]) -> list[Tensor]:
         """Values (B, S) of each micro-batch. Needs a `ValueObjective`; otherwise as `score`."""
-        objective, found = reading_values(self.runner.objective)
+        objective, found = reading_values(self.runner.passes.calls.objective)
         self._read(batches, objective)
         return found
 
     def _read(self, batches: Sequence[Batch], reading: Objective) -> None:
         if self.comm.context_group is not None:
             raise ModelError("a rank scores whole rows: leave out the context axis and balance")
-        own, self.runner.objective = self.runner.objective, reading
+        own, self.runner.passes.calls.objective = self.runner.passes.calls.objective, reading
         try:
             self.evaluate(batches)
         finally:
-            self.runner.objective = own
+            self.runner.passes.calls.objective = own
 
     def stage_programs(self) -> list[Program]:
         """The training programs of all stages. Raises `ProgramError` if this rank's has a custom order."""
@@ -287,7 +251,7 @@ class Engine:
         for axis in self.axes:
             batches = axis.take(batches, trains=program.trains)
         self.passages.take(batches, trains=program.trains)
-        check_batches(batches, self.state.modules.values(), self.runner.objective)
+        check_batches(batches, self.state.modules.values(), self.runner.passes.calls.objective)
         return batches
 
     def _result(self, sums: StepSums, loads: Loads | None = None, outer: Sequence[OuterResult] = ()) -> StepResult:

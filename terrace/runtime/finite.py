@@ -84,14 +84,14 @@ def examine(runner: StepRunner, state: ModelState, batches: Sequence[Batch], pro
     have split them. Every rank calls this.
     """
     found = _Watch(runner, state)
-    runner.gives_up = True
+    runner.updates.gives_up = True
     try:
         with found.watching():
             runner.run(batches, 0.0, program)
     except GivenUp:
         pass
     finally:
-        runner.gives_up = False
+        runner.updates.gives_up = False
     found.look_at_sums()
     return found.examination
 
@@ -138,23 +138,24 @@ class _Watch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        runner, handlers = self._runner, dict(self._runner._handlers)
-        hidden: dict[str, Callable[..., Any]] = {
-            "_run_block": self._after_forward(runner._run_block),
-            "_backward_input": self._around_backward(runner._backward_input, gives_input_gradient=True),
-            "_backward_weight": self._around_backward(runner._backward_weight),
-        }
-        vars(runner).update(hidden)
-        runner._handlers |= {
-            Op.BACKWARD_INPUT: hidden["_backward_input"],
-            Op.BACKWARD_WEIGHT: hidden["_backward_weight"],
+        passes, handlers = self._runner.passes, dict(self._runner.handlers)
+        hidden: list[tuple[object, str, Callable[..., Any]]] = [
+            (passes.calls, "run", self._after_forward(passes.calls.run)),
+            (passes, "backward_input", self._around_backward(passes.backward_input, gives_input_gradient=True)),
+            (passes, "backward_weight", self._around_backward(passes.backward_weight)),
+        ]
+        for owner, name, function in hidden:
+            vars(owner)[name] = function
+        self._runner.handlers |= {
+            Op.BACKWARD_INPUT: passes.backward_input,
+            Op.BACKWARD_WEIGHT: passes.backward_weight,
         }
         try:
             yield
         finally:
-            for name in hidden:
-                del vars(runner)[name]
-            runner._handlers = handlers
+            for owner, name, _ in hidden:
+                del vars(owner)[name]
+            self._runner.handlers = handlers
 
     def look_at_sums(self) -> None:
         """Check gradients summed over micro-batches and ranks, unless an earlier result was not finite."""
@@ -184,17 +185,18 @@ class _Watch:
 
     def _around_backward(self, run: Callable[..., None], *, gives_input_gradient: bool = False) -> Callable[..., None]:
         def backward(now: Instruction, **options: bool) -> None:
-            runner, visit = self._runner, self._visit(now.micro, now.block)
-            kept = runner._kept.get((now.block, now.micro))
+            passes, visit = self._runner.passes, self._visit(now.micro, now.block)
+            step = passes.step
+            kept = step.kept.get((now.block, now.micro))
             before = {name: view.clone() for name, view in self._gradients(now.block)}
-            total, runner._loss = runner._loss, torch.zeros_like(runner._loss)
+            total, step.loss = step.loss, torch.zeros_like(step.loss)
             run(now, **options)
             # A head with a chunked loss computes it here, and has no forward.
-            if gives_input_gradient and runner._chunked is not None and now.block == len(self._names) - 1:
-                visit.loss = float(runner._loss)
+            if gives_input_gradient and passes.chunked is not None and now.block == len(self._names) - 1:
+                visit.loss = float(step.loss)
                 if not math.isfinite(visit.loss):
                     self._bad(visit, _FORWARD, "the loss", self._bad_parameter(now.block))
-            runner._loss = total + runner._loss
+            step.loss = total + step.loss
             squared = visit.gradient_norm**2
             for name, view in self._gradients(now.block):
                 own = view - before[name] if name in before else view
@@ -209,7 +211,7 @@ class _Watch:
         return backward
 
     def _gradients(self, block: int) -> Iterator[tuple[str, Tensor]]:
-        for index in self._runner.parameters_of[block]:
+        for index in self._runner.parameters.needed_by[block]:
             for flat in self._state.flats[index]:
                 if flat.spec.trainable:
                     named = zip(flat.spec.params, flat.parameters, strict=True)
@@ -220,7 +222,7 @@ class _Watch:
                     )
 
     def _bad_parameter(self, block: int) -> str:
-        for index in self._runner.parameters_of[block]:
+        for index in self._runner.parameters.needed_by[block]:
             for name, parameter in self._state.named_parameters(index):
                 if parameter.untyped_storage().nbytes() and not is_finite(parameter):
                     return f", and so is its parameter {self._names[index]}.{name}"

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from terrace.model import decoder
-from terrace.model.caps import cap_, slopes
 from terrace.model.loss_chunks import CACHED_NUMEL, chunk_rows, slices
 from terrace.runtime.linear import record_product, record_sum
 
@@ -175,3 +174,13 @@ def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
     step = max(1, 4 * CACHED_NUMEL // total.shape[1])
     for rows in slices(len(total), step):
         total[rows] += gradient[:, rows].t() @ hidden
+
+
+def cap_(logits: Tensor, cap: float) -> Tensor:
+    """Cap logits in place; `cap` 0: none."""
+    return logits.div_(cap).tanh_().mul_(cap) if cap else logits
+
+
+def slopes(capped: Tensor, cap: float) -> Tensor | None:
+    """Elementwise dy/dx of capped logits y; None without a cap."""
+    return (capped * capped).mul_(-1.0 / cap**2).add_(1.0) if cap else None

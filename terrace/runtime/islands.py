@@ -1,24 +1,28 @@
-"""One island among the others: when it exchanges, and the figures that travel with its changes.
+"""One island among the others: when it exchanges, its messages, and the figures that travel with its changes.
 
 Only exchanges cross the outer tier. Tokens, losses, norms of changes and digests of the anchor therefore travel with
 them (terrace.plan.routes.OUTER_FIGURES), summed over the island first.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from terrace.base.errors import TrainingError
 from terrace.comm.collectives import Collectives
+from terrace.comm.lane import Ticket
 from terrace.plan.outer import Exchange, closing
 from terrace.plan.routes import OUTER_FIGURES
 from terrace.program.exchange import exchanged
+from terrace.program.instruction import Instruction
 from terrace.program.message import Transfer
 from terrace.program.outer_result import OuterResult
 from terrace.program.program import Program
+from terrace.runtime.block_messages import ParameterMessages
 from terrace.runtime.flat_param import FlatParam
-from terrace.runtime.gap_messages import Carry
+from terrace.runtime.messages import Carry, Messages, Pending
 from terrace.runtime.model_state import ModelState
 from terrace.runtime.outer_numbers import CHANGE, MEAN, MEANWHILE
 
@@ -129,3 +133,112 @@ def outer_blocks(program: Program, fragment: int) -> list[int]:
     """The trainable blocks of a fragment, over all stages."""
     outer, blocks = program.plan.outer, enumerate(program.blocks)
     return [index for index, block in blocks if block.num_trainable and outer.fragment(index) == fragment]
+
+
+@dataclass(frozen=True)
+class AwaitedExchange:
+    """The exchange that a rank waits for, in words. It crosses the slow link, so it may take long."""
+
+    instruction: Instruction
+    fragment: int
+    tier: str
+    begun: int  # the step that sent it, counted from 0 as a watchdog does
+
+    def __str__(self) -> str:
+        return (
+            f"{self.instruction}, in the exchange of fragment {self.fragment} between islands over tier {self.tier}, "
+            f"sent in step {self.begun}"
+        )
+
+
+@dataclass(kw_only=True)
+class _UnderWay(Pending):
+    fragment: int
+    tier: str
+    begun: int
+
+    @property
+    def doing(self) -> AwaitedExchange:
+        return AwaitedExchange(self.instruction, self.fragment, self.tier, self.begun)
+
+
+class _OnHost(Ticket):
+    """Blocks the host, on a GPU too, so that a watchdog sees where a rank waits for a late exchange."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        self._ticket = ticket
+
+    def wait(self) -> None:
+        self._ticket.wait_on_host()
+        self._ticket.wait()
+
+    @property
+    def is_done(self) -> bool:
+        return self._ticket.is_done
+
+
+class Exchanges:
+    """OUTER_COUNT, OUTER_START and OUTER_APPLY on one rank, whose messages may be in flight when a program ends."""
+
+    def __init__(self, island: Island, messages: Messages, parameters: ParameterMessages) -> None:
+        self._island, self._messages, self._parameters = island, messages, parameters
+        self._figures: dict[int, _UnderWay] = {}  # fragment -> the figures of its newest exchange
+        self._changes: dict[int, _UnderWay] = {}  # block -> its change
+
+    def count(self, now: Instruction) -> None:
+        """OUTER_COUNT: send the figures of the exchanges that start in this program."""
+        program = self._messages.program
+        exchange, (transfer,) = program.exchange, program.message(now).transfers
+        self._await_figures(exchange.arrives)  # their results are read now
+        work = self._island.telling(program, self._messages.comm.collectives, transfer)
+        sent = self._messages.submit(work)
+        self._figures |= {fragment: self._under_way(sent, fragment) for fragment in exchange.starts}
+        self._messages.clock.mark("update")
+
+    def start(self, now: Instruction) -> None:
+        """OUTER_START: send a block's change."""
+        fragment = self._island.outer.fragment(now.block)
+        work = self._messages.of_block(self._island.sending(now.block, self._messages.comm.collectives))
+        sent = self._messages.submit(work, self._figures[fragment].ticket)
+        self._changes[now.block] = self._under_way(sent, fragment)
+
+    def apply(self, now: Instruction) -> None:
+        """OUTER_APPLY: take a block's outer step, once the mean of its changes has arrived."""
+        if now.block in self._changes:  # else it arrived before a resume
+            self._await(self._changes.pop(now.block))
+        self._parameters.await_refresh(now.block)  # it still reads what this writes
+        self._island.apply(self._messages.program, now.block)
+        self._messages.clock.mark("update")
+
+    def ended(self) -> None:
+        """Wait for the figures of the exchanges that the program has applied: its results report them."""
+        exchange = self._messages.program.exchange
+        # A stage without a block in their fragments has waited for none of their messages.
+        if exchange.waits or not exchange.starts:
+            self._await_figures(exchange.applies)
+
+    def drain(self) -> None:
+        """Wait for everything in flight; the results can be applied later."""
+        self._await_figures(list(self._figures))
+        for pending in self._changes.values():
+            self._await(pending)
+
+    def _await_figures(self, fragments: Iterable[int]) -> None:
+        for fragment in fragments:
+            if fragment in self._figures:
+                self._await(self._figures.pop(fragment))
+
+    def _await(self, pending: _UnderWay) -> None:
+        # Its own counter is of the program that sent it.
+        late = replace(pending, ticket=_OnHost(pending.ticket), counter=self._messages.counter)
+        self._messages.wait(late, "wait outer")
+
+    def _under_way(self, sent: Pending, fragment: int) -> _UnderWay:
+        return _UnderWay(
+            ticket=sent.ticket,
+            counter=sent.counter,
+            instruction=sent.instruction,
+            fragment=fragment,
+            tier=self._island.outer.tier,
+            begun=self._island.numbers.num_steps - 1,
+        )

@@ -1,6 +1,6 @@
 """The state of a model on one rank: parameters, gradients and optimizer."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -26,18 +26,16 @@ from terrace.runtime.pages import Pages
 from terrace.runtime.scaled_linear import scale_matrices
 from terrace.runtime.scaling import Scaling
 from terrace.runtime.settings import OptimizerConfig
-
-InitialValue = Callable[[str, str, tuple[int, ...]], Tensor]  # (block name, parameter name, shape) -> values
+from terrace.runtime.setup import InitialValue
 
 
 class ModelState:
     """Flat parameters of the blocks that one rank holds, and the modules whose parameters are views of them.
 
     `blocks` are the modules of the whole model as this rank runs them, `specs` describe them unsplit. Parameters of
-    the held blocks are replaced by views of flat buffers in the compute dtype. Initial values come from `initial`, or
-    else from `values`, the unsplit parameters of each block, which must then be equal on every rank. `meter` counts
-    the memory of the state by category, `seed` is for stochastic rounding. `edges` are the origins of messages to
-    other stages; `choices` maps a block to its tokens per router choice in the last step, int64 (E).
+    the held blocks are replaced by views of flat buffers in the compute dtype. `initial` gives whole values. `meter`
+    counts the memory of the state by category, `seed` is for stochastic rounding. `edges` are the origins of messages
+    to other stages; `choices` maps a block to its tokens per router choice in the last step, int64 (E).
     """
 
     def __init__(
@@ -48,16 +46,14 @@ class ModelState:
         *,
         specs: Sequence[BlockSpec],
         settings: OptimizerConfig,
-        values: Sequence[Mapping[str, nn.Parameter]] | None = None,
-        initial: InitialValue | None = None,
-        device: torch.device | str = "cpu",
-        meter: Meter | None = None,
-        seed: int = 0,
+        initial: InitialValue,
+        device: torch.device | str,
+        meter: Meter,
+        seed: int,
     ) -> None:
         self.program, self.rank, self.specs, self.settings = program, rank, tuple(specs), settings
         check_settings(program.plan, settings)
-        held, meter = program.stage.held, meter or Meter()
-        values = values or [dict(block.named_parameters()) for block in blocks]
+        held = program.stage.held
         self.modules = {index: blocks[index] for index in held}
         self.loss_scale = LossScale.of(program.plan)
         self.lent: Callable[[], None] | None = None  # takes back working copies lent to a hand-over
@@ -80,15 +76,12 @@ class ModelState:
                 )
                 for spec in program.model.flats[index]
             )
-            old, own, block = dict(blocks[index].named_parameters()), values[index], program.blocks[index].name
+            old, block = dict(blocks[index].named_parameters()), program.blocks[index].name
 
-            # Defaults bind the loop's values now; a closure would see the last block's.
-            def value(spec: ParamSpec, own: Mapping[str, nn.Parameter] = own, block: str = block) -> Tensor:
+            # A default binds the loop's block now; a closure would see the last one.
+            def value(spec: ParamSpec, block: str = block) -> Tensor:
                 # The whole value is made and then cut, so that it does not depend on the plan.
-                if initial is not None:
-                    whole = initial(block, spec.name, spec.whole or spec.shape)
-                else:
-                    whole = own[spec.name].detach()
+                whole = initial(block, spec.name, spec.whole or spec.shape)
                 return _slice_value(whole, spec, program.mesh, rank)
 
             for flat in self.flats[index]:

@@ -20,8 +20,8 @@ from torch import Tensor
 from terrace.plan.flats import Extent
 from terrace.plan.newton_schulz import COEFFICIENTS, NORM_EPS, UPDATE_RMS
 from terrace.runtime.adamw import ShardedAdamW
+from terrace.runtime.elementwise import StatePart, whole_part
 from terrace.runtime.settings import OptimizerConfig
-from terrace.runtime.state_part import StatePart, whole_part
 from terrace.runtime.states import MUON
 from terrace.runtime.stored import State, Storage, chunks
 

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from terrace.plan.flats import Extent
 from terrace.runtime.adamw import ShardedAdamW
+from terrace.runtime.elementwise import StatePart
 from terrace.runtime.lion import ShardedLion
 from terrace.runtime.muon import ShardedMuon
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.sgd import ShardedSGD
-from terrace.runtime.state_part import StatePart
 from terrace.runtime.stored import State, Storage
 
 

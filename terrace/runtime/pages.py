@@ -5,6 +5,11 @@ that keeps it holds several times the bytes of its tensors, since blocks differ 
 them. Here each large CPU buffer keeps its addresses forever, and has pages only while it is filled: filling moves
 pages from released buffers of any size (mremap(2)). So autograd may keep views of a buffer, and no more pages are
 held than were filled at one time. Other buffers are allocated and freed by torch, in the same storage object.
+
+Some tensors are freed after the forward of their readers and filled again in the backward: a region's gathered input
+is gathered again (terrace.runtime.tensor.regathered), a recomputed operation produces its result again
+(terrace.runtime.replay). They are marked as *returning*: saving one for the backward costs no memory, so it is better
+than saving something smaller derived from it.
 """
 
 import ctypes
@@ -122,3 +127,18 @@ def _moves_pages() -> bool:
     begin = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     moved = _system("mremap")(begin, PAGESIZE, PAGESIZE, _MOVE, begin + PAGESIZE) == begin + PAGESIZE
     return moved and memory[0] == 0 and memory[PAGESIZE] == 7
+
+
+_MARK = "returns"
+
+
+def mark_returning(x: Tensor) -> Tensor:
+    """Mark x as a tensor whose values will be filled again. Returns x."""
+    vars(x)[_MARK] = True
+    return x
+
+
+def is_returning(x: Tensor) -> bool:
+    """Whether x, or the tensor that it is a view of, is marked."""
+    base = x._base
+    return _MARK in vars(x) or (base is not None and _MARK in vars(base))

@@ -27,7 +27,7 @@ from terrace.model.decoder import DecoderLayer
 from terrace.model.layers import MLP
 from terrace.plan.recompute import operations_in
 from terrace.program.program import Program
-from terrace.runtime.returning import mark_returning
+from terrace.runtime.pages import mark_returning
 
 
 class _Place:

@@ -6,7 +6,7 @@
 
 With one scale, the codes of a transposed matrix are its codes, transposed. With scales per row they differ, and are
 computed from the same matrix. Either way a layer saves the codes along tokens, one byte per element, and not x
-itself. If x will be filled again anyway (terrace.runtime.returning), a layer saves x, which costs no memory, and the
+itself. If x will be filled again anyway (terrace.runtime.pages), a layer saves x, which costs no memory, and the
 first weight gradient that reads it computes the codes for all.
 
 Shape legend: N rows (all leading dims), I inputs and O outputs of a layer.
@@ -19,7 +19,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 
-from terrace.runtime.returning import is_returning
+from terrace.runtime.pages import is_returning
 from terrace.runtime.scaled_products import Codes, encode
 
 

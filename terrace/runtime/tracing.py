@@ -24,13 +24,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from terrace.comm.lane import DONE, Ticket
 from terrace.plan.layout import INSIDE
 from terrace.program.block_program.steps import InBlockMessage
 from terrace.program.instruction import COLLECTIVES
 from terrace.program.recording import COMPUTE, Recording, Span
 from terrace.program.report import StepReport
 from terrace.runtime.clock import wait_for
-from terrace.runtime.in_block_comm import InBlockComm, InFlight
+from terrace.runtime.in_block import InBlockComm, InFlight
+from terrace.runtime.messages import Pending
 
 if TYPE_CHECKING:
     from terrace.runtime.engine import Engine
@@ -64,7 +66,7 @@ class Tracer:
             # Deleting the instance attributes uncovers the class' methods again.
             for owner, name in hidden:
                 del vars(owner)[name]
-            self._engine.runner._progress = self._progress
+            self._engine.runner.messages.progress = self._progress
             self._engine.comm.stages.around = None
         self._steps.append((step, self._engine.report(self._engine.clock.totals())))
 
@@ -81,8 +83,8 @@ class Tracer:
         return found
 
     def _hide(self, step: _Step) -> list[tuple[object, str]]:
-        runner, clock, program = self._engine.runner, self._engine.clock, self._program
-        start, mark, submit, self._progress = clock.start, clock.mark, runner._submit, runner._progress
+        messages, clock, program = self._engine.runner.messages, self._engine.clock, self._program
+        start, mark, submit, self._progress = clock.start, clock.mark, messages.submit, messages.progress
         progress, awaited, expected = self._progress, [-1], [-1]
 
         # Each wrapper calls the hidden method and then stamps; the step itself runs unchanged.
@@ -92,7 +94,7 @@ class Tracer:
 
         def marked(category: str) -> None:
             mark(category)
-            step.marks.append((self._stamp(), category, runner._counter, awaited[0], expected[0]))
+            step.marks.append((self._stamp(), category, messages.counter, awaited[0], expected[0]))
             awaited[0] = -1
 
         def recorded(counter: int, instruction: object, waiting_on: tuple[int, ...]) -> None:
@@ -101,25 +103,25 @@ class Tracer:
             progress(counter, instruction, waiting_on)
 
         def around(work: Work) -> Work:
-            position = runner._counter
+            position = messages.counter
             message = program.message(program.instructions[position])
             return self._timed(step, work, message.lane, position, message.message_class.value)
 
-        def submitted(work: Work, after: Any = None) -> Any:
+        def submitted(work: Work, after: Ticket = DONE) -> Pending:
             return submit(around(work), after)
 
         hidden: list[tuple[object, str, Callable[..., Any]]] = [
             (clock, "start", started),
             (clock, "mark", marked),
-            (runner, "_submit", submitted),
-            (runner, "_part", around),
+            (messages, "submit", submitted),
+            (messages, "part", around),
         ]
         for inside in {id(axis.in_block): axis.in_block for axis in self._engine.axes}.values():
             hidden += self._hide_inside(step, inside, expected)
         for owner, name, function in hidden:
             # Set on the instance, so that classes and other engines stay as they are.
             vars(owner)[name] = function
-        runner._progress = recorded
+        messages.progress = recorded
         self._engine.comm.stages.around = around
         return [(owner, name) for owner, name, _ in hidden]
 
@@ -127,7 +129,7 @@ class Tracer:
         self, step: _Step, inside: InBlockComm, expected: list[int]
     ) -> list[tuple[object, str, Callable[..., Any]]]:
         # Routed messages as they are submitted, and which of them a wait is for.
-        submit, wait, runner = inside.submit, inside.wait, self._engine.runner
+        submit, wait, issued = inside.submit, inside.wait, self._engine.runner.messages
         numbers, sent = count(), dict[int, tuple[InFlight, int]]()  # held, so that no id comes twice
 
         def submitted(work: Work, *messages: InBlockMessage, after: InFlight | None = None) -> InFlight:
@@ -135,7 +137,7 @@ class Tracer:
             if message.lane == INSIDE:
                 return submit(work, *messages, after=after)
             number = next(numbers)
-            timed = self._timed(step, work, message.lane, runner._counter, message.message_class.value, number)
+            timed = self._timed(step, work, message.lane, issued.counter, message.message_class.value, number)
             flight = submit(timed, *messages, after=after)
             sent[id(flight)] = flight, number
             return flight

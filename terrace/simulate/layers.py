@@ -178,7 +178,7 @@ def layer_products(work: Work) -> tuple[tuple[int, int, int], ...]:
 
 def matrices_of(work: Work) -> list[Matrices]:
     """The products of `work.layer` on a rank; a group is one entry."""
-    # Inputs that are gathered, or computed, again for the backward (terrace.runtime.returning).
+    # Inputs that are gathered, or computed, again for the backward (terrace.runtime.pages).
     gathered = work.sequence_parallel and work.rows > 1 and work.recompute != "full"
     again = {operation.target.name for name in work.operations for operation in operations_named(work.layer, name)}
     for operation in work.layer.passed:

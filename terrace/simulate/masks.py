@@ -24,7 +24,7 @@ CPU_PLAIN_SEQUENCE = 128
 _LONGEST_FLASH_HEAD = 256
 CPU_SHORT_PIECE = 64  # likewise: tokens of short documents attended together, and the smallest piece under a window
 
-FLEX_BLOCK = 128  # of `terrace.model.block_masks`, likewise
+FLEX_BLOCK = 128  # of `terrace.model.fused_attention`, likewise
 # From terrace.model.pair_kernels, likewise: cuDNN's longest head, and the number that divides its lengths.
 CUDNN_HEAD, CUDNN_LENGTHS = 128, 128
 

@@ -12,8 +12,7 @@ from terrace.model import pair_kernels
 from terrace.model.attention_plans import choose_kernel, describe
 from terrace.model.config import parse_model
 from terrace.model.decoder import build_blocks
-from terrace.model.liger_parts import serve
-from terrace.model.liger_trial import check
+from terrace.model.liger import serve
 from terrace.model.lora.config import LoraConfig
 from terrace.model.lora.modules import add_adapters, merged_parameters
 from terrace.plan.context import is_context_parallel
@@ -27,12 +26,10 @@ FACT = "lora"  # of a checkpoint: the table of its run's [lora], or null
 def run_blocks_of(run: RunConfig, device: torch.device) -> list[nn.Module]:
     """The blocks of a run, without values: with the run's kernels for `device`, and with adapters if it has any.
 
-    Raises `ConfigError` if a kernel that the run names fails its test on the device.
+    Raises `ConfigError` if kernels that the run names are not installed.
     """
     blocks = build_blocks(run.model)
     choose_kernel(blocks, run.train.attention)
-    if run.train.kernels == "liger":
-        check(run.model, device, DTYPES[run.plan.compute], parts_of(run))
     serve(blocks, run.train.kernels, device, parts_of(run))
     if run.lora is not None:
         add_adapters(blocks, run.model, run.lora)
@@ -56,9 +53,7 @@ def merged_values(checkpoint: Checkpoint) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def attention_words(run: RunConfig, device: torch.device) -> str:
-    """One line on the attention kernel used on `device`. Raises `ConfigError` if the kernel that the run names fails
-    its test there.
-    """
+    """One line on the attention kernel used on `device`. Raises `ConfigError` if it does not support the run."""
     dtype = DTYPES[run.plan.compute]
     if is_context_parallel(Mesh.of(run.cluster, run.plan), run.plan):
         return f"attention pairs: {pair_kernels.describe(device, dtype)}"

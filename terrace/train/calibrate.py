@@ -31,7 +31,7 @@ from terrace.model.blocks import block_specs, forward_flops
 from terrace.model.decoder import build_blocks
 from terrace.model.facts import one_layer
 from terrace.model.init import initialise
-from terrace.model.liger_parts import serve
+from terrace.model.liger import serve
 from terrace.plan.context import is_context_parallel, local_tokens
 from terrace.plan.mesh import Mesh
 from terrace.plan.routes import lossy_messages

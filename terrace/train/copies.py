@@ -14,7 +14,7 @@ from terrace.launch.world import World
 from terrace.plan.partners import TIME, find_partners, one_machine
 from terrace.program.report import StepReport
 from terrace.runtime.engine import Engine
-from terrace.runtime.progress import Progress
+from terrace.runtime.messages import Progress
 from terrace.simulate.peer_copies import CopyCost, part_bytes, residual_bytes, with_copies
 from terrace.train.hooks import Hook, StepDone
 from terrace.train.job import RunJob

@@ -16,6 +16,7 @@ from terrace.base.schema import load
 from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster, parse_cluster
+from terrace.comm.exchange import gather_plain
 from terrace.comm.groups import Timeouts
 from terrace.launch.machines import boot_id, check_tiers
 from terrace.launch.start import detect, join
@@ -27,7 +28,6 @@ from terrace.plan.counts import num_choices
 from terrace.plan.plan import EXPERT_CHUNKS, Plan
 from terrace.plan.presets import parse_plan
 from terrace.plan.validate import validate
-from terrace.runtime.gathered import gather_plain
 from terrace.runtime.islands import Island
 from terrace.runtime.settings import OptimizerConfig
 from terrace.simulate.footprint import work_of

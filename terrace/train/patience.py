@@ -14,8 +14,7 @@ from datetime import timedelta
 
 from terrace.plan.outer import Outer
 from terrace.program.instruction import Instruction, Op
-from terrace.runtime.exchanges import AwaitedExchange
-from terrace.runtime.islands import Island
+from terrace.runtime.islands import AwaitedExchange, Island
 
 APART = timedelta(days=1)  # the most that islands may be apart: a guess, since no cycle is predicted yet
 _CYCLES = 4  # links are shared, and islands are not equally fast: a guess

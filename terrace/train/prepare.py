@@ -163,7 +163,6 @@ def compiles(config: RunConfig, say: Say = _print) -> bool:
 
 
 def _check_kernels(config: RunConfig) -> None:
-    # Only the package and the device are checked here; each rank tests the kernels before it allocates anything.
     if config.train.kernels == "torch":
         return
     reason = why_missing() if torch.cuda.is_available() else "this machine has no CUDA device"

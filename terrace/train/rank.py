@@ -18,14 +18,16 @@ from terrace.data.eval_batches import EvalBatches
 from terrace.launch.start import pace
 from terrace.launch.watchdog import Watchdog
 from terrace.launch.world import World
+from terrace.model.balance import BalanceConfig
 from terrace.model.facts import vocabulary_size
 from terrace.model.hf.pretrained import Pretrained
 from terrace.model.init import initial_value
 from terrace.model.lora.config import is_adapter
 from terrace.plan.context import is_context_parallel
 from terrace.runtime.engine import Engine
+from terrace.runtime.messages import Progress
 from terrace.runtime.objective import Objective
-from terrace.runtime.progress import Progress
+from terrace.runtime.setup import Blocks, RankSetup, Training, Workload
 from terrace.sequence.cost import WorkCost
 from terrace.train.adapted import run_blocks_of
 from terrace.train.context_batches import ContextBatches
@@ -125,25 +127,33 @@ def _engine(job: RunJob, rank: int, objective: Objective, progress: Progress) ->
         return initial_value(run.model, block, name, shape, run.train.seed)
 
     return Engine(
-        run_blocks_of(run, device),
-        names=[spec.name for spec in run.blocks()],
-        cluster=run.cluster,
-        plan=run.plan,
-        num_micros=run.num_micros(),
-        objective=objective,
-        rank=rank,
-        device=device,
-        optimizer=run.optimizer,
-        initial=initial,
-        freeze=run.train.freeze,
-        declared=run.blocks(),
-        sequence=run.train.sequence,
-        # Longer than the watchdog's, which names the culprit.
-        timeout=Timeouts(timedelta(seconds=2 * run.train.timeout_s), APART),
-        pacer=pace_of(run.cluster, rate),
-        progress=progress,
-        compiled=bool(run.train.compile),
-        balance=run.balance,
-        seed=run.train.seed,
-        verified=True,  # by the process that prepared the job
+        Blocks(
+            run_blocks_of(run, device),
+            names=[spec.name for spec in run.blocks()],
+            declared=run.blocks(),
+            freeze=run.train.freeze,
+            initial=initial,
+        ),
+        Workload(
+            cluster=run.cluster,
+            plan=run.plan,
+            num_micros=run.num_micros(),
+            sequence=run.train.sequence,
+            is_verified=True,  # by the process that prepared the job
+        ),
+        objective,
+        Training(
+            optimizer=run.optimizer,
+            balance=run.balance or BalanceConfig(),
+            compiled=bool(run.train.compile),
+            seed=run.train.seed,
+        ),
+        RankSetup(
+            rank=rank,
+            device=device,
+            # Longer than the watchdog's, which names the culprit.
+            timeout=Timeouts(timedelta(seconds=2 * run.train.timeout_s), APART),
+            pacer=pace_of(run.cluster, rate),
+            progress=progress,
+        ),
     )

@@ -31,6 +31,7 @@ from terrace.runtime.describe import describe, with_dims
 from terrace.runtime.engine import Engine
 from terrace.runtime.objective import ignored_label
 from terrace.runtime.settings import OptimizerConfig
+from terrace.runtime.setup import Blocks, RankSetup, Training, Workload
 from terrace.runtime.step_sums import StepResult
 from terrace.train.cut import Cutter
 from terrace.train.evaluated import Evaluated, evaluated
@@ -123,22 +124,22 @@ class Trainer:
                 spread(modules, specs, self._joined.device)
             move_buffers(modules, self._joined.device)
             self.engine = Engine(
-                modules,
-                names=names,
-                cluster=self.cluster,
-                plan=self.plan,
-                num_micros=num_micros,
+                Blocks(modules, names=names, declared=declared),
+                Workload(
+                    cluster=self.cluster,
+                    plan=self.plan,
+                    num_micros=num_micros,
+                    sequence=0 if activation is None else activation[0],
+                ),
                 # The project's own loss is known to be a sum.
-                objective=loss if loss is token_loss else CheckedLoss(loss, check_loss),
-                rank=self._joined.rank,
-                device=self._joined.device,
-                optimizer=settings,
-                declared=declared,
-                sequence=0 if activation is None else activation[0],
-                timeout=self._joined.timeouts(timeout_s),
-                progress=self._progress,
-                balance=balance,
-                seed=seed,
+                loss if loss is token_loss else CheckedLoss(loss, check_loss),
+                Training(optimizer=settings, balance=balance, seed=seed),
+                RankSetup(
+                    rank=self._joined.rank,
+                    device=self._joined.device,
+                    timeout=self._joined.timeouts(timeout_s),
+                    progress=self._progress,
+                ),
             )
             self._joined.live_on(self.engine.island)
             self._cutter = Cutter(self.engine, is_local=local_batches, ignored=ignored)

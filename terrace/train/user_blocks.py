@@ -12,10 +12,9 @@ from terrace.base.boxes import Box, whole, within
 from terrace.base.errors import ConfigError, ModelError
 from terrace.base.schema import dump
 from terrace.checkpoint.parts import parts_of, slices_of
-from terrace.comm.byte_views import as_bytes
+from terrace.comm.exchange import as_bytes, gather_plain
 from terrace.model.spec import BlockSpec
 from terrace.runtime.engine import Engine
-from terrace.runtime.gathered import gather_plain
 
 
 class UserBlocks:

@@ -22,6 +22,7 @@ from terrace.checkpoint.writing import save
 from terrace.launch.start import LocalPool, World
 from terrace.plan.presets import preset
 from terrace.runtime.engine import Engine
+from terrace.runtime.setup import Blocks, Workload
 from tests.support.checkpoints import contents, differing, make, train
 from tests.support.toys import MODELS, cluster_of
 
@@ -302,7 +303,8 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
 
     def engine(blocks: Sequence[torch.nn.Module], **options: Any) -> Engine:
         plan = preset("ddp", cluster)
-        return Engine(blocks, cluster=cluster, plan=plan, num_micros=1, objective=toy.objective, **options)
+        workload = Workload(cluster=cluster, plan=plan, num_micros=1)
+        return Engine(Blocks(blocks, **options), workload, toy.objective)
 
     decoder = engine(MODELS["llama tied"].blocks(torch.float32), names=["embedding", "layer", "other", "head"])
     assert "embedding.weight is absent there and adamw [11, 8] here" in refused(

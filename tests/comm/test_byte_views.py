@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from terrace.comm.byte_views import as_bytes
+from terrace.comm.exchange import as_bytes
 from terrace.model.hf.checksums import _crc
 
 # Contiguous to torch, and not to be viewed as bytes: nothing, or one element, in the last dim.

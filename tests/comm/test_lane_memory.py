@@ -11,14 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from terrace.comm.lane import Lane, StreamLane, ThreadLane
+from terrace.comm.lane import Lane, StreamLane, ThreadLane, behind
 from terrace.comm.rounding import ErrorLog
 from terrace.plan.in_block_messages import Leg, TensorMessage
 from terrace.plan.layout import INSIDE
 from terrace.plan.wire import MessageClass
 from terrace.runtime.clock import HostClock
-from terrace.runtime.gap_messages import behind
-from terrace.runtime.in_block_comm import InBlockComm
+from terrace.runtime.in_block import InBlockComm
 from terrace.runtime.linear import WeightGradients
 
 DEVICE = torch.device("cuda", 0)

@@ -6,6 +6,7 @@ runs unfused, its refusal of backwards on a CPU put aside.
 
 import math
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,13 +22,12 @@ from torch import Tensor
 from torch.nn.attention import flex_attention
 
 from terrace.base.errors import ConfigError
-from terrace.model import attention_plans, documents
+from terrace.model import attention_plans, fused_attention
 from terrace.model.attention import MaskPieces, MaskPlan, attend, first_keys, moved_from, on_host
 from terrace.model.attention_kernel import AttentionCase, AttentionChoice, AttentionKernel, candidates, expected
-from terrace.model.attention_plans import AttentionPlans, choose_kernel, describe, kernel_for, make_plan, problem
-from terrace.model.block_masks import BlockMasked
+from terrace.model.attention_plans import AttentionPlans, Refusable, choose_kernel, describe, make_plan
 from terrace.model.decoder import build_blocks
-from terrace.model.documents import Documents
+from terrace.model.fused_attention import BlockMasked, Documents
 from terrace.model.layers import Attention
 from terrace.runtime.batch import Batch
 from terrace.runtime.replay import Replays
@@ -81,7 +81,7 @@ def explicit(query: Tensor, key: Tensor, value: Tensor, sees: Tensor) -> Tensor:
 def kernels_here() -> Iterator[None]:
     """The stand-in of varlen, and FlexAttention with backwards."""
     with (
-        patch.object(documents, "kernel", lambda: varlen_stand_in),
+        patch.object(fused_attention, "varlen_kernel", lambda: varlen_stand_in),
         patch.object(flex_attention, "_validate_device", lambda *_: None),
         warnings.catch_warnings(),
     ):
@@ -220,15 +220,13 @@ def test_plans_of_rows_without_documents(choice: AttentionChoice, window: int) -
     parts = inputs(2, 4, 2, 150)
     wanted = explicit(parts[0], parts[1], parts[2], visible(begins_of([[], []], 150), window))
     with kernels_here(), patch.object(attention_plans, "refusal", return_value=""):
-        kernel_for.cache_clear()
         plans = AttentionPlans(window, is_grouped=True, choice=choice)
-        with patch.object(attention_plans, "problem", return_value=""):
-            plan = plans.plan(None, parts[0])
+        plan = plans.plan(None, parts[0])
         assert plans.plan(None, parts[0]) is plan, "made once"
+        plan = plan.plan if isinstance(plan, Refusable) else plan
         kinds = {"varlen": Documents, "flex": BlockMasked, "pieces": MaskPieces, "sdpa": Tensor}
         assert isinstance(plan, kinds[choice] if window or choice in ("varlen", "flex") else type(None))
         torch.testing.assert_close(attend(parts[0], parts[1], parts[2], plan), wanted, atol=1e-10, rtol=0)
-    kernel_for.cache_clear()
 
 
 @pytest.mark.parametrize("kernel", ["varlen", "flex", "pieces"])
@@ -287,47 +285,72 @@ def test_a_kernel_that_cannot_serve_is_refused(
     choice: AttentionChoice, device: str, dtype: torch.dtype, size: int, words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
-        kernel_for(torch.device(device), dtype, size, False, True, choice)
+        describe(torch.device(device), dtype, size, is_cut=True, choice=choice)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="tries kernels where CUDA is missing")
-def test_a_kernel_that_fails_its_trial_is_left_out_loud() -> None:
-    device = torch.device("cuda")
-    with pytest.warns(UserWarning, match="attention goes without") as warned:
-        assert kernel_for(device, torch.bfloat16, 64, False, True) == "sdpa"
-    said = [str(each.message) for each in warned if "attention goes without" in str(each.message)]
-    assert ["varlen" in said[0], "FlexAttention" in said[1]] == [True, True]
-    with pytest.raises(ConfigError, match=r"'varlen' cannot serve: .*; leave train.attention out"):
-        kernel_for(device, torch.bfloat16, 64, False, True, "varlen")
+def test_a_kernel_that_refuses_leaves_its_calls_to_the_next_loud() -> None:
+    """varlen is absent, FlexAttention does not compile: a mask serves, and neither is asked again."""
+    parts, begins = inputs(2, 4, 2, 40), begins_of([[3], [9, 1]], 40)
+    wanted = explicit(parts[0], parts[1], parts[2], visible(begins, 20))
+    ranking: tuple[AttentionKernel, ...] = ("varlen", "flex", "sdpa")
+    asked = list[str]()
+
+    def missing() -> Any:
+        asked.append("varlen")
+        raise ImportError("no varlen_attn\nmore")
+
+    def uncompiled(device_type: str) -> Any:
+        asked.append("flex")
+        raise RuntimeError("no Triton")
+
+    plans = AttentionPlans(20, is_grouped=True)
+    with (
+        patch.object(attention_plans, "candidates", lambda case: ranking),
+        patch.object(fused_attention, "varlen_kernel", missing),
+        patch.object(fused_attention, "_flex_kernel", uncompiled),
+    ):
+        with warnings.catch_warnings(record=True) as warned:
+            for _ in range(2):  # of two micro-batches
+                plan = plans.plan(positions_of(begins), parts[0])
+                for _ in range(2):  # layers
+                    found = attend(parts[0], parts[1], parts[2], plan)
+                    torch.testing.assert_close(found, wanted, atol=1e-10, rtol=0)
+        assert asked == ["varlen", "flex"]
+        assert [str(each.message).partition("): ")[2] for each in warned] == [
+            "ImportError: no varlen_attn",
+            "RuntimeError: no Triton",
+        ]
+        plans = AttentionPlans(20, is_grouped=True, choice="varlen")
+        with patch.object(attention_plans, "refusal", return_value=""):
+            plan = plans.plan(positions_of(begins), parts[0])
+            with pytest.raises(
+                ConfigError, match=r"'varlen' cannot serve: .*no varlen_attn; leave train.attention out"
+            ):
+                attend(parts[0], parts[1], parts[2], plan)
 
 
-@pytest.mark.parametrize("kernel", ["varlen", "flex"])
-def test_a_trial_finds_a_wrong_kernel(kernel: AttentionKernel) -> None:
-    def without_window(*given: Any, **options: Any) -> Tensor:
-        return varlen_stand_in(*given, **options | {"window_size": (-1, 0)})
-
-    problem.cache_clear()
-    with kernels_here():
-        assert problem(kernel, CPU, torch.float64, 16) == ""
-        problem.cache_clear()
-        with (
-            patch.object(documents, "kernel", lambda: without_window),
-            patch.object(documents, "_options", lambda is_grouped: {"enable_gqa": is_grouped}),
-            patch.object(attention_plans, "first_keys", lambda begins, window: first_keys(begins, 0)),
-        ):
-            assert problem(kernel, CPU, torch.float64, 16) == "it differs from the reference (output, window 20)"
-    problem.cache_clear()
+def test_a_plan_holds_no_positions() -> None:
+    """They are the key of the cache that holds the plan: both would live for ever."""
+    query = normal(1, 4, 8, 8, seed=0)
+    plans = AttentionPlans(0)
+    with patch.object(attention_plans, "candidates", lambda case: ("varlen", "sdpa")):
+        positions = positions_of(begins_of([[3]], 8))
+        assert isinstance(plans.plan(positions, query), Refusable)
+        held = weakref.ref(positions)
+        del positions
+        assert held() is None
 
 
 def test_rows_that_turn_out_to_be_whole_take_the_causal_kernel() -> None:
     query = normal(2, 4, 16, 8, seed=0)
-    choose: dict[bool, AttentionKernel] = {True: "varlen", False: "sdpa"}
-    with patch.object(attention_plans, "kernel_for", lambda *given: choose[given[4]]):
+    with patch.object(attention_plans, "candidates", lambda case: ("varlen",) if case.is_cut else ("sdpa",)):
         whole = positions_of(begins_of([[], []], 16))
         assert AttentionPlans(0).plan(whole, query) is None
-        assert isinstance(AttentionPlans(3).plan(whole, query), Documents)
-        assert isinstance(AttentionPlans(0).plan(positions_of(begins_of([[], [9]], 16)), query), Documents)
+        for window, positions in ((3, whole), (0, positions_of(begins_of([[], [9]], 16)))):
+            plan = AttentionPlans(window).plan(positions, query)
+            assert isinstance(plan, Refusable)
+            assert isinstance(plan.plan, Documents)
 
 
 def test_positions_that_were_moved_are_read_on_the_host() -> None:
@@ -360,7 +383,6 @@ def test_a_choice_reaches_all_layers_and_is_named() -> None:
 @pytest.mark.parametrize("size", [64, 128])
 def test_kernels_of_cuda_agree(kernel: AttentionKernel, dtype: torch.dtype, size: int) -> None:
     device = torch.device("cuda")
-    assert problem(kernel, device, dtype, size) == ""
     parts = [part.detach().to(device, dtype).requires_grad_() for part in inputs(2, 8, 2, 600, size)]
     begins = begins_of([[1, 1, 300], [599]], 600)
     for window in (0, 1, 200):

@@ -1,7 +1,7 @@
 """Attention over pairs of runs: exact in any split, with flash kernels and with plain products."""
 
 import math
-import warnings
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bench.pair_attention import attend_pairs
-from terrace.model import blockwise, pair_kernels
+from terrace.base.errors import first_line
+from terrace.model import pair_kernels
 from terrace.model.attention import attend
 from terrace.model.blockwise import DensePair, dense_mask, merge_, pair_backward, pair_forward
 from terrace.model.pair_kernels import (
@@ -24,14 +25,14 @@ from terrace.model.pair_kernels import (
     CPU_FLASH_WIDE,
     CUDA_FLASH,
     CUDNN,
-    CUDNN_OR_FLASH,
+    CUDNN_HEAD,
     PLAIN,
     Kernel,
     PairInputs,
     describe,
-    disagreement,
     kernels_for,
 )
+from tests.support.pair_trial import disagreement
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -81,7 +82,7 @@ def only(kernel: Kernel, max_scores: int = 1 << 20) -> Iterator[None]:
     """Have pairs of all kinds computed by one kernel."""
     kernel = replace(kernel, takes=lambda pair: True)
     with ExitStack() as stack:
-        stack.enter_context(patch.object(blockwise, "kernels_for", return_value=(kernel,)))
+        stack.enter_context(patch.object(pair_kernels, "kernels_for", return_value=(kernel,)))
         stack.enter_context(patch.object(pair_kernels, "_MAX_SCORES", max_scores))
         yield
 
@@ -211,7 +212,7 @@ def test_flash_kernel_and_plain_products_agree(dtype: torch.dtype, num_kv_heads:
             )
 
 
-def test_the_kernel_is_chosen_by_a_trial_and_said() -> None:
+def test_the_kernel_of_a_device_is_said() -> None:
     cpu = torch.device("cpu")
     for has, name in ((True, "flash kernel of torch"), (False, "flash kernel of torch in float32")):
         kernels_for.cache_clear()
@@ -219,48 +220,60 @@ def test_the_kernel_is_chosen_by_a_trial_and_said() -> None:
             assert describe(cpu, torch.bfloat16) == f"{name} (cpu, bfloat16)"
             assert describe(cpu, torch.float32) == "flash kernel of torch (cpu, float32)"
     assert describe(torch.device("meta"), torch.float32) == "plain products of torch (meta, float32)"
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        assert disagreement(CPU_FLASH, cpu, dtype) == ""
-    for dtype in (torch.bfloat16, torch.float16):
-        assert disagreement(CPU_FLASH_WIDE, cpu, dtype) == ""
-
-    def off(*arguments: Any) -> tuple[Tensor, Tensor]:
-        out, lse = CPU_FLASH.forward(*arguments)
-        return out, lse * math.log2(math.e)
-
-    def missing(*arguments: Any) -> tuple[Tensor, Tensor]:
-        raise AttributeError("no attribute '_flash'")
-
-    for forward, words in ((off, r"differs from the reference \(lse of a full pair\)"), (missing, "no attribute")):
-        kernels_for.cache_clear()
-        damaged = replace(CPU_FLASH, forward=forward)
-        with patch.object(pair_kernels, "CPU_FLASH", damaged), pytest.warns(UserWarning, match=words):
-            assert kernels_for(cpu, torch.float32) == (PLAIN,)
-        kernels_for.cache_clear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert kernels_for(cpu, torch.float32) == (CPU_FLASH, PLAIN)
-
-
-def test_a_kernel_that_disagrees_leaves_its_place_to_the_next() -> None:
-    """From Hopper on cuDNN's comes first, then flash attention 2, then plain products."""
-    cpu = torch.device("cpu")
-
-    def missing(pair: PairInputs) -> tuple[Tensor, Tensor]:
-        raise RuntimeError("No execution plans support the graph.\nmore")
-
-    kernels_for.cache_clear()
-    with (
-        patch.object(pair_kernels, "_candidates", lambda *asked: (replace(CUDNN, forward=missing), CPU_FLASH)),
-        pytest.warns(
-            UserWarning, match=r"slower flash kernel of torch .*: cuDNN .* failed: RuntimeError: No execution"
-        ),
-    ):
-        assert kernels_for(cpu, torch.float32) == (CPU_FLASH, PLAIN)
-    kernels_for.cache_clear()
     for capability, found in (((8, 0), (CUDA_FLASH,)), ((9, 0), (CUDNN, CUDA_FLASH)), ((10, 0), (CUDNN, CUDA_FLASH))):
         with patch.object(torch.cuda, "get_device_capability", lambda device, capability=capability: capability):
             assert pair_kernels._candidates(torch.device("cuda"), torch.bfloat16) == found
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_kernels_of_a_cpu_agree_with_plain_products(dtype: torch.dtype) -> None:
+    """Private operators of torch: a version in which one computes something else fails here."""
+    cpu = torch.device("cpu")
+    assert disagreement(CPU_FLASH, cpu, dtype) == ""
+    if dtype.itemsize == 2:
+        assert disagreement(CPU_FLASH_WIDE, cpu, dtype) == ""
+
+    def off(pair: PairInputs) -> tuple[Tensor, Tensor]:
+        out, lse = CPU_FLASH.forward(pair)
+        return out, lse * math.log2(math.e)
+
+    found = disagreement(replace(CPU_FLASH, forward=off), cpu, dtype)
+    assert "differs from the reference (lse of a full pair)" in found
+
+
+@pytest.mark.parametrize(
+    "error", [AttributeError("no attribute '_flash'"), RuntimeError("No execution plans support the graph.\nmore")]
+)
+def test_a_kernel_that_refuses_a_pair_leaves_it_to_the_next_loud(error: Exception) -> None:
+    """Forward and backward, whether the operator is missing or has no kernel for the shape."""
+
+    def fail(*given: Any) -> Any:
+        raise error
+
+    said = rf"goes without cuDNN attention \(cpu, torch.float64\): {re.escape(first_line(error))}$"
+    refusing = replace(CPU_FLASH, name="cuDNN attention", forward=fail, backward=fail)
+    pair = PairInputs(normal(6, 4), normal(6, 2, seed=1), normal(6, 2, seed=2), "causal")
+    wanted = [*CPU_FLASH.forward(pair)]
+    wanted += CPU_FLASH.backward(pair.query, pair, wanted[0], wanted[1])
+    with patch.object(pair_kernels, "_candidates", lambda *asked: (refusing, CPU_FLASH)):
+        kernels_for.cache_clear()
+        with pytest.warns(UserWarning, match=said):
+            out, lse = pair_forward(pair)
+        with pytest.warns(UserWarning, match=said):
+            grads = pair_backward(pair.query, pair, out, lse)
+    assert all(map(torch.equal, (out, lse, *grads), wanted))
+
+
+def test_memory_that_runs_out_is_no_refusal() -> None:
+    def full(pair: PairInputs) -> Any:
+        raise torch.OutOfMemoryError("full")
+
+    pair = PairInputs(normal(6, 4), normal(6, 2), normal(6, 2), "causal")
+    with (
+        patch.object(pair_kernels, "kernels_for", lambda *asked: (replace(CPU_FLASH, forward=full), PLAIN)),
+        pytest.raises(torch.OutOfMemoryError),
+    ):
+        pair_forward(pair)
 
 
 def empty(length: int, heads: int, size: int = 128) -> Tensor:
@@ -290,28 +303,6 @@ def test_cudnn_gets_lengths_that_repeat_and_short_heads_alone() -> None:
     assert not CUDNN.takes(masked)
 
 
-def test_flash_attention_takes_shapes_that_cudnn_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After its trial, with a warning; memory that runs out is no refusal."""
-    pair = PairInputs(empty(256, 4), empty(256, 2), empty(256, 2), "full")
-    taken = CUDA_FLASH.forward(pair)
-
-    def failing(error: Exception) -> Kernel:
-        def fail(*given: Any) -> Any:
-            raise error
-
-        return replace(CUDNN, forward=fail, backward=fail)
-
-    monkeypatch.setattr(pair_kernels, "CUDNN", failing(RuntimeError("No execution plans support the graph.\nmore")))
-    with pytest.warns(UserWarning, match=r"cuDNN refused \(queries \(2, 4, 256, 128\), .*: No execution plans"):
-        out, lse = CUDNN_OR_FLASH.forward(pair)
-    assert (out.shape, lse.shape) == (taken[0].shape, taken[1].shape)
-    with pytest.warns(UserWarning, match="cuDNN refused"):
-        assert len(CUDNN_OR_FLASH.backward(out, pair, out, lse)) == 3
-    monkeypatch.setattr(pair_kernels, "CUDNN", failing(torch.OutOfMemoryError("full")))
-    with pytest.raises(torch.OutOfMemoryError):
-        CUDNN_OR_FLASH.forward(pair)
-
-
 def test_a_plan_from_outside_attends_itself() -> None:
     query, key, value = normal(6, 4), normal(6, 2, seed=1), normal(6, 2, seed=2)
 
@@ -332,8 +323,9 @@ def test_attention_on_cuda_agrees(kernel: Kernel, dtype: torch.dtype, monkeypatc
     device = torch.device("cuda")
     if kernel not in pair_kernels._candidates(device, dtype):
         pytest.skip(f"{torch.cuda.get_device_name()} is not given {kernel.name}")
-    assert disagreement(kernel, device, dtype) == ""
-    monkeypatch.setattr(blockwise, "kernels_for", lambda *asked: (replace(kernel, takes=lambda pair: True),))
+    lengths, sizes = ((128, 256), (64, CUDNN_HEAD)) if kernel is CUDNN else ((5, 7), (16,))
+    assert [disagreement(kernel, device, dtype, lengths, size) for size in sizes] == [""] * len(sizes)
+    monkeypatch.setattr(pair_kernels, "kernels_for", lambda *asked: (replace(kernel, takes=lambda pair: True),))
     num, begins = 300, [70, 231]
     query, grad = (normal(num, 4, dtype, seed=seed, size=64).cuda() for seed in (0, 1))
     key, value = (normal(num, 2, dtype, seed=seed, size=64).cuda() for seed in (2, 3))

@@ -1,6 +1,7 @@
 """Kernels of liger-kernel: which parts they serve, refusals, and their numbers in Triton's interpreter and on a GPU."""
 
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -13,10 +14,11 @@ import torch
 
 from terrace.base.errors import ConfigError
 from terrace.base.extras import install
-from terrace.model import liger, liger_parts, liger_trial
+from terrace.model import liger
 from terrace.model.config import ModelConfig, parse_model
 from terrace.model.decoder import build_blocks
 from terrace.model.experts.config import ExpertsConfig
+from terrace.model.init import initialise
 from terrace.model.part_kernel import PARTS, PartsCase, left_to_torch, refusal
 from terrace.runtime import compiled
 from terrace.simulate.held_activations import activations_by_block
@@ -27,6 +29,7 @@ from terrace.train.resolve import resolve
 from terrace.train.rules import parts_words
 from tests.support.command_line import interpreted
 from tests.support.liger_cases import LLAMA
+from tests.support.liger_trial import difference
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 40, "n_embd": 8, "n_layer": 2, "n_head": 4, "n_positions": 8}
 GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -76,7 +79,7 @@ def test_kernels_on_a_gpu() -> None:
     device = torch.device("cuda")
     for config in (llama(**sizes, head_dim=128), llama(**sizes, head_dim=128, qk_norm=True, activation="gelu_tanh")):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            liger_trial.check(config, device, dtype)
+            assert [difference(part, config, device, dtype) for part in PARTS] == [""] * len(PARTS)
 
 
 @pytest.mark.parametrize(
@@ -123,11 +126,11 @@ def test_the_table_agrees_with_the_modules_that_get_kernels(
 ) -> None:
     monkeypatch.setattr(liger, "why_missing", lambda: "")
     blocks = build_blocks(config)
-    assert liger_parts.serve(blocks, "torch", torch.device("cuda")) == {}
-    assert not liger_parts.any_served(blocks)
-    number = liger_parts.serve(blocks, "liger", torch.device("cuda"))
+    assert liger.serve(blocks, "torch", torch.device("cuda")) == {}
+    assert not liger.any_served(blocks)
+    number = liger.serve(blocks, "liger", torch.device("cuda"))
     assert number.keys() == set(PARTS) - left_to_torch(PartsCase(config, "cuda", "bf16")).keys()
-    assert liger_parts.any_served(blocks)
+    assert liger.any_served(blocks)
     # Those that have kernels are not compiled, and the blocks around them only in parts.
     others = {"norms": 5, "gated activations": 1, "rotary positions": 1, "loss": 1}
     assert "kernels of liger-kernel" in compiled.why_parts([SimpleNamespace()], has_kernels=True)  # type: ignore[list-item]
@@ -151,11 +154,11 @@ def test_a_run_says_which_parts_are_served_and_is_refused_where_none_can_be(monk
     with pytest.raises(ConfigError, match=missing):
         prepare._check_kernels(run)
     with pytest.raises(ConfigError, match=missing):
-        liger_trial.check(llama(), torch.device("cuda"), torch.bfloat16)
+        liger.serve([], "liger", torch.device("cuda"))
     with pytest.raises(ConfigError, match=r"for CUDA, and devices are of type 'cpu'; leave train.kernels out"):
         resolve(None, {}, {"train": {"kernels": "liger"}})
-    with pytest.raises(ConfigError, match=r"cannot serve on cpu"):
-        liger_parts.serve([], "liger", torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"for CUDA, and this is cpu"):
+        liger.serve([], "liger", torch.device("cpu"))
 
 
 def test_parts_that_are_served_keep_less() -> None:
@@ -175,11 +178,29 @@ def test_parts_that_are_served_keep_less() -> None:
     assert before[-1].on_top - after[-1].on_top == run.plan.micro_batch * 512 * run.model.vocab_size * 4
 
 
-def test_a_version_whose_functions_are_absent_fails_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_cannot_run_leaves_its_part_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liger, "why_missing", lambda: "")
-    monkeypatch.setattr(liger, "words", lambda: "liger-kernel 0.1")
+    monkeypatch.setattr(liger, "words", lambda: "liger-kernel 0.9")
     monkeypatch.setattr(liger, "_ops", lambda name: SimpleNamespace())
-    liger_trial.problem_of.cache_clear()
-    with pytest.raises(ConfigError, match=r"liger-kernel 0.1 fails its trial \(cpu, float32\): norms: AttributeError"):
-        liger_trial.check(llama(), torch.device("cpu"), torch.float32)
-    liger_trial.problem_of.cache_clear()
+    plain, served = (build_blocks(llama()) for _ in range(2))
+    for blocks in (plain, served):
+        initialise(blocks, llama(), 0, torch.float32)
+    liger.serve(served, "liger", torch.device("cuda"))
+    x = wanted = torch.arange(6).view(1, 6)
+    with warnings.catch_warnings(record=True) as warned:
+        for block, other in zip(served, plain, strict=True):
+            x, wanted = block(x), other(wanted)
+    assert torch.equal(x, wanted)
+    said = {str(each.message).partition(" object")[0] for each in warned}
+    words = "by torch, not by liger-kernel 0.9: AttributeError: 'types.SimpleNamespace'"
+    assert said == {f"{part} {words}" for part in PARTS if part != "loss"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        served[1](torch.randn(1, 6, 24))  # a kernel is not asked again
+
+
+def test_an_old_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liger, "find_spec", lambda name: name)
+    for number, is_old in (("0.8.4", True), ("0.8.5", False), ("0.10.0", False)):
+        monkeypatch.setattr(liger, "version", lambda package, number=number: number)
+        assert ("is older than 0.8.5" in liger.why_missing()) is is_old

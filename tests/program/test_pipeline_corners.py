@@ -11,6 +11,7 @@ from terrace.plan.state_bytes import tie_bytes
 from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Instruction, Op
 from terrace.runtime.engine import Engine
+from terrace.runtime.setup import Blocks, Workload
 from tests.support.byte_formula import CONTROL_NUMBER_BYTES
 from tests.support.pipelines import OUTER, Place, pipelined, programs_of
 from tests.support.totals import verify, verify_ranks
@@ -66,13 +67,7 @@ def test_a_program_for_sequences_of_another_length_is_refused() -> None:
     program = programs_of(plan, OUTER.sizes, "deep gpt2")[0]
     with pytest.raises(ProgramError, match=f"sequences of {SEQUENCE} tokens"):
         Engine(
-            model.blocks(torch.float64),
-            cluster=cluster_of(*OUTER.sizes),
-            plan=plan,
-            num_micros=4,
-            objective=model.objective,
-            declared=model.declared,
-            sequence=SEQUENCE - 1,
-            names=[spec.name for spec in model.declared],
-            program=program,
+            Blocks(model.blocks(torch.float64), names=[spec.name for spec in model.declared], declared=model.declared),
+            Workload(cluster=cluster_of(*OUTER.sizes), plan=plan, num_micros=4, sequence=SEQUENCE - 1, program=program),
+            model.objective,
         )

@@ -206,7 +206,7 @@ def failing(
     last, split, under_way = len(hand_over.transition.alike) - 1, hand_over._parts, list[int]()
 
     def fails(block: int) -> Any:
-        under_way.append(len(engine.runner._refreshes))
+        under_way.append(len(engine.runner.parameters.refreshes))
         if block == last:
             raise RuntimeError("no memory")
         return split(block)
@@ -215,7 +215,7 @@ def failing(
     for step in range(NUM_STEPS):
         engine.step(case.batches(engine, case, step), ADAMW.lr)
         if step == 0:
-            before = len(engine.runner._refreshes)
+            before = len(engine.runner.parameters.refreshes)
             with pytest.raises(RuntimeError, match="no memory"):
                 hand_over.run(lend=True)
             assert any(not flat.shard.untyped_storage().nbytes() for flat in engine.state)

@@ -11,6 +11,7 @@ from terrace.checkpoint.parts import parts_of, slices_of
 from terrace.checkpoint.reading import Checkpoint, restore
 from terrace.checkpoint.reshard import hand_over
 from terrace.checkpoint.writing import save
+from terrace.comm.ledger import Meter
 from terrace.model.balance import BalanceConfig
 from terrace.plan.presets import PRESETS, preset
 from terrace.program import lowering
@@ -24,6 +25,7 @@ from terrace.runtime.linear import WeightGradients
 from terrace.runtime.model_state import ModelState
 from terrace.runtime.routing.load import Load
 from terrace.runtime.routing.passages import Passages
+from terrace.runtime.setup import Blocks, Training, Workload, own_values
 from terrace.runtime.step_runner import StepRunner
 from tests.support.parity import ADAMW, exact, flatten
 from tests.support.totals import verify
@@ -39,7 +41,18 @@ def fresh_state() -> tuple[ModelState, list[torch.nn.Module]]:
     specs = with_dims(describe(blocks, NAMES), MODEL.declared)
     program = build(CLUSTER, exact("zero3", CLUSTER), specs, num_micros=2)
     verify(program)
-    return ModelState(program, 0, blocks, specs=specs, settings=ADAMW), blocks
+    state = ModelState(
+        program,
+        0,
+        blocks,
+        specs=specs,
+        settings=ADAMW,
+        initial=own_values(blocks, NAMES),
+        device=CPU,
+        meter=Meter(),
+        seed=0,
+    )
+    return state, blocks
 
 
 def runner_of(state: ModelState, comm: Comm) -> StepRunner:
@@ -56,14 +69,10 @@ def batches_of(step: int) -> list[Batch]:
 
 def engine_of(blocks: list[torch.nn.Module], num_micros: int) -> Engine:
     return Engine(
-        blocks,
-        names=NAMES,
-        cluster=CLUSTER,
-        plan=exact("zero3", CLUSTER),
-        num_micros=num_micros,
-        objective=MODEL.objective,
-        optimizer=ADAMW,
-        declared=MODEL.declared,
+        Blocks(blocks, names=NAMES, declared=MODEL.declared),
+        Workload(cluster=CLUSTER, plan=exact("zero3", CLUSTER), num_micros=num_micros),
+        MODEL.objective,
+        Training(optimizer=ADAMW),
     )
 
 
@@ -165,14 +174,10 @@ def test_one_rank_makes_the_same_step_under_every_preset_and_has_no_lane() -> No
     for name in PRESETS:
         blocks = MODEL.blocks(torch.float32)
         engine = Engine(
-            blocks,
-            names=NAMES,
-            cluster=CLUSTER,
-            plan=preset(name, CLUSTER),
-            num_micros=2,
-            objective=MODEL.objective,
-            optimizer=ADAMW,
-            declared=MODEL.declared,
+            Blocks(blocks, names=NAMES, declared=MODEL.declared),
+            Workload(cluster=CLUSTER, plan=preset(name, CLUSTER), num_micros=2),
+            MODEL.objective,
+            Training(optimizer=ADAMW),
         )
         assert not engine.comm.lanes
         results = [engine.step(batches_of(step), ADAMW.lr) for step in range(3)]
@@ -192,14 +197,10 @@ def test_a_frozen_first_block_has_no_backward_to_run_again_for() -> None:
     for number, block in enumerate(blocks[:2]):
         block.register_forward_hook(lambda *_, number=number: runs.__setitem__(number, runs[number] + 1))
     engine = Engine(
-        blocks,
-        names=[spec.name for spec in model.declared],
-        cluster=CLUSTER,
-        plan=exact("zero3", CLUSTER, recompute=("*",)),
-        num_micros=2,
-        objective=model.objective,
-        optimizer=ADAMW,
-        declared=model.declared,
+        Blocks(blocks, names=[spec.name for spec in model.declared], declared=model.declared),
+        Workload(cluster=CLUSTER, plan=exact("zero3", CLUSTER, recompute=("*",)), num_micros=2),
+        model.objective,
+        Training(optimizer=ADAMW),
     )
     engine.step(batches_of(0), ADAMW.lr)
     assert not engine.state.specs[0].num_trainable

@@ -19,7 +19,7 @@ from terrace.plan.in_block_messages import RoutedMessage
 from terrace.plan.wire import FORMATS, MessageClass, WireFormat
 from terrace.program.block_program.routed import expert_steps
 from terrace.program.block_program.steps import Await, Compute, Send
-from terrace.runtime.in_block_comm import InBlockComm
+from terrace.runtime.in_block import InBlockComm
 from terrace.runtime.routing.crossing import Crossing
 from terrace.runtime.routing.route import count_prefixes, route_of
 from terrace.runtime.routing.way import Way

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from terrace.comm.exchange import gather_plain, gather_tensors
 from terrace.launch.start import LocalPool, World
-from terrace.runtime.gathered import gather_plain, gather_tensors
 
 pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).parents[2]

@@ -16,6 +16,7 @@ from terrace.model.decoder import Head, token_loss
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from terrace.runtime.head import chunked_head
+from terrace.runtime.setup import Blocks, Training, Workload
 from tests.support.adopted import Adopted
 from tests.support.allocations import allocated, seeded
 from tests.support.parity import ADAMW, Case, Outcome, check, exact, train
@@ -179,12 +180,10 @@ def test_a_step_takes_the_loss_in_its_backward(monkeypatch: pytest.MonkeyPatch) 
     model, cluster = MODELS["llama tied"], cluster_of(1)
     plan = exact("ddp", cluster)
     engine = Engine(
-        model.blocks(torch.float64),
-        cluster=cluster,
-        plan=plan,
-        num_micros=1,
-        objective=model.objective,
-        optimizer=ADAMW,
+        Blocks(model.blocks(torch.float64)),
+        Workload(cluster=cluster, plan=plan, num_micros=1),
+        model.objective,
+        Training(optimizer=ADAMW),
     )
 
     def refuse(*_: object) -> None:

@@ -18,6 +18,7 @@ from terrace.program.instruction import Instruction, Op
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from terrace.runtime.linear import Matrix
+from terrace.runtime.setup import Blocks, Training, Workload
 from terrace.runtime.step_runner import StepRunner
 from tests.support.adopted import Adopted, Experts
 from tests.support.allocations import allocated
@@ -344,17 +345,17 @@ class _Delay:
         self.executor: Any = executor
         self.waiting: list[Instruction] = []
         self.longest = 0
-        self.reduce = self.executor._handlers[Op.REDUCE]
-        self.executor._handlers |= {Op.BACKWARD: self.backward_input, Op.REDUCE: self.weights_and_reduce}
+        self.reduce = self.executor.handlers[Op.REDUCE]
+        self.executor.handlers |= {Op.BACKWARD: self.backward_input, Op.REDUCE: self.weights_and_reduce}
 
     def backward_input(self, now: Instruction) -> None:
-        self.executor._backward_input(now)
+        self.executor.passes.backward_input(now)
         self.waiting.append(now)
 
     def weights_and_reduce(self, now: Instruction) -> None:
         self.longest = max(self.longest, len(self.waiting))
         for earlier in self.waiting:
-            self.executor._backward_weight(earlier)
+            self.executor.passes.backward_weight(earlier)
         self.waiting.clear()
         self.reduce(now)
 
@@ -364,7 +365,9 @@ def train(model_name: str, compute: str, delay: bool, **changes: Any) -> tuple[T
     model, cluster = MODELS[model_name], cluster_of(1)
     plan = replace(exact("zero3", cluster, **changes), compute=compute)  # type: ignore[arg-type]
     blocks = model.blocks(torch.float64)
-    engine = Engine(blocks, cluster=cluster, plan=plan, num_micros=4, objective=model.objective, optimizer=ADAMW)
+    engine = Engine(
+        Blocks(blocks), Workload(cluster=cluster, plan=plan, num_micros=4), model.objective, Training(optimizer=ADAMW)
+    )
     delayed = _Delay(engine.runner) if delay else None
     for step in range(3):
         tokens, labels = make_batch(step, 4)
@@ -385,14 +388,12 @@ def test_computed_later_a_weight_gradient_has_the_same_bits(model: str, compute:
 def test_a_step_ends_with_all_weight_gradients() -> None:
     model, cluster = MODELS["toy"], cluster_of(1)
     engine = Engine(
-        model.blocks(torch.float64),
-        cluster=cluster,
-        plan=exact("ddp", cluster),
-        num_micros=1,
-        objective=model.objective,
+        Blocks(model.blocks(torch.float64)),
+        Workload(cluster=cluster, plan=exact("ddp", cluster), num_micros=1),
+        model.objective,
     )
     executor: Any = engine.runner
-    executor._handlers[Op.BACKWARD] = executor._backward_input
+    executor.handlers[Op.BACKWARD] = executor.passes.backward_input
     tokens, labels = make_batch(0, 1)
     with pytest.raises(AssertionError, match=r"CLIP before the weight gradients of \[\(0, 0\)"):
         engine.step([Batch(tokens, labels)], ADAMW.lr)

@@ -23,6 +23,7 @@ from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from terrace.runtime.muon import newton_schulz
 from terrace.runtime.settings import OptimizerConfig
+from terrace.runtime.setup import Blocks, RankSetup, Training, Workload
 from terrace.simulate.cost import step_costs
 from terrace.simulate.events import simulate
 from terrace.simulate.footprint import footprint
@@ -169,13 +170,11 @@ def measured_state(world: World, sizes: Sizes, plan: Plan, model: str, optimizer
     """The meter's peaks after two steps on this rank."""
     built = MODELS[model]
     engine = Engine(
-        built.blocks(torch.float64),
-        cluster=cluster_of(*sizes),
-        plan=plan,
-        num_micros=1,
-        objective=built.objective,
-        rank=world.rank,
-        optimizer=optimizer,
+        Blocks(built.blocks(torch.float64)),
+        Workload(cluster=cluster_of(*sizes), plan=plan, num_micros=1),
+        built.objective,
+        Training(optimizer=optimizer),
+        RankSetup(rank=world.rank),
     )
     for step in range(2):
         tokens, labels = make_batch(step, world.world_size)
@@ -323,9 +322,7 @@ def test_muon_is_refused_where_matrices_are_cut_or_missing() -> None:
     model = MODELS["toy"]
     with pytest.raises(PlanError, match="the plan is for the optimizer 'lion', the settings are of 'adamw'"):
         Engine(
-            model.blocks(torch.float64),
-            cluster=cluster_of(1),
-            plan=exact("ddp", cluster_of(1), update="lion"),
-            num_micros=1,
-            objective=model.objective,
+            Blocks(model.blocks(torch.float64)),
+            Workload(cluster=cluster_of(1), plan=exact("ddp", cluster_of(1), update="lion"), num_micros=1),
+            model.objective,
         )

@@ -9,7 +9,8 @@ from terrace.base.errors import ProgramError
 from terrace.program.lowering import build_stages
 from terrace.program.program import Program
 from terrace.program.verify_ranks import verify_stages
-from terrace.runtime import own_program
+from terrace.runtime import setup
+from terrace.runtime.setup import Workload
 from tests.support.pipelines import OUTER, pipelined
 from tests.support.toys import MODELS, SEQUENCE, cluster_of
 
@@ -25,13 +26,14 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         calls.append(len(programs))
         verify_stages(programs)
 
-    monkeypatch.setattr(own_program, "verify_stages", verify)
+    monkeypatch.setattr(setup, "verify_stages", verify)
     return calls
 
 
 def built(rank: int, *, done: bool) -> Program:
     cluster, plan = cluster_of(*OUTER.sizes), pipelined("zero3", OUTER, "1f1b")
-    return own_program.own_program(rank, cluster, plan, MODELS["llama tied"].declared, MICROS, SEQUENCE, verified=done)
+    workload = Workload(cluster=cluster, plan=plan, num_micros=MICROS, sequence=SEQUENCE, is_verified=done)
+    return workload.program_of(rank, MODELS["llama tied"].declared)
 
 
 def test_rank_0_verifies_the_stages_for_all(verified: list[int]) -> None:
@@ -48,6 +50,6 @@ def test_stages_that_do_not_agree_are_refused_by_rank_0(monkeypatch: pytest.Monk
         receives = [each for each in last.instructions if each.op.name == "RECV"]
         return [first, replace(last, instructions=tuple(each for each in last.instructions if each != receives[0]))]
 
-    monkeypatch.setattr(own_program, "build_stages", damaged)
+    monkeypatch.setattr(setup, "build_stages", damaged)
     with pytest.raises(ProgramError):
         built(0, done=False)

@@ -28,6 +28,7 @@ from terrace.runtime.engine import Engine
 from terrace.runtime.noise import Noise, round_to_bf16
 from terrace.runtime.optimizer import make_optimizer
 from terrace.runtime.settings import OptimizerConfig
+from terrace.runtime.setup import Blocks, RankSetup, Training, Workload
 from terrace.runtime.stored import Storage
 from terrace.simulate.states import model_states, stage_blocks
 from tests.support import stored_reference as plain
@@ -247,13 +248,11 @@ def states_of(world: World, sizes: Sizes, plan: Plan, model: str, optimizer: Opt
     """Losses of two steps, all own parameters, and the meter's peaks."""
     built = MODELS[model]
     engine = Engine(
-        built.blocks(torch.float64),
-        cluster=cluster_of(*sizes),
-        plan=replace(plan, update=optimizer.update),
-        num_micros=1,
-        objective=built.objective,
-        rank=world.rank,
-        optimizer=optimizer,
+        Blocks(built.blocks(torch.float64)),
+        Workload(cluster=cluster_of(*sizes), plan=replace(plan, update=optimizer.update), num_micros=1),
+        built.objective,
+        Training(optimizer=optimizer),
+        RankSetup(rank=world.rank),
     )
     losses = []
     for step in range(3):

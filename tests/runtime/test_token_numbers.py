@@ -18,6 +18,7 @@ from terrace.plan.plan import Plan
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from terrace.runtime.objective import TokenObjective, cross_entropy
+from terrace.runtime.setup import Blocks, Training, Workload
 from terrace.runtime.tensor import loss
 from terrace.runtime.token_numbers import OPERANDS, TokenNumbers, token_numbers
 from tests.support.allocations import allocated, seeded
@@ -251,12 +252,10 @@ def trained_in_small_chunks(world: World, *arguments: object) -> object:
 def engine_with(objective: object) -> Engine:
     model, cluster = MODELS["llama tied"], cluster_of(1)
     return Engine(
-        model.blocks(torch.float64),
-        cluster=cluster,
-        plan=exact("ddp", cluster),
-        num_micros=1,
-        objective=objective,  # type: ignore[arg-type]
-        optimizer=ADAMW,
+        Blocks(model.blocks(torch.float64)),
+        Workload(cluster=cluster, plan=exact("ddp", cluster), num_micros=1),
+        objective,  # type: ignore[arg-type]
+        Training(optimizer=ADAMW),
     )
 
 
@@ -298,12 +297,10 @@ def test_what_cannot_be_is_refused() -> None:
     engine.close()
     cluster = cluster_of(1)
     engine = Engine(
-        [torch.nn.Linear(2, 2)],
-        cluster=cluster,
-        plan=exact("ddp", cluster),
-        num_micros=1,
-        objective=TokenObjective(cross_entropy),
-        optimizer=ADAMW,
+        Blocks([torch.nn.Linear(2, 2)]),
+        Workload(cluster=cluster, plan=exact("ddp", cluster), num_micros=1),
+        TokenObjective(cross_entropy),
+        Training(optimizer=ADAMW),
     )
     with pytest.raises(ModelError, match="not Linear"):
         engine.step([Batch(torch.zeros(1, 2).double(), torch.zeros(1, 2).long())], ADAMW.lr)

@@ -21,6 +21,7 @@ from terrace.plan.plan import Plan
 from terrace.plan.presets import PRESETS, preset
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
+from terrace.runtime.setup import Blocks, Workload
 from terrace.simulate.advice import Job, fullest_stage
 from terrace.simulate.footprint import Phase, footprint, stage_footprint, work_of
 from tests.support.activations import layer_activations
@@ -79,13 +80,9 @@ def measured_step(model: ModelConfig, plan: Plan, sequence: int, num_micros: int
     batches = [Batch(part, part.roll(-1)) for part in tokens]
     with use_lane("eager"):
         engine = Engine(
-            blocks,
-            names=[spec.name for spec in specs],
-            cluster=cluster,
-            plan=plan,
-            num_micros=num_micros,
-            objective=token_loss,
-            declared=specs,
+            Blocks(blocks, names=[spec.name for spec in specs], declared=specs),
+            Workload(cluster=cluster, plan=plan, num_micros=num_micros),
+            token_loss,
         )
     engine.step(batches, 1e-3)
     peak, _, _ = allocated(lambda: engine.step(batches, 1e-3))

@@ -11,10 +11,10 @@ from terrace.model import attention
 from terrace.model.attention import MaskPieces
 from terrace.model.attention_kernel import AttentionKernel
 from terrace.model.attention_plans import AttentionPlans, make_plan
-from terrace.model.block_masks import BLOCK
 from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
 from terrace.model.decoder import build_blocks
+from terrace.model.fused_attention import BLOCK
 from terrace.model.init import initialise
 from terrace.plan.kinds import Kinds
 from terrace.plan.presets import preset

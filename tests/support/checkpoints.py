@@ -17,6 +17,7 @@ from terrace.plan.presets import preset
 from terrace.runtime.batch import Batch, places_of
 from terrace.runtime.engine import Engine
 from terrace.runtime.settings import OptimizerConfig
+from terrace.runtime.setup import Blocks, RankSetup, Training, Workload
 from tests.support.toys import MODELS, cluster_of, make_batch
 
 ADAMW = OptimizerConfig(lr=1e-2)
@@ -46,15 +47,13 @@ def make(
         for parameter in block.parameters():
             parameter.data.mul_(scale)
     return Engine(
-        blocks,
-        cluster=cluster,
-        plan=replace(preset(plan, cluster), update=optimizer.update, **changes),
-        num_micros=1,
-        objective=MODELS[model].objective,
-        declared=MODELS[model].declared,
-        rank=world.rank,
-        optimizer=optimizer,
-        balance=balance,
+        Blocks(blocks, declared=MODELS[model].declared),
+        Workload(
+            cluster=cluster, plan=replace(preset(plan, cluster), update=optimizer.update, **changes), num_micros=1
+        ),
+        MODELS[model].objective,
+        Training(optimizer=optimizer, balance=balance or BalanceConfig()),
+        RankSetup(rank=world.rank),
     )
 
 

@@ -83,12 +83,12 @@ def _layer_memory(world: World, cluster: Cluster, plan: Plan, model: ModelConfig
 
     gradient = torch.randn_like(forward())
     runner: Any = engine.runner
-    runner._open_gradients(1)
+    runner.gradients.open(1)
     made = [] if layer.attention.rotary is None else layer.attention.rotary._packed._made.values()
     tables = [table for each in made for pair in each.values() for table in pair]
     saved = saved_bytes(forward, addresses([inputs, *layer.parameters(), *tables]))
     forward_peak, left, output = allocated(forward)
-    with runner._weights.recorded_in(runner._weights.queue(hold=False)):
+    with runner.passes._weights.recorded_in(runner.passes._weights.queue(hold=False)):
         backward_peak, _, _ = allocated(lambda: torch.autograd.backward(output, gradient))
     engine.close()
     backward = backward_peak + left + inputs.nbytes + gradient.nbytes

@@ -25,6 +25,7 @@ from terrace.plan.plan import Plan
 from terrace.runtime import comm as comm_module
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
+from terrace.runtime.setup import Blocks, RankSetup, Workload
 from tests.support.lanes import use_lane
 
 
@@ -108,13 +109,10 @@ def measure(
     try:
         with use_lane(lane):
             engine = Engine(
-                build_blocks(),
-                cluster=cluster,
-                plan=plan,
-                num_micros=num_micros,
-                objective=lambda output, labels: output.float().square().sum(),
-                rank=rank,
-                progress=look_at_instruction,
+                Blocks(build_blocks()),
+                Workload(cluster=cluster, plan=plan, num_micros=num_micros),
+                lambda output, labels: output.float().square().sum(),
+                setup=RankSetup(rank=rank, progress=look_at_instruction),
             )
         if scans:
             gc.collect()  # modules may refer to themselves; their first parameters are gone after this

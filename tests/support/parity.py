@@ -22,6 +22,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bench.common import engine_with
 from terrace.base.errors import ProgramError
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool, World
@@ -107,7 +108,7 @@ def cut_rows(batch: Batch, first: int, last: int) -> Batch:
 def engine_of(world: World, cluster: Cluster, case: Case, blocks: Sequence[nn.Module] = (), **more: Any) -> Engine:
     """The engine of a case on this rank, over fresh blocks unless given some."""
     model = MODELS[case.model]
-    return Engine(
+    return engine_with(
         blocks or model.blocks(torch.float64),
         cluster=cluster,
         plan=replace(case.plan, update=case.optimizer.update),

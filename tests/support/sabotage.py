@@ -102,26 +102,26 @@ def skipped_tie(engine: Engine) -> None:
 def skipped_weight_half(engine: Engine) -> None:
     """Lose the weight gradients of one micro-batch on this rank's last block, where its backward is split."""
     executor, block = engine.runner, engine.program.stage.own[-1]
-    inner = executor._handlers[Op.BACKWARD_WEIGHT]
+    inner = executor.handlers[Op.BACKWARD_WEIGHT]
 
     def lossy(now: Instruction) -> None:
         if (now.block, now.micro) == (block, 1):
-            executor._due.pop((now.block, now.micro))
+            executor.passes.step.queues.pop((now.block, now.micro))
         else:
             inner(now)
 
-    executor._handlers[Op.BACKWARD_WEIGHT] = lossy
+    executor.handlers[Op.BACKWARD_WEIGHT] = lossy
 
 
 def swapped_arrivals(engine: Engine) -> None:
     """Take the first two activations of another stage for one another."""
-    executor = engine.runner
+    executor = engine.runner.passes
     inner = executor._take
 
     def swapped(key: Key) -> Tensor:
         backward, block, _ = key
         one, other = ((backward, block, each) for each in (0, 1))
-        arriving = executor._activations._arriving
+        arriving = executor.step.activations._arriving
         if not backward and {one, other} <= arriving.keys():
             arriving[one], arriving[other] = arriving[other], arriving[one]
         return inner(key)

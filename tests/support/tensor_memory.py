@@ -13,6 +13,7 @@ from terrace.plan.plan import Plan
 from terrace.program.instruction import Instruction, Op
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
+from terrace.runtime.setup import Blocks, RankSetup, Workload
 from tests.support.allocations import allocated
 
 LAYER = 1
@@ -24,16 +25,15 @@ def engine_of_one(
     """The engine of a decoder whose step has one micro-batch."""
     specs = block_specs(model)
     return Engine(
-        blocks,
-        names=[spec.name for spec in specs],
-        cluster=cluster,
-        plan=plan,
-        num_micros=1,
-        objective=token_loss,
-        rank=world.rank,
-        initial=lambda block, name, shape: initial_value(model, block, name, shape, 0),
-        declared=specs,
-        sequence=sequence,
+        Blocks(
+            blocks,
+            names=[spec.name for spec in specs],
+            declared=specs,
+            initial=lambda block, name, shape: initial_value(model, block, name, shape, 0),
+        ),
+        Workload(cluster=cluster, plan=plan, num_micros=1, sequence=sequence),
+        token_loss,
+        setup=RankSetup(rank=world.rank),
     )
 
 
@@ -41,17 +41,17 @@ def kept_by_a_layer(world: World, cluster: Cluster, plan: Plan, model: ModelConf
     """Return the bytes that a layer's FORWARD leaves allocated on this rank, with its input and without its output."""
     engine = engine_of_one(world, cluster, plan, model, sequence, build_blocks(model))
     executor, kept = engine.runner, []
-    plain = executor._handlers[Op.FORWARD]
+    plain = executor.handlers[Op.FORWARD]
 
     def watched(now: Instruction) -> None:
         if now.block != LAYER:
             plain(now)
             return
-        given = executor._activations._made[False, now.block - 1, now.micro].nbytes
+        given = executor.passes.step.activations._made[False, now.block - 1, now.micro].nbytes
         _, left, _ = allocated(lambda: plain(now))
-        kept.append(left - executor._activations._made[False, now.block, now.micro].nbytes + given)
+        kept.append(left - executor.passes.step.activations._made[False, now.block, now.micro].nbytes + given)
 
-    executor._handlers[Op.FORWARD] = watched
+    executor.handlers[Op.FORWARD] = watched
     tokens = torch.zeros(plan.micro_batch, sequence, dtype=torch.int64)
     for _ in range(3):  # buffers of messages are there from the first step on
         engine.step([Batch(tokens, tokens)], 1e-3)

@@ -12,7 +12,7 @@ import torch
 import terrace
 from terrace.base.errors import ModelError, TerraceError
 from terrace.launch.start import LocalPool, World
-from terrace.model.declared_attention import DeclaredAttention
+from terrace.model.attention_plans import DeclaredAttention
 from terrace.model.hf import declared as declarations
 from tests.support.declared_models import DIMS, Declared, alone, declaration_of, model_of, train_on_ranks, trained
 from tests.support.families import TOKENS, transformers

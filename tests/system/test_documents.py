@@ -22,6 +22,7 @@ from terrace.model.attention import MaskPieces, attend, document_begins, whole_m
 from terrace.model.attention_plans import AttentionPlans
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
+from terrace.runtime.setup import Blocks, Workload
 from tests.support.parity import Case, Outcome, check, data_rows, deviation, exact, reference, run, train
 from tests.support.toys import MODELS, Rows, cluster_of, run_blocks
 
@@ -188,7 +189,7 @@ def test_blocks_of_any_kind_get_positions_only_when_there_are_some() -> None:
     def engine(block: nn.Module) -> Engine:
         cluster = cluster_of(1)
         return Engine(
-            [block], cluster=cluster, plan=exact("ddp", cluster), num_micros=1, objective=lambda y, _: y.sum()
+            Blocks([block]), Workload(cluster=cluster, plan=exact("ddp", cluster), num_micros=1), lambda y, _: y.sum()
         )
 
     assert engine(Doubled()).step([Batch(*batch)], 0.0).loss == 2.0

@@ -15,6 +15,7 @@ from terrace.plan.plan import Plan
 from terrace.program.instruction import Instruction, Op
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
+from terrace.runtime.setup import Blocks, RankSetup, Workload
 from tests.support.in_block import complaint, record_in_block
 from tests.support.nightly import nightly
 from tests.support.parity import Case, check, deviation, engine_of, exact, reference, run
@@ -225,16 +226,10 @@ def frozen_first(world: World, cluster: Cluster, frozen: tuple[str, ...], recomp
     specs = freeze(model.declared[1:-1], frozen)
     plan = spread(cluster, "zero3", {"package": {"expert": 2}}, recompute=recompute)
     engine = Engine(
-        model.blocks(torch.float64)[1:-1],
-        names=[spec.name for spec in specs],
-        cluster=cluster,
-        plan=plan,
-        num_micros=1,
-        objective=lambda output, labels: output.square().sum(),
-        rank=world.rank,
-        freeze=frozen,
-        declared=specs,
-        sequence=SEQUENCE,
+        Blocks(model.blocks(torch.float64)[1:-1], names=[spec.name for spec in specs], declared=specs, freeze=frozen),
+        Workload(cluster=cluster, plan=plan, num_micros=1, sequence=SEQUENCE),
+        lambda output, labels: output.square().sum(),
+        setup=RankSetup(rank=world.rank),
     )
     recording = record_in_block(engine)
     labels = torch.zeros(plan.micro_batch, SEQUENCE, dtype=torch.int64)

@@ -27,6 +27,7 @@ from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initialise
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
+from terrace.runtime.setup import Blocks, RankSetup, Training, Workload
 from tests.support.chats import CHATML, write_lines
 from tests.support.parity import ADAMW, exact, make_adamw, trainable
 from tests.support.tiny_runs import MODEL, losses, one_line, terrace, write_run
@@ -88,15 +89,11 @@ def fine_tune(
     blocks, batches = blocks_of(), Batches([source], SEQUENCE, BATCH, seed=3)
     num_micros = BATCH // (cluster.world_size * micro_batch)
     engine = Engine(
-        blocks,
-        cluster=cluster,
-        plan=plan,
-        num_micros=num_micros,
-        objective=token_loss,
-        rank=world.rank,
-        optimizer=ADAMW,
-        declared=block_specs(config()),
-        sequence=SEQUENCE,
+        Blocks(blocks, declared=block_specs(config())),
+        Workload(cluster=cluster, plan=plan, num_micros=num_micros, sequence=SEQUENCE),
+        token_loss,
+        Training(optimizer=ADAMW),
+        RankSetup(rank=world.rank),
     )
     place, degree = engine.program.layout.data_rank(world.rank), engine.program.layout.data_degree
     results = []

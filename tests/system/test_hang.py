@@ -15,8 +15,8 @@ from terrace.checkpoint.reading import Checkpoint
 from terrace.checkpoint.saving import Saver
 from terrace.cli.overrides import parse_overrides
 from terrace.launch.start import World, launch_local
+from terrace.runtime.passes import Passes
 from terrace.runtime.routing.axis import ExpertAxis
-from terrace.runtime.step_runner import StepRunner
 from terrace.train import calibrate, loop
 from terrace.train.job import RunJob
 from terrace.train.metrics import Silent, read_metrics
@@ -106,7 +106,7 @@ class Strike:
         if world.rank != victim:
             return
         if how in ("computing", "dispatching"):
-            owner, name = (StepRunner, "_forward") if how == "computing" else (ExpertAxis, "declare")
+            owner, name = (Passes, "forward") if how == "computing" else (ExpertAxis, "declare")
             go_on = getattr(owner, name)
 
             def slow(*arguments: object) -> object:

@@ -6,10 +6,10 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomli_w
-from torch import Tensor
 
 from terrace.base.errors import HangError, TrainingError
 from terrace.base.schema import dump
@@ -19,9 +19,10 @@ from terrace.launch.start import LocalPool, World, launch_local
 from terrace.launch.watchdog import Watchdog
 from terrace.program.message import Transfer
 from terrace.runtime.flat_param import FlatParam
-from terrace.runtime.gap_messages import Carry
 from terrace.runtime.islands import Island
+from terrace.runtime.messages import Carry
 from terrace.runtime.step_runner import StepRunner
+from terrace.runtime.step_sums import StepSums
 from terrace.train import loop
 from terrace.train.job import RunJob
 from terrace.train.metrics import Silent
@@ -114,13 +115,16 @@ def test_an_exchange_may_take_longer_than_the_timeout(tmp_path: Path, stages: in
 
 def not_finite(world: World, job: RunJob) -> None:
     """A rank of a run whose second island computes nan from its third step on."""
-    run_block = StepRunner._run_block
+    run = StepRunner.run
 
-    def spoiled(runner: StepRunner, block: int, inputs: Tensor, micro: int) -> Tensor:
-        output, island = run_block(runner, block, inputs, micro), runner.island
-        return output * float("nan") if world.rank == 1 and island.numbers.num_steps == 2 else output
+    def spoiled(runner: StepRunner, *given: Any) -> StepSums:
+        calls = runner.passes.calls
+        if world.rank == 1 and runner.island.numbers.num_steps == 2:
+            inner = calls.run
+            vars(calls)["run"] = lambda block, inputs, micro: inner(block, inputs, micro) * float("nan")
+        return run(runner, *given)
 
-    StepRunner._run_block = spoiled  # type: ignore[assignment,method-assign]
+    StepRunner.run = spoiled  # type: ignore[assignment,method-assign]
     loop.train(world, job, Silent())
 
 

@@ -47,8 +47,8 @@ def spoil(engine: Engine, spoiled: Spoiled) -> Callable[[], None]:
         return lambda: None
 
     def wrong(_: nn.Module, __: object, output: Tensor) -> Tensor | None:
-        runner = engine.runner
-        if runner._program.instructions[runner._counter].micro != spoiled.micro:
+        messages = engine.runner.messages
+        if messages.now.micro != spoiled.micro:
             return None
         if not spoiled.backward:
             return output * float("nan")

@@ -215,7 +215,7 @@ def kept_to_send(world: World, cluster: Cluster, case: Case, rate: float | None)
 
     def note(*_: object) -> None:
         nonlocal most
-        most = max(most, len(engine.runner._activations._leaving))
+        most = max(most, len(engine.runner.passes.step.activations._leaving))
 
     before = sum(thread.name == "terrace-lane" for thread in threading.enumerate())
     engine = engine_of(world, cluster, case, progress=note, pacer=pace_of(cluster, rate))

@@ -17,6 +17,7 @@ from terrace.model.config import parse_model
 from terrace.plan.recompute import recomputed_parts
 from terrace.runtime import replay
 from terrace.runtime.engine import Engine
+from terrace.runtime.setup import Blocks, Workload
 from terrace.simulate.activations import activations_of, recomputing
 from terrace.simulate.footprint import work_of
 from tests.support.nightly import nightly
@@ -156,9 +157,7 @@ def test_blocks_of_ones_own_have_no_operations() -> None:
     model = MODELS["toy"]
     with pytest.raises(PlanError, match=r"no decoder layer matches 'block\.\*'"):
         Engine(
-            model.blocks(torch.float64),
-            cluster=cluster_of(1),
-            plan=exact("ddp", cluster_of(1), recompute=ALL),
-            num_micros=1,
-            objective=model.objective,
+            Blocks(model.blocks(torch.float64)),
+            Workload(cluster=cluster_of(1), plan=exact("ddp", cluster_of(1), recompute=ALL), num_micros=1),
+            model.objective,
         )

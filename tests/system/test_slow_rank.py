@@ -12,7 +12,7 @@ from terrace.cli.overrides import parse_overrides
 from terrace.launch.start import World, launch_local
 from terrace.report.page import page_html
 from terrace.report.run_view import run_page, run_view
-from terrace.runtime.step_runner import StepRunner
+from terrace.runtime.passes import BlockCalls
 from terrace.train import loop
 from terrace.train.job import RunJob
 from terrace.train.metrics import Silent, read_metrics
@@ -29,11 +29,11 @@ pytestmark = pytest.mark.timeout(400)
 
 def slowed(world: World, job: RunJob, how: str) -> None:
     """One rank of a run: every block takes its time, and the victim's more in one of two ways."""
-    run_block, num_calls = StepRunner._run_block, 0
+    run_block, num_calls = BlockCalls.run, 0
     is_victim = world.rank == VICTIM
     bursts = None
 
-    def held_up(self: StepRunner, block: int, inputs: Tensor, micro: int) -> Tensor:
+    def held_up(self: BlockCalls, block: int, inputs: Tensor, micro: int) -> Tensor:
         nonlocal num_calls, bursts
         num_calls += 1
         late = is_victim and num_calls > 100
@@ -47,7 +47,7 @@ def slowed(world: World, job: RunJob, how: str) -> None:
         time.sleep(0.09 * (late and how == "sleep"))
         return run_block(self, block, inputs, micro)
 
-    StepRunner._run_block = held_up  # type: ignore[method-assign]
+    BlockCalls.run = held_up  # type: ignore[method-assign]
     try:
         loop.train(world, job, Silent())
     finally:

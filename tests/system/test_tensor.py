@@ -19,6 +19,7 @@ from terrace.plan.wire import MessageClass
 from terrace.program.message import Transfer
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
+from terrace.runtime.setup import Blocks, RankSetup, Workload
 from tests.support.parity import Case, check, deviation, exact, reference, run
 from tests.support.tensor_memory import kept_by_a_layer
 from tests.support.toys import MODELS, SEQUENCE, cluster_of, make_batch
@@ -177,9 +178,11 @@ def threads_of_messages(
         threads.clear()
         model, complaint = MODELS[name], ""
         engine = Engine(
-            model.blocks(torch.float64), cluster=cluster, plan=plan, num_micros=1, objective=model.objective,
-            rank=world.rank, declared=model.declared, sequence=SEQUENCE, freeze=(freeze,),
-        )  # fmt: skip
+            Blocks(model.blocks(torch.float64), declared=model.declared, freeze=(freeze,)),
+            Workload(cluster=cluster, plan=plan, num_micros=1, sequence=SEQUENCE),
+            model.objective,
+            setup=RankSetup(rank=world.rank),
+        )
         engine.step([Batch(*make_batch(0, 1))], 1e-3)
         try:
             engine.check_bytes()

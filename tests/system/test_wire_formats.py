@@ -23,6 +23,7 @@ from terrace.program.resolve import flat_transfer
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from terrace.runtime.finite import NonFiniteError
+from terrace.runtime.setup import Blocks, RankSetup, Workload
 from tests.support.nightly import nightly
 from tests.support.parity import Case, Outcome, deviation, reference, run
 from tests.support.toys import MODELS, cluster_of, make_batch, with_wires
@@ -132,13 +133,10 @@ def errors_of(world: World, cluster: Cluster, plan: Plan, spoil: int) -> list[di
     """The measured rounding error of three steps, or the engine's error when rank `spoil` holds an inf."""
     model = MODELS["toy"]
     engine = Engine(
-        model.blocks(torch.float32),
-        names=["embedding", "layers.0", "layers.1", "layers.2", "head"],
-        cluster=cluster,
-        plan=plan,
-        num_micros=1,
-        objective=model.objective if world.rank != spoil else lambda output, labels: (output * float("inf")).sum(),
-        rank=world.rank,
+        Blocks(model.blocks(torch.float32), names=["embedding", "layers.0", "layers.1", "layers.2", "head"]),
+        Workload(cluster=cluster, plan=plan, num_micros=1),
+        model.objective if world.rank != spoil else lambda output, labels: (output * float("inf")).sum(),
+        setup=RankSetup(rank=world.rank),
     )
     try:
         found = []
@@ -199,7 +197,9 @@ def test_what_is_not_finite_without_block_formats_is_raised_with_its_figures(how
         return total * float("inf") if how == "loss" else total + (output - output.detach()).sum() * 1e39
 
     engine = Engine(
-        model.blocks(torch.float32), cluster=cluster, plan=preset("ddp", cluster), num_micros=1, objective=objective
+        Blocks(model.blocks(torch.float32)),
+        Workload(cluster=cluster, plan=preset("ddp", cluster), num_micros=1),
+        objective,
     )
     tokens, labels = make_batch(0, 1)
     with pytest.raises(NonFiniteError, match=r"on rank 0 in micro-batch 0; nothing was updated") as caught:
@@ -238,12 +238,10 @@ def one_element(world: World, cluster: Cluster) -> float:
 
     plan = replace(preset("zero2", cluster), wire={"reduce": {"package": "int4"}, "refresh": {"package": "int8"}})
     engine = Engine(
-        [Scalar()],
-        cluster=cluster,
-        plan=plan,
-        num_micros=1,
-        objective=lambda output, labels: output.sum() * 3.0,
-        rank=world.rank,
+        Blocks([Scalar()]),
+        Workload(cluster=cluster, plan=plan, num_micros=1),
+        lambda output, labels: output.sum() * 3.0,
+        setup=RankSetup(rank=world.rank),
     )
     result = engine.step([Batch(torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int64))], 1e-3)
     engine.check_bytes()

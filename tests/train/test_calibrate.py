@@ -20,6 +20,7 @@ from terrace.model.blocks import forward_flops
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.program.report import StepReport
 from terrace.runtime.engine import Engine
+from terrace.runtime.setup import Blocks, RankSetup, Workload
 from terrace.train import calibrate as calibrate_module
 from terrace.train.calibrate import calibrate, predict_once
 from terrace.train.config import RunConfig
@@ -46,16 +47,15 @@ class Measured(NamedTuple):
 def slow_calibration(world: World, run: RunConfig) -> Measured:
     """One rank, which measures while messages between stages take as long as above."""
     engine = Engine(
-        build_blocks(run.model),
-        names=[spec.name for spec in run.blocks()],
-        cluster=run.cluster,
-        plan=run.plan,
-        num_micros=run.num_micros(),
-        objective=token_loss,
-        rank=world.rank,
-        initial=lambda block, name, shape: torch.zeros(shape),
-        declared=run.blocks(),
-        sequence=run.train.sequence,
+        Blocks(
+            build_blocks(run.model),
+            names=[spec.name for spec in run.blocks()],
+            declared=run.blocks(),
+            initial=lambda block, name, shape: torch.zeros(shape),
+        ),
+        Workload(cluster=run.cluster, plan=run.plan, num_micros=run.num_micros(), sequence=run.train.sequence),
+        token_loss,
+        setup=RankSetup(rank=world.rank),
     )
     send, told = StageP2P.send, list[str]()
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from terrace.base.errors import ModelError
-from terrace.model.declared_attention import DeclaredAttention
+from terrace.model.attention_plans import DeclaredAttention
 from terrace.model.hf.declared import Declaration, attend_as_declared, check_modules, declared_specs
 from terrace.model.spec import BlockSpec
 from terrace.model.windows import SLIDING

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terrace.base.errors import ModelError, did_you_mean
-from terrace.model.declared_attention import DeclaredAttention
+from terrace.model.attention_plans import DeclaredAttention
 from terrace.model.params import ParamSpec
 from terrace.model.spec import BlockSpec
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from terrace.base.boxes import Box, numel, overlap, sizes
 from terrace.base.boxes import within as inside
 from terrace.comm.collectives import DTYPES
-from terrace.comm.lane import Ticket, make_lane
+from terrace.comm.lane import DONE, Ticket, behind, make_lane
 from terrace.comm.ledger import Ledger
 from terrace.comm.pace import UNPACED, Pace
 from terrace.plan.holdings import flat_boxes
@@ -30,7 +30,6 @@ from terrace.rl.hand_over.forward_values import forward_values, gather_of, in_dt
 from terrace.rl.hand_over.moves import Move
 from terrace.rl.hand_over.program import HandOverProgram
 from terrace.rl.hand_over.transition import Transition
-from terrace.runtime.gap_messages import behind
 
 if TYPE_CHECKING:
     from terrace.runtime.engine import Engine
@@ -130,7 +129,7 @@ def play(
         for position, (blocks, tier) in enumerate(program.instructions):
             moves = [(parts[block], move) for block, move in program.moves[position]]
             work = partial(_exchange, program, tier, moves, exchanges[tier], device, ledger, pacer)
-            tickets[blocks] = lanes[tier].submit(behind(tickets.get(blocks), work))
+            tickets[blocks] = lanes[tier].submit(behind(tickets.get(blocks, DONE), work))
         for ticket in tickets.values():
             ticket.wait()
     finally:

@@ -31,8 +31,8 @@ from terrace.rl.values.rows import Rows, cat
 from terrace.rl.workers.settings import EngineSettings
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
-from terrace.runtime.model_state import InitialValue
 from terrace.runtime.objective import Objective
+from terrace.runtime.setup import Blocks, InitialValue, RankSetup, Training, Workload
 from terrace.train.job import device_of as run_device
 
 TEXTS = ("prompts", "responses", "emitted")  # columns from which micro-batches are made
@@ -57,20 +57,13 @@ def engine_of(
     if joins(settings, torch.device(device)):
         share_prefixes(blocks)
     return Engine(
-        blocks,
-        names=[spec.name for spec in specs],
-        cluster=settings.cluster,
-        plan=settings.plan,
-        num_micros=settings.num_micros,
-        objective=objective,
-        rank=0 if world is None else world.rank,
-        device=device,
-        optimizer=settings.optimizer,
-        initial=_initial(settings),
-        freeze=freeze,
-        declared=specs,
-        sequence=settings.sequence,
-        seed=settings.seed,
+        Blocks(blocks, names=[spec.name for spec in specs], declared=specs, freeze=freeze, initial=_initial(settings)),
+        Workload(
+            cluster=settings.cluster, plan=settings.plan, num_micros=settings.num_micros, sequence=settings.sequence
+        ),
+        objective,
+        Training(optimizer=settings.optimizer, seed=settings.seed),
+        RankSetup(rank=0 if world is None else world.rank, device=device),
     )
 
 

@@ -18,7 +18,7 @@ from terrace.plan.context import ContextGroup
 from terrace.plan.in_block_messages import ContextLeg, ContextMessage
 from terrace.plan.wire import MessageClass
 from terrace.runtime.context.row_coder import RowCoder
-from terrace.runtime.in_block_comm import InBlockComm, InFlight
+from terrace.runtime.in_block import InBlockComm, InFlight
 from terrace.sequence.token_layout import Exchange, Run, merged_runs, num_rows
 
 Give = Callable[[int], Sequence[Tensor]]  # group member -> the tensors from which rows are sent to it

@@ -24,8 +24,7 @@ from terrace.program.block_program.steps import Steps, moves_rows
 from terrace.program.message import Transfer
 from terrace.program.program import Program
 from terrace.runtime.comm import Comm
-from terrace.runtime.in_block import InBlockAxis
-from terrace.runtime.in_block_comm import InBlockComm
+from terrace.runtime.in_block import InBlockAxis, InBlockComm
 from terrace.runtime.routing.crossing import Crossing
 from terrace.runtime.routing.route import HopRows, Route, count_prefixes, route_of
 from terrace.runtime.routing.way import Way

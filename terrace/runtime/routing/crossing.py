@@ -25,7 +25,7 @@ from terrace.plan.expert_traffic import spans_of
 from terrace.plan.in_block_messages import RoutedMessage
 from terrace.plan.wire import MessageClass
 from terrace.program.block_program.steps import Await, ComputeKind, Gap, Send, Steps
-from terrace.runtime.in_block_comm import InBlockComm, InFlight
+from terrace.runtime.in_block import InBlockComm, InFlight
 from terrace.runtime.routing.way import Carrier, Chunk, Way
 
 _SHARED = -1  # among the numbers of pieces

@@ -11,8 +11,7 @@ from terrace.plan.hops import number_bytes
 from terrace.plan.plan import Plan
 from terrace.plan.tensor_traffic import choice_messages
 from terrace.runtime.comm import Comm
-from terrace.runtime.in_block import InBlockAxis
-from terrace.runtime.in_block_comm import InBlockComm
+from terrace.runtime.in_block import InBlockAxis, InBlockComm
 from terrace.runtime.tensor.axis_comm import AxisComm
 
 

@@ -26,7 +26,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from terrace.comm.byte_views import as_bytes
+from terrace.comm.exchange import as_bytes
 from terrace.plan.in_block_messages import RoutedMessage
 from terrace.plan.wire import MessageClass, WireFormat
 from terrace.runtime.routing.route import HopRows

@@ -51,7 +51,7 @@ from terrace.model.operations import Tensor as Operand
 from terrace.plan.dims import CUT_BY
 from terrace.plan.slices import rank_slices, used_part
 from terrace.program.program import Program
-from terrace.runtime.in_block_comm import InBlockComm
+from terrace.runtime.in_block import InBlockComm
 from terrace.runtime.objective import Objective, TokenObjective
 from terrace.runtime.tensor import modules
 from terrace.runtime.tensor.axis_comm import AxisComm

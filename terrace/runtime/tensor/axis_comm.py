@@ -34,8 +34,8 @@ from terrace.plan.mesh import position
 from terrace.program.block_program.steps import ComputeKind
 from terrace.program.message import Transfer
 from terrace.program.resolve import line_transfer, number_transfer
-from terrace.runtime.in_block_comm import InBlockComm, InFlight
-from terrace.runtime.returning import is_returning, mark_returning
+from terrace.runtime.in_block import InBlockComm, InFlight
+from terrace.runtime.pages import is_returning, mark_returning
 
 Map = Callable[[Tensor], Tensor]
 

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from terrace.model.caps import cap_
 from terrace.model.decoder import IGNORE_INDEX
 from terrace.model.loss_chunks import chunk_rows, part_rows, slices
-from terrace.runtime.head import gradients_through_logits
+from terrace.runtime.head import cap_, gradients_through_logits
 from terrace.runtime.tensor.axis_comm import AxisComm, apply
 
 # As large as the logits of a part, in fp32 at least, while its numbers or gradients are computed.

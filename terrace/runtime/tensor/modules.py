@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from terrace.model.decoder import check_positions, scaled
 from terrace.model.layers import Normal, rms_norm
 from terrace.runtime.batch import Batch
-from terrace.runtime.in_block import InBlockAxis
-from terrace.runtime.in_block_comm import InBlockComm
+from terrace.runtime.in_block import InBlockAxis, InBlockComm
 from terrace.runtime.tensor.axis_comm import AxisComm, share
 from terrace.runtime.tensor.fused import gather_products, scatter_product
 from terrace.runtime.tensor.overlap import arriving_linear, product_scatter

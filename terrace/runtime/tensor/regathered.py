@@ -7,8 +7,8 @@ from torch import Tensor
 
 from terrace.plan.tensor_traffic import chunk_bounds
 from terrace.program.block_program.steps import ComputeKind
-from terrace.runtime.in_block_comm import InFlight
-from terrace.runtime.returning import mark_returning
+from terrace.runtime.in_block import InFlight
+from terrace.runtime.pages import mark_returning
 from terrace.runtime.tensor.axis_comm import AxisComm, mapped
 
 

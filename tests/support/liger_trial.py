@@ -1,18 +1,14 @@
-"""Trial of the kernels of `liger-kernel`: forward and backward on a few rows of a model's sizes, compared with fp64.
-
-No kernel is used before its trial, since these functions are internal to the package and change between versions.
-"""
+"""Kernels of `liger-kernel` compared with fp64, forward and backward, on a few rows of a model's sizes."""
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from terrace.base.errors import ConfigError, first_line
 from terrace.model import decoder, layers, liger
 from terrace.model.config import ModelConfig
-from terrace.model.part_kernel import LARGEST_ROW, PARTS, Part
+from terrace.model.part_kernel import LARGEST_ROW, Part
 from terrace.model.rotary import rotary_of
 
 # Relative to the largest element. Rotary tables are rounded to the dtype as well.
@@ -24,32 +20,9 @@ _SCALE = 0.125
 _Function = Callable[..., Tensor | tuple[Tensor, ...]]
 
 
-def check(config: ModelConfig, device: torch.device, dtype: torch.dtype, parts: Sequence[Part] = PARTS) -> None:
-    """Try the kernels of `parts` at a model's sizes.
-
-    Raises `ConfigError` with the reason if the package is missing or a kernel fails.
-    """
-    reason = liger.why_missing()
-    for part in parts if not reason else ():
-        if problem := problem_of(part, config, device, dtype):
-            where = f"{device}, {str(dtype).removeprefix('torch.')}"
-            reason = f"{liger.words()} fails its trial ({where}): {part}: {problem}"
-            break
-    if reason:
-        raise ConfigError(f"train.kernels = 'liger' cannot serve: {reason}; leave train.kernels out")
-
-
-@cache
-def problem_of(part: Part, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> str:
-    """Why the kernels of a part do not work on a device; empty if they do."""
-    try:
-        with torch.enable_grad(), torch.inference_mode(False):
-            for trial in _TRIALS[part](config, device, dtype):
-                if trial:
-                    return trial
-    except Exception as error:  # anything that a loader, a compiler or a kernel raises
-        return first_line(error)
-    return ""
+def difference(part: Part, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> str:
+    """The first difference of a part's kernels from torch in fp64; empty if they agree."""
+    return next(filter(None, _TRIALS[part](config, device, dtype)), "")
 
 
 def _norms(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Iterator[str]:

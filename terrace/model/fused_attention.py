@@ -1,18 +1,24 @@
-"""FlexAttention with a block mask: blocks of keys that no query of a block sees are skipped.
+"""Mask plans of torch's fused kernels for documents and windows on CUDA; neither makes an (S, S) mask.
 
+**varlen** (`Documents`): flash attention 2 over packed documents. All rows of a micro-batch are concatenated; documents
+begin at the offsets `starts`. The kernel supports grouped heads and windows: a window of W, a token and the W - 1
+before it, is (W - 1, 0) in its arguments. It needs the number of documents and the length of the longest one on the
+host.
+
+**flex** (`BlockMasked`): FlexAttention with a block mask, which skips blocks of keys that no query of a block sees.
 Token q of a row sees the keys first(q) ... q (terrace.model.attention), and first(q) is non-decreasing. A block of
 queries therefore sees some key of an earlier block if its smallest first(q) is at most that block's last key, and all
 keys of it if its largest first(q) is at most that block's first key. Both need only two elements of `first` per block
-of queries, so no (S, S) mask is ever created. Blocks that are seen in part are masked in the kernel. Source: Dong et
-al. 2412.05496; torch.nn.attention.flex_attention.
-
-Compiled on CUDA; on other devices torch runs it unfused, for tests only.
+of queries. Blocks that are seen in part are masked in the kernel. Source: Dong et al. 2412.05496;
+torch.nn.attention.flex_attention. Compiled on CUDA; on other devices torch runs it unfused, for tests only.
 
 Shape legend: B batch, S sequence, N query heads, K key-value heads, D head_dim, Q blocks of a row.
 """
 
+import inspect
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +28,51 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK = 128  # tokens of a block, torch's default
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Mask plan of packed documents: document i has tokens `starts[i]` ... `starts[i + 1] - 1` of all B S."""
+
+    starts: Tensor  # int32 (documents + 1), on the device of the queries
+    longest: int
+    window: int  # 0: none
+
+    @classmethod
+    def of(cls, begins: Tensor, window: int, device: torch.device) -> "Documents":
+        """Build the plan from `begins` (B, S) on the host, true at the first token of each document and row."""
+        starts = [*torch.nonzero(begins.flatten()).flatten().tolist(), begins.numel()]
+        sizes = [end - begin for begin, end in pairwise(starts)]
+        longest = max(sizes)
+        placed = torch.tensor(starts, dtype=torch.int32, pin_memory=device.type == "cuda")
+        return cls(placed.to(device, non_blocking=True), longest, window if 0 < window < longest else 0)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention output (B, N, S, D) of query over key and value (B, K, S, D)."""
+        batch, heads, sequence, size = query.shape
+        # Views, since the heads of a token are contiguous.
+        flat = [part.transpose(1, 2).flatten(0, 1) for part in (query, key, value)]  # (B S, ., D)
+        window = (self.window - 1, 0) if self.window else (-1, 0)
+        starts, longest = self.starts, self.longest
+        options = _options(is_grouped=key.shape[1] != heads)
+        mixed: Tensor = varlen_kernel()(*flat, starts, starts, longest, longest, window_size=window, **options)
+        return mixed.view(batch, sequence, heads, size).transpose(1, 2)
+
+
+@cache
+def varlen_kernel() -> Any:
+    """`torch.nn.attention.varlen.varlen_attn`. Raises `ImportError` if torch has none that supports windows."""
+    # Imported on first use: it loads torch's compiler, which takes seconds.
+    from torch.nn.attention.varlen import varlen_attn
+
+    if "window_size" not in inspect.signature(varlen_attn).parameters:
+        raise ImportError(f"torch {torch.__version__}: its varlen_attn takes no window_size")
+    return varlen_attn
+
+
+def _options(*, is_grouped: bool) -> dict[str, Any]:
+    # torch 2.11 supports grouped heads without this option.
+    return {"enable_gqa": is_grouped} if "enable_gqa" in inspect.signature(varlen_kernel()).parameters else {}
 
 
 @dataclass(frozen=True)
@@ -51,7 +102,7 @@ class BlockMasked:
         """Attention output (B, N, S, D) of query over key and value (B, K, S, D)."""
         is_grouped = key.shape[1] != query.shape[1]
         options: dict[str, Any] = {"score_mod": _capped(self.cap)} if self.cap else {}
-        kernel = _kernel(query.device.type)
+        kernel = _flex_kernel(query.device.type)
         mixed: Tensor = kernel(query, key, value, block_mask=self.mask, enable_gqa=is_grouped, **options)
         return mixed
 
@@ -102,7 +153,7 @@ def _capped(cap: float) -> Any:
 
 
 @cache
-def _kernel(device_type: str) -> Any:
+def _flex_kernel(device_type: str) -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention) if device_type == "cuda" else flex_attention
