@@ -52,6 +52,106 @@ _MOVE_BYTES = 4 << 20  # of a message of a file that moves to another machine
 _CHUNK_BYTES = 64 << 20  # of a message: gloo's counts are not promised beyond 2 GB
 
 
+class KeeperLink:
+    """Messages of a rank to its keeper, and from the rank that it keeps."""
+
+    def __init__(self, partners: Partners, rank: int, timeout: timedelta) -> None:
+        self.rank, self.keeper, self.kept = rank, partners.keeper(rank), partners.kept(rank)
+        self._group = _group(partners.members(rank), timeout)
+
+    def swap(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a small JSON-serialisable value; returns the other rank's."""
+        raw = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
+        sizes = torch.tensor([raw.numel()]), torch.zeros(1, dtype=torch.int64)
+        self._send_and_receive(*sizes)
+        received = torch.empty(int(sizes[1]), dtype=torch.uint8)
+        self._send_and_receive(raw, received)
+        return dict(json.loads(bytes(received.numpy())))
+
+    def copy(self, slot: Mapping[int, MemoryFile], num_updates: int) -> dict[int, tuple[int, int]]:
+        """Send the own file of a slot and receive the kept one. Returns the updates and the checksum of each."""
+        own, kept = slot.get(self.rank), slot.get(self.kept)
+        tails = {rank: torch.zeros(TAIL_BYTES // 8, dtype=torch.int64) for rank in slot}
+        under_way: list[Any] = []
+        if own is not None:
+            under_way += [dist.isend(chunk, self.keeper, group=self._group) for chunk in _chunks(own.data)]
+        if kept is not None:
+            under_way += [dist.irecv(chunk, self.kept, group=self._group) for chunk in _chunks(kept.data)]
+        # The checksum is computed while the part travels.
+        if own is not None:
+            raw: Any = own.data.numpy()
+            crc = zlib.crc32(raw, zlib.crc32(own.header))
+            tails[self.rank][:] = torch.tensor([num_updates, crc])
+            under_way.append(dist.isend(tails[self.rank], self.keeper, group=self._group))
+        if kept is not None:
+            under_way.append(dist.irecv(tails[self.kept], self.kept, group=self._group))
+        for message in under_way:
+            message.wait()
+        return {rank: (int(tail[0]), int(tail[1])) for rank, tail in tails.items()}
+
+    def _send_and_receive(self, own: Tensor, other: Tensor) -> None:
+        messages: list[Any] = [dist.isend(own, self.keeper, group=self._group)]
+        messages.append(dist.irecv(other, self.kept, group=self._group))
+        for message in messages:
+            message.wait()
+
+
+class Slots:
+    """The memory of a rank's copies: in each slot a file of its own and one of the rank that it keeps.
+
+    `parts` has the size, header and pieces of each file, by rank.
+    """
+
+    def __init__(self, folder: Path, life: str, parts: Mapping[int, Mapping[str, Any]]) -> None:
+        self.folder, self.life, self.parts = folder, life, parts
+        self._files: list[dict[int, MemoryFile]] = []
+
+    def __getitem__(self, number: int) -> dict[int, MemoryFile]:
+        return self._files[number]
+
+    @property
+    def num_bytes(self) -> int:
+        """Main memory of the files, without headers."""
+        return sum(file.data.nbytes for slot in self._files for file in slot.values())
+
+    def clear(self) -> None:
+        """Remove the files of earlier lives, but not the copy that a restart has resumed."""
+        # Those of earlier lives: their files have been brought together in a folder of a step, or are of no use.
+        clear(self.folder, keep=lambda name: ".step-" in name)
+        make_private(self.folder)
+
+    def take(self) -> list[Path]:
+        """Take the memory of all slots. Returns the files of one more, for which there must be room.
+
+        A restart keeps the copy that it resumed until one of its own is complete. After a restart that copy exists.
+        """
+        self._files += [self._make(number) for number in range(SLOTS)]
+        if any(".step-" in path.name for path in self.folder.iterdir()):
+            return []
+        return [file.path for file in self._make(SLOTS).values()]
+
+    def replace(self, number: int) -> None:
+        """Give a slot files of the sizes that `parts` have now."""
+        for file in self._files[number].values():
+            for path in (file.path.with_suffix(".json"), file.path):
+                path.unlink(missing_ok=True)
+        # Its memory goes back before more is taken.
+        self._files[number] = {}
+        self._files[number] = self._make(number)
+
+    def forget(self) -> None:
+        """Give the memory back."""
+        self._files = []
+
+    def _make(self, number: int) -> dict[int, MemoryFile]:
+        place, slot = self.folder / f"{self.life}.{number}", dict[int, MemoryFile]()
+        make_private(place)
+        for rank, part in self.parts.items():
+            if part["num_bytes"]:
+                slot[rank] = MemoryFile(place / file_of(rank), part["header"].encode("latin-1"), part["num_bytes"])
+        return slot
+
+
 class PeerCopies:
     """Makes the copies of one rank. Every rank of the world constructs one and calls its methods at the same points."""
 
@@ -65,176 +165,128 @@ class PeerCopies:
         timeout: timedelta,
     ) -> None:
         """Allocate the memory. Raises `ConfigError` on every rank if a machine has too little."""
-        self._engine, self._world, self.partners, self._facts = engine, world, partners, facts
-        self._group = _group(partners.members(world.rank), timeout)
+        self._engine, self._hosts, self._facts, self.partners = engine, world.hosts, facts, partners
+        self._form = {"feedback": digest(engine.program), "stored": stored_as(engine.program.plan)}
+        self._tier = engine.program.cluster.tiers[partners.tier].name
+        self._link = KeeperLink(partners, world.rank, timeout)
         self._snapshot = snapshot_of(engine.state)
-        self._keeper, self._kept = partners.keeper(world.rank), partners.kept(world.rank)
-        self._feedback, self._stored = digest(engine.program), stored_as(engine.program.plan)
         # A resumed run brings its residuals.
         self._snapshot.lay_out()
-        self._parts = dict[int, dict[str, Any]]()
-        self._swap_parts()
-        self.num_copies, self._is_alone = 0, False
+        self.num_copies = 0
         self._is_first = world.hosts.index(world.hosts[world.rank]) == world.rank
-        self._slots: list[dict[int, MemoryFile]] = []
-        run, self._life = self._agree_on_life(run_folder)
-        self.folder = memory_folder(run, run_folder, world.hosts[world.rank])
-        self._say(attempt(self._clear_slots) if self._is_first else None)
-        self._spare = list[Path]()
-        self._say(attempt(self._take_memory))
+        run, life = _agree_on_life(engine, run_folder)
+        self._slots = Slots(memory_folder(run, run_folder, world.hosts[world.rank]), life, self._swapped_parts())
+        self._say(attempt(self._slots.clear) if self._is_first else None)
+        spare = list[Path]()
+        self._say(attempt(lambda: spare.extend(self._slots.take())))
+        engine.comm.meter.add(MEMORY, self.memory_bytes)
         # All ranks have had room for it at once.
-        for path in self._spare:
+        for path in spare:
             path.unlink()
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the copies in the memory of this machine."""
+        return self._slots.folder
 
     @property
     def own_bytes(self) -> int:
         """Current bytes of this rank's part, without its header."""
-        return int(self._parts[self._world.rank]["num_bytes"])
+        return int(self._slots.parts[self._link.rank]["num_bytes"])
 
     @property
     def memory_bytes(self) -> int:
         """Main memory of this rank's copies, without headers."""
-        return sum(file.data.nbytes for slot in self._slots for file in slot.values())
+        return self._slots.num_bytes
 
     def copy(self, step: int) -> float:
         """Copy the state after `step` steps. Returns the seconds taken. Raises `OSError`."""
         begin_s = time.perf_counter()
         # Work may still be queued on lanes and streams.
         self._engine.drain()
-        if self._feedback and 0 < self.num_copies <= SLOTS:
-            self._take_residuals(self.num_copies % SLOTS)
-        slot = self._slots[self.num_copies % SLOTS]
+        number = self.num_copies % SLOTS
+        if self._form["feedback"] and 0 < self.num_copies <= SLOTS:
+            self._take_residuals(number)
+        slot, comm = self._slots[number], self._engine.comm
         for file in slot.values():
             file.path.with_suffix(".json").unlink(missing_ok=True)
-        tails = {rank: torch.zeros(TAIL_BYTES // 8, dtype=torch.int64) for rank in slot}
-        own, kept = slot.get(self._world.rank), slot.get(self._kept)
+        own, sent_bytes = slot.get(self._link.rank), 0
         if own is not None:
             self._snapshot.take_into(own.data)
-        pacer, tier = self._engine.comm.pacer, self._engine.program.cluster.tiers[self.partners.tier].name
-        sent_bytes = own.data.nbytes + TAIL_BYTES if own is not None else 0
-        with pacer(tier, sent_bytes) if own is not None else nullcontext():
-            under_way = _sends(own, self._keeper, self._group) + _receives(kept, self._kept, self._group)
-            # The checksum is computed while the part travels.
-            if own is not None:
-                raw: Any = own.data.numpy()
-                crc = zlib.crc32(raw, zlib.crc32(own.header))
-                tails[self._world.rank][:] = torch.tensor([self._snapshot.num_updates, crc])
-                under_way.append(dist.isend(tails[self._world.rank], self._keeper, group=self._group))
-            if kept is not None:
-                under_way.append(dist.irecv(tails[self._kept], self._kept, group=self._group))
-            for message in under_way:
-                message.wait()
+            sent_bytes = own.data.nbytes + TAIL_BYTES
+        with comm.pacer(self._tier, sent_bytes) if own is not None else nullcontext():
+            tails = self._link.copy(slot, self._snapshot.num_updates)
         if own is not None:
-            self._engine.comm.ledger.add(MessageClass.PEER_COPY, tier, sent_bytes)
-            self._engine.runner.declared_bytes[MessageClass.PEER_COPY, tier] += self._snapshot.num_bytes + TAIL_BYTES
+            comm.ledger.add(MessageClass.PEER_COPY, self._tier, sent_bytes)
+            declared = self._engine.runner.declared_bytes
+            declared[MessageClass.PEER_COPY, self._tier] += self._snapshot.num_bytes + TAIL_BYTES
         for rank, file in slot.items():
-            write_list(file.path, self._manifest(rank, step, file, *tails[rank].tolist()))
+            write_list(file.path, self._manifest(rank, step, file, *tails[rank]))
         self.num_copies += 1
-        if not self._is_alone:
+        if self.num_copies == 1:
             # Earlier lives are of no more use once all ranks have a copy of this one.
-            self._engine.comm.exchange(None)
-            self._is_alone = True
+            comm.exchange(None)
             if self._is_first:
-                clear(self.folder, keep=lambda name: name.startswith(self._life))
+                clear(self.folder, keep=lambda name: name.startswith(self._slots.life))
         return time.perf_counter() - begin_s
 
     def close(self) -> None:
         """Free the memory on all machines."""
         # No rank of this host may still be writing.
         self._engine.comm.exchange(None)
-        self._slots = []
+        self._slots.forget()
         if self._is_first:
             clear(self.folder)
-
-    def _agree_on_life(self, run_folder: Path) -> tuple[str, str]:
-        made, problem = ("", ""), ""
-        if self._world.rank == 0:
-            try:
-                made = new_life(run_folder)
-            except OSError as error:
-                problem = error.strerror or str(error)
-        run, life, problem = self._engine.comm.exchange([*made, problem])[0]
-        if problem:
-            raise CheckpointError(f"cannot write the id of the copies in memory into {run_folder}: {problem}")
-        return str(run), str(life)
-
-    def _clear_slots(self) -> None:
-        # Those of earlier lives: their files have been brought together in a folder of a step, or are of no use.
-        clear(self.folder, keep=lambda name: ".step-" in name)
-        make_private(self.folder)
-
-    def _take_memory(self) -> None:
-        self._slots += [self._slot(number) for number in range(SLOTS)]
-        # A restart keeps the copy that it resumed until one of its own is complete, so there must be room for a third.
-        # After a restart that copy exists.
-        if not any(".step-" in path.name for path in self.folder.iterdir()):
-            for file in self._slot(SLOTS).values():
-                self._spare.append(file.path)
-        self._engine.comm.meter.add(MEMORY, self.memory_bytes)
 
     def _take_residuals(self, number: int) -> None:
         # Messages of the first step have made residuals since, so both slots get larger files, one after the other.
         if self.num_copies == 1:
             self._snapshot.lay_out()
-            self._swap_parts()
+            self._slots.parts = self._swapped_parts()
         before_bytes = self.memory_bytes
-        for file in self._slots[number].values():
-            for path in (file.path.with_suffix(".json"), file.path):
-                path.unlink(missing_ok=True)
-        # Its memory goes back before more is taken.
-        self._slots[number] = {}
-        self._slots[number] = self._slot(number)
+        self._slots.replace(number)
         self._engine.comm.meter.add(MEMORY, self.memory_bytes - before_bytes)
-
-    def _slot(self, number: int) -> dict[int, MemoryFile]:
-        place, slot = self.folder / f"{self._life}.{number}", dict[int, MemoryFile]()
-        make_private(place)
-        for rank, part in self._parts.items():
-            if part["num_bytes"]:
-                slot[rank] = MemoryFile(place / file_of(rank), part["header"].encode("latin-1"), part["num_bytes"])
-        return slot
 
     def _manifest(self, rank: int, step: int, file: MemoryFile, num_updates: int, crc: int) -> dict[str, Any]:
         num_bytes = len(file.header) + file.data.nbytes
-        entry = {"num_bytes": num_bytes, "crc32": f"{crc:08x}", "pieces": self._parts[rank]["pieces"]}
+        entry = {"num_bytes": num_bytes, "crc32": f"{crc:08x}", "pieces": self._slots.parts[rank]["pieces"]}
         files: Files = {file.path.name: entry}
         state = self._engine.state
         manifest = manifest_of(state.specs, state.settings, step, num_updates, self._facts, files)
-        manifest |= {"feedback": self._feedback, "stored": self._stored, "life": self._life}
-        return manifest | self._snapshot.loss_scale
+        return manifest | self._form | {"life": self._slots.life} | self._snapshot.loss_scale
 
-    def _swap_parts(self) -> None:
+    def _swapped_parts(self) -> dict[int, dict[str, Any]]:
         # Headers and pieces are the same for most copies, so they do not travel with each.
         taken = self._snapshot
         own = {"num_bytes": taken.num_bytes, "header": taken.header.decode("latin-1"), "pieces": taken.pieces}
-        self._parts = {self._world.rank: own, self._kept: self._swap(own)}
-
-    def _swap(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        raw = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
-        sizes = torch.tensor([raw.numel()]), torch.zeros(1, dtype=torch.int64)
-        self._send_and_receive(*sizes)
-        received = torch.empty(int(sizes[1]), dtype=torch.uint8)
-        self._send_and_receive(raw, received)
-        return dict(json.loads(bytes(received.numpy())))
-
-    def _send_and_receive(self, own: Tensor, other: Tensor) -> None:
-        messages: list[Any] = [dist.isend(own, self._keeper, group=self._group)]
-        messages.append(dist.irecv(other, self._kept, group=self._group))
-        for message in messages:
-            message.wait()
+        return {self._link.rank: own, self._link.kept: self._link.swap(own)}
 
     def _say(self, problem: str | None) -> None:
-        need_mb = (SLOTS + 1) * sum(part["num_bytes"] for part in self._parts.values()) / 1e6
-        told = self._engine.comm.exchange([problem, need_mb])
-        for rank, (why, rank_mb) in enumerate(told):
+        need_mb = (SLOTS + 1) * sum(part["num_bytes"] for part in self._slots.parts.values()) / 1e6
+        reports = self._engine.comm.exchange([problem, need_mb])
+        for rank, (why, rank_mb) in enumerate(reports):
             if why is not None:
                 if self._is_first:
-                    clear(self.folder, keep=lambda name: not name.startswith(self._life))
+                    clear(self.folder, keep=lambda name: not name.startswith(self._slots.life))
                 raise ConfigError(
-                    f"rank {rank} on {self._world.hosts[rank]} cannot keep copies in memory ({why}): they take "
+                    f"rank {rank} on {self._hosts[rank]} cannot keep copies in memory ({why}): they take "
                     f"{rank_mb:.3g} MB of {ROOT}, a third for a restart included; make room there, or set "
                     "train.peer_copies = 0"
                 )
+
+
+def _agree_on_life(engine: "Engine", run_folder: Path) -> tuple[str, str]:
+    """The names of the run and of this start of it, made by rank 0. Raises `CheckpointError` on every rank."""
+    made, problem = ("", ""), ""
+    if engine.rank == 0:
+        try:
+            made = new_life(run_folder)
+        except OSError as error:
+            problem = error.strerror or str(error)
+    run, life, problem = engine.comm.exchange([*made, problem])[0]
+    if problem:
+        raise CheckpointError(f"cannot write the id of the copies in memory into {run_folder}: {problem}")
+    return str(run), str(life)
 
 
 def gather_files(state: ModelState, checkpoint: Checkpoint, world: World, exchange: Callable[[Any], list[Any]]) -> int:
@@ -316,14 +368,6 @@ def _move(checkpoint: Checkpoint, name: str, source: int, to: int, rank: int, gr
         except OSError as error:
             problem = error.strerror or str(error)
     return data.nbytes, problem
-
-
-def _sends(file: MemoryFile | None, to: int, group: Any) -> list[Any]:
-    return [] if file is None else [dist.isend(chunk, to, group=group) for chunk in _chunks(file.data)]
-
-
-def _receives(file: MemoryFile | None, source: int, group: Any) -> list[Any]:
-    return [] if file is None else [dist.irecv(chunk, source, group=group) for chunk in _chunks(file.data)]
 
 
 def _chunks(data: Tensor) -> Sequence[Tensor]:

@@ -9,6 +9,7 @@ rank that cannot write publishes the reason; the folder is then removed and ever
 runs at a time: if the next is due before it has completed, training waits.
 """
 
+import math
 import shutil
 import threading
 import time
@@ -18,6 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +61,99 @@ class Saved:
     write_s: float  # until all ranks had written and the folder was renamed
 
 
+class SaveBoard:
+    """Reports of all ranks about saves, in the store of the world: who has written, problems, outcomes.
+
+    `life` is a new name for this start of the run, so that a restarted run does not mistake earlier files for its own.
+    """
+
+    def __init__(self, world: World, run_folder: Path, limit_s: float) -> None:
+        """Agree on `life` with all ranks. Raises `CheckpointError` on every rank if rank 0 cannot clear left-overs."""
+        self.world, self._limit_s = world, limit_s
+        self._store, self._seal = PrefixStore("saves", _own_connection(world.store)), world.seal.within("saves")
+        self._longest_poll_s = max(_LONGEST_POLL_S, world.world_size / _MAX_POLLS_PER_S)
+        if world.rank == 0:
+            life = uuid.uuid4().hex[:8]
+            problem = attempt(lambda: clear_leftovers(folder_of(run_folder, 0).parent))
+            self._put("life", life if problem is None else f"!rank 0: {problem}")
+        self._store.wait(["life"], timedelta(seconds=limit_s))
+        self.life = self._text_of("life")
+        if self.life.startswith("!"):
+            raise CheckpointError(not_written(folder_of(run_folder, 0), self.life[1:]))
+
+    def report(self, number: int, problem: str) -> None:
+        """Report this rank's problem in save `number`; the first one reported counts."""
+        self._store.compare_set(f"{number}/problem", "", self._seal.close(f"{number}/problem", problem))
+
+    def has_written(self, number: int) -> None:
+        """Report that this rank has done its part of save `number`."""
+        self._store.add(f"{number}/written", 1)
+
+    def wait_for_parts(self, number: int) -> bool:
+        """Wait until all ranks have done their parts. Returns whether they have, in time."""
+        count = self.world.world_size
+        have_written = self._wait(lambda: self._store.add(f"{number}/written", 0) >= count, self._limit_s)
+        if have_written:
+            # Every rank has read the outcome of the save before; its keys would fill the store of a long run.
+            for name in ("written", "problem", "outcome"):
+                self._store.delete_key(f"{number - 1}/{name}")
+        return have_written
+
+    def problem(self, number: int) -> str | None:
+        """The first problem that a rank has reported."""
+        return self._text_of(f"{number}/problem") if self._store.check([f"{number}/problem"]) else None
+
+    def conclude(self, number: int, outcome: str) -> None:
+        """Tell all ranks how save `number` ended. Rank 0 calls this."""
+        self._put(f"{number}/outcome", outcome)
+
+    def outcome(self, number: int) -> str:
+        """How save `number` ended, once rank 0 has concluded it."""
+        self._wait(lambda: self._store.check([f"{number}/outcome"]), math.inf)
+        return self._text_of(f"{number}/outcome")
+
+    def leave(self) -> None:
+        """Wait, on the rank that hosts the store, until all ranks have left: they may still read an outcome."""
+        self._store.add("left", 1)
+        if self.world.store_rank == self.world.rank:
+            self._wait(lambda: self._store.add("left", 0) == self.world.world_size, _LEAVE_S)
+
+    def _put(self, key: str, text: str) -> None:
+        self._store.set(key, self._seal.close(key, text))
+
+    def _text_of(self, key: str) -> str:
+        return self._seal.open(key, bytes(self._store.get(key)))
+
+    def _wait(self, until: Callable[[], bool], limit_s: float) -> bool:
+        begin_s, pause_s = time.monotonic(), _POLL_S
+        while not until():
+            if time.monotonic() - begin_s > limit_s:
+                return False
+            time.sleep(pause_s)
+            # Fast polls for small checkpoints, rare ones for large worlds and slow disks.
+            pause_s = min(self._longest_poll_s, pause_s * _POLL_GROWTH)
+        return True
+
+
+@dataclass
+class _Save:
+    """A save under way, whose thread sets `outcome` or `error` at its end."""
+
+    number: int
+    step: int
+    folder: Path
+    best: int | None  # the step of a checkpoint that is kept beside the newest ones
+    stalled_s: float = 0.0
+    outcome: str = _DONE
+    error: BaseException | None = None
+
+    @property
+    def problem(self) -> str | None:
+        if self.error is not None:
+            return f"{type(self.error).__name__}: {self.error}"
+        return None if self.outcome == _DONE else not_written(self.folder, self.outcome)
+
+
 class Saver:
     """Writes the checkpoints of a run. Every rank of the world constructs one, and calls it after the same steps.
 
@@ -78,20 +173,14 @@ class Saver:
         background: bool = True,
         limit_s: float = 3600.0,
     ) -> None:
-        self._engine, self._world, self._run_folder = engine, world, run_folder
-        self._facts, self._keep, self._background, self._limit_s = facts, keep, background, limit_s
-        self._store, self._seal = PrefixStore("saves", _own_connection(world.store)), world.seal.within("saves")
-        self._longest_poll_s = max(_LONGEST_POLL_S, world.world_size / _MAX_POLLS_PER_S)
+        self._engine, self._run_folder, self._background = engine, run_folder, background
+        self._commit = partial(commit, engine.state, facts=facts, keep=keep)
+        self._late = f"{limit_s:g} s after rank 0"
         self._snapshot = snapshot_of(engine.state)
         self.staging_bytes = self._snapshot.num_bytes + num_bytes(engine.program, engine.state)  # of residuals, later
-        self._number, self._thread = 0, threading.Thread()
-        self._folder, self._stalled_s = run_folder, 0.0
-        self._best: int | None = None
-        # Outcome of the current save, once it has completed.
-        self._outcome: str | None = None
-        self._error: BaseException | None = None
+        self._save, self._thread = _Save(0, 0, run_folder, None), threading.Thread()
         self._finished = deque[Saved]()  # appended by the thread
-        self._life = self._agree_on_life()
+        self._board = SaveBoard(world, run_folder, limit_s)
 
     @property
     def is_under_way(self) -> bool:
@@ -109,10 +198,9 @@ class Saver:
         # Work may still be queued on lanes and streams; the copy must see its results.
         self._engine.drain()
         self._snapshot.take()
-        self._best = best
-        self._folder, self._outcome, self._number = folder_of(self._run_folder, step), None, self._number + 1
-        self._stalled_s = time.perf_counter() - begin_s
-        self._thread = threading.Thread(target=self._save, args=(step,), name="checkpoint", daemon=True)
+        self._save = _Save(self._save.number + 1, step, folder_of(self._run_folder, step), best)
+        self._save.stalled_s = time.perf_counter() - begin_s
+        self._thread = threading.Thread(target=self._run, args=(self._save,), name="checkpoint", daemon=True)
         self._thread.start()
         if not self._background:
             self.finish()
@@ -123,18 +211,15 @@ class Saver:
         """Wait for a save in progress. Raises `CheckpointError` on every rank if any rank could not write."""
         if self._thread.ident is not None:
             self._thread.join()
-        if self._error is not None:
-            raise self._error
-        problem = self.problem
-        if problem is not None:
-            raise CheckpointError(problem)
+        if self._save.error is not None:
+            raise self._save.error
+        if self.problem is not None:
+            raise CheckpointError(self.problem)
 
     @property
     def problem(self) -> str | None:
         """Error of the last save, once known; equal on every rank."""
-        if self._error is not None:
-            return f"{type(self._error).__name__}: {self._error}"
-        return None if self._outcome in (None, _DONE) else not_written(self._folder, str(self._outcome))
+        return self._save.problem
 
     def news(self) -> Saved | None:
         """The next completed checkpoint not yet returned."""
@@ -148,98 +233,55 @@ class Saver:
         try:
             self.finish()
         finally:
-            # The rank that hosts the store ends last, or the others could not read the outcome.
-            self._store.add("left", 1)
-            if self._world.store_rank == self._world.rank:
-                self._wait(lambda: self._store.add("left", 0) == self._world.world_size, _LEAVE_S)
+            self._board.leave()
 
-    def _agree_on_life(self) -> str:
-        # A new name, so that a restarted run does not mistake an earlier life's files for its own.
-        if self._world.rank == 0:
-            self._life = uuid.uuid4().hex[:8]
-            problem = attempt(lambda: clear_leftovers(folder_of(self._run_folder, 0).parent))
-            self._put("life", self._life if problem is None else f"!rank 0: {problem}")
-        self._store.wait(["life"], timedelta(seconds=self._limit_s))
-        life = self._text_of("life")
-        if life.startswith("!"):
-            raise CheckpointError(not_written(folder_of(self._run_folder, 0), life[1:]))
-        return life
-
-    def _put(self, key: str, text: str) -> None:
-        self._store.set(key, self._seal.close(key, text))
-
-    def _put_first(self, key: str, text: str) -> None:
-        self._store.compare_set(key, "", self._seal.close(key, text))
-
-    def _text_of(self, key: str) -> str:
-        return self._seal.open(key, bytes(self._store.get(key)))
-
-    def _save(self, step: int) -> None:
-        # Runs in the thread: results and errors leave it through attributes only.
-        begin_s, folder, number = time.perf_counter(), self._folder, self._number
+    def _run(self, save: _Save) -> None:
+        # Runs in the thread: results and errors leave it through the save alone.
+        begin_s, rank = time.perf_counter(), self._board.world.rank
         try:
-            outcome = self._write(step, folder, number)
+            outcome = self._write(save)
             if outcome == _DONE:
                 write_s = time.perf_counter() - begin_s
-                self._finished.append(
-                    Saved(folder=folder, num_bytes=self.staging_bytes, stalled_s=self._stalled_s, write_s=write_s)
+                saved = Saved(
+                    folder=save.folder, num_bytes=self.staging_bytes, stalled_s=save.stalled_s, write_s=write_s
                 )
-            self._outcome = outcome
+                self._finished.append(saved)
+            save.outcome = outcome
         except BaseException as error:
-            self._error = error
+            save.error = error
+            problem = f"rank {rank}: {type(error).__name__}: {error}"
             # If the store is gone, nobody waits for it.
             with suppress(RuntimeError):
-                self._give_up(number, f"rank {self._world.rank}: {type(error).__name__}: {error}")
+                if rank == 0:
+                    self._board.conclude(save.number, problem)
+                else:
+                    self._board.report(save.number, problem)
+                    self._board.has_written(save.number)
 
-    def _give_up(self, number: int, problem: str) -> None:
-        if self._world.rank == 0:
-            self._put(f"{number}/outcome", problem)
-        else:
-            self._put_first(f"{number}/problem", problem)
-            self._store.add(f"{number}/written", 1)
-
-    def _write(self, step: int, folder: Path, number: int) -> str:
-        partial, rank = partial_of(folder, self._life), self._world.rank
-        problem = attempt(lambda: write_part(self._snapshot, partial, rank))
+    def _write(self, save: _Save) -> str:
+        board, rank = self._board, self._board.world.rank
+        partial_folder = partial_of(save.folder, board.life)
+        problem = attempt(lambda: write_part(self._snapshot, partial_folder, rank))
         if problem is not None:
-            self._put_first(f"{number}/problem", f"rank {rank}: {problem}")
-        self._store.add(f"{number}/written", 1)
+            board.report(save.number, f"rank {rank}: {problem}")
+        board.has_written(save.number)
         if rank == 0:
-            self._put(f"{number}/outcome", self._join(step, folder, partial, number))
-        else:
-            self._wait(lambda: self._store.check([f"{number}/outcome"]), None)
-        return self._text_of(f"{number}/outcome")
+            board.conclude(save.number, self._join(save, partial_folder))
+        return board.outcome(save.number)
 
-    def _join(self, step: int, folder: Path, partial: Path, number: int) -> str:
-        count = self._world.world_size
-        have_written = self._wait(lambda: self._store.add(f"{number}/written", 0) >= count, self._limit_s)
-        if have_written:
-            # Every rank has read the outcome of the save before; its keys would fill the store of a long run.
-            for name in ("written", "problem", "outcome"):
-                self._store.delete_key(f"{number - 1}/{name}")
-        if not have_written:
+    def _join(self, save: _Save, partial_folder: Path) -> str:
+        board = self._board
+        if not board.wait_for_parts(save.number):
             # A rank's list of pieces exists only after its part is on disk, so missing lists name the late ranks.
-            absent = [rank for rank in range(count) if not part_of(partial, rank).exists()]
-            problem: str | None = f"{in_words(absent)} had not written {self._limit_s:g} s after rank 0"
-        elif self._store.check([f"{number}/problem"]):
-            problem = self._text_of(f"{number}/problem")
-        else:
-            own = self._facts, self._keep, self._best
-            problem = attempt(lambda: commit(self._engine.state, partial, folder, step, *own))
+            ranks = range(board.world.world_size)
+            absent = [rank for rank in ranks if not part_of(partial_folder, rank).exists()]
+            problem: str | None = f"{in_words(absent)} had not written {self._late}"
+        elif (problem := board.problem(save.number)) is None:
+            problem = attempt(lambda: self._commit(partial_folder, save.folder, save.step, best=save.best))
             problem = None if problem is None else f"rank 0: {problem}"
         if problem is not None:
-            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(partial_folder, ignore_errors=True)
         return problem or _DONE
-
-    def _wait(self, until: Callable[[], bool], limit_s: float | None) -> bool:
-        begin_s, pause_s = time.monotonic(), _POLL_S
-        while not until():
-            if limit_s is not None and time.monotonic() - begin_s > limit_s:
-                return False
-            time.sleep(pause_s)
-            # Fast polls for small checkpoints, rare ones for large worlds and slow disks.
-            pause_s = min(self._longest_poll_s, pause_s * _POLL_GROWTH)
-        return True
 
 
 def _own_connection(store: Any) -> Any:
