@@ -29,6 +29,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from terrace.base.errors import CheckpointError
 from terrace.checkpoint.layout import folder_of
 from terrace.checkpoint.residuals import num_bytes
+from terrace.checkpoint.saved import Saved
 from terrace.checkpoint.writing import (
     attempt,
     clear_leftovers,
@@ -49,16 +50,6 @@ _POLL_S, _LONGEST_POLL_S, _POLL_GROWTH = 0.002, 0.25, 1.2
 _MAX_POLLS_PER_S = 2000  # of all ranks together, so that one store is not asked too often
 _LEAVE_S = 10.0  # for ranks that only read a key
 _DONE = "done"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Saved:
-    """A complete checkpoint and what it cost this rank."""
-
-    folder: Path
-    num_bytes: int  # of this rank
-    stalled_s: float  # training stood still: waiting for the previous save, and copying
-    write_s: float  # until all ranks had written and the folder was renamed
 
 
 class SaveBoard:

@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +15,11 @@ from terrace.comm.collectives import DTYPES
 from terrace.comm.rounding import Origin
 from terrace.program.instruction import Instruction
 from terrace.program.program import Program
-from terrace.runtime.comm import Comm
 from terrace.runtime.in_block import EdgeComm
 from terrace.runtime.messages import Pending
+
+if TYPE_CHECKING:
+    from terrace.runtime.comm import Comm
 
 Key = tuple[bool, int, int]  # (whether a gradient, block that made it, micro-batch)
 
@@ -38,7 +41,9 @@ class Activations:
     gradient this rank sends.
     """
 
-    def __init__(self, program: Program, comm: Comm, origins: Mapping[int, Origin], edges: Sequence[EdgeComm]) -> None:
+    def __init__(
+        self, program: Program, comm: "Comm", origins: Mapping[int, Origin], edges: Sequence[EdgeComm]
+    ) -> None:
         self._program, self._stages, self._collectives = program, comm.stages, comm.collectives
         self._origins, self._edges, self._device = origins, edges, comm.device
         self._made: dict[Key, Tensor] = {}

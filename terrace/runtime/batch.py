@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from terrace.base.errors import DataError
 from terrace.model.attention import document_begins, moved_from
 from terrace.model.decoder import IGNORE_INDEX
 from terrace.sequence.token_layout import TokenLayout
@@ -148,14 +147,3 @@ def _labels_of_documents(
     added = counted.long() if weights is None else torch.where(counted, weights.flatten().double(), 0.0)
     counts = torch.zeros(labels.numel(), dtype=added.dtype, device=labels.device)
     return documents, counts.index_add_(0, documents, added)
-
-
-def check_shapes(**tensors: Tensor) -> None:
-    """Raise `DataError` unless all shapes are equal: torch would broadcast a scalar over the others."""
-    first, *others = tensors
-    for name in others:
-        if tensors[name].shape != tensors[first].shape:
-            raise DataError(
-                f"{name} of shape {tuple(tensors[name].shape)} beside {first} of shape {tuple(tensors[first].shape)}: "
-                "must be the same"
-            )

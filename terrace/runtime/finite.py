@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,8 +21,10 @@ from terrace.runtime.batch import Batch
 from terrace.runtime.comm import Comm
 from terrace.runtime.model_state import ModelState
 from terrace.runtime.norm import is_finite, squared_norm
-from terrace.runtime.step_runner import StepRunner
 from terrace.runtime.step_sums import GivenUp, StepResult
+
+if TYPE_CHECKING:
+    from terrace.runtime.step_runner import StepRunner
 
 _FORWARD, _BACKWARD, _SUM = range(3)  # the order in which results of a micro-batch depend on each other
 
@@ -77,7 +79,7 @@ class Examination:
         return min(self.findings, default=None)
 
 
-def examine(runner: StepRunner, state: ModelState, batches: Sequence[Batch], program: Program) -> Examination:
+def examine(runner: "StepRunner", state: ModelState, batches: Sequence[Batch], program: Program) -> Examination:
     """Run a training step again up to its CLIP. Nothing is updated.
 
     The caller restores the random state of the first run. `batches` are the micro-batches after the engine's axes
@@ -131,7 +133,7 @@ def words(finding: Finding) -> str:
 
 
 class _Watch:
-    def __init__(self, runner: StepRunner, state: ModelState) -> None:
+    def __init__(self, runner: "StepRunner", state: ModelState) -> None:
         self._runner, self._state = runner, state
         self._names = [spec.name for spec in state.specs]
         self.examination = Examination()

@@ -10,16 +10,18 @@ compare it with a recording of a step.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from terrace.comm.lane import Lane, Ticket
 from terrace.plan.wire import MessageClass
 from terrace.program.block_program.steps import Await, BlockStep, Compute, ComputeKind, Gap, InBlockMessage, Send
-from terrace.runtime.batch import Batch
 from terrace.runtime.clock import Clock
 from terrace.runtime.linear import WeightGradients
+
+if TYPE_CHECKING:
+    from terrace.runtime.batch import Batch
 
 
 def _ignore(ranks: tuple[int, ...]) -> None:
@@ -131,11 +133,11 @@ class InBlockAxis:
         """Collectives for activations that cross stages, if this axis splits them."""
         return None
 
-    def take(self, batches: Sequence[Batch], *, trains: bool = True) -> Sequence[Batch]:
+    def take(self, batches: "Sequence[Batch]", *, trains: bool = True) -> "Sequence[Batch]":
         """This rank's part of the micro-batches of a training step, or of an evaluation if not `trains`."""
         return batches
 
-    def begin(self, micro: int, batch: Batch, recomputed: bool) -> None:
+    def begin(self, micro: int, batch: "Batch", recomputed: bool) -> None:
         """Prepare for a block to run on a micro-batch; `recomputed` if its forward runs again in the backward."""
 
     def remove(self) -> None:

@@ -5,7 +5,7 @@ A gradient's message is sent whole or, in gaps, part by part in the order of pro
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from terrace.comm.lane import DONE, HERE, Lane, Ticket, behind
 from terrace.program.gap_queue import Held
@@ -13,8 +13,10 @@ from terrace.program.instruction import Instruction, Op
 from terrace.program.message import Transfer
 from terrace.program.program import Program
 from terrace.runtime.clock import Clock
-from terrace.runtime.comm import Comm
 from terrace.runtime.flat_param import FlatParam
+
+if TYPE_CHECKING:
+    from terrace.runtime.comm import Comm
 
 Work = Callable[[], None]
 Carry = Callable[[FlatParam, Transfer], None]
@@ -124,7 +126,9 @@ class Messages:
     the parts of gradients that are sent later.
     """
 
-    def __init__(self, comm: Comm, flats: Mapping[int, Sequence[FlatParam]], clock: Clock, progress: Progress) -> None:
+    def __init__(
+        self, comm: "Comm", flats: Mapping[int, Sequence[FlatParam]], clock: Clock, progress: Progress
+    ) -> None:
         self.comm, self.clock, self.program = comm, clock, comm.program
         self.counter, self.now = 0, comm.program.instructions[0]
         self.gaps = GapMessages()

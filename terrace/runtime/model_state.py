@@ -26,7 +26,8 @@ from terrace.runtime.pages import Pages
 from terrace.runtime.scaled_linear import scale_matrices
 from terrace.runtime.scaling import Scaling
 from terrace.runtime.settings import OptimizerConfig
-from terrace.runtime.setup import InitialValue
+
+InitialValue = Callable[[str, str, tuple[int, ...]], Tensor]  # (block name, parameter name, shape) -> values
 
 
 class ModelState:

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from terrace.model.decoder import IGNORE_INDEX
-from terrace.runtime.batch import Batch, check_shapes
+from terrace.runtime.batch import Batch
 from terrace.runtime.objective import TokenObjective, ValueObjective
+from terrace.runtime.shapes import check_shapes
 from terrace.runtime.token_numbers import TokenNumbers
 
 REFERENCE = "reference"  # the column with the reference's log-probability of a response, at each of its tokens

@@ -1,11 +1,11 @@
 """The values that an engine is made of: which blocks, under which plan, with which settings, on which rank."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from terrace.base.errors import ProgramError
 from terrace.cluster.cluster import Cluster
@@ -23,9 +23,8 @@ from terrace.program.verify import verify
 from terrace.program.verify_ranks import verify_stages
 from terrace.runtime.describe import describe, with_dims
 from terrace.runtime.messages import Progress, no_progress
+from terrace.runtime.model_state import InitialValue
 from terrace.runtime.settings import OptimizerConfig
-
-InitialValue = Callable[[str, str, tuple[int, ...]], Tensor]  # (block name, parameter name, shape) -> values
 
 
 def own_values(modules: Sequence[nn.Module], names: Sequence[str]) -> InitialValue:

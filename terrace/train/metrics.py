@@ -13,7 +13,7 @@ from terrace.base.files import write_atomic
 from terrace.base.fitting import MaybeNaN, fitting, parse_table
 from terrace.base.foreign import read_lines
 from terrace.base.sealed import sealed_json
-from terrace.checkpoint.saving import Saved
+from terrace.checkpoint.saved import Saved
 from terrace.cluster.cluster import Cluster
 from terrace.program.outer_result import OuterResult
 from terrace.program.report import StepReport

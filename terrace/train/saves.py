@@ -3,7 +3,8 @@
 from typing import TYPE_CHECKING
 
 from terrace.base.errors import CheckpointError
-from terrace.checkpoint.saving import Saved, Saver
+from terrace.checkpoint.saved import Saved
+from terrace.checkpoint.saving import Saver
 from terrace.launch.stop import Stop, Vote
 from terrace.sequence.cost import WorkCost
 from terrace.train.facts import facts_of

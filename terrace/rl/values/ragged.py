@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from terrace.base.errors import DataError
-from terrace.runtime.batch import check_shapes as check_shapes
+from terrace.runtime.shapes import check_shapes as check_shapes
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,8 +31,9 @@ from terrace.rl.values.rows import Rows, cat
 from terrace.rl.workers.settings import EngineSettings
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
+from terrace.runtime.model_state import InitialValue
 from terrace.runtime.objective import Objective
-from terrace.runtime.setup import Blocks, InitialValue, RankSetup, Training, Workload
+from terrace.runtime.setup import Blocks, RankSetup, Training, Workload
 from terrace.train.job import device_of as run_device
 
 TEXTS = ("prompts", "responses", "emitted")  # columns from which micro-batches are made
