@@ -59,8 +59,6 @@ def _without(value: Any, module: str) -> Any:
     if isinstance(value, list):
         return [each for each in (_without(each, module) for each in value) if each not in ("", {})]
     if isinstance(value, str) and value.startswith("terrace."):
-        if " -> " in value:
-            return "" if f"{module}." in value else value
         names = [name for name in value.split(" | ") if not f"{name}.".startswith(f"{module}.")]
         return "" if value.startswith(f"{module}.") else " | ".join(names)
     return value
@@ -122,7 +120,7 @@ def test_only_the_tests_of_a_product_import_it() -> None:
         room = path.relative_to(ROOT / "tests").parts[0]
         if room not in folders and re.search(rf"\bterrace\.({'|'.join(OWN)})\.\w.* import ", path.read_text()):
             found.append(path.name)
-    assert found == ["test_rl_page.py", "test_docs.py", "test_examples_run.py"]
+    assert found == ["test_docs.py", "test_examples_run.py"]
 
 
 @pytest.fixture
@@ -139,7 +137,7 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 GREETING = """
-from terrace.base.products import Command, Product
+from terrace.base.products import Command, Product, RunKind
 
 PRODUCT = Product(
     name="greeting",
@@ -149,13 +147,22 @@ PRODUCT = Product(
         Command(name="train", help="no", module="greeting.command"),
         Command(name="broken", help="raises", module="greeting.broken"),
     ),
+    runs=(RunKind(command="greet", sections=("greeting",), folder="greeting.command:gone"),),
+    sections=("greeting.command:sections", "greeting.command:gone"),
 )
 """
 COMMAND = """
+from terrace.report.sections import Section
+
+
 def add_parser(commands):
     parser = commands.add_parser("greet")
     parser.add_argument("--name", required=True)
     parser.set_defaults(run=run)
+
+
+def sections(record):
+    return [Section(title="Greetings", words=[f"hello {record.folder.name}"])]
 
 
 def run(options, rest):
@@ -189,6 +196,28 @@ def test_a_product_from_outside_adds_commands(
     # A name that is taken stays Terrace's.
     assert said.out.count("\n    train ") == 1
     assert said.err == "terrace: command 'train' of a product is left out: Terrace has a command of that name\n"
+
+
+@pytest.mark.parametrize("settings", ["", "[greeting]\nname = 1\n"])
+def test_a_product_from_outside_adds_sections_to_pages(
+    outside: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: str
+) -> None:
+    """Of any run, and of its own: a kind of runs that brings no page of its own."""
+    put_greeting(outside)
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "config.toml").write_text(settings)
+    (tmp_path / "made" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    said = CommandLine(tmp_path, capsys).call("report", tmp_path / "made")
+    assert said.code == 0
+    page = (tmp_path / "made" / "report.html").read_text()
+    assert "Greetings</h2>" in page
+    assert "hello made" in page
+    assert "missing: sections of product 'greeting': " in said.out
+    assert "greeting.command has no gone" in said.out
+    if settings:
+        assert f"{tmp_path / 'made'} is a run of terrace greet" in CommandLine(tmp_path, capsys).refusal(
+            "train", "--resume", tmp_path / "made"
+        )
 
 
 def test_a_broken_product_is_one_line_and_the_rest_works(

@@ -52,7 +52,7 @@ class RunKind(NamedTuple):
     command: str  # that starts and resumes them
     sections: tuple[str, ...]  # of config.toml that a run of `terrace train` has not; each run has the first
     folder: str
-    page: str = ""
+    page: str = ""  # without one, a page shows what all runs have
 
 
 class Keys(NamedTuple):
@@ -75,6 +75,7 @@ class Product(NamedTuple):
     commands: tuple[Command, ...] = ()
     runs: tuple[RunKind, ...] = ()
     keys: str = ""  # its `Keys`
+    sections: tuple[str, ...] = ()  # functions of a run's record: `terrace.report.sections.Section`s of its page
     pacer: str = ""  # a function of a cluster and a scale: the `terrace.comm.pace.Pace` of a rank under TERRACE_PACE
 
 

@@ -34,9 +34,7 @@ def add_parser(commands: Any) -> None:
         description="Write a run folder as one self-contained HTML page, or several on one page: their curves in the "
         "same charts, final figures side by side, and the settings that differ. A run may be unfinished, or killed.",
     )
-    parser.add_argument(
-        "folders", type=Path, nargs="+", metavar="RUN", help="run folder of terrace train or terrace rl"
-    )
+    parser.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="run folder of any command that trains")
     parser.add_argument(
         "--out",
         type=Path,

@@ -1,6 +1,7 @@
 """The page of a run of any command: what every record has, and between it the sections of the command.
 
-A product names the function of its runs' part (`terrace.base.products.RunKind`).
+A product names the function of its runs' part (`terrace.base.products.RunKind`), and may add sections to the page of
+every run.
 """
 
 import math
@@ -11,9 +12,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from terrace.base.errors import TerraceError
+from terrace.base.errors import TerraceError, first_line
 from terrace.base.parsing import parse_toml
-from terrace.base.products import load_reference
+from terrace.base.products import load_reference, products
 from terrace.base.words import counted, quantity, seconds
 from terrace.cluster.cluster import Cluster
 from terrace.plan.plan import Plan
@@ -80,6 +81,7 @@ def run_view(folder: Path, draws: bool = True) -> RunView:
     settings = record.text("config.toml")
     sections = [
         *part.sections,
+        *_product_sections(record),
         _plan_section(record, part),
         _events_section(record.events),
         _checkpoints_section(record, part.saves),
@@ -120,7 +122,20 @@ def run_page(view: RunView) -> Page:
 
 def _part_of(record: RunRecord, draws: bool) -> Part:
     kind = kind_of(record.settings)
+    if kind is not None and not kind.page:
+        return Part()
     found: Part = load_reference(_TRAIN if kind is None else kind.page)(record, draws)
+    return found
+
+
+def _product_sections(record: RunRecord) -> list[Section]:
+    found = list[Section]()
+    for product in products():
+        for reference in product.sections:
+            try:
+                found += load_reference(reference)(record)
+            except Exception as error:  # whatever a foreign function raises, the rest of the page is shown
+                record.missing.append(f"sections of product {product.name!r}: {first_line(error)}")
     return found
 
 

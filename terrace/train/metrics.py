@@ -280,7 +280,7 @@ def read_metrics(path: Path) -> list[StepRecord]:
     """Records of a metrics file, one per step.
 
     Damaged lines, such as a last one truncated by a crash, are skipped. Raises `TrainingError` for a file of an earlier
-    version of `terrace rl`.
+    version.
     """
     return read_sound_metrics(path)[0]
 
@@ -300,7 +300,7 @@ def read_sound_metrics(path: Path) -> tuple[list[StepRecord], int]:
         records.setdefault(record.step, record)
     if num_former and not records:
         raise TrainingError(
-            f"{path} was written by an earlier terrace rl, whose lines lack columns of today (step_s, time_s): use the "
+            f"{path} was written by an earlier version, and its lines lack columns of today (step_s, time_s): use the "
             "version that wrote it, or start a new run from the model of this one"
         )
     return list(records.values()), num_written - len(records)
