@@ -270,7 +270,7 @@ def test_blocks_are_priced_at_their_own_sizes() -> None:
         program.blocks[1], declared=layer_operations(replace(LLAMA, intermediate_size=64 * LLAMA.intermediate_size))
     )
     blocks = (program.blocks[0], wide, *program.blocks[2:])
-    costs = step_costs(replace(program, blocks=blocks), work)
+    costs = step_costs(replace(program, model=replace(program.model, blocks=blocks)), work)
     assert costs.forward_s[1] > costs.forward_s[2] == step_costs(program, work).forward_s[2]
 
 
