@@ -1,8 +1,12 @@
 """Records of a step beside its numbers: calls of roles, and samples."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
+from terrace.base.errors import TrainingError
 from terrace.cluster.presets import load_cluster
 from terrace.rl.call_lines import CallLines
 from terrace.rl.calls.spans import Span
@@ -12,6 +16,8 @@ from terrace.rl.samples import Samples, shortened
 from terrace.rl.sort_task import SortTokenizer
 from terrace.rl.values.ragged import Ragged
 from terrace.rl.values.rows import Rows
+from terrace.train.metrics import MetricsFile, read_metrics
+from tests.support.records import step_record
 
 LOCAL = load_cluster("local")  # 8 ranks
 PLACES = [Place(0, 4, pool_cluster(LOCAL, 4)), Place(1, 0, pool_cluster(LOCAL, 4))]
@@ -120,3 +126,16 @@ def test_long_texts_are_cut_in_the_middle() -> None:
     assert text.startswith("a" * 700 + " [... 9000 characters ...] ")
     assert text.endswith("b" * 300)
     assert len(text) < 1040
+
+
+def test_further_numbers_are_columns_and_lines_without_the_common_ones_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path, first_step=0)
+    file.write(step_record(1, values={"reward/mean": 0.5, "time/step": 2.0}))
+    file.close()
+    assert json.loads(path.read_text())["reward/mean"] == 0.5
+    (record,) = read_metrics(path)
+    assert record.values == {"reward/mean": 0.5, "time/step": 2.0}
+    path.write_text('{"step": 1, "reward/mean": 0.5, "time/step": 2.0}\n')
+    with pytest.raises(TrainingError, match="was written by an earlier version, and its lines lack columns of today"):
+        read_metrics(path)
