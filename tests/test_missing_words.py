@@ -34,7 +34,7 @@ FEATURES = {
 # Sentences that are true all the same, by how they begin, with the reason.
 TRUE = {
     "`terrace doctor` says what it found on the machine": "what the machine lacks",
-    "Not built: rows beyond a stated number": "the key recomputes whole operations",
+    "Rows beyond a stated number in further chunks are not built": "the key recomputes whole operations",
 }
 
 

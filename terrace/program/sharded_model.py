@@ -105,7 +105,7 @@ class ShardedModel:
         return edge_of(self.tensor, self.blocks)
 
     @cached_property
-    def kinds(self) -> tuple[int, ...]:
+    def block_kinds(self) -> tuple[int, ...]:
         """Kind of each block; blocks of one kind differ only in their names."""
         return Kinds.of(self.blocks).order
 
@@ -121,7 +121,7 @@ class ShardedModel:
     def alike_inside(self, block: int) -> tuple[int, tuple[str, ...]]:
         """(Kind, recomputed part) of a block; blocks with equal keys share one block program."""
         # A frozen first block has no backward, so it is a separate kind.
-        return self.kinds[block] if block or self.blocks[0].num_trainable else -1, self.recomputed[block]
+        return self.block_kinds[block] if block or self.blocks[0].num_trainable else -1, self.recomputed[block]
 
     def block_program(self, block: int) -> BlockProgram:
         """The program of a block on one micro-batch: compute and messages in the order of issue."""

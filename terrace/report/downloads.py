@@ -7,19 +7,36 @@ import base64
 import csv
 import io
 import json
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from terrace.base.printable import escape
-from terrace.report.run_curves import lines_of
-
-if TYPE_CHECKING:
-    from terrace.report.run_view import RunView
+from terrace.report.run_curves import Curve, lines_of
 
 _MOST_ROWS = 5_000  # over all runs: about half a megabyte of the page
 
 
-def downloads(runs: Sequence["RunView"]) -> str:
+class _Figure(Protocol):
+    @property
+    def value(self) -> float: ...
+
+
+class _Run(Protocol):
+    """What is read of a `terrace.report.run_view.RunView`, which offers these downloads."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def status(self) -> str: ...
+    @property
+    def curves(self) -> Sequence[Curve]: ...
+    @property
+    def final(self) -> Mapping[str, _Figure]: ...
+    @property
+    def settings(self) -> Mapping[str, Any] | None: ...
+
+
+def downloads(runs: Sequence[_Run]) -> str:
     """Links to the data of one or several runs; empty for runs without a step."""
     table, stride = steps_csv(runs)
     if not table:
@@ -30,7 +47,7 @@ def downloads(runs: Sequence["RunView"]) -> str:
     return f"<p class=downloads>{links}<span class=quiet>{escape(part)}</span></p>"
 
 
-def steps_csv(runs: Sequence["RunView"]) -> tuple[str, int]:
+def steps_csv(runs: Sequence[_Run]) -> tuple[str, int]:
     """(CSV with a row per run and step, "" without steps; stride: every N-th step of a run has a row)."""
     columns = [lines_of(run.curves) for run in runs]
     names = list(dict.fromkeys(name for lines in columns for name in lines))
@@ -57,7 +74,7 @@ def steps_csv(runs: Sequence["RunView"]) -> tuple[str, int]:
     return text.getvalue(), stride
 
 
-def run_json(runs: Sequence["RunView"]) -> str:
+def run_json(runs: Sequence[_Run]) -> str:
     """JSON of the final figures in plain units (seconds, bytes, shares), and of the settings by dotted key."""
     tables = [
         {

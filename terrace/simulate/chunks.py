@@ -212,8 +212,8 @@ def _order_of(steps: Steps) -> _Order:
 def plan_with_chunks(program: "Program", work: Work) -> Plan:
     """The plan of `program` with its missing numbers of chunks chosen for a rank's `work`."""
     plan, layers = program.plan, list[tuple[int, Layer]]()
-    for kind, times in Counter(program.model.kinds).items():
-        first = program.model.kinds.index(kind)
+    for kind, times in Counter(program.model.block_kinds).items():
+        first = program.model.block_kinds.index(kind)
         traffic = program.model.routed.traffic(first)
         if traffic.way:
             layers.append((times, Layer(program.cluster, traffic, partial(_computing, program, first, work))))

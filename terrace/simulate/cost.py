@@ -237,7 +237,7 @@ def _from_work(program: "Program", work: Work) -> Costs:
         )
     known: dict[int, tuple[tuple[float, float, float], Rounds, RoutedSeconds]] = {}
     accumulate = program.num_micros > 1
-    kinds = program.model.kinds
+    kinds = program.model.block_kinds
     for index, (kind, block) in enumerate(zip(kinds, program.blocks, strict=True)):
         if kind not in known:
             routed, divided = routed_seconds(program, index, work)
@@ -256,7 +256,7 @@ def _from_work(program: "Program", work: Work) -> Costs:
 def _operations_s(program: "Program", work: Work) -> tuple[float, ...]:
     known: dict[tuple[int, tuple[str, ...]], float] = {}
     found = []
-    for index, kind in enumerate(program.model.kinds):
+    for index, kind in enumerate(program.model.block_kinds):
         key = kind, operations_in(program.model.recomputed[index])
         if key not in known:
             own = work_in(work, program.blocks[index], program.cluster.device.backend)

@@ -173,7 +173,7 @@ def test_what_plan_writes_simulate_plays_with_the_same_step(
     assert main(["simulate", "plan.toml", "--page", "p.html", "--trace", "t.json"]) == 0
     played = here.out()
     pipelined = "pipeline=1" not in pins and "data=16" not in pins
-    assert ("stages down, time across" in played) == pipelined
+    assert ("Timeline of all stages" in played) == pipelined
     said = [line for line in played.splitlines() if line.startswith(("step ", " step "))]
     assert any(" ".join(step) in line for line in said), (step, said)
     assert "On the critical path of the step: " in played
@@ -212,7 +212,7 @@ def test_the_pipeline_in_the_docs_is_what_is_printed(here: Planning) -> None:
     here.out()
     assert main(["simulate", "pipelined.toml"]) == 0
     said = " ".join(here.out().split())
-    start = text.index("stage 0 F0")
+    start = text.index("stage 0 |F0")
     for paragraph in text[start : text.index("```", start)].strip().split("\n\n"):
         assert " ".join(paragraph.split()) in said
 

@@ -34,7 +34,7 @@ CASES = (
         "is the file of a run, not of a plan alone: give it as --config run/config.toml",
     ),
     (
-        "scale --plan run/config.toml --model config.json --cluster lab --batch 8 --sequence 8",
+        "plan --scale --plan run/config.toml --model config.json --cluster lab --batch 8 --sequence 8",
         "give it as --config run/",
     ),
     ("simulate run", "run is a folder, not a plan: name a preset or a file"),

@@ -18,7 +18,7 @@ _COMMANDS = (
     "report run",
     "data prepare --data text.txt --data.tokenizer base/tokenizer.json --data.cache prepared",
     "plan --model base --cluster dgx-a100 --nodes 1 --batch 8 --sequence 32 --axes data",
-    "scale --plan plan.toml --picture scale.svg",
+    "plan --scale --plan plan.toml --picture scale.svg",
     "simulate plan.toml --page step.html --trace trace.json",
 )
 

@@ -1,5 +1,6 @@
 """Results of exchanges go to the host in one copy: on CUDA it waits for computing at each."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,7 +41,9 @@ def test_a_result_is_read_at_once() -> None:
     heard[1, :, MEAN] = 9.0
     heard[1, :, BEFORE] = torch.tensor([30.0, 42.0])
     numbers.heard = heard.as_subclass(OnDevice)
-    assert numbers.result(1) == OuterResult(fragment=1, loss=2.0, num_tokens=8, change=8.0**0.5, agreement=0.5)
+    result = numbers.result(1)
+    assert replace(result, change=0.0) == OuterResult(fragment=1, loss=2.0, num_tokens=8, change=0.0, agreement=0.5)
+    assert result.change == pytest.approx(8.0**0.5, rel=1e-14)  # roots of other libraries differ in the last bit
     assert OnDevice.waits == 1
     assert numbers.result(0).agreement is None
 

@@ -19,7 +19,7 @@ from tests.support.hf_folder import write_model
 
 ONE_STAGE = {"schedule": None, "mapping": {"system": {"pipeline": 1}}}
 EXACT = {"compute": "fp64", "master": "fp64", "micro_batch": 2, **ONE_STAGE}
-OF_TIME = ("time/", "perf/", "sync/bubble", "reshard")
+OF_TIME = ("time", "step_s", "tokens_per_s", "mfu", "hfu", "slow", "peak_memory", "perf/", "sync/bubble", "reshard")
 SMALL: dict[str, Any] = {
     "plan": EXACT,
     "model": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2},
