@@ -170,7 +170,7 @@ def _play_recurs(play: RankPlay, places: Mapping[int, Marks]) -> bool:
 
 
 def _latest_cut(of: tuple[Program, Marks]) -> int:
-    """The last position from which the short program still has `SHORT` (rotated) bodies."""
+    """Last position at which the shortened program still has `SHORT` equal bodies."""
     program, (begin, size, _, every, _) = of
     order, at = program.instructions, begin + (SHORT - 1) * size
     while at + size < len(order) and order[at].later(every) == order[at + size]:

@@ -49,7 +49,8 @@ def with_dims(specs: Sequence[BlockSpec], declared: Sequence[BlockSpec]) -> tupl
         for param in spec.params:
             if param.name not in dims or dims[param.name].shape != param.shape:
                 raise ModelError(
-                    f"{spec.name}.{param.name} {param.shape} is not what its block declares: {other.params}"
+                    f"{spec.name}.{param.name} {param.shape} is not what its block declares: {other.params}; "
+                    "mend the declaration"
                 )
         params = tuple(
             replace(param, dims=dims[param.name].dims, is_expert_bias=dims[param.name].is_expert_bias)

@@ -237,7 +237,7 @@ def check_stages(step: Step) -> None:
 
 
 def _with_gaps(step: Step) -> Step:
-    """The step with its fastest shares of gradients in gaps, possibly none."""
+    """The step with the `expert_gaps` that make it fastest; none if none helps."""
 
     def sharing(shares: Shares) -> Step:
         return replace(known, plan=known.plan.with_gaps(shares))

@@ -36,7 +36,9 @@ def check_profile(text: str | int | None, with_torch: bool, num_steps: int) -> N
     if text is not None:
         last = parse_steps(text).stop
         if last > num_steps:
-            raise ConfigError(f"train.profile = {text!r} goes up to step {last}, but the run ends at {num_steps}")
+            raise ConfigError(
+                f"train.profile = {text!r} goes up to step {last}, but the run ends at {num_steps}: name earlier steps"
+            )
     elif with_torch:
         raise ConfigError("train.profile_torch = true has no effect without train.profile: name steps such as '10-12'")
 
@@ -106,7 +108,9 @@ class Records:
         if self.peer_copies not in (0, 1):
             raise ConfigError(f"train.peer_copies = {self.peer_copies} must be 0 or 1, the copies on other machines")
         if self.peer_copies_every and not self.peer_copies:
-            raise ConfigError("train.peer_copies_every has no effect: train.peer_copies = 0")
+            raise ConfigError(
+                "train.peer_copies_every has no effect: train.peer_copies = 0; set it to 1, or drop the other"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -126,7 +126,7 @@ class Group:
 
 
 class Caller:
-    """One method of a group."""
+    """Callable for one method of a role; returns a handle of its result."""
 
     def __init__(self, pool: "Pool", role: str, call: Call, layout: RoleLayout) -> None:
         self._pool, self._role, self._call, self._layout = pool, role, call, layout

@@ -37,7 +37,7 @@ def state_file(folder: Path, updates: int, step: int) -> Path:
 
 
 def clear_states(newest: Path, kept: Collection[int]) -> None:
-    """Remove states of checkpoints that are not `kept` (by updates), and other states with the number of `newest`.
+    """Remove states of checkpoints not in `kept` (numbers of updates), and stale states with the number of `newest`.
 
     Other files in the folder are left alone.
     """
@@ -71,7 +71,9 @@ def read_state(path: Path, facts: Mapping[str, Any]) -> tuple[int, Rows]:
     try:
         content = read_file(path, path.parent, _MOST_BYTES)
         if sha256(content).hexdigest() != facts["sha256"]:
-            raise CheckpointError(f"{path} is damaged: its digest is not that of its checkpoint")
+            raise CheckpointError(
+                f"{path} is damaged: its digest is not that of its checkpoint; resume from another checkpoint"
+            )
         tensors: dict[str, Tensor] = load(content)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {path}, the responses under way of a checkpoint: {error}") from error

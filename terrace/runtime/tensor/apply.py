@@ -241,7 +241,7 @@ class _Cutter:
         self._replace_all((*operation.shared, *operation.shared_gate))
 
     def enter(self, operation: Enter) -> None:
-        """Remember the operand that is gathered at the region's entry; products of others read what a rank has."""
+        """Record the operand that is gathered on entry; other products use this rank's shard."""
         self._gathered = operation.target
 
     def nothing(self, operation: Operation) -> None:
