@@ -39,8 +39,8 @@ class LeastNodes:
 def least_nodes(space: Space, *, limit: int, grow_batch: bool = False, patience: Patience | None = None) -> LeastNodes:
     """The task with the fewest members, more than it has, and a plan that fits there.
 
-    At most 20 times `limit` plans are played per size, so that few sizes are left open. With `grow_batch` the batch at
-    a size is the next multiple of its ranks; otherwise it is fixed.
+    A size is searched with `limit`, as `terrace plan` does. With `grow_batch` the batch at a size is the next multiple
+    of its ranks; otherwise it is fixed.
     """
     # A new object instead of `ENDLESS`, since its words are changed here.
     task, patience = space.task, Patience() if patience is None else patience
@@ -93,4 +93,4 @@ def _states_fit(estimator: Estimator, size: int) -> bool:
 
 def _fitting(space: Space, limit: int, patience: Patience) -> Found:
     evaluator = Evaluator(space.task)
-    return Search(space, evaluator, space.task.cluster.device.usable_bytes).run(1, 20 * limit, patience)
+    return Search(space, evaluator, space.task.cluster.device.usable_bytes).run(1, limit, patience)

@@ -48,6 +48,7 @@ MARGIN = 0.02  # part of the lowest price by which a plan's price may be higher 
 MOST_PLAYED = 24
 _PARTS = 8  # of the layers, in which the number of recomputed first ones is estimated
 _CHECKS = 10  # of memory, which take as long as a play
+_MORE_CHECKS = 25  # times as many are made while nothing fits: some seconds, after which few plans are left unseen
 _SURELY = 0.9  # part of the estimated memory that a plan needs at least
 _NOWHERE = Placement(-1, -1, -1)
 
@@ -109,8 +110,7 @@ class Search:
         for entry in self.by_price(patience):
             if len(played) >= count and entry.price_s > enough_s:
                 break
-            # A check of memory takes a tenth of a play. While nothing fits, more of them are made.
-            checks = self._num_checked // (_CHECKS if played else 10 * _CHECKS)
+            checks = self._num_checked // (_CHECKS if played else _MORE_CHECKS * _CHECKS)
             if len(played) + checks >= limit:
                 is_complete = False
                 break
