@@ -25,13 +25,15 @@ _NO_EDGE, _EDGE = 1e-3, 0.1  # a stage's seconds: shorter messages are left out;
 class Shape(NamedTuple):
     """Numbers in seconds of a stage with one micro-batch.
 
-    The step takes its micro-batches, the `bubble`, and what its longest stage takes beyond the others. Chunk c of the
-    first stage has its first forward `before[c]` after the step begins, its last backward `after[c]` before it ends.
+    The step takes its micro-batches, the `bubble`, the `waits` of stages for messages between them, and what its longest
+    stage takes beyond the others. Chunk c of the first stage has its first forward `before[c]` after the step begins,
+    its last backward `after[c]` before it ends.
     """
 
     bubble: float
     before: tuple[float, ...]
     after: tuple[float, ...]
+    waits: float = 0.0
 
 
 def shape_of(
@@ -55,14 +57,14 @@ def shape_of(
     )  # of whole backwards only their sum counts
     extra = min(_MOST_EXTRA, round(20 * extra_s / stage_s) / 20)
     numbers = schedule, num_stages, chunks, num_micros, forward, weight, extra
-    edge = edge_s / stage_s
+    edge, without = edge_s / stage_s, _shape(*numbers, 0.0)
     if edge < _NO_EDGE:
-        return _shape(*numbers, 0.0)
+        return without
     if edge > _EDGE:
-        return _shape(*numbers, float(f"{edge:.2g}"))
+        with_edge = _shape(*numbers, float(f"{edge:.2g}"))
+        return with_edge._replace(bubble=without.bubble, waits=with_edge.bubble - without.bubble)
     # Shorter messages make a step longer in proportion.
-    without, with_edge = _shape(*numbers, 0.0), _shape(*numbers, _EDGE)
-    return without._replace(bubble=without.bubble + edge / _EDGE * (with_edge.bubble - without.bubble))
+    return without._replace(waits=edge / _EDGE * (_shape(*numbers, _EDGE).bubble - without.bubble))
 
 
 def shares_of(work: tuple[float, float, float]) -> tuple[float, float]:
@@ -104,7 +106,7 @@ def _shape(
             bubble = ((1.0 + extra) * short + found.bubble) * grows - (1.0 + extra) * num_micros
         else:
             bubble = found.bubble * (num_stages - 1) / (few - 1)
-        return Shape(bubble, *(tuple(grows * each for each in part) for part in found[1:]))
+        return Shape(bubble, *(tuple(grows * each for each in part) for part in (found.before, found.after)))
     one, two = (_played(schedule, few, chunks, times * few, forward, weight, extra, edge) for times in (2, 3))
     more = (num_micros / grows - 2 * few) / few  # further rounds of the few stages, each as long as `grows` of its own
     # The bubble of p stages is p - 1 times that of two.
@@ -112,7 +114,7 @@ def _shape(
     bubble = (one.bubble - 2 * few * each) * (num_stages - 1) / (few - 1) + each * num_micros
     ends = (
         tuple(grows * (a + more * (b - a)) for a, b in zip(first, second, strict=True))
-        for first, second in zip(one[1:], two[1:], strict=True)
+        for first, second in ((one.before, two.before), (one.after, two.after))
     )
     return Shape(bubble, *ends)
 

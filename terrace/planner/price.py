@@ -5,8 +5,8 @@
 compute   M u: M micro-batches through the busiest stage, whose blocks take u = f + b seconds for each. That is products
           and passes over memory, waits for messages inside blocks, recomputation, and the slow-down by messages to the
           next stage. Looped chunks pass the stages in rounds, so u is at least the sum of every round's longest chunk.
-bubble    B times the mean of u over the other stages: stages fill and drain, and wait for messages between them. B is
-          the schedule's, read off its own orders (terrace.planner.bubbles).
+bubble    B times the mean of u over the other stages, while stages fill and drain, and what they wait for messages
+          between them. Both are the schedule's, read off its own orders (terrace.planner.bubbles).
 exposed   messages of states that nothing hides, on the first stage, which begins first and ends last. Before the first
           forward of block j: the update or the REFRESH of the blocks up to j, and a GATHER, less the computing before
           it, for the worst j. After the last backward likewise REDUCE and SYNC, then the exchange of a tied block's
@@ -229,7 +229,8 @@ class Prices:
         edge_s = self.estimator.boundary_s(mesh, candidate.micro_batch)
         shape = shape_of(candidate.schedule, stages, chunks, micros, busiest, edge_s, extra_s)
         busiest_s += 2 * chunks * self.estimator.sending_s(mesh, candidate.micro_batch)
-        step_s = micros * busiest_s + shape.bubble * others_s
+        # Messages take as long whatever the other stages take.
+        step_s = micros * busiest_s + shape.bubble * others_s + shape.waits * (busiest[0] + busiest[1])
         before_s, after_s = (tuple([each * others_s for each in part]) for part in (shape.before, shape.after))
         return Pace(step_s, works, cut, before_s, after_s)
 
