@@ -25,9 +25,9 @@ _NO_EDGE, _EDGE = 1e-3, 0.1  # a stage's seconds: shorter messages are left out;
 class Shape(NamedTuple):
     """Numbers in seconds of a stage with one micro-batch.
 
-    The step takes its micro-batches, the `bubble`, the `waits` of stages for messages between them, and what its longest
-    stage takes beyond the others. Chunk c of the first stage has its first forward `before[c]` after the step begins,
-    its last backward `after[c]` before it ends.
+    The step takes its micro-batches, the `bubble`, the `waits` of stages for messages between them, and what its
+    longest stage takes beyond the others. Chunk c of the first stage has its first forward `before[c]` after the step
+    begins, its last backward `after[c]` before it ends.
     """
 
     bubble: float

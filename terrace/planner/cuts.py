@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from terrace.planner.parts import Runs, Split
@@ -64,6 +65,24 @@ class Cuts:
             found += [(kind, after)] * (after > 0)
             is_mixture = self._has_stacks[kind]
         return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def windows(runs: Runs, *, wraps: bool) -> tuple[tuple[int, int, int, int], ...]:
+    """Each block of `runs` between its neighbours: the times that it is there, and the kinds before, here and after.
+
+    There is none (-1) before the first and after the last, which stay gathered where a step turns round; if it `wraps`,
+    since other chunks are visited in between, they are each other's neighbours.
+    """
+    found, last = list[tuple[int, int, int, int]](), len(runs) - 1
+    for index, (kind, count) in enumerate(runs):
+        before = runs[index - 1][0] if index or wraps else -1
+        after = runs[(index + 1) % len(runs)][0] if index < last or wraps else -1
+        if count == 1:
+            found.append((1, before, kind, after))
+        else:
+            found += [(1, before, kind, kind), (count - 2, kind, kind, kind), (1, kind, kind, after)]
+    return tuple(found)
 
 
 def _joined(each: Iterable[Runs]) -> Runs:

@@ -25,7 +25,7 @@ from terrace.plan.state_formats import element_bytes
 from terrace.plan.wire import BETWEEN_STAGES, FORMATS, parse_format
 from terrace.planner.experts import Experts
 from terrace.planner.inner import NOTHING, Inner, PassSeconds
-from terrace.planner.numels import Numels
+from terrace.planner.numels import Numels, groups_of
 from terrace.planner.parts import Needs, Part, Split, kinds_of
 from terrace.planner.stage_specs import data_cluster, flat_blocks, joined_params
 from terrace.planner.task import Candidate, Placement, Task, plan_of
@@ -74,7 +74,7 @@ class Estimator:
         self._blocks: dict[tuple[object, ...], Seconds] = {}
         self._tensors: dict[tuple[object, ...], PassSeconds] = {}
         self._kernels: dict[tuple[int, ...], BlockSeconds] = {}
-        self._states: dict[tuple[tuple[int, ...], Placement], float] = {}
+        self._states: dict[tuple[tuple[int, ...], Placement, bool], float] = {}
         self._kept: dict[tuple[object, ...], int] = {}
         self._edges: dict[tuple[object, ...], float] = {}
         self._plans: dict[Candidate, Plan] = {}
@@ -256,10 +256,12 @@ class Estimator:
         # Each tensor rank sends only its shard; the receivers gather it.
         return work.tokens * self.task.layer.hidden.numel * self.item / work.tensor
 
-    def update_s(self, degrees: tuple[int, ...], placement: Placement, numel: int) -> float:
-        """Optimizer seconds of a rank's shard of `numel` trainable parameters; 0 for none."""
-        owned = numel / math.prod(degrees[: placement.optimizer + 1])
-        return optimizer_s(self.task.cluster.device, owned, self.task.rounding_bytes) if numel else 0.0
+    def update_s(self, mesh: Mesh, placement: Placement, numels: Sequence[int]) -> float:
+        """Optimizer seconds of a rank's shards of `numels` trainable parameters, by group of `Elements`; 0 for none."""
+        owned = 0.0
+        for numel, degrees in zip(numels, groups_of(mesh), strict=True):
+            owned += numel / math.prod(degrees[: placement.optimizer + 1])
+        return optimizer_s(self.task.cluster.device, owned, self.task.rounding_bytes) if owned else 0.0
 
     def layout(self, degrees: tuple[int, ...], placement: Placement) -> tuple[Layout, Plan]:
         """State layout over `degrees` data ranks, and a plan with this placement."""
@@ -270,19 +272,29 @@ class Estimator:
             self._layouts[key] = (Layout.of(data_cluster(self.task.cluster, degrees), plan), plan)
         return self._layouts[key]
 
-    def state_bytes(self, degrees: tuple[int, ...], placement: Placement) -> float:
-        """Bytes per parameter on a rank: bp / S_p + bg / S_g + bo / S_o, including a secondary copy."""
-        key = (degrees, placement)
+    def group_bytes(self, mesh: Mesh, placement: Placement) -> list[float]:
+        """`state_bytes` of the groups of `Elements`: of three that train, and of three that do not."""
+        both = ((degrees, trains) for trains in (True, False) for degrees in groups_of(mesh))
+        return [self.state_bytes(degrees, placement, trains=trains) for degrees, trains in both]
+
+    def state_bytes(self, degrees: tuple[int, ...], placement: Placement, *, trains: bool = True) -> float:
+        """Bytes per parameter on a rank: bp / S_p + bg / S_g + bo / S_o, including a secondary copy.
+
+        Only those of the copies, unless it `trains`.
+        """
+        key = (degrees, placement, trains)
         if key not in self._states:
-            self._states[key] = self._state_bytes(degrees, placement)
+            self._states[key] = self._state_bytes(degrees, placement, trains)
         return self._states[key]
 
-    def _state_bytes(self, degrees: tuple[int, ...], placement: Placement) -> float:
+    def _state_bytes(self, degrees: tuple[int, ...], placement: Placement, trains: bool) -> float:
         layout, plan = self.layout(degrees, placement)
         summed = FORMATS[self.task.sums].element_bytes
         copies = self.item / layout.span(layout.params)
         # The secondary copy is sharded over fewer ranks than the parameters, so it takes more memory.
         copies += self.item / layout.span(layout.params_backward) if layout.has_secondary else 0.0
+        if not trains:
+            return copies
         # Two moments of AdamW, and the master weights if they are separate.
         owned = 2 * element_bytes(self.task.optimizer_states or self.task.sums)
         owned += FORMATS[self.task.master].element_bytes if keeps_master(plan, layout) else 0
@@ -325,7 +337,7 @@ class Estimator:
 
     def chunk_params(self, part: Part, mesh: Mesh) -> list[tuple[ParamSpec, ...]]:
         """A tensor rank's slices of the chunks of a stage, each one flat trainable and one flat frozen parameter."""
-        if mesh.divides_stacks or any(self.numels.stacks(mesh)):
+        if mesh.divides_stacks or (mesh.total("tensor") > 1 and any(spec.has_stacks for spec in self.specs)):
             raise PlanError("chunks that pass as a whole have experts on all ranks: choose another schedule")
         blocks = iter(self.stage_blocks(part.kinds, mesh))
         return [joined_params(list(islice(blocks, len(kinds_of(runs))))) for runs in part.chunks]

@@ -6,6 +6,7 @@ change their algorithm with the size. Lines depend on the data ranks by tier and
 needs few.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from terrace.model.params import ParamSpec
@@ -14,6 +15,7 @@ from terrace.plan.layout import DEVICE
 from terrace.plan.mesh import Mesh
 from terrace.plan.stage import whole_stage
 from terrace.planner.estimate import Estimator
+from terrace.planner.numels import groups_of
 from terrace.planner.stage_specs import data_cluster
 from terrace.planner.task import Placement
 from terrace.program.instruction import Instruction, Op
@@ -21,7 +23,6 @@ from terrace.program.program import Program
 from terrace.program.sharded_model import ShardedModel
 from terrace.simulate.cost import Costs
 
-Numels = tuple[int, ...]  # elements of a block of each kind on a rank
 _SIZES = (1 << 22, 1 << 24)  # elements of the two blocks that are priced
 
 
@@ -42,46 +43,36 @@ class Line(NamedTuple):
     penalty: float
 
 
-_NOTHING = Sent(0.0, -1, 0.0)
 _OPS = ("refresh", "gather", "reduce", "sync", "further", "backward")  # `further`: gathers of all units but the first
+_GATHERS = tuple(index for index, op in enumerate(_OPS) if op in ("gather", "further", "backward"))
+NO_MESSAGES = (Sent(0.0, -1, 0.0),) * len(_OPS)
 
 
-class Lines:
-    """The messages of blocks with a placement: of their own states, and of stacks of experts that other ranks share."""
-
-    def __init__(self, own: tuple[tuple[Line, ...], float], stacks: tuple[tuple[Line, ...], float] | None) -> None:
-        self._own, self.control_s = own
-        self._stacks = stacks[0] if stacks else ()
-        self._sent: dict[tuple[int, int], tuple[Sent, ...]] = {}
-
-    def of(self, numel: int, stacks: int) -> tuple[Sent, ...]:
-        """REFRESH, the step's first GATHER, REDUCE, SYNC, further gathers of a forward, and those of a backward."""
-        found = self._sent.get((numel, stacks))
-        if found is None:
-            each = [_sent(line, numel) for line in self._own]
-            if stacks:
-                each = [_joined(sent, _sent(line, stacks)) for sent, line in zip(each, self._stacks, strict=True)]
-            found = self._sent[numel, stacks] = tuple(each)
-        return found
+def _and(sent: tuple[Sent, ...], lines: Sequence[Line], numel: int, beside: int) -> tuple[Sent, ...]:
+    # With the messages of `numel` trained elements, and the gathers of others `beside`.
+    found = list(sent)
+    for index, line in enumerate(lines):
+        for size in (numel, beside if index in _GATHERS else 0):
+            if size and line.each_s:
+                found[index] = _joined(found[index], line, size)
+    return tuple(found)
 
 
-def _sent(line: Line, numel: int) -> Sent:
-    if not numel or not line.each_s:
-        return _NOTHING
-    seconds = line.base_s + numel * line.each_s
-    return Sent(seconds, line.lane, line.penalty * seconds)
-
-
-def _joined(one: Sent, other: Sent) -> Sent:
+def _joined(sent: Sent, line: Line, numel: int) -> Sent:
     # They follow each other on the outer lane of the two.
-    return Sent(one.seconds + other.seconds, max(one.lane, other.lane), one.slowed_s + other.slowed_s)
+    seconds = line.base_s + numel * line.each_s
+    return Sent(sent.seconds + seconds, max(sent.lane, line.lane), sent.slowed_s + line.penalty * seconds)
 
 
-class Elements(NamedTuple):
-    """Trainable elements of a block of each kind on a rank: without stacks that ranks divide, and of these."""
+class Messages(NamedTuple):
+    """Messages of a block of each kind, and the seconds of the gradient norm.
 
-    own: Numels
-    stacks: Numels
+    Those of a block are REFRESH, the step's first GATHER, REDUCE, SYNC, further gathers of a forward, and those of a
+    backward.
+    """
+
+    sent: tuple[tuple[Sent, ...], ...]
+    control_s: float
 
 
 class StateMessages:
@@ -89,27 +80,22 @@ class StateMessages:
 
     def __init__(self, estimator: Estimator) -> None:
         self.estimator = estimator
-        self._of: dict[tuple[object, ...], Lines] = {}
+        self._of: dict[tuple[object, ...], Messages] = {}
         self._lines: dict[tuple[tuple[int, ...], Placement], tuple[tuple[Line, ...], float]] = {}
-        self._numels: dict[tuple[object, ...], Elements] = {}
 
-    def numels(self, mesh: Mesh) -> Elements:
-        """Elements of the blocks of a mesh."""
-        key = mesh.inside_degrees[:2], mesh.stack_degrees
-        found = self._numels.get(key)
-        if found is None:
-            numels = self.estimator.numels
-            found = self._numels[key] = Elements(numels.own(mesh), numels.stacks(mesh))
-        return found
-
-    def of(self, mesh: Mesh, placement: Placement) -> Lines:
+    def of(self, mesh: Mesh, placement: Placement) -> Messages:
         """Messages of the blocks of a mesh."""
-        has_stacks = any(self.numels(mesh).stacks)
-        key = mesh.state, mesh.stack_state if has_stacks else None, placement
+        degrees = groups_of(mesh)
+        key = mesh.inside_degrees[:2], mesh.stack_degrees, degrees, placement
         found = self._of.get(key)
         if found is None:
-            stacks = self._priced(mesh.stack_state, placement) if has_stacks else None
-            found = self._of[key] = Lines(self._priced(mesh.state, placement), stacks)
+            each = [NO_MESSAGES] * len(self.estimator.specs)
+            trained, _, beside = self.estimator.numels.elements(mesh)
+            for group, of, more in zip(degrees, trained, beside, strict=True):
+                if any(of) or any(more):
+                    lines, _ = self._priced(group, placement)
+                    each = [_and(sent, lines, *numels) for sent, *numels in zip(each, of, more, strict=True)]
+            found = self._of[key] = Messages(tuple(each), self._priced(mesh.state, placement)[1])
         return found
 
     def _priced(self, degrees: tuple[int, ...], placement: Placement) -> tuple[tuple[Line, ...], float]:

@@ -26,10 +26,10 @@ from typing import NamedTuple
 from terrace.plan.mesh import Mesh
 from terrace.plan.recompute import WHOLE
 from terrace.planner.bubbles import in_flight, least_bubble, shape_of, shares_of
-from terrace.planner.cuts import Cut, Cuts
+from terrace.planner.cuts import Cut, Cuts, windows
 from terrace.planner.estimate import Estimator, Seconds
 from terrace.planner.inner import PassSeconds
-from terrace.planner.messages import Elements, Lines, Sent, StateMessages
+from terrace.planner.messages import NO_MESSAGES, Sent, StateMessages
 from terrace.planner.operations import operations_s
 from terrace.planner.parts import Runs, Work, work_of_runs
 from terrace.planner.space import Group, Space, context_forms
@@ -78,7 +78,7 @@ class Prices:
         self.messages = StateMessages(self.estimator)
         self._works: dict[tuple[object, ...], list[Work]] = {}
         self._contexts: dict[tuple[object, ...], dict[int, PassSeconds]] = {}
-        self._held: dict[tuple[object, ...], list[tuple[float, float, float]]] = {}
+        self._held: dict[tuple[object, ...], list[tuple[list[float], float]]] = {}
 
     def step_s(self, candidate: Candidate) -> float:
         """The price of a whole candidate."""
@@ -247,15 +247,17 @@ class Prices:
     def exposed_s(self, candidate: Candidate, pace: Pace) -> float:
         """Seconds by which messages of states make a step longer."""
         mesh, unit = candidate.mesh, candidate.unit
-        lines, numels = self.messages.of(mesh, candidate.placement), self.messages.numels(mesh)
+        messages, control_s = self.messages.of(mesh, candidate.placement)
         units = num_micros(self.task, candidate) // unit
         halves = has_halves(candidate.schedule)
-        owned = sum([numels.own[kind] * count for runs in pace.cut.first for kind, count in runs])
-        update_s = self.estimator.update_s(mesh.state, candidate.placement, owned)
+        trained = self.estimator.numels.elements(mesh).trained
+        owned = [sum([_total(sizes, runs) for runs in pace.cut.first]) for sizes in trained]
+        update_s = self.estimator.update_s(mesh, candidate.placement, owned)
         starts_s = ends_s = refreshed_s = synced_s = more_s = 0.0
+        slowed_s = [0.0, 0.0]  # by refreshes and by syncs, if computing went on beside all of them
         for runs, before_s, after_s in zip(pace.cut.first, pace.before_s, pace.after_s, strict=True):
             for kind, count in runs:
-                sent = lines.of(numels.own[kind], numels.stacks[kind])
+                sent = messages[kind]
                 refresh, gather, reduce, sync = sent[0].seconds, sent[1].seconds, sent[2].seconds, sent[3].seconds
                 forward_s, backward_s, weight_s = (unit * each for each in pace.works[kind])
                 behind_s = weight_s if halves else backward_s
@@ -268,13 +270,21 @@ class Prices:
                 ends_s = max(ends_s, done_s, done_s + last * (sync - behind_s))
                 refreshed_s += count * refresh
                 synced_s += count * sync
+                slowed_s[0] += count * sent[0].slowed_s
+                slowed_s[1] += count * sent[3].slowed_s
                 before_s += count * forward_s
                 after_s += count * behind_s
-                more_s += count * _visits_s(sent, units, forward_s, backward_s)
+            for times, *kinds in windows(runs, wraps=len(pace.cut.first) > 1):
+                forward_s, backward_s, _ = pace.works[kinds[1]]
+                sent = (NO_MESSAGES if kind < 0 else messages[kind] for kind in kinds)
+                more_s += times * _window_s(*sent, units, unit * forward_s, unit * backward_s)
+        for slow_s, alone_s, all_s in zip(slowed_s, (starts_s, ends_s), (refreshed_s, synced_s), strict=True):
+            if all_s:
+                more_s += slow_s * max(0.0, 1.0 - alone_s / all_s)
         if mesh.divides_stacks:
-            late_s = self._late_s(candidate, pace, lines, numels)
+            late_s = self._late_s(candidate, pace, messages)
             starts_s, ends_s, more_s = max(starts_s, late_s[0]), max(ends_s, late_s[1]), more_s + late_s[2]
-        return starts_s + ends_s + self._tie_s(candidate) + lines.control_s + more_s
+        return starts_s + ends_s + self._tie_s(candidate) + control_s + more_s
 
     def _tie_s(self, candidate: Candidate) -> float:
         """Seconds in which the first and the last stage sum the gradient of a block that both hold."""
@@ -283,7 +293,7 @@ class Prices:
             return 0.0
         return sum([self.estimator.tie_s(candidate, owner) for owner in self._owners])
 
-    def _late_s(self, candidate: Candidate, pace: Pace, lines: Lines, numels: Elements) -> tuple[float, float, float]:
+    def _late_s(self, candidate: Candidate, pace: Pace, sent: Sequence[Sequence[Sent]]) -> tuple[float, float, float]:
         """Seconds that messages of experts wait behind messages of states on their lanes: at the start, at the end, and
         in between.
 
@@ -292,7 +302,6 @@ class Prices:
         come later. So do those of every other backward if gradients are reduced in each.
         """
         lanes, halves = candidate.mesh.stack_tiers, has_halves(candidate.schedule)
-        sent = [lines.of(*each) for each in zip(*numels, strict=True)]
         refresh_s = [each[0].seconds * (each[0].lane in lanes) for each in sent]
         reduce_s = [each[2].seconds * (each[2].lane in lanes) for each in sent]
         last_s = [
@@ -312,46 +321,49 @@ class Prices:
         """Estimated memory of the fullest stage."""
         mesh, micro_batch, placement = candidate.mesh, candidate.micro_batch, candidate.placement
         estimator, micros = self.estimator, num_micros(self.task, candidate)
-        states = estimator.state_bytes(mesh.state, placement)
-        of_stacks = estimator.state_bytes(mesh.stack_state, placement)
+        states = estimator.group_bytes(mesh, placement)
         flying = float(candidate.unit)
         if candidate.schedule != SERIAL:
             flying = in_flight(candidate.schedule, mesh.total("pipeline"), candidate.chunks, micros)
             flying = max(flying, candidate.unit) if takes_unit(candidate.schedule) else flying
         most = 0.0
-        for numel, stacks, kept in self._stages_held(candidate, pace):
-            most = max(most, numel * states + stacks * of_stacks + flying * micro_batch * kept)
+        for numels, kept in self._stages_held(candidate, pace):
+            held = sum([numel * each for numel, each in zip(numels, states, strict=True)])
+            most = max(most, held + flying * micro_batch * kept)
             flying = 1.0  # later stages keep fewer, and at least one
         layout, _ = estimator.layout(mesh.state, placement)
-        gathered = max(self.messages.numels(mesh).own) * estimator.item if layout.frees else 0
+        gathered = max(map(sum, zip(*self._groups(mesh), strict=True))) * estimator.item if layout.frees else 0
         return estimator.whole_bytes(most + gathered)
 
     def least_bytes(self, candidate: Candidate) -> float:
         """Memory that a candidate needs at least with any schedule: the mean stage, one micro-batch in flight."""
         mesh, micro_batch, placement = candidate.mesh, candidate.micro_batch, candidate.placement
         again = self.again.all_layers(candidate.recompute, least=False)
-        numels, stages = self.messages.numels(mesh), mesh.total("pipeline")
-        each = (*numels, [self._kept(kind, mesh, again) for kind in range(len(numels.own))])
-        numel, stacks, kept = (sum([count * sizes[kind] for kind, count in self.whole]) / stages for sizes in each)
-        states = numel * self.estimator.state_bytes(mesh.state, placement)
-        states += stacks * self.estimator.state_bytes(mesh.stack_state, placement)
-        return self.estimator.whole_bytes(states + micro_batch * kept)
+        kept = _total([self._kept(kind, mesh, again) for kind in range(len(self.estimator.specs))], self.whole)
+        states = self.estimator.group_bytes(mesh, placement)
+        held = sum([_total(sizes, self.whole) * each for sizes, each in zip(self._groups(mesh), states, strict=True)])
+        return self.estimator.whole_bytes((held + micro_batch * kept) / mesh.total("pipeline"))
 
-    def _stages_held(self, candidate: Candidate, pace: Pace) -> list[tuple[float, float, float]]:
-        """Elements, those of stacks, and bytes kept of a sequence, of each distinct stage; of the first stage first."""
+    def _groups(self, mesh: Mesh) -> list[tuple[int, ...]]:
+        """Elements of a block of each kind, by group as `Estimator.group_bytes`."""
+        trained, frozen, _ = self.estimator.numels.elements(mesh)
+        return [*trained, *frozen]
+
+    def _stages_held(self, candidate: Candidate, pace: Pace) -> list[tuple[list[float], float]]:
+        """Elements by group, and bytes kept of a sequence, of each distinct stage; of the first stage first."""
         mesh = candidate.mesh
         key = (mesh.inside_degrees, mesh.stack_degrees, candidate.recompute, candidate.first, pace.cut.stages)
         found = self._held.get(key)
         if found is None:
-            own, stacks = self.messages.numels(mesh)
             again, rest = (self.again.all_layers(candidate.recompute, least=least) for least in (False, True))
-            kinds = range(len(own))
+            kinds = range(len(self.estimator.specs))
             kept = [float(self._kept(kind, mesh, again)) for kind in kinds]
             if rest != again:
                 share = candidate.first / self.num_inner
                 kept = [share * kept[kind] + (1 - share) * self._kept(kind, mesh, rest) for kind in kinds]
+            groups = self._groups(mesh)
             found = self._held[key] = [
-                (_total(own, runs), _total(stacks, runs), _total(kept, runs)) for runs, _ in pace.cut.stages
+                ([_total(sizes, runs) for sizes in groups], _total(kept, runs)) for runs, _ in pace.cut.stages
             ]
         return found
 
@@ -363,17 +375,22 @@ def _total(sizes: Sequence[float], runs: Runs) -> float:
     return sum([count * sizes[kind] for kind, count in runs])
 
 
-def _visits_s(sent: Sequence[Sent], units: int, forward_s: float, backward_s: float) -> float:
-    """Seconds by which a block's messages lengthen a step in all its visits, beyond the first and the last of the step.
+def _window_s(
+    before: Sequence[Sent],
+    own: Sequence[Sent],
+    after: Sequence[Sent],
+    units: int,
+    forward_s: float,
+    backward_s: float,
+) -> float:
+    """Seconds by which messages that a block's passes overlap lengthen a step, beyond the first and last of the step.
 
-    `forward_s` and `backward_s` are of a unit of micro-batches.
+    They are the next block's gather in the forward; in the backward the gather of the block `before` it and the
+    reduction of the one `after` it. `forward_s` and `backward_s` are of a unit of micro-batches.
     """
-    refresh, gather, reduce, sync, further, back = sent
-    slowed_s = refresh.slowed_s + gather.slowed_s + sync.slowed_s
-    if not (reduce.seconds or further.seconds or back.seconds):
-        return slowed_s
+    reduce, further, back = after[2], after[4], before[5]
+    slowed_s = own[1].slowed_s + (units - 1) * further.slowed_s + units * (own[2].slowed_s + back.slowed_s)
     # On one lane they follow each other.
     beside_s = back.seconds + reduce.seconds if back.lane == reduce.lane else max(back.seconds, reduce.seconds)
     waits_s = max(0.0, further.seconds - forward_s) + max(0.0, beside_s - backward_s)
-    slowed_s += (units - 1) * further.slowed_s + units * (reduce.slowed_s + back.slowed_s)
     return slowed_s + units * waits_s
