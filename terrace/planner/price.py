@@ -389,7 +389,10 @@ def _window_s(
     reduction of the one `after` it. `forward_s` and `backward_s` are of a unit of micro-batches.
     """
     reduce, further, back = after[2], after[4], before[5]
-    slowed_s = own[1].slowed_s + (units - 1) * further.slowed_s + units * (own[2].slowed_s + back.slowed_s)
+    slowed_s = (units - 1) * (own[2].slowed_s + further.slowed_s) + units * back.slowed_s
+    if before is not NO_MESSAGES:
+        # Nothing is computed beside the first gather of all, and the last reduction.
+        slowed_s += own[1].slowed_s + own[2].slowed_s
     # On one lane they follow each other.
     beside_s = back.seconds + reduce.seconds if back.lane == reduce.lane else max(back.seconds, reduce.seconds)
     waits_s = max(0.0, further.seconds - forward_s) + max(0.0, beside_s - backward_s)
