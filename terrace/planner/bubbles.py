@@ -106,17 +106,18 @@ def _shape(
             bubble = ((1.0 + extra) * short + found.bubble) * grows - (1.0 + extra) * num_micros
         else:
             bubble = found.bubble * (num_stages - 1) / (few - 1)
-        return Shape(bubble, *(tuple(grows * each for each in part) for part in (found.before, found.after)))
+        before, after = (tuple([grows * each for each in part]) for part in (found.before, found.after))
+        return Shape(bubble, before, after)
     one, two = (_played(schedule, few, chunks, times * few, forward, weight, extra, edge) for times in (2, 3))
     more = (num_micros / grows - 2 * few) / few  # further rounds of the few stages, each as long as `grows` of its own
     # The bubble of p stages is p - 1 times that of two.
     each = (two.bubble - one.bubble) / few
     bubble = (one.bubble - 2 * few * each) * (num_stages - 1) / (few - 1) + each * num_micros
-    ends = (
-        tuple(grows * (a + more * (b - a)) for a, b in zip(first, second, strict=True))
+    before, after = (
+        tuple([grows * (a + more * (b - a)) for a, b in zip(first, second, strict=True)])
         for first, second in ((one.before, two.before), (one.after, two.after))
     )
-    return Shape(bubble, *ends)
+    return Shape(bubble, before, after)
 
 
 @lru_cache(maxsize=65536)

@@ -256,7 +256,7 @@ class Estimator:
         # Each tensor rank sends only its shard; the receivers gather it.
         return work.tokens * self.task.layer.hidden.numel * self.item / work.tensor
 
-    def update_s(self, mesh: Mesh, placement: Placement, numels: Sequence[int]) -> float:
+    def update_s(self, mesh: Mesh, placement: Placement, numels: Sequence[float]) -> float:
         """Optimizer seconds of a rank's shards of `numels` trainable parameters, by group of `Elements`; 0 for none."""
         owned = 0.0
         for numel, degrees in zip(numels, groups_of(mesh), strict=True):

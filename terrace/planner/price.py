@@ -274,10 +274,10 @@ class Prices:
                 slowed_s[1] += count * sent[3].slowed_s
                 before_s += count * forward_s
                 after_s += count * behind_s
-            for times, *kinds in windows(runs, wraps=len(pace.cut.first) > 1):
-                forward_s, backward_s, _ = pace.works[kinds[1]]
-                sent = (NO_MESSAGES if kind < 0 else messages[kind] for kind in kinds)
-                more_s += times * _window_s(*sent, units, unit * forward_s, unit * backward_s)
+            for times, before, kind, after in windows(runs, wraps=len(pace.cut.first) > 1):
+                forward_s, backward_s = unit * pace.works[kind][0], unit * pace.works[kind][1]
+                near = [NO_MESSAGES if each < 0 else messages[each] for each in (before, after)]
+                more_s += times * _window_s(messages[kind], near[0], near[1], units, forward_s, backward_s)
         for slow_s, alone_s, all_s in zip(slowed_s, (starts_s, ends_s), (refreshed_s, synced_s), strict=True):
             if all_s:
                 more_s += slow_s * max(0.0, 1.0 - alone_s / all_s)
@@ -376,8 +376,8 @@ def _total(sizes: Sequence[float], runs: Runs) -> float:
 
 
 def _window_s(
-    before: Sequence[Sent],
     own: Sequence[Sent],
+    before: Sequence[Sent],
     after: Sequence[Sent],
     units: int,
     forward_s: float,

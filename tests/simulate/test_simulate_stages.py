@@ -211,7 +211,7 @@ LAYERED = {
 @pytest.mark.parametrize("place", [-1, 1])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zbv", "zeropp"])
 def test_the_price_of_a_pipeline_is_near_what_its_programs_take(place: int, schedule: str) -> None:
-    """Where parameters are gathered within a tenth, else within two hundredths."""
+    """Where parameters are gathered within a twentieth, else within a hundredth."""
     machine = load_cluster("frontier").resized(4)
     task = Task(model=parse_model(LAYERED), cluster=machine, batch=256, sequence=2048)
     chunks, unit = traits()[schedule].chunks[0], 4 if schedule == "zeropp" else 1
@@ -219,7 +219,7 @@ def test_the_price_of_a_pipeline_is_near_what_its_programs_take(place: int, sche
     candidate = Candidate(0, unit, schedule, chunks, 1, Placement(place, place, place), mesh)
     evaluator = Evaluator(task)
     price_s, played_s = evaluator.prices.step_s(candidate), evaluator.played(candidate).step_s
-    assert price_s / played_s - 1 == pytest.approx(0.0, abs=0.1 if place > 0 else 0.02)
+    assert price_s / played_s - 1 == pytest.approx(0.0, abs=0.05 if place > 0 else 0.01)
 
 
 def tied(*tied_to: tuple[int, ...]) -> list[Program]:
