@@ -33,15 +33,15 @@ def candidate_in(unit: int, chunks: int = 4) -> Candidate:
 
 
 @pytest.mark.parametrize("unit", [1, 2, 4, 8])
-def test_a_chunk_is_gathered_once_a_unit_and_pass_and_reduced_once_a_unit(unit: int) -> None:
-    task, chunks = small_task(DGX, batch=32, model=EIGHT), 4
+def test_a_block_is_gathered_once_a_unit_and_pass_and_reduced_once_a_unit(unit: int) -> None:
+    task = small_task(DGX, batch=32, model=EIGHT)
     program = predict_step(step_of(task, plan_of(task, candidate_in(unit)))).programs[0]
     counts = Counter(instruction.op for instruction in program.instructions)
-    units = 8 // unit
-    assert counts[Op.FORWARD] == counts[Op.BACKWARD] == 8 * chunks
-    assert counts[Op.REDUCE] == units * chunks
-    # The last chunk stays from its forward to its backward, the first from one unit to the next.
-    assert counts[Op.GATHER] == chunks + (units - 1) * (chunks - 1) + units * (chunks - 1)
+    units, blocks = 8 // unit, len(program.stage.own)
+    assert counts[Op.FORWARD] == counts[Op.BACKWARD_INPUT] == counts[Op.BACKWARD_WEIGHT] == 8 * blocks
+    assert counts[Op.REDUCE] == units * blocks
+    # The last block stays from its forward to its backward, the first from one unit to the next.
+    assert counts[Op.GATHER] == blocks + (units - 1) * (blocks - 1) + units * (blocks - 1)
 
 
 def test_bytes_follow_the_published_formula() -> None:
