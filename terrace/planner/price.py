@@ -249,9 +249,10 @@ class Prices:
         mesh, unit = candidate.mesh, candidate.unit
         messages, control_s = self.messages.of(mesh, candidate.placement)
         units = num_micros(self.task, candidate) // unit
+        # A unit's last messages of a chunk have the time of other chunks.
+        waiting = units - (len(pace.cut.first) > 1)
         halves = has_halves(candidate.schedule)
-        trained = self.estimator.numels.elements(mesh).trained
-        owned = [sum([_total(sizes, runs) for runs in pace.cut.first]) for sizes in trained]
+        owned = [sum([_total(sizes, runs) for runs in pace.cut.first]) for sizes in self._groups(mesh)[:3]]
         update_s = self.estimator.update_s(mesh, candidate.placement, owned)
         starts_s = ends_s = refreshed_s = synced_s = more_s = 0.0
         slowed_s = [0.0, 0.0]  # by refreshes and by syncs, if computing went on beside all of them
@@ -277,7 +278,7 @@ class Prices:
             for times, before, kind, after in windows(runs, wraps=len(pace.cut.first) > 1):
                 forward_s, backward_s = unit * pace.works[kind][0], unit * pace.works[kind][1]
                 near = [NO_MESSAGES if each < 0 else messages[each] for each in (before, after)]
-                more_s += times * _window_s(messages[kind], near[0], near[1], units, forward_s, backward_s)
+                more_s += times * _window_s(messages[kind], near[0], near[1], waiting, forward_s, backward_s)
         for slow_s, alone_s, all_s in zip(slowed_s, (starts_s, ends_s), (refreshed_s, synced_s), strict=True):
             if all_s:
                 more_s += slow_s * max(0.0, 1.0 - alone_s / all_s)
@@ -389,7 +390,7 @@ def _window_s(
     reduction of the one `after` it. `forward_s` and `backward_s` are of a unit of micro-batches.
     """
     reduce, further, back = after[2], after[4], before[5]
-    slowed_s = (units - 1) * (own[2].slowed_s + further.slowed_s) + units * back.slowed_s
+    slowed_s = max(0, units - 1) * (own[2].slowed_s + further.slowed_s) + units * back.slowed_s
     if before is not NO_MESSAGES:
         # Nothing is computed beside the first gather of all, and the last reduction.
         slowed_s += own[1].slowed_s + own[2].slowed_s
