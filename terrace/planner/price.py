@@ -249,8 +249,8 @@ class Prices:
         mesh, unit = candidate.mesh, candidate.unit
         messages, control_s = self.messages.of(mesh, candidate.placement)
         units = num_micros(self.task, candidate) // unit
-        # A unit's last messages of a chunk have the time of other chunks.
-        waiting = units - (len(pace.cut.first) > 1)
+        # Chunks that pass in units leave the last messages of a chunk the time of other chunks.
+        waiting = units - takes_unit(candidate.schedule) if candidate.schedule != SERIAL else units
         halves = has_halves(candidate.schedule)
         owned = [sum([_total(sizes, runs) for runs in pace.cut.first]) for sizes in self._groups(mesh)[:3]]
         update_s = self.estimator.update_s(mesh, candidate.placement, owned)
