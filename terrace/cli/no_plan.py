@@ -34,7 +34,7 @@ def nothing_words(space: Space, found: Found, pinned: Sequence[str], limit: int)
         return _no_shape(space, pinned)
     nearest = found.nearest
     more, of = "", " of an island" * (task.islands.num > 1)
-    if not found.proved:
+    if not found.is_complete:
         more += f"; the search stopped at --limit {limit}: with a larger one it may find a plan that fits"
     return (
         f"no plan fits; the nearest{of} ({plan_words(task, nearest.candidate)}) {lack(task, nearest)}; "

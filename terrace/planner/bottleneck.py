@@ -35,11 +35,10 @@ class Bottleneck:
 
 @dataclass(frozen=True, kw_only=True)
 class Better:
-    """A plan predicted to be faster, its speedup, and whether the search proved it optimal."""
+    """A plan predicted to be faster, and its speedup."""
 
     estimate: Estimate
     gain: float
-    proved: bool
 
 
 def bottleneck(task: Task, plan: Plan) -> Bottleneck:
@@ -62,7 +61,7 @@ def better_plan(task: Task, step_s: float, limit: int) -> Better | None:
     found, _ = find(Space(task=task), count=1, limit=limit)
     if not found.best or step_s / found.best[0].step_s < LEAST_GAIN:
         return None
-    return Better(estimate=found.best[0], gain=step_s / found.best[0].step_s, proved=found.proved)
+    return Better(estimate=found.best[0], gain=step_s / found.best[0].step_s)
 
 
 def waits_outside(task: Task, plan: Plan, estimate: Estimate) -> bool:

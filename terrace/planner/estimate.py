@@ -106,85 +106,63 @@ class Estimator:
             )
         return found
 
-    def block(self, kind: int, mesh: Mesh, micro_batch: int, *, halves: bool = False) -> Seconds:
-        """Seconds of a block on one micro-batch; `halves` as in `least_block`."""
-        return self._block(kind, mesh.inside, micro_batch, self.accumulates(mesh, micro_batch), halves=halves)
-
-    def accumulates(self, mesh: Mesh, micro_batch: int) -> bool:
-        """Whether a step accumulates the gradients of several micro-batches."""
-        return mesh.total("data") * micro_batch < self.task.batch
-
-    def least_block(
+    def block(
         self,
         kind: int,
-        forms: Sequence[Mesh],
+        mesh: Mesh,
         micro_batch: int,
-        accumulate: bool,
         *,
         context: bool = True,
         exact: bool = True,
         halves: bool = False,
     ) -> Seconds:
-        """Lower bound on the seconds of a block over `forms` of a mesh's context ranks.
+        """Seconds of a block on one micro-batch.
 
-        Without `context` it omits the messages of context ranks. If not `exact`, experts count as in
-        `Experts.at_least`, in a fraction of the time of playing their chunks. With `halves`, weight gradients are a
-        separate pass and hide no message of experts, so a backward takes at least as long.
+        Without `context` it counts no messages of context ranks. If not `exact`, messages of experts hide behind all of
+        their computing, whatever their chunks, which takes a fraction of the time. With `halves`, weight gradients are
+        a separate pass and hide none of them.
         """
-        if not self.specs[kind].attends:
-            return self._block(kind, forms[0], micro_batch, accumulate, exact=exact, halves=halves)
-        each = [self._block(kind, form, micro_batch, accumulate, context, exact, halves) for form in forms]
-        # No form is best in all four; the minima may come from different forms.
-        return each[0] if len(each) == 1 else Seconds(*map(min, zip(*each, strict=True)))
-
-    def least_waits(self, kind: int, forms: Sequence[Mesh], micro_batch: int) -> PassSeconds:
-        """Minimum seconds that a block's passes wait for context ranks, over `forms`."""
-        waits = [self.inner.context(kind, form, self.work(form, micro_batch)) for form in forms]
-        forward_s, backward_s, recompute_s = map(min, zip(*waits, strict=True))
-        return forward_s, backward_s, recompute_s
-
-    def _block(
-        self,
-        kind: int,
-        mesh: Mesh,
-        micro_batch: int,
-        accumulate: bool,
-        context: bool = True,
-        exact: bool = True,
-        halves: bool = False,
-    ) -> Seconds:
-        halves = halves and mesh.divides_stacks and self.specs[kind].has_stacks
-        key: tuple[object, ...] = (kind, mesh, micro_batch, accumulate, context, exact, halves)
+        accumulate = self.accumulates(mesh, micro_batch)
         if not self.specs[kind].attends:  # it sees tokens only, whatever the context ranks
-            key = (kind, mesh.only("tensor"), self.work(mesh, micro_batch).tokens, accumulate)
+            key: tuple[object, ...] = (kind, mesh.only("tensor"), self.work(mesh, micro_batch).tokens, accumulate)
+        elif mesh.divides_stacks and self.specs[kind].has_stacks:
+            key = (kind, mesh.inside, micro_batch, accumulate, context, exact, exact and halves)
+        else:
+            key = (kind, mesh.inside, micro_batch, accumulate, context)
         found = self._blocks.get(key)
         if found is None:
             found = self._blocks[key] = self._summed(kind, mesh, micro_batch, accumulate, context, exact, halves)
         return found
 
+    def accumulates(self, mesh: Mesh, micro_batch: int) -> bool:
+        """Whether a step accumulates the gradients of several micro-batches."""
+        return mesh.total("data") * micro_batch < self.task.batch
+
     def _summed(
         self, kind: int, mesh: Mesh, micro_batch: int, accumulate: bool, context: bool, exact: bool, halves: bool
     ) -> Seconds:
-        work, mixes = self.work(mesh, micro_batch), mesh.divides_stacks and self.specs[kind].has_stacks
-        put_off_s = 0.0
-        if mixes and not exact:
+        work, waits = self.work(mesh, micro_batch), NOTHING
+        if mesh.divides_stacks and self.specs[kind].has_stacks and not exact:
+            own = self.compute(kind, mesh, micro_batch, accumulate, pieces=1)
             waits = self.experts.least_waits(kind, mesh, work, accumulate)
-            own = self._compute(kind, mesh, micro_batch, accumulate, pieces=1)
-            # With more chunks, weight gradients may fill the waits, or the waits may hide messages of tensor ranks.
-            put_off_s = waits[1]
             passes = self.inner.tensor(kind, mesh, work, own.longer(waits[0], waits[1], waits[1]))
         else:
-            own = self._compute(kind, mesh, micro_batch, accumulate)
+            own = self.compute(kind, mesh, micro_batch, accumulate)
             passes = self.tensor_waits(kind, mesh, micro_batch, accumulate)
-            waits = self.experts.waits(kind, mesh, work, accumulate, halves) if mixes else NOTHING
+            if mesh.divides_stacks and self.specs[kind].has_stacks:
+                waits = self.experts.waits(kind, mesh, work, accumulate, halves)
         in_context = self.inner.context(kind, mesh, work) if context else NOTHING
         forward_s, backward_s, recompute_s = map(sum, zip(passes, in_context, waits, strict=True))
         return Seconds(
             own.forward_s + forward_s,
             own.input_s + own.weight_s + backward_s,
-            own.weight_s + put_off_s,
+            own.weight_s,
             own.forward_s + recompute_s,
         )
+
+    def context(self, kind: int, mesh: Mesh, micro_batch: int) -> PassSeconds:
+        """Seconds that a block's passes wait for context ranks."""
+        return self.inner.context(kind, mesh, self.work(mesh, micro_batch))
 
     def tensor_waits(self, kind: int, mesh: Mesh, micro_batch: int, accumulate: bool) -> PassSeconds:
         """Seconds that a block's passes wait for tensor ranks."""
@@ -192,20 +170,16 @@ class Estimator:
         key = (kind, mesh.only("tensor"), mesh.inside_degrees, micro_batch, accumulate)
         found = self._tensors.get(key)
         if found is None:
-            own = self._compute(kind, mesh, micro_batch, accumulate)
+            own = self.compute(kind, mesh, micro_batch, accumulate)
             found = self._tensors[key] = self.inner.tensor(kind, mesh, self.work(mesh, micro_batch), own)
         return found
 
-    def compute(self, kind: int, candidate: Candidate) -> BlockSeconds:
-        """Seconds of a block on one micro-batch without messages."""
-        accumulate = candidate.mesh.total("data") * candidate.micro_batch < self.task.batch
-        return self._compute(kind, candidate.mesh, candidate.micro_batch, accumulate)
-
-    def _compute(
+    def compute(
         self, kind: int, mesh: Mesh, micro_batch: int, accumulate: bool, pieces: int | None = None
     ) -> BlockSeconds:
-        # Expert tokens go in `pieces`, or in those of the best chunks. The key has only what kernels depend on, so that
-        # many meshes share an entry: only attention depends on sequences.
+        """Seconds of a block on one micro-batch without messages; tokens of experts go in `pieces`, or the best."""
+        # The key has only what kernels depend on, so that many meshes share an entry: only attention depends on
+        # sequences.
         tensor, columns, ulysses, ring = mesh.inside_degrees
         spec = self.specs[kind]
         key: tuple[int, ...] = (kind, tensor, columns, accumulate, ulysses, ring, micro_batch)

@@ -38,6 +38,6 @@ def headrooms(
             # The played split of blocks may need slightly more memory.
             fitting = [each for each in searched.best if each.needed_bytes <= most]
             chosen = settle(space.task, fitting).best[0] if fitting else None
-            last = Headroom(headroom=headroom, best=chosen, proved=searched.proved)
-        found.append(Headroom(headroom=headroom, best=last.best, proved=last.proved))
+            last = Headroom(headroom=headroom, best=chosen, is_complete=searched.is_complete)
+        found.append(Headroom(headroom=headroom, best=last.best, is_complete=last.is_complete))
     return found

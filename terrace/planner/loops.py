@@ -23,8 +23,6 @@ from terrace.plan.outer import Outer
 from terrace.plan.plan import Plan
 from terrace.plan.wire import MessageClass
 from terrace.plan.wire_rules import crossing
-from terrace.planner.bound import Bounds
-from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import Evaluator, step_of
 from terrace.planner.formats import Allowed
 from terrace.planner.outer_bounds import OuterBounds
@@ -224,8 +222,7 @@ class _Loops:
         key = row, outer.delay > 0  # of a loop's numbers, memory depends on no other
         if key not in self._memory:
             task = replace(self.task, islands=replace(self.islands, outer=outer, formats=dict(row)))
-            evaluator = Evaluator(Bounds(Estimator(task)))
-            self._memory[key] = evaluator.played(self.estimate.candidate).memory_bytes
+            self._memory[key] = Evaluator(task).played(self.estimate.candidate).memory_bytes
         return self._memory[key]
 
     def _joined(self, outer: Outer, row: Row) -> Plan:

@@ -1,17 +1,18 @@
-"""Seconds of a block's data-parallel messages, by class and kind of block.
+"""Seconds of the messages of model states, by class, as straight lines in the elements of a block.
 
-Prices are cached by the placements a message depends on: a reduction does not depend on the optimizer's tier.
+A collective's seconds are latency plus bytes over a rate, and a rate that grows with the bytes adds a constant
+(terrace.simulate.links). So two sizes determine all others, but for the rounding of padding and for libraries that
+change their algorithm with the size. Lines depend on the data ranks by tier and on the placement alone, so a search
+needs few.
 """
 
-from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache, partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from terrace.model.params import ParamSpec
 from terrace.model.spec import BlockSpec
 from terrace.plan.layout import DEVICE
 from terrace.plan.mesh import Mesh
-from terrace.plan.stage import Stage, whole_stage
+from terrace.plan.stage import whole_stage
 from terrace.planner.estimate import Estimator
 from terrace.planner.stage_specs import data_cluster
 from terrace.planner.task import Placement
@@ -21,136 +22,130 @@ from terrace.program.sharded_model import ShardedModel
 from terrace.simulate.cost import Costs
 
 Numels = tuple[int, ...]  # elements of a block of each kind on a rank
+_SIZES = (1 << 22, 1 << 24)  # elements of the two blocks that are priced
 
 
-class Price(Protocol):
-    """Lane of a message, and its seconds for a block of each kind."""
+class Sent(NamedTuple):
+    """A message of one block: its seconds, its lane, and the seconds by which it slows computing down."""
 
-    @property
-    def lane(self) -> int: ...
+    seconds: float
+    lane: int
+    slowed_s: float
 
-    def __getitem__(self, kind: int) -> float: ...
+
+class Line(NamedTuple):
+    """A message of n elements takes `base_s` + n `each_s`; none if `each_s` is 0."""
+
+    lane: int
+    base_s: float
+    each_s: float
+    penalty: float
 
 
-class LanePrice:
-    """Price of a message among ranks that hold the same slice, computed lazily."""
+_NOTHING = Sent(0.0, -1, 0.0)
+_OPS = ("refresh", "gather", "reduce", "sync", "further", "backward")  # `further`: gathers of all units but the first
 
-    def __init__(self, instruction: Instruction, costs: Callable[[], Costs]) -> None:
-        self._instruction, self._costs = instruction, costs
-        self._seconds: dict[int, float] = {}
 
-    @cached_property
-    def lane(self) -> int:
-        return self._costs().program.message(self._instruction).lane
+class Lines:
+    """The messages of blocks with a placement: of their own states, and of stacks of experts that other ranks share."""
 
-    def __getitem__(self, kind: int) -> float:
-        found = self._seconds.get(kind)
+    def __init__(self, own: tuple[tuple[Line, ...], float], stacks: tuple[tuple[Line, ...], float] | None) -> None:
+        self._own, self.control_s = own
+        self._stacks = stacks[0] if stacks else ()
+        self._sent: dict[tuple[int, int], tuple[Sent, ...]] = {}
+
+    def of(self, numel: int, stacks: int) -> tuple[Sent, ...]:
+        """REFRESH, the step's first GATHER, REDUCE, SYNC, further gathers of a forward, and those of a backward."""
+        found = self._sent.get((numel, stacks))
         if found is None:
-            found = self._seconds[kind] = self._costs().collective_s(self._instruction._replace(block=kind))
+            each = [_sent(line, numel) for line in self._own]
+            if stacks:
+                each = [_joined(sent, _sent(line, stacks)) for sent, line in zip(each, self._stacks, strict=True)]
+            found = self._sent[numel, stacks] = tuple(each)
         return found
 
 
-class JoinedPrice:
-    """Price of a message that carries the buffers of two messages in sequence, for blocks that have both."""
-
-    def __init__(self, own: Price, stacks: Price, has_stacks: Sequence[bool]) -> None:
-        self._own, self._stacks, self._has_stacks = own, stacks, has_stacks
-        self._seconds: dict[int, float] = {}
-
-    @cached_property
-    def lane(self) -> int:
-        return max(self._own.lane, self._stacks.lane)
-
-    def __getitem__(self, kind: int) -> float:
-        found = self._seconds.get(kind)
-        if found is None:
-            more_s = self._stacks[kind] if self._has_stacks[kind] else 0.0
-            found = self._seconds[kind] = self._own[kind] + more_s
-        return found
+def _sent(line: Line, numel: int) -> Sent:
+    if not numel or not line.each_s:
+        return _NOTHING
+    seconds = line.base_s + numel * line.each_s
+    return Sent(seconds, line.lane, line.penalty * seconds)
 
 
-class Messages(NamedTuple):
-    """Data-parallel messages of a plan; `further` is the forward gather of every unit after the first."""
-
-    refresh: Price
-    gather: Price
-    reduce: Price
-    sync: Price
-    further: Price
-    backward: Price
-    control: Price
+def _joined(one: Sent, other: Sent) -> Sent:
+    # They follow each other on the outer lane of the two.
+    return Sent(one.seconds + other.seconds, max(one.lane, other.lane), one.slowed_s + other.slowed_s)
 
 
-class MessagePrices:
-    """Data-parallel messages of one task, cached."""
+class Elements(NamedTuple):
+    """Trainable elements of a block of each kind on a rank: without stacks that ranks divide, and of these."""
+
+    own: Numels
+    stacks: Numels
+
+
+class StateMessages:
+    """The messages of one task's states, cached."""
 
     def __init__(self, estimator: Estimator) -> None:
         self.estimator = estimator
-        self._messages: dict[tuple[tuple[int, ...], Numels, Placement], Messages] = {}
-        self._joined: dict[tuple[object, ...], Messages] = {}
-        self._lanes: dict[tuple[object, ...], LanePrice] = {}
-        self._costs: dict[tuple[object, ...], Costs] = {}
+        self._of: dict[tuple[object, ...], Lines] = {}
+        self._lines: dict[tuple[tuple[int, ...], Placement], tuple[tuple[Line, ...], float]] = {}
+        self._numels: dict[tuple[object, ...], Elements] = {}
 
-    def messages(self, degrees: tuple[int, ...], numels: Numels, placement: Placement) -> Messages:
-        """Messages among `degrees` data ranks, with `numels` elements in a block of each kind."""
-        key = (degrees, numels, placement)
-        found = self._messages.get(key)
+    def numels(self, mesh: Mesh) -> Elements:
+        """Elements of the blocks of a mesh."""
+        key = mesh.inside_degrees[:2], mesh.stack_degrees
+        found = self._numels.get(key)
         if found is None:
-            found = self._messages[key] = self._found(degrees, numels, placement)
+            numels = self.estimator.numels
+            found = self._numels[key] = Elements(numels.own(mesh), numels.stacks(mesh))
         return found
 
-    def of_shape(self, mesh: Mesh, placement: Placement) -> Messages:
-        """Messages of the blocks of a mesh (`Numels.own`), plus their stacks if other ranks hold these."""
-        numels, stacks = self.estimator.numels.own(mesh), self.estimator.numels.stacks(mesh)
-        if not any(stacks):
-            return self.messages(mesh.state, numels, placement)
-        key = (mesh.state, numels, mesh.stack_state, stacks, placement)
-        found = self._joined.get(key)
+    def of(self, mesh: Mesh, placement: Placement) -> Lines:
+        """Messages of the blocks of a mesh."""
+        has_stacks = any(self.numels(mesh).stacks)
+        key = mesh.state, mesh.stack_state if has_stacks else None, placement
+        found = self._of.get(key)
         if found is None:
-            own, more = self.messages(mesh.state, numels, placement), self.messages(mesh.stack_state, stacks, placement)
-            has = [numel > 0 for numel in stacks]
-            joined = [JoinedPrice(*each, has) for each in zip(own, more, strict=True)]
-            found = self._joined[key] = Messages(*joined)._replace(control=own.control)
+            stacks = self._priced(mesh.stack_state, placement) if has_stacks else None
+            found = self._of[key] = Lines(self._priced(mesh.state, placement), stacks)
         return found
 
-    def _found(self, degrees: tuple[int, ...], numels: Numels, placement: Placement) -> Messages:
-        params, grads, optimizer, backward = placement
-
-        def lane(instruction: Instruction, *places: int) -> LanePrice:
-            key = (degrees, numels, instruction, places)
-            found = self._lanes.get(key)
-            if found is None:
-                found = self._lanes[key] = LanePrice(instruction, partial(self._priced, degrees, numels, placement))
-            return found
-
-        # Only the placements passed to `lane` enter its key, so placements that share them share a price.
-        second = backward > DEVICE
-        return Messages(
-            gather=lane(Instruction(Op.GATHER), params),
-            further=lane(Instruction(Op.GATHER, secondary=second), params, backward),
-            backward=lane(Instruction(Op.GATHER, backward=True, secondary=second), params, backward),
-            reduce=lane(Instruction(Op.REDUCE), grads),
-            sync=lane(Instruction(Op.SYNC), grads, optimizer),
-            refresh=lane(Instruction(Op.REFRESH), params, optimizer),
-            control=lane(Instruction(Op.CLIP), params, grads, optimizer, backward),
-        )
-
-    def _priced(self, degrees: tuple[int, ...], numels: Numels, placement: Placement) -> Costs:
-        # From a program with a block of each kind and no instructions.
-        key = (degrees, numels, placement)
-        if key not in self._costs:
-            layout, plan = self.estimator.layout(degrees, placement)
-            cluster = data_cluster(self.estimator.task.cluster, degrees)
-            blocks = tuple(
-                BlockSpec(name=f"kind {kind}", params=(ParamSpec(name="all", shape=(numel,)),))
-                for kind, numel in enumerate(numels)
+    def _priced(self, degrees: tuple[int, ...], placement: Placement) -> tuple[tuple[Line, ...], float]:
+        """Lines of the messages of `_OPS`, and the seconds of the gradient norm."""
+        key = degrees, placement
+        found = self._lines.get(key)
+        if found is None:
+            second = placement.backward > DEVICE
+            instructions = (
+                Instruction(Op.REFRESH),
+                Instruction(Op.GATHER),
+                Instruction(Op.REDUCE),
+                Instruction(Op.SYNC),
+                Instruction(Op.GATHER, secondary=second),
+                Instruction(Op.GATHER, backward=True, secondary=second),
             )
-            model = ShardedModel(cluster=cluster, plan=plan, layout=layout, blocks=blocks)
-            program = Program(model=model, stage=_stage(len(blocks)))
-            self._costs[key] = Costs(forward_s=(), backward_s=(), update_s=(), program=program)
-        return self._costs[key]
+            costs = self._costs(degrees, placement)
+            lines = tuple(_line(costs, instruction) for instruction in instructions)
+            found = self._lines[key] = lines, costs.collective_s(Instruction(Op.CLIP))
+        return found
+
+    def _costs(self, degrees: tuple[int, ...], placement: Placement) -> Costs:
+        # Of a program with a block of each size and no instructions.
+        layout, plan = self.estimator.layout(degrees, placement)
+        blocks = tuple(
+            BlockSpec(name=f"size {number}", params=(ParamSpec(name="all", shape=(numel,)),))
+            for number, numel in enumerate(_SIZES)
+        )
+        cluster = data_cluster(self.estimator.task.cluster, degrees)
+        model = ShardedModel(cluster=cluster, plan=plan, layout=layout, blocks=blocks)
+        program = Program(model=model, stage=whole_stage(len(blocks), 1, 1))
+        return Costs(forward_s=(), backward_s=(), update_s=(), program=program)
 
 
-@lru_cache(maxsize=64)
-def _stage(num_kinds: int) -> Stage:
-    return whole_stage(num_kinds, 1, 1)
+def _line(costs: Costs, instruction: Instruction) -> Line:
+    small, large = (costs.program.message(instruction._replace(block=block)) for block in range(2))
+    small_s, large_s = costs.message_s(small), costs.message_s(large)
+    each_s = (large_s - small_s) / (_SIZES[1] - _SIZES[0])
+    return Line(small.lane, small_s - each_s * _SIZES[0], each_s, costs.penalty(large))

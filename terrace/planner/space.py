@@ -354,3 +354,13 @@ def micro_batches(space: Space, data_degree: int) -> tuple[int, ...]:
     """Micro-batch sizes that divide a data rank's share of the batch."""
     share = space.task.batch // data_degree
     return tuple(size for size in divisors(share) if space.pins.allows("micro_batch", size))
+
+
+def recomputations(space: Space, mesh: Mesh) -> list[int]:
+    """Values of `recompute` on a mesh, within the pins; each recomputes at least what the previous ones do."""
+    task, pins = space.task, space.pins
+    tensor, context, pipeline = (mesh.total(axis) > 1 for axis in ("tensor", "context", "pipeline"))
+    chain = task.recomputations.chain(tensor=tensor, context=context, partly=not pipeline)
+    if "recompute" not in pins.ranges:
+        return chain
+    return [value for value in dict.fromkeys((chain[0], chain[-1])) if pins.allows("recompute", int(value > 0))]

@@ -11,9 +11,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from terrace.base.errors import PlanError
-from terrace.plan.mesh import Mesh
 from terrace.plan.stage import Pass
-from terrace.program.schedules.counts import Waiting, most_waiting
+from terrace.program.schedules.counts import Waiting, most_due, most_waiting
 from terrace.program.schedules.orders import Orders, Placement, looped, v_shaped
 from terrace.program.schedules.registry import orders_for, schedule_names, takes_unit
 from terrace.program.shares import share
@@ -138,12 +137,9 @@ def traits() -> dict[str, Trait]:
     return found
 
 
-def has_halves(schedule: str, mesh: Mesh) -> bool:
-    """Whether a stage priced alone splits its backward under a schedule.
-
-    Under tensor rows it is a program with its routed messages and whole backwards.
-    """
-    return schedule not in ("", SERIAL) and traits()[schedule].split and mesh.total("tensor") == 1
+def has_halves(schedule: str) -> bool:
+    """Whether a schedule splits its backwards."""
+    return schedule != SERIAL and traits()[schedule].split
 
 
 def placement_of(schedule: str, num_stages: int, num_chunks: int) -> Placement:
@@ -168,7 +164,12 @@ def pipeline(schedule: str, num_stages: int, num_chunks: int, num_micros: int, u
 
 
 @lru_cache(maxsize=65536)
-def held(schedule: str, num_stages: int, num_chunks: int, num_micros: int, unit: int = 1) -> tuple[Placement, Waiting]:
-    """Placement and micro-batches in flight of `pipeline`, without its orders: small enough to cache many."""
+def held(
+    schedule: str, num_stages: int, num_chunks: int, num_micros: int, unit: int = 1
+) -> tuple[Placement, Waiting, Waiting]:
+    """Placement, micro-batches in flight and those between the halves of their backward (`most_due`) of `pipeline`.
+
+    Without the orders, these are small enough to cache many.
+    """
     orders, waiting = pipeline(schedule, num_stages, num_chunks, num_micros, unit)
-    return orders.placement, waiting
+    return orders.placement, waiting, most_due(orders)

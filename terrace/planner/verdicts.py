@@ -70,12 +70,12 @@ class Point:
 class Headroom:
     """The fastest plan that leaves a headroom ("5%") of a device's memory free; None if no plan is known to.
 
-    `proved`: its search was completed.
+    `is_complete`: its search ended before its limit.
     """
 
     headroom: str
     best: Estimate | None
-    proved: bool = True
+    is_complete: bool = True
 
 
 def runs_today(task: Task, candidate: Candidate) -> str | None:

@@ -114,12 +114,12 @@ def headrooms_table(task: Task, found: Sequence[Headroom], title: str) -> Table:
     for each in found:
         best = each.best
         if best is None:
-            table.add_row(each.headroom, "-", "-", "-", "none" if each.proved else "none found before --limit")
+            table.add_row(each.headroom, "-", "-", "-", "none" if each.is_complete else "none found before --limit")
         elif best is above:
             table.add_row(each.headroom, "", "", "", "the same")
         else:
             slower = f"{100 * (best.step_s / found[0].best.step_s - 1):.1f} %" if found[0].best else ""
-            words = plan_words(task, best.candidate) + ("" if each.proved else "; the search stopped at --limit")
+            words = plan_words(task, best.candidate) + ("" if each.is_complete else "; the search stopped at --limit")
             words = textwrap.fill(words, _PLAN_WIDTH, break_on_hyphens=False)
             table.add_row(each.headroom, seconds(best.step_s), slower, quantity(best.needed_bytes, "B"), words)
         above = best

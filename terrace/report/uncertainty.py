@@ -1,16 +1,16 @@
-"""Sentences on the uncertainty of predictions: error bands, plans that tie, what a search has proved."""
+"""Sentences on the uncertainty of predictions: error bands, plans that tie, how much a search looked at."""
 
 import textwrap
 from collections.abc import Iterable, Sequence
 
 from terrace.base.words import counted, quantity, seconds
 from terrace.plan.plan import Plan
-from terrace.planner.ranking import TIE, Estimate
+from terrace.planner.ranking import Estimate
 from terrace.planner.search import Found
 from terrace.planner.task import Task, plan_of
 from terrace.planner.ties import FINALISTS, Ties, crossing_bytes
 from terrace.planner.verdicts import Point
-from terrace.simulate.bands import Band, band_of, percent, tie_share
+from terrace.simulate.bands import Band, band_of, tie_share
 
 _WIDTH = 80
 
@@ -80,14 +80,14 @@ def is_tie(step_s: float, other_s: float) -> bool:
 
 
 def search_words(found: Found) -> str:
-    """How much a search evaluated, and to what accuracy its first plan is proved the fastest."""
-    words = f"{counted(found.num_evaluated, 'plan')} simulated of {found.num_roots} shapes and micro-batches"
-    if not found.proved:
-        return filled(f"{words}; stopped at --limit, and no other plan can be faster than {seconds(found.least_s)}")
-    return filled(
-        f"{words}; proved: no other of the space has a shorter predicted step (up to {percent(TIE)} is equally long), "
-        f"within the {_tie()} by which predictions of two plans may be off each other"
+    """How much a search priced and played."""
+    words = (
+        f"{counted(found.num_played, 'plan')} played, the cheapest of {found.num_shapes} shapes and micro-batches by a "
+        "closed price"
     )
+    if not found.is_complete:
+        words += "; stopped at --limit: a larger one plays more"
+    return filled(words)
 
 
 def filled(words: str) -> str:

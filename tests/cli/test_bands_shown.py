@@ -124,7 +124,7 @@ def test_hardware_utilisation_of_a_plan_is_that_of_its_run() -> None:
     task = small_task(CLUSTERS["dgx 4x2"], batch=8, model=parse_model(LLAMA))
     for recompute in (0, 1):
         candidate = Candidate(recompute, 1, SERIAL, 1, 1, Placement(-1, -1, -1), mesh_of((4, 1, 1, 1), (2, 1, 1, 1)))
-        cost = evaluator_of(task).evaluate(candidate)
+        cost = evaluator_of(task).played(candidate)
         entries = task.recomputed(candidate.recompute, candidate.first)
         plan = replace(preset("ddp", task.cluster), recompute=entries)
         flops = step_flops(task.blocks, plan, task.batch, task.sequence)

@@ -219,9 +219,9 @@ def check_memory(run: RunConfig, programs: Sequence[Program]) -> None:
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("breadth-first", 2)])
 @pytest.mark.parametrize("placement", [Placement(-1, -1, -1), Placement(1, 1, 1)])
-def test_a_search_ranks_pipelines_by_the_pace_of_a_slow_link(schedule: str, chunks: int, placement: Placement) -> None:
-    """Messages between stages that take longer than computing: an evaluation is near the step that is shown."""
+def test_pipelines_are_priced_by_the_pace_of_a_slow_link(schedule: str, chunks: int, placement: Placement) -> None:
+    """Messages between stages that take longer than computing: a price is near the step that is shown."""
     evaluator = evaluator_of(small_task(CLUSTERS["ethernet 2x2"], batch=64))
     mesh = mesh_of((2, 1, 1, 1), (1, 1, 1, 2))
     candidate = Candidate(0, 1, schedule, chunks, 1, placement, mesh)
-    assert evaluator.evaluate(candidate).step_s == pytest.approx(evaluator.played(candidate).step_s, rel=0.2)
+    assert evaluator.prices.step_s(candidate) == pytest.approx(evaluator.played(candidate).step_s, rel=0.2)

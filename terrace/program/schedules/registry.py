@@ -50,6 +50,7 @@ def schedule_names() -> list[str]:
     return list(_schedules())
 
 
+@cache
 def takes(name: str) -> frozenset[str]:
     """The parameter names of a schedule. Raises `PlanError` for an unknown schedule."""
     builder = _schedules().get(name)

@@ -14,8 +14,6 @@ from terrace.model.block_operations import layer_operations
 from terrace.model.spec import BlockSpec, Computes
 from terrace.plan.plan import Plan, sums_of
 from terrace.plan.wire import FORMATS
-from terrace.planner.bound import Bounds
-from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import Evaluator, step_of
 from terrace.planner.search import Search
 from terrace.planner.space import Space
@@ -78,14 +76,13 @@ class Choices:
             except PlanError:
                 self._least_step_s[key] = float("inf")
             else:
-                # A search without evaluations still bounds its groups.
-                self._least_step_s[key] = search.run(1, 0).least_s
+                self._least_step_s[key] = search.least_s()
         return self._least_step_s[key]
 
     def _search(self, role: Role, cluster: Cluster, capacity_bytes: float) -> Search:
         key = (*self.costs.key(role), cluster)
         if key not in self._evaluators:
-            self._evaluators[key] = Evaluator(Bounds(Estimator(self.costs.task(role, cluster))))
+            self._evaluators[key] = Evaluator(self.costs.task(role, cluster))
         evaluator = self._evaluators[key]
         return Search(Space(task=evaluator.task, axes=AXES), evaluator, capacity_bytes)
 
