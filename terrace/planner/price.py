@@ -20,39 +20,25 @@ No price is shown: the best plans are played (terrace.planner.search). A price a
 of a group (terrace.planner.space) counts the least messages of context ranks over its shapes.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from terrace.plan.mesh import Mesh
 from terrace.plan.recompute import WHOLE
 from terrace.planner.bubbles import in_flight, least_bubble, shape_of, shares_of
+from terrace.planner.cuts import Cut, Cuts
 from terrace.planner.estimate import Estimator, Seconds
 from terrace.planner.inner import PassSeconds
 from terrace.planner.messages import Elements, Lines, Sent, StateMessages
 from terrace.planner.operations import operations_s
 from terrace.planner.parts import Runs, Work, work_of_runs
 from terrace.planner.space import Group, Space, context_forms
-from terrace.planner.stages import SERIAL, has_halves, placement_of, traits
+from terrace.planner.stages import SERIAL, has_halves, traits
 from terrace.planner.task import Candidate, Task, num_micros
 from terrace.program.schedules.registry import takes_unit
 from terrace.simulate.work import Work as BlockWork
 
 Schedules = tuple[tuple[str, int], ...]  # names, and chunks of a stage
-
-
-class Cut(NamedTuple):
-    """Blocks of the first stage's chunks, of all stages with their numbers, and of the distinct chunks of each round.
-
-    `behind` are the blocks that follow a mixture on its virtual stage, over all virtual stages; `most_behind` those
-    that follow one on its stage, whatever the chunk, of the stage with the most.
-    """
-
-    first: tuple[Runs, ...]
-    stages: tuple[tuple[Runs, int], ...]
-    rounds: tuple[frozenset[Runs], ...]
-    behind: Runs
-    most_behind: Runs
 
 
 class Pace(NamedTuple):
@@ -88,11 +74,9 @@ class Prices:
                 if owner < inner.start and blocks[owner].num_trainable
             }
         )
-        self._has_stacks = [spec.has_stacks for spec in self.estimator.specs]
-        self._serial = self._cut_of((self.whole,), ((0,),), ())
+        self._cuts = Cuts(self.split, [spec.has_stacks for spec in estimator.specs])
         self.messages = StateMessages(self.estimator)
         self._works: dict[tuple[object, ...], list[Work]] = {}
-        self._cuts: dict[tuple[object, ...], Cut] = {}
         self._contexts: dict[tuple[object, ...], dict[int, PassSeconds]] = {}
         self._held: dict[tuple[object, ...], list[tuple[float, float, float]]] = {}
 
@@ -222,9 +206,9 @@ class Prices:
         mesh, micros = candidate.mesh, num_micros(self.task, candidate)
         if candidate.schedule == SERIAL:
             total_s = micros * sum(work_of_runs(works, self.whole)[:2])
-            return Pace(total_s, works, self._serial, (0.0,), (0.0,))
+            return Pace(total_s, works, self._cuts.serial, (0.0,), (0.0,))
         stages, chunks = mesh.total("pipeline"), candidate.chunks
-        cut = self._cut(candidate.schedule, stages, chunks, self.split.counts(works, stages * chunks))
+        cut = self._cuts.of(candidate.schedule, stages, chunks, self.split.counts(works, stages * chunks))
         total_s = busiest_s = extra_s = 0.0
         has_logits = False
         busiest: Work = (0.0, 0.0, 0.0)
@@ -248,40 +232,6 @@ class Prices:
         step_s = micros * busiest_s + shape.bubble * others_s
         before_s, after_s = (tuple([each * others_s for each in part]) for part in (shape.before, shape.after))
         return Pace(step_s, works, cut, before_s, after_s)
-
-    def _cut(self, schedule: str, stages: int, chunks: int, counts: tuple[int, ...]) -> Cut:
-        trait = traits()[schedule]
-        key = counts, stages, trait.folded
-        found = self._cuts.get(key)
-        if found is None:
-            starts = range(0, len(counts), stages) if chunks > 1 and trait.looped else ()
-            contents, placement = self.split.contents(counts), placement_of(schedule, stages, chunks)
-            found = self._cuts[key] = self._cut_of(contents, placement, [(start, start + stages) for start in starts])
-        return found
-
-    def _cut_of(
-        self, contents: Sequence[Runs], placement: Sequence[Sequence[int]], rounds: Sequence[tuple[int, int]]
-    ) -> Cut:
-        behind = [self._behind(runs) for runs in contents]
-        by_stage, behind_stages = list[Runs](), list[Runs]()
-        for row in placement:
-            by_stage.append(_joined([contents[virtual] for virtual in row]))
-            behind_stages.append(self._behind(by_stage[-1]))
-        return Cut(
-            first=tuple([contents[virtual] for virtual in placement[0]]),
-            stages=tuple(Counter(by_stage).items()),
-            rounds=tuple([frozenset(contents[start:stop]) for start, stop in rounds]),
-            behind=_joined(behind),
-            most_behind=max(behind_stages, key=lambda runs: sum(count for _, count in runs)),
-        )
-
-    def _behind(self, runs: Runs) -> Runs:
-        found, is_mixture = list[tuple[int, int]](), False
-        for kind, count in runs:
-            after = count - 1 + is_mixture if self._has_stacks[kind] else int(is_mixture)
-            found += [(kind, after)] * (after > 0)
-            is_mixture = self._has_stacks[kind]
-        return tuple(found)
 
     def contents(self, candidate: Candidate) -> tuple[Runs, ...]:
         """Blocks of each virtual stage."""
@@ -410,14 +360,6 @@ class Prices:
 
 def _total(sizes: Sequence[float], runs: Runs) -> float:
     return sum([count * sizes[kind] for kind, count in runs])
-
-
-def _joined(each: Iterable[Runs]) -> Runs:
-    blocks = Counter[int]()
-    for runs in each:
-        for kind, count in runs:
-            blocks[kind] += count
-    return tuple(sorted(blocks.items()))
 
 
 def _visits_s(sent: Sequence[Sent], units: int, forward_s: float, backward_s: float) -> float:
