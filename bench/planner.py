@@ -27,7 +27,7 @@ BOUND = (
 )
 NODES = 2048
 # GPT-3 175B (Brown et al. 2005.14165, Table 2.1), without dropout, with the vocabulary padded to 51,200.
-_GPT3 = {
+GPT3 = {
     "model_type": "gpt2",
     "vocab_size": 51200,
     "n_embd": 12288,
@@ -40,8 +40,8 @@ _GPT3 = {
 }
 # Name, model, cluster, batch, sequence, pin, goal in seconds.
 SEARCHES = (
-    ("GPT-3", _GPT3, "dgx-a100", 1536, 2048, "", 0.5),
-    ("GPT-3", _GPT3, "dgx-a100", 1536, 2048, "columns<=4", 1.0),
+    ("GPT-3", GPT3, "dgx-a100", 1536, 2048, "", 0.5),
+    ("GPT-3", GPT3, "dgx-a100", 1536, 2048, "columns<=4", 1.0),
     ("Mixtral 8x7B", MIXTRAL, "dgx-h100", 4096, 4096, "", 2.0),
     ("Qwen3-30B-A3B", QWEN3_30B, "dgx-h100", 4096, 4096, "", 2.0),
 )

@@ -22,7 +22,7 @@ from terrace.train.config import RunConfig
 from terrace.train.planned import torchrun
 from terrace.train.prediction import checked_programs, resolved_run
 
-_LIMIT = 400  # plans that the doctor simulates, as many as terrace plan
+_LIMIT = 24  # plans that the doctor plays, as many as terrace plan
 # The start of a run must not wait for a search. On up to _SMALL_WORLD ranks, _FEW simulations take a few tenths of a
 # second; if pricing the plan itself took longer than _SOON_S, the search is skipped.
 _SMALL_WORLD, _FEW, _SOON_S = 32, 40, 0.1

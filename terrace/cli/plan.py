@@ -35,6 +35,7 @@ from terrace.planner.pins import parse_axes, parse_pins
 from terrace.planner.products import ProductsFound, find_with, take_products
 from terrace.planner.ranking import Estimate
 from terrace.planner.schedule_pins import check_schedule
+from terrace.planner.search import MOST_PLAYED
 from terrace.planner.space import Space
 from terrace.planner.task import Task, plan_of
 from terrace.planner.tensor_chunks import find_cut, take_chunks
@@ -121,7 +122,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--best", type=int, default=FINALISTS, metavar="N", help=f"plans to show (default: {FINALISTS})"
     )
-    parser.add_argument("--limit", type=int, default=400, metavar="N", help="plans to simulate at most (default: 400)")
+    parser.add_argument(
+        "--limit", type=int, default=MOST_PLAYED, metavar="N", help=f"plans to play at most (default: {MOST_PLAYED})"
+    )
     parser.add_argument(
         "--out",
         type=Path,

@@ -1,10 +1,12 @@
 """Work at a start in Python calls, which no load can change: of `terrace --help`, and before a rank's first step."""
 
+import json
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
+from bench.planner import GPT3
 from terrace.launch.start import LocalPool, World
 from terrace.launch.stop import Stop
 from terrace.train import loop
@@ -26,6 +28,24 @@ except SystemExit:
 
 def test_help_calls_few_functions() -> None:
     check_calls(calls_in_a_child(f"sys.argv = ['terrace', '--help']{HELP}"), 217)
+
+
+PLAN = """
+try:
+    from terrace.cli.main import main
+    main()
+except SystemExit:
+    pass
+"""
+
+
+def test_a_plan_of_gpt3_on_16384_devices_calls_few_functions(tmp_path: Path) -> None:
+    """The whole command, whose seconds depend on the machine and its load."""
+    model = tmp_path / "config.json"
+    model.write_text(json.dumps(GPT3))
+    words = ["terrace", "plan", "--model", str(model), "--cluster", "dgx-a100", "--nodes", "2048", "--batch", "1536"]
+    words += ["--sequence", "2048", "--out", str(tmp_path / "plan.toml")]
+    check_calls(calls_in_a_child(f"sys.argv = {words}{PLAN}"), 4_496_010)
 
 
 def calls_up_to_the_first_step(world: World, job: RunJob) -> int:
