@@ -39,7 +39,7 @@ class LeastNodes:
 def least_nodes(space: Space, *, limit: int, grow_batch: bool = False, patience: Patience | None = None) -> LeastNodes:
     """The task with the fewest members, more than it has, and a plan that fits there.
 
-    At most `limit` plans are evaluated per size. With `grow_batch` the batch at a size is the next multiple of its
+    At most `limit` plans are played per size, and the memory of 2,000 times as many is looked at. With `grow_batch` the batch at a size is the next multiple of its
     ranks;
     otherwise it is fixed.
     """
@@ -94,4 +94,4 @@ def _states_fit(estimator: Estimator, size: int) -> bool:
 
 def _fitting(space: Space, limit: int, patience: Patience) -> Found:
     evaluator = Evaluator(space.task)
-    return Search(space, evaluator, space.task.cluster.device.usable_bytes).run(1, limit, patience)
+    return Search(space, evaluator, space.task.cluster.device.usable_bytes).run(1, 20 * limit, patience)

@@ -109,8 +109,9 @@ class Search:
         for entry in self.by_price(patience):
             if len(played) >= count and entry.price_s > enough_s:
                 break
-            # A check of memory takes a tenth of a play.
-            if len(played) + self._num_checked // _CHECKS >= limit:
+            # A check of memory takes a tenth of a play. While nothing fits, more of them are made.
+            checks = self._num_checked // (_CHECKS if played else 10 * _CHECKS)
+            if len(played) + checks >= limit:
                 is_complete = False
                 break
             if entry.level is not Level.FITTING:
@@ -188,8 +189,9 @@ class Search:
     def _may_fit(self, entry: Entry) -> bool:
         """Whether some plan of a group may fit: with the most recomputation and states over the most ranks."""
         candidate = entry.candidate
-        places = placements(self.space, candidate.mesh)
-        found = candidate._replace(recompute=recomputations(self.space, candidate.mesh)[-1], placement=places[-1])
+        mesh, bytes_of = candidate.mesh, self.prices.estimator.state_bytes
+        place = min(placements(self.space, mesh), key=lambda each: bytes_of(mesh.state, each))
+        found = candidate._replace(recompute=recomputations(self.space, mesh)[-1], placement=place)
         least = self.prices.least_bytes(found)
         if least > self.capacity_bytes and (self._smallest is None or least < self._smallest[0]):
             stages = candidate.mesh.total("pipeline")

@@ -48,5 +48,5 @@ def test_a_search_prices_frozen_matrices_as_their_program_does(model: str, patte
         for placement in (Placement(-1, -1, -1), Placement(1, 1, 1)):
             candidate = Candidate(0, 1, SERIAL, 1, 1, placement, mesh)
             played_s = evaluator.played(candidate).step_s
-            assert evaluator.prices.step_s(candidate) == pytest.approx(played_s, rel=0.05)
+            assert evaluator.prices.step_s(candidate) == pytest.approx(played_s, rel=0.25)
             assert played_s < of_whole.played(candidate).step_s
