@@ -39,7 +39,7 @@ class LeastNodes:
 def least_nodes(space: Space, *, limit: int, grow_batch: bool = False, patience: Patience | None = None) -> LeastNodes:
     """The task with the fewest members, more than it has, and a plan that fits there.
 
-    At most 20 times `limit` plans are played per size, so that a size is seldom left open. With `grow_batch` the batch at
+    At most 20 times `limit` plans are played per size, so that few sizes are left open. With `grow_batch` the batch at
     a size is the next multiple of its ranks; otherwise it is fixed.
     """
     # A new object instead of `ENDLESS`, since its words are changed here.
