@@ -83,6 +83,12 @@ def least_bubble(most_chunks: int, schedules: tuple[tuple[str, int], ...], forwa
     return min(found, default=0.0)
 
 
+def bubble_of(schedule: str, num_stages: int, chunks: int, num_micros: int, forward: float, weight: float) -> float:
+    """The bubble of equal stages without messages, from the shares of `shares_of`."""
+    work = (forward, weight) if traits()[schedule].split else _WHOLE
+    return _shape(schedule, num_stages, chunks, num_micros, *work, 0.0, 0.0).bubble
+
+
 @lru_cache(maxsize=65536)
 def _shape(
     schedule: str,

@@ -20,20 +20,24 @@ No price is shown: the best plans are played (terrace.planner.search). A price a
 of a group (terrace.planner.space) counts the least messages of context ranks over its shapes.
 """
 
+import math
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
+from terrace.base.errors import PlanError
 from terrace.plan.mesh import Mesh
 from terrace.plan.recompute import WHOLE
-from terrace.planner.bubbles import in_flight, least_bubble, shape_of, shares_of
+from terrace.planner.bubbles import bubble_of, in_flight, least_bubble, shape_of, shares_of
 from terrace.planner.cuts import Cut, Cuts
 from terrace.planner.estimate import Estimator, Seconds
+from terrace.planner.floors import Counts, Floors
 from terrace.planner.inner import PassSeconds
 from terrace.planner.messages import Elements, Lines, Sent, StateMessages
 from terrace.planner.operations import operations_s
 from terrace.planner.parts import Runs, Work, work_of_runs
 from terrace.planner.space import Group, Space, context_forms
-from terrace.planner.stages import SERIAL, has_halves, traits
+from terrace.planner.stages import MOST_PASSES, SERIAL, has_halves, traits
 from terrace.planner.task import Candidate, Task, num_micros
 from terrace.program.schedules.registry import takes_unit
 from terrace.simulate.work import Work as BlockWork
@@ -76,6 +80,7 @@ class Prices:
         )
         self._cuts = Cuts(self.split, [spec.has_stacks for spec in estimator.specs])
         self.messages = StateMessages(self.estimator)
+        self.floors = Floors(self.estimator, self.messages, self.whole[0][0])
         self._works: dict[tuple[object, ...], list[Work]] = {}
         self._contexts: dict[tuple[object, ...], dict[int, PassSeconds]] = {}
         self._held: dict[tuple[object, ...], list[tuple[float, float, float]]] = {}
@@ -189,17 +194,37 @@ class Prices:
 
     def least_s(self, works: Sequence[Work], stages: int, micros: int, schedules: Schedules) -> float:
         """The least price over schedules and placements, if stages are equal but for whole layers."""
-        forward_s, backward_s, weight_s = work_of_runs(works, self.whole)
-        whole_s = forward_s + backward_s
+        work = work_of_runs(works, self.whole)
         if stages == 1:
-            return micros * whole_s
+            return micros * (work[0] + work[1])
+        busiest_s, others_s = self._equal_stages(works, work, stages)
         most_chunks = (self.num_inner + self.task.ends) // stages
-        bubble = least_bubble(most_chunks, schedules, *shares_of((forward_s, backward_s, weight_s)))
+        return micros * busiest_s + least_bubble(most_chunks, schedules, *shares_of(work)) * others_s * (stages - 1)
+
+    def least_of_each(self, works: Sequence[Work], stages: int, micros: int, schedules: Schedules) -> list[float]:
+        """`least_s` of each schedule; infinite if it does not take the numbers."""
+        work = work_of_runs(works, self.whole)
+        if stages == 1:
+            return [micros * (work[0] + work[1]) for _ in schedules]
+        busiest_s, others_s = self._equal_stages(works, work, stages)
+        shares, most_chunks = shares_of(work), (self.num_inner + self.task.ends) // stages
+        found = []
+        for schedule, chunks in schedules:
+            least_s = math.inf
+            if chunks <= most_chunks and stages * chunks * micros <= MOST_PASSES:
+                with suppress(PlanError):
+                    least_s = micros * busiest_s + bubble_of(schedule, stages, chunks, micros, *shares) * others_s
+            found.append(least_s)
+        return found
+
+    def _equal_stages(self, works: Sequence[Work], work: Work, stages: int) -> tuple[float, float]:
+        """Seconds of the busiest stage and the mean of the others."""
+        whole_s = work[0] + work[1]
         busiest_s = whole_s / stages
         if self.split.alike is not None:
             layer = works[self.split.alike]
             busiest_s = max(busiest_s, -(-self.num_inner // stages) * (layer[0] + layer[1]))
-        return micros * busiest_s + bubble * (whole_s - busiest_s)
+        return busiest_s, (whole_s - busiest_s) / (stages - 1)
 
     def pace(self, candidate: Candidate, works: Sequence[Work]) -> Pace:
         """The stages of a candidate whose blocks take `works`. Raises `PlanError` for more stages than blocks."""
@@ -325,16 +350,16 @@ class Prices:
         gathered = max(self.messages.numels(mesh).own) * estimator.item if layout.frees else 0
         return estimator.whole_bytes(most + gathered)
 
-    def least_bytes(self, candidate: Candidate) -> float:
-        """Memory that a candidate needs at least with any schedule: the mean stage, one micro-batch in flight."""
-        mesh, micro_batch, placement = candidate.mesh, candidate.micro_batch, candidate.placement
-        again = self.again.all_layers(candidate.recompute, least=False)
-        numels, stages = self.messages.numels(mesh), mesh.total("pipeline")
-        each = (*numels, [self._kept(kind, mesh, again) for kind in range(len(numels.own))])
-        numel, stacks, kept = (sum([count * sizes[kind] for kind, count in self.whole]) / stages for sizes in each)
-        states = numel * self.estimator.state_bytes(mesh.state, placement)
-        states += stacks * self.estimator.state_bytes(mesh.stack_state, placement)
-        return self.estimator.whole_bytes(states + micro_batch * kept)
+    def least_held(self, mesh: Mesh, counts: Counts, recompute: int) -> tuple[float, float, float]:
+        """Elements, those of stacks, and bytes kept of a sequence, of blocks of each kind that all `recompute`."""
+        again = self.again.all_layers(recompute, least=False)
+        own, stacks = self.messages.numels(mesh)
+        numel = held = kept = 0.0
+        for kind, count in counts:
+            numel += count * own[kind]
+            held += count * stacks[kind]
+            kept += count * self._kept(kind, mesh, again)
+        return numel, held, kept
 
     def _stages_held(self, candidate: Candidate, pace: Pace) -> list[tuple[float, float, float]]:
         """Elements, those of stacks, and bytes kept of a sequence, of each distinct stage; of the first stage first."""

@@ -23,9 +23,13 @@ from typing import NamedTuple
 
 from terrace.base.collection import no_collection
 from terrace.base.errors import PlanError
+from terrace.plan.mesh import Mesh
+from terrace.planner.bubbles import in_flight
 from terrace.planner.evaluate import Evaluator
 from terrace.planner.patience import ENDLESS, Patience
-from terrace.planner.price import Pace
+from terrace.planner.floors import Counts, Exposed
+from terrace.planner.parts import Work, work_of_runs
+from terrace.planner.price import Pace, Schedules
 from terrace.planner.ranking import Estimate, ranked
 from terrace.planner.schedule_pins import schedules
 from terrace.planner.space import (
@@ -39,8 +43,8 @@ from terrace.planner.space import (
     recomputations,
     units,
 )
-from terrace.planner.stages import MOST_PASSES, SERIAL
-from terrace.planner.task import Candidate, Placement, check_searched
+from terrace.planner.stages import SERIAL, has_halves
+from terrace.planner.task import Candidate, Placement, check_searched, num_micros
 from terrace.planner.ties import FINALISTS
 from terrace.program.schedules.registry import takes_unit
 
@@ -73,9 +77,10 @@ class Level(IntEnum):
     GROUP = 0  # tensor ranks, stages, tokens of a micro-batch
     CONTEXT = 1  # the same, with the least messages of context ranks; and the division of experts
     SCHEDULED = 2
-    PLACED = 3  # also with a unit and the least recomputation
-    WHOLE = 4  # also with data and context ranks
-    FITTING = 5  # with as much recomputation as it needs to fit in memory
+    PACED = 3  # the same, with the schedule's numbers
+    PLACED = 4  # also with a unit and the least recomputation
+    WHOLE = 5  # also with data and context ranks
+    FITTING = 6  # with as much recomputation as it needs to fit in memory
 
 
 class Entry(NamedTuple):
@@ -100,6 +105,7 @@ class Search:
         self.num_shapes = self.num_priced = 0
         self._smallest: tuple[float, Candidate] | None = None
         self._schedules: dict[int, tuple[tuple[str, int], ...]] = {}
+        self._schedules_left: dict[int, list[tuple[float, str, int]]] = {}  # with their least prices, by entry
         self._number = self._num_checked = 0
 
     def run(self, count: int, limit: int, patience: Patience = ENDLESS) -> Found:
@@ -161,43 +167,87 @@ class Search:
     def _groups(self) -> Iterator[Entry]:
         for group in groups(self.space, by_tokens=self.prices.estimator.computes_by_tokens):
             self.num_shapes += len(group.alike)
-            yield self._group(group)
+            candidate, works = self._group(group, context=False)
+            price_s = self._paced_s(candidate, group, works, self._schedules_of(candidate.mesh.total("pipeline")))
+            yield self._entry(price_s, Level.GROUP, candidate, group)
 
-    def _group(self, group: Group, level: Level = Level.GROUP) -> Entry:
+    def _group(self, group: Group, *, context: bool) -> tuple[Candidate, list[Work]]:
+        """A member of the group, and the least seconds of its blocks."""
         mesh, micro_batch = group.members[0][0].mesh, group.members[0][1]
         candidate = Candidate(0, 1, "", 1, micro_batch, _NOWHERE, mesh)
+        return candidate, self.prices.of_group(self.space, group, candidate, context=context, exact=False)
+
+    def _paced_s(self, candidate: Candidate, group: Group, works: Sequence[Work], among: Schedules) -> float:
+        return self.prices.least_s(works, candidate.mesh.total("pipeline"), group.num_micros, among)
+
+    def _in_context(self, group: Group) -> Iterator[Entry]:
+        """The group with messages of context ranks and, once stacks are divided, the least messages of states."""
+        candidate, works = self._group(group, context=True)
+        mesh = candidate.mesh
         stages = mesh.total("pipeline")
-        works = self.prices.of_group(self.space, group, candidate, context=level is Level.CONTEXT, exact=False)
-        price_s = self.prices.least_s(works, stages, group.num_micros, self._schedules_of(stages))
-        return self._entry(price_s, level, candidate, group)
+        if group.shape.divides:
+            price_s = self._paced_s(candidate, group, works, self._schedules_of(stages))
+            yield self._entry(price_s, Level.CONTEXT, candidate, group)
+            return
+        possible = self._possible(candidate, self._mean_stage(mesh))
+        if not possible:
+            return
+        work = work_of_runs(works, self.prices.whole)
+        among = self._schedules_of(stages)
+        least = []
+        for (schedule, chunks), paced_s in zip(
+            among, self.prices.least_of_each(works, stages, group.num_micros, among), strict=True
+        ):
+            if paced_s < math.inf:
+                hidden = _shared(paced_s, work)
+                halves = has_halves(schedule)
+                paced_s += min([each.least_s(*hidden, halves=halves) for each in possible])
+                least.append((paced_s, schedule, chunks))
+        if least:
+            entry = self._entry(min(least)[0], Level.CONTEXT, candidate, group)
+            self._schedules_left[entry.number] = least
+            yield entry
+
+    def _mean_stage(self, mesh: Mesh) -> Counts:
+        stages = mesh.total("pipeline")
+        return tuple([(kind, count / stages) for kind, count in self.prices.whole])
+
+    def _possible(self, candidate: Candidate, counts: Counts, flying: float = 1.0) -> list[Exposed]:
+        """The placements with which a first stage of `counts` may fit, with the most recomputation."""
+        mesh, among = candidate.mesh, placements(self.space, candidate.mesh)
+        recompute = recomputations(self.space, mesh)[-1]
+        numel, stacks, kept = self.prices.least_held(mesh, counts, recompute)
+        kept *= flying * candidate.micro_batch
+        possible, least = list[Exposed](), (math.inf, _NOWHERE)
+        for each in self.prices.floors.of(mesh, among, counts):
+            held = numel * each.bytes_each[0] + stacks * each.bytes_each[1] + kept
+            needed = _SURELY * self.prices.estimator.whole_bytes(held)
+            if needed <= self.capacity_bytes:
+                possible.append(each)
+            least = min(least, (needed, each.placement))
+        if not possible and among:
+            found = candidate._replace(recompute=recompute, placement=least[1])
+            for schedule, chunks in self._schedules_of(mesh.total("pipeline"))[:1]:
+                self._remember(least[0], found if found.schedule else found._replace(schedule=schedule, chunks=chunks))
+        return possible
 
     def _further(self, entry: Entry) -> Iterator[Entry]:
         if entry.level is Level.GROUP:
-            yield self._group(entry.group, Level.CONTEXT)
+            yield from self._in_context(entry.group)
         elif entry.level is Level.CONTEXT:
             if entry.group.shape.divides:
-                yield from (self._group(each, Level.CONTEXT) for each in divided_groups(self.space, entry.group))
-            elif self._may_fit(entry):
+                for each in divided_groups(self.space, entry.group):
+                    yield from self._in_context(each)
+            else:
                 yield from self._scheduled(entry)
         elif entry.level is Level.SCHEDULED:
+            yield from self._paced(entry)
+        elif entry.level is Level.PACED:
             yield from self._placed(entry)
         elif entry.level is Level.PLACED:
             yield from self._whole(entry)
         elif entry.level is Level.WHOLE:
             yield from self._fitting(entry)
-
-    def _may_fit(self, entry: Entry) -> bool:
-        """Whether some plan of a group may fit: with the most recomputation and states over the most ranks."""
-        candidate = entry.candidate
-        mesh, bytes_of = candidate.mesh, self.prices.estimator.state_bytes
-        place = min(placements(self.space, mesh), key=lambda each: bytes_of(mesh.state, each))
-        found = candidate._replace(recompute=recomputations(self.space, mesh)[-1], placement=place)
-        least = self.prices.least_bytes(found)
-        if least > self.capacity_bytes and (self._smallest is None or least < self._smallest[0]):
-            stages = candidate.mesh.total("pipeline")
-            for schedule, chunks in self._schedules_of(stages)[:1]:
-                self._smallest = (least, found._replace(schedule=schedule, chunks=chunks))
-        return least <= self.capacity_bytes
 
     def _schedules_of(self, stages: int) -> tuple[tuple[str, int], ...]:
         if stages not in self._schedules:
@@ -205,17 +255,37 @@ class Search:
         return self._schedules[stages]
 
     def _scheduled(self, entry: Entry) -> Iterator[Entry]:
-        group = entry.group
-        stages, micros = entry.candidate.mesh.total("pipeline"), entry.group.num_micros
-        most = (len(self.task.inner) + self.task.ends) // stages
-        for schedule, chunks in self._schedules_of(stages):
-            if schedule != SERIAL and (chunks > most or stages * chunks * micros > MOST_PASSES):
-                continue
-            for unit in passing_units(self.space, micros) if takes_unit(schedule) else (1,):
+        for least_s, schedule, chunks in self._schedules_left.pop(entry.number):
+            for unit in passing_units(self.space, entry.group.num_micros) if takes_unit(schedule) else (1,):
                 found = entry.candidate._replace(schedule=schedule, chunks=chunks, unit=unit)
-                works = self.prices.of_group(self.space, group, found)
-                with suppress(PlanError):  # numbers that the schedule does not take
-                    yield self._entry(self.prices.pace(found, works).step_s, Level.SCHEDULED, found, group)
+                yield self._entry(least_s, Level.SCHEDULED, found, entry.group)
+
+    def _paced(self, entry: Entry) -> Iterator[Entry]:
+        found, works = entry.candidate, self.prices.of_group(self.space, entry.group, entry.candidate)
+        with suppress(PlanError):  # numbers that the schedule does not take
+            pace = self.prices.pace(found, works)
+            exposed_s = self._least_exposed_s(found, pace)
+            if exposed_s < math.inf:
+                yield self._entry(pace.step_s + exposed_s, Level.PACED, found, entry.group)
+
+    def _least_exposed_s(self, candidate: Candidate, pace: Pace) -> float:
+        """The least that any placement exposes; infinite if none fits."""
+        flying, halves = 1.0, has_halves(candidate.schedule)
+        if candidate.schedule == SERIAL:
+            hidden = _shared(pace.step_s, work_of_runs(pace.works, self.prices.whole))
+        else:
+            stages, micros = candidate.mesh.total("pipeline"), num_micros(self.task, candidate)
+            flying = max(candidate.unit, in_flight(candidate.schedule, stages, candidate.chunks, micros))
+            hidden = 0.0, 0.0
+            for runs, before_s, after_s in zip(pace.cut.first, pace.before_s, pace.after_s, strict=True):
+                own = work_of_runs(pace.works, runs)
+                behind_s = own[2] if halves else own[1]
+                hidden = (
+                    max(hidden[0], before_s + candidate.unit * own[0]),
+                    max(hidden[1], after_s + candidate.unit * behind_s),
+                )
+        possible = self._possible(candidate, pace.cut.stages[0][0], flying)
+        return min([each.least_s(*hidden, halves=halves) for each in possible], default=math.inf)
 
     def _placed(self, entry: Entry) -> Iterator[Entry]:
         candidate, group, micros = entry.candidate, entry.group, entry.group.num_micros
@@ -299,6 +369,12 @@ class Search:
     def _remember(self, needed_bytes: float, candidate: Candidate) -> None:
         if self._smallest is None or needed_bytes < self._smallest[0]:
             self._smallest = (needed_bytes, candidate)
+
+
+def _shared(step_s: float, work: Work) -> tuple[float, float]:
+    """The parts of a step in forwards and in backwards."""
+    forward_s = step_s * work[0] / (work[0] + work[1])
+    return forward_s, step_s - forward_s
 
 
 def find(
