@@ -105,7 +105,6 @@ class Search:
         self.num_shapes = self.num_priced = 0
         self._smallest: tuple[float, Candidate] | None = None
         self._schedules: dict[int, tuple[tuple[str, int], ...]] = {}
-        self._schedules_left: dict[int, list[tuple[float, str, int]]] = {}  # with their least prices, by entry
         self._number = self._num_checked = 0
 
     def run(self, count: int, limit: int, patience: Patience = ENDLESS) -> Found:
@@ -189,24 +188,26 @@ class Search:
             price_s = self._paced_s(candidate, group, works, self._schedules_of(stages))
             yield self._entry(price_s, Level.CONTEXT, candidate, group)
             return
-        possible = self._possible(candidate, self._mean_stage(mesh))
-        if not possible:
-            return
-        work = work_of_runs(works, self.prices.whole)
-        among = self._schedules_of(stages)
-        least = []
-        for (schedule, chunks), paced_s in zip(
-            among, self.prices.least_of_each(works, stages, group.num_micros, among), strict=True
-        ):
-            if paced_s < math.inf:
-                hidden = _shared(paced_s, work)
-                halves = has_halves(schedule)
-                paced_s += min([each.least_s(*hidden, halves=halves) for each in possible])
-                least.append((paced_s, schedule, chunks))
+        least = self._least_by_schedule(candidate, group, works, self._schedules_of(stages))
         if least:
-            entry = self._entry(min(least)[0], Level.CONTEXT, candidate, group)
-            self._schedules_left[entry.number] = least
-            yield entry
+            yield self._entry(min(least)[0], Level.CONTEXT, candidate, group)
+
+    def _least_by_schedule(
+        self, candidate: Candidate, group: Group, works: Sequence[Work], among: Schedules
+    ) -> list[tuple[float, str, int]]:
+        """The least prices of schedules and their chunks, over placements that may fit."""
+        possible = self._possible(candidate, self._mean_stage(candidate.mesh))
+        found = list[tuple[float, str, int]]()
+        if not possible:
+            return found
+        work, stages = work_of_runs(works, self.prices.whole), candidate.mesh.total("pipeline")
+        least = self.prices.least_of_each(works, stages, group.num_micros, among)
+        for (schedule, chunks), paced_s in zip(among, least, strict=True):
+            if paced_s < math.inf:
+                hidden, halves = _shared(paced_s, work), has_halves(schedule)
+                exposed_s = min([each.least_s(*hidden, halves=halves) for each in possible])
+                found.append((paced_s + exposed_s, schedule, chunks))
+        return found
 
     def _mean_stage(self, mesh: Mesh) -> Counts:
         stages = mesh.total("pipeline")
@@ -255,10 +256,18 @@ class Search:
         return self._schedules[stages]
 
     def _scheduled(self, entry: Entry) -> Iterator[Entry]:
-        for least_s, schedule, chunks in self._schedules_left.pop(entry.number):
-            for unit in passing_units(self.space, entry.group.num_micros) if takes_unit(schedule) else (1,):
-                found = entry.candidate._replace(schedule=schedule, chunks=chunks, unit=unit)
-                yield self._entry(least_s, Level.SCHEDULED, found, entry.group)
+        candidate, group = entry.candidate, entry.group
+        for halves in (False, True):
+            among = tuple(
+                [each for each in self._schedules_of(candidate.mesh.total("pipeline")) if has_halves(each[0]) is halves]
+            )
+            if not among:
+                continue
+            works = self.prices.of_group(self.space, group, candidate._replace(schedule=among[0][0]))
+            for least_s, schedule, chunks in self._least_by_schedule(candidate, group, works, among):
+                for unit in passing_units(self.space, group.num_micros) if takes_unit(schedule) else (1,):
+                    found = candidate._replace(schedule=schedule, chunks=chunks, unit=unit)
+                    yield self._entry(max(least_s, entry.price_s), Level.SCHEDULED, found, group)
 
     def _paced(self, entry: Entry) -> Iterator[Entry]:
         found, works = entry.candidate, self.prices.of_group(self.space, entry.group, entry.candidate)
