@@ -6,6 +6,7 @@ the sums over its blocks are the same under every schedule. What computing can h
 schedule, and before that at most the whole step.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -34,11 +35,25 @@ class Exposed(NamedTuple):
     late_end_s: float
     further_s: float
 
+    def unhidden_s(self) -> float:
+        """What nothing hides."""
+        return max(self.start_s, self.late_start_s) + self.end_s + self.further_s
+
     def least_s(self, forward_s: float, backward_s: float, *, halves: bool) -> float:
         """What is exposed at least, if computing hides `forward_s` and `backward_s`."""
         starts_s = max(self.start_s, self.starts_s - forward_s, self.late_start_s)
         ends_s = max(self.end_s, self.ends_s - backward_s, 0.0 if halves else self.late_end_s)
         return starts_s + ends_s + self.further_s
+
+
+def least_exposed_s(among: Sequence[Exposed], forward_s: float, backward_s: float, *, halves: bool) -> float:
+    """The least of `Exposed.least_s`, of some that are in the order of `Floors.of`."""
+    least_s = math.inf
+    for each in among:
+        if each.unhidden_s() >= least_s:
+            break
+        least_s = min(least_s, each.least_s(forward_s, backward_s, halves=halves))
+    return least_s
 
 
 class Floors:
@@ -49,11 +64,12 @@ class Floors:
         self._known: dict[tuple[object, ...], tuple[Exposed, ...]] = {}
 
     def of(self, mesh: Mesh, placements: Sequence[Placement], counts: Counts) -> tuple[Exposed, ...]:
-        """For each placement, of a first stage with `counts` of blocks."""
+        """For each placement, of a first stage with `counts` of blocks; in ascending order of what nothing hides."""
         key = mesh.state, mesh.stack_state, mesh.inside_degrees[:2], mesh.stack_degrees, mesh.stack_tiers, counts
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = tuple([self._of(mesh, each, counts) for each in placements])
+            found = tuple(sorted([self._of(mesh, each, counts) for each in placements], key=Exposed.unhidden_s))
+            self._known[key] = found
         return found
 
     def _of(self, mesh: Mesh, placement: Placement, counts: Counts) -> Exposed:

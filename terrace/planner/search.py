@@ -27,7 +27,7 @@ from terrace.plan.mesh import Mesh
 from terrace.planner.bubbles import in_flight
 from terrace.planner.evaluate import Evaluator
 from terrace.planner.patience import ENDLESS, Patience
-from terrace.planner.floors import Counts, Exposed
+from terrace.planner.floors import Counts, Exposed, least_exposed_s
 from terrace.planner.parts import Work, work_of_runs
 from terrace.planner.price import Pace, Schedules
 from terrace.planner.ranking import Estimate, ranked
@@ -53,6 +53,8 @@ MOST_PLAYED = 24
 _PARTS = 8  # of the layers, in which the number of recomputed first ones is estimated
 _CHECKS = 10  # of memory, which take as long as a play
 _SURELY = 0.9  # part of the estimated memory that a plan needs at least
+_Left = list[tuple[float, Placement]]  # placements that are still to be priced, with the least prices
+_Paces = dict[tuple[int, int], Pace]  # by recomputation and its number of first layers
 _NOWHERE = Placement(-1, -1, -1)
 
 
@@ -105,6 +107,7 @@ class Search:
         self.num_shapes = self.num_priced = 0
         self._smallest: tuple[float, Candidate] | None = None
         self._schedules: dict[int, tuple[tuple[str, int], ...]] = {}
+        self._left: dict[int, tuple[_Left, _Paces]] = {}  # by numbers of entries
         self._number = self._num_checked = 0
 
     def run(self, count: int, limit: int, patience: Patience = ENDLESS) -> Found:
@@ -205,7 +208,7 @@ class Search:
         for (schedule, chunks), paced_s in zip(among, least, strict=True):
             if paced_s < math.inf:
                 hidden, halves = _shared(paced_s, work), has_halves(schedule)
-                exposed_s = min([each.least_s(*hidden, halves=halves) for each in possible])
+                exposed_s = least_exposed_s(possible, *hidden, halves=halves)
                 found.append((paced_s + exposed_s, schedule, chunks))
         return found
 
@@ -273,12 +276,19 @@ class Search:
         found, works = entry.candidate, self.prices.of_group(self.space, entry.group, entry.candidate)
         with suppress(PlanError):  # numbers that the schedule does not take
             pace = self.prices.pace(found, works)
-            exposed_s = self._least_exposed_s(found, pace)
-            if exposed_s < math.inf:
-                yield self._entry(pace.step_s + exposed_s, Level.PACED, found, entry.group)
+            # The cheapest is taken from the end.
+            left = [(pace.step_s + least_s, placement) for least_s, placement in self._exposed(found, pace)]
+            left.sort(reverse=True)
+            yield from self._paced_again(entry, found, left, {(found.recompute, found.first): pace})
 
-    def _least_exposed_s(self, candidate: Candidate, pace: Pace) -> float:
-        """The least that any placement exposes; infinite if none fits."""
+    def _paced_again(self, entry: Entry, candidate: Candidate, left: _Left, paces: _Paces) -> Iterator[Entry]:
+        if left:
+            found = self._entry(max(entry.price_s, left[-1][0]), Level.PACED, candidate, entry.group)
+            self._left[found.number] = left, paces
+            yield found
+
+    def _exposed(self, candidate: Candidate, pace: Pace) -> list[tuple[float, Placement]]:
+        """What each placement with which the candidate may fit exposes at least."""
         flying, halves = 1.0, has_halves(candidate.schedule)
         if candidate.schedule == SERIAL:
             hidden = _shared(pace.step_s, work_of_runs(pace.works, self.prices.whole))
@@ -294,30 +304,32 @@ class Search:
                     max(hidden[1], after_s + candidate.unit * behind_s),
                 )
         possible = self._possible(candidate, pace.cut.stages[0][0], flying)
-        return min([each.least_s(*hidden, halves=halves) for each in possible], default=math.inf)
+        return [(each.least_s(*hidden, halves=halves), each.placement) for each in possible]
 
     def _placed(self, entry: Entry) -> Iterator[Entry]:
+        """The candidate with the next placement, and itself for those after it."""
         candidate, group, micros = entry.candidate, entry.group, entry.group.num_micros
-        paces: dict[tuple[int, int], Pace] = {}
-        for placement in placements(self.space, candidate.mesh):
-            if takes_unit(candidate.schedule):
-                each: Sequence[int] = (candidate.unit,)
-            else:
-                each = units(self.space, micros, placement, candidate.schedule != SERIAL)
-            for unit in each:
-                placed = candidate._replace(placement=placement, unit=unit)
-                for found in self._recomputing(placed):
-                    key = found.recompute, found.first
-                    if key not in paces:
-                        works = self.prices.of_group(self.space, group, found)
-                        paces[key] = self.prices.pace(found, works)
-                    least = _SURELY * self.prices.memory_bytes(found, paces[key])
-                    if least <= self.capacity_bytes:
-                        self.num_priced += 1
-                        price_s = self.prices.placed_s(found, paces[key])
-                        yield self._entry(price_s, Level.PLACED, found, group)
-                        break
-                    self._remember(least, found)
+        left, paces = self._left.pop(entry.number)
+        _, placement = left.pop()
+        if takes_unit(candidate.schedule):
+            each: Sequence[int] = (candidate.unit,)
+        else:
+            each = units(self.space, micros, placement, candidate.schedule != SERIAL)
+        for unit in each:
+            placed = candidate._replace(placement=placement, unit=unit)
+            for found in self._recomputing(placed):
+                key = found.recompute, found.first
+                if key not in paces:
+                    works = self.prices.of_group(self.space, group, found)
+                    paces[key] = self.prices.pace(found, works)
+                least = _SURELY * self.prices.memory_bytes(found, paces[key])
+                if least <= self.capacity_bytes:
+                    self.num_priced += 1
+                    price_s = self.prices.placed_s(found, paces[key])
+                    yield self._entry(price_s, Level.PLACED, found, group)
+                    break
+                self._remember(least, found)
+        yield from self._paced_again(entry, candidate, left, paces)
 
     def _recomputing(self, candidate: Candidate) -> Iterator[Candidate]:
         """The candidate with each recomputation, least first; of first layers, with a few numbers of them."""
