@@ -26,9 +26,9 @@ from terrace.base.errors import PlanError
 from terrace.plan.mesh import Mesh
 from terrace.planner.bubbles import in_flight
 from terrace.planner.evaluate import Evaluator
-from terrace.planner.patience import ENDLESS, Patience
 from terrace.planner.floors import Counts, Exposed, least_exposed_s
 from terrace.planner.parts import Work, work_of_runs
+from terrace.planner.patience import ENDLESS, Patience
 from terrace.planner.price import Pace, Schedules
 from terrace.planner.ranking import Estimate, ranked
 from terrace.planner.schedule_pins import schedules
