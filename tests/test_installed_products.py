@@ -254,3 +254,14 @@ def test_help_imports_little_of_a_product() -> None:
     inside = {name for name in done.split() if name.startswith(tuple(f"terrace.{each}." for each in OWN))}
     assert inside == {value.partition(":")[0] for value in OWN.values()}
     assert "importlib.metadata" not in done.split() or os.environ.get("COVERAGE_RUN")
+
+
+def test_the_first_of_two_products_with_a_command_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = [
+        products.Product(name=name, commands=(products.Command(name="brew", help=name, module=f"{name}.brew"),))
+        for name in ("first", "second")
+    ]
+    monkeypatch.setattr(products, "products", lambda: tuple(both))
+    with pytest.warns(products.ProductWarning, match="command 'brew' of product 'second' is left out"):
+        found = products.commands()
+    assert found["brew"].module == "first.brew"
