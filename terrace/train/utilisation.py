@@ -12,7 +12,7 @@ not counted.
 
 **Hardware FLOPs** are these and once more the forward of every recomputed block, or the attention of layers that
 recompute it alone (Korthikanti et al. 2205.05198, section 6, but there with the full square B S^2 of attention, which
-kernels of flash attention do not execute). `terrace plan` and `terrace scale` count both in the same way.
+kernels of flash attention do not execute). `terrace plan` counts both in the same way.
 
 Every token of the batch counts, trained on or not. Documents packed into one sequence count as one.
 """
