@@ -32,7 +32,7 @@ types: setup
 	$(BIN)/lint-imports
 
 # Bytecode is kept even where the caller's environment says not to: hundreds of processes would compile the same files.
-PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --workers 3
 
 # Types are checked beside the tests, on one core for half a minute; what that says is printed after them.
 TYPES_BESIDE := $(MAKE) --no-print-directory types > $(VENV)/types.log 2>&1 & types=$$!; trap "kill $$types" INT TERM;
@@ -47,7 +47,7 @@ test-all: lint
 # Tests that use torch, with the lowest versions that pyproject.toml accepts; not in CI.
 OLDEST := .venv-oldest
 TEST_TOOLS := pytest pytest-timeout pytest-xdist hypothesis
-USES_TORCH := $(addprefix tests/,checkpoint comm data generation launch model probe rl runtime system train)
+USES_TORCH := $(addprefix tests/,checkpoint comm data generation launch model probe rl runtime system train virtual_cuda)
 
 $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 	@echo "making $(OLDEST)"
@@ -56,7 +56,7 @@ $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 	@touch $@
 
 test-oldest: $(OLDEST)/.installed
-	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 3 --dist loadfile -m "not nightly" $(USES_TORCH)
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest --workers 3 -m "not nightly" $(USES_TORCH)
 
 # ARGS="--cases 20 --seed 3", or --minutes 5 for the soak; not in CI.
 CHAOS := OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos

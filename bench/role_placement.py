@@ -23,8 +23,9 @@ from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
 from terrace.model.config import ModelConfig
 from terrace.rl.placement.dataflow import STAGES, Dataflow, ppo
+from terrace.rl.placement.places import Places, Roles
 from terrace.rl.placement.pools import partitions
-from terrace.rl.placement.search import Placed, Places, Roles, find_among
+from terrace.rl.placement.search import Placed, find_among
 
 # Hidden size, layers, heads, heads of keys and values, inner size: Llama 2 (2307.09288), Code Llama 34B (2308.12950).
 SIZES = {

@@ -21,8 +21,6 @@ from bench.validation.software import exposed
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
 from terrace.model.config import ModelConfig, parse_model
-from terrace.planner.bound import Bounds
-from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import Evaluator
 from terrace.planner.pins import parse_pins
 from terrace.planner.ranking import Estimate
@@ -126,10 +124,10 @@ def contest(task: Task) -> Contest:
 def _found(
     task: Task, pins: Sequence[str], count: int = _COUNT, evaluator: Evaluator | None = None
 ) -> tuple[Estimate, ...]:
-    """The best plans that satisfy the pins, by a search that ends with a proof."""
+    """The best plans that satisfy the pins."""
     space = Space(task=task, axes=AXES, pins=parse_pins(pins, task.cluster, schedule_names()))
     found, _ = find(space, count=count, limit=_EVERYTHING, evaluator=evaluator)
-    assert found.proved or not found.best, f"the search of {pins} ended without a proof"
+    assert found.is_complete or not found.best, f"the search of {pins} stopped at its limit"
     return found.best
 
 
@@ -155,7 +153,7 @@ def parts(task: Task, estimate: Estimate) -> dict[str, float]:
     `idle` is waiting for other stages and their messages, `tensor` and `data` waiting for messages of these axes.
     """
     candidate = estimate.candidate
-    played = Evaluator(Bounds(Estimator(task))).played(candidate)
+    played = Evaluator(task).played(candidate)
     time_s = dict(played.time_s)
     tensor_s = time_s.pop("wait tensor", 0.0)
     idle_s = math.fsum(time_s.pop(name, 0.0) for name in WAITS_ON_STAGES) if candidate.schedule != SERIAL else 0.0

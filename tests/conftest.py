@@ -4,26 +4,21 @@ Property tests draw the same examples in every run of the same files, nearly: Hy
 finds in the modules loaded so far. `pytest --hypothesis-profile=explore` draws new ones. They have no deadline of
 their own: on a busy machine any would be missed now and then.
 
-`make test` runs three files at a time, each whole, since its tests share what they set up. Eight ranks that exchange
-small messages wait more than they compute, so two files that use the pool of eight ranks run at a time, and one of the
-others, as long as there are any. The rest of each grid of cases is marked `nightly`; `make test-all` runs everything.
+`make test` runs three files at a time (tests/support/workers.py). The rest of each grid of cases is marked `nightly`;
+`make test-all` runs everything.
 """
 
 import gc
 import os
 import signal
-import sys
 from collections.abc import Generator, Iterator
-from contextlib import suppress
-from functools import cache
-from importlib import import_module
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
 from terrace.base.collection import keep_all
+from tests.support.workers import pytest_addoption, pytest_runtestloop  # noqa: F401  # hooks
 
 if TYPE_CHECKING:
     from terrace.launch.start import LocalPool
@@ -39,7 +34,7 @@ for _number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # as `make test`; on small tensors threads wait for one another
-os.environ.pop("COLUMNS", None)  # a worker of pytest-xdist gets one of 80, and tables follow it
+os.environ.pop("COLUMNS", None)  # tables follow it
 
 
 @pytest.hookimpl(wrapper=True)
@@ -57,6 +52,16 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    """Fail a test that leaves another handler of SIGTERM: children that later tests fork would not end by it."""
+    ended = yield
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        pytest.fail(f"{item.nodeid} left a handler of SIGTERM: install it in the process that it is for")
+    return ended
+
+
 def pytest_unconfigure() -> None:
     """Let the interpreter take down what was kept, or libraries in C++ complain of leaks."""
     gc.unfreeze()
@@ -71,46 +76,3 @@ def pool() -> "Iterator[LocalPool]":
     start_fork_server("tests.support.warm")  # one server for these and for the commands that tests run
     with LocalPool(8) as pool:
         yield pool
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """Each worker of pytest-xdist starts its fork server, and imports the test files from another place in their order.
-
-    A test that starts ranks first would give the server less to import, and each later command would import the rest.
-    All workers import all files, and the first to come to one leaves its bytecode, with rewritten assertions, to the
-    others. In one order they would come at the same time, and each would compile everything.
-    """
-    from terrace.launch.fork_server import start_fork_server
-
-    worker = getattr(session.config, "workerinput", None)
-    if worker is None:
-        return
-    start_fork_server("tests.support.warm")
-    gc.disable()  # see `pytest_collection`
-    paths = sorted(Path(__file__).parent.rglob("test_*.py"))
-    first = len(paths) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
-    for path in paths[first:] + paths[:first]:
-        if str(path.parent) not in sys.path:  # as pytest does
-            sys.path.insert(0, str(path.parent))
-        with suppress(Exception, pytest.skip.Exception):  # collection tells it
-            import_module(path.stem)
-
-
-@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """As `--dist loadfile`, but that the last worker has files which do not use the pool first, the others those."""
-    from xdist.scheduler import LoadFileScheduling
-
-    @cache
-    def uses_pool(path: str) -> bool:
-        return "pool: LocalPool" in (config.rootpath / path).read_text(encoding="utf-8")
-
-    class Scheduling(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
-        def _assign_work_unit(self, node: Any) -> None:
-            is_last = node is max(self.nodes, key=lambda each: each.gateway.id)
-            wanted = next((path for path in self.workqueue if uses_pool(path) != is_last), None)
-            if wanted is not None:
-                self.workqueue.move_to_end(wanted, last=False)
-            super()._assign_work_unit(node)
-
-    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None

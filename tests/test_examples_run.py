@@ -1,6 +1,9 @@
 """The examples that a newcomer runs: each does as it says, and its table names them all."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -93,6 +96,21 @@ def test_modules_are_trained_in_a_loop_of_ones_own(kind: str) -> None:
     said: list[str] = []
     held_out = train({"own": own_blocks, "transformers": transformers_blocks}[kind], 25, said.append)
     assert held_out < 0.5, said
+
+
+def test_a_table_on_two_ranks_ranks_clicks_better_than_one_number_a_row() -> None:
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "examples.click_through", "--ranks", "2"]
+    done = subprocess.run(
+        [sys.executable, *words, "--rows", "1000", "--steps", "150"],
+        cwd=EXAMPLES.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    table, logistic = (float(each) for each in re.findall(r"(?:network|regression) (0\.\d+)", done.stdout)[:2])
+    assert table > logistic + 0.02 > 0.62, done.stdout
 
 
 def test_a_cluster_is_described_and_its_plans_are_read_in_python() -> None:

@@ -31,6 +31,10 @@ ENVIRONMENT = (
     "terrace/lab/rehearse/launch.py",
 )
 
+ACCELERATOR = "terrace/accelerator.py"  # all that depends on a device's vendor
+# What belongs there, in code that imports torch; a cluster's description of a device names no torch.
+_OF_A_VENDOR = re.compile(r'\b(torch\.(cuda|xpu|mps|version\.)|is_cuda\b|torch\.device\("cuda"|type [!=]= "cuda")')
+
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_IMPORT_CHAIN = 400, 80, 20
 # Files that are one thing and longer, with the reason why their parts are not files of their own.
 HUBS: dict[str, str] = {}
@@ -87,6 +91,17 @@ def test_ranks_and_trainers_have_few_attributes() -> None:
 def test_only_launch_modules_read_the_environment() -> None:
     found = {path: each.environment for path, each in facts().items() if each.environment}
     assert {path for path in found if not path.startswith("tests/")} == set(ENVIRONMENT), found
+
+
+def test_one_module_knows_a_device_by_its_vendor() -> None:
+    """Everything else speaks to `torch.accelerator`, `torch.Stream` and `torch.Event`, or to that module."""
+    assert facts()[ACCELERATOR].num_lines <= 150
+    found = {}
+    for path in (ROOT / "terrace").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        if re.search(r"^ *(import|from) torch\b", text, re.MULTILINE) and (named := _OF_A_VENDOR.findall(text)):
+            found[path.relative_to(ROOT).as_posix()] = named
+    assert found.keys() == {ACCELERATOR}, found
 
 
 def test_wall_time_decides_nothing() -> None:

@@ -113,14 +113,14 @@ for path in sorted(pathlib.Path("terrace").rglob("*.py")):
 
 
 def test_only_the_tests_of_a_product_import_it() -> None:
-    """And those of all documents and examples; so the others run where the product is not."""
+    """And those of all documents, examples and whole commands; so the others run where the product is not."""
     folders = {"bench", "chaos", "support", *OWN}
     found = []
     for path in sorted((ROOT / "tests").rglob("*.py")):
         room = path.relative_to(ROOT / "tests").parts[0]
         if room not in folders and re.search(rf"\bterrace\.({'|'.join(OWN)})\.\w.* import ", path.read_text()):
             found.append(path.name)
-    assert found == ["test_docs.py", "test_examples_run.py"]
+    assert found == ["test_docs.py", "test_examples_run.py", "whole.py"]
 
 
 @pytest.fixture

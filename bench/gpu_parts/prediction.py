@@ -28,7 +28,7 @@ from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import parse_cluster
 from terrace.model.blocks import num_params
 from terrace.model.config import to_table
-from terrace.simulate.advice import Job, fullest_stage
+from terrace.simulate.fullest import Job, fullest_stage
 from terrace.train.config import RunConfig
 from terrace.train.metrics import StepRecord, read_metrics
 from terrace.train.prediction import predict

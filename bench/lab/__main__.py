@@ -185,7 +185,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Run the cases missing in the results file."""
     options = parse()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that links are taken down then, too
     if not options.plain and not options.estimate and not is_root():
         print("the rehearsal cluster needs root, for network namespaces; --plain runs on the loopback instead")
         return 1
@@ -217,4 +216,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that links are taken down then, too
     sys.exit(main())

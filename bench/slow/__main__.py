@@ -85,7 +85,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Run the launches missing in the results file, and write the page from all of them."""
     options = parse()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that links are taken down then, too
     if not is_root():
         print("the rehearsal cluster needs root, for network namespaces")
         return 1
@@ -113,4 +112,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that links are taken down then, too
     sys.exit(main())

@@ -177,7 +177,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Probe, run, write the page."""
     options = parse()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that links are taken down then, too
     if not is_root():
         print("the rehearsal cluster needs root, for network namespaces")
         return 1
@@ -199,4 +198,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that links are taken down then, too
     sys.exit(main())

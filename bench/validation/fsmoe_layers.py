@@ -27,8 +27,9 @@ from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Op
 from terrace.program.lowering import build
 from terrace.program.program import Program
+from terrace.simulate.below import Moment
 from terrace.simulate.priced_instruction import Event
-from terrace.simulate.rank import Moment, Rank
+from terrace.simulate.rank import Rank
 
 DEGREES = (1, 2, 4, 8)
 _TEXT = """

@@ -9,6 +9,7 @@ micro-batch, and gradients that a pipeline sums over the data ranks after its la
 import math
 from dataclasses import fields, replace
 
+from bench.validation.stretched import StretchedEvaluator
 from terrace.base.errors import ClusterError
 from terrace.cluster.cluster import Cluster, Device
 from terrace.model.operations import Loss
@@ -16,12 +17,9 @@ from terrace.model.spec import BlockSpec, Computes
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.wire import FORMATS, MessageClass
-from terrace.planner.bound import Bounds
 from terrace.planner.estimate import Estimator
-from terrace.planner.evaluate import Evaluator
 from terrace.planner.inner import Inner
 from terrace.planner.parts import Part
-from terrace.planner.ranking import Estimate
 from terrace.planner.task import Candidate, Task
 from terrace.program.program import Program
 from terrace.simulate.cost import Costs
@@ -61,15 +59,12 @@ class ExposedEstimator(Estimator):
         self.inner = ExposedInner(task)
 
 
-class ExposedEvaluator(Evaluator):
+class ExposedEvaluator(StretchedEvaluator):
     """Evaluates candidates with messages inside blocks that hide behind nothing; no program runs this way."""
 
     def program(self, part: Part, candidate: Candidate, micros: int) -> tuple[Program, Costs]:
         program, costs = super().program(part, candidate, micros)
         return program, ExposedCosts.of(costs)
-
-    def played(self, candidate: Candidate) -> Estimate:
-        return self.evaluate(candidate)
 
 
 class _MegatronInner(ExposedInner):
@@ -88,10 +83,10 @@ class MegatronEstimator(Estimator):
     def work(self, mesh: Mesh, micro_batch: int, recompute: int = 0) -> Work:
         return replace(super().work(mesh, micro_batch, recompute), sequence_parallel=False)
 
-    def _compute(
+    def compute(
         self, kind: int, mesh: Mesh, micro_batch: int, accumulate: bool, pieces: int | None = None
     ) -> BlockSeconds:
-        own = super()._compute(kind, mesh, micro_batch, accumulate, pieces)
+        own = super().compute(kind, mesh, micro_batch, accumulate, pieces)
         device, work = self.task.cluster.device, self.work(mesh, micro_batch)
         if self.specs[kind].attends:
             return megatron_layer(own, device, work)
@@ -116,21 +111,23 @@ class MegatronEvaluator(ExposedEvaluator):
 
     def lines(self, candidate: Candidate) -> list[dict[str, float]]:
         # Not overlapped: the messages of the blocks follow each other.
-        numels, message_prices = self.estimator.numels.all(candidate.mesh), self.bounds.chains.message_prices
-        of_kind = message_prices.messages(candidate.mesh.state, numels, candidate.placement).sync
+        # Every parameter is summed over the data ranks, those that all tensor ranks have, too.
+        sync = self.prices.messages.lines(candidate.mesh.state, candidate.placement).each[3]
+        numels = self.estimator.numels.all(candidate.mesh)
+        of_kind = [sync.base_s + numel * sync.each_s if numel else 0.0 for numel in numels]
         parts = self.stages(candidate)[0].parts
         sums = [math.fsum(count * of_kind[kind] for kind, count in part.runs) for part in parts]
         return [line | {SYNC: sync_s} for line, sync_s in zip(super().lines(candidate), sums, strict=True)]
 
 
-def exposed(task: Task) -> Evaluator:
+def exposed(task: Task) -> ExposedEvaluator:
     """An evaluator of `task` that waits for every message inside a block."""
-    return ExposedEvaluator(Bounds(ExposedEstimator(task)))
+    return ExposedEvaluator(task, ExposedEstimator(task))
 
 
-def megatron(task: Task) -> Evaluator:
+def megatron(task: Task) -> MegatronEvaluator:
     """An evaluator of `task` under Megatron-LM."""
-    return MegatronEvaluator(Bounds(MegatronEstimator(task)))
+    return MegatronEvaluator(task, MegatronEstimator(task))
 
 
 def megatron_layer(own: BlockSeconds, device: Device, work: Work) -> BlockSeconds:
@@ -178,7 +175,7 @@ def dropout_s(device: Device, work: Work) -> tuple[float, float]:
 
     The scores are read and written once more, 5 bytes each in bf16 with the mask.
     """
-    keys, _ = core_keys(work, device.backend)
+    keys, _ = core_keys(work, device.type)
     queries = math.ceil(work.attended / work.micro_batch)
     scores = work.micro_batch * work.attended_heads * queries * keys
     sums = work.tokens * 2 * work.layer.hidden.numel / work.stream_cut

@@ -30,9 +30,9 @@ class ProductWarning(UserWarning):
 class Command(NamedTuple):
     """A command, such as `rl`, or an action of a command that takes others' actions, such as `data lengths`.
 
-    `module` has `add_parser(commands)`, as the modules of `terrace/cli/` have: it adds a parser to argparse's
-    subparsers, and sets the default `run`, a function of the parsed options and of the unparsed words that returns the
-    exit code.
+    `module` has `add_parser(commands)`, or is MODULE:NAME of such a function, which `--help` imports: it adds a parser
+    to argparse's subparsers, as `terrace.cli.option.Line.add_to` does, and sets the default `run`, a function of the
+    parsed options and of the unparsed words that returns the exit code.
     """
 
     name: str
@@ -139,10 +139,18 @@ def commands(of: str = "") -> dict[str, Command]:
     return found
 
 
+def parser_adder(command: Command) -> Callable[[Any], object]:
+    """The function that adds a product's command to argparse's subparsers. Raises as `load_reference` does."""
+    found: Callable[[Any], object] = load_reference(
+        command.module if ":" in command.module else f"{command.module}:add_parser"
+    )
+    return found
+
+
 def add_parser(command: Command, parsers: Any) -> None:
     """Adds a product's command to argparse's `parsers`, or leaves it out, with a warning, if its module is broken."""
     try:
-        load_module(command.module).add_parser(parsers)
+        parser_adder(command)(parsers)
     except ProductError as error:
         left_out(f"command {command.name!r} is left out: {error}")
 

@@ -1,4 +1,8 @@
-"""Counts with nouns, and quantities with units, in English."""
+"""Counts with nouns, quantities with units, and paragraphs, in English."""
+
+import textwrap
+
+_WIDTH = 80
 
 
 def counted(number: int, noun: str, spec: str = "") -> str:
@@ -36,3 +40,15 @@ def scaled(value: float) -> tuple[float, str]:
 def seconds(value: float) -> str:
     """A duration in s, ms or us."""
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} us"
+
+
+def longer(step_s: float, than_s: float) -> str:
+    """How much longer a step is than another, as "+3.1 %"; "" if the other takes no time."""
+    return f"{100 * (step_s / than_s - 1):+.1f} %" if than_s else ""
+
+
+def filled(words: str) -> str:
+    """Wrap each line of `words` to 80 characters, with no break before a percent sign."""
+    kept = words.replace(" %", "\N{NO-BREAK SPACE}%").splitlines()
+    lines = [textwrap.fill(each, _WIDTH, break_on_hyphens=False, break_long_words=False) for each in kept]
+    return "\n".join(lines).replace("\N{NO-BREAK SPACE}", " ")

@@ -37,13 +37,16 @@ from terrace.model.spec import BlockSpec
 from terrace.plan.counts import choices_bytes
 from terrace.plan.dims import is_layer
 from terrace.plan.plan import Plan
+from terrace.plan.projected import numbers_of
+from terrace.plan.slices import tables_of
 from terrace.plan.state_formats import stored_bytes
+from terrace.plan.update import parse_update
 from terrace.plan.wire import FORMATS
 from terrace.runtime.settings import OptimizerConfig
-from terrace.runtime.states import ADAMW, FROZEN, KINDS, OUTER_MOMENTUM, group_of
+from terrace.runtime.states import ADAMW, FROZEN, KINDS, OUTER_MOMENTUM, group_of, is_trained, kinds_of
 
 FORMAT, FORMAT_2 = 3, 2
-LOSS_SCALE = "loss_scale"  # of a manifest
+LOSS_SCALE, ROW_WISE = "loss_scale", "row_wise"  # keys of a manifest
 _GROUPS_2 = {"trainable": ADAMW, "frozen": FROZEN}
 MAX_STEPS = 10**12  # no run comes near
 _READ_BYTES = 4 << 20
@@ -93,11 +96,12 @@ def checkpoint_bytes(
 ) -> int:
     """Size of a checkpoint on disk, without headers and islands' figures. `blocks` are whole."""
     compute, master, summed = (FORMATS[each].element_bytes for each in (plan.compute, plan.master, plan.sums))
+    rule = parse_update(plan.update)
     state, outer, total = stored_bytes(plan.optimizer_states or plan.sums, 1), plan.outer, 0
     for index, block in enumerate(blocks):
         for param in block.params:
             group = group_of(param, optimizer, is_layer(blocks, index))
-            each = master + (len(KINDS[group]) - 1) * state
+            each = master + (len(kinds_of(group)) - 1) * state
             if group == FROZEN:
                 each = max(compute, _FP32_BYTES) if param.is_expert_bias else compute
             else:
@@ -105,6 +109,8 @@ def checkpoint_bytes(
                 own = 2 * (outer.delay > 0)
                 each = num_islands * (each + own * summed) + (outer.num_slices - own) * summed
             total += param.numel * each
+            if group == plan.update and rule.projects:
+                total += param.num_parts * numbers_of(rule, param.part_shape) * summed
         total += choices_bytes(block)
     return total
 
@@ -121,6 +127,26 @@ def stored_note(where: str, stored: Sequence[str], plan: Plan) -> str:
         return ""
     theirs, ours = (f"parameters in {each[0]} and optimizer states in {each[1]}" for each in (stored, own))
     return f"{where} was saved with {theirs}, and goes on with {ours}"
+
+
+def is_row_wise(plan: Plan, blocks: Sequence[BlockSpec]) -> bool:
+    """Whether a run updates only the used rows of its table, as docs/tables.md has it."""
+    return bool(plan.vocabulary) and any(is_trained(table) for table in tables_of(blocks[0]))
+
+
+def form_of(plan: Plan, blocks: Sequence[BlockSpec]) -> dict[str, Any]:
+    """The keys of a manifest that say how a plan stores and updates its states. `blocks` are whole."""
+    return {"stored": stored_as(plan), **({ROW_WISE: True} if is_row_wise(plan, blocks) else {})}
+
+
+def row_wise_note(where: str, theirs: bool, ours: bool) -> str:
+    """A note if a run updates used rows alone and the checkpoint's run updated all rows, or the reverse; else ""."""
+    if theirs == ours:
+        return ""
+    before, now = ("the used rows" if each else "all rows" for each in (theirs, ours))
+    return (
+        f"{where} was saved with updates of {before} of its table, and goes on with updates of {now} (plan.vocabulary)"
+    )
 
 
 def block_layouts(blocks: Sequence[BlockSpec], optimizer: OptimizerConfig) -> dict[str, BlockLayout]:
@@ -156,7 +182,7 @@ def manifest_of(
         "step": step,
         "num_updates": num_updates,
         "facts": dict(facts),
-        "groups": {group: [*KINDS[group], *(() if group == FROZEN else more)] for group in sorted(used)},
+        "groups": {group: [*kinds_of(group), *(() if group == FROZEN else more)] for group in sorted(used)},
         "layout": layout,
         "files": dict(sorted(files.items())),
         **({"islands": islands.table} if islands.table else {}),

@@ -19,7 +19,8 @@ from terrace.runtime.elementwise import StatePart
 from terrace.runtime.flat_param import FlatParam
 from terrace.runtime.outer_numbers import OuterNumbers
 from terrace.runtime.outer_state import OuterState
-from terrace.runtime.states import FROZEN, KINDS
+from terrace.runtime.projected import WholeState, whole_states
+from terrace.runtime.states import FROZEN, KINDS, PROJECTION
 
 CHOICES, COUNTS = "mlp.router.choices", "counts"  # of routers in the last step, beside the parameters
 
@@ -60,8 +61,9 @@ def held(flat: FlatParam, *, own: bool = True) -> list[Held]:
     start, island = flat.part(tier).start, flat.layout.island_of(flat.coordinates)
     is_first = flat.is_first(tier) and not island
     if not flat.spec.trainable:
-        # Frozen parameters have no optimizer state and stay on the parameters' tier.
-        values = dict(zip(KINDS[FROZEN], (flat.shard,), strict=True))
+        # Frozen parameters stay on the parameters' tier. The optimizer has no state of them but those below the device.
+        frozen = flat.optimizer.states[0].tensor if flat.optimizer.states else flat.shard
+        values = dict(zip(KINDS[FROZEN], (frozen,), strict=True))
         return [Held(flat=flat, start=start, values=values, is_first=is_first)]
     found = list[Held]()
     for part in flat.optimizer.parts:
@@ -102,16 +104,25 @@ def parts_of(
         for each in held(flat, own=own):
             if each.is_first or not first:
                 yield from ((flat.name, part) for part in _parts(each, slices))
+        is_first = flat.is_first(flat.layout.optimizer)
+        for state in whole_states(flat.optimizer):
+            if (is_first and state.is_first) or not first:
+                yield flat.name, _whole(flat, state)
+
+
+def _whole(flat: FlatParam, state: WholeState) -> BoxValues:
+    name = state.name.removeprefix(f"{flat.name}.")
+    return BoxValues(parameter=name, box=whole(state.numbers.shape), values={PROJECTION: state.numbers})
 
 
 def numbers_of(numbers: OuterNumbers) -> Iterator[tuple[str, BoxValues]]:
     """(block, part) of the outer loop's figures that this rank writes; none for a single island."""
     if not numbers.marks.numel():
         return
-    place = ((numbers.island, numbers.island + 1), (numbers.place, numbers.place + 1))
-    told = numbers.told[None, None]
-    yield NUMBERS_BLOCK, BoxValues(parameter=TOLD, box=(*place, *whole(told.shape[2:])), values={NUMBERS: told})
-    if not (numbers.island or numbers.place):
+    place = ((numbers.island, numbers.island + 1), (numbers.island_rank, numbers.island_rank + 1))
+    figures = numbers.own_figures[None, None]
+    yield NUMBERS_BLOCK, BoxValues(parameter=TOLD, box=(*place, *whole(figures.shape[2:])), values={NUMBERS: figures})
+    if not (numbers.island or numbers.island_rank):
         for name, values in ((HEARD, numbers.heard), (MARKS, numbers.marks)):
             yield NUMBERS_BLOCK, BoxValues(parameter=name, box=whole(values.shape), values={NUMBERS: values})
 

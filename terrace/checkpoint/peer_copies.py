@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from terrace.base.errors import CheckpointError, ConfigError
-from terrace.checkpoint.layout import Files, decode, manifest_of, stored_as
+from terrace.checkpoint.layout import Files, decode, form_of, manifest_of
 from terrace.checkpoint.memory import (
     MANIFEST,
     ROOT,
@@ -166,7 +166,7 @@ class PeerCopies:
     ) -> None:
         """Allocate the memory. Raises `ConfigError` on every rank if a machine has too little."""
         self._engine, self._hosts, self._facts, self.partners = engine, world.hosts, facts, partners
-        self._form = {"feedback": digest(engine.program), "stored": stored_as(engine.program.plan)}
+        self._form = {"feedback": digest(engine.program), **form_of(engine.program.plan, engine.state.specs)}
         self._tier = engine.program.cluster.tiers[partners.tier].name
         self._link = KeeperLink(partners, world.rank, timeout)
         self._snapshot = snapshot_of(engine.state)

@@ -20,6 +20,7 @@ from terrace.checkpoint.layout import (
     FORMAT_2,
     LOSS_SCALE,
     MAX_STEPS,
+    ROW_WISE,
     BlockLayout,
     Files,
     check_model,
@@ -28,6 +29,8 @@ from terrace.checkpoint.layout import (
     folder_name,
     is_checkpoint_name,
     is_intact,
+    is_row_wise,
+    row_wise_note,
     step_of,
     stored_note,
     tensor_name,
@@ -78,6 +81,7 @@ class Checkpoint:
             self.feedback = str(manifest.get("feedback", ""))  # of terrace.checkpoint.residuals; "": it has none
             self.loss_scale = LossScale.parse(manifest.get(LOSS_SCALE, {}))
             self.stored = tuple(map(str, manifest.get("stored", ())))  # as `stored_as`; (): by an earlier version
+            self.is_row_wise = bool(manifest.get(ROW_WISE))  # as `layout.is_row_wise`
             self.islands = Islands.parse(manifest.get("islands", {}))
             self.groups: dict[str, tuple[str, ...]] = {name: tuple(kinds) for name, kinds in manifest["groups"].items()}
             self.layout: dict[str, BlockLayout] = {
@@ -307,8 +311,8 @@ def restore(state: ModelState, checkpoint: Checkpoint) -> str:
     """Load this rank's parameters, optimizer state and error-feedback residuals.
 
     Every rank calls this, and `Engine.refresh` afterwards: the checkpoint holds master values, so working copies are
-    stale until then. Returns a note if residuals start at zero, islands start from the anchor, or storage formats
-    change, else "".
+    stale until then. Returns a note if residuals start at zero, islands start from the anchor, storage formats change,
+    or the rows of a table that an update changes do, else "".
 
     Raises `CheckpointError` if the checkpoint is of another model or unreadable. Call `checkpoint.verify()` on one
     rank first: this checks only the elements it reads.
@@ -323,6 +327,8 @@ def restore(state: ModelState, checkpoint: Checkpoint) -> str:
     said = note(checkpoint.folder.name, checkpoint.islands, islands) if checkpoint.step else ""
     state.loss_scale.take(checkpoint.loss_scale)
     stored = stored_note(checkpoint.folder.name, checkpoint.stored, state.program.plan) if checkpoint.step else ""
+    row_wise = is_row_wise(state.program.plan, state.specs)
+    rows = row_wise_note(checkpoint.folder.name, checkpoint.is_row_wise, row_wise) if checkpoint.step else ""
     with torch.no_grad():
         for flat in state:
             restore_flat(flat, checkpoint, slices, goes_on=goes_on)
@@ -333,7 +339,7 @@ def restore(state: ModelState, checkpoint: Checkpoint) -> str:
             else:  # of an earlier version: as in the first step
                 part.values[COUNTS].zero_()
         residuals = restore_residuals(state, checkpoint.folder, checkpoint.feedback)
-    return "; ".join(filter(None, (said, stored, residuals)))
+    return "; ".join(filter(None, (said, stored, rows, residuals)))
 
 
 def not_finite(where: Path, name: str, kind: str = "") -> CheckpointError:
@@ -385,10 +391,10 @@ def _restore_numbers(numbers: OuterNumbers, checkpoint: Checkpoint, *, goes_on: 
         BoxValues(
             parameter=TOLD,
             box=(island, (row, row + 1), *rest),
-            values={NUMBERS: torch.zeros_like(numbers.told)[None, None]},
+            values={NUMBERS: torch.zeros_like(numbers.own_figures)[None, None]},
         )
-        for row in range(numbers.place, checkpoint.islands.ranks, numbers.num_ranks)
+        for row in range(numbers.island_rank, checkpoint.islands.ranks, numbers.num_ranks)
     ]
     checkpoint.fill(NUMBERS_BLOCK, [*wanted, *rows])
     for each in rows:
-        numbers.told += each.values[NUMBERS][0, 0]
+        numbers.own_figures += each.values[NUMBERS][0, 0]

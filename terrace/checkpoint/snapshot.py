@@ -1,7 +1,8 @@
 """Consistent copy of the state that a rank writes, in the layout of its file: pieces, then residuals.
 
 Copying runs at memory speed; training continues while the file is written from the copy. The copy has the size of the
-rank's file and is kept for the whole run: in main memory, pinned if the state is on a CUDA device.
+rank's file and exists for the whole run: in main memory, page-locked if the state is on a device. Where states are
+kept on a disk, since they may be larger than memory, so is the copy (terrace.runtime.kept.below).
 
 The file has the safetensors format: the length of the header in 8 bytes, the header in JSON, the tensors without
 gaps.
@@ -10,7 +11,7 @@ gaps.
 import json
 import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from terrace.accelerator import has_streams
 from terrace.base.boxes import to_text
 from terrace.checkpoint.layout import LOSS_SCALE, tensor_name
 from terrace.checkpoint.parts import BoxValues, is_in_blocks, parts_of
@@ -26,12 +28,14 @@ from terrace.checkpoint.residuals import named_residuals
 from terrace.comm.rounding import Origin
 from terrace.plan.holdings import Slices
 from terrace.runtime.flat_param import FlatParam
+from terrace.runtime.kept.below import NOTHING_BELOW
 from terrace.runtime.loss_scale import LossScale
 
 _DTYPES = {torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _WRITE_BYTES = 8 << 20  # a call: large enough that calls cost nothing
 _ALIGNED = 8  # where the tensors begin in a file
 _UNSCALED = LossScale.one()
+Staging = Callable[[int, bool], Tensor]  # (bytes, whether they are page-locked) -> memory of a copy
 
 
 class Snapshot:
@@ -49,10 +53,11 @@ class Snapshot:
         beside: Iterable[tuple[str, BoxValues]] = (),
         edges: Iterable[Origin] = (),
         loss_scale: LossScale = _UNSCALED,
+        staging: Staging = NOTHING_BELOW.staging,
     ) -> None:
         self.pieces: dict[str, dict[str, list[str]]] = {}  # block -> parameter -> boxes
         # Updates made by the optimizers when the copy was taken; 0 if all parameters are frozen.
-        self.num_updates = 0
+        self.num_updates, self._make_staging = 0, staging
         self._loss_scale, self.loss_scale = loss_scale, dict[str, Any]()  # its table then; empty where it stays 1
         self._flats, self._edges, self._pieces = list(flats), list(edges), list[tuple[str, Tensor]]()
         self._slices, self._in_blocks = slices, [flat for flat in self._flats if is_in_blocks(flat)]
@@ -84,7 +89,8 @@ class Snapshot:
         self._num_residuals, self._live = len(residuals), live
         self.header = _header(live)
         self.num_bytes = sum(values.nbytes for _, values in live)
-        self._on_cuda = any(values.is_cuda for _, values in live) or any(flat.full.is_cuda for flat in self._in_blocks)
+        stored = (*(values for _, values in live), *(flat.full for flat in self._in_blocks))
+        self._on_device = any(has_streams(values.device) for values in stored)
         self.release()
 
     def take(self) -> None:
@@ -92,7 +98,7 @@ class Snapshot:
         self.lay_out()
         if len(self._staging) < self.num_bytes:
             # One buffer in the order of the file, so writing needs no serialisation.
-            self._staging = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=self._on_cuda)
+            self._staging = self._make_staging(self.num_bytes, self._on_device)
         self.take_into(self._staging)
 
     def take_into(self, staging: Tensor) -> None:
@@ -114,8 +120,8 @@ class Snapshot:
                     place = decoded[tensor_name(block, part.parameter, part.box, kind)]
                     place.copy_(values, non_blocking=True)
         # Training may change the state right after this call.
-        if self._on_cuda:
-            torch.cuda.synchronize()
+        if self._on_device:
+            torch.accelerator.synchronize()
 
     def release(self) -> None:
         """Free the memory of the copy until the next `take`."""

@@ -25,9 +25,9 @@ from terrace.checkpoint.layout import (
     encode,
     folder_name,
     folder_of,
+    form_of,
     manifest_of,
     step_of,
-    stored_as,
 )
 from terrace.checkpoint.parts import choices_of, numbers_of, slices_of
 from terrace.checkpoint.residuals import digest, file_of
@@ -70,7 +70,8 @@ def snapshot_of(state: ModelState) -> Snapshot:
     program = state.program
     is_first = not any(program.model.stage_layout.coordinates(state.rank))
     beside = [*(choices_of(program, state.choices) if is_first else ()), *numbers_of(state.outer_numbers)]
-    return Snapshot(state, slices_of(program.mesh, state.rank), beside, state.edges.values(), state.loss_scale)
+    slices, staging = slices_of(program.mesh, state.rank), state.below.staging
+    return Snapshot(state, slices, beside, state.edges.values(), state.loss_scale, staging)
 
 
 def partial_of(folder: Path, life: str = "") -> Path:
@@ -136,7 +137,7 @@ def commit(
         path.unlink()
     islands = Islands.of(state.program)
     manifest = manifest_of(state.specs, state.settings, step, num_updates, facts, files, islands)
-    manifest |= {"feedback": digest(state.program), "stored": stored_as(state.program.plan)}
+    manifest |= {"feedback": digest(state.program), **form_of(state.program.plan, state.specs)}
     if LOSS_SCALE in part:  # the same on all ranks
         manifest[LOSS_SCALE] = part[LOSS_SCALE]
     write_atomic(partial / "manifest.json", encode(manifest))

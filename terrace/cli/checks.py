@@ -10,19 +10,20 @@ from terrace.cluster.cluster import Cluster
 from terrace.cluster.headroom import headroom_bytes, room_words
 from terrace.launch.launchers import is_launched
 from terrace.plan.plan import precision_of
-from terrace.planner.bottleneck import Better, Bottleneck, better_plan, bottleneck
+from terrace.planner.bottleneck import Bottleneck, better_plan, bottleneck
+from terrace.planner.ranking import Estimate
 from terrace.planner.task import Task
 from terrace.probe.findings import Finding
 from terrace.probe.machine import Machine
 from terrace.report.plans import plan_words
-from terrace.simulate.advice import Job, fullest_stage
 from terrace.simulate.bands import band_of
+from terrace.simulate.fullest import Job, fullest_stage
 from terrace.simulate.worst_load import worst_words
 from terrace.train.config import RunConfig
 from terrace.train.planned import torchrun
 from terrace.train.prediction import checked_programs, resolved_run
 
-_LIMIT = 400  # plans that the doctor simulates, as many as terrace plan
+_LIMIT = 24  # plans that the doctor plays, as many as terrace plan
 # The start of a run must not wait for a search. On up to _SMALL_WORLD ranks, _FEW simulations take a few tenths of a
 # second; if pricing the plan itself took longer than _SOON_S, the search is skipped.
 _SMALL_WORLD, _FEW, _SOON_S = 32, 40, 0.1
@@ -67,7 +68,7 @@ def _remedy(run: RunConfig, limit: int, plan_command: str = "") -> str:
     if run.plan.outer.has_islands:  # a search of islands needs bounds of their loop
         return "terrace plan --outer searches the plans of islands that fit"
     # Of all starts only one that is refused searches for more nodes.
-    from terrace.cli.remedy import fitting_words
+    from terrace.cli.no_plan import fitting_words
 
     try:
         return fitting_words(task_of(run, run.cluster), limit, plan_command)
@@ -80,7 +81,7 @@ def _place(run: RunConfig, machine: Machine) -> Iterator[Finding]:
     ranks, launched = run.cluster.world_size, is_launched(machine.variables)
     if launched or len(machine.gpus) >= ranks:
         return
-    if run.cluster.device.backend == "cuda":
+    if run.cluster.device.type == "cuda":
         words = f"one CUDA device each for {counted(ranks, 'rank')}; this machine has {len(machine.gpus)}"
         fix = f"on the cluster's machines: {torchrun(run.cluster, 'train ...')}"
         yield Finding(level="note", about="ranks", words=words, fix=fix)
@@ -105,7 +106,7 @@ def _local_bytes(run: RunConfig) -> int:
 def check_devices_here(run: RunConfig, num_devices: int) -> None:
     """Raises `PlanError` if a run needs more CUDA devices than this machine has."""
     ranks = run.cluster.world_size
-    if run.cluster.device.backend == "cuda" and num_devices < ranks:
+    if run.cluster.device.type == "cuda" and num_devices < ranks:
         raise PlanError(
             f"cluster {run.cluster.name!r} has {counted(ranks, 'rank')} with a CUDA device each, and this machine has "
             f"{counted(num_devices, 'CUDA device')}: start it on the cluster, as {torchrun(run.cluster, 'train ...')} "
@@ -157,7 +158,7 @@ def _speed(run: RunConfig, plan_command: str) -> Iterator[Finding]:
     step, waits = f"{seconds(slow.step_s)} {band_of(run.cluster, run.plan)}", f"{100 * slow.share:.0f} %"
     mean = " in the mean of a cycle" if run.plan.outer.has_islands else ""
     words = f"predicted step {step}{mean}, of which {waits} wait for messages on tier {slow.tier}"
-    fix = "" if better is None else f"{_better_words(task, better)}; to have it written: {plan_command}"
+    fix = "" if better is None else f"{_better_words(task, better, slow)}; to have it written: {plan_command}"
     yield Finding(level="note" if slow.is_most else "fine", about="speed", words=words, fix=fix)
 
 
@@ -182,7 +183,8 @@ def slow_warning(run: RunConfig, cluster: Cluster, limit_s: float = _SOON_S) -> 
         return None
     if better is None:
         return f"{_slow_words(slow)}, and of the plans that were tried none is a tenth faster"
-    return f"{_slow_words(slow)}; {_better_words(task, better)} (terrace doctor with the same options searches further)"
+    words = _better_words(task, better, slow)
+    return f"{_slow_words(slow)}; {words} (terrace doctor with the same options searches further)"
 
 
 def task_of(run: RunConfig, cluster: Cluster) -> Task:
@@ -202,8 +204,7 @@ def _slow_words(slow: Bottleneck) -> str:
     return f"{100 * slow.share:.0f} % of the predicted step wait for messages on tier {slow.tier}"
 
 
-def _better_words(task: Task, better: Better) -> str:
-    return (
-        f"predicted to be {better.gain:.2g} times as fast ({seconds(better.estimate.step_s)} a step): "
-        f"{plan_words(task, better.estimate.candidate)}"
-    )
+def _better_words(task: Task, better: Estimate, than: Bottleneck) -> str:
+    gain = than.step_s / better.step_s
+    words = plan_words(task, better.candidate)
+    return f"predicted to be {gain:.2g} times as fast ({seconds(better.step_s)} a step): {words}"

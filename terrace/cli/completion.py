@@ -5,28 +5,10 @@ The script calls this command for the words, so that it knows the options of eve
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
-
-from terrace.base.errors import ConfigError
-
-SHELLS = ("bash", "zsh", "fish")
-
-
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "completion",
-        description="Print a script that completes commands and options in a shell. For bash: "
-        'eval "$(terrace completion bash)" in ~/.bashrc; for zsh the same in ~/.zshrc, after compinit; for fish: '
-        "terrace completion fish | source in ~/.config/fish/config.fish.",
-    )
-    parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Prints the script; returns 0."""
-    if rest:
-        raise ConfigError(f"unknown argument {rest[0]!r}; see terrace completion --help")
     from argcomplete.shell_integration import shellcode
 
     print(shellcode(["terrace"], shell=options.shell))

@@ -2,30 +2,10 @@
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
 
-from terrace.base.products import add_parser as add_action
-from terrace.base.products import commands as actions_of
 from terrace.base.words import counted
-from terrace.cli.options import add_run_options, resolve_run
+from terrace.cli.options import resolve_run
 from terrace.model.facts import vocabulary_size
-
-
-def add_parser(commands: Any) -> None:
-    data = commands.add_parser("data", description="Look at a corpus before a run, or tokenise it; nothing is trained.")
-    actions = data.add_subparsers(dest="action", required=True, metavar="ACTION")
-    parser = actions.add_parser(
-        "prepare",
-        help="tokenise and pack the data of a run",
-        description="Tokenise and pack the data of a run into its data.cache, where terrace train with the same "
-        "options finds them. Nothing is trained, and no device is needed.",
-        epilog="Every option is that of terrace train, e.g. --config run.toml, or --data PATH --model FOLDER "
-        "--train.sequence 4096.",
-    )
-    add_run_options(parser)
-    parser.set_defaults(run=run)
-    for action in actions_of("data").values():
-        add_action(action, actions)
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:

@@ -7,15 +7,17 @@ links of every tier.
 import argparse
 import json
 import math
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from terrace.base.errors import ConfigError, TerraceError
 from terrace.base.extras import install
 from terrace.base.words import counted, quantity, seconds
-from terrace.cli.options import OVERRIDES_HELP, add_run_options, resolve_run
+from terrace.cli.lines import DOCTOR_SECONDS
+from terrace.cli.options import resolve_run
 from terrace.cli.terminal import Terminal
 from terrace.launch.launchers import rank_of
 from terrace.probe.findings import Finding, findings
@@ -30,32 +32,18 @@ if TYPE_CHECKING:
 _MARKS = {"fine": "ok", "absent": "absent", "note": "note", "blocks": "BLOCKS"}
 _STYLES = {"fine": "", "absent": "dim", "note": "yellow", "blocks": "bold red"}
 _SLOW = 0.5  # of the file's bandwidth: below it predictions are far off
-_MOST_S, _USUAL_S = 30.0, 10.0
+_MOST_S = 30.0
+_TRIED_BYTES = 4096  # of a file of kept states
 _HEAD = 128  # size of heads of most large models
-
-
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "doctor",
-        description="Check this machine and, with a model, a cluster or a plan, a run on it.",
-        epilog=f"The exit code is 1 if something blocks. {OVERRIDES_HELP}",
-    )
-    add_run_options(parser)
-    parser.add_argument("--network", action="store_true", help="measure the links of every tier, with all ranks")
-    parser.add_argument(
-        "--seconds", type=float, metavar="S", help=f"seconds for --network, at most 30 (default: {_USUAL_S:g})"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Prints the findings; returns 0, or 1 if one of them blocks."""
-    options.seconds = _USUAL_S if options.seconds is None else options.seconds
+    options.seconds = DOCTOR_SECONDS if options.seconds is None else options.seconds
     if not (math.isfinite(options.seconds) and 0 < options.seconds <= _MOST_S):
         raise ConfigError(f"--seconds {options.seconds:g} must be above 0 and at most {_MOST_S:g}")
     machine = look(Path())
-    found = [*findings(machine), *_attention(machine), *_products(machine)]
+    found = [*findings(machine), *_attention(machine), *_products(machine), *_disk()]
     # Under a launcher all ranks measure, one prints.
     is_first = rank_of(machine.variables) == "0"
     asked = [getattr(options, name) for name in ("config", "model", "cluster", "plan", "data", "ranks")]
@@ -95,7 +83,9 @@ def _attention(machine: Machine) -> Iterator[Finding]:
 def _device(machine: Machine) -> "torch.device":
     import torch
 
-    return torch.device("cuda" if machine.gpus and machine.has_nccl else "cpu")
+    from terrace.accelerator import HOST, TYPE
+
+    return torch.device(TYPE) if machine.gpus and machine.has_nccl else HOST
 
 
 def _products(machine: Machine) -> Iterator[Finding]:
@@ -110,6 +100,20 @@ def _products(machine: Machine) -> Iterator[Finding]:
     else:
         words += 'compute = "bf16" is faster here'
     yield Finding(level="fine", about="products", words=words)
+
+
+def _disk() -> Iterator[Finding]:
+    from terrace.runtime.kept.file import KeptFile
+
+    try:
+        file = KeptFile(Path(), [_TRIED_BYTES])
+        file.close()
+    except TerraceError as error:
+        yield Finding(level="absent", about="disk", words=f"no states can be kept below the device: {error}")
+        return
+    free = shutil.disk_usage(Path()).free
+    words = f"{file.file_system}, {quantity(free, 'B')} free, {'' if file.is_direct else 'without '}direct I/O"
+    yield Finding(level="fine", about="disk", words=f"{words}: for states below the device (plan.keep)")
 
 
 def _has_torch(machine: Machine) -> bool:
@@ -130,7 +134,7 @@ def _run_findings(options: argparse.Namespace, rest: Sequence[str], machine: Mac
 def _attention_of_run(run: RunConfig, machine: Machine) -> Iterator[Finding]:
     device = _device(machine) if _has_torch(machine) else None
     # On another machine another kernel may serve.
-    if device is None or device.type != run.cluster.device.backend:
+    if device is None or device.type != run.cluster.device.type:
         return
     from terrace.train.adapted import attention_words
 
@@ -145,7 +149,7 @@ def _parts_of_run(run: RunConfig, machine: Machine) -> Iterator[Finding]:
     from terrace.train.rules import parts_words
 
     device = _device(machine)
-    if device.type == run.cluster.device.backend:
+    if device.type == run.cluster.device.type:
         serve((), run.train.kernels, device)
     yield Finding(level="fine", about="parts of a run", words=parts_words(run))
 

@@ -6,12 +6,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from terrace.base.errors import ConfigError
 from terrace.base.words import counted
 from terrace.cli.files import check_count
-from terrace.cli.generate import add_model_options, load_model_of
+from terrace.cli.generate import load_model_of
 from terrace.cli.output import raw_stream
 
 if TYPE_CHECKING:
@@ -20,61 +20,8 @@ if TYPE_CHECKING:
 _SECONDS = 1.0  # between two lines of progress
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "eval",
-        description="Print loss, perplexity and bits per byte of the newest checkpoint of a run, or of the weights of "
-        "a Hugging Face folder, on data that it was not trained on, in one process.",
-    )
-    add_model_options(parser)
-    parser.add_argument(
-        "--data",
-        metavar="PATH",
-        help="text or JSONL file, or a folder of them, to predict (default: the run's own hold-out and the sources of "
-        "its data.eval)",
-    )
-    parser.add_argument(
-        "--data.format",
-        dest="format",
-        choices=("text", "chat"),
-        help="text, or conversations: the loss of the tokens that training on them would train (default: text, or "
-        "conversations where the first record is one without a text)",
-    )
-    parser.add_argument(
-        "--data.chat_template",
-        dest="chat_template",
-        metavar="FILE",
-        help="the chat template of conversations (default: that of the training, or of the folder)",
-    )
-    parser.add_argument(
-        "--data.column",
-        dest="column",
-        metavar="NAME",
-        help="the key or column of the text in a record (default: text)",
-    )
-    parser.add_argument("--data.split", dest="split", metavar="NAME", help="the split of a data set (default: train)")
-    parser.add_argument(
-        "--data.separator",
-        dest="separator",
-        metavar="TEXT",
-        help="what stands between the documents of a text file (default: a file is a document)",
-    )
-    parser.add_argument(
-        "--context",
-        type=int,
-        metavar="N",
-        help="tokens of a window, in which a token sees those before it (default: the sequence that the run was "
-        "trained on, or the positions of a Hugging Face model)",
-    )
-    parser.add_argument("--documents", type=int, metavar="N", help="read the first N documents (default: all)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
-    parser.set_defaults(run=run)
-
-
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Prints loss, perplexity and bits per byte; returns 0."""
-    if rest:
-        raise ConfigError(f"unknown argument {rest[0]!r}; see terrace eval --help")
     for name in ("context", "documents"):
         check_count(f"--{name}", getattr(options, name), bits=31)
     if options.data is not None and options.format is None and options.column is None:

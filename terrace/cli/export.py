@@ -2,73 +2,20 @@
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from terrace.base.errors import CheckpointError, ConfigError
 from terrace.cli.files import check_count
+from terrace.cli.lines import DCP, HF, SHARD_BYTES
 from terrace.train.folder import BYTES, check_source
 from terrace.train.runs import RunFolder, read_run
 
 if TYPE_CHECKING:
     from terrace.checkpoint.reading import Checkpoint
 
-SHARD_BYTES = 5_000_000_000  # default file size in transformers
-DTYPES = ("fp32", "bf16", "fp16", "fp64")
-FORMATS = HF, DCP = ("hf", "dcp")
-NAMINGS = ("hf", "torchtitan")  # as terrace.model.dcp.names, which needs torch
-
-
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "export",
-        description="Write a checkpoint of a run as a folder that transformers loads: safetensors, config.json, and "
-        "the tokenizer of the run. With --format dcp, as one that torch.distributed.checkpoint loads, with AdamW's "
-        "states.",
-    )
-    parser.add_argument("folder", metavar="RUN", type=Path, help="run folder of any command that trains")
-    parser.add_argument("path", metavar="PATH", type=Path, help="folder to make; it must not be there, or be empty")
-    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint after this step (default: the newest)")
-    parser.add_argument(
-        "--format",
-        choices=FORMATS,
-        default=HF,
-        help="hf: safetensors; dcp: .distcp files and .metadata (default: hf)",
-    )
-    parser.add_argument(
-        "--names",
-        choices=NAMINGS,
-        help="with --format dcp: names of parameters (default: hf, those of transformers)",
-    )
-    parser.add_argument(
-        "--weights-only", action="store_true", help="with --format dcp: leave out the states of the optimizer"
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        help="dtype of the weights (default: the one that the run computed in; with --format dcp: as they are stored)",
-    )
-    parser.add_argument(
-        "--shard-bytes",
-        type=int,
-        metavar="N",
-        help=f"largest file of weights, in bytes (default: {SHARD_BYTES})",
-    )
-    parser.add_argument(
-        "--adapter", action="store_true", help="write the adapters alone, in fp32, as a folder that peft loads"
-    )
-    parser.add_argument(
-        "--base",
-        metavar="NAME",
-        help="with --adapter: the base model's name (default: the run's train.weights)",
-    )
-    parser.set_defaults(run=run)
-
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Writes the folder; returns 0."""
-    if rest:
-        raise ConfigError(f"unknown argument {rest[0]!r}; see terrace export --help")
     _check_together(options)
     check_count("--shard-bytes", options.shard_bytes)
     run = read_run(options.folder)
@@ -108,7 +55,7 @@ def _export_dcp(options: argparse.Namespace, run: RunFolder, checkpoint: "Checkp
     source = run.source
     wanted = DcpExport(
         dtype=options.dtype,
-        naming=options.names or NAMINGS[0],
+        naming=options.names or HF,
         states=not options.weights_only,
         file_bytes=options.shard_bytes or SHARD_BYTES,
         source=source if source.is_dir() else None,

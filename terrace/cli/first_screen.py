@@ -5,6 +5,7 @@ first loss there are ten. Warnings follow. `verbose` adds tables of plan, memory
 """
 
 import sys
+from collections.abc import Sequence
 from textwrap import fill
 
 from terrace.base.words import counted, quantity
@@ -14,11 +15,13 @@ from terrace.launch.start import pace
 from terrace.model.facts import family_of
 from terrace.plan.few_exchanges import few_exchanges
 from terrace.probe.products import bf16_slowdown
+from terrace.program.kept import resting_bytes
+from terrace.program.program import Program
 from terrace.report.step_sections import blocks_section, bytes_section, memory_section, plan_section
 from terrace.report.step_view import StepView, step_words
 from terrace.report.tables import plan_summary
 from terrace.runtime.compiled import compiles_words
-from terrace.simulate.advice import Job
+from terrace.simulate.fullest import Job
 from terrace.simulate.worst_load import worst_words
 from terrace.train.config import RunConfig
 from terrace.train.folder import start_words
@@ -64,9 +67,10 @@ def _cost_words(view: StepView) -> str:
     device, layout = view.run.cluster.device, view.programs[0].layout
     held = max(sum(report.memory_bytes.values()) for report in view.predicted.reports)
     sent = max(view.predicted.expected_bytes, key=lambda each: sum(each.values()))
-    words = f"state {quantity(held, 'B')} of {quantity(device.usable_bytes, 'B')} a rank"
-    words += f"; sends {quantity(sum(sent.values()), 'B')}"
     by_tier = {tier: sum(size for (_, where), size in sent.items() if where == tier) for tier in layout.tiers}
+    words = f"state {quantity(held, 'B')} of {quantity(device.usable_bytes, 'B')} a rank"
+    words += below_words(view.programs)
+    words += f"; sends {quantity(sum(by_tier.values()), 'B')}"
     crossed = [tier for tier, size in by_tier.items() if size]
     # The outermost tier that messages cross is the slowest.
     if len(crossed) == 1:
@@ -74,6 +78,13 @@ def _cost_words(view: StepView) -> str:
     elif crossed:
         words += f" ({quantity(by_tier[crossed[-1]], 'B')} on {crossed[-1]})"
     return f"{words}; see --verbose"
+
+
+def below_words(programs: Sequence[Program]) -> str:
+    """What is kept below the device, on the rank with the most; "" for nothing."""
+    each = [resting_bytes(program.model, program.stage.held) for program in programs]
+    most = {medium: max(resting[medium] for resting in each) for medium in programs[0].plan.keep.media}
+    return "".join(f", {quantity(size, 'B')} more on the {medium}" for medium, size in most.items() if size)
 
 
 def _folded(words: str) -> str:
@@ -101,19 +112,19 @@ def _pace_words() -> list[str]:
 def dtype_words(run: RunConfig, verbose: bool = False) -> list[str]:
     """Why a run computes in its dtype, and what the other dtype would cost; empty if only one is possible."""
     plan, device = run.plan, run.cluster.device
-    if plan.products is not None and device.backend == "cpu":
+    if plan.products is not None and device.type == "cpu":
         return [
             f"warning: plan.products = {plan.products!r} is emulated on a CPU: operands are rounded to 8 bits and "
             "multiplied in fp32, so a step learns as on a GPU and takes longer than without"
         ]
-    if plan.compute == "bf16" and device.backend == "cpu":
+    if plan.compute == "bf16" and device.type == "cpu":
         slowdown = bf16_slowdown()
         if slowdown > 1:
             return [
                 f'warning: plan.compute = "bf16": products take {slowdown:.1f} times as long as in fp32 on this CPU '
                 '(measured); plan.compute = "fp32" with plan.messages = "bf16" sends as few bytes'
             ]
-    if device.backend == "cuda":
+    if device.type == "cuda":
         return _peak_words(run, verbose)
     sends = run.cluster.world_size > 1
     if sends and plan.compute == "fp32" and plan.messages == "bf16" and device.bf16_slowdown > 1:

@@ -3,7 +3,6 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from shlex import quote
 from typing import Any
 
@@ -12,89 +11,6 @@ from terrace.base.schema import check_text
 from terrace.cli.output import raw_stream
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
-
-
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "generate",
-        description="Continue a text with the newest checkpoint of a run, or with the weights of a Hugging Face "
-        "folder, token by token, in one process.",
-    )
-    add_model_options(parser)
-    parser.add_argument(
-        "--prompt",
-        metavar="TEXT",
-        action="append",
-        help="text to continue, in which special tokens count as such; may be given several times, and all are "
-        'continued at once; "" lets the model begin',
-    )
-    parser.add_argument(
-        "--chat",
-        action="store_true",
-        help="take each prompt as what a user says, and print the answer: with the chat template of the model's "
-        "tokenizer, or of its training",
-    )
-    parser.add_argument(
-        "--tokens", type=int, metavar="N", default=200, help="tokens to add at most (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        metavar="T",
-        help="how freely tokens are drawn: 0 always takes the likeliest, 1 draws as the model predicts (default: 0.8)",
-    )
-    parser.add_argument(
-        "--top-k",
-        type=int,
-        metavar="K",
-        help="draw from the K likeliest, 0: from all (default: 40)",
-    )
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        metavar="P",
-        help="of these, with probabilities scaled to 1, draw from the smallest set of the likeliest that together have "
-        "at least probability P (default: 1.0, all)",
-    )
-    parser.add_argument(
-        "--min-p",
-        type=float,
-        metavar="P",
-        help="of these, draw from the tokens with at least P times the probability of the likeliest "
-        "(default: 0.0, all)",
-    )
-    parser.add_argument(
-        "--stop",
-        metavar="TEXT",
-        action="append",
-        default=[],
-        help="end a continuation before TEXT; may be given several times",
-    )
-    parser.add_argument("--seed", type=int, metavar="N", help="seed of the draws (default: 0)")
-    parser.add_argument(
-        "--verbose", action="store_true", help="begin with the pages of memory that keys and values have, on stderr"
-    )
-    parser.set_defaults(run=run)
-
-
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that choose a trained model and how it is loaded."""
-    parser.add_argument(
-        "folder",
-        metavar="FOLDER",
-        type=Path,
-        help="run folder, or Hugging Face folder with config.json and *.safetensors",
-    )
-    parser.add_argument(
-        "--tokenizer", metavar="PATH", help="tokenizer.json, or 'bytes' (default: the one that belongs to the model)"
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("fp32", "bf16", "fp64"),
-        default="fp32",
-        help="dtype of weights and activations (default: %(default)s)",
-    )
-    parser.add_argument("--device", metavar="NAME", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:

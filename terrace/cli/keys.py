@@ -27,13 +27,15 @@ from terrace.data.config import DataConfig
 from terrace.data.sources import SourceConfig
 from terrace.model.balance import BalanceConfig
 from terrace.model.lora.config import LoraConfig
+from terrace.plan.keep import Keep
 from terrace.plan.outer import Outer
 from terrace.plan.plan import Plan
 from terrace.runtime.settings import OptimizerConfig
 from terrace.train.config import RunConfig
 from terrace.train.keys import TrainConfig
+from terrace.train.layers import resolve_table
 from terrace.train.rates import ADAMW, usual_rate
-from terrace.train.resolve import resolve
+from terrace.train.rules import NUMBERS, checked_run
 
 _OF_TRAIN: Mapping[str, type[Any]] = {
     "train": TrainConfig,
@@ -42,6 +44,7 @@ _OF_TRAIN: Mapping[str, type[Any]] = {
     "data.mixture": SourceConfig,
     "plan": Plan,
     "plan.outer": Outer,
+    "plan.keep": Keep,
     "lora": LoraConfig,
     "balance": BalanceConfig,
 }
@@ -191,7 +194,7 @@ def dotted(command: str | None = None) -> dict[str, str]:
 
 @cache
 def _default_run() -> RunConfig:
-    return resolve(None, {}, {})
+    return checked_run(resolve_table(None, {}, {}))
 
 
 @cache
@@ -211,6 +214,8 @@ def keys_of(section: str) -> list[Key]:
             default = getattr(default_run, field.name)
         is_absent = default == field.metadata.get("absent")  # `None`, or its substitute
         shown = "required" if default is dataclasses.MISSING else "none" if is_absent else json.dumps(default)
+        if section == "plan" and field.name in NUMBERS:
+            shown = "the fastest"  # that fits, predicted when a run starts
         others = _other_defaults(section, field.name, default)
         kind_of_key = kind_words(hints[field.name])
         found.append(Key(name=field.name, kind=kind_of_key, default=shown, line=said[field.name], others=others))

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from terrace import __version__
 from terrace.base.errors import ConfigError, HangError, ProbeError, TerraceError, TrainingError
 from terrace.base.printable import printable
-from terrace.base.products import Command, ProductWarning, add_parser, commands, left_out, load_module
+from terrace.base.products import Command, ProductWarning, add_parser, commands, left_out, parser_adder
 from terrace.base.sealed import ChangedFile
 from terrace.cli.output import OutputError, Terminated, printable_output
 
@@ -242,10 +242,13 @@ def parser_of(named: Sequence[str] = ()) -> argparse.ArgumentParser:
         return parser
     # Errors list all commands; a command needs only its own module.
     if named and named[0] not in HELP and named[0] in (found := _of_products()):
-        load_module(found[named[0]].module).add_parser(parsers)
+        parser_adder(found[named[0]])(parsers)
         return parser
     for name in named if named and named[0] in HELP else HELP:
-        import_module(f"terrace.cli.{name}").add_parser(parsers)
+        if name == "keys":  # its help lists sections
+            import_module("terrace.cli.keys").add_parser(parsers)
+        else:
+            import_module("terrace.cli.lines").LINES[name].add_to(parsers, name)
     if not named:
         for command in _of_products().values():
             add_parser(command, parsers)

@@ -10,21 +10,14 @@ from typing import Any
 from terrace.base.errors import ConfigError
 from terrace.base.schema import check_text, merge
 from terrace.cli.here import cluster_here
-from terrace.cli.overrides import add_headroom, add_ranks, parse_overrides, with_ranks
+from terrace.cli.lines import AUTO
+from terrace.cli.overrides import parse_overrides, with_ranks
 from terrace.train.config import RunConfig
 from terrace.train.effects import check_effects, file_layers
 from terrace.train.layers import resolve_table
 from terrace.train.planned import TASK, read_planned
 from terrace.train.rates import check_rate
 from terrace.train.resolve import parse_run
-
-OVERRIDES_HELP = (
-    "Any key can be set as --section.key VALUE, e.g. --train.steps 500 --cluster.tiers.system.size 4. The config.toml "
-    "in a run folder shows the keys of a run."
-)
-
-
-AUTO = "auto"  # of --resume
 
 
 def resumed(options: argparse.Namespace) -> tuple[Path | None, bool]:
@@ -33,33 +26,6 @@ def resumed(options: argparse.Namespace) -> tuple[Path | None, bool]:
     if going_on and options.folder is None:
         raise ConfigError("--resume auto needs a folder: give --folder FOLDER")
     return None if going_on or options.resume is None else Path(options.resume), going_on
-
-
-def add_run_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="TOML file with any of the sections model, cluster, plan, data, train, optimizer, lora, balance",
-    )
-    parser.add_argument(
-        "--model",
-        metavar="PATH",
-        help="Hugging Face folder, whose weights and tokenizer are taken too, or a config.json alone (default: a small "
-        "Llama-style decoder)",
-    )
-    parser.add_argument(
-        "--cluster",
-        metavar="NAME|FILE",
-        help="cluster preset, TOML file, or auto: this machine's (default: local; where a GPU is, auto)",
-    )
-    add_ranks(parser)
-    parser.add_argument("--plan", metavar="NAME|FILE", help="plan preset or TOML file (default: three-level)")
-    add_headroom(parser)
-    parser.add_argument(
-        "--data",
-        metavar="PATH",
-        help="text or JSONL file, or a folder of them (default: stdlib, the source of Python's standard library)",
-    )
 
 
 def resolve_run(options: argparse.Namespace, rest: Sequence[str]) -> RunConfig:

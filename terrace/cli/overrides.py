@@ -1,6 +1,5 @@
 """Dotted overrides on a command line, `--section.key VALUE`, and `--ranks N`. Needs no configuration of a run."""
 
-import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,17 +10,6 @@ from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import lay_over, parse_cluster
 from terrace.cluster.sizes import sizes_for
 from terrace.plan.presets import PRESETS
-
-CLUSTER_EPILOG = "Any key of the cluster can be set as --cluster.key VALUE, e.g. --cluster.tiers.system.size 4."
-
-
-def add_headroom(parser: argparse.ArgumentParser) -> None:
-    """Adds `--headroom`, short for `--cluster.device.headroom`."""
-    parser.add_argument(
-        "--headroom",
-        metavar="SHARE|BYTES",
-        help="memory of a device to leave free, e.g. 10%% or 6GB (default: as the cluster's file says, or 5%%)",
-    )
 
 
 def read_cluster(name: str, rest: Sequence[str], instead: str, ranks: int | None = None) -> Cluster:
@@ -88,15 +76,6 @@ def _sections(key: str) -> list[str]:
     from terrace.train.config import sections_with
 
     return sections_with(key)
-
-
-def add_ranks(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        metavar="N",
-        help="resize the cluster's tiers to N ranks, innermost first (default: as the cluster says)",
-    )
 
 
 def with_ranks(ranks: int | None, overrides: dict[str, Any], cluster: Any) -> dict[str, Any]:

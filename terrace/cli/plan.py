@@ -7,26 +7,31 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import tomli_w
 
+from terrace.base.collection import no_collection
 from terrace.base.errors import ConfigError, PlanError
 from terrace.base.schema import dump
 from terrace.base.sealed import sealed_toml
-from terrace.base.words import counted, seconds
+from terrace.base.words import counted, filled, seconds
 from terrace.cli.files import check_count, write_file
+from terrace.cli.lines import Plan as PlanLine
 from terrace.cli.no_plan import axes_words, nothing_words
 from terrace.cli.overrides import parse_overrides
-from terrace.cli.task import TASK_EPILOG, add_task_options, check_output, check_price, read_task, task_words
+from terrace.cli.task import check_output, check_price, read_task, task_words
 from terrace.cli.terminal import Terminal
 from terrace.cluster.cluster import Cluster
 from terrace.plan.plan import Plan
+from terrace.plan.search_limits import FINALISTS
+from terrace.planner.advice import Change
 from terrace.planner.bottleneck import waits_outside
 from terrace.planner.evaluate import step_of
-from terrace.planner.explain import preset_verdicts, reasons
+from terrace.planner.explain import preset_changes, reasons
 from terrace.planner.formats import Allowed, Searched, of_every_class, parse_allowed
 from terrace.planner.headroom import headrooms
+from terrace.planner.kept import KeptSearch, take_keep
 from terrace.planner.loops import Loop, island_pins, island_task, least_loop, rows_of
 from terrace.planner.narrow_states import parse_ways
 from terrace.planner.operations import parse_operations
@@ -38,18 +43,26 @@ from terrace.planner.schedule_pins import check_schedule
 from terrace.planner.space import Space
 from terrace.planner.task import Task, plan_of
 from terrace.planner.tensor_chunks import find_cut, take_chunks
-from terrace.planner.ties import FINALISTS, Ties, settle
+from terrace.planner.ties import Ties, settle
 from terrace.planner.verdicts import refusal
 from terrace.program.schedules.registry import schedule_names
 from terrace.report.cycles import cycle_table, cycle_words
 from terrace.report.loops import chunks_words, formats_words, loop_words, products_words, stored_words
-from terrace.report.plans import figures_words, headrooms_table, hidden_words, plans_table, split_table, verdicts_table
+from terrace.report.plans import (
+    changes_table,
+    figures_words,
+    headrooms_table,
+    hidden_words,
+    plans_table,
+    reserve_words,
+    split_table,
+)
 from terrace.report.routing import alternatives_words, division_words
-from terrace.report.tables import plan_table, sent_table
+from terrace.report.tables import plan_table, sent_table, with_media
 from terrace.report.training_cost import energy_words, parse_tokens, throughput_words, training_words
-from terrace.report.uncertainty import filled, plan_bands_words, search_words, ties_words, widest_band
-from terrace.simulate.advice import Job
+from terrace.report.uncertainty import plan_bands_words, search_words, ties_words, widest_band
 from terrace.simulate.bands import Band, band_of
+from terrace.simulate.fullest import Job
 from terrace.simulate.hidden import hidden_between_nodes
 from terrace.simulate.step import predict_step
 from terrace.simulate.worst_load import worst_words
@@ -61,82 +74,15 @@ if TYPE_CHECKING:
 _OF_SEARCH = ("axes", "pin", "outer", "allow", "allow_rounding", "tokens", "recompute", "best", "limit", "out")
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("plan", epilog=TASK_EPILOG)
-    add_task_options(parser)
-    parser.add_argument(
-        "--scale",
-        action="store_true",
-        help="predict tokens/s of --plan, by default of the best data-parallel plan, from one member of the outermost "
-        "tier to all; search and write no plan",
-    )
-    parser.add_argument(
-        "--picture", type=Path, metavar="FILE", help="write a picture of both curves of --scale, an SVG file"
-    )
-    parser.add_argument(
-        "--axes", metavar="LIST", default="all", help="axes to search, e.g. data,tensor, or all (default: all)"
-    )
-    parser.add_argument(
-        "--pin", action="append", default=[], metavar="PIN", help="fix a choice: tensor=1, pipeline<=4, params=node"
-    )
-    parser.add_argument(
-        "--outer",
-        metavar="BOUNDS",
-        help="synchronise the outermost tier every so many steps, the fewest that hide it: every<=100,delay<=20, or a "
-        "preset (default: every step)",
-    )
-    parser.add_argument(
-        "--allow",
-        action="append",
-        default=[],
-        metavar="CLASS=FORMAT",
-        help="let messages of a class travel in a format where that shortens the step: sync=int8, "
-        "outer.system=int4+feedback; or products be in 8 bits, products=fp8:row; or states be stored in one: "
-        "optimizer_states=int8, master=bf16; or tensor messages be cut: tensor_chunks=4, or fused with products: "
-        "tensor_chunks=fused",
-    )
-    parser.add_argument(
-        "--allow-rounding",
-        action="append",
-        default=[],
-        metavar="FORMAT",
-        help="let messages of every class that can be rounded travel in this format, as --allow for each of them: int8",
-    )
-    parser.add_argument(
-        "--plan", metavar="NAME|FILE", help="plan to compare with the best, its keys as --plan.key; or to scale"
-    )
-    parser.add_argument("--tokens", metavar="N", help="tokens to train on, as 300e9: adds time and device-hours")
-    parser.add_argument(
-        "--price",
-        type=float,
-        metavar="P",
-        help="price of one device for one hour: adds what the tokens cost, or a million of them with --scale",
-    )
-    parser.add_argument(
-        "--recompute",
-        metavar="OPERATIONS",
-        help="recompute these operations where memory asks for it: attention, mlp, norms, joined by commas, or layers "
-        "(default: the least of all that fits)",
-    )
-    parser.add_argument(
-        "--best", type=int, default=FINALISTS, metavar="N", help=f"plans to show (default: {FINALISTS})"
-    )
-    parser.add_argument("--limit", type=int, default=400, metavar="N", help="plans to simulate at most (default: 400)")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("plan.toml"),
-        metavar="FILE",
-        help="plan to write (default: plan.toml)",
-    )
-    parser.add_argument("--force", action="store_true", help="replace the file if it is there")
-    parser.set_defaults(run=run, default_of=parser.get_default)
-
-
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Searches, prints and writes; or shows how a plan scales. Returns 0."""
     if options.scale:
         return _scale(options, rest)
+    with no_collection():  # the process is short, and caches keep most of its objects
+        return _search(options, rest)
+
+
+def _search(options: argparse.Namespace, rest: Sequence[str]) -> int:
     for name in ("best", "limit"):
         check_count(f"--{name}", getattr(options, name))
     check_price(options.price)
@@ -151,6 +97,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     bounds = None if options.outer is None else parse_outer(options.outer, tiers[-1])
     chunks, texts = take_chunks(options.allow, task)
     products, texts = take_products(texts, task)
+    keeps, texts = take_keep(texts, task)
     ways, formats = parse_ways(texts, task)
     for each in options.allow_rounding:
         formats += of_every_class(each, task, islands=bounds is not None)
@@ -164,12 +111,13 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     def search(space: Space) -> ProductsFound:
         return find_with(products, space, allowed, ways, max(options.best, FINALISTS), options.limit)
 
-    cut = find_cut(chunks, space, search)
+    kept = KeptSearch(keeps, search)
+    cut = find_cut(chunks, space, kept)
     found = cut.products
     waiting = None if bounds is None or found.searched.found.best else bounds.waiting()
     if waiting is not None:  # memory was counted with the largest loop
         bounds, space = waiting, replace(space, task=island_task(whole, waiting, rows))
-        cut = find_cut(chunks, space, search)
+        cut = find_cut(chunks, space, kept)
         found = cut.products
     searched = found.searched
     if not searched.found.best:
@@ -180,7 +128,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if bounds is not None:
         loop = least_loop(task, best, plan, bounds, rows)
     stored = stored_words(ways, task, best.step_s, found.wide_s)
-    used = chunks_words(cut, best.step_s), products_words(found, best.step_s)
+    used = chunks_words(cut, best.step_s), products_words(found, best.step_s), kept.words(task, best)
     answers = Answers(tokens, options.price, own, used, stored)
     _show(options, searched, ties, allowed, plan, loop, answers)
     return 0
@@ -188,7 +136,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def _scale(options: argparse.Namespace, rest: Sequence[str]) -> int:
     for name in _OF_SEARCH:
-        if getattr(options, name) != options.default_of(name):
+        if getattr(options, name) != vars(PlanLine)[name].default:
             raise ConfigError(
                 f"--{name.replace('_', '-')} has no effect with --scale, which searches nothing: leave it out"
             )
@@ -251,7 +199,9 @@ def _show(
         print(f"{filled(answers.own.words(whole, shown))}\n")
     band = band_of(whole.cluster, plan)
     console.print(plan_table(whole.cluster, plan))
-    if loop is None and (rests := hidden_words(hidden_between_nodes(predict_step(step_of(task, plan))))):
+    if loop is None and (
+        rests := hidden_words(hidden_between_nodes(searched.evaluator.predicted(step_of(task, plan))))
+    ):
         print(f"{filled(rests)}\n")
     if allowed:
         words_of_formats = formats_words(allowed, plan, best.step_s, searched.plain_s)
@@ -272,18 +222,16 @@ def _show(
     print(f"{filled(figures_words(whole, shown, band, full=options.full_attention_flops))}\n")
     _show_figures(whole, plan, shown, band, console)
     rooms = headrooms(space, searched.evaluator, best, options.limit)
-    title = f"the fastest plan {of}for each headroom{widest_band(task, [room.best for room in rooms])}"
+    roomy = [plan_of(task, room.best.candidate) for room in rooms if room.best is not None]
+    title = f"the fastest plan {of}for each headroom{widest_band(task.cluster, roomy)}"
     console.print(headrooms_table(task, rooms, title))
-    # After the tables above, since the verdicts simulate further plans.
+    # After the tables above, since these play further plans.
     why = "why this plan: what one change would cost" + (" an island" if loop is not None else "")
-    near = reasons(space, searched.evaluator, best.candidate)
-    console.print(verdicts_table(near, best, why + widest_band(task, [each.estimate for each in near])))
+    _show_changes(reasons(space, searched.evaluator, best.candidate), best, why, console)
     if division := division_words(plan):
         lines = division, alternatives_words(predict_step(step_of(task, _chosen(task, best))))
         print(filled("\n".join(filter(None, lines))) + "\n")
-    presets = preset_verdicts(task, space.pins)
-    title = "why no preset, each with its best numbers" + widest_band(task, [each.estimate for each in presets])
-    console.print(verdicts_table(presets, best, title))
+    _show_changes(preset_changes(task, space.pins), best, "why no preset, each with its best numbers", console)
     if options.outer is None and waits_outside(task, plan, best):
         tier = task.cluster.tiers[-1].name
         words = (
@@ -293,15 +241,22 @@ def _show(
     print(outcome)
 
 
+def _show_changes(changes: Sequence[Change], best: Estimate, title: str, console: Terminal) -> None:
+    band = widest_band(changes[0].cluster, [each.plan for each in changes if each.cost]) if changes else ""
+    console.print(changes_table(changes, best.step_s, ("plan", "against the best", "remark"), title + band))
+
+
 def _show_figures(task: Task, plan: Plan, shown: Estimate, band: Band, console: Terminal) -> None:
     console.print(split_table(shown.time_s, f"seconds of a step, {band}", "s"))
     device = task.cluster.device
     title = f"memory of a device at its fullest moment (a category may peak at another), of {device.room_words}"
     console.print(split_table(shown.memory_bytes, title, "B", device.memory_bytes))
+    print(f"{filled(reserve_words())}\n\n" if device.type == "cuda" else "", end="")
     job = Job(cluster=task.cluster, plan=plan, num_micros=shown.num_micros)
     worst = worst_words(job, task.blocks, task.sequence)
     print(f"{filled(worst)}\n" if worst else "", end="")
-    sent, tiers = shown.sent_bytes, [tier.name for tier in task.cluster.tiers]
+    sent = shown.sent_bytes
+    tiers = with_media(sent, [tier.name for tier in task.cluster.tiers])
     console.print(sent_table(sent, dict.fromkeys(message for message, _ in sent), tiers))
 
 
@@ -336,7 +291,7 @@ def _to_train(cluster: Cluster, path: Path) -> str:
     from terrace.launch.called import called
 
     command = f"train --plan {quote(str(path))}"
-    if cluster.device.backend == "cpu" or cluster.world_size == 1:
+    if cluster.device.type == "cpu" or cluster.world_size == 1:
         return f"to train: {called()} {command}"
     nodes = num_machines(cluster)
     if nodes == 1:

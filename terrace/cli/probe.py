@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import tomli_w
 
@@ -18,7 +17,7 @@ from terrace.base.schema import dump
 from terrace.base.sealed import sealed_toml
 from terrace.base.words import counted, quantity, seconds
 from terrace.cli.files import check_writable, write_file
-from terrace.cli.overrides import CLUSTER_EPILOG, add_ranks, read_cluster
+from terrace.cli.overrides import read_cluster
 from terrace.cli.terminal import Terminal
 from terrace.cluster.presets import UNNAMED
 from terrace.probe.assemble import Constant, Probed, assemble
@@ -29,33 +28,6 @@ _HEADER = """\
 # Written by `terrace probe`. Figures marked "measured" or "fitted" are what {ranks} ranks reached here, all at work at
 # once; those marked "preset" are the starting cluster's. Use it as --cluster {name}.
 """
-
-
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "probe",
-        description="Measure this machine, or the ranks of torchrun, srun or mpirun, and write a cluster file.",
-        epilog=CLUSTER_EPILOG,
-    )
-    parser.add_argument(
-        "--cluster",
-        metavar="NAME|FILE",
-        help="cluster preset, TOML file or auto, whose names, sizes and peaks to start from (default: local; where a "
-        "GPU is, auto)",
-    )
-    add_ranks(parser)
-    parser.add_argument(
-        "--out",
-        metavar="FILE",
-        type=Path,
-        default=Path("cluster.toml"),
-        help="cluster file to write, ending in .toml (default: cluster.toml)",
-    )
-    parser.add_argument("--force", action="store_true", help="replace the --out file if it is there")
-    parser.add_argument(
-        "--seconds", type=float, default=60.0, metavar="S", help="seconds for all measurements together (default: 60)"
-    )
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:

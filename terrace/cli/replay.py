@@ -5,7 +5,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from terrace.base.errors import ConfigError
 from terrace.cli.output import sigterm_raises
@@ -13,22 +12,8 @@ from terrace.cli.terminal import Terminal
 from terrace.train.runs import read_trained
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "replay",
-        description="Load the newest whole checkpoint of a run before a step, or its initial values, train on to it "
-        "with the same data, and run it: print the loss and the gradient norm of the step, and of each rank, "
-        "micro-batch and block, and the first result that is inf or nan. The run folder is only read.",
-    )
-    parser.add_argument("folder", type=Path, metavar="RUN", help="run folder")
-    parser.add_argument("--step", type=int, metavar="N", required=True, help="the step, counted from 1")
-    parser.set_defaults(run=run)
-
-
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Prints the table of a step; returns 0."""
-    if rest:
-        raise ConfigError(f"unknown argument {rest[0]!r}; see terrace replay --help")
     config = read_trained(options.folder, "which draws anew: replay takes a run of terrace train")
     if not 1 <= options.step <= config.train.steps:
         raise ConfigError(f"--step {options.step}: the run has steps 1 to {config.train.steps}")

@@ -5,17 +5,16 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from terrace.base.errors import ConfigError
 from terrace.base.words import quantity
 from terrace.cli.files import check_page, check_writable, write_file
+from terrace.cli.lines import COMPARED_NAME, PORT, REPORT_NAME
 
 if TYPE_CHECKING:
     from terrace.report.run_view import RunView
 
-_NAME, _OF_SEVERAL = "report.html", "compared.html"
-_PORT = 7007
 _PORTS = 1 << 16
 
 
@@ -28,35 +27,8 @@ class _Page(NamedTuple):
     runs: Sequence["RunView"] = ()
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "report",
-        description="Write a run folder as one self-contained HTML page, or several on one page: their curves in the "
-        "same charts, final figures side by side, and the settings that differ. A run may be unfinished, or killed.",
-    )
-    parser.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="run folder of any command that trains")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help=f"page to write (default: {_NAME} in the run folder; of several runs {_OF_SEVERAL} in the first one)",
-    )
-    parser.add_argument("--force", action="store_true", help="replace the --out file if it is there")
-    parser.add_argument(
-        "--watch",
-        action="store_true",
-        help="write no file: serve the page to browsers of this machine, kept up to date, until Ctrl-C",
-    )
-    parser.add_argument(
-        "--port", type=int, metavar="N", help=f"port of --watch; 0 takes any free one (default: {_PORT})"
-    )
-    parser.set_defaults(run=run)
-
-
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Writes or serves the page; returns 0."""
-    if rest:
-        raise ConfigError(f"unknown argument {rest[0]!r}; see terrace report --help")
     _check(options)
     if options.watch:
         return _watch(options)
@@ -131,7 +103,7 @@ def _show_tables(runs: Sequence["RunView"]) -> None:
 def _watch(options: argparse.Namespace) -> int:
     from terrace.report.served import ADDRESS, LivePage, served
 
-    folders, port = options.folders, _PORT if options.port is None else options.port
+    folders, port = options.folders, PORT if options.port is None else options.port
     page = LivePage(folders, lambda: _page_of(folders).text)
     with ExitStack() as stack:
         try:
@@ -158,7 +130,7 @@ def _watch(options: argparse.Namespace) -> int:
 
 def _path(options: argparse.Namespace) -> Path:
     if options.out is None:
-        own: Path = options.folders[0] / (_NAME if len(options.folders) == 1 else _OF_SEVERAL)
+        own: Path = options.folders[0] / (REPORT_NAME if len(options.folders) == 1 else COMPARED_NAME)
         check_writable("--out", own)
         return own
     out: Path = options.out

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from terrace.base.errors import ConfigError, PlanError
-from terrace.base.words import counted
+from terrace.base.words import counted, filled
 from terrace.cli.files import write_file
 from terrace.cli.task import (
     check_output,
@@ -20,17 +20,18 @@ from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import parse_cluster
 from terrace.plan.plan import Plan
 from terrace.plan.presets import PRESETS, command_plan
+from terrace.plan.search_limits import FINALISTS
 from terrace.planner.evaluate import step_of
 from terrace.planner.pins import Pins
 from terrace.planner.scaling import PlanOf, Scaling, curve, preset_plan, sizes_up_to
 from terrace.planner.search import find
 from terrace.planner.space import Space
 from terrace.planner.task import Task, plan_of
-from terrace.planner.ties import FINALISTS, settle
+from terrace.planner.ties import settle
 from terrace.planner.verdicts import Point, lack
 from terrace.report.plans import hidden_words, missing_words, numbers_words, plan_words, scaling_svg, scaling_table
 from terrace.report.tables import outer_words
-from terrace.report.uncertainty import filled, scaling_bands_words
+from terrace.report.uncertainty import scaling_bands_words
 from terrace.simulate.hidden import hidden_between_nodes
 from terrace.simulate.step import predict_step
 from terrace.train.layers import section

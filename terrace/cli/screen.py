@@ -18,6 +18,7 @@ from terrace.cli.output import outlive_output
 from terrace.cli.step_progress import ProgressLine, utilisation_words
 from terrace.cli.terminal import Terminal
 from terrace.cluster.cluster import Cluster
+from terrace.comm.process_group import rank_device
 from terrace.data.chat_tokens import holds_conversations
 from terrace.model.facts import family_of, has_scalar_head, is_causal
 from terrace.program.report import StepReport, plain
@@ -29,7 +30,7 @@ from terrace.report.run_curves import finite
 from terrace.report.stage_tables import stage_comparison_table
 from terrace.report.tables import band_words, comparison_tables, largest_miss
 from terrace.simulate.bands import band_of
-from terrace.train.job import RunJob, device_of
+from terrace.train.job import RunJob
 from terrace.train.metrics import Outcome, SlowestRank, StepRecord, eval_lines, own_seconds, read_metrics
 from terrace.train.prediction import utilisation_of
 from terrace.train.recorder import append_event
@@ -60,7 +61,7 @@ class Screen:
             print(f"{step}{resumed}{compiles}")
             if run.plan.balance == "cost":
                 print(ASSIGNED)
-            print(utilisation_words(utilisation_of(run, cluster, device_of().type)))
+            print(utilisation_words(utilisation_of(run, cluster, rank_device().type)))
         else:
             origin = "by the cluster's file" if is_own else "as measured here"
             print(f"{step}, at {quantity(rate, 'FLOP/s')} per rank {origin}{resumed}{compiles}")

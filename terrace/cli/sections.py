@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
+from terrace.base.words import filled
 from terrace.cli.terminal import Terminal
 from terrace.report.sections import Section
-from terrace.report.uncertainty import filled
 
 
 def print_sections(sections: Iterable[Section]) -> None:

@@ -4,48 +4,20 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from terrace.base.errors import ConfigError
-from terrace.base.words import quantity
+from terrace.base.words import filled, quantity
 from terrace.cli.files import check_count, check_not_read, check_page, check_writable, write_file
-from terrace.cli.options import OVERRIDES_HELP, add_run_options, check_task, resolve_run
+from terrace.cli.options import check_task, resolve_run
 from terrace.cli.overrides import take_word
 from terrace.cli.sections import print_sections
 from terrace.cli.views import VIEWS, draws, step_page, step_trace, step_view, write_csv
 from terrace.plan.gaps import gaps_words
-from terrace.report.uncertainty import filled
 from terrace.train.prediction import check_passes, resolved_run
 
 _SECTIONS = ("model", "cluster", "plan")  # options that may name a file
 _FILES = ("page", "trace", "csv")  # options that name a file to write
 _WITH_PROGRAM = ("program", "all")  # views that print a program
-
-
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "simulate",
-        usage="terrace simulate [PLAN] [options] [--section.key VALUE ...]",
-        description="PLAN is a plan preset or TOML file, as for --plan.",
-        epilog=OVERRIDES_HELP,
-    )
-    add_run_options(parser)
-    parser.add_argument(
-        "--view",
-        choices=tuple(VIEWS),
-        default="step",
-        help="step: where the time goes; program: what runs, in order; stages: a pipeline's blocks and schedule; "
-        "memory; all (default: %(default)s)",
-    )
-    parser.add_argument("--lines", type=int, metavar="N", help="lines of the program to print at most (default: all)")
-    parser.add_argument(
-        "--stage", type=int, default=0, metavar="N", help="pipeline stage whose program is printed (default: 0)"
-    )
-    parser.add_argument("--page", metavar="FILE", help="write a self-contained HTML page of the step")
-    parser.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
-    parser.add_argument("--csv", metavar="FILE", help="write the order of a pipeline's tasks in torch's CSV form")
-    parser.add_argument("--force", action="store_true", help="replace files that are there")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:

@@ -10,7 +10,7 @@ from terrace.base.errors import ConfigError, PlanError
 from terrace.base.words import counted, quantity
 from terrace.cli.files import check_not_read, check_writable
 from terrace.cli.here import named_table
-from terrace.cli.overrides import add_headroom, parse_overrides
+from terrace.cli.overrides import parse_overrides
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import lay_over, parse_cluster
 from terrace.model.blocks import num_active_params
@@ -19,30 +19,6 @@ from terrace.model.facts import family_of, is_dense
 from terrace.plan.plan import precision_of
 from terrace.planner.task import Task
 from terrace.train.planned import Planned
-
-TASK_EPILOG = "Any figure of the cluster can be set as --cluster.key VALUE, e.g. --cluster.tiers.node.size 4."
-
-
-def add_task_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that describe a task. A plan file may supply model, cluster, batch and sequence."""
-    parser.add_argument("--model", metavar="PATH", help="Hugging Face config.json, or its folder")
-    parser.add_argument("--cluster", metavar="NAME|FILE", help="cluster preset or TOML file")
-    parser.add_argument(
-        "--nodes", type=int, metavar="N", help="members of the outermost tier (default: as the cluster's file says)"
-    )
-    add_headroom(parser)
-    parser.add_argument("--batch", type=int, metavar="B", help="sequences a step, over all ranks")
-    parser.add_argument("--sequence", type=int, metavar="S", help="tokens a sequence")
-    parser.add_argument(
-        "--compute",
-        choices=("bf16", "fp16", "fp32", "fp64"),
-        help="dtype of parameters and messages (default: bf16; where fp32 is faster, fp32, with messages in bf16)",
-    )
-    parser.add_argument(
-        "--full-attention-flops",
-        action="store_true",
-        help="also show MFU and HFU with attention counted as its full square, as published tables count it",
-    )
 
 
 def read_task(

@@ -11,7 +11,8 @@ from typing import Any
 
 from terrace.base.errors import ConfigError
 from terrace.cli.here import cluster_here
-from terrace.cli.options import AUTO, OVERRIDES_HELP, add_run_options, resumed, run_table
+from terrace.cli.lines import AUTO
+from terrace.cli.options import resumed, run_table
 from terrace.cli.overrides import parse_overrides, with_ranks
 from terrace.cluster.presets import lay_over
 from terrace.launch.fork_server import fork_server_ahead
@@ -21,30 +22,6 @@ from terrace.train.layers import section
 from terrace.train.rates import check_rate
 from terrace.train.resolve import fitted_run, parse_run
 from terrace.train.runs import table_to_resume
-
-
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "train",
-        description="Train a model, in processes of this machine or as one rank of torchrun, srun or mpirun.",
-        epilog=OVERRIDES_HELP,
-    )
-    add_run_options(parser)
-    parser.add_argument("--folder", type=Path, metavar="FOLDER", help="run folder to make (default: runs/TIME)")
-    parser.add_argument(
-        "--resume",
-        metavar="RUN|auto",
-        help="resume this run folder from its newest whole checkpoint, under its own or another --cluster and --plan; "
-        "auto: resume --folder if it has a checkpoint, else start there (default: auto with --folder when torchrun or "
-        "Slurm restarts the command, else a new run)",
-    )
-    parser.add_argument(
-        "--verbose",
-        action="store_true",
-        help="begin with the tables of the plan, its memory and its messages, and with the figures behind the "
-        "predicted step and MFU",
-    )
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:

@@ -18,6 +18,7 @@ from typing import Literal, get_args
 
 from terrace.base.errors import ClusterError, did_you_mean
 from terrace.base.hashing import hashed_once
+from terrace.cluster.below import Mark, Medium, settled, wrong_below
 from terrace.cluster.headroom import DEFAULT, headroom_bytes, headroom_error, room_words
 from terrace.cluster.kernels import IDEAL
 from terrace.cluster.kernels import Kernels as Kernels
@@ -30,7 +31,6 @@ DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")  # for w
 _LEAST_BYTES, _LEAST_RATE, _MOST_RATE, _LONGEST_S = 1e3, 1e-6, 1e20, 1e12
 _MOST_WATTS = 1e6
 _MOST_DEVICES = 10**12  # far more than exist; their quantile is still below 1 in floating point
-Mark = Literal["preset", "measured", "fitted"]  # from a table, from this machine, or from matching whole steps
 
 
 @hashed_once
@@ -47,17 +47,24 @@ class Device:
     memory_bytes: float
     memory_bandwidth_bytes_per_s: float
     peak_flops_per_s: Mapping[str, float] = field(hash=False)  # mappings are unhashable; still compared by equality
-    backend: Literal["cuda", "cpu"] = "cuda"  # which kernels run (ROCm counts as cuda); affects what a backward keeps
+    backend: Literal["cuda", "rocm", "cpu"] = "cuda"  # whose kernels run
     headroom: str = DEFAULT  # memory that plans leave free, as a share or bytes (terrace.cluster.headroom)
     overlap_penalty: float = 0.0  # slowdown of compute during messages: 0 none, 1 by the full duration of the messages
     power_watts: float = 0.0  # maximum power; 0: unknown
     spread: float = 0.0  # relative standard deviation of clocks between such devices
     kernels: Kernels = IDEAL
+    # Memory below it: "host", "disk"
+    below: Mapping[str, Medium] = field(default_factory=dict, hash=False, metadata={"absent": {}})
     marks: Mapping[str, Mark] = field(default_factory=dict, hash=False)
     source: str = ""
     pace: float = field(
         default=1.0, init=False
     )  # clock of the cluster's slowest device over the mean; set by `Cluster`
+
+    @property
+    def type(self) -> Literal["cuda", "cpu"]:
+        """Torch's type of such devices, which under ROCm is "cuda", too. What a backward keeps depends on it."""
+        return "cpu" if self.backend == "cpu" else "cuda"
 
     @cached_property
     def usable_bytes(self) -> float:
@@ -71,7 +78,7 @@ class Device:
     def bf16_slowdown(self) -> float:
         """fp32 peak over bf16 peak of a CPU; 1 if either is missing, and for other devices."""
         peaks = self.peak_flops_per_s
-        return peaks["fp32"] / peaks["bf16"] if self.backend == "cpu" and {"fp32", "bf16"} <= peaks.keys() else 1.0
+        return peaks["fp32"] / peaks["bf16"] if self.type == "cpu" and {"fp32", "bf16"} <= peaks.keys() else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,9 +148,11 @@ class Cluster:
             _check_bus(tier, names[:index])
             _check_shared_by(tier, names[:index])
         object.__setattr__(self, "tiers", tuple(self._wired(index, tier) for index, tier in enumerate(self.tiers)))
+        if wrong := wrong_below(self.device.below, self.device.type, names):
+            raise ClusterError(wrong)
         # Ranks wait for each other in every step, so the slowest device determines the pace.
         number = max(self.world_size, self.around)
-        device = replace(self.device)
+        device = replace(self.device, below=settled(self.device.below, names, self.ranks_within))
         object.__setattr__(device, "pace", 1 / (1 + device.spread * expected_most(number)))
         object.__setattr__(self, "device", device)
 

@@ -2,8 +2,8 @@
 
 A rank has one lane for each tier that is outermost for some message, and none if it has no peers. Messages run in the
 order in which the program issued them, so all members of a group run the same order. On a CPU a lane is a thread that
-calls blocking collectives; with a GPU it is a CUDA stream. A `Ticket` stands for submitted work; waiting for it
-blocks the calling thread, or makes the current CUDA stream wait, until the work is done.
+calls blocking collectives; with a GPU it is a stream. A `Ticket` stands for submitted work; waiting for it
+blocks the calling thread, or makes the current stream wait, until the work is done.
 
 Memory that submitted work refers to is kept alive until the work has read it, whatever the caller drops: a thread
 drops its work after running it, and a stream's ticket when the submitting stream has waited for it. A tensor that
@@ -18,6 +18,8 @@ from collections import deque
 from collections.abc import Callable
 
 import torch
+
+from terrace.accelerator import has_streams
 
 
 class Ticket(ABC):
@@ -128,14 +130,14 @@ class ThreadLane(Lane):
 
 
 class _StreamTicket(Ticket):
-    def __init__(self, work: Callable[[], None], event: torch.cuda.Event, computing: torch.cuda.Stream) -> None:
+    def __init__(self, work: Callable[[], None], event: torch.Event, computing: torch.Stream) -> None:
         self.work: Callable[[], None] | None = work
         self.event = event
         self.computing = computing  # the stream that submitted the work, whose memory it reads
 
     def wait(self) -> None:
         # Only the stream waits, not the host.
-        stream = torch.cuda.current_stream(self.computing.device)
+        stream = torch.accelerator.current_stream(self.computing.device)
         stream.wait_event(self.event)
         # Another lane's wait does not make computing wait, which would fill the memory again.
         if stream == self.computing:
@@ -147,11 +149,11 @@ class _StreamTicket(Ticket):
 
     @property
     def is_done(self) -> bool:
-        return bool(self.event.query())  # type: ignore[no-untyped-call]
+        return self.event.query()
 
 
 class StreamLane(Lane):
-    """A CUDA stream other than the current one. The host never blocks.
+    """A stream other than the current one. The host never blocks.
 
     Work waits for the computation issued before it, so it may overwrite buffers that the computation released in
     program order, and memory allocated by work may be freed without a wait. The reverse does not hold: the allocator
@@ -163,16 +165,16 @@ class StreamLane(Lane):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # High priority: otherwise a large product's thread blocks would be scheduled first, and the message start late.
-        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._stream = torch.Stream(device, priority=-1)
         self._under_way = deque[_StreamTicket]()
 
     def submit(self, work: Callable[[], None]) -> Ticket:
-        computing = torch.cuda.current_stream(self._device)
+        computing = torch.accelerator.current_stream(self._device)
         # The work reads results of the computation issued so far.
         self._stream.wait_stream(computing)
-        with torch.cuda.stream(self._stream), torch.no_grad():
+        with self._stream, torch.no_grad():
             work()
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event = torch.Event(self._device)
             event.record(self._stream)
         while self._under_way and (self._under_way[0].work is None or self._under_way[0].is_done):
             self._under_way.popleft()
@@ -222,4 +224,4 @@ def behind(ticket: Ticket, work: Callable[[], None]) -> Callable[[], None]:
 
 def make_lane(device: torch.device, *, by_host: bool = False) -> Lane:
     """A lane for messages of tensors on `device`. `by_host` messages get a thread on any device."""
-    return StreamLane(device) if device.type == "cuda" and not by_host else ThreadLane()
+    return StreamLane(device) if has_streams(device) and not by_host else ThreadLane()

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from terrace.accelerator import COLLECTIVES, HOST, current_device
+
 
 def new_group(ranks: Sequence[int] | None, timeout: timedelta) -> dist.ProcessGroup:
     """Create a group of `ranks`, called by its members only; None for all ranks of the world, all of which call it.
@@ -30,10 +32,19 @@ def new_group(ranks: Sequence[int] | None, timeout: timedelta) -> dist.ProcessGr
     members: dict[str, Any] = {} if ranks is None else {"ranks": list(ranks), "use_local_synchronization": True}
     size = dist.get_world_size() if ranks is None else len(ranks)
     # A group of one, created so that all ranks create the same number, sends nothing and needs no communicator.
-    if dist.get_backend() == "nccl" and size > 1:
-        members["device_id"] = torch.device("cuda", torch.cuda.current_device())
+    if _has_devices() and size > 1:
+        members["device_id"] = current_device()
     group: dist.ProcessGroup = dist.new_group(timeout=timeout, **members)
     return group
+
+
+def rank_device() -> torch.device:
+    """This rank's device, set when it joined the world: its GPU if ranks communicate over NCCL, else the CPU."""
+    return current_device() if dist.is_initialized() and _has_devices() else HOST
+
+
+def _has_devices() -> bool:
+    return bool(dist.get_backend() == COLLECTIVES)
 
 
 @dataclass(frozen=True)
@@ -65,4 +76,4 @@ class OrderedGroup:
 
 def barrier() -> None:
     """Wait for all ranks of the world; with NCCL on this rank's device, which torch would otherwise guess."""
-    dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
+    dist.barrier(device_ids=[current_device().index] if _has_devices() else None)

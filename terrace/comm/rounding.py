@@ -20,6 +20,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from terrace.accelerator import has_streams
 from terrace.comm.ledger import Meter
 from terrace.plan.wire import MessageClass
 
@@ -98,7 +99,7 @@ class ErrorLog:
         self._device = device
         self._lock = threading.Lock()  # a lane may add to the sums of a message under way while they are taken
         self._sums: dict[_Key, Tensor] = {}
-        self._made: dict[_Key, torch.cuda.Event] = {}  # on CUDA: recorded once a message's sums are computed
+        self._made: dict[_Key, torch.Event] = {}  # on a device: recorded once a message's sums are computed
         self._last: dict[_Key, Tensor] = {}
         self._visits: dict[tuple[_Key, str], int] = defaultdict(int)
         self._is_aside = False
@@ -128,9 +129,9 @@ class ErrorLog:
         # On the device: a copy to the host would make the lane wait.
         with self._lock:
             self._sums[key] = self._sums[key] + sums if key in self._sums else sums
-            if sums.is_cuda and key[0] in _AFTER_A_STEP:
-                event = self._made[key] = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                event.record(torch.cuda.current_stream(sums.device))
+            if has_streams(sums.device) and key[0] in _AFTER_A_STEP:
+                event = self._made[key] = torch.Event(sums.device)
+                event.record(torch.accelerator.current_stream(sums.device))
 
     def take(self) -> Tensor:
         """Return [squared error, square] of every lossy class, concatenated, fp64, and reset the sums."""
@@ -138,7 +139,7 @@ class ErrorLog:
         if self._is_aside:
             return total.view(-1)
         with self._lock:
-            late = {key for key, event in self._made.items() if not event.query()}  # type: ignore[no-untyped-call]
+            late = {key for key, event in self._made.items() if not event.query()}
             # Kept for the error message: the total says that a value is not finite, the parts say whose.
             self._last = {key: sums for key, sums in self._sums.items() if key not in late}
             self._sums = {key: self._sums[key] for key in late}

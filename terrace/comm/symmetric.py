@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from terrace.accelerator import has_streams
 from terrace.base.errors import PlanError
 
 _INSTEAD = "write a number of parts instead, plan.tensor_chunks = 4"
@@ -34,7 +35,7 @@ class Operators:
 
 def operators(device: torch.device) -> Operators:
     """Torch's operators for a device. Raises `PlanError` if it has none."""
-    if device.type != "cuda":
+    if not has_streams(device):
         raise PlanError(
             f"tensor_chunks = 'fused' needs CUDA: a {device.type.upper()} has no symmetric memory; {_INSTEAD}"
         )

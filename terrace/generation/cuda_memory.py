@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from terrace.accelerator import has_streams, is_rocm
 from terrace.base.errors import ConfigError
 
 _PINNED, _DEVICE, _READ_WRITE, _MINIMUM = 1, 1, 3, 0  # of the driver's enumerations
@@ -62,11 +63,16 @@ class _Bytes:
 class CudaMemory:
     """`num_pages` pages of `page_bytes` on a CUDA device; see `terrace.generation.host_memory.VirtualMemory`.
 
-    Mappings change only after the device has been synchronised, because running kernels may read them. Raises
-    `ConfigError` if `page_bytes` is not a multiple of the granularity, or a driver call fails.
+    Mappings change only after the device has been synchronised, because running kernels may read them. All memory is
+    freed when this object is deleted. Raises `ConfigError` if `page_bytes` is not a multiple of the granularity, or a
+    driver call fails.
     """
 
     def __init__(self, num_pages: int, page_bytes: int, device: torch.device, driver: Any = None) -> None:
+        self._handles: list[ctypes.c_ulonglong] = []
+        self._mapped: dict[int, dict[int, int]] = {}  # address of a range -> page index in it -> physical page
+        if is_rocm():
+            raise ConfigError("mapped pages call NVIDIA's driver, and torch is built for ROCm: keep pages of tensors")
         self._driver = driver or ctypes.CDLL("libcuda.so.1")
         self._device, self._page_bytes, self._size = device, page_bytes, num_pages * page_bytes
         index = device.index or 0
@@ -77,8 +83,6 @@ class CudaMemory:
         self._call("cuMemGetAllocationGranularity", ctypes.byref(step), ctypes.byref(self._properties), _MINIMUM)
         if page_bytes % step.value:
             raise ConfigError(f"a page of {page_bytes} bytes is no multiple of the device's {step.value}")
-        self._handles: list[ctypes.c_ulonglong] = []
-        self._mapped: dict[int, dict[int, int]] = {}  # address of a range -> page index in it -> physical page
         self._num_pages, self.num_mappings = num_pages, _NUM_MAPPINGS
         self._first = self._range()
         self.take_back()
@@ -109,8 +113,7 @@ class CudaMemory:
 
     def give_back(self) -> None:
         self.clear(self._first)
-        while self._handles:
-            self._call("cuMemRelease", self._handles.pop())
+        self._release()
 
     def take_back(self) -> None:
         for _ in range(self._num_pages):
@@ -124,10 +127,17 @@ class CudaMemory:
         """Free memory and address ranges. Tensors of this memory must not be used afterwards."""
         for address in self._mapped:
             self.clear(address)
-        self.give_back()
+        self._release()
         for address in self._mapped:
             self._call("cuMemAddressFree", ctypes.c_ulonglong(address), ctypes.c_size_t(self._size))
         self._mapped.clear()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _release(self) -> None:
+        while self._handles:
+            self._call("cuMemRelease", self._handles.pop())
 
     def _range(self) -> int:
         found, none = ctypes.c_ulonglong(), ctypes.c_ulonglong(0)
@@ -142,11 +152,11 @@ class CudaMemory:
             self._call("cuMemUnmap", at, ctypes.c_size_t(self._page_bytes))
 
     def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if has_streams(self._device):
+            torch.accelerator.synchronize(self._device)
 
     def _tensor(self, address: int) -> Tensor:
-        if self._device.type != "cuda":
+        if not has_streams(self._device):
             return torch.empty(self._size, dtype=torch.uint8, device=self._device)
         return torch.as_tensor(_Bytes(address, self._size), device=self._device)
 

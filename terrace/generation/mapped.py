@@ -222,7 +222,7 @@ class MappedPages:
 
     def _map(self, sequence: _Sequence, index: int, page: int, run: int) -> None:
         # The kernel merges pages that continue a mapping; any other may also split an existing mapping in two.
-        follows = index > 0 and sequence.mapped[index] < 0 and sequence.mapped[index - 1] == page - 1
+        follows = index > 0 and sequence.mapped[index] < 0 <= sequence.mapped[index - 1] == page - 1
         cost = 0 if follows else 2
         if self._left < cost:
             raise OutOfMappingsError(_AS_MANY)

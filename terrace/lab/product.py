@@ -8,13 +8,13 @@ PRODUCT = Product(
         Command(
             name="rehearse",
             help="emulate a cluster on this machine and run a program in it",
-            module="terrace.lab.commands.rehearse",
+            module="terrace.lab.commands.lines:add_rehearse",
             takes_program=True,
         ),
         Command(
             name="data lengths",
             help="lengths of documents, and costs of balance policies",
-            module="terrace.lab.commands.lengths",
+            module="terrace.lab.commands.lines:add_lengths",
         ),
     ),
     pacer="terrace.lab.pace:Pacer",

@@ -1,10 +1,11 @@
-"""Sets up a rank's CUDA device: CPU affinity beside it, and an allocator with expandable segments."""
+"""Sets up a rank's device: CPU affinity beside it, and an allocator with expandable segments."""
 
 import os
 from pathlib import Path
 
 import torch
 
+import terrace.accelerator as accelerator
 from terrace.launch.machines import numa_of
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -12,17 +13,17 @@ _NODES = Path("/sys/devices/system/node")
 
 
 def take_device(index: int) -> torch.device:
-    """Makes CUDA device `index` this process's own. Call it before anything else touches CUDA.
+    """Makes device `index` this process's own. Call it before anything else touches the device.
 
     Unless the user has configured the allocator, it gets expandable segments: otherwise gathers and activations of many
     sizes fragment the memory. ROCm's allocator does not have them. The process moves to the cores of the device's NUMA
     node.
     """
-    if torch.version.hip is None and not any(name in os.environ for name in _ALLOCATOR):
+    if not accelerator.is_rocm() and not any(name in os.environ for name in _ALLOCATOR):
         os.environ[_ALLOCATOR[1]] = "expandable_segments:True"
-    device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
-    bind(numa_of(torch.cuda.get_device_properties(device)))
+    torch.accelerator.set_device_index(index)
+    device = accelerator.current_device()
+    bind(numa_of(accelerator.properties(device)))
     return device
 
 

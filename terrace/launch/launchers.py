@@ -174,9 +174,8 @@ def slurm_address(variables: Mapping[str, str]) -> tuple[str, int] | None:
 
 def first_host(nodes: str) -> str:
     """The first host of a Slurm node list: gpu003 for `gpu[003-006,010],login1`."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
-    assert first is not None, "it matches the empty text"
-    return re.sub(r"\[([^\]]*)\]", lambda ranges: re.split("[-,]", ranges[1])[0], first[0])
+    first, *_ = re.split(r",(?![^\[]*\])", nodes)  # at the commas outside brackets
+    return re.sub(r"\[([^\]]*)\]", lambda ranges: re.split("[-,]", ranges[1])[0], first)
 
 
 def _number(name: str, variables: Mapping[str, str]) -> int | None:

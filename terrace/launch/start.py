@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+import terrace.accelerator as accelerator
 from terrace.base.errors import ConfigError, TerraceError
 from terrace.base.words import counted
 from terrace.launch import flight
@@ -220,7 +221,7 @@ def _backend(launcher: str, local_rank: int) -> tuple[str, torch.device | None, 
     why_not = _why_no_nccl()
     if why_not:
         return "gloo", None, why_not
-    num_devices = torch.cuda.device_count()
+    num_devices = accelerator.num_devices()
     if launcher != "torchrun" and num_devices == 1:
         # Slurm's --gpus-per-task=1 and scripts around mpiexec show every rank its own device only.
         local_rank = 0
@@ -230,27 +231,25 @@ def _backend(launcher: str, local_rank: int) -> tuple[str, torch.device | None, 
             f"{counted(num_devices, 'rank')} here, and set LOCAL_RANK"
         )
     device = take_device(local_rank)
-    return "nccl", device, f"rank 0 uses {torch.cuda.get_device_name(device)}"
+    return accelerator.COLLECTIVES, device, f"rank 0 uses {accelerator.name_of(device)}"
 
 
 def _local_backend(world_size: int) -> tuple[str, str]:
     why_not = _why_no_nccl()
-    if not why_not and torch.cuda.device_count() < world_size:
-        why_not = (
-            f"{counted(world_size, 'rank')}, and this machine has {counted(torch.cuda.device_count(), 'CUDA device')}"
-        )
-    return ("gloo", why_not) if why_not else ("nccl", f"rank 0 uses {torch.cuda.get_device_name(0)}")
+    if not why_not and (num_devices := accelerator.num_devices()) < world_size:
+        why_not = f"{counted(world_size, 'rank')}, and this machine has {counted(num_devices, 'CUDA device')}"
+    return ("gloo", why_not) if why_not else (accelerator.COLLECTIVES, f"rank 0 uses {accelerator.name_of(0)}")
 
 
 def local_devices() -> list[int]:
     """Memory, in bytes, of each CUDA device available to local ranks."""
     if _why_no_nccl():
         return []
-    return [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
+    return [accelerator.properties(index).total_memory for index in range(accelerator.num_devices())]
 
 
 def _why_no_nccl() -> str:
-    if not torch.cuda.is_available():
+    if not accelerator.is_available():
         return "this machine has no usable CUDA device"
     return "" if dist.is_nccl_available() else "this torch was built without nccl"
 
@@ -278,5 +277,5 @@ def _facts(device: torch.device | None, sections: Mapping[str, str], backend: st
     host = socket.gethostname()
     if device is None:
         return Facts(host, boot_id(), versions=versions, sections=sections, backend=backend, why=why)
-    properties = torch.cuda.get_device_properties(device)
+    properties = accelerator.properties(device)
     return Facts(host, boot_id(), str(properties.uuid), numa_of(properties), versions, sections, backend, why)

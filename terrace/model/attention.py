@@ -62,7 +62,7 @@ class PerMicroBatch:
         return _made(made, (version, key), make)
 
 
-_ON_HOST: Any = WeakTensorKeyDictionary()  # positions on a device -> their copy on the host
+_ON_HOST: Any = WeakTensorKeyDictionary()  # positions and places on a device -> their copy on the host
 
 
 def moved_from(moved: Tensor, host: Tensor) -> None:
@@ -71,7 +71,7 @@ def moved_from(moved: Tensor, host: Tensor) -> None:
 
 
 def on_host(positions: Tensor) -> Tensor:
-    """`positions` on the host; synchronises with the device unless `moved_from` recorded them."""
+    """`positions` (or places) on the host; synchronises with the device unless `moved_from` recorded them."""
     if positions.device.type == "cpu":
         return positions
     found: Tensor | None = _ON_HOST.get(positions)

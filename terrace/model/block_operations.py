@@ -255,8 +255,7 @@ def _feed_forward(
 
 
 def _mixture(config: ModelConfig, source: Tensor, target: Tensor) -> Iterator[Operation]:
-    experts = config.experts
-    assert experts is not None, "asked only of a layer with experts"
+    experts = config.own_experts
     hidden, inner = source.features, Dim("expert_intermediate", experts.intermediate_size)
     rows, results = (Tensor(name, hidden, Tokens.ROWS) for name in ("rows", "expert outputs"))
     gate, up, product = (Tensor(name, inner, Tokens.ROWS) for name in ("gate", "up", "product"))

@@ -30,6 +30,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from terrace.accelerator import placed
 from terrace.model.attention import additive_mask
 from terrace.model.pair_kernels import KINDS, Gradients, PairInputs, precise, serve, side_by_side
 
@@ -62,7 +63,7 @@ def dense_mask(
     indices at which documents begin.
     """
     queries = torch.arange(shift, shift + num_queries, device=device)
-    starts = torch.tensor([0, *begins], device=device)
+    starts = placed(torch.tensor([0, *begins]), torch.device(device))
     # The last document that begins at or before each query.
     first = starts[torch.bucketize(queries, starts[1:], right=True)]
     return additive_mask(first, queries, torch.arange(num_keys, device=device), window, dtype)

@@ -158,6 +158,12 @@ class ModelConfig:
         return factor * self.scales.attention * math.sqrt(self.head_dim) if self.scales.attention else factor
 
     @property
+    def own_experts(self) -> ExpertsConfig:
+        """The experts of a layer that has some."""
+        assert self.experts is not None, "a layer without experts has no mixture"
+        return self.experts
+
+    @property
     def mlp_size(self) -> int:
         """Inner size of the MLP or shared expert that every token passes; 0 for a mixture without a shared expert."""
         return self.intermediate_size if self.experts is None else self.experts.shared_size

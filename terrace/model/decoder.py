@@ -53,11 +53,12 @@ class Embedding(nn.Module):
         Raises `ModelError` for a position beyond the learned ones.
         """
         hidden = scaled(F.embedding(tokens, self.weight), self.scale)  # (B, S, H)
-        return hidden if self.positions is None else self.placed(hidden, tokens, positions)
+        return self.placed(hidden, tokens, positions)
 
     def placed(self, hidden: Tensor, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        """Add learned positions to the embeddings `hidden` (B, S, H) of tokens (B, S). Raises as `forward` does."""
-        assert self.positions is not None, "asked only where positions are learned"
+        """Add learned positions, if any, to the embeddings `hidden` (B, S, H) of tokens (B, S). Raises as `forward`."""
+        if self.positions is None:
+            return hidden
         check_positions(tokens, positions, self.positions.shape[0])
         if positions is None:
             return hidden + self.positions[: tokens.shape[-1]]

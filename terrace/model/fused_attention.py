@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from terrace.accelerator import placed
+
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -44,8 +46,8 @@ class Documents:
         starts = [*torch.nonzero(begins.flatten()).flatten().tolist(), begins.numel()]
         sizes = [end - begin for begin, end in pairwise(starts)]
         longest = max(sizes)
-        placed = torch.tensor(starts, dtype=torch.int32, pin_memory=device.type == "cuda")
-        return cls(placed.to(device, non_blocking=True), longest, window if 0 < window < longest else 0)
+        on_device = placed(torch.tensor(starts, dtype=torch.int32), device)
+        return cls(on_device, longest, window if 0 < window < longest else 0)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention output (B, N, S, D) of query over key and value (B, K, S, D)."""
@@ -61,12 +63,10 @@ class Documents:
 
 @cache
 def varlen_kernel() -> Any:
-    """`torch.nn.attention.varlen.varlen_attn`. Raises `ImportError` if torch has none that supports windows."""
+    """`torch.nn.attention.varlen.varlen_attn`."""
     # Imported on first use: it loads torch's compiler, which takes seconds.
     from torch.nn.attention.varlen import varlen_attn
 
-    if "window_size" not in inspect.signature(varlen_attn).parameters:
-        raise ImportError(f"torch {torch.__version__}: its varlen_attn takes no window_size")
     return varlen_attn
 
 
@@ -156,4 +156,4 @@ def _capped(cap: float) -> Any:
 def _flex_kernel(device_type: str) -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention) if device_type == "cuda" else flex_attention
+    return torch.compile(flex_attention) if device_type != "cpu" else flex_attention

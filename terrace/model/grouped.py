@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from terrace.accelerator import occurrences
+
 
 class Order(NamedTuple):
     """Permutation of the choices (T, k) to rows sorted by expert, and by token within an expert."""
@@ -20,24 +22,25 @@ class Order(NamedTuple):
     choices: Tensor  # (N) int64: row n is choice choices[n], of token choices[n] // k
     rows: Tensor  # (T, k) int64: the row of each choice, -1 for none
     counts: tuple[int, ...]  # rows of each expert
+    columns: tuple[int, ...]  # choices with a row, in each column of `rows`
     is_whole: bool  # whether every choice has a row
 
     @classmethod
     def of(cls, experts: Tensor, num_experts: int, *, is_whole: bool = True) -> "Order":
         """Order of the choices `experts` (T, k). If not `is_whole`, choices of -1 get no row.
 
-        On a GPU the host waits for the counts.
+        On a GPU the host waits for the counts, once.
         """
-        flat = experts.flatten()
-        if is_whole:
-            choices = flat.argsort(stable=True)
-        else:
-            here = (flat >= 0).nonzero().squeeze(1)
-            choices = here[flat[here].argsort(stable=True)]
+        # Choices of no expert come last.
+        flat = experts.flatten() if is_whole else experts.masked_fill(experts < 0, num_experts).flatten()
+        numbers = torch.cat([occurrences(flat, num_experts + 1), (experts >= 0).sum(0)]).tolist()
+        counts, columns = numbers[:num_experts], numbers[num_experts + 1 :]
+        choices = flat.argsort(stable=True)
+        if not is_whole:
+            choices = choices[: sum(counts)].clone()  # kept for the backward, without the others
         rows = torch.full_like(flat, -1)
         rows[choices] = torch.arange(len(choices), device=flat.device)
-        counts = torch.bincount(flat[choices], minlength=num_experts).tolist()
-        return cls(choices, rows.view_as(experts), tuple(counts), is_whole)
+        return cls(choices, rows.view_as(experts), tuple(counts), tuple(columns), is_whole)
 
 
 def spread(x: Tensor, order: Order) -> Tensor:
@@ -124,9 +127,10 @@ def _collect(rows: Tensor, order: Order) -> Tensor:
     if not order.is_whole:
         wide = torch.promote_types(rows.dtype, torch.float32)
         total = rows.new_zeros(len(order.rows), rows.shape[1], dtype=wide)
-        for of_token in order.rows.t():
-            # Each column has at most one row per token, so indices are unique and the addition deterministic.
-            tokens = (of_token >= 0).nonzero().squeeze(1)
+        for of_token, num_rows in zip(order.rows.t(), order.columns, strict=True):
+            # Each column has at most one row per token, so indices are unique and the addition deterministic. Their
+            # number is known, so the host does not wait for it.
+            tokens = torch.nonzero_static(of_token >= 0, size=num_rows).squeeze(1)
             total.index_add_(0, tokens, rows.index_select(0, of_token[tokens]).to(wide))
         return total.to(rows.dtype)
     return rows.index_select(0, order.rows.flatten()).view(*order.rows.shape, rows.shape[1]).sum(1)

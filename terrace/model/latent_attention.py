@@ -47,7 +47,6 @@ class LatentAttention(PlannedAttention):
 
         # In the order of execution, as in terrace.model.block_operations.
         self.query: nn.Linear | None = None
-        self.query_down: nn.Linear | None = None
         if latent.query_rank:
             self.query_down = linear(hidden, latent.query_rank, bias)
         else:
@@ -89,10 +88,9 @@ class LatentAttention(PlannedAttention):
     def _entered(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Queries (B, N, S, D) without RoPE, and compressed keys and values (B, S, L + R), of x (B, S, H)."""
         # Products of one input are adjacent, so that conversions of it, as to 8 bits, are made once.
-        entering = self.query if self.query_down is None else self.query_down
-        assert entering is not None, "one of the two is there"
+        entering = self.query_down if self.query is None else self.query
         query, compressed = entering(x), self.key_value_down(x)
-        if self.query_down is not None:
+        if self.query is None:
             query = self.query_up(self.query_latent_norm(query))
         return _heads(query, self.head_dim), compressed
 

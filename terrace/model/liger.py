@@ -39,6 +39,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from terrace.accelerator import TYPE, compute_capability, is_rocm
 from terrace.base.errors import ConfigError, first_line
 from terrace.base.extras import install
 from terrace.model import layers
@@ -47,12 +48,12 @@ from terrace.model.layers import MLP, Attention, RMSNorm
 from terrace.model.part_kernel import PARTS, Part, PartChoice
 from terrace.model.rotary import Rotary
 
-DEVICES = ("cuda",)  # supported devices; a test adds the CPU, for Triton's interpreter
+DEVICES = (TYPE,)  # supported devices; a test adds the CPU, for Triton's interpreter
 PACKAGE = "liger-kernel"
 _OLDEST = (0, 8, 5)
 _MODULE = "liger_kernel"
 _LARGEST_BLOCK = 32768  # elements of a row of logits at a time, as in the package
-_BLACKWELL = 10  # compute capability from which fewer warps are faster in half precision, as in the package
+_BLACKWELL = (10, 0)  # compute capability from which fewer warps are faster in half precision, as in the package
 
 
 def why_missing() -> str:
@@ -197,7 +198,10 @@ def to_gradient(logits: Tensor, labels: Tensor, scale: float = 1.0) -> Tensor:
 
 @cache
 def _warps(device: torch.device, dtype: torch.dtype) -> int:
-    is_new = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= _BLACKWELL
+    """Warps of a kernel for the loss, as in the package: AMD's are twice as wide, so half as many are a block."""
+    if is_rocm():
+        return 16
+    is_new = compute_capability(device) >= _BLACKWELL
     return 8 if is_new and dtype.itemsize == 2 else 32
 
 

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from terrace.accelerator import compute_capability, has_streams
 from terrace.base.errors import first_line
 from terrace.model.attention import suits_plain_products
 
@@ -252,9 +253,8 @@ def _candidates(device: torch.device, dtype: torch.dtype) -> tuple[Kernel, ...]:
     if device.type == "cpu" and dtype in _FLOATS:
         # Without oneDNN products in half precision, converting to fp32 is faster.
         return (CPU_FLASH if dtype.itemsize > 2 or _has_products(dtype) else CPU_FLASH_WIDE,)
-    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
-        hopper = torch.version.hip is None and torch.cuda.get_device_capability(device) >= _HOPPER
-        return (CUDNN, CUDA_FLASH) if hopper else (CUDA_FLASH,)
+    if has_streams(device) and dtype in (torch.bfloat16, torch.float16):
+        return (CUDNN, CUDA_FLASH) if compute_capability(device) >= _HOPPER else (CUDA_FLASH,)
     return ()
 
 

@@ -15,6 +15,8 @@ class ParamSpec:
     matrices in (experts, out, in), vectors in (experts, out). An expert bias is updated from token counts instead of
     by an optimizer; it is replicated on every rank, in at least fp32.
 
+    The rows of an `is_spread` table are on different ranks (terrace.plan.tables).
+
     In the slice of one rank (terrace.plan.slices), `shape` includes padding, `whole` is the shape before slicing,
     `cuts` names the axes that shard each dim, and `replicated_over` the axes whose ranks all hold this slice and
     together shard its states.
@@ -24,6 +26,7 @@ class ParamSpec:
     shape: tuple[int, ...]
     trainable: bool = True
     is_expert_bias: bool = False
+    is_spread: bool = False
     dims: tuple[tuple[str, int], ...] = ()
     whole: tuple[int, ...] = ()  # empty: `shape` is whole
     cuts: tuple[tuple[str, ...], ...] = ()

@@ -37,7 +37,7 @@ def check_tensor_chunks(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec
 def why_not_fused(cluster: Cluster, mesh: Mesh, plan: Plan) -> str:
     """Why messages over tensor rows cannot be fused with matmuls, and the fix; "" if they can."""
     device, tiers = cluster.device, cluster.tiers
-    if device.backend != "cuda":
+    if device.type != "cuda":
         return f"only CUDA devices have symmetric memory, and device.backend is {device.backend!r}; {_INSTEAD}"
     # Ranks read each other's memory, so they must be on one node or one NVLink fabric.
     innermost = next((index for index, tier in enumerate(tiers) if tier.size > 1), 0)

@@ -34,8 +34,9 @@ Under `balance = "cost"` bytes depend on the batch, so there is no formula:
 terrace.sequence.traffic counts them for one batch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -95,7 +96,7 @@ class AttentionBytes:
         """Sizes in a tier's format."""
         return self.formats[tier] if self.formats else self._plain
 
-    @property
+    @cached_property
     def _plain(self) -> Sizes:
         return Sizes(self.inputs, self.outputs, self.keys, False)
 
@@ -109,12 +110,12 @@ class AttentionBytes:
         # Ring messages go to one rank, the others to every other Ulysses rank.
         if message.leg not in _DEALT:
             return ((message.tier, self.on(message.tier).keys),)
-        return tuple((tier, peers * self._dealt(message, self.on(tier))) for tier, peers in _peers(self.ulysses))
+        return tuple([(tier, peers * self._dealt(message, self.on(tier))) for tier, peers in _peers(self.ulysses)])
 
     def coding_bytes(self, message: ContextMessage) -> dict[int, float]:
         """Memory traffic in bytes of encoding and decoding a message, by tier index; no entry for dtypes."""
         ring = message.leg not in _DEALT
-        counts = [(message.tier, 1)] if ring else _peers(self.ulysses)
+        counts = ((message.tier, 1),) if ring else _peers(self.ulysses)
         found = {}
         for tier, copies in counts:
             both = self._plain, self.on(tier)
@@ -126,6 +127,9 @@ class AttentionBytes:
     def _dealt(message: ContextMessage, sizes: Sizes) -> int:
         # In a backward INTO carries gradients of the outputs and BACK gradients of the inputs.
         return sizes.inputs if (message.leg is ContextLeg.INTO) is not message.backward else sizes.outputs
+
+
+NO_ATTENTION = AttentionBytes(ulysses=(), ring=(), inputs=0, outputs=0, keys=0)  # ranks that attend alone send nothing
 
 
 @dataclass(frozen=True)
@@ -142,15 +146,15 @@ class ContextTraffic:
         """Whether there are messages whose bytes follow from the plan alone."""
         return self.plan.balance == "tokens" and is_context_parallel(self.mesh, self.plan)
 
-    def attention(self, block: BlockSpec) -> AttentionBytes | None:
-        """Message bytes of a block's attention; None if it sends none, or if they depend on the batch.
+    def attention(self, block: BlockSpec) -> AttentionBytes:
+        """Message bytes of a block's attention; `NO_ATTENTION` if it sends none, or if they depend on the batch.
 
         Raises `PlanError` if the sequence length is unknown.
         """
         heads = attention_heads(block, self.mesh.total("rows")) if self.has_formula else None
         if self.has_formula and self.sequence < 1:
             raise no_sequence("context")
-        return None if heads is None else self._attention(heads)
+        return NO_ATTENTION if heads is None else self._attention(heads)
 
     def _attention(self, heads: Heads) -> AttentionBytes:
         head_bytes = heads.size * FORMATS[self.plan.compute].element_bytes
@@ -171,9 +175,17 @@ class ContextTraffic:
         )
 
 
-def _peers(degrees: Sequence[int]) -> Iterator[tuple[int, int]]:
+def same_bytes(message: ContextMessage) -> ContextMessage:
+    """The representative of all messages whose tiers and bytes equal those of `message` under any degrees."""
+    if message.leg not in _DEALT:
+        return ContextMessage(ContextLeg.KEYS, tier=message.tier)
+    # As `AttentionBytes._dealt`.
+    return ContextMessage(ContextLeg.INTO, backward=(message.leg is ContextLeg.INTO) is message.backward)
+
+
+@lru_cache(maxsize=4096)
+def _peers(degrees: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     """(Tier, number of Ulysses ranks to which a message crosses it)."""
-    for tier, degree in enumerate(degrees):
-        if degree > 1:
-            # There are (degree - 1) other units on tier t, each with all Ulysses ranks of the inner tiers.
-            yield tier, (degree - 1) * prod(degrees[:tier])
+    # There are (degree - 1) other units on tier t, each with all Ulysses ranks of the inner tiers.
+    found = ((tier, (degree - 1) * prod(degrees[:tier])) for tier, degree in enumerate(degrees))
+    return tuple([(tier, peers) for tier, peers in found if peers])

@@ -4,12 +4,13 @@ Parameters of a block share a buffer if they are replicated over the same axes a
 Without a tensor axis that is one trainable and one frozen buffer. Parameters that the tensor axis does not cut (norms,
 for example) have separate buffers, which tensor ranks shard as data ranks do. Also in separate buffers: expert stacks,
 if the plan factors the ranks separately for them; gate biases that are updated from token counts, whole on every rank;
-and matrices held as 8-bit codes.
+matrices held as 8-bit codes; and tables whose rows are spread over ranks (terrace.plan.tables).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from terrace.base.alike import once_each
 from terrace.base.errors import PlanError
@@ -20,17 +21,16 @@ from terrace.plan.dims import is_layer, is_product_matrix
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import HOLDERS, ORDER, STAGE, Mesh
 from terrace.plan.plan import Plan
+from terrace.plan.update import Extent, MatrixSlice, parse_update
 from terrace.plan.wire import CODES, FORMATS, ROUTES, MessageClass
-
-Extent = tuple[tuple[int, ...], int, int]  # (shape of a matrix, its start and stop in the flat buffer)
 
 
 @dataclass(frozen=True)
 class FlatParamSpec:
     """One flat buffer: its parameters in order, weight-decayed matrices first, and the layout of its slices.
 
-    The first `num_orthogonal` elements are matrices that the optimizer updates whole (the layers' matrices under Muon).
-    If `is_coded`, the working copy holds the matrices' 8-bit codes (terrace.runtime.matrix_codes).
+    The first `num_orthogonal` elements are matrices that the optimizer updates whole (those of layers under Muon,
+    GaLore and LSP). If `is_coded`, the working copy holds the matrices' 8-bit codes (terrace.runtime.matrix_codes).
     """
 
     layout: Layout
@@ -40,17 +40,53 @@ class FlatParamSpec:
     is_coded: bool = False
 
     @cached_property
+    def extents(self) -> tuple[tuple[ParamSpec, int, int], ...]:
+        """(Parameter, start, stop) of each parameter in the buffer."""
+        stops = accumulate(param.numel for param in self.params)
+        return tuple((param, stop - param.numel, stop) for param, stop in zip(self.params, stops, strict=True))
+
+    @cached_property
     def orthogonal(self) -> tuple[Extent, ...]:
         """The matrices that the optimizer updates whole; each matrix of a stack is listed separately."""
-        found, start = list[Extent](), 0
-        for param in self.params:
+        found = list[Extent]()
+        for param, start, _ in self.extents:
             if start >= self.num_orthogonal:
                 break
             size = param.numel // param.num_parts
-            for _ in range(param.num_parts):
-                found.append((param.part_shape, start, start + size))
-                start += size
+            begins = (start + part * size for part in range(param.num_parts))
+            found += [(param.part_shape, begin, begin + size) for begin in begins]
         return tuple(found)
+
+    @cached_property
+    def matrix_slices(self) -> tuple[MatrixSlice, ...]:
+        """The slices that ranks own under an optimizer that updates matrices whole; equal ones are listed once.
+
+        Empty without such matrices.
+        """
+        if not self.num_orthogonal:
+            return ()
+        size, found = self.padded // self.layout.span(self.layout.optimizer), set[MatrixSlice]()
+        # Slices differ only where a matrix begins or ends, and at the end of the buffer.
+        positions = {min(self.num_orthogonal, self.padded - 1), self.padded - 1}
+        for _, begin, end in self.orthogonal:
+            positions |= {begin, end - 1}
+        for number in {position // size for position in positions}:
+            start, stop = number * size, (number + 1) * size
+            shapes = tuple(shape for shape, begin, end in self.orthogonal if begin < stop and end > start)
+            found.add((shapes, min(size, max(0, stop - self.num_orthogonal))))
+        return tuple(sorted(found))
+
+    def orthogonal_names(self, expert_rank: int) -> tuple[str, ...]:
+        """Names of the matrices in `orthogonal`: `PARAMETER%NUMBER`, numbered within the whole stack.
+
+        `expert_rank` is the index of the rank among those with different experts.
+        """
+        names = [
+            f"{param.name}%{expert_rank * param.num_parts + part}"
+            for param in self.params
+            for part in range(param.num_parts)
+        ]
+        return tuple(names[: len(self.orthogonal)])
 
     @property
     def is_expert_bias(self) -> bool:
@@ -73,6 +109,11 @@ class FlatParamSpec:
         return len(self.params) if self.is_coded else 0
 
     @cached_property
+    def is_spread(self) -> bool:
+        """Whether it holds this rank's rows of a spread table; only the rows that a step uses have gradients."""
+        return any(param.is_spread for param in self.params)
+
+    @cached_property
     def numel(self) -> int:
         """Number of elements without padding."""
         return sum(param.numel for param in self.params)
@@ -85,6 +126,8 @@ class FlatParamSpec:
             return self.layout.gathers
         if carries == "change":
             return self.trainable and self.layout.num_islands > 1
+        if self.is_spread:  # gradients of rows are dispatched inside the backward
+            return False
         return self.num_orthogonal > 0 if carries == "orthogonal" else self.trainable
 
     @cached_property
@@ -121,7 +164,7 @@ def block_flats(
     in order. `known` are layouts of the plan to reuse. Raises `PlanError` for unsliced blocks under a tensor axis.
     """
     _check_sliced(cluster, plan, blocks)
-    mesh, layouts = Mesh.of(cluster, plan), {(False, layout.axes): layout for layout in known}
+    mesh, layouts = Mesh.of(cluster, plan), {("", layout.axes): layout for layout in known}
 
     def flats(block: tuple[tuple[ParamSpec, ...], bool]) -> tuple[FlatParamSpec, ...]:
         params, layer = block
@@ -129,28 +172,29 @@ def block_flats(
         for param in params:
             # Without slicing, `replicated_over` is unset and the data ranks hold everything.
             held_over = HOLDERS if param.replicated_over is None else param.replicated_over
-            stacked = param.is_stack and mesh.divides_stacks
-            own = mesh.of_stacks(stacked)
+            own = mesh.of_param(param)
             axes = tuple(axis for axis in STAGE if axis in held_over and own.total(axis) > 1)
             # An empty parameter cannot train, and would force a buffer of its own.
             coded = codes and layer and is_product_matrix(param)
-            key = param.trainable and param.numel > 0, stacked, param.is_expert_bias, coded, axes
+            key = param.trainable and param.numel > 0, _factoring(param, mesh), param.is_expert_bias, coded, axes
             groups.setdefault(key, []).append(param)
         made = []
         for group in sorted(groups, key=_order):
-            trainable, stacked, moved, coded, axes = group
+            trainable, factoring, moved, coded, axes = group
             # One Layout object per set of ranks, shared by all flat buffers.
-            if (stacked, axes) not in layouts:
-                layouts[stacked, axes] = Layout.of(cluster, plan, axes, mesh.of_stacks(stacked))
+            if (factoring, axes) not in layouts:
+                layouts[factoring, axes] = Layout.of(cluster, plan, axes, mesh.of_param(groups[group][0]))
             # Decayed matrices first: the optimizer applies weight decay to one contiguous prefix.
             ordered = tuple(sorted(groups[group], key=lambda param: not param.decays))
-            whole = sum(param.numel for param in ordered if param.decays) if muon and layer and trainable else 0
-            layout = layouts[stacked, axes].whole() if moved else layouts[stacked, axes]
+            matrices = [param for param in ordered if param.decays] if takes_whole and layer and trainable else []
+            whole = sum(param.numel for param in matrices)
+            layout = layouts[factoring, axes]
+            layout = layout.whole() if moved or factoring == _TABLES else layout
             made.append(FlatParamSpec(layout, ordered, trainable, whole, coded))
         return tuple(made)
 
-    muon, codes = plan.update == "muon", plan.shares_scales
-    asks = muon or codes
+    takes_whole, codes = parse_update(plan.update).takes_whole, plan.shares_scales
+    asks = takes_whole or codes
     if layers is None:
         layers = [asks and is_layer(blocks, index) for index in range(len(blocks))]
     return tuple(
@@ -158,15 +202,20 @@ def block_flats(
     )
 
 
-# (is trainable, is in the factoring for stacks, is updated from counts, is held as codes, axes of its holders)
-_Group = tuple[bool, bool, bool, bool, tuple[str, ...]]
+# (is trainable, factoring, is updated from counts, is held as codes, axes of its holders)
+_Group = tuple[bool, str, bool, bool, tuple[str, ...]]
+_STACKS, _TABLES = "stacks", "tables"  # parameters with a factoring of their own; "" for all others
 
 
-def _order(group: _Group) -> tuple[bool, bool, bool, bool, tuple[str, ...], tuple[str, ...]]:
-    trainable, stacked, moved, coded, axes = group
-    # Trainable buffers first, codes before others; then buffers not replicated over a tensor axis; stacks and biases
-    # updated from counts last.
-    return not trainable, moved, stacked, not coded, tuple(axis for axis in axes if axis not in HOLDERS), axes
+def _factoring(param: ParamSpec, mesh: Mesh) -> str:
+    return _TABLES if param.is_spread else _STACKS if param.is_stack and mesh.divides_stacks else ""
+
+
+def _order(group: _Group) -> tuple[bool, bool, str, bool, tuple[str, ...], tuple[str, ...]]:
+    trainable, factoring, moved, coded, axes = group
+    # Trainable buffers first, codes before others; then buffers not replicated over a tensor axis; stacks, tables and
+    # biases updated from counts last.
+    return not trainable, moved, factoring, not coded, tuple(axis for axis in axes if axis not in HOLDERS), axes
 
 
 def orthogonalised(flats: Sequence[Sequence[FlatParamSpec]], held: Sequence[int]) -> list[int]:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from terrace.cluster.cluster import Cluster
 from terrace.plan.mesh import HOLDERS, ORDER, Mesh
+from terrace.plan.update import parse_update
 from terrace.plan.wire import ROUTES, MessageClass
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ class Layout:
     mesh: Mesh | None = None  # None if the layout is used for sizes only
     orthogonalises: bool = False  # whether the optimizer needs whole matrices
     island: int = sys.maxsize  # the outermost tier that is synchronised every step
+    params_below: bool = False  # whether a rank's parameters are kept below its device (terrace.plan.keep)
+    grads_below: bool = False  # whether its accumulated gradients are
 
     @staticmethod
     def of(cluster: Cluster, plan: "Plan", axes: Collection[str] = HOLDERS, mesh: Mesh | None = None) -> "Layout":
@@ -72,12 +75,14 @@ class Layout:
             degrees=mesh.group(*axes),
             axes=axes,
             mesh=mesh,
-            orthogonalises=plan.update == "muon",
+            orthogonalises=parse_update(plan.update).takes_whole,
             params=params,
             params_backward=params if plan.params_backward is None else cluster.index(plan.params_backward),
             grads=cluster.index(plan.grads),
             optimizer=cluster.index(plan.optimizer),
             island=plan.outer.tier_between(cluster) - 1,
+            params_below=plan.keep.params_below,
+            grads_below=plan.keep.grads_below,
         )
 
     def settled(self) -> "Layout":
@@ -91,8 +96,16 @@ class Layout:
         )
 
     def whole(self) -> "Layout":
-        """The layout of the same ranks with every state replicated."""
-        return replace(self, params=DEVICE, params_backward=DEVICE, grads=DEVICE, optimizer=DEVICE)
+        """The layout of the same ranks with every state replicated, and on the device."""
+        return replace(
+            self,
+            params=DEVICE,
+            params_backward=DEVICE,
+            grads=DEVICE,
+            optimizer=DEVICE,
+            params_below=False,
+            grads_below=False,
+        )
 
     def _settled(self, tier: int) -> int:
         while tier > DEVICE and self.degrees[tier] == 1:
@@ -106,13 +119,13 @@ class Layout:
 
     @property
     def gathers(self) -> bool:
-        """Whether parameters are sharded and so must be gathered."""
-        return self.params != DEVICE
+        """Whether parameters are gathered before use: from other ranks, from below the device, or both."""
+        return self.params != DEVICE or self.params_below
 
     @property
     def frees(self) -> bool:
         """Whether gathered parameters are freed after use; a whole secondary copy is gathered once a step and stays."""
-        return self.params_backward != DEVICE
+        return self.params_backward != DEVICE or self.params_below
 
     @cached_property
     def has_secondary(self) -> bool:

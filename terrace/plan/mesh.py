@@ -3,8 +3,9 @@
 On a tier, the axes divide the members in a fixed order, the first varying fastest: columns and rows of the tensor axis,
 Ulysses and ring of the context axis, expert, data, pipeline. So the ranks that communicate most are neighbours.
 
-For experts, the ranks of a stage are factored a second time (`Plan.experts`), into rows, expert and data. The pipeline
-varies slowest in both factorings, so a rank has the same stage in both.
+For experts, the ranks of a stage are factored a second time (`Plan.experts`), into rows, expert and data; for tables
+once more (`Plan.vocabulary`), into expert, whose ranks hold different rows of a table, and data. The pipeline varies
+slowest in all factorings, so a rank has the same stage in each.
 """
 
 import math
@@ -17,6 +18,7 @@ from terrace.base.errors import PlanError
 
 if TYPE_CHECKING:
     from terrace.cluster.cluster import Cluster
+    from terrace.model.params import ParamSpec
     from terrace.plan.plan import Plan
 
 ORDER = ("columns", "rows", "ulysses", "ring", "expert", "data", "pipeline")
@@ -26,7 +28,7 @@ PIPELINE = ("pipeline",)
 HOLDERS = (*CONTEXT, "data")  # their ranks hold the same slice of a block that only the tensor axis cuts
 STACK_AXES = ("rows", "expert")  # of `Plan.experts`
 SHARING = ("rows", *CONTEXT)  # their ranks have tokens of the same sequences, unless `balance = "cost"`
-PARTS = ("expert",)  # only with a factoring for experts: ranks with different experts
+PARTS = ("expert",)  # only in a factoring of their own: ranks with different experts, or different rows of a table
 STAGE = (*TENSOR, *CONTEXT, *PARTS, "data")  # axes of the ranks that work on the same blocks
 _FACTORED = {"tensor": TENSOR, "context": CONTEXT}
 _UNFACTORED = {"tensor": "rows", "context": "ring"}  # what a plain number in a mapping stands for
@@ -39,11 +41,13 @@ class Mesh:
 
     In axis arguments, "tensor" means columns and rows together, "context" Ulysses and ring. Meshes sort by the degrees
     of data, tensor, context and pipeline on the innermost tier, then by its columns and Ulysses ranks. `apart` is the
-    second factoring of the same ranks, for expert stacks; None: stacks are sharded like other parameters.
+    second factoring of the same ranks, for expert stacks; None: stacks are sharded like other parameters. `tables` is
+    the factoring for tables whose rows are spread; None: tables are sharded like other parameters.
     """
 
     degrees: tuple[tuple[int, ...], ...]
     apart: "Mesh | None" = None
+    tables: "Mesh | None" = None
 
     @staticmethod
     def of(cluster: "Cluster", plan: "Plan") -> "Mesh":
@@ -51,17 +55,22 @@ class Mesh:
         found = []
         for tier in cluster.tiers:
             degrees = tier_degrees(plan.mapping.get(tier.name, {"data": tier.size}))
-            found.append(tuple(degrees.get(axis, 1) for axis in ORDER))
+            found.append(tuple([degrees.get(axis, 1) for axis in ORDER]))
         mesh = _interned(tuple(found))
-        if not plan.experts:
+        if not plan.experts and not plan.vocabulary:
             return mesh
-        of_experts = []
-        for tier, members, pipeline in zip(cluster.tiers, mesh.group(*STAGE), mesh.group(*PIPELINE), strict=True):
-            row = plan.experts.get(tier.name, {})
-            # The remaining ranks replicate experts.
+        tiers = [tier.name for tier in cluster.tiers]
+        apart = mesh.factored([plan.experts.get(name, {}) for name in tiers]) if plan.experts else None
+        rows = [{"expert": plan.vocabulary.get(name, 1)} for name in tiers]
+        return _interned(mesh.degrees, apart, mesh.factored(rows) if plan.vocabulary else None)
+
+    def factored(self, rows: "Sequence[Mapping[str, int]]") -> "Mesh":
+        """Factor the ranks of a stage by `rows`, degrees of axes by tier; the data axis takes the remaining ranks."""
+        found = []
+        for row, members, pipeline in zip(rows, self.group(*STAGE), self.group(*PIPELINE), strict=True):
             own = {**row, "data": members // math.prod(row.values()), "pipeline": pipeline}
-            of_experts.append(tuple(own.get(axis, 1) for axis in ORDER))
-        return _interned(mesh.degrees, _interned(tuple(of_experts)))
+            found.append(tuple(own.get(axis, 1) for axis in ORDER))
+        return _interned(tuple(found))
 
     @staticmethod
     def build(num_tiers: int, **degrees: Sequence[int]) -> "Mesh":
@@ -71,7 +80,7 @@ class Mesh:
 
     @cached_property
     def _hash(self) -> int:
-        return hash(self.degrees) if self.apart is None else hash((self.degrees, self.apart.degrees))
+        return hash((self.degrees, *(each.degrees for each in (self.apart, self.tables) if each is not None)))
 
     def __hash__(self) -> int:
         return self._hash
@@ -108,25 +117,34 @@ class Mesh:
         """The factoring for expert stacks if `stacked`, else for other parameters."""
         return self.stacks if stacked else self
 
+    def of_param(self, param: "ParamSpec") -> "Mesh":
+        """The factoring that a parameter belongs to."""
+        if param.is_spread:
+            assert self.tables is not None, f"{param.name} is spread by a plan with a vocabulary"
+            return self.tables
+        return self.of_stacks(param.is_stack)
+
     def group(self, *axes: str) -> tuple[int, ...]:
         """Product of the degrees of `axes` per tier: the shape of a group of ranks that differ only on these axes."""
         found = self._groups.get(axes)
         if found is None:
             positions = _positions(axes)
-            found = tuple([math.prod([row[position] for position in positions]) for row in self.degrees])
+            if len(positions) == 1:
+                found = tuple([row[positions[0]] for row in self.degrees])
+            else:
+                found = tuple([math.prod([row[position] for position in positions]) for row in self.degrees])
             self._groups[axes] = found
         return found
 
     @cached_property
     def _totals(self) -> dict[str, int]:
-        return {}
+        # All at once: a search asks for most of them.
+        found = dict(zip(ORDER, map(math.prod, zip(*self.degrees, strict=True)), strict=True))
+        return found | {axis: math.prod([found[part] for part in parts]) for axis, parts in _FACTORED.items()}
 
     def total(self, axis: str) -> int:
         """Degree of an axis over all tiers."""
-        found = self._totals.get(axis)
-        if found is None:
-            found = self._totals[axis] = math.prod(self.group(axis))
-        return found
+        return self._totals[axis]
 
     @cached_property
     def inside_degrees(self) -> tuple[int, int, int, int]:
@@ -158,6 +176,12 @@ class Mesh:
         """Tiers over which expert stacks are split."""
         lines = () if self.apart is None else self.apart.group(*STACK_AXES)
         return tuple(tier for tier, degree in enumerate(lines) if degree > 1)
+
+    @cached_property
+    def routed_tiers(self) -> tuple[int, ...]:
+        """Tiers that routed messages cross: those over which stacks or tables are split."""
+        of_tables = () if self.tables is None else self.tables.tiers("expert")
+        return tuple(sorted({*self.stack_tiers, *of_tables}))
 
     @cached_property
     def stack_degrees(self) -> tuple[int, int]:
@@ -194,7 +218,9 @@ class Mesh:
         found = self._parts.get(axes)
         if found is None:
             kept = _positions(axes)
-            found = _interned(tuple(tuple(d if i in kept else 1 for i, d in enumerate(row)) for row in self.degrees))
+            found = _interned(
+                tuple([tuple([d if i in kept else 1 for i, d in enumerate(row)]) for row in self.degrees])
+            )
             self._parts[axes] = found
         return found
 
@@ -307,9 +333,9 @@ def _at_stage(mesh: Mesh, rank: int, stage: int) -> int:
 
 
 @lru_cache(maxsize=65536)
-def _interned(degrees: tuple[tuple[int, ...], ...], apart: Mesh | None = None) -> Mesh:
+def _interned(degrees: tuple[tuple[int, ...], ...], apart: Mesh | None = None, tables: Mesh | None = None) -> Mesh:
     # The planner requests the same few meshes many times, and a mesh caches its derived values.
-    return Mesh(degrees, apart)
+    return Mesh(degrees, apart, tables)
 
 
 @lru_cache(maxsize=4096)

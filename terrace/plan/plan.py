@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from terrace.plan.keep import ALL_ON_DEVICE, Keep
 from terrace.plan.outer import ONE_ISLAND, Outer
 from terrace.plan.update import Update
 from terrace.plan.wire import CODES, OF_PARAMETERS, OF_STATES, MessageClass, WireFormat, parse_format
@@ -20,11 +21,11 @@ CONTEXT_AXES = ("ulysses", "ring")  # factors of a context degree; a plain numbe
 FACTORS = {"tensor": TENSOR_AXES, "context": CONTEXT_AXES}  # axes that a mapping may factor
 
 
-_PRECISION = ("compute", "messages", "products", "master", "optimizer_states")
+_PRECISION = ("compute", "messages", "products", "master", "optimizer_states", "keep")
 
 
 def precision_of(plan: Any) -> dict[str, Any]:
-    """The dtype keys (compute, messages, storage) of a plan, or of a planner's task."""
+    """The keys of a plan, or of a planner's task, that say in which dtypes and where values are stored and sent."""
     return {name: getattr(plan, name) for name in _PRECISION}
 
 
@@ -66,6 +67,9 @@ class Plan:
     # Second factoring of the ranks, for experts: tier -> axis -> degree. "rows" cut every expert, "expert" ranks hold
     # different ones, the remaining ranks replicate them. Empty: experts are sharded like other parameters.
     experts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    # Number of ranks of a tier over which the rows of a look-up table are spread: tier -> degree (terrace.plan.tables).
+    # Empty: the table is sharded like other parameters
+    vocabulary: Mapping[str, int] = field(default_factory=dict)
     # Number of chunks in which tokens travel to their experts, overlapped with matmuls of other chunks: forward,
     # backward -> number; ahead: how many chunks are dispatched ahead of the matmuls. Each defaults to 1
     expert_chunks: Mapping[str, int] = field(default_factory=dict)
@@ -91,10 +95,12 @@ class Plan:
     # are one operation on symmetric memory (CUDA)
     tensor_chunks: int | Literal["fused"] = 1
     schedule: str | None = None  # pipeline schedule: "1f1b", or "interleaved:3" for 3 chunks per stage
-    update: Update = "adamw"  # equals `optimizer.name`; "sgd+momentum" for SGD with momentum
+    update: Update = "adamw"  # `optimizer.name` with the numbers that sizes depend on (terrace.plan.update)
     stages: tuple[int, ...] = ()  # blocks per virtual stage, in model order; empty: balanced by predicted time
     # The tier that is not synchronised every step, and how its islands exchange; None: all tiers are synchronised
     outer: Outer = field(default=ONE_ISLAND, metadata={"absent": ONE_ISLAND})
+    # The states that are kept below the device between their uses
+    keep: Keep = field(default=ALL_ON_DEVICE, metadata={"absent": ALL_ON_DEVICE})
 
     def wire_format(self, message: MessageClass, tier: str, *, coded: bool = False) -> WireFormat:
         """Format in which `message` crosses `tier`. Raises `PlanError` for an unknown format.

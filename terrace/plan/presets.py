@@ -85,7 +85,7 @@ def command_plan(table: Mapping[str, Any], cluster: Cluster) -> Plan:
     """
     plan, peaks = parse_plan(table, cluster), cluster.device.peak_flops_per_s
     is_faster = peaks.get("bf16", 0.0) > peaks.get("fp32", 0.0)
-    if "compute" not in table and cluster.device.backend == "cuda" and is_faster and plan.master != "fp64":
+    if "compute" not in table and cluster.device.type == "cuda" and is_faster and plan.master != "fp64":
         return replace(plan, compute="bf16")
     if {"compute", "messages"} & table.keys() or cluster.device.bf16_slowdown <= 1:
         return plan

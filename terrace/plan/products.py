@@ -96,7 +96,7 @@ def check_products(device: Device, mesh: Mesh, plan: Plan, blocks: Sequence[Bloc
         raise PlanError(f"{asked} with compute = 'fp64': products of 8 bits are added up in fp32; use 'bf16' or 'fp32'")
     if plan.compute == "fp16":
         raise PlanError(f"{asked} with compute = 'fp16': devices with 8-bit floats have bf16; use that")
-    if device.backend == "cuda" and FP8 not in device.peak_flops_per_s:
+    if device.type == "cuda" and FP8 not in device.peak_flops_per_s:
         raise PlanError(
             f"{asked}: device {device.name!r} has no peak_flops_per_s.fp8, so no matrix units for 8-bit floats: leave "
             "products out, or give the peak"

@@ -114,14 +114,16 @@ def gathers(
     Parameters that are whole on every rank have none. With a whole secondary copy, only the first gather of a step is
     needed, which writes the copy.
     """
-    gathered = [any(flat.layout.gathers for flat in parts) for parts in flats]
-    freed = [any(flat.layout.frees for flat in parts) for parts in flats]
-    if not any(gathered):
+    # Equal blocks mostly share their flat buffers.
+    distinct = {id(parts): parts for parts in flats}
+    gathered = {key for key, parts in distinct.items() if any(flat.layout.gathers for flat in parts)}
+    freed = {key for key, parts in distinct.items() if any(flat.layout.frees for flat in parts)}
+    if not gathered:
         return []
     return [
         residency
         for residency in residencies(stage, blocks, prefetch)
-        if gathered[residency.block] and (residency.opening or freed[residency.block])
+        if id(flats[residency.block]) in gathered and (residency.opening or id(flats[residency.block]) in freed)
     ]
 
 

@@ -150,7 +150,7 @@ def crossed_tiers(layout: "Layout", message: MessageClass) -> tuple[int, ...]:
     if message in ROUTES or layout.mesh is None:
         return tuple(layout.route(message))
     if message in ROUTED_ROWS:
-        return layout.mesh.stack_tiers
+        return layout.mesh.routed_tiers
     return tuple(tier for tier, degree in enumerate(layout.mesh.group(*axes_of(message))) if degree > 1)
 
 
@@ -205,7 +205,7 @@ def outer_hops(world: "Layout", plan: Plan, blocks: Sequence[BlockSpec], exchang
 
 def residual_numels(layout: "Layout", plan: Plan, numel: int) -> Iterator[int]:
     """Number of elements of each error-feedback residual for a block of `numel` padded elements."""
-    for message in CHANGES:
+    for message in CHANGES if plan.wire else ():  # dtypes have no residual
         reduction, gathering = block_hops(layout, plan, message, numel)
         for hop in reduction:
             # A rank's own part is not rounded and has no residual, except for whole messages, which are rounded once.

@@ -8,6 +8,8 @@ section 3; rows x columns as in AxoNN, 2305.13525, section 4):
     vocab                           columns and rows together: embedding and head
     experts                         expert: ranks hold different experts
     expert_intermediate             rows of the factoring for experts, which cut every expert; whole without one
+    vocab of a spread table         expert of the factoring for tables: ranks hold different rows, the innermost tier
+                                    cutting first, so that the rows of its ranks are consecutive
 
 A head is never cut. With more rows than key-value heads, every rank holds all of them and uses the one that its queries
 need. A vocabulary or inner MLP size that does not divide is padded with zeros at the end, which contribute nothing and
@@ -17,17 +19,19 @@ has a partial gradient, and together they shard its states.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from terrace.base.alike import first_equal
 from terrace.base.errors import PlanError
-from terrace.model.operations import Dim
+from terrace.model.operations import Dim, LookUp, Operations
 from terrace.model.params import ParamSpec
 from terrace.model.spec import BlockSpec
-from terrace.plan.dims import CUT_BY, cut_degree
+from terrace.plan.dims import CUT_BY, cut_degree, is_table
 from terrace.plan.mesh import PARTS, STAGE, TENSOR, Mesh
 
 _PADDED = ("vocab", "intermediate")
+_CUTTING = frozenset(axis for axes in CUT_BY.values() for axis in axes)
 
 
 def slice_blocks(blocks: Sequence[BlockSpec], mesh: Mesh) -> tuple[BlockSpec, ...]:
@@ -36,9 +40,34 @@ def slice_blocks(blocks: Sequence[BlockSpec], mesh: Mesh) -> tuple[BlockSpec, ..
     Raises `PlanError` for a dim that the degrees of its axes (`CUT_BY`) do not divide, and under a tensor axis for a
     parameter without declared dims.
     """
+    if mesh.tables is not None:
+        blocks = spread_tables(blocks)
     # Nothing is cut: keep the same spec objects, which compare fastest.
-    if not mesh.divides_stacks and all(mesh.total(axis) == 1 for axes in CUT_BY.values() for axis in axes):
+    elif not mesh.divides_stacks and all(mesh.total(axis) == 1 for axis in _CUTTING):
         return tuple(blocks)
+    whole = tuple(blocks)  # the same object if it is a tuple already
+    factorings = tuple([() if each is None else _degrees(each) for each in (mesh, mesh.apart, mesh.tables)])
+    return _sliced(_Cut(id(whole), factorings, whole, mesh))
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Cache key with everything that the slices of a model depend on; most plans of a search share one."""
+
+    model: int  # the identity of `blocks`, which the key keeps alive
+    degrees: tuple[tuple[int, ...], ...]
+    blocks: tuple[BlockSpec, ...] = field(compare=False)
+    mesh: Mesh = field(compare=False)
+
+
+def _degrees(mesh: Mesh) -> tuple[int, ...]:
+    # An axis that cuts nothing replicates if it has several ranks, however many.
+    return tuple([mesh.total(axis) if axis in _CUTTING else min(2, mesh.total(axis)) for axis in STAGE])
+
+
+@lru_cache(maxsize=16)
+def _sliced(cut: _Cut) -> tuple[BlockSpec, ...]:
+    blocks, mesh = cut.blocks, cut.mesh
     # Blocks that share parameter specs keep sharing them.
     firsts = first_equal([block.params for block in blocks])
     sliced = {
@@ -70,12 +99,13 @@ def rank_slices(param: ParamSpec, mesh: Mesh, rank: int) -> tuple[slice, ...]:
     """The slice of the whole parameter that a rank holds, without padding."""
     if not param.cuts:
         return tuple(slice(0, size) for size in param.shape)
-    parts, mesh = [], mesh.of_stacks(param.is_stack)
+    parts, mesh = [], mesh.of_param(param)
     for size, whole, cut in zip(param.shape, param.whole, param.cuts, strict=True):
         place = 0
         for axis in reversed(cut):  # the first axis varies fastest
             # A unit of a tier holds consecutive experts, which a gate may treat as a group.
-            here = mesh.group_rank(rank, PARTS) if axis in PARTS else mesh.part(rank, axis)
+            is_expert = axis in PARTS and not param.is_spread
+            here = mesh.group_rank(rank, PARTS) if is_expert else mesh.part(rank, axis)
             place = place * mesh.total(axis) + here
         parts.append(slice(min(size * place, whole), min(size * place + size, whole)))
     return tuple(parts)
@@ -84,7 +114,7 @@ def rank_slices(param: ParamSpec, mesh: Mesh, rank: int) -> tuple[slice, ...]:
 def _slice(block: str, param: ParamSpec, mesh: Mesh) -> ParamSpec:
     # Without a table of experts, tensor ranks share the tokens of experts, not their matrices.
     cut_by = {} if param.is_stack and not mesh.divides_stacks else CUT_BY
-    mesh = mesh.of_stacks(param.is_stack)
+    mesh, cut_by = mesh.of_param(param), {"vocab": PARTS} if param.is_spread else cut_by
     axes = tuple(axis for axis in STAGE if mesh.total(axis) > 1)
     if not param.shape:
         return replace(param, whole=(), replicated_over=axes)  # a scalar has nothing to cut
@@ -128,3 +158,37 @@ def _slice(block: str, param: ParamSpec, mesh: Mesh) -> ParamSpec:
     used = {axis for cut in cuts for axis in cut}
     replicated = tuple(axis for axis in axes if axis not in used)
     return replace(param, shape=tuple(shape), whole=param.shape, cuts=tuple(cuts), replicated_over=replicated)
+
+
+def tables_of(block: BlockSpec) -> list[ParamSpec]:
+    """The tables in which a block looks up rows; a head multiplies with a matrix of the same dims and has none."""
+    # Most blocks declare no table; operations are derived only for the others.
+    tables = [param for param in block.params if is_table(param)]
+    return tables if tables and block.cut_operations.of(LookUp) else []
+
+
+def spread_tables(blocks: Sequence[BlockSpec]) -> tuple[BlockSpec, ...]:
+    """The blocks with the tables of the first one marked as spread over ranks; only the first block receives ids."""
+    first, *others = blocks
+    return _spread(first, {param.name for param in tables_of(first)}), *others
+
+
+def _spread(block: BlockSpec, tables: set[str]) -> BlockSpec:
+    if not tables:
+        return block
+    params = tuple(replace(param, is_spread=param.name in tables) for param in block.params)
+    # Its gradient has used rows alone, so no buffer of the table's size is zeroed, added to or held: priced as one row.
+    each = (replace(one, vocabulary=1) if isinstance(one, LookUp) else one for one in block.declared)
+    return replace(block, params=params, declared=Operations(tuple(each)))
+
+
+def cut_tables(specs: Sequence[BlockSpec], ranks: int) -> tuple[BlockSpec, ...]:
+    """`spread_tables`, cut to the rows of one of `ranks` ranks; for sizes of blocks that no mesh has sliced."""
+
+    def cut(param: ParamSpec) -> ParamSpec:
+        if not param.is_spread:
+            return param
+        rows, *width = param.shape
+        return replace(param, shape=(-(-rows // ranks), *width), whole=param.shape, replicated_over=("data",))
+
+    return tuple(replace(spec, params=tuple(map(cut, spec.params))) for spec in spread_tables(specs))

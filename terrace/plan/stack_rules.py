@@ -11,6 +11,7 @@ from terrace.plan.layout import Layout, message_lane, message_tiers
 from terrace.plan.mapping_rules import check_table
 from terrace.plan.mesh import STACK_AXES, STAGE, Mesh, tier_degrees
 from terrace.plan.plan import EXPERT_CHUNKS, Plan, num_gaps
+from terrace.plan.update import parse_update
 from terrace.plan.wire import GRADIENTS
 
 MOST_CHUNKS = 64  # chunks of a micro-batch's tokens; each is a message over every tier
@@ -36,13 +37,17 @@ def check_stacks(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> N
     columns = Mesh.of(cluster, plan).total("columns")
     if plan.experts and not any(block.has_stacks for block in blocks):
         raise PlanError("the table experts has no effect: no layer of this model has experts; leave it out")
-    if plan.update == "muon" and Mesh.of(cluster, plan).stack_degrees[1] > 1:
-        raise PlanError("optimizer 'muon' takes whole matrices, and rows of the table experts cut them: use expert")
-    for name, param in ((f"{block.name}.{param.name}", param) for block in blocks for param in block.params):
-        if param.is_stack and columns > 1:
+    rule = parse_update(plan.update)
+    if rule.takes_whole and Mesh.of(cluster, plan).stack_degrees[1] > 1:
+        raise PlanError(
+            f"optimizer {rule.name!r} takes whole matrices, and rows of the table experts cut them: use expert"
+        )
+    for block in blocks if columns > 1 else ():
+        stack = next((param for param in block.params if param.is_stack), None)
+        if stack is not None:
             raise PlanError(
-                f"the mapping has {columns} tensor columns, and {name} holds {param.num_parts} experts, for which a "
-                "token must be whole: use tensor rows, or give the ranks to another axis"
+                f"the mapping has {columns} tensor columns, and {block.name}.{stack.name} holds {stack.num_parts} "
+                "experts, for which a token must be whole: use tensor rows, or give the ranks to another axis"
             )
 
 

@@ -12,9 +12,10 @@ from terrace.plan.flats import FlatParamSpec
 from terrace.plan.hops import RESIDUAL_BYTES, RESIDUAL_COPIES
 from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
+from terrace.plan.projected import projected_bytes
 from terrace.plan.routes import residual_numels
 from terrace.plan.state_formats import state_bytes
-from terrace.plan.update import Update
+from terrace.plan.update import Update, parse_update
 from terrace.plan.wire import FORMATS, MessageClass
 
 CATEGORIES = ("params", "secondary", "gathered", "grads", "grads_full", "optimizer", "outer", "feedback", "buffers")
@@ -23,10 +24,13 @@ CATEGORIES = ("params", "secondary", "gathered", "grads", "grads_full", "optimiz
 def keeps_master(plan: Plan, layout: Layout, *, coded: bool = False) -> bool:
     """Whether the master parameters are stored separately from the working parameters.
 
-    They share memory if dtypes agree and no refresh message rounds the working copy. `coded`: the working copy is 8-bit
-    codes.
+    They share memory if dtypes agree, no refresh message rounds the working copy, and it is not kept below the
+    device. `coded`: the working copy is 8-bit codes.
     """
     if coded:
+        return True
+    # Parameters below the device are read for passes, not for updates.
+    if layout.params_below:
         return True
     # Only tiers that a refresh crosses can round it.
     crossed = [i for i in range(layout.params + 1, layout.optimizer + 1) if layout.degrees[i] > 1]
@@ -34,6 +38,17 @@ def keeps_master(plan: Plan, layout: Layout, *, coded: bool = False) -> bool:
     # A rounded working copy cannot serve as the master: its error would feed the next update.
     rounded = any(wire.mantissa_bits < FORMATS[plan.master].mantissa_bits for wire in refresh)
     return plan.compute != plan.master or rounded
+
+
+def rests_master(plan: Plan, flat: FlatParamSpec) -> bool:
+    """Whether the master copy of a flat buffer is kept below the device.
+
+    Only if it is separate from the working copy. Codes of matrices are made from the whole master copy, and exchanges
+    of islands change it after UPDATE: there it stays on the device.
+    """
+    if not plan.keep.optimizer_below or flat.is_coded or plan.outer.has_islands or not flat.trainable:
+        return False
+    return keeps_master(plan, flat.layout)
 
 
 def accumulates_in_place(layout: Layout) -> bool:
@@ -59,17 +74,22 @@ def _steady(plan: Plan, flat: FlatParamSpec) -> dict[str, int]:
     summed = FORMATS[plan.sums].element_bytes
     layout, padded, whole = flat.layout, flat.padded, flat.num_orthogonal
     held = flat.element_bytes(plan)
-    found = {"params": padded // layout.span(layout.params) * held}
+    found = {"params": 0 if layout.params_below else padded // layout.span(layout.params) * held}
     if layout.has_secondary:
         found["secondary"] = padded // layout.span(layout.params_backward) * held
     if flat.trainable:
         # Not in the compute dtype, since many micro-batches are summed.
-        found["grads"] = padded // layout.span(layout.grads) * summed
+        found["grads"] = 0 if layout.grads_below else padded // layout.span(layout.grads) * summed
+        if flat.is_spread and not plan.outer.has_islands:
+            found["grads"] = 0  # only used rows have gradients; islands exchange changes in a buffer of all rows
         owned = padded // layout.span(layout.optimizer)
         # The master copy if it is separate, and moments.
-        kept = owned if keeps_master(plan, layout, coded=flat.is_coded) else 0
+        kept = owned if keeps_master(plan, layout, coded=flat.is_coded) and not rests_master(plan, flat) else 0
         found["optimizer"] = kept * FORMATS[plan.master].element_bytes
-        found["optimizer"] += moment_bytes(plan, moments(plan.update, owned, padded - whole))
+        if whole and parse_update(plan.update).projects:
+            found["optimizer"] += projected_bytes(plan, flat.matrix_slices)
+        elif not plan.keep.optimizer_below:
+            found["optimizer"] += moment_bytes(plan, moments(plan.update, owned, padded - whole))
         found["outer"] = owned * summed * plan.outer.num_slices
         found["feedback"] = sum(residual_numels(layout, plan, padded)) * RESIDUAL_BYTES * RESIDUAL_COPIES
     return found
@@ -78,10 +98,11 @@ def _steady(plan: Plan, flat: FlatParamSpec) -> dict[str, int]:
 def moments(update: Update, owned: int, num_elementwise: int) -> tuple[int, ...]:
     """Elements of each optimizer state tensor for a slice of `owned` elements, on the rank where they are most.
 
-    `num_elementwise` is the number of elements at the end of the buffer, padding included, that Muon does not update as
+    `num_elementwise` is the number of elements at the end of the buffer, padding included, that are not updated as
     matrices.
     """
-    match update:
+    alone = min(owned, num_elementwise)
+    match parse_update(update).name:
         case "sgd":
             return ()
         case "lion" | "sgd+momentum":
@@ -89,8 +110,9 @@ def moments(update: Update, owned: int, num_elementwise: int) -> tuple[int, ...]
         case "adamw":
             return owned, owned
         case "muon":  # elementwise updates (AdamW) have a second moment
-            alone = min(owned, num_elementwise)
             return owned - alone, alone, alone
+        case _:  # projected matrices are counted by terrace.plan.projected
+            return alone, alone
 
 
 def moment_bytes(plan: Plan, numels: Iterable[int]) -> int:

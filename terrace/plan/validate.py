@@ -10,7 +10,7 @@ from terrace.model.spec import BlockSpec
 from terrace.plan.chunk_rules import check_tensor_chunks
 from terrace.plan.context import attention_heads, is_context_parallel, num_ring_ranks
 from terrace.plan.context_rules import why_whole
-from terrace.plan.dims import is_layer
+from terrace.plan.keep_rules import check_keep
 from terrace.plan.layout import DEVICE, Layout
 from terrace.plan.mapping_rules import check_table
 from terrace.plan.mesh import Mesh, tier_degrees
@@ -20,9 +20,10 @@ from terrace.plan.products import check_products
 from terrace.plan.recompute import WHOLE, Recomputation, operations_named, parse_recomputation, recomputed_parts
 from terrace.plan.stack_rules import check_chunks, check_gaps, check_stack_table, check_stacks, refuse_unscaled_losses
 from terrace.plan.state_bytes import moments
-from terrace.plan.wire import (
-    FORMATS,
-)
+from terrace.plan.table_rules import check_vocabulary, check_vocabulary_tiers
+from terrace.plan.update import parse_update
+from terrace.plan.whole_rules import check_whole_matrices
+from terrace.plan.wire import FORMATS
 from terrace.plan.wire_rules import check_wire
 
 # Each sum in bf16 may lose 1/256 of its value: eight micro-batches lose at most as much as two int8 messages.
@@ -33,6 +34,7 @@ def validate(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> Layou
     """Check a plan and return its settled layout. Raises `PlanError` for the first broken rule."""
     _check_mapping(cluster, plan)
     check_outer_tier(cluster, plan.outer)
+    check_vocabulary_tiers(cluster, plan)
     try:
         layout = Layout.written(cluster, plan)
     except ClusterError as error:
@@ -45,8 +47,10 @@ def validate(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> Layou
     _check_numbers(cluster, plan, blocks)
     check_context(cluster, plan, blocks)
     check_stacks(cluster, plan, blocks)
-    if plan.update == "muon":
-        _check_muon(cluster, plan, blocks)
+    check_vocabulary(cluster, plan, blocks)
+    check_keep(cluster, plan)
+    if parse_update(plan.update).takes_whole:
+        check_whole_matrices(cluster, plan, blocks)
     return layout.settled()
 
 
@@ -72,6 +76,22 @@ def check_micro_batch(plan: Plan) -> None:
     """Raise `PlanError` if `micro_batch` is below 1."""
     if plan.micro_batch < 1:
         raise PlanError(f"micro_batch = {plan.micro_batch}: a rank works on at least 1 sequence at a time")
+
+
+def check_units(plan: Plan, num_micros: int) -> None:
+    """Raise `PlanError` if gradients are kept below the device and a step adds to them more than once."""
+    if not plan.keep.grads_below or plan.unit >= num_micros:
+        return
+    fix = f"write unit = {num_micros}, or a larger micro_batch"
+    if plan.compute != plan.sums and num_micros > LONGEST_ROUNDED_UNIT:
+        fix = (
+            f"gradients of a unit are added up in {plan.compute}, so it has at most {LONGEST_ROUNDED_UNIT}: write a "
+            "larger micro_batch"
+        )
+    raise PlanError(
+        f"keep.grads = {plan.keep.grads!r} and unit = {plan.unit}: gradients leave the device once a step, so all "
+        f"{num_micros} micro-batches must pass a block in a row; {fix}, or leave keep.grads out"
+    )
 
 
 def _check_mapping(cluster: Cluster, plan: Plan) -> None:
@@ -152,23 +172,6 @@ def check_context(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> 
                 f"heads of {name}{f' on one of {rows} tensor rows' if rows > 1 else ''}: it must divide the heads, "
                 f"and divide the key-value heads or be a multiple of them; use {' or '.join(valid)}, or a ring"
             )
-
-
-def _check_muon(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> None:
-    if Mesh.of(cluster, plan).total("tensor") > 1:
-        raise PlanError(
-            "optimizer 'muon' takes whole matrices, and the tensor axis cuts them: give the tier to the data axis, "
-            "or use 'adamw' or 'lion'"
-        )
-    # Embedding and head are left to AdamW, as in Jordan's Muon.
-    inner = [param for index, block in enumerate(blocks) if is_layer(blocks, index) for param in block.params]
-    # `decays` marks the weight matrices, as opposed to norms and biases.
-    matrices = [param for param in inner if param.trainable and param.decays and param.numel]
-    if not matrices:
-        raise PlanError("optimizer 'muon' has no effect: no layer has a matrix that trains; use 'adamw'")
-    for param in matrices:
-        if not param.is_matrix:
-            raise PlanError(f"optimizer 'muon' takes matrices, and {param.name} has shape {param.shape}: use 'adamw'")
 
 
 def _check_numbers(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> None:

@@ -41,12 +41,14 @@ class MessageClass(StrEnum):
     REDUCE = "reduce"  # gradients of a unit of micro-batches, up to the grads tier
     SYNC = "sync"  # accumulated gradients, once a step, over tiers outside the grads tier
     REFRESH = "refresh"  # new parameters, from the optimizer tier back to the params tier
-    ORTHOGONALISE = "orthogonalise"  # momentum of whole matrices for Muon, from the optimizer tier inward, once a step
+    ORTHOGONALISE = (
+        "orthogonalise"  # momenta or gradients of whole matrices, from the optimizer tier inward, once a step
+    )
     TENSOR = "tensor"  # activations and their gradients, inside a block, between ranks of the tensor axis
     CONTEXT = "context"  # queries, keys, values and their gradients, inside a block, between ranks of the context axis
-    DISPATCH = "dispatch"  # tokens to the ranks of their experts, and gradients of the results
-    COMBINE = "combine"  # experts' results back to the tokens' ranks, and gradients of tokens
-    ROUTE = "route"  # token counts per destination rank, before each dispatch
+    DISPATCH = "dispatch"  # tokens to experts and ids to rows of tables; gradients of what comes back
+    COMBINE = "combine"  # experts' results and rows back to the tokens' ranks; gradients of tokens
+    ROUTE = "route"  # counts of tokens or ids per destination rank, before each dispatch
     CHOICES = "choices"  # router choices by sequence, inside a block, between ranks that share sequences
     COUNTS = "counts"  # router choices by layer, and rows sent, received and multiplied, once a step
     PIPELINE = "pipeline"  # activations to the next stage
@@ -55,13 +57,15 @@ class MessageClass(StrEnum):
     OUTER = "outer"  # parameter changes since the last exchange between islands, and statistics of them
     PEER_COPY = "peer_copy"  # a rank's checkpoint shard, to the memory of another machine, between steps
     RESHARD = "reshard"  # parameters from training ranks to generation ranks, between steps
+    KEEP_READ = "keep_read"  # states that are kept below the device, from their medium
+    KEEP_WRITE = "keep_write"  # the same states back to their medium
     CONTROL = "control"  # squared norm, loss, token count and rounding errors: a few fp64 numbers a step
 
 
-ROUTED_ROWS = (MessageClass.DISPATCH, MessageClass.COMBINE)  # rows of tokens, each encoded separately
+ROUTED_ROWS = (MessageClass.DISPATCH, MessageClass.COMBINE)  # rows of tokens or tables, each encoded separately
 ROUTED = (*ROUTED_ROWS, MessageClass.ROUTE)  # declared batch by batch
 # Classes that are sent in the dtype in which they are stored.
-_AS_THEY_ARE = ("route", "choices", "counts", "tie", "peer_copy", "reshard", "control")
+_AS_THEY_ARE = ("route", "choices", "counts", "tie", "peer_copy", "reshard", "keep_read", "keep_write", "control")
 PLACEABLE = tuple(message for message in MessageClass if message not in _AS_THEY_ARE)
 GRADIENTS = (MessageClass.REDUCE, MessageClass.SYNC)
 BETWEEN_STAGES = (MessageClass.PIPELINE, MessageClass.PIPELINE_BACKWARD)

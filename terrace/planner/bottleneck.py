@@ -33,15 +33,6 @@ class Bottleneck:
         return self.share > MOST
 
 
-@dataclass(frozen=True, kw_only=True)
-class Better:
-    """A plan predicted to be faster, its speedup, and whether the search proved it optimal."""
-
-    estimate: Estimate
-    gain: float
-    proved: bool
-
-
 def bottleneck(task: Task, plan: Plan) -> Bottleneck:
     """The tier on which the busiest stage waits longest. Raises `PlanError` for a plan that cannot run."""
     predicted = predict_step(step_of(task, plan))
@@ -57,12 +48,10 @@ def bottleneck(task: Task, plan: Plan) -> Bottleneck:
     return Bottleneck(tier=tier, share=share, step_s=predicted.step_s)
 
 
-def better_plan(task: Task, step_s: float, limit: int) -> Better | None:
+def better_plan(task: Task, step_s: float, limit: int) -> Estimate | None:
     """The best plan found within `limit` simulations, if it beats a step of `step_s` by `LEAST_GAIN`."""
     found, _ = find(Space(task=task), count=1, limit=limit)
-    if not found.best or step_s / found.best[0].step_s < LEAST_GAIN:
-        return None
-    return Better(estimate=found.best[0], gain=step_s / found.best[0].step_s, proved=found.proved)
+    return found.best[0] if found.best and step_s / found.best[0].step_s >= LEAST_GAIN else None
 
 
 def waits_outside(task: Task, plan: Plan, estimate: Estimate) -> bool:

@@ -25,7 +25,7 @@ from terrace.plan.state_formats import element_bytes
 from terrace.plan.wire import BETWEEN_STAGES, FORMATS, parse_format
 from terrace.planner.experts import Experts
 from terrace.planner.inner import NOTHING, Inner, PassSeconds
-from terrace.planner.numels import Numels
+from terrace.planner.numels import Numels, groups_of
 from terrace.planner.parts import Needs, Part, Split, kinds_of
 from terrace.planner.stage_specs import data_cluster, flat_blocks, joined_params
 from terrace.planner.task import Candidate, Placement, Task, plan_of
@@ -65,6 +65,7 @@ class Estimator:
         self.task, self.specs, self.split = task, task.kinds.specs, Split(task)
         self.item = FORMATS[task.compute].element_bytes
         self.inner, self.experts, self.numels = Inner(task), Experts(task), Numels(task.kinds)
+        self._trained = [trained_part(spec, task.blocks) for spec in self.specs]
         self._flash = has_flash_attention(task.layer.core, task.sequence, task.compute, task.backend)
         # Whether a rank's compute depends only on its tokens, not on the context form: false for products that
         # materialise scores, whose tiles depend on their shapes.
@@ -74,10 +75,11 @@ class Estimator:
         self._blocks: dict[tuple[object, ...], Seconds] = {}
         self._tensors: dict[tuple[object, ...], PassSeconds] = {}
         self._kernels: dict[tuple[int, ...], BlockSeconds] = {}
-        self._states: dict[tuple[tuple[int, ...], Placement], float] = {}
         self._kept: dict[tuple[object, ...], int] = {}
         self._edges: dict[tuple[object, ...], float] = {}
         self._plans: dict[Candidate, Plan] = {}
+        self._groups: dict[tuple[object, ...], list[float]] = {}
+        self._placed: dict[Placement, Plan] = {}
         self._layouts: dict[tuple[tuple[int, ...], Placement], tuple[Layout, Plan]] = {}
 
     def work(self, mesh: Mesh, micro_batch: int, recompute: int = 0) -> Work:
@@ -106,85 +108,63 @@ class Estimator:
             )
         return found
 
-    def block(self, kind: int, mesh: Mesh, micro_batch: int, *, halves: bool = False) -> Seconds:
-        """Seconds of a block on one micro-batch; `halves` as in `least_block`."""
-        return self._block(kind, mesh.inside, micro_batch, self.accumulates(mesh, micro_batch), halves=halves)
-
-    def accumulates(self, mesh: Mesh, micro_batch: int) -> bool:
-        """Whether a step accumulates the gradients of several micro-batches."""
-        return mesh.total("data") * micro_batch < self.task.batch
-
-    def least_block(
+    def block(
         self,
         kind: int,
-        forms: Sequence[Mesh],
+        mesh: Mesh,
         micro_batch: int,
-        accumulate: bool,
         *,
         context: bool = True,
         exact: bool = True,
         halves: bool = False,
     ) -> Seconds:
-        """Lower bound on the seconds of a block over `forms` of a mesh's context ranks.
+        """Seconds of a block on one micro-batch.
 
-        Without `context` it omits the messages of context ranks. If not `exact`, experts count as in
-        `Experts.at_least`, in a fraction of the time of playing their chunks. With `halves`, weight gradients are a
-        separate pass and hide no message of experts, so a backward takes at least as long.
+        Without `context` it counts no messages of context ranks. If not `exact`, messages of experts hide behind all of
+        their computing, whatever their chunks, which takes a fraction of the time. With `halves`, weight gradients are
+        a separate pass and hide none of them.
         """
-        if not self.specs[kind].attends:
-            return self._block(kind, forms[0], micro_batch, accumulate, exact=exact, halves=halves)
-        each = [self._block(kind, form, micro_batch, accumulate, context, exact, halves) for form in forms]
-        # No form is best in all four; the minima may come from different forms.
-        return each[0] if len(each) == 1 else Seconds(*map(min, zip(*each, strict=True)))
-
-    def least_waits(self, kind: int, forms: Sequence[Mesh], micro_batch: int) -> PassSeconds:
-        """Minimum seconds that a block's passes wait for context ranks, over `forms`."""
-        waits = [self.inner.context(kind, form, self.work(form, micro_batch)) for form in forms]
-        forward_s, backward_s, recompute_s = map(min, zip(*waits, strict=True))
-        return forward_s, backward_s, recompute_s
-
-    def _block(
-        self,
-        kind: int,
-        mesh: Mesh,
-        micro_batch: int,
-        accumulate: bool,
-        context: bool = True,
-        exact: bool = True,
-        halves: bool = False,
-    ) -> Seconds:
-        halves = halves and mesh.divides_stacks and self.specs[kind].has_stacks
-        key: tuple[object, ...] = (kind, mesh, micro_batch, accumulate, context, exact, halves)
+        accumulate = self.accumulates(mesh, micro_batch)
         if not self.specs[kind].attends:  # it sees tokens only, whatever the context ranks
-            key = (kind, mesh.only("tensor"), self.work(mesh, micro_batch).tokens, accumulate)
+            key: tuple[object, ...] = (kind, mesh.only("tensor"), self.work(mesh, micro_batch).tokens, accumulate)
+        elif mesh.divides_stacks and self.specs[kind].has_stacks:
+            key = (kind, mesh.inside, micro_batch, accumulate, context, exact, exact and halves)
+        else:
+            key = (kind, mesh.inside, micro_batch, accumulate, context)
         found = self._blocks.get(key)
         if found is None:
             found = self._blocks[key] = self._summed(kind, mesh, micro_batch, accumulate, context, exact, halves)
         return found
 
+    def accumulates(self, mesh: Mesh, micro_batch: int) -> bool:
+        """Whether a step accumulates the gradients of several micro-batches."""
+        return mesh.total("data") * micro_batch < self.task.batch
+
     def _summed(
         self, kind: int, mesh: Mesh, micro_batch: int, accumulate: bool, context: bool, exact: bool, halves: bool
     ) -> Seconds:
-        work, mixes = self.work(mesh, micro_batch), mesh.divides_stacks and self.specs[kind].has_stacks
-        put_off_s = 0.0
-        if mixes and not exact:
+        work, waits = self.work(mesh, micro_batch), NOTHING
+        if mesh.divides_stacks and self.specs[kind].has_stacks and not exact:
+            own = self.compute(kind, mesh, micro_batch, accumulate, pieces=1)
             waits = self.experts.least_waits(kind, mesh, work, accumulate)
-            own = self._compute(kind, mesh, micro_batch, accumulate, pieces=1)
-            # With more chunks, weight gradients may fill the waits, or the waits may hide messages of tensor ranks.
-            put_off_s = waits[1]
             passes = self.inner.tensor(kind, mesh, work, own.longer(waits[0], waits[1], waits[1]))
         else:
-            own = self._compute(kind, mesh, micro_batch, accumulate)
+            own = self.compute(kind, mesh, micro_batch, accumulate)
             passes = self.tensor_waits(kind, mesh, micro_batch, accumulate)
-            waits = self.experts.waits(kind, mesh, work, accumulate, halves) if mixes else NOTHING
+            if mesh.divides_stacks and self.specs[kind].has_stacks:
+                waits = self.experts.waits(kind, mesh, work, accumulate, halves)
         in_context = self.inner.context(kind, mesh, work) if context else NOTHING
         forward_s, backward_s, recompute_s = map(sum, zip(passes, in_context, waits, strict=True))
         return Seconds(
             own.forward_s + forward_s,
             own.input_s + own.weight_s + backward_s,
-            own.weight_s + put_off_s,
+            own.weight_s,
             own.forward_s + recompute_s,
         )
+
+    def context(self, kind: int, mesh: Mesh, micro_batch: int) -> PassSeconds:
+        """Seconds that a block's passes wait for context ranks."""
+        return self.inner.context(kind, mesh, self.work(mesh, micro_batch))
 
     def tensor_waits(self, kind: int, mesh: Mesh, micro_batch: int, accumulate: bool) -> PassSeconds:
         """Seconds that a block's passes wait for tensor ranks."""
@@ -192,20 +172,16 @@ class Estimator:
         key = (kind, mesh.only("tensor"), mesh.inside_degrees, micro_batch, accumulate)
         found = self._tensors.get(key)
         if found is None:
-            own = self._compute(kind, mesh, micro_batch, accumulate)
+            own = self.compute(kind, mesh, micro_batch, accumulate)
             found = self._tensors[key] = self.inner.tensor(kind, mesh, self.work(mesh, micro_batch), own)
         return found
 
-    def compute(self, kind: int, candidate: Candidate) -> BlockSeconds:
-        """Seconds of a block on one micro-batch without messages."""
-        accumulate = candidate.mesh.total("data") * candidate.micro_batch < self.task.batch
-        return self._compute(kind, candidate.mesh, candidate.micro_batch, accumulate)
-
-    def _compute(
+    def compute(
         self, kind: int, mesh: Mesh, micro_batch: int, accumulate: bool, pieces: int | None = None
     ) -> BlockSeconds:
-        # Expert tokens go in `pieces`, or in those of the best chunks. The key has only what kernels depend on, so that
-        # many meshes share an entry: only attention depends on sequences.
+        """Seconds of a block on one micro-batch without messages; tokens of experts go in `pieces`, or the best."""
+        # The key has only what kernels depend on, so that many meshes share an entry: only attention depends on
+        # sequences.
         tensor, columns, ulysses, ring = mesh.inside_degrees
         spec = self.specs[kind]
         key: tuple[int, ...] = (kind, tensor, columns, accumulate, ulysses, ring, micro_batch)
@@ -222,7 +198,8 @@ class Estimator:
                 divided = self.experts.divided(kind, mesh, work, accumulate, pieces or 1)
             found = seconds_of(device, work, spec, accumulate=accumulate, divided=divided)
             # Frozen matrices get no gradient, as in a program's costs.
-            found = replace(found, weight_s=found.weight_s * trained_part(spec, self.task.blocks))
+            if self._trained[kind] != 1.0:
+                found = replace(found, weight_s=found.weight_s * self._trained[kind])
             in_chunks = spec.computes is Computes.LOGITS and tensor == 1
             found = self._kernels[key] = at_once(found) if in_chunks else found
         return found
@@ -248,8 +225,7 @@ class Estimator:
         found = self._edges.get(key)
         if found is None:
             part = self._boundary_bytes(mesh, micro_batch)
-            found = max((self._sent_s(tier, part) for tier in crossed), default=0.0)
-            self._edges[key] = found
+            found = self._edges[key] = max((self._sent_s(tier, part) for tier in crossed), default=0.0)
         return found
 
     def _sent_s(self, tier: int, num_bytes: float) -> float:
@@ -282,37 +258,72 @@ class Estimator:
         # Each tensor rank sends only its shard; the receivers gather it.
         return work.tokens * self.task.layer.hidden.numel * self.item / work.tensor
 
-    def update_s(self, degrees: tuple[int, ...], placement: Placement, numel: int) -> float:
-        """Optimizer seconds of a rank's shard of `numel` trainable parameters; 0 for none."""
-        owned = numel / math.prod(degrees[: placement.optimizer + 1])
-        return optimizer_s(self.task.cluster.device, owned, self.task.rounding_bytes) if numel else 0.0
+    def update_s(self, mesh: Mesh, placement: Placement, numels: Sequence[float]) -> float:
+        """Optimizer seconds of a rank's shards of `numels` trainable parameters, by group of `Elements`; 0 for none."""
+        owned = 0.0
+        for numel, degrees in zip(numels, groups_of(mesh), strict=True):
+            owned += numel / math.prod(degrees[: placement.optimizer + 1])
+        own_s = optimizer_s(self.task.cluster.device, owned, self.task.rounding_bytes) if owned else 0.0
+        return max(own_s, self._passing_s(owned))
+
+    def _passing_s(self, owned: float) -> float:
+        """Seconds in which states of `owned` parameters that are kept below pass through the device; 0 for none."""
+        task, keep, below, passing_s = self.task, self.task.keep, self.task.cluster.device.below, 0.0
+        if keep.optimizer_below:
+            num_bytes = owned * (self._moment_bytes + FORMATS[task.master].element_bytes * self._rests_master)
+            passing_s = max(below[keep.optimizer].read_s(num_bytes), below[keep.optimizer].write_s(num_bytes))
+        read_s = below[keep.grads].read_s(owned * FORMATS[task.sums].element_bytes) if keep.grads_below else 0.0
+        return passing_s + read_s if keep.grads == keep.optimizer else max(passing_s, read_s)
+
+    @property
+    def _moment_bytes(self) -> float:
+        return 2 * element_bytes(self.task.optimizer_states or self.task.sums)  # of AdamW
+
+    @property
+    def _rests_master(self) -> bool:
+        # As terrace.plan.state_bytes.rests_master, for a master copy that is separate by its dtype.
+        is_apart = self.task.compute != self.task.master or self.task.keep.params_below
+        return self.task.keep.optimizer_below and self.task.islands.num == 1 and is_apart
 
     def layout(self, degrees: tuple[int, ...], placement: Placement) -> tuple[Layout, Plan]:
         """State layout over `degrees` data ranks, and a plan with this placement."""
         key = (degrees, placement)
-        if key not in self._layouts:
+        found = self._layouts.get(key)
+        if found is None:
             mesh = Mesh.build(len(degrees), data=degrees)
-            plan = plan_of(self.task, Candidate(0, 1, "", 1, 1, placement, mesh))
-            self._layouts[key] = (Layout.of(data_cluster(self.task.cluster, degrees), plan), plan)
-        return self._layouts[key]
+            # Plans are shared between degrees: a layout with a given mesh reads no mapping. Wire formats depend on it.
+            plan = None if self.task.wire else self._placed.get(placement)
+            if plan is None:
+                plan = self._placed[placement] = plan_of(self.task, Candidate(0, 1, "", 1, 1, placement, mesh))
+            found = self._layouts[key] = Layout.of(data_cluster(self.task.cluster, degrees), plan, mesh=mesh), plan
+        return found
 
-    def state_bytes(self, degrees: tuple[int, ...], placement: Placement) -> float:
-        """Bytes per parameter on a rank: bp / S_p + bg / S_g + bo / S_o, including a secondary copy."""
-        key = (degrees, placement)
-        if key not in self._states:
-            self._states[key] = self._state_bytes(degrees, placement)
-        return self._states[key]
+    def group_bytes(self, mesh: Mesh, placement: Placement) -> list[float]:
+        """`state_bytes` of the groups of `Elements`: of three that train, and of three that do not."""
+        key = (*groups_of(mesh), placement)
+        found = self._groups.get(key)
+        if found is None:
+            both = [(degrees, trains) for trains in (True, False) for degrees in key[:3]]
+            found = self._groups[key] = [self.state_bytes(each, placement, trains=trains) for each, trains in both]
+        return found
 
-    def _state_bytes(self, degrees: tuple[int, ...], placement: Placement) -> float:
+    def state_bytes(self, degrees: tuple[int, ...], placement: Placement, *, trains: bool = True) -> float:
+        """Bytes per parameter on a rank: bp / S_p + bg / S_g + bo / S_o, including a secondary copy.
+
+        Only those of the copies, unless it `trains`.
+        """
         layout, plan = self.layout(degrees, placement)
-        summed = FORMATS[self.task.sums].element_bytes
-        copies = self.item / layout.span(layout.params)
-        # The secondary copy is sharded over fewer ranks than the parameters, so it takes more memory.
+        summed = 0.0 if layout.grads_below else FORMATS[self.task.sums].element_bytes / layout.span(layout.grads)
+        copies = 0.0 if layout.params_below else self.item / layout.span(layout.params)
+        # The secondary copy is sharded over fewer ranks, so it takes more memory.
         copies += self.item / layout.span(layout.params_backward) if layout.has_secondary else 0.0
-        # Two moments of AdamW, and the master weights if they are separate.
-        owned = 2 * element_bytes(self.task.optimizer_states or self.task.sums)
-        owned += FORMATS[self.task.master].element_bytes if keeps_master(plan, layout) else 0
-        return copies + summed / layout.span(layout.grads) + owned / layout.span(layout.optimizer)
+        if not trains:
+            return copies
+        # Two moments of AdamW, and master weights that are separate, unless they are kept below.
+        owned = 0.0 if self.task.keep.optimizer_below else self._moment_bytes
+        if keeps_master(plan, layout) and not self._rests_master:
+            owned += FORMATS[self.task.master].element_bytes
+        return copies + summed + owned / layout.span(layout.optimizer)
 
     def whole_bytes(self, tensors_bytes: float) -> float:
         """Memory of a process with `tensors_bytes` of tensors, including allocator and context."""
@@ -351,7 +362,7 @@ class Estimator:
 
     def chunk_params(self, part: Part, mesh: Mesh) -> list[tuple[ParamSpec, ...]]:
         """A tensor rank's slices of the chunks of a stage, each one flat trainable and one flat frozen parameter."""
-        if mesh.divides_stacks or any(self.numels.stacks(mesh)):
+        if mesh.divides_stacks or (mesh.total("tensor") > 1 and any(spec.has_stacks for spec in self.specs)):
             raise PlanError("chunks that pass as a whole have experts on all ranks: choose another schedule")
         blocks = iter(self.stage_blocks(part.kinds, mesh))
         return [joined_params(list(islice(blocks, len(kinds_of(runs))))) for runs in part.chunks]
@@ -384,7 +395,6 @@ class Estimator:
         return {name: size for name, size in found.items() if size}
 
     def _plan(self, candidate: Candidate) -> Plan:
-        if candidate not in self._plans:
-            # Without a schedule, whose effect on memory is in `waiting`.
+        if candidate not in self._plans:  # without a schedule, whose effect on memory is in `waiting`
             self._plans[candidate] = replace(self.plan(candidate), schedule=None)
         return self._plans[candidate]

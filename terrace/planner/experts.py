@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from terrace.base.errors import PlanError
-from terrace.plan.expert_traffic import ExpertTraffic
+from terrace.plan.expert_traffic import NO_TRAFFIC, ExpertTraffic
 from terrace.plan.mesh import STACK_AXES, Mesh
 from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.planner.task import Candidate, Placement, Task, plan_of
@@ -35,6 +35,7 @@ class Experts:
         self.task = task
         specs, order = task.kinds.specs, task.kinds.order
         self._stacked = [(order.count(kind), kind) for kind, spec in enumerate(specs) if spec.has_stacks]
+        self._trained = [trained_part(spec, task.blocks) for spec in specs]
         self._layers: dict[tuple[object, ...], Layer | None] = {}
         self._traffics: dict[tuple[object, ...], ExpertTraffic] = {}
         self._orders: Orders = {}
@@ -98,7 +99,7 @@ class Experts:
         least_s, free, whole = (seconds_of(device, work, spec, accumulate=accumulate, divided=one) for one in each)
         # Host overhead of a backward may be in either half; it is attributed to weight gradients, which may be delayed.
         weight_s = least_s.input_s + least_s.weight_s - free.input_s - whole.weight_s
-        trained = trained_part(spec, self.task.blocks)
+        trained = self._trained[kind]
         return least_s.forward_s - whole.forward_s, free.input_s - whole.input_s, trained * weight_s
 
     def least_divided(self, kind: int, work: Work, accumulate: bool) -> Divided:
@@ -114,7 +115,7 @@ class Experts:
             each = [Divided(*_NOTHING, launches(work, mixture))]
             for own, cut in self._degrees():
                 traffic = self._traffic(kind, _alone(len(self.task.cluster.tiers), own, cut), work)
-                if traffic is not None:
+                if traffic.way:
                     each.append(self._of(kind, (own, cut), work, accumulate, traffic, 1)[1])
             found = self._least[key] = Divided(*map(min, zip(*each, strict=True)))
         return found
@@ -123,14 +124,20 @@ class Experts:
         ranks = self.task.cluster.world_size
         most = [math.gcd(size, ranks) for size in self.task.stack_sizes]
         degrees = [[each for each in range(1, number + 1) if number % each == 0] for number in most]
-        return [(own, cut) for own in degrees[0] for cut in degrees[1] if own * cut > 1 and ranks % (own * cut) == 0]
+        # Narrower products are no shorter, so experts are cut only where there are no more of them.
+        return [
+            (own, cut)
+            for own in degrees[0]
+            for cut in degrees[1]
+            if own * cut > 1 and (cut == 1 or own == degrees[0][-1]) and ranks % (own * cut) == 0
+        ]
 
     def _layer(self, kind: int, mesh: Mesh, work: Work, accumulate: bool) -> Layer | None:
         key = (kind, _division(mesh), *_load(work), accumulate)
         if key not in self._layers:
             traffic = self._traffic(kind, mesh, work)
             self._layers[key] = None
-            if traffic is not None:
+            if traffic.way:
                 seconds_of = partial(self._seconds, kind, mesh.stack_degrees, work, accumulate)
                 self._layers[key] = Layer(self.task.cluster, traffic, seconds_of, self._orders)
         return self._layers[key]
@@ -148,15 +155,15 @@ class Experts:
         found = self._priced.get(key)
         if found is None:
             device, spec = self.task.cluster.device, self.task.kinds.specs[kind]
-            own, trained = work_in(work, spec, self.task.backend), trained_part(spec, self.task.blocks)
+            own, trained = work_in(work, spec, self.task.backend), self._trained[kind]
             cut = replace(traffic, chunks=(pieces, pieces))
             found = self._priced[key] = priced_experts(device, own, cut, accumulate, trained)
         return found
 
-    def _traffic(self, kind: int, mesh: Mesh, work: Work) -> ExpertTraffic | None:
+    def _traffic(self, kind: int, mesh: Mesh, work: Work) -> ExpertTraffic:
         spec = self.task.kinds.specs[kind]
         if not mesh.divides_stacks or not spec.has_stacks:
-            return None
+            return NO_TRAFFIC
         # For another number of tokens under the same division only this number changes, unless routing is even.
         key = (kind, _division(mesh), work.tensor == 1)
         known = self._traffics.get(key)
@@ -167,12 +174,11 @@ class Experts:
         tiers = [tier.name for tier in self.task.cluster.tiers]
         with suppress(PlanError):  # a number of tokens that cannot be routed evenly: evaluation refuses it
             found = ExpertTraffic.of(TensorTraffic.of(mesh, tiers, plan, self.task.sequence), spec)
-            if found is not None:
-                # A bound prices divisions without the tensor ranks of a work.
-                found = replace(found, tokens=work.routed, shares=found.shares and work.tensor == 1)
-                self._traffics[key] = found
+            # A bound prices divisions without the tensor ranks of a work.
+            found = replace(found, tokens=work.routed, shares=found.shares and work.tensor == 1)
+            self._traffics[key] = found
             return found
-        return None
+        return NO_TRAFFIC
 
 
 def _division(mesh: Mesh) -> Sequence[tuple[int, ...]]:

@@ -18,16 +18,14 @@ from terrace.cluster.cluster import Cluster
 from terrace.plan.edges import edge_coding_bytes
 from terrace.plan.hops import Hop
 from terrace.plan.plan import Plan
+from terrace.plan.search_limits import FINALISTS
 from terrace.plan.wire import CHANGES, PLACEABLE, MessageClass, WireFormat, parse_format
 from terrace.plan.wire_rules import check_format
-from terrace.planner.bound import Bounds
-from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import Evaluator
 from terrace.planner.ranking import TIE, Estimate, ranked
 from terrace.planner.search import Found, find
 from terrace.planner.space import Space
 from terrace.planner.task import Candidate, Task, Wire
-from terrace.planner.ties import FINALISTS
 from terrace.simulate.links import coding_s, rate_bytes_per_s
 
 _NUMEL = 1 << 20  # of a large message: a format that does not shorten it shortens none
@@ -188,7 +186,7 @@ def find_allowed(space: Space, allowed: Allowed, count: int, limit: int) -> Sear
     if best[0].step_s >= (1 - TIE) * plain.plain_s:
         return plain
     chosen = _with_wire(space, wire)
-    return Searched(chosen, replace(coded, best=tuple(best)), _evaluator(chosen.task), plain.plain_s)
+    return Searched(chosen, replace(coded, best=tuple(best)), Evaluator(chosen.task), plain.plain_s)
 
 
 def _settled(task: Task, allowed: Allowed, wire: Wire, candidates: Sequence[Candidate]) -> tuple[Wire, list[Estimate]]:
@@ -199,13 +197,13 @@ def _settled(task: Task, allowed: Allowed, wire: Wire, candidates: Sequence[Cand
     first, best, further = candidates[0], list[Estimate](), candidates[FINALISTS:]
     for _ in range(_ROUNDS):
         wire = _widened(task, allowed, wire, first)
-        evaluator = _evaluator(replace(task, wire=wire))
+        evaluator = Evaluator(replace(task, wire=wire))
         best = ranked(filter(None, (_priced(evaluator, each) for each in candidates[:FINALISTS])))
         # With wider formats another candidate may become the best; then formats are widened for that one.
         if best[0].candidate == first:
             break
         first = best[0].candidate
-    evaluator = _evaluator(replace(task, wire=wire))
+    evaluator = Evaluator(replace(task, wire=wire))
     return wire, [*best, *ranked(filter(None, (_priced(evaluator, each) for each in further)))]
 
 
@@ -220,7 +218,7 @@ def _widened(task: Task, allowed: Allowed, wire: Wire, candidate: Candidate) -> 
             tried: list[tuple[str, float]] = []
             for name in choice.formats:
                 changed = replace(task, wire=_wire(chosen | {place: name}, allowed))
-                found = _priced(_evaluator(changed), candidate)
+                found = _priced(Evaluator(changed), candidate)
                 if found is not None:
                     tried.append((name, found.step_s))
             least_s = min((step_s for _, step_s in tried), default=0.0)
@@ -241,10 +239,6 @@ def _wire(chosen: Mapping[Place, str], allowed: Allowed) -> Wire:
 
 def _with_wire(space: Space, wire: Wire) -> Space:
     return replace(space, task=replace(space.task, wire=wire))
-
-
-def _evaluator(task: Task) -> Evaluator:
-    return Evaluator(Bounds(Estimator(task)))
 
 
 def _priced(evaluator: Evaluator, candidate: Candidate) -> Estimate | None:

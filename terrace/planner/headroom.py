@@ -6,11 +6,12 @@ Ties are settled as in the search (terrace.planner.ties).
 from collections.abc import Sequence
 
 from terrace.cluster.headroom import headroom_bytes
+from terrace.plan.search_limits import FINALISTS
 from terrace.planner.evaluate import Evaluator
 from terrace.planner.ranking import Estimate
 from terrace.planner.search import find
 from terrace.planner.space import Space
-from terrace.planner.ties import FINALISTS, settle
+from terrace.planner.ties import settle
 from terrace.planner.verdicts import Headroom
 
 WIDER = ("10%", "20%", "40%")
@@ -35,9 +36,7 @@ def headrooms(
         last = found[-1]
         if last.best is not None and last.best.needed_bytes > most:
             searched, _ = find(space, FINALISTS, limit, evaluator, most)
-            # The played split of blocks may need slightly more memory.
-            fitting = [each for each in searched.best if each.needed_bytes <= most]
-            chosen = settle(space.task, fitting).best[0] if fitting else None
-            last = Headroom(headroom=headroom, best=chosen, proved=searched.proved)
-        found.append(Headroom(headroom=headroom, best=last.best, proved=last.proved))
+            chosen = settle(space.task, searched.best).best[0] if searched.best else None
+            last = Headroom(headroom=headroom, best=chosen, is_complete=searched.is_complete)
+        found.append(Headroom(headroom=headroom, best=last.best, is_complete=last.is_complete))
     return found

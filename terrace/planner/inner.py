@@ -5,9 +5,11 @@ steps are cached by degrees and tokens, prices by mapping.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
+from terrace.plan.context_traffic import same_bytes
+from terrace.plan.in_block_messages import ContextMessage, TensorMessage
 from terrace.plan.mesh import TENSOR, Mesh
 from terrace.plan.plan import FUSED, Plan
 from terrace.plan.tensor_traffic import TensorTraffic
@@ -84,7 +86,7 @@ class Inner:
             # Without a ring nothing hides messages.
             rooms = self.rooms(0.0, 0.0, 0.0, core_rounds(cluster.device, work)) if work.ring > 1 else {}
             forward_s, backward_s = (
-                sum(times * added_s(_parts(counts, seconds), behind, rooms) for times, behind, counts in moments)
+                sum([times * added_s(_parts(counts, seconds), behind, rooms) for times, behind, counts in moments])
                 for moments in passes
             )
             found = self._contexts[key] = (forward_s, backward_s, forward_s)
@@ -97,7 +99,7 @@ class Inner:
         found = self._counts.get(degrees)
         if found is None:
             ulysses, ring = degrees
-            prices, numbers = InBlockPrices(self.task.cluster, None, None), dict[InBlockMessage, int]()
+            prices, numbers = InBlockPrices(self.task.cluster), dict[InBlockMessage, int]()
             passes = [
                 [(times, behind, _numbered(prices, messages, numbers)) for _, behind, messages, times, _ in moments]
                 for moments in attention_moments(math.prod(ulysses), ring)
@@ -107,6 +109,10 @@ class Inner:
 
     def _passes(self, kind: int, mesh: Mesh, num_tokens: int) -> Passes:
         group = mesh.only("tensor")
+        # Messages carry tokens that are padded to a multiple of the tensor ranks. The few that do not, with columns or
+        # of a loss, are priced too high by less than one token of a rank.
+        if self._is_linear:
+            num_tokens = -(-num_tokens // group.total("tensor")) * group.total("tensor")
         key = (kind, group, num_tokens)
         found = self._priced.get(key)
         if found is None:
@@ -114,15 +120,13 @@ class Inner:
         return found
 
     def _interpolated(self, kind: int, group: Mesh, num_tokens: int) -> Passes:
-        num_ranks = group.total("tensor")
         # Seconds are latency plus bytes over a rate, and bytes are linear in the tokens, so two sizes determine all
-        # others. Padding of tokens or of encoded messages breaks linearity, and so does another algorithm for small
-        # messages; such sizes are priced individually. So are messages in parts, some of which have an extra token.
+        # others. Padding of encoded messages breaks linearity, and so does another algorithm for small messages; such
+        # sizes are priced individually. So are messages in parts, some of which have an extra token.
         trees = any(self.task.cluster.tiers[tier].tree is not None for tier in group.tiers("tensor"))
-        in_parts = self.task.tensor_chunks not in (1, FUSED)
-        if num_tokens % num_ranks or trees or in_parts or MessageClass.TENSOR.value in self.task.wire:
+        if trees or MessageClass.TENSOR.value in self.task.wire or not self._is_linear:
             return self._passes_of(kind, group, num_tokens)
-        size = num_ranks * self.task.sequence
+        size = group.total("tensor") * self.task.sequence
         key = (kind, group)
         ends = self._lines.get(key)
         if ends is None:
@@ -133,23 +137,41 @@ class Inner:
             for first, second in zip(*ends, strict=True)
         )
 
+    @property
+    def _is_linear(self) -> bool:
+        """Whether the elements of all messages grow in a straight line with the tokens of a rank."""
+        return self.task.tensor_chunks in (1, FUSED)
+
     def _passes_of(self, kind: int, group: Mesh, num_tokens: int) -> Passes:
         if group not in self._prices:
-            self._prices[group] = InBlockPrices(self.task.cluster, self._axis(group, 1), None)
+            self._prices[group] = InBlockPrices(self.task.cluster, self._axis(group, 1))
         return tuple(map(self._prices[group].priced, self._moments_of(kind, group, num_tokens)))
 
     def _moments_of(self, kind: int, group: Mesh, num_tokens: int) -> list[tuple[Moment, ...]]:
         key = (kind, group.total("rows"), group.total("columns"), num_tokens)
-        if key not in self._moments:
-            blocks = self.task.kinds.sliced({axis: group.total(axis) for axis in TENSOR})
-            tensor, nothing = self._axis(group, num_tokens), ((), ())
-            passes = []
-            for recomputed in (False, True):
-                (forward, backward), (after, before) = tensor_steps(tensor, blocks, blocks[kind], nothing, recomputed)
-                passes.append((forward + after, before + backward))
-            (forward, backward), again = passes
-            self._moments[key] = [moments_of(steps) for steps in (forward, backward, again[0] + again[1])]
-        return self._moments[key]
+        found = self._moments.get(key)
+        if found is None:
+            size = group.total("tensor") * self.task.sequence
+            if self._is_linear and num_tokens not in (size, 2 * size):
+                ends = (self._moments_of(kind, group, each) for each in (size, 2 * size))
+                found = [
+                    tuple([_resized(one, two, num_tokens / size - 1) for one, two in zip(*passes, strict=True)])
+                    for passes in zip(*ends, strict=True)
+                ]
+            else:
+                found = self._written(kind, group, num_tokens)
+            self._moments[key] = found
+        return found
+
+    def _written(self, kind: int, group: Mesh, num_tokens: int) -> list[tuple[Moment, ...]]:
+        blocks = self.task.kinds.sliced({axis: group.total(axis) for axis in TENSOR})
+        tensor, nothing = self._axis(group, num_tokens), ((), ())
+        passes = []
+        for recomputed in (False, True):
+            (forward, backward), (after, before) = tensor_steps(tensor, blocks, blocks[kind], nothing, recomputed)
+            passes.append((forward + after, before + backward))
+        (forward, backward), again = passes
+        return [moments_of(steps) for steps in (forward, backward, again[0] + again[1])]
 
     def _axis(self, mesh: Mesh, num_tokens: int) -> TensorTraffic:
         cluster = self.task.cluster
@@ -181,16 +203,38 @@ def _numbered(
     # As `InBlockPrices.parts`.
     alike = groupby(outermost_first(messages), key=lambda counted: prices.penalty(counted[0]))
     return [
-        (penalty, [(count, numbers.setdefault(message, len(numbers))) for message, count in counted])
+        (penalty, [(count, numbers.setdefault(_priced_as(message), len(numbers))) for message, count in counted])
         for penalty, counted in alike
     ]
 
 
+def _priced_as(message: InBlockMessage) -> InBlockMessage:
+    return same_bytes(message) if isinstance(message, ContextMessage) else message
+
+
 def _parts(
     counts: Sequence[tuple[float, Sequence[tuple[int, int]]]], seconds: Sequence[float]
-) -> Iterator[tuple[float, float]]:
-    for penalty, counted in counts:
-        yield sum([count * seconds[number] for count, number in counted]), penalty
+) -> list[tuple[float, float]]:
+    if len(counts) == 1 and len(counts[0][1]) == 1:  # most moments
+        ((penalty, ((count, number),)),) = counts
+        return [(count * seconds[number], penalty)]
+    return [(sum([count * seconds[number] for count, number in counted]), penalty) for penalty, counted in counts]
+
+
+def _resized(one: Moment, two: Moment, more: float) -> Moment:
+    # `two` has twice the tokens of `one`.
+    def between(
+        first: Sequence[tuple[InBlockMessage, int]], second: Sequence[tuple[InBlockMessage, int]]
+    ) -> tuple[tuple[InBlockMessage, int], ...]:
+        return tuple([(_message(a, b, more), count) for (a, count), (b, _) in zip(first, second, strict=True)])
+
+    return one._replace(messages=between(one.messages, two.messages), fused=between(one.fused, two.fused))
+
+
+def _message(one: InBlockMessage, two: InBlockMessage, more: float) -> InBlockMessage:
+    if isinstance(one, TensorMessage) and isinstance(two, TensorMessage):
+        return one._replace(numel=one.numel + round(more * (two.numel - one.numel)))
+    return one
 
 
 def _on_the_line(one: PricedMoment, two: PricedMoment, more: float) -> PricedMoment:

@@ -23,8 +23,6 @@ from terrace.plan.outer import Outer
 from terrace.plan.plan import Plan
 from terrace.plan.wire import MessageClass
 from terrace.plan.wire_rules import crossing
-from terrace.planner.bound import Bounds
-from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import Evaluator, step_of
 from terrace.planner.formats import Allowed
 from terrace.planner.outer_bounds import OuterBounds
@@ -91,7 +89,7 @@ def rows_of(allowed: Allowed, tiers: Sequence[str]) -> list[Row]:
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """The chosen loop: the task of all islands, their plan, its cost and its prediction.
+    """The chosen loop: the task of all islands, their plan, its cost, its prediction and the predicted cycle.
 
     `fastest_s` is the mean step of the fastest loop within `bounds`, `num_played` the number of loops played.
     """
@@ -101,13 +99,9 @@ class Loop:
     plan: Plan
     estimate: Estimate
     prediction: Prediction
+    cycle: Cycle
     fastest_s: float
     num_played: int
-
-    @property
-    def cycle(self) -> Cycle:
-        assert self.prediction.cycle is not None, "the plan has islands"
-        return self.prediction.cycle
 
 
 def least_loop(task: Task, estimate: Estimate, plan: Plan, bounds: OuterBounds, rows: Sequence[Row]) -> Loop:
@@ -224,8 +218,7 @@ class _Loops:
         key = row, outer.delay > 0  # of a loop's numbers, memory depends on no other
         if key not in self._memory:
             task = replace(self.task, islands=replace(self.islands, outer=outer, formats=dict(row)))
-            evaluator = Evaluator(Bounds(Estimator(task)))
-            self._memory[key] = evaluator.played(self.estimate.candidate).memory_bytes
+            self._memory[key] = Evaluator(task).played(self.estimate.candidate).memory_bytes
         return self._memory[key]
 
     def _joined(self, outer: Outer, row: Row) -> Plan:
@@ -238,6 +231,7 @@ class _Loops:
     def _loop(self, outer: Outer, row: Row, fastest_s: float) -> Loop:
         found = self._predicted(outer, row)
         assert found is not None, "a loop that was refused is not near"
+        assert found.cycle is not None, "the plan has islands"
         sent = max(found.expected_bytes, key=lambda each: sum(each.values()))
         estimate = replace(
             self.estimate,
@@ -252,6 +246,7 @@ class _Loops:
             plan=self._joined(outer, row),
             estimate=estimate,
             prediction=found,
+            cycle=found.cycle,
             fastest_s=fastest_s,
             num_played=len(self._played),
         )

@@ -1,156 +1,178 @@
-"""Seconds of a block's data-parallel messages, by class and kind of block.
+"""Seconds of the messages of model states, by class, as straight lines in the elements of a block.
 
-Prices are cached by the placements a message depends on: a reduction does not depend on the optimizer's tier.
+A collective's seconds are latency plus bytes over a rate, and a rate that grows with the bytes adds a constant
+(terrace.simulate.links). So two sizes determine all others, but for the rounding of padding and for libraries that
+change their algorithm with the size. Lines depend on the data ranks by tier and on the placement alone, so a search
+needs few.
 """
 
-from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache, partial
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from terrace.model.params import ParamSpec
-from terrace.model.spec import BlockSpec
-from terrace.plan.layout import DEVICE
+from terrace.plan.flats import FlatParamSpec
+from terrace.plan.hops import hops_coding_bytes
+from terrace.plan.layout import DEVICE, Layout, message_lane
 from terrace.plan.mesh import Mesh
-from terrace.plan.stage import Stage, whole_stage
+from terrace.plan.plan import Plan
+from terrace.plan.routes import block_hops
+from terrace.plan.wire import FORMATS
 from terrace.planner.estimate import Estimator
+from terrace.planner.numels import groups_of
 from terrace.planner.stage_specs import data_cluster
 from terrace.planner.task import Placement
 from terrace.program.instruction import Instruction, Op
-from terrace.program.program import Program
-from terrace.program.sharded_model import ShardedModel
-from terrace.simulate.cost import Costs
+from terrace.program.resolve import carries, control_message
+from terrace.simulate.cost import hops_s
 
-Numels = tuple[int, ...]  # elements of a block of each kind on a rank
-
-
-class Price(Protocol):
-    """Lane of a message, and its seconds for a block of each kind."""
-
-    @property
-    def lane(self) -> int: ...
-
-    def __getitem__(self, kind: int) -> float: ...
+_PARTS = (32, 4)  # of the largest block, whose elements the two blocks have that are priced
+_LEAST = (1 << 20, 1 << 22)  # elements of these blocks
 
 
-class LanePrice:
-    """Price of a message among ranks that hold the same slice, computed lazily."""
+class Sent(NamedTuple):
+    """A message of one block: its seconds, its lane, and the seconds by which it slows computing down."""
 
-    def __init__(self, instruction: Instruction, costs: Callable[[], Costs]) -> None:
-        self._instruction, self._costs = instruction, costs
-        self._seconds: dict[int, float] = {}
-
-    @cached_property
-    def lane(self) -> int:
-        return self._costs().program.message(self._instruction).lane
-
-    def __getitem__(self, kind: int) -> float:
-        found = self._seconds.get(kind)
-        if found is None:
-            found = self._seconds[kind] = self._costs().collective_s(self._instruction._replace(block=kind))
-        return found
+    seconds: float
+    lane: int
+    slowed_s: float
 
 
-class JoinedPrice:
-    """Price of a message that carries the buffers of two messages in sequence, for blocks that have both."""
+class Line(NamedTuple):
+    """A message of n elements takes `base_s` + n `each_s`; none if `each_s` is 0."""
 
-    def __init__(self, own: Price, stacks: Price, has_stacks: Sequence[bool]) -> None:
-        self._own, self._stacks, self._has_stacks = own, stacks, has_stacks
-        self._seconds: dict[int, float] = {}
+    lane: int
+    base_s: float
+    each_s: float
+    penalty: float
 
-    @cached_property
-    def lane(self) -> int:
-        return max(self._own.lane, self._stacks.lane)
 
-    def __getitem__(self, kind: int) -> float:
-        found = self._seconds.get(kind)
-        if found is None:
-            more_s = self._stacks[kind] if self._has_stacks[kind] else 0.0
-            found = self._seconds[kind] = self._own[kind] + more_s
-        return found
+_OPS = ("refresh", "gather", "reduce", "sync", "further", "backward")  # `further`: gathers of all units but the first
+_GATHERS = tuple(index for index, op in enumerate(_OPS) if op in ("gather", "further", "backward"))
+NO_MESSAGES = (Sent(0.0, -1, 0.0),) * len(_OPS)
+
+
+def _and(sent: tuple[Sent, ...], lines: Sequence[Line], numel: int, beside: int) -> tuple[Sent, ...]:
+    # With the messages of `numel` trained elements, and the gathers of others `beside`.
+    found = list(sent)
+    for index, line in enumerate(lines):
+        for size in (numel, beside if index in _GATHERS else 0):
+            if size and line.each_s:
+                found[index] = _joined(found[index], line, size)
+    return tuple(found)
+
+
+def _joined(sent: Sent, line: Line, numel: int) -> Sent:
+    # They follow each other on the outer lane of the two.
+    seconds = line.base_s + numel * line.each_s
+    return Sent(sent.seconds + seconds, max(sent.lane, line.lane), sent.slowed_s + line.penalty * seconds)
 
 
 class Messages(NamedTuple):
-    """Data-parallel messages of a plan; `further` is the forward gather of every unit after the first."""
+    """Messages of a block of each kind, and the seconds of the gradient norm.
 
-    refresh: Price
-    gather: Price
-    reduce: Price
-    sync: Price
-    further: Price
-    backward: Price
-    control: Price
+    Those of a block are REFRESH, the step's first GATHER, REDUCE, SYNC, further gathers of a forward, and those of a
+    backward.
+    """
+
+    sent: tuple[tuple[Sent, ...], ...]
+    control_s: float
 
 
-class MessagePrices:
-    """Data-parallel messages of one task, cached."""
+class Lines(NamedTuple):
+    """A line for each of the messages of `Messages`, and the seconds of the gradient norm."""
+
+    each: tuple[Line, ...]
+    control_s: float
+
+
+class StateMessages:
+    """The messages of one task's states, cached."""
 
     def __init__(self, estimator: Estimator) -> None:
         self.estimator = estimator
-        self._messages: dict[tuple[tuple[int, ...], Numels, Placement], Messages] = {}
-        self._joined: dict[tuple[object, ...], Messages] = {}
-        self._lanes: dict[tuple[object, ...], LanePrice] = {}
-        self._costs: dict[tuple[object, ...], Costs] = {}
+        most = max([sum(param.numel for param in spec.params) for spec in estimator.specs], default=0)
+        self._sizes = max(_LEAST[0], most // _PARTS[0]), max(_LEAST[1], most // _PARTS[1])
+        self._of: dict[tuple[object, ...], Messages] = {}
+        self._priced: dict[tuple[tuple[int, ...], Placement], Lines] = {}
+        self._lines: dict[tuple[Instruction, tuple[int, ...], tuple[int, ...]], Line] = {}
+        self._controls: dict[tuple[int, ...], float] = {}
 
-    def messages(self, degrees: tuple[int, ...], numels: Numels, placement: Placement) -> Messages:
-        """Messages among `degrees` data ranks, with `numels` elements in a block of each kind."""
-        key = (degrees, numels, placement)
-        found = self._messages.get(key)
+    def of(self, mesh: Mesh, placement: Placement) -> Messages:
+        """Messages of the blocks of a mesh."""
+        degrees = groups_of(mesh)
+        key = mesh.inside_degrees[:2], mesh.stack_degrees, degrees, placement
+        found = self._of.get(key)
         if found is None:
-            found = self._messages[key] = self._found(degrees, numels, placement)
+            each = [NO_MESSAGES] * len(self.estimator.specs)
+            trained, _, beside = self.estimator.numels.elements(mesh)
+            for group, of, more in zip(degrees, trained, beside, strict=True):
+                if any(of) or any(more):
+                    lines, _ = self.lines(group, placement)
+                    each = [_and(sent, lines, *numels) for sent, *numels in zip(each, of, more, strict=True)]
+            found = self._of[key] = Messages(tuple(each), self.lines(mesh.state, placement).control_s)
         return found
 
-    def of_shape(self, mesh: Mesh, placement: Placement) -> Messages:
-        """Messages of the blocks of a mesh (`Numels.own`), plus their stacks if other ranks hold these."""
-        numels, stacks = self.estimator.numels.own(mesh), self.estimator.numels.stacks(mesh)
-        if not any(stacks):
-            return self.messages(mesh.state, numels, placement)
-        key = (mesh.state, numels, mesh.stack_state, stacks, placement)
-        found = self._joined.get(key)
+    def lines(self, degrees: tuple[int, ...], placement: Placement) -> Lines:
+        """Lines of the messages of states that these data ranks share."""
+        key = degrees, placement
+        found = self._priced.get(key)
         if found is None:
-            own, more = self.messages(mesh.state, numels, placement), self.messages(mesh.stack_state, stacks, placement)
-            has = [numel > 0 for numel in stacks]
-            joined = [JoinedPrice(*each, has) for each in zip(own, more, strict=True)]
-            found = self._joined[key] = Messages(*joined)._replace(control=own.control)
-        return found
-
-    def _found(self, degrees: tuple[int, ...], numels: Numels, placement: Placement) -> Messages:
-        params, grads, optimizer, backward = placement
-
-        def lane(instruction: Instruction, *places: int) -> LanePrice:
-            key = (degrees, numels, instruction, places)
-            found = self._lanes.get(key)
-            if found is None:
-                found = self._lanes[key] = LanePrice(instruction, partial(self._priced, degrees, numels, placement))
-            return found
-
-        # Only the placements passed to `lane` enter its key, so placements that share them share a price.
-        second = backward > DEVICE
-        return Messages(
-            gather=lane(Instruction(Op.GATHER), params),
-            further=lane(Instruction(Op.GATHER, secondary=second), params, backward),
-            backward=lane(Instruction(Op.GATHER, backward=True, secondary=second), params, backward),
-            reduce=lane(Instruction(Op.REDUCE), grads),
-            sync=lane(Instruction(Op.SYNC), grads, optimizer),
-            refresh=lane(Instruction(Op.REFRESH), params, optimizer),
-            control=lane(Instruction(Op.CLIP), params, grads, optimizer, backward),
-        )
-
-    def _priced(self, degrees: tuple[int, ...], numels: Numels, placement: Placement) -> Costs:
-        # From a program with a block of each kind and no instructions.
-        key = (degrees, numels, placement)
-        if key not in self._costs:
-            layout, plan = self.estimator.layout(degrees, placement)
-            cluster = data_cluster(self.estimator.task.cluster, degrees)
-            blocks = tuple(
-                BlockSpec(name=f"kind {kind}", params=(ParamSpec(name="all", shape=(numel,)),))
-                for kind, numel in enumerate(numels)
+            params, grads, optimizer, backward = placement
+            second = backward > DEVICE
+            # With the places that a message depends on: most messages are those of another placement, too.
+            among = (
+                (Instruction(Op.REFRESH), (params, optimizer, backward)),
+                (Instruction(Op.GATHER), (params,)),
+                (Instruction(Op.REDUCE), (params, grads)),
+                (Instruction(Op.SYNC), (grads, optimizer)),
+                (Instruction(Op.GATHER, secondary=second), (params, backward)),
+                (Instruction(Op.GATHER, backward=True, secondary=second), (params, backward)),
             )
-            model = ShardedModel(cluster=cluster, plan=plan, layout=layout, blocks=blocks)
-            program = Program(model=model, stage=_stage(len(blocks)))
-            self._costs[key] = Costs(forward_s=(), backward_s=(), update_s=(), program=program)
-        return self._costs[key]
+            # Only the price of an all-reduce depends on tiers outside these placements.
+            keys = [
+                (instruction, degrees if instruction.op is Op.SYNC else degrees[: max(places) + 1], places)
+                for instruction, places in among
+            ]
+            for each in keys:
+                if each not in self._lines:
+                    self._lines[each] = self._line(each[0], *self.estimator.layout(degrees, placement))
+            lines = tuple([self._lines[each] for each in keys])
+            found = self._priced[key] = Lines(lines, self._control_s(degrees, placement))
+        return found
 
+    def _control_s(self, degrees: tuple[int, ...], placement: Placement) -> float:
+        """Seconds of the gradient norm, which depend on the data ranks alone."""
+        if degrees not in self._controls:
+            layout, plan = self.estimator.layout(degrees, placement)
+            hops = control_message(layout, layout, plan, ()).hops
+            self._controls[degrees] = hops_s(data_cluster(self.estimator.task.cluster, degrees), hops, 0.0)[0]
+        return self._controls[degrees]
 
-@lru_cache(maxsize=64)
-def _stage(num_kinds: int) -> Stage:
-    return whole_stage(num_kinds, 1, 1)
+    def _line(self, instruction: Instruction, layout: Layout, plan: Plan) -> Line:
+        """The line through the prices of two messages, of blocks with one trainable parameter each."""
+        message_class, cluster = instruction.message_class, data_cluster(self.estimator.task.cluster, layout.degrees)
+        assert message_class is not None, f"{instruction} sends nothing"
+        source = layout.params_backward if instruction.secondary else None
+        sends = carries(message_class, FlatParamSpec(layout, (), trainable=True), source)
+        found = []
+        for size in self._sizes:
+            hops = block_hops(layout, plan, message_class, size, source) if sends else ([], [])
+            is_coded = any(hop.wire.block for part in hops for hop in part)
+            coding_bytes = hops_coding_bytes(plan, message_class, *hops) if is_coded else 0.0
+            found.append(hops_s(cluster, [*hops[0], *hops[1]], coding_bytes))
+        (small_s, _), (large_s, penalty) = found
+        small_s, large_s = (
+            seconds + self._below_s(instruction.op, layout, plan, size)
+            for seconds, size in zip((small_s, large_s), self._sizes, strict=True)
+        )
+        each_s = (large_s - small_s) / (self._sizes[1] - self._sizes[0])
+        return Line(message_lane(layout, message_class, source), small_s - each_s * self._sizes[0], each_s, penalty)
+
+    def _below_s(self, op: Op, layout: Layout, plan: Plan, numel: int) -> float:
+        """Seconds of reading the `numel` elements of a message from below the device, or of writing them there."""
+        keep, below = plan.keep, self.estimator.task.cluster.device.below
+        if op is Op.SYNC and layout.grads_below:
+            return below[keep.grads].write_s(numel / layout.span(layout.optimizer) * FORMATS[plan.sums].element_bytes)
+        if op not in (Op.GATHER, Op.REFRESH) or not layout.params_below:
+            return 0.0
+        num_bytes = numel / layout.span(layout.params) * self.estimator.item
+        return below[keep.params].read_s(num_bytes) if op is Op.GATHER else below[keep.params].write_s(num_bytes)

@@ -17,7 +17,7 @@ from terrace.plan.validate import LONGEST_ROUNDED_UNIT
 from terrace.planner.ranking import TIE
 from terrace.program.schedules.registry import takes_unit
 from terrace.program.stages import plan_schedule
-from terrace.simulate.advice import Job, fullest_stage
+from terrace.simulate.fullest import Job, fullest_stage
 from terrace.simulate.step import Step, check_stages, predict_step, resolved
 from terrace.simulate.work import Work
 
@@ -65,13 +65,15 @@ def _of_unit(step: Step) -> tuple[float, Step] | None:
 
 
 def _units(step: Step) -> Sequence[int]:
-    # Only sharded parameters are gathered, and only sharded gradients reduced, once per unit. In a pipeline the order
-    # determines visits, except for schedules that pass chunks in units.
+    # Only parameters that are sharded or below the device are gathered, and only sharded gradients reduced, once per
+    # unit. In a pipeline the order determines visits, except for schedules that pass chunks in units.
     plan, layout = step.plan, Layout.of(step.cluster, step.plan)
+    if layout.grads_below:
+        return (step.num_micros,)
     if step.num_stages > 1:
         is_free = takes_unit(plan_schedule(plan)[0])
     else:
-        is_free = max(layout.span(layout.params), layout.span(layout.grads)) > 1
+        is_free = max(layout.span(layout.params), layout.span(layout.grads)) > 1 or layout.params_below
     longest = _MOST if plan.compute == plan.sums else LONGEST_ROUNDED_UNIT
     return _divisors(step.num_micros, longest) if is_free else (1,)
 

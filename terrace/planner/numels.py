@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from terrace.plan.kinds import Kinds
-from terrace.plan.mesh import TENSOR, Mesh
+from terrace.plan.mesh import STAGE, TENSOR, Mesh
 
 _Numels = tuple[int, ...]  # by kind
+_Groups = tuple[_Numels, _Numels, _Numels]  # by the ranks that share their states, as in `Elements`
 
 
 class _Flat(NamedTuple):
@@ -21,10 +22,26 @@ class _Flat(NamedTuple):
     shared: bool  # by tensor ranks
 
 
+class Elements(NamedTuple):
+    """Elements of a block of each kind on a rank, in groups: those whose states data ranks share, stacks of
+    experts that ranks divide, and what every tensor rank has whole, whose states all ranks of a stage share.
+
+    `beside` are those that a visit gathers beside `trained`: the frozen ones, and all of the blocks that it is tied to.
+    """
+
+    trained: _Groups
+    frozen: _Groups
+    beside: _Groups
+
+
 class _Found(NamedTuple):
     flats: tuple[_Flat, ...]
-    own: _Numels
-    stacks: _Numels
+    elements: Elements
+
+
+def groups_of(mesh: Mesh) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Ranks by tier that share the states of each group of `Elements`."""
+    return mesh.state, mesh.stack_state, mesh.group(*STAGE)
 
 
 class Numels:
@@ -32,8 +49,6 @@ class Numels:
 
     def __init__(self, kinds: Kinds) -> None:
         self.kinds, self._found = kinds, dict[tuple[object, ...], _Found]()
-        each = ([param.numel for param in spec.params if param.is_stack and param.trainable] for spec in kinds.specs)
-        self._all_stacks: _Numels = tuple(map(sum, each))
 
     def all(self, mesh: Mesh) -> _Numels:
         """Parameters on a tensor rank, where users and owners are on one stage."""
@@ -43,22 +58,9 @@ class Numels:
         """Trainable parameters of `all`."""
         return self._sum(flat for flat in self._of(mesh).flats if flat.trainable)
 
-    def own(self, mesh: Mesh) -> _Numels:
-        """`trained` without parameters that tensor ranks share or stacks that ranks divide; for bounds.
-
-        Parameters that tensor ranks share, possibly stacks, have their states sharded over these ranks.
-        """
-        return self._of(mesh).own
-
-    def stacks(self, mesh: Mesh) -> _Numels:
-        """Trainable elements of a rank's experts; 0 where they are part of `own`."""
-        return self._of(mesh).stacks
-
-    def least(self, mesh: Mesh) -> _Numels:
-        """`own` without any stacks, for any division of them."""
-        if mesh.total("tensor") > 1:
-            return self.own(mesh)
-        return tuple(numel - stack for numel, stack in zip(self.own(mesh), self._all_stacks, strict=True))
+    def elements(self, mesh: Mesh) -> Elements:
+        """Elements by the ranks that share them and by what is done with them."""
+        return self._of(mesh).elements
 
     def by_holders(self, mesh: Mesh, kinds: tuple[int, ...]) -> dict[tuple[bool, bool], int]:
         """Elements of blocks of `kinds` by (stack of experts, trainable).
@@ -72,7 +74,7 @@ class Numels:
         return found
 
     def _sum(self, flats: Iterable[_Flat]) -> _Numels:
-        none = (0,) * len(self._all_stacks)
+        none = (0,) * len(self.kinds.specs)
         return tuple(map(sum, zip(none, *(flat.numels for flat in flats), strict=True)))
 
     def _of(self, mesh: Mesh) -> _Found:
@@ -80,12 +82,27 @@ class Numels:
         found = self._found.get(key)
         if found is None:
             flats = self._grouped(mesh)
-            own = self._sum(flat for flat in flats if flat.trainable and not (flat.stacked or flat.shared))
-            stacks = self._sum(flat for flat in flats if flat.trainable and flat.stacked)
-            if not mesh.divides_stacks and mesh.total("tensor") > 1:  # then every tensor rank has all of them
-                stacks = self._all_stacks
-            found = self._found[key] = _Found(flats, own, stacks)
+            trained, frozen = (self._in_groups(flats, trainable) for trainable in (True, False))
+            beside = []
+            for one, other in zip(trained, frozen, strict=True):
+                beside.append(self._with_ties(one, other))
+            found = self._found[key] = _Found(flats, Elements(trained, frozen, (beside[0], beside[1], beside[2])))
         return found
+
+    def _in_groups(self, flats: Iterable[_Flat], trainable: bool) -> _Groups:
+        # Biases that are moved by counts are whole on every rank.
+        here = [flat for flat in flats if flat.trainable is trainable and not flat.is_expert_bias]
+        return (
+            self._sum(flat for flat in here if not (flat.stacked or flat.shared)),
+            self._sum(flat for flat in here if flat.stacked),
+            self._sum(flat for flat in here if flat.shared and not flat.stacked),
+        )
+
+    def _with_ties(self, trained: _Numels, frozen: _Numels) -> _Numels:
+        order, found = self.kinds.order, list(frozen)
+        for kind, spec in enumerate(self.kinds.specs):
+            found[kind] += sum(trained[order[owner]] + frozen[order[owner]] for owner in spec.tied_to)
+        return tuple(found)
 
     def _grouped(self, mesh: Mesh) -> tuple[_Flat, ...]:
         degrees, num_tensor = {axis: mesh.total(axis) for axis in TENSOR}, mesh.total("tensor")

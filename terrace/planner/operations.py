@@ -84,7 +84,7 @@ class _Costs:
         return sum(count * self._block_bytes(block, parts) for block, count in self.blocks.items())
 
     def _block_bytes(self, block: BlockSpec, parts: _Parts) -> int:
-        backend = self.device.backend
+        backend = self.device.type
         kept = (activations_of(recomputing(self.work, each), block, backend).kept_bytes for each in ((), parts))
         return next(kept) - next(kept)
 
@@ -112,7 +112,7 @@ def _slope(one: tuple[_Parts, int, float], other: tuple[_Parts, int, float]) -> 
 
 def operations_s(device: Device, block: BlockSpec, work: Work, parts: _Parts) -> float:
     """Seconds of a block's recomputed operations; they send no messages."""
-    return operation_seconds(device, work_in(work, block, device.backend), parts) if parts and block.attends else 0.0
+    return operation_seconds(device, work_in(work, block, device.type), parts) if parts and block.attends else 0.0
 
 
 def parse_operations(text: str | None, blocks: Sequence[BlockSpec], axes: Sequence[str]) -> _Parts | None:

@@ -1,4 +1,4 @@
-"""Blocks of pipeline stages for ranking, as runs of equal blocks, and the split that produces them."""
+"""Blocks of pipeline stages, as runs of equal blocks, and the split that produces them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,26 +6,16 @@ from functools import cached_property
 from itertools import accumulate, chain, groupby, pairwise
 from typing import NamedTuple
 
-from terrace.model.spec import Computes
 from terrace.plan.kinds import runs_of
 from terrace.planner.stages import share_differing, share_layers
 from terrace.planner.task import Task
+from terrace.program.schedules.counts import Waiting
 from terrace.program.schedules.orders import Placement
 
 Runs = tuple[tuple[int, int], ...]  # (kind, number of blocks) of runs of equal blocks, in model order
+Counts = tuple[tuple[int, float], ...]  # (kind, number of blocks), in model order
 Work = tuple[float, float, float]  # seconds of a forward, of a backward, and of the part of it that can be put off
 _UNIT_S = 1e-12  # in which differing blocks are shared, as in terrace.simulate.step
-
-
-class BlockWorks(NamedTuple):
-    """Seconds of each kind of block on a micro-batch, their sum over the model, and its logits in layers.
-
-    `logits_layers` is 0 where the blocks between look-ups and logits differ.
-    """
-
-    each: list[Work]
-    whole_s: float
-    logits_layers: float
 
 
 @dataclass(frozen=True)
@@ -69,9 +59,6 @@ class Split:
         self.alike = next(iter(between)) if len(between) == 1 else None
         self.ends = task.ends  # virtual stages that may have look-ups or logits alone
         self.at_end = tuple(spec.at_an_end for spec in task.kinds.specs)
-        computes = [spec.computes for spec in task.kinds.specs]
-        self._looks_up = [each is Computes.LOOK_UP for each in computes]
-        self._has_head = [each in (Computes.LOGITS, Computes.VALUES) for each in computes]
 
     @property
     def layer(self) -> int:
@@ -125,14 +112,6 @@ class Split:
         """Number of blocks without look-ups and logits."""
         return sum(count for kind, count in runs if not self.at_end[kind])
 
-    def heaviest(self, stages: Sequence[Runs]) -> Runs:
-        """The stage with the most blocks, not counting look-ups and logits, which break ties."""
-        return max(stages, key=self._weight)
-
-    def _weight(self, runs: Runs) -> tuple[int, bool, bool]:
-        looks_up = any(self._looks_up[kind] for kind, _ in runs)
-        return self.num_inner(runs), looks_up, any(self._has_head[kind] for kind, _ in runs)
-
 
 def parts_of(contents: Sequence[Runs], placement: Placement) -> tuple[Part, ...]:
     """Blocks of each stage, from those of each virtual stage."""
@@ -147,6 +126,21 @@ def parts_of(contents: Sequence[Runs], placement: Placement) -> tuple[Part, ...]
     return tuple(found)
 
 
+def neediest(parts: Sequence[Part], waiting: Waiting, dues: Waiting) -> tuple[Needs, ...]:
+    """Candidates for the stage with the most memory."""
+    fullest: dict[tuple[Part, tuple[int, ...]], tuple[int, Needs]] = {}
+    found: dict[Needs, None] = {}
+    for part, waits, due in zip(parts, waiting, dues, strict=True):
+        # Among stages with the same blocks, all of one kind, the one with the most activations dominates.
+        if len(part.runs) == 1:
+            kept = sum(count * each for runs, each in zip(part.chunks, waits, strict=True) for _, count in runs)
+            if (part, due) not in fullest or kept > fullest[part, due][0]:
+                fullest[part, due] = (kept, Needs(part, waits, due))
+        else:
+            found[Needs(part, waits, due)] = None
+    return (*found, *(needs for _, needs in fullest.values()))
+
+
 def kinds_of(runs: Runs) -> list[int]:
     """Kind of each block of `runs`."""
     return [kind for kind, count in runs for _ in range(count)]
@@ -155,11 +149,11 @@ def kinds_of(runs: Runs) -> list[int]:
 def work_of_runs(works: Sequence[Work], runs: Runs) -> Work:
     """Seconds of all blocks of `runs`."""
     forward_s = backward_s = weight_s = 0.0
-    for kind, count in runs:  # a search asks for every root and schedule
-        own = works[kind]
+    for kind, count in runs:  # a search asks for every stage and schedule
+        forward, backward, weight = works[kind]
         forward_s, backward_s, weight_s = (
-            forward_s + count * own[0],
-            backward_s + count * own[1],
-            weight_s + count * own[2],
+            forward_s + count * forward,
+            backward_s + count * backward,
+            weight_s + count * weight,
         )
     return forward_s, backward_s, weight_s

@@ -12,6 +12,7 @@ from terrace.base.errors import PlanError, TerraceError
 from terrace.base.words import counted
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
+from terrace.planner.advice import cost_of
 from terrace.planner.evaluate import step_of
 from terrace.planner.explain import placement_of
 from terrace.planner.pins import Pins
@@ -20,7 +21,6 @@ from terrace.planner.search import find
 from terrace.planner.space import Space
 from terrace.planner.task import Candidate, Task, plan_of
 from terrace.planner.verdicts import Point, lack
-from terrace.simulate.advice import Job, fullest_stage
 from terrace.simulate.step import predict_step
 
 Scaling = Literal["strong", "weak"]
@@ -44,15 +44,7 @@ def curve(
 
 def evaluate_plan(task: Task, plan: Plan) -> Cost:
     """Cost of a plan on the task's cluster. Raises `PlanError` if it cannot run there."""
-    predicted = predict_step(step_of(task, plan))
-    job = Job(cluster=task.cluster, plan=predicted.step.plan, num_micros=predicted.step.num_micros)
-    _, memory = fullest_stage(job, task.blocks, task.sequence)
-    return Cost(
-        num_micros=predicted.step.num_micros,
-        step_s=predicted.step_s,
-        time_s=predicted.times_s[predicted.busiest],
-        memory_bytes=memory,
-    )
+    return cost_of(predict_step(step_of(task, plan)))
 
 
 def preset_plan(name: str, task: Task) -> tuple[Plan, Candidate]:

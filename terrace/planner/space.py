@@ -336,8 +336,10 @@ def _placements(degrees: tuple[int, ...], ranges: tuple[tuple[str, tuple[int, in
 
 def units(space: Space, num_micros: int, placement: Placement, pipelined: bool) -> tuple[int, ...]:
     """Possible units: divisors of `num_micros`."""
-    # Only sharded parameters are gathered, and only sharded gradients reduced, once per unit.
-    repeats = placement.params > DEVICE or placement.grads > DEVICE
+    if space.task.keep.grads_below:  # other units are refused (terrace.plan.validate.check_units)
+        return tuple(unit for unit in passing_units(space, num_micros) if unit == num_micros)
+    # Only parameters that are sharded or below the device are gathered, and only sharded gradients reduced, per unit.
+    repeats = placement.params > DEVICE or placement.grads > DEVICE or space.task.keep.params_below
     # A longer unit saves nothing unless a gather or a reduction is repeated per unit.
     if repeats and not pipelined:
         return passing_units(space, num_micros)
@@ -354,3 +356,13 @@ def micro_batches(space: Space, data_degree: int) -> tuple[int, ...]:
     """Micro-batch sizes that divide a data rank's share of the batch."""
     share = space.task.batch // data_degree
     return tuple(size for size in divisors(share) if space.pins.allows("micro_batch", size))
+
+
+def recomputations(space: Space, mesh: Mesh) -> list[int]:
+    """Values of `recompute` on a mesh, within the pins; each recomputes at least what the previous ones do."""
+    task, pins = space.task, space.pins
+    tensor, context, pipeline = (mesh.total(axis) > 1 for axis in ("tensor", "context", "pipeline"))
+    chain = task.recomputations.chain(tensor=tensor, context=context, partly=not pipeline)
+    if "recompute" not in pins.ranges:
+        return chain
+    return [value for value in dict.fromkeys((chain[0], chain[-1])) if pins.allows("recompute", int(value > 0))]

@@ -11,9 +11,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from terrace.base.errors import PlanError
-from terrace.plan.mesh import Mesh
 from terrace.plan.stage import Pass
-from terrace.program.schedules.counts import Waiting, most_waiting
+from terrace.program.schedules.counts import Waiting, most_due, most_waiting
 from terrace.program.schedules.orders import Orders, Placement, looped, v_shaped
 from terrace.program.schedules.registry import orders_for, schedule_names, takes_unit
 from terrace.program.shares import share
@@ -59,10 +58,24 @@ def last_layers(num_layers: int, num_virtual: int, logits_in_layers: float, ends
     return last
 
 
-def possible_last(num_layers: int, num_virtual: int, ends: int) -> range:
-    """All values of `last_layers` over nonnegative costs of the logits."""
-    most = last_layers(num_layers, num_virtual, 0.0, ends)
-    return range(min(most, 0 if ends else 1), most + 1)
+def longest_stage(
+    num_layers: int, num_stages: int, chunks: int, logits_in_layers: float, ends: int, *, in_rounds: bool
+) -> float:
+    """Layers that the longest stage takes the time of, if the layers are shared as in `share_layers`.
+
+    If looped chunks pass all stages `in_rounds`, each of these takes as long as its longest chunk.
+    """
+    others = num_stages * chunks - 1
+    last = last_layers(num_layers, others + 1, logits_in_layers, ends)
+    few, more = divmod(num_layers - last, others)
+    with_last, longest = last + logits_in_layers, few + (more > 0)
+    if chunks == 1:
+        return max(longest, with_last)
+    if not in_rounds:
+        return max((chunks - 1) * few + with_last, (num_layers + logits_in_layers) / num_stages)
+    # The later virtual stages have a layer more, and the last round the logits.
+    long_rounds = max(0, chunks - 1 - (others - more) // num_stages) if more else 0
+    return (chunks - 1) * few + long_rounds + max(longest, with_last)
 
 
 @lru_cache(maxsize=65536)
@@ -111,6 +124,7 @@ class Trait(NamedTuple):
     chunks: tuple[int, ...]
     split: bool
     looped: bool  # chunk c of stage r is virtual stage c p + r
+    grouped: bool  # as many micro-batches as there are stages pass a chunk before any passes the next one
     folded: bool  # the stages are passed to and fro, in the shape of a V
 
 
@@ -133,17 +147,25 @@ def traits() -> dict[str, Trait]:
             all_chunks = tuple(orders.num_chunks for orders in accepted)
             is_looped = all(orders.placement == looped(2, orders.num_chunks) for orders in accepted)
             is_folded = all(orders.placement == v_shaped(2) for orders in accepted)
+            is_grouped = is_looped and any(task.chunk for task in accepted[-1].tasks[0][:3])
             chunks_taken = all_chunks[1:] if len(all_chunks) > 1 else all_chunks
-            found[name] = Trait(chunks_taken, split, is_looped, is_folded)
+            found[name] = Trait(chunks_taken, split, is_looped, is_grouped, is_folded)
     return found
 
 
-def has_halves(schedule: str, mesh: Mesh) -> bool:
-    """Whether a stage priced alone splits its backward under a schedule.
+def passes_rounds(schedule: str, num_stages: int, num_chunks: int, num_micros: int) -> bool:
+    """Whether the stages wait for the longest chunk of each round of looped chunks.
 
-    Under tensor rows it is a program with its routed messages and whole backwards.
+    They do not where more micro-batches than there are stages pass a chunk one after the other: a stage with a shorter
+    chunk then begins the next one without a wait.
     """
-    return schedule not in ("", SERIAL) and traits()[schedule].split and mesh.total("tensor") == 1
+    trait = traits()[schedule]
+    return num_chunks > 1 and trait.looped and (trait.grouped or num_micros <= num_stages)
+
+
+def has_halves(schedule: str) -> bool:
+    """Whether a schedule splits its backwards."""
+    return schedule != SERIAL and traits()[schedule].split
 
 
 def placement_of(schedule: str, num_stages: int, num_chunks: int) -> Placement:
@@ -168,7 +190,12 @@ def pipeline(schedule: str, num_stages: int, num_chunks: int, num_micros: int, u
 
 
 @lru_cache(maxsize=65536)
-def held(schedule: str, num_stages: int, num_chunks: int, num_micros: int, unit: int = 1) -> tuple[Placement, Waiting]:
-    """Placement and micro-batches in flight of `pipeline`, without its orders: small enough to cache many."""
+def held(
+    schedule: str, num_stages: int, num_chunks: int, num_micros: int, unit: int = 1
+) -> tuple[Placement, Waiting, Waiting]:
+    """Placement, micro-batches in flight and those between the halves of their backward (`most_due`) of `pipeline`.
+
+    Without the orders, these are small enough to cache many.
+    """
     orders, waiting = pipeline(schedule, num_stages, num_chunks, num_micros, unit)
-    return orders.placement, waiting
+    return orders.placement, waiting, most_due(orders)

@@ -17,6 +17,7 @@ from terrace.model.spec import BlockSpec
 from terrace.plan.chunk_rules import why_not_fused
 from terrace.plan.context import Heads, attention_heads
 from terrace.plan.dims import declared_hidden_size, stack_sizes
+from terrace.plan.keep import ALL_ON_DEVICE, Keep
 from terrace.plan.kinds import Kinds
 from terrace.plan.mesh import Mesh
 from terrace.plan.outer import ONE_ISLAND, Outer
@@ -71,6 +72,7 @@ class Task:
     compute: Literal["bf16", "fp16", "fp32", "fp64"] = "bf16"
     master: Literal["bf16", "fp32", "fp64"] = "fp32"
     optimizer_states: Literal["bf16", "int8"] | None = None
+    keep: Keep = ALL_ON_DEVICE  # as in a plan
     messages: Literal["bf16", "fp32"] | None = None  # as in a plan
     products: str | None = None  # as in a plan
     tensor_chunks: int | Literal["fused"] = 1  # as in a plan, of those that can have it
@@ -123,8 +125,8 @@ class Task:
 
     @property
     def backend(self) -> Backend:
-        """Kernel backend of the device; it decides which activations are kept."""
-        return self.cluster.device.backend
+        """Type of the device; it decides which activations are kept."""
+        return self.cluster.device.type
 
     @cached_property
     def blocks(self) -> tuple[BlockSpec, ...]:
@@ -158,12 +160,16 @@ class Task:
         return recomputations_of(
             self.cluster.device,
             Work(layer=self.layer, sequence=self.sequence, flash=flash, compute=self.compute, products=self.products),
-            [self.blocks[index] for index in self.inner],
+            [self.kinds.specs[self.kinds.order[index]] for index in self.inner],
             operations=self.operations,
             cuts=self.tensor_chunks != 1,
             # The first of individually named blocks cannot be given as a number.
-            partly=len(residual_patterns(self.blocks)) == 1,
+            partly=len(self._layer_patterns) == 1,
         )
+
+    @cached_property
+    def _layer_patterns(self) -> tuple[str, ...]:
+        return residual_patterns(self.blocks)
 
     @cached_property
     def ends(self) -> int:
@@ -190,7 +196,7 @@ class Task:
         found = list[str]()
         for parts, which in ((again.parts, f" first {first}" if first else ""), (again.others if first else (), "")):
             operations = "" if parts == WHOLE else f": {', '.join(parts or ())}"
-            named = residual_patterns(self.blocks) if patterns is None else patterns
+            named = self._layer_patterns if patterns is None else patterns
             found += [f"{pattern}{which}{operations}" for pattern in named] if parts else []
         return tuple(found)
 

@@ -18,13 +18,13 @@ from typing import NamedTuple
 
 from terrace.plan.plan import AXES, SEARCHED
 from terrace.plan.presets import PRESETS
+from terrace.plan.search_limits import FINALISTS
 from terrace.planner.ranking import Estimate
 from terrace.planner.task import Task, plan_of
 from terrace.simulate.bands import tie_share
 from terrace.simulate.links import rate_bytes_per_s
 
 AS_FEW = 0.05
-FINALISTS = 5  # best plans of a search among which ties are settled; a search that chooses a plan has at least as many
 
 
 class Ties(NamedTuple):

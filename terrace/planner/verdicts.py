@@ -1,4 +1,4 @@
-"""Outcomes of a search as values: verdicts on plans and changes, points of a scaling curve, plans with memory left."""
+"""Whether a plan can be trained and fits, in words; points of a scaling curve, plans that leave memory free."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,16 +10,6 @@ from terrace.plan.plan import Plan
 from terrace.plan.validate import validate
 from terrace.planner.ranking import Cost, Estimate
 from terrace.planner.task import Candidate, Task, plan_of
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """A named plan or change with its cost, or the reason why it is impossible."""
-
-    what: str
-    estimate: Estimate | None = None  # also of a plan that does not fit
-    reason: str = ""  # empty for a plan that fits
-    note: str = ""  # effects other than on seconds
 
 
 def lack(task: Task, estimate: Cost) -> str:
@@ -70,12 +60,12 @@ class Point:
 class Headroom:
     """The fastest plan that leaves a headroom ("5%") of a device's memory free; None if no plan is known to.
 
-    `proved`: its search was completed.
+    `is_complete`: its search ended before its limit.
     """
 
     headroom: str
     best: Estimate | None
-    proved: bool = True
+    is_complete: bool = True
 
 
 def runs_today(task: Task, candidate: Candidate) -> str | None:

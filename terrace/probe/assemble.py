@@ -7,8 +7,10 @@ optimizer.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from terrace.cluster.cluster import Cluster, Device, Kernels, Mark, Tier
+from terrace.cluster.below import Mark
+from terrace.cluster.cluster import Cluster, Device, Kernels, Tier
 from terrace.cluster.width import share
+from terrace.probe.disk import with_disk
 from terrace.probe.fit import (
     AttentionSample,
     bus_share,
@@ -82,12 +84,29 @@ def assemble(start: Cluster, samples: Samples) -> Probed:
         rows += of_tier
     tiers, of_buses = _buses(tiers, samples)
     rows += [*of_buses, *_shown(device, samples)]
+    device = with_disk(start, device, samples.disk)
+    rows += _of_disk(start.device, device) if samples.disk.bytes_per_s else []
     largest = max(samples.optimizer, key=lambda each: each.numel)
     return Probed(
         cluster=replace(start, device=device, tiers=tuple(tiers)),
         rows=tuple(rows),
         optimizer_bytes_per_s=_OPTIMIZER_BYTES * largest.num_shards * largest.numel / largest.seconds,
     )
+
+
+def _of_disk(start: Device, device: Device) -> list[Constant]:
+    before, now = start.below.get("disk"), device.below["disk"]
+    named = (("memory_bytes", "B"), ("read_bytes_per_s", "B/s"), ("write_bytes_per_s", "B/s"))
+    return [
+        Constant(
+            f"below.disk.{name}",
+            unit,
+            None if before is None else getattr(before, name),
+            getattr(now, name),
+            "measured",
+        )
+        for name, unit in named
+    ]
 
 
 def _device(start: Device, samples: Samples) -> tuple[Device, list[Constant]]:
@@ -108,7 +127,8 @@ def _device(start: Device, samples: Samples) -> tuple[Device, list[Constant]]:
     blank = Kernels(tiles=tiles, num_cores=num_cores, source=_SOURCE, launch_s=samples.launch_s, codec=before.codec)
     if not on_cpu:
         blank = replace(blank, **{name: getattr(before, name) for name in _OF_ATTENTION})
-    device = replace(device, kernels=blank, backend="cpu" if on_cpu else "cuda")
+    on_gpu = "cuda" if device.backend == "cpu" else device.backend
+    device = replace(device, kernels=blank, backend="cpu" if on_cpu else on_gpu)
     memory, _ = fit_memory(device, [*samples.norms, *(() if on_cpu else samples.copies)])
     device = replace(device, kernels=replace(blank, memory=memory))
     if on_cpu:  # a CPU's norm is bound by compute as much as by reading: streams get a constant of their own

@@ -35,6 +35,8 @@ _PRESETS = (
     (r"A100.*40GB", "perlmutter", True),
     (r"A100", "dgx-a100", True),
     (r"MI250X", "frontier", True),
+    (r"MI300X", "mi300x", True),
+    (r"MI3\d\d|gfx9(42|50)", "mi300x", False),
     (r"AMD|Instinct", "frontier", False),
 )
 _OTHER = "pcie-a100"

@@ -109,13 +109,13 @@ def torch_gpus() -> tuple[Gpu, ...]:
 def _torch() -> dict[str, Any]:
     # The fields of `Machine` that torch knows.
     try:
-        import torch
         import torch.distributed as dist
 
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        devices = map(torch.cuda.get_device_properties, range(count))
+        import terrace.accelerator as accelerator
+
+        devices = map(accelerator.properties, range(accelerator.num_devices()))
         return {
-            "torch_cuda": torch.version.cuda,
+            "torch_cuda": accelerator.toolkit(),
             "has_nccl": dist.is_nccl_available(),
             "has_gloo": dist.is_gloo_available(),
             "gpus": tuple(Gpu(name=each.name, memory_bytes=each.total_memory) for each in devices),

@@ -5,13 +5,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import combinations
+from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
+from terrace.accelerator import num_cores
 from terrace.base.errors import ConfigError
 from terrace.cluster.cluster import Cluster
 from terrace.comm.pace import Pace, pace_of
+from terrace.comm.process_group import rank_device
 from terrace.launch.start import pace
 from terrace.launch.watchdog import watch as watchdog
 from terrace.launch.world import World
@@ -26,6 +28,7 @@ from terrace.probe.compute import (
     measure_optimizer,
     measure_passes,
 )
+from terrace.probe.disk_rate import measure_disk
 from terrace.probe.grid import overlap_layer
 from terrace.probe.links import FIRST_BYTES, LARGEST_BYTES, TierLinks, aligned, measure_tier
 from terrace.probe.samples import PairSample, Samples, TierSamples
@@ -55,7 +58,7 @@ def measure(world: World, cluster: Cluster, seconds: float, say: Say) -> Samples
     `say` is called with a description of each measurement before it starts. Raises `HangError` when another rank
     stopped, `ConfigError` when `TERRACE_PACE` is set on GPUs.
     """
-    device, rate = local_device(), pace()
+    device, rate = rank_device(), pace()
     if device.type == "cpu":
         keep_freed_memory()  # as in training
     elif rate is not None:
@@ -95,9 +98,11 @@ def _measure(world: World, cluster: Cluster, device: torch.device, seconds: floa
     layers, host_layer_s = measure_layers(stopwatch, peak, budget["layers"], say, COMPILES_BY[device.type])
     optimizer = measure_optimizer(stopwatch, budget["optimizer"], say)
     tiers, pairs = _links(world, cluster, stopwatch, budget, pacer, say)
+    say("the disk of the working folder")
+    disk = measure_disk(stopwatch, Path(), world.local_world_size)
     return Samples(
         device=device.type,
-        num_cores=torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0,
+        num_cores=num_cores(device),
         gemms=tuple(gemms),
         copies=tuple(copies),
         norms=tuple(norms),
@@ -110,6 +115,7 @@ def _measure(world: World, cluster: Cluster, device: torch.device, seconds: floa
         pairs=pairs,
         sustained=sustained,
         attention_kernels=kernels,
+        disk=disk,
     )
 
 
@@ -130,13 +136,6 @@ def _links(
     for each in links:
         each.close()
     return tuple(tiers), tuple(pairs)
-
-
-def local_device() -> torch.device:
-    """This rank's device: its GPU if ranks communicate over nccl, else the CPU."""
-    if not dist.is_initialized() or dist.get_backend() != "nccl":
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())  # set when the world was joined
 
 
 _ROUNDS = 5  # each of either tier alone and of both

@@ -10,10 +10,11 @@ from datetime import timedelta
 
 from terrace.cluster.cluster import Cluster
 from terrace.comm.pace import pace_of
+from terrace.comm.process_group import rank_device
 from terrace.launch.start import pace
 from terrace.launch.world import World
 from terrace.probe.links import TierLinks
-from terrace.probe.measure import local_device, watched
+from terrace.probe.measure import watched
 from terrace.probe.timing import Stopwatch
 from terrace.simulate.links import latency_and_rate
 
@@ -42,7 +43,7 @@ def measure_links(world: World, cluster: Cluster, seconds: float, say: Callable[
 
     Raises `HangError` when another rank stopped.
     """
-    device, rate = local_device(), pace()
+    device, rate = rank_device(), pace()
     stopwatch, found = Stopwatch(world.world_size, device), []
     crossed = [index for index, tier in enumerate(cluster.tiers) if tier.size > 1]
     with watched(world, say) as progress:

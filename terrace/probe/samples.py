@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from terrace.probe.disk import NO_DISK, DiskSample
 from terrace.probe.fit import AttentionSample, GemmSample, LayerSample, LinkSample, OptimizerSample, PassSample
 
 
@@ -90,3 +91,4 @@ class Samples:
     pairs: tuple[PairSample, ...] = ()  # two of them at once
     sustained: Sustained | None = None  # before all others; None where it was not measured
     attention_kernels: Mapping[str, AttentionSample] = field(default_factory=dict)  # the longest row, by kernel
+    disk: DiskSample = NO_DISK

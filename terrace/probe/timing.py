@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from terrace.accelerator import has_streams
 from terrace.comm.process_group import barrier
-from terrace.runtime.clock import wait_for
+from terrace.runtime.clock import timed_event, wait_for
 
 Work = Callable[[], object]
 Wait = Callable[[], object]
@@ -45,7 +46,7 @@ class Stopwatch:
         once_s = self._once(work)
         # On a GPU the host only enqueues: the number of calls must be fixed before the loop.
         calls = None
-        if agreed or self.device.type == "cuda":
+        if agreed or has_streams(self.device):
             slowest_s = self.largest(once_s)
             calls = min(_MOST_CALLS, max(1, round(loop_s / slowest_s)))
         taken_s = statistics.median(self._loop(work, loop_s, calls) for _ in range(_REPEATS))
@@ -108,7 +109,7 @@ class Stopwatch:
         self._together()
         if calls is not None:
             return self._timed(work, calls)
-        assert self.device.type == "cpu", "on a device the calls are counted before"
+        assert not has_streams(self.device), "on a device the calls are counted before"
         begin_s, done = time.perf_counter(), 0
         while done < 1 or time.perf_counter() - begin_s < loop_s:
             work()
@@ -116,7 +117,7 @@ class Stopwatch:
         return (time.perf_counter() - begin_s) / done
 
     def _timed(self, work: Work, calls: int) -> float:
-        if self.device.type == "cuda":
+        if has_streams(self.device):
             return self._on_device(work, calls)
         begin_s = time.perf_counter()
         for _ in range(calls):
@@ -124,14 +125,12 @@ class Stopwatch:
         return (time.perf_counter() - begin_s) / calls
 
     def _on_device(self, work: Work, calls: int) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        stream = torch.cuda.current_stream(self.device)
-        begin.record(stream)
+        begin = timed_event(self.device)
         for _ in range(calls):
             work()
-        end.record(stream)
+        end = timed_event(self.device)
         end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3 / calls
+        return begin.elapsed_time(end) / 1e3 / calls
 
     def _once(self, work: Work) -> float:
         begin_s = time.perf_counter()

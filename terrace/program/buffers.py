@@ -1,17 +1,21 @@
 """Buffers: the named memory of a rank's model state, each with its size and its lifetimes within the step.
 
     category     buffer                                           allocated
-    params       a rank's slice of the working copy of a block    the whole step
+    params       a rank's slice of the working copy of a block    the whole step; if it is kept below (plan.keep),
+                                                                  from its UPDATE to the second UPDATE after it
     secondary    its slice of the secondary copy (ZeRO++)         the whole step
     gathered     the full parameters of a block                   from each GATHER to its FREE
-    grads        its slice of the accumulated gradient            the whole step
+    grads        its slice of the accumulated gradient            the whole step; if it is kept below, from its
+                                                                  backward to the first or second backward after it,
+                                                                  and around its UPDATE
     grads_full   the gradient of a block before its reduction     from a backward to the wait for its REDUCE
     optimizer    moments, and the master copy if it is separate   the whole step
     outer        of islands: anchor, momentum, and the slices     the whole step
                  of an exchange in flight
     feedback     residuals of error feedback                      the whole step
     buffers      the message memory of a lane                     the whole step, as large as its largest message
-                 a layer's momentum, gathered for Muon            from ORTHOGONALISE to UPDATE
+                 the ring of states kept below (plan.keep)        the whole step
+                 momentum or gradient of a layer's whole matrices from ORTHOGONALISE to UPDATE
                  the gradient of a block from another stage       during TIE
 
 A temporary buffer has one span per lifetime, so the number of buffers does not grow with micro-batches. `peak_bytes`
@@ -26,6 +30,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from terrace.base.alike import once_each
 from terrace.plan.edges import edge_feedback_bytes
 from terrace.plan.flats import FlatParamSpec, gathered_bytes
+from terrace.plan.keep import MOST_UPDATED, MOST_WRITTEN
+from terrace.plan.kept import gradient_bytes, is_final_at_once, ring_bytes, working_bytes
 from terrace.plan.stage import Stage
 from terrace.plan.state_bytes import CATEGORIES, accumulates_in_place, blocks_bytes, tie_bytes
 from terrace.plan.wire import FORMATS
@@ -91,7 +97,10 @@ def state_buffers(
         *_slices(model, stage),
         *_residuals(messages),
         *_lanes(messages),
+        *_ring(model, stage),
         *_visiting(model, instructions),
+        *_updated(model, instructions),
+        *_accumulated(model, instructions),
         *_gradients(model, instructions),
     )
 
@@ -118,6 +127,12 @@ def _lanes(messages: Iterable[Message]) -> Iterator[Buffer]:
             largest[lane] = max(largest.get(lane, 0), size)
     # A lane runs one message at a time, so all its messages share one arena as large as the largest of them.
     yield from (Buffer(f"messages on lane {lane}", "buffers", size) for lane, size in largest.items() if size)
+
+
+def _ring(model: "ShardedModel", stage: Stage) -> Iterator[Buffer]:
+    size = ring_bytes(model.plan, [model.flats[block] for block in stage.held])
+    if size:
+        yield Buffer("ring of states kept below", "buffers", size)
 
 
 _TAKES = {Op.GATHER: "gathered", Op.ORTHOGONALISE: "buffers", Op.TIE: "buffers"}
@@ -153,6 +168,69 @@ def _visiting(model: "ShardedModel", instructions: Sequence[Instruction]) -> Ite
             layouts = ((flat, flat.layout) for flat in parts if flat.num_orthogonal)
             size = sum(flat.padded for flat, layout in layouts if layout.span(layout.optimizer) > 1) * item
         yield Buffer(f"{op.value} of {name}", _TAKES[op], size, tuple(lives))
+
+
+def _updated(model: "ShardedModel", instructions: Sequence[Instruction]) -> Iterator[Buffer]:
+    """Working copies that are kept below the device: one is written while the next is updated."""
+    opened: dict[int, int] = {}  # block -> position of its UPDATE, for those on the device, the oldest first
+    for position, (op, block, *_) in enumerate(instructions if model.plan.keep.params_below else ()):
+        if op not in (Op.UPDATE, Op.REFRESH) or block in opened or not working_bytes(model.plan, model.flats[block]):
+            continue
+        if len(opened) == MOST_UPDATED:
+            oldest = next(iter(opened))
+            yield _working(model, oldest, opened.pop(oldest), position)
+        opened[block] = position
+    for block, first in opened.items():
+        yield _working(model, block, first, len(instructions))
+
+
+def _working(model: "ShardedModel", block: int, first: int, last: int) -> Buffer:
+    name, size = model.blocks[block].name, working_bytes(model.plan, model.flats[block])
+    return Buffer(f"updated parameters of {name}", "params", size, (Lifetime(first, last, last),))
+
+
+def _accumulated(model: "ShardedModel", instructions: Sequence[Instruction]) -> Iterator[Buffer]:
+    """Accumulated gradients kept below the device: one is written, or read, while another is computed, or used."""
+    if not model.plan.keep.grads_below:
+        return
+    sizes = [gradient_bytes(model.plan, flats) for flats in model.flats]
+    opened, lives = dict[int, int](), defaultdict[int, list[Lifetime]](list)
+    complete, written = list[int](), list[int]()  # blocks being reduced, and blocks being written
+
+    def leave(block: int, last: int, freed: int) -> None:
+        lives[block].append(Lifetime(opened.pop(block), last, freed))
+
+    def settle(num_complete: int, num_written: int, position: int) -> None:
+        while len(complete) > num_complete:
+            written.append(complete.pop(0))
+        while len(written) > num_written:
+            leave(written.pop(0), position, position)
+
+    used = (each.block for each in instructions if each.op in (Op.ORTHOGONALISE, Op.UPDATE))
+    ahead = [block for block in dict.fromkeys(used) if sizes[block]]
+    taken = set[int]()
+    for position, (op, block, *_) in enumerate(instructions):
+        if op in PASSES and op is not Op.FORWARD:
+            for needed in (block, *model.blocks[block].tied_to):
+                if sizes[needed] and needed not in opened:
+                    settle(MOST_WRITTEN, MOST_WRITTEN, position)
+                    opened[needed] = position
+        elif op is Op.SYNC and sizes[block]:
+            complete.append(block)
+            if is_final_at_once(model.flats[block]):
+                settle(0, len(written) + len(complete), position)
+        elif op is Op.CLIP:
+            settle(0, 0, position)
+        # The gradients of the next block are read while those of this one are used.
+        begins = op in (Op.ORTHOGONALISE, Op.UPDATE) and sizes[block] and block not in taken
+        if op is Op.CLIP or begins:
+            taken.add(block)
+            if ahead:
+                opened[ahead.pop(0)] = position
+        if op is Op.UPDATE and sizes[block]:
+            leave(block, position, position + 1)
+    for block, spans in lives.items():
+        yield Buffer(f"accumulated gradient of {model.blocks[block].name}", "grads", sizes[block], tuple(spans))
 
 
 def _gradients(model: "ShardedModel", instructions: Sequence[Instruction]) -> Iterator[Buffer]:

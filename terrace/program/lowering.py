@@ -37,7 +37,7 @@ from terrace.plan.plan import Plan
 from terrace.plan.slices import slice_blocks
 from terrace.plan.stage import Stage, forward_stage, idle_stage, whole_stage
 from terrace.plan.state_bytes import blocks_bytes
-from terrace.plan.validate import validate
+from terrace.plan.validate import check_units, validate
 from terrace.program.exchange import exchange_instructions, exchanged
 from terrace.program.gaps import has_gaps, may_be_in_gaps, no_gaps, refuse_open_shares
 from terrace.program.instruction import Instruction, Op
@@ -94,6 +94,7 @@ def sharded(
     refuse_open_shares(plan)
     if num_micros < 1:
         raise PlanError(f"num_micros = {num_micros}: a step has at least one micro-batch")
+    check_units(plan, num_micros)
     mesh = Mesh.of(cluster, plan)
     for axis, is_cut in (("context", is_context_parallel(mesh, plan)), ("tensor", mesh.total("tensor") > 1)):
         if is_cut and sequence < 1:
@@ -218,7 +219,7 @@ def _stages(
     if num_stages == 1:
         return (whole_stage(len(blocks), num_micros, plan.unit),)
     # Sizes are those of a rank's slices, since that model state must fit its device.
-    sizes = [sum(each.values()) for each in blocks_bytes(plan, model.flats)]
+    sizes = [] if plan.stages else [sum(each.values()) for each in blocks_bytes(plan, model.flats)]
     memory_bytes = model.cluster.device.usable_bytes
     return make_stages(plan, blocks, num_stages, num_micros, model.sequence, orders, sizes, memory_bytes)
 

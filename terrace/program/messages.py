@@ -6,11 +6,11 @@ from terrace.plan.hops import Hop
 from terrace.plan.outer import Exchange
 from terrace.plan.stage import Stage
 from terrace.plan.state_bytes import tie_bytes
-from terrace.plan.wire import BETWEEN_STAGES, MessageClass
+from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Instruction, Op
 from terrace.program.message import Message
 from terrace.program.phase import Phase
-from terrace.program.resolve import control_message, counts_message, edge_message, outer_numbers_message, stage_message
+from terrace.program.resolve import control_message, counts_message, outer_numbers_message, stage_message
 
 if TYPE_CHECKING:
     from terrace.program.sharded_model import ShardedModel
@@ -26,8 +26,8 @@ def message_of(
         tier = model.mesh.edge_tier(stage.index, instruction.peer)
         return stage_message(message_class, tier, tie_bytes(model.flats[block], model.plan.sums))
     if instruction.peer >= 0:
-        hop, received = edge_hop(model, stage, instruction), instruction.op is Op.RECV
-        return edge_message(message_class, hop, model.plan.compute, received=received)
+        tier, received = model.mesh.edge_tier(stage.index, instruction.peer), instruction.op is Op.RECV
+        return model.message_of_edge(tier, backward=instruction.backward, received=received)
     # Control numbers are summed over all stages, not over the ranks of a block.
     if message_class is MessageClass.CONTROL:
         # A training step stays inside an island; an evaluation spans all islands.
@@ -42,6 +42,4 @@ def message_of(
 
 def edge_hop(model: "ShardedModel", stage: Stage, instruction: Instruction) -> Hop:
     """The hop of a SEND or RECV, over the outermost tier between the two stages."""
-    tier = model.mesh.edge_tier(stage.index, instruction.peer)
-    wire = model.plan.wire_format(BETWEEN_STAGES[instruction.backward], model.layout.tiers[tier])
-    return Hop(tier, 2, wire, model.edge.numel)
+    return model.edge_hop(model.mesh.edge_tier(stage.index, instruction.peer), backward=instruction.backward)

@@ -16,7 +16,8 @@ from terrace.plan.plan import Plan
 from terrace.plan.stage import SHORT, Stage
 from terrace.plan.wire import MessageClass
 from terrace.program.buffers import Buffer, peak_bytes, state_buffers
-from terrace.program.instruction import Instruction
+from terrace.program.instruction import SPECS, Instruction
+from terrace.program.kept import kept_bytes, num_pieces
 from terrace.program.message import Message
 from terrace.program.messages import edge_hop, message_of
 from terrace.program.phase import Phase
@@ -109,9 +110,10 @@ class Program:
     def message(self, instruction: Instruction) -> Message:
         """Message of a communicating instruction; found once for instructions that differ only in micro-batch."""
         key = without_micro(instruction)
-        if key not in self._messages:
-            self._messages[key] = message_of(self.model, self.stage, self.phase, self.exchange, instruction)
-        return self._messages[key]
+        found = self._messages.get(key)
+        if found is None:
+            found = self._messages[key] = message_of(self.model, self.stage, self.phase, self.exchange, instruction)
+        return found
 
     @cached_property
     def _messages(self) -> dict[Unnumbered, Message]:
@@ -142,14 +144,24 @@ class Program:
     @cached_property
     def expected_bytes(self) -> dict[tuple[MessageClass, str], int]:
         """`sent_bytes` plus the expected bytes of routed messages under uniform routing."""
-        total: dict[tuple[MessageClass, str], int] = defaultdict(int)
+        # Many instructions share a message, so their number is counted before its bytes.
+        found: dict[int, tuple[Message, int]] = {}
         for instruction, times in self.counts.items():
             # A pass sends the messages inside its block; a RECV may gather the rest of its activation.
-            own = () if instruction.message_class is None else (self.message(instruction),)
+            own = () if SPECS[instruction.op].message is None else (self.message(instruction),)
             for message in (*own, *self.messages_inside(instruction)):
-                for tier, num_bytes in message.sends:
-                    total[message.message_class, self.layout.tiers[tier]] += times * num_bytes
-        return dict(total)
+                known = found.get(id(message))
+                found[id(message)] = (message, times if known is None else known[1] + times)
+        total, tiers = defaultdict[tuple[MessageClass, str], int](int), self.layout.tiers
+        for message, times in found.values():
+            for tier, num_bytes in message.sends:
+                total[message.message_class, tiers[tier]] += times * num_bytes
+        return {**total, **kept_bytes(self.model, self.counts)}
+
+    @cached_property
+    def num_kept_pieces(self) -> int:
+        """Pieces of states below the device that pass in a step (terrace.plan.kept)."""
+        return num_pieces(self.model, self.counts)
 
     @cached_property
     def buffers(self) -> tuple[Buffer, ...]:

@@ -28,6 +28,12 @@ class Span(NamedTuple):
     stage: int = -1
 
 
+def below_lane(program: "Program", medium: str = "") -> int:
+    """The lane of a medium below the device, after those of tiers and of messages between stages; "": the first one."""
+    media = program.plan.keep.media
+    return len(program.layout.tiers) + 1 + (media.index(medium) if medium in media else 0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recording:
     """A steady-state step of one rank. Times are relative to its start, which is `begin_s` after the first stage's.
@@ -52,11 +58,10 @@ class Recording:
         return (COMPUTE, *sorted({span.lane for span in self.spans} - {COMPUTE}))
 
     def lane_name(self, lane: int) -> str:
-        """`compute`, the lane's tier name, or `stages` for messages between stages."""
+        """`compute`, the lane's tier name, `stages` for messages between stages, or the medium below the device."""
         if lane == COMPUTE:
             return "compute"
-        tiers = self.program.layout.tiers
-        return tiers[lane] if lane < len(tiers) else "stages"
+        return (*self.program.layout.tiers, "stages", *self.program.plan.keep.media)[lane]
 
     def awaited(self, wait: Span) -> list[Instruction]:
         """The messages that a wait of the compute stream depends on, in order.

@@ -36,17 +36,22 @@ def block_message(
     """
     tiers = message_tiers(stage_layout, message_class, source, coded=any(flat.is_coded for flat in flats))
     lane = max(tiers, default=0)
-    # No transfer for buffers that this class does not carry (whole, frozen, or not orthogonalised), nor for a whole
-    # secondary copy, which the first gather has filled.
     transfers = [
         flat_transfer(message_class, lane, flat.layout, plan, flat.padded, source, number, flat.num_scales)
         for number, flat in enumerate(flats)
-        if flat.travels_in(message_class) and (source is None or flat.layout.frees)
+        if carries(message_class, flat, source)
     ]
     # A pure gather crosses the outermost tier first.
     if ROUTES[message_class].reduction is None:
         tiers = tiers[::-1]
     return _collective(message_class, plan, lane, tiers, stage_layout, transfers)
+
+
+def carries(message_class: MessageClass, flat: FlatParamSpec, source: int | None) -> bool:
+    """Whether the message of a block (`block_message`) has a transfer for this flat buffer."""
+    # There is none for buffers that this class does not carry (whole, frozen, or not orthogonalised), nor for a
+    # whole secondary copy, which the first gather has filled.
+    return flat.travels_in(message_class) and (source is None or flat.layout.frees)
 
 
 def flat_transfer(

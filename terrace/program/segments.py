@@ -86,6 +86,12 @@ class Segments(Sequence[Instruction]):
         return Folded(tuple(distinct), bodies)
 
     @cached_property
+    def last_micro(self) -> int:
+        """An upper bound of all instructions' micro-batch indices; 0 if no instruction has one."""
+        within = max([each.micro for body in self.bodies for each in body], default=0)
+        return max([micro for _, micro in self.order], default=0) + max(0, within)
+
+    @cached_property
     def _runs(self) -> list[int]:
         """How often each body runs."""
         found = [0] * len(self.bodies)

@@ -4,7 +4,7 @@ The programs of all stages and phases refer to one object, so each derived value
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -14,6 +14,7 @@ from terrace.model.spec import BlockSpec
 from terrace.plan.context_traffic import ContextTraffic
 from terrace.plan.edges import Edge, edge_of
 from terrace.plan.flats import FlatParamSpec, block_flats, stage_layout, world_layout
+from terrace.plan.hops import Hop
 from terrace.plan.in_block_messages import RoutedMessage, TensorMessage
 from terrace.plan.kinds import Kinds
 from terrace.plan.layout import Layout
@@ -21,12 +22,12 @@ from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.recompute import WHOLE, recomputed_parts
 from terrace.plan.tensor_traffic import TensorTraffic
-from terrace.plan.wire import MessageClass
+from terrace.plan.wire import BETWEEN_STAGES, MessageClass
 from terrace.program.block_program.build import block_program
 from terrace.program.block_program.steps import BlockProgram, InBlockMessage, messages_of
 from terrace.program.instruction import PASSES, Op
 from terrace.program.message import Message
-from terrace.program.resolve import block_message, context_message, message_in_gaps, tensor_message
+from terrace.program.resolve import block_message, context_message, edge_message, message_in_gaps, tensor_message
 from terrace.program.routed import Routed
 
 T = TypeVar("T")
@@ -50,6 +51,13 @@ class ShardedModel:
     def mesh(self) -> Mesh:
         """The plan's mesh."""
         return Mesh.of(self.cluster, self.plan)
+
+    def split(self, plan: Plan) -> "ShardedModel":
+        """The model under `plan`, which may differ in `stages` alone: nothing derived here depends on them."""
+        found = replace(self, plan=plan)
+        derived = {name: value for name, value in vars(self).items() if name not in self.__dataclass_fields__}
+        vars(found).update(derived)
+        return found
 
     @cached_property
     def stage_layout(self) -> Layout:
@@ -126,10 +134,11 @@ class ShardedModel:
     def block_program(self, block: int) -> BlockProgram:
         """The program of a block on one micro-batch: compute and messages in the order of issue."""
         key = self.alike_inside(block)
-        if key not in self._block_programs:
+        found = self._block_programs.get(key)
+        if found is None:
             found = block_program(self.tensor, self.context, self.blocks, block, recomputed=self.recomputes(block))
             self._block_programs[key] = found
-        return self._block_programs[key]
+        return found
 
     def message_of_block(
         self, message_class: MessageClass, block: int, *, secondary: bool = False, in_gaps: bool = False
@@ -143,20 +152,34 @@ class ShardedModel:
             self._of_blocks[key] = message_in_gaps(found, self.plan, self.flats[block]) if in_gaps else found
         return self._of_blocks[key]
 
+    def edge_hop(self, tier: int, *, backward: bool) -> Hop:
+        """The hop of an activation, or of a gradient if `backward`, between two stages across `tier`."""
+        wire = self.plan.wire_format(BETWEEN_STAGES[backward], self.layout.tiers[tier])
+        return Hop(tier, 2, wire, self.edge.numel)
+
+    def message_of_edge(self, tier: int, *, backward: bool, received: bool) -> Message:
+        """Message of a SEND, or of a RECV if `received`; the same for all pairs of stages with this tier."""
+        key = tier, backward, received
+        if key not in self._of_edges:
+            hop, message_class = self.edge_hop(tier, backward=backward), BETWEEN_STAGES[backward]
+            self._of_edges[key] = edge_message(message_class, hop, self.plan.compute, received=received)
+        return self._of_edges[key]
+
     def messages_inside(self, op: Op, block: int) -> tuple[Message, ...]:
         """The messages that a pass sends inside its block, or a RECV to complete its activation."""
         if op is not Op.RECV and op not in PASSES:
             return ()
         # All received activations have the same shape.
         key = op, None if op is Op.RECV else self.alike_inside(block)
-        if key not in self._inside:
+        found = self._inside.get(key)
+        if found is None:
             messages: Iterable[InBlockMessage]
             if op is Op.RECV:
                 messages = () if self.edge.gathers is None else (self.edge.gathers,)
             else:
                 messages = messages_of(self.block_program(block).steps(op))
-            self._inside[key] = tuple(self.message_inside(message, block) for message in messages)
-        return self._inside[key]
+            found = self._inside[key] = tuple([self.message_inside(message, block) for message in messages])
+        return found
 
     def message_inside(self, message: InBlockMessage, block: int) -> Message:
         """Resolve one message inside a block."""
@@ -167,9 +190,7 @@ class ShardedModel:
             return found
         if isinstance(message, RoutedMessage):
             return self.routed.message(message, block)
-        attention = self.context.attention(self.blocks[block])
-        assert attention is not None, f"block {block} sends {message}"
-        return context_message(attention.sends(message))
+        return context_message(self.context.attention(self.blocks[block]).sends(message))
 
     @cached_property
     def _block_programs(self) -> dict[tuple[int, tuple[str, ...]], BlockProgram]:
@@ -177,6 +198,10 @@ class ShardedModel:
 
     @cached_property
     def _of_blocks(self) -> dict[tuple[MessageClass, int, bool, bool], Message]:
+        return {}
+
+    @cached_property
+    def _of_edges(self) -> dict[tuple[int, bool, bool], Message]:
         return {}
 
     @cached_property

@@ -8,7 +8,9 @@ parameters are weighted by multiplications per token in a forward:
 
 (2 FLOPs per element, and 4 S H / 2 for scores and values). An embedding look-up costs nothing. The split minimises the
 slowest virtual stage while every stage's model state fits its share of device memory; ties are broken by the sum of
-squares, which evens out the other stages. If nothing fits, the program's verification reports the lack of memory.
+squares, which evens out the other stages, and then in favour of later stages with more blocks: the first backwards
+start sooner, and later stages hold fewer activations. If nothing fits, the program's verification reports the lack of
+memory.
 """
 
 import math
@@ -19,6 +21,8 @@ from typing import NamedTuple
 from terrace.model.params import ParamSpec
 from terrace.model.spec import BlockSpec
 from terrace.plan.dims import CUT_BY, hidden_size, is_table
+
+_EQUAL = 1 + 1e-12  # between sums of the same squares that were added in another order
 
 
 class BlockCost(NamedTuple):
@@ -47,25 +51,26 @@ def share(costs: Sequence[int], num_parts: int, sizes: Sequence[int] = (), room:
     starts = [0, *accumulate(costs)]
     held = [0, *accumulate(sizes or [0] * len(costs))]
     # Memory cannot be kept at all: balance time alone, and let the memory check name the shortage.
-    if _parts_needed(starts, held, starts[-1], room) > num_parts:
+    if _parts_needed(starts, held, starts[-1], room)[0] > num_parts:
         room = math.inf
     # First the bottleneck is minimised; below, the sum of squares evens out the other parts.
     limit = _least_limit(starts, held, room, num_parts)
+    possible = [_last_parts(starts, held, stop, limit, room) for stop in range(len(costs) + 1)]
     best: list[float] = [0.0] + [math.inf] * len(costs)  # sum of squares of the parts that end at each block
     cuts: list[list[int]] = []
     for part in range(num_parts):
         ends, before = [math.inf] * (len(costs) + 1), [0] * (len(costs) + 1)
         # Leave at least one block for each part still to come.
         for stop in range(part + 1, len(costs) - (num_parts - part - 1) + 1):
-            # Parts grow as start falls, so the first one over a limit ends the search.
-            for start in range(stop - 1, part - 1, -1):
-                size = starts[stop] - starts[start]
-                if size > limit or held[stop] - held[start] > room:
+            least, at = math.inf, 0
+            for start, square in possible[stop]:
+                if start < part:
                     break
-                # Floats: only the comparison matters, and exact integers of this size are slow.
-                found = best[start] + float(size) ** 2
-                if found < ends[stop]:
-                    ends[stop], before[stop] = found, start
+                found = best[start] + square
+                # Of equal sums the last one tried has the longest last part.
+                if found <= _EQUAL * least:
+                    least, at = found if found < least else least, start
+            ends[stop], before[stop] = least, at
         best = ends
         cuts.append(before)
     # Walk the recorded cuts back from the last block.
@@ -76,27 +81,51 @@ def share(costs: Sequence[int], num_parts: int, sizes: Sequence[int] = (), room:
     return parts[::-1]
 
 
+def _last_parts(
+    starts: Sequence[int], held: Sequence[int], stop: int, limit: int, room: float
+) -> list[tuple[int, float]]:
+    """(Start, square of the cost) of each possible part that ends at `stop`, the shortest first."""
+    found = []
+    # Parts grow as start falls, so the first one over a limit ends the search.
+    for start in range(stop - 1, -1, -1):
+        size = starts[stop] - starts[start]
+        if size > limit or held[stop] - held[start] > room:
+            break
+        # Floats: only the comparison matters, and exact integers of this size are slow.
+        found.append((start, float(size) ** 2))
+    return found
+
+
 def _least_limit(starts: Sequence[int], held: Sequence[int], room: float, num_parts: int) -> int:
-    # Binary search: a larger limit never needs more parts.
-    low, high = max(stop - start for start, stop in pairwise(starts)), starts[-1]
+    # Binary search: a larger limit never needs more parts. The least limit is the sum of some part, so both ends
+    # move to such a sum: the upper to the largest part of the split, the lower to the least with one block more.
+    low = max([max([stop - start for start, stop in pairwise(starts)]), -(-starts[-1] // num_parts)])
+    high = starts[-1]
     while low < high:
         middle = (low + high) // 2
-        if _parts_needed(starts, held, middle, room) <= num_parts:
-            high = middle
+        parts, largest, following = _parts_needed(starts, held, middle, room)
+        if parts <= num_parts:
+            high = max(low, largest)
         else:
-            low = middle + 1
+            low = following
     return low
 
 
-def _parts_needed(starts: Sequence[int], held: Sequence[int], limit: int, room: float) -> float:
-    parts, begin = 1, 0
+def _parts_needed(starts: Sequence[int], held: Sequence[int], limit: int, room: float) -> tuple[float, int, int]:
+    """(Parts of at most `limit` and `room`, cost of the largest, least limit beyond `limit` that cuts another way)."""
+    parts, begin, largest, following = 1, 0, 0, starts[-1]
     for stop in range(1, len(starts)):
         # A single block over the limit cannot be placed by any cut.
         if held[stop] - held[stop - 1] > room:
-            return math.inf
-        if starts[stop] - starts[begin] > limit or held[stop] - held[begin] > room:
+            return math.inf, largest, following
+        cost = starts[stop] - starts[begin]
+        if cost > limit or held[stop] - held[begin] > room:
+            if cost > limit:
+                following = min(following, cost)
             parts, begin = parts + 1, stop - 1
-    return parts
+            cost = starts[stop] - starts[begin]
+        largest = max(largest, cost)
+    return parts, largest, following
 
 
 def _cost(blocks: Sequence[BlockSpec], index: int, scores: int) -> BlockCost:

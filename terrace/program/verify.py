@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from terrace.base.errors import ProgramError
 from terrace.plan.stage import SHORT
 from terrace.program.instruction import SPECS, Instruction, Op
+from terrace.program.kept import resting_bytes
 from terrace.program.phase import Phase
 from terrace.program.program import Program
 from terrace.program.rules import OF_OP, OF_OP_IN_GAPS
@@ -42,6 +43,18 @@ def verify(program: Program, rank: int = 0) -> None:
             f"rank {rank}: the model state needs {needed / 1e9:.3g} GB a rank, and a plan may take {device.room_words} "
             "of the device: place states further out, or use a device with more memory"
         )
+    _check_below(program, rank)
+
+
+def _check_below(program: Program, rank: int) -> None:
+    for name, resting in resting_bytes(program.model, program.stage.held).items():
+        medium = program.cluster.device.below[name]
+        if resting > medium.share_bytes:
+            raise ProgramError(
+                f"rank {rank} keeps {resting / 1e9:.3g} GB on the {name}, and a device's share of it is "
+                f"{medium.share_bytes / 1e9:.3g} GB: shard states over more ranks, store narrow optimizer_states, or "
+                f"give device.below.{name}.memory_bytes more"
+            )
 
 
 def _recurs(program: Program, rank: int) -> bool:

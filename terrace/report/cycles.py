@@ -3,10 +3,10 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from terrace.base.words import counted, seconds
+from terrace.base.words import counted, longer, seconds
 from terrace.plan.outer import NO_EXCHANGE, Exchange
 from terrace.plan.wire import MessageClass
-from terrace.planner.small_changes import Change, is_hidden, steps_of_exchange
+from terrace.planner.advice import Change, is_hidden, steps_of_exchange
 from terrace.program.timeline import TimedSpan, Timeline, TimelineRow, Words
 from terrace.report.learned import loop_learned
 from terrace.report.sections import Section, timeline_chart
@@ -65,8 +65,8 @@ def cycle_words(cycle: Cycle, hidden: Change | None) -> str:
         loop_learned(outer, _formats(cycle)),
     ]
     if hidden is not None:
-        gain = 100 * (hidden.step_s / (cycle.cycle_s / outer.every) - 1)
-        lines.insert(1, f"{hidden.words} hides it: step {seconds(hidden.step_s)}, {gain:+.1f} %")
+        gain = longer(hidden.step_s, cycle.cycle_s / outer.every)
+        lines.insert(1, f"{hidden.words} hides it: step {seconds(hidden.step_s)}, {gain}")
     return "\n".join(lines)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 from terrace.base.words import quantity, seconds
-from terrace.plan.context_traffic import AttentionBytes
+from terrace.plan.context_traffic import NO_ATTENTION, AttentionBytes
 from terrace.plan.in_block_messages import ContextLeg, ContextMessage, TensorMessage
 from terrace.program.block_program.attention import attention_steps
 from terrace.program.block_program.steps import Compute, Send, Steps, moments_of
@@ -39,7 +39,7 @@ def inside_table(program: Program) -> Table:
         # A line between the kinds of blocks.
         if op is Op.FORWARD:
             table.add_section()
-        prices = InBlockPrices(program.cluster, program.model.tensor, None)
+        prices = InBlockPrices(program.cluster, program.model.tensor)
         for index, (message, meanwhile, count) in enumerate(counts):
             words = (name, op.value.lower()) if index == 0 else ("", "")
             takes_s, _ = prices.price(message)
@@ -73,7 +73,7 @@ def attention_table(program: Program) -> Table:
     alike: dict[tuple[bool, AttentionBytes], list[str]] = {}
     for index, block in enumerate(program.blocks):
         attention = program.model.context.attention(block)
-        if attention is not None:
+        if attention != NO_ATTENTION:
             alike.setdefault((program.model.recomputes(index), attention), []).append(block.name)
     for (twice, attention), names in alike.items():
         name = names[0] if len(names) == 1 else f"{names[0]} (x {len(names)})"

@@ -6,6 +6,7 @@ from terrace.base.printable import escape
 from terrace.report.table import Cell, Markup, Table
 
 _ZOOMS = {"in": "Zoom in", "out": "Zoom out", "left": "Earlier", "right": "Later", "all": "Whole step"}
+_LONG = 60  # characters from which a cell counts as a sentence: a guess
 TOOLS = f"<div class=tools>{''.join(f'<button data-act={act}>{word}</button>' for act, word in _ZOOMS.items())}</div>"
 _WORDS = {"grads_full": "full gradients", "params_backward": "secondary", "secondary": "secondary copy"}
 
@@ -45,7 +46,10 @@ def html_table(table: Table) -> str:
         texts = []
         for heading, cell in zip(table.headings, row, strict=True):
             # Numbers are right-aligned, words are not.
-            kind = " class=words" if heading in table.left else ""
+            kinds = ["words"] * (heading in table.left)
+            # Sentences wrap; names and figures do not, and a table that is too wide scrolls.
+            kinds += ["long"] * (not isinstance(cell, Markup) and len(str(cell)) > _LONG)
+            kind = f' class="{" ".join(kinds)}"' if kinds else ""
             texts.append(f"<{tag}{kind}>{cell if isinstance(cell, Markup) else escape(str(cell))}</{tag}>")
         return f"<tr>{''.join(texts)}</tr>"
 

@@ -26,7 +26,7 @@ def overlay_page(runs: Sequence[RunView]) -> Page:
     missing = "".join(f"<li>{prose(words)}</li>" for words in missing_of(runs))
     figures = Table(headings=["figure", *names], rows=[[key, *row] for key, row in figure_rows(runs)], left=["figure"])
     differing = [[key, *row] for key, row in setting_rows(runs)]
-    settings = Table(headings=["setting", *names], rows=differing, left=["setting"])
+    settings = Table(headings=["setting", *names], rows=differing, left=["setting", *names])
     return Page(
         title=f"{counted(len(runs), 'run')}: {', '.join(names)}",
         lead=[f"{run.name}: {run.status}" for run in runs],

@@ -1,12 +1,14 @@
-"""Tables and charts of a search: compared plans, verdicts, one plan's cost, scaling curves."""
+"""Tables and charts of a search: compared plans, changes, one plan's cost, scaling curves."""
 
 import math
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from terrace.base.printable import escape
-from terrace.base.words import counted, quantity, seconds
+from terrace.base.words import counted, longer, quantity, seconds
+from terrace.plan.keep import DEVICE, PLACED
 from terrace.plan.plan import AXES, Plan
 from terrace.plan.recompute import WHOLE
 from terrace.planner.divisions import division_notes
@@ -14,11 +16,15 @@ from terrace.planner.figures import hfu, mfu, tokens_per_s
 from terrace.planner.ranking import Cost, Estimate
 from terrace.planner.stages import SERIAL
 from terrace.planner.task import Candidate, Task, plan_of
-from terrace.planner.verdicts import Headroom, Point, Verdict
+from terrace.planner.verdicts import Headroom, Point
 from terrace.report.plot import BOTTOM, HEIGHT, LEFT, RIGHT, WIDTH, frame, round_ticks
 from terrace.report.table import Table
 from terrace.simulate.bands import Band
+from terrace.simulate.footprint import CUDA_ALLOCATOR_FACTOR, CUDA_PAGES_BYTES
 from terrace.simulate.hidden import HiddenMessages
+
+if TYPE_CHECKING:
+    from terrace.planner.advice import Change
 
 _PLAN_WIDTH = 37  # characters of a plan's description, so that the table fits in 80 columns
 _MUCH_HIDDEN = 0.05  # share of a step above which hidden messages are reported; predictions have as large an error
@@ -38,9 +44,7 @@ def plans_table(task: Task, estimates: Sequence[Estimate], title: str) -> Table:
                 str(rank),
                 *_figures(task, estimate),
                 *(_axes_words(task, estimate.candidate) or "data" for _ in axes),
-                plan.params,
-                plan.grads,
-                plan.optimizer,
+                *(_place(plan, state) for state in PLACED),
                 f"{estimate.candidate.micro_batch} x {estimate.num_micros}",
                 _notes(task, estimate.candidate),
             ]
@@ -68,27 +72,43 @@ def _figures(task: Task, estimate: Cost) -> list[str]:
 def plan_words(task: Task, candidate: Candidate) -> str:
     """One-line summary of a candidate."""
     plan = plan_of(task, candidate)
-    states = f"params {plan.params}, grads {plan.grads}, optimizer {plan.optimizer}"
+    states = ", ".join(f"{state} {_place(plan, state)}" for state in PLACED)
     words = [_axes_words(task, candidate), states, f"micro-batch {candidate.micro_batch}", _notes(task, candidate)]
     return "; ".join(word for word in words if word)
 
 
-def verdicts_table(verdicts: Sequence[Verdict], best: Estimate, title: str) -> Table:
-    """Cost of every preset or change compared with the best plan, or the reason why it does not run."""
-    headings = ("plan", "step", "against the best", "memory", "remark")
-    found = Table(title=title, headings=headings, left=("plan", "remark"))
+def _place(plan: Plan, state: str) -> str:
+    # The medium of a state that is kept below the device, after its tier if ranks share the state.
+    tier, medium = getattr(plan, state), getattr(plan.keep, state)
+    if medium == DEVICE:
+        return str(tier)
+    return str(medium) if tier == DEVICE else f"{tier}, {medium}"
+
+
+def changes_table(changes: Sequence["Change"], step_s: float, heads: Sequence[str], title: str = "") -> Table:
+    """Cost of every change against a step of `step_s`, or the reason why it does not run.
+
+    `heads` are the headings of the change, its step in comparison, and the remark. The kind of a change is shown where
+    there are several.
+    """
+    kinds = ["in the"] if len({change.kind for change in changes}) > 1 else []
+    first, against, remark = heads
+    found = Table(
+        title=title,
+        headings=[first, *kinds, "step", against, "memory", remark],
+        left=[first, *kinds, remark],
+    )
     above = ""
-    for verdict in verdicts:
-        estimate = verdict.estimate
-        if estimate is None:
+    for change in changes:
+        start = [change.words, *(change.kind for _ in kinds)]
+        if change.cost is None:
             # Consecutive rows often fail for the same reason, which is written once.
-            found.add_row(verdict.what, "-", "", "", "as above" if verdict.reason == above else verdict.reason)
-            above = verdict.reason
+            found.add_row(*start, "-", "", "", "as above" if change.reason == above else change.reason)
+            above = change.reason
             continue
         above = ""
-        slower = f"{100 * (estimate.step_s / best.step_s - 1):+.1f} %"
-        memory = quantity(estimate.needed_bytes, "B")
-        found.add_row(verdict.what, seconds(estimate.step_s), slower, memory, verdict.reason or verdict.note)
+        cells = seconds(change.step_s), longer(change.step_s, step_s), quantity(change.cost.needed_bytes, "B")
+        found.add_row(*start, *cells, change.reason or change.note)
     return found
 
 
@@ -106,6 +126,15 @@ def split_table(values: Mapping[str, float], title: str, unit: str, whole: float
     return Table(title=title, headings=headings, left=("category",), rows=rows, total=row("total", total))
 
 
+def reserve_words() -> str:
+    """What the `allocator` of a device's memory is."""
+    share, pages = percent(CUDA_ALLOCATOR_FACTOR - 1), quantity(CUDA_PAGES_BYTES, "B")
+    return (
+        f"allocator is what it reserves beyond tensors: {share} of them, for gaps between tensors of many sizes, "
+        f"and at least {pages}, the ends of the segments of two streams"
+    )
+
+
 def headrooms_table(task: Task, found: Sequence[Headroom], title: str) -> Table:
     """The fastest plan for each memory headroom, compared with the one for the smallest headroom."""
     headings = ("headroom", "step", "slower", "memory", "plan")
@@ -114,12 +143,12 @@ def headrooms_table(task: Task, found: Sequence[Headroom], title: str) -> Table:
     for each in found:
         best = each.best
         if best is None:
-            table.add_row(each.headroom, "-", "-", "-", "none" if each.proved else "none found before --limit")
+            table.add_row(each.headroom, "-", "-", "-", "none" if each.is_complete else "none found before --limit")
         elif best is above:
             table.add_row(each.headroom, "", "", "", "the same")
         else:
             slower = f"{100 * (best.step_s / found[0].best.step_s - 1):.1f} %" if found[0].best else ""
-            words = plan_words(task, best.candidate) + ("" if each.proved else "; the search stopped at --limit")
+            words = plan_words(task, best.candidate) + ("" if each.is_complete else "; the search stopped at --limit")
             words = textwrap.fill(words, _PLAN_WIDTH, break_on_hyphens=False)
             table.add_row(each.headroom, seconds(best.step_s), slower, quantity(best.needed_bytes, "B"), words)
         above = best

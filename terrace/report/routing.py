@@ -1,14 +1,15 @@
-"""Text about the division of experts over ranks: the plan's, and the predicted steps of alternatives."""
+"""Text about experts and tables on several ranks: the plan's division, and the predicted steps of alternatives."""
 
 from collections.abc import Iterator, Mapping
 
-from terrace.base.words import counted, seconds
+from terrace.base.words import counted, longer, seconds
 from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.in_block_messages import RoutedMessage
 from terrace.plan.plan import EXPERT_CHUNKS, Plan
+from terrace.plan.tables import TableTraffic
 from terrace.plan.wire import MessageClass
+from terrace.planner.advice import expert_changes
 from terrace.planner.divisions import table_words
-from terrace.planner.small_changes import expert_changes
 from terrace.program.block_program.steps import Await, Compute, ComputeKind, Gap, Steps
 from terrace.program.instruction import Op
 from terrace.program.program import Program
@@ -31,30 +32,31 @@ def division_words(plan: Plan) -> str:
 
 
 def routed_table(program: Program) -> Table:
-    """The steps of a layer's experts for one micro-batch: computations, and messages with mean bytes and seconds.
+    """The steps of routed blocks for one micro-batch: computations, and messages with mean bytes and seconds.
 
-    Empty if no block has experts on several ranks.
+    Empty if no block has experts, or a table, on several ranks.
     """
-    headings = ("block", "", "step", "a rank sends", "takes")
-    table = Table(title="experts on several ranks, for every micro-batch", headings=headings, left=headings[:-1])
+    headings, routed = ("block", "", "step", "a rank sends", "takes"), program.model.routed
+    kinds = [words for words, found in (("experts", routed.of_experts), ("rows of tables", routed.of_tables)) if found]
+    title = f"{' and '.join(kinds)} on several ranks, for every micro-batch"
+    table = Table(title=title, headings=headings, left=headings[:-1])
     # Blocks with equal steps share rows.
-    alike: dict[tuple[ExpertTraffic, bool], list[int]] = {}
+    alike: dict[tuple[ExpertTraffic | TableTraffic, bool], list[int]] = {}
     for index in range(len(program.blocks)):
-        traffic = program.model.routed.traffic(index)
-        if traffic.way:
-            alike.setdefault((traffic, program.model.recomputes(index)), []).append(index)
+        if any(program.model.block_program(index).routed):
+            alike.setdefault((routed.sizes(index), program.model.recomputes(index)), []).append(index)
     for first, *others in alike.values():
         name = program.blocks[first].name + (f" (x {len(others) + 1})" if others else "")
         prices = block_prices(program, first)
         for op in (Op.FORWARD, Op.BACKWARD):
             table.add_section()
-            for words in _expert_rows(program, prices, first, program.model.block_program(first).routed_steps(op)):
+            for words in _routed_rows(program, prices, first, program.model.block_program(first).routed_steps(op)):
                 table.add_row(name, op.value.lower(), *words)
                 name = ""
     return table
 
 
-def _expert_rows(program: Program, prices: InBlockPrices, block: int, steps: Steps) -> Iterator[tuple[str, str, str]]:
+def _routed_rows(program: Program, prices: InBlockPrices, block: int, steps: Steps) -> Iterator[tuple[str, str, str]]:
     last = ""
     for step in steps:
         if isinstance(step, Gap):
@@ -85,21 +87,22 @@ def _expert_rows(program: Program, prices: InBlockPrices, block: int, steps: Ste
 
 def mean_words(program: Program) -> str:
     """A note that bytes of routed messages are means; "" without such messages."""
-    return "route, dispatch and combine: the mean under even routing; each batch declares its own" * bool(
-        program.model.routed.transfers
-    )
+    routed = program.model.routed
+    means = ["under even routing"] * bool(routed.of_experts) + ["of uniform ids"] * bool(routed.of_tables)
+    return f"route, dispatch and combine: the mean {' and '.join(means)}; each batch declares its own" * bool(means)
 
 
 def alternatives_words(base: Prediction) -> str:
     """One line for each alternative division of experts, with its predicted step; "" if there is none."""
     lines = []
     for each in expert_changes(base):
-        if each.reason:
+        if each.cost is None:
             lines.append(f"with {each.words}: {each.reason}")
             continue
-        longer, why = each.step_s / base.step_s - 1, _grown(base.times_s[base.busiest], each.times_s)
-        of_it = f", by {why}" if longer > 0 and why else ""
-        lines.append(f"with {each.words} the step would take {seconds(each.step_s)}, {100 * longer:+.1f} %{of_it}")
+        why = _grown(base.times_s[base.busiest], each.cost.time_s)
+        of_it = f", by {why}" if each.step_s > base.step_s and why else ""
+        against = longer(each.step_s, base.step_s)
+        lines.append(f"with {each.words} the step would take {seconds(each.step_s)}, {against}{of_it}")
     return "\n".join(lines)
 
 

@@ -118,20 +118,22 @@ def curve_svg(curve: Curve, marks: Sequence[int] = ()) -> str:
             x = place(step, low)[0]
             words = f"resumed after step {step}"
             parts.append(f'<path class="mark" d="M{x:.1f} {TOP}V{HEIGHT - BOTTOM}"><title>{words}</title></path>')
+    label = ""
     if curve.level is not None:
         name, value = curve.level
         y = place(first, value)[1]
         parts.append(f'<path class="limit" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
         # Near the upper edge the name goes below its line.
         below = y + 15 if y < TOP + 20 else y - 5
-        parts.append(f'<text x="{LEFT + 4}" y="{below:.1f}">{escape(name)}</text>')
+        label = f'<text x="{LEFT + 4}" y="{below:.1f}">{escape(name)}</text>'
     for index, line in enumerate(lines.values()):
         colour, dashes, _ = _look(index)
         if curve.smooth and len(line) >= FEWEST_TO_SMOOTH:
             parts.append(_line([place(*point) for point in thinned(line)], colour, "faint"))
             line = running_mean(line)
         parts.append(_line([place(*point) for point in thinned(line)], colour, "line", dashes))
-    return "".join([*parts, "</svg>"])
+    # Drawn after the lines, so that the border of its text (page.css) keeps it readable.
+    return "".join([*parts, label, "</svg>"])
 
 
 def curve_data(curve: Curve) -> dict[str, object]:

@@ -207,9 +207,19 @@ def _flat(table: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     for key, value in table.items():
         if isinstance(value, Mapping):
             found |= _flat(value, f"{before}{key}.")
+        elif _is_named(value):  # such as tiers: flat by name, so that one key that differs is one row
+            for each in value:
+                found |= _flat(each, f"{before}{key}.{each['name']}.")
         else:
             found[f"{before}{key}"] = value
     return found
+
+
+def _is_named(value: object) -> bool:
+    """Whether a value is a list of tables with distinct names."""
+    if not isinstance(value, list) or not all(isinstance(each, Mapping) and "name" in each for each in value):
+        return False
+    return len({str(each["name"]) for each in value}) == len(value) > 0
 
 
 def when_words(time_s: float) -> str:

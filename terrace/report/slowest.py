@@ -6,7 +6,6 @@ from contextlib import suppress
 
 from terrace.base.errors import TerraceError
 from terrace.base.words import seconds
-from terrace.plan.mesh import Mesh
 from terrace.report.compared import ComparedAmounts
 from terrace.train.config import RunConfig
 from terrace.train.metrics import StepRecord, own_seconds
@@ -45,7 +44,7 @@ def _rank_words(rank: int, run: RunConfig | None) -> str:
     if run is not None:
         # The settings file may have been edited and be inconsistent.
         with suppress(TerraceError):
-            mesh = Mesh.of(run.cluster, run.plan)
+            mesh = run.mesh
             if mesh.total("pipeline") > 1 and rank < run.cluster.world_size:
                 return f"rank {rank} of stage {mesh.stage(rank)}"
     return f"rank {rank}"

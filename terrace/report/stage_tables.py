@@ -14,7 +14,7 @@ from terrace.program.schedules.csv_form import to_csv
 from terrace.program.schedules.orders import Orders
 from terrace.report.loads import ROUTED_COLUMN
 from terrace.report.table import Table
-from terrace.report.tables import bytes_words, equal_bytes
+from terrace.report.tables import bytes_words, equal_bytes, with_media
 from terrace.simulate.step import WAITS_ON_STAGES, bubble, idle_s
 
 # Waits inside a stage that have their own column; all others are for its data ranks.
@@ -109,6 +109,7 @@ def stage_memory_table(held: Sequence[Mapping[str, int]], activations: Sequence[
 def stage_bytes_tables(sent: Sequence[Mapping[tuple[MessageClass, str], int]], tiers: Sequence[str]) -> list[Table]:
     """Bytes that one rank of each stage sends per step, by message class and tier, with eight stages per table."""
     # The same rows in all tables, so that stages can be compared across them.
+    tiers = with_media({key: 0 for row in sent for key in row}, tiers)
     keys = [key for message in MessageClass for tier in tiers if any((key := (message, tier)) in row for row in sent)]
     tables = []
     # More columns would not fit a terminal.

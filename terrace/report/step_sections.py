@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from terrace.base.words import counted, quantity, seconds
+from terrace.base.words import counted, filled, quantity, seconds
 from terrace.plan.context import is_context_parallel
 from terrace.plan.few_exchanges import few_exchanges
 from terrace.plan.plan import AXES
@@ -14,6 +14,7 @@ from terrace.report.inside import ASSIGNED, attention_table, inside_table
 from terrace.report.markup import legend, meter
 from terrace.report.memory import memories_chart, memory_chart
 from terrace.report.palette import colour_key
+from terrace.report.plans import changes_table
 from terrace.report.routing import alternatives_words, division_words, mean_words, routed_table
 from terrace.report.sections import Section, timeline_chart
 from terrace.report.stage_tables import (
@@ -27,7 +28,6 @@ from terrace.report.stage_tables import (
 from terrace.report.step_view import StepView
 from terrace.report.table import Table
 from terrace.report.tables import bytes_table, memory_table, plan_table, time_categories, time_table, wire_words
-from terrace.report.uncertainty import predicted_words
 from terrace.simulate.cycle_timeline import cycle_timeline
 from terrace.simulate.rows import close_up, step_timeline
 from terrace.simulate.worst_load import worst_words
@@ -84,12 +84,13 @@ def inside_section(view: StepView) -> list[Section]:
             found.append(Section(words=[ASSIGNED]))
         else:
             found.append(Section(title="Attention over the context axis", table=attention_table(program)))
-    return [*found, Section(title="Experts on several ranks", table=routed_table(program))]
+    return [*found, Section(title="Routed messages", table=routed_table(program))]
 
 
 def time_section(view: StepView) -> list[Section]:
     """Seconds by category, of each stage."""
-    reports, words = view.predicted.reports, [predicted_words(view.predicted.step_s, view.band)]
+    reports, band = view.predicted.reports, view.band
+    words = [filled(f"predicted step {seconds(view.predicted.step_s)} {band}: {band.words}")]
     if view.is_pipelined:
         bars, table = _stage_bars(view), stage_time_table(reports)
         return [Section(title="Where the time goes", body=bars, table=table, words=words)]
@@ -221,11 +222,7 @@ def advice_section(view: StepView) -> list[Section]:
 
 def changes_section(view: StepView) -> list[Section]:
     """The twelve best changes of one thing, shortest step first."""
-    step_s, headings = view.recorded.step_s, ["change", "in the", "step", "against now", "and also"]
-    table = Table(headings=headings, left=["change", "in the", "and also"])
-    for change in view.candidates[:12]:
-        against = f"{100 * (change.step_s / step_s - 1):+.1f} %" if step_s else ""
-        table.add_row(change.words, change.kind, seconds(change.step_s), against, change.note)
+    table = changes_table(view.candidates[:12], view.recorded.step_s, ("change", "against now", "and also"))
     nothing = "No change of one thing gives a valid plan that fits the device."
     return [Section(title="What one change would do", table=table, words=[] if table.rows else [nothing])]
 

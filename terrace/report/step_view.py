@@ -7,7 +7,7 @@ from functools import cached_property
 from terrace.base.words import counted, quantity, seconds
 from terrace.cluster.cluster import Cluster
 from terrace.model.facts import family_of
-from terrace.planner.small_changes import Change, best_change, best_changes, changes, hiding
+from terrace.planner.advice import Change, best_change, best_changes, changes, hiding
 from terrace.planner.verdicts import lack_words
 from terrace.program.program import Program
 from terrace.program.schedules.orders import Orders
@@ -15,9 +15,9 @@ from terrace.program.stages import plan_orders
 from terrace.report.plans import hidden_words
 from terrace.report.sections import Page, Section
 from terrace.report.tables import model_size, plan_title
-from terrace.simulate.advice import Job, fullest_stage
 from terrace.simulate.bands import Band, band_of
 from terrace.simulate.critical import critical_words, path_words
+from terrace.simulate.fullest import Job, fullest_stage
 from terrace.simulate.hidden import hidden_between_nodes
 from terrace.simulate.recorded import RecordedStep, record_predicted
 from terrace.simulate.step import Prediction, idle_s, predict_step

@@ -63,6 +63,7 @@ def plan_summary(cluster: Cluster, plan: Plan) -> str:
         held.setdefault("whole" if where < 0 else f"/{layout.span(where)}", []).append(state)
     states = [f"{', '.join(names)} {share}" for share, names in held.items()]
     outer = [outer_words(plan.outer)] if plan.outer.has_islands else []
+    outer += [f"{', '.join(plan.keep.on(medium))} on the {medium}" for medium in plan.keep.media]
     return f"{', '.join([plan_title(cluster, plan), *axes])}; {', '.join(states + outer)}"
 
 
@@ -87,8 +88,13 @@ def plan_rows(cluster: Cluster, plan: Plan) -> tuple[list[str], list[list[str]]]
         cells = (_degree_words(mesh, index, axis) for axis in axes)
         rows.append([tier.name, str(tier.size), *cells, link, ", ".join(states)])
     # A placement below the innermost tier is the device: every rank holds the whole state.
-    whole = ", ".join(state for state, where in placed.items() if where < 0)
+    kept = {state for medium in plan.keep.media for state in plan.keep.on(medium)}
+    whole = ", ".join(state for state, where in placed.items() if where < 0 and state not in kept)
     rows.append(["device", "1", *("1" for _ in axes), "", f"{whole} (replicated)" if whole else ""])
+    for name in plan.keep.media:
+        medium = cluster.device.below[name]
+        link = f"{quantity(medium.read_bytes_per_s, 'B/s')}" + f", shared by {medium.sharers}" * (medium.sharers > 1)
+        rows.append([name, "", *("" for _ in axes), link, f"{', '.join(plan.keep.on(name))}, below every device"])
     return ["tier", "joins", *axes, "link", "states placed here"], rows
 
 
@@ -118,8 +124,14 @@ def wire_words(plan: Plan) -> str:
 
 def bytes_table(predicted: Mapping[tuple[MessageClass, str], int], tiers: Sequence[str]) -> Table:
     """Bytes that one rank sends per step, by message class (rows) and tier (columns)."""
+    tiers = with_media(predicted, tiers)
     names = [message for message in MessageClass if any((message, tier) in predicted for tier in tiers)]
     return sent_table(predicted, names, tiers)
+
+
+def with_media(sent: Mapping[tuple[Any, str], int], tiers: Sequence[str]) -> list[str]:
+    """The tiers, then the media below the device that states pass."""
+    return [*tiers, *dict.fromkeys(where for _, where in sent if where not in tiers)]
 
 
 def sent_table(sent: Mapping[tuple[Any, str], int], messages: Iterable[str], tiers: Sequence[str]) -> Table:

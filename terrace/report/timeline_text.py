@@ -15,6 +15,8 @@ _LETTERS = {
     "update": "U",
     "gather": "g",
     "gather_backward": "b",
+    "keep_read": "k",
+    "keep_write": "w",
     "reduce": "r",
     "sync": "s",
     "refresh": "f",

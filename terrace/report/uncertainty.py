@@ -1,23 +1,17 @@
-"""Sentences on the uncertainty of predictions: error bands, plans that tie, what a search has proved."""
+"""Sentences on the uncertainty of predictions: error bands, plans that tie, how much a search looked at."""
 
-import textwrap
 from collections.abc import Iterable, Sequence
 
-from terrace.base.words import counted, quantity, seconds
+from terrace.base.words import counted, filled, quantity, seconds
+from terrace.cluster.cluster import Cluster
 from terrace.plan.plan import Plan
-from terrace.planner.ranking import TIE, Estimate
+from terrace.plan.search_limits import FINALISTS
+from terrace.planner.ranking import Estimate
 from terrace.planner.search import Found
 from terrace.planner.task import Task, plan_of
-from terrace.planner.ties import FINALISTS, Ties, crossing_bytes
+from terrace.planner.ties import Ties, crossing_bytes
 from terrace.planner.verdicts import Point
-from terrace.simulate.bands import Band, band_of, percent, tie_share
-
-_WIDTH = 80
-
-
-def predicted_words(step_s: float, band: Band) -> str:
-    """A predicted step with its band, and the validated rows from which the band comes."""
-    return filled(f"predicted step {seconds(step_s)} {band}: {band.words}")
+from terrace.simulate.bands import Band, band_of, tie_share
 
 
 def plan_bands_words(task: Task, estimates: Sequence[Estimate]) -> str:
@@ -34,9 +28,9 @@ def scaling_bands_words(points: Sequence[Point], plan: Plan, tier: str) -> str:
     )
 
 
-def widest_band(task: Task, estimates: Iterable[Estimate | None]) -> str:
+def widest_band(cluster: Cluster, plans: Iterable[Plan]) -> str:
     """The widest band of the plans' steps, with a leading comma, for a table title; "" without a plan."""
-    bands = [band_of(task.cluster, plan_of(task, each.candidate)) for each in estimates if each is not None]
+    bands = [band_of(cluster, plan) for plan in plans]
     return f", steps {max(bands, key=lambda band: band.share)}" if bands else ""
 
 
@@ -80,21 +74,14 @@ def is_tie(step_s: float, other_s: float) -> bool:
 
 
 def search_words(found: Found) -> str:
-    """How much a search evaluated, and to what accuracy its first plan is proved the fastest."""
-    words = f"{counted(found.num_evaluated, 'plan')} simulated of {found.num_roots} shapes and micro-batches"
-    if not found.proved:
-        return filled(f"{words}; stopped at --limit, and no other plan can be faster than {seconds(found.least_s)}")
-    return filled(
-        f"{words}; proved: no other of the space has a shorter predicted step (up to {percent(TIE)} is equally long), "
-        f"within the {_tie()} by which predictions of two plans may be off each other"
+    """How much a search priced and played."""
+    words = (
+        f"{counted(found.num_played, 'plan')} played, the cheapest of {found.num_shapes} shapes and micro-batches by a "
+        "closed price"
     )
-
-
-def filled(words: str) -> str:
-    """Wrap each line of `words` to 80 characters, with no break before a percent sign."""
-    kept = words.replace(" %", "\N{NO-BREAK SPACE}%").splitlines()
-    lines = [textwrap.fill(each, _WIDTH, break_on_hyphens=False, break_long_words=False) for each in kept]
-    return "\n".join(lines).replace("\N{NO-BREAK SPACE}", " ")
+    if not found.is_complete:
+        words += "; stopped at --limit: a larger one plays more"
+    return filled(words)
 
 
 def _tie() -> str:

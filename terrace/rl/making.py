@@ -77,6 +77,10 @@ def _check_engine(settings: EngineSettings, *, learns: bool) -> None:
         raise PlanError("responses need whole rows: leave out the context axis and balance")
     if plan.outer.has_islands:
         raise PlanError("islands would generate with parameters that differ: leave out plan.outer")
+    if plan.keep.params_below:
+        raise PlanError(
+            f"keep.params = {plan.keep.params!r}: a role hands over the parameters that its device holds; leave it out"
+        )
     blocks = block_specs(settings.model)
     build_stages(cluster, plan, blocks if learns else freeze(blocks, ALL), settings.num_micros, settings.sequence)
 

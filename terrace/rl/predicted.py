@@ -6,6 +6,7 @@ reward functions, the greedy responses of ReMax, and additional sampling rounds 
 
 from collections import defaultdict
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from terrace.base.errors import ConfigError, PlanError
 from terrace.model.config import load_model
@@ -14,9 +15,11 @@ from terrace.rl.agreement import rollout_is_exact
 from terrace.rl.config import RlConfig
 from terrace.rl.placement.dataflow import GENERATE, PREPARE, RESHARD, TRAIN, Dataflow, Role
 from terrace.rl.placement.placement import IterationReport, PlacedRole, Pool, RolePlacement, price
-from terrace.rl.placement.search import FoundPlacements, find
 from terrace.rl.placing import ACTOR, COST, COST_CRITIC, CRITIC, REFERENCE, ROLLOUT, PoolKeys, reward_name
 from terrace.rl.totals import Totals
+
+if TYPE_CHECKING:
+    from terrace.rl.placement.search import FoundPlacements
 
 PHASES = {  # stage of an iteration -> its phases in `time/...`
     RESHARD: ("reshard",),
@@ -83,7 +86,7 @@ def placed_run(config: RlConfig, placement: RolePlacement) -> RlConfig:
     )
 
 
-def found_placements(config: RlConfig) -> FoundPlacements:
+def found_placements(config: RlConfig) -> "FoundPlacements":
     """Search the fastest placements of a run's roles; if `max_lag` allows generating ahead, also with a rollout.
 
     The found plans keep the run's dtypes and use no wire formats, coded optimizer states or 8-bit products. Raises
@@ -109,6 +112,9 @@ def found_placements(config: RlConfig) -> FoundPlacements:
             f"--place auto finds plans that multiply in their compute dtype, and the run has plan.products = "
             f"{config.plan.products!r}: leave it out, or leave out --place"
         )
+    # Imported here: a run whose roles have their places needs no search.
+    from terrace.rl.placement.search import FoundPlacements, find
+
     together = dataflow_of(replace(config, pool=()))
     if not config.run.max_lag:
         return find(together, config.cluster)

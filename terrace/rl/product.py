@@ -8,7 +8,7 @@ PRODUCT = Product(
         Command(
             name="rl",
             help="train a model by feedback on what it writes",
-            module="terrace.rl.commands.rl",
+            module="terrace.rl.commands.line",
         ),
     ),
     runs=(

@@ -92,7 +92,7 @@ class Activations:
             (cut,) = self._edges
             # All rows hold the same activation: each sends one equal part.
             padded = F.pad(values, (0, edge.gathers.numel - values.numel()))
-            values = padded[cut.place * edge.numel :][: edge.numel]
+            values = padded[cut.index * edge.numel :][: edge.numel]
         message_class = self._program.message(now).message_class
         hop, origin = self._program.edge_hop(now), self._origins[now.block]
         sent = self._collectives.code_rows(message_class, hop, values[None], origin)

@@ -7,9 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from terrace.model.attention import document_begins, moved_from
+from terrace.model.attention import document_begins, moved_from, on_host
 from terrace.model.decoder import IGNORE_INDEX
 from terrace.sequence.token_layout import TokenLayout
+
+_ASKED_ON_HOST = {"positions", "places"}  # tensors of which the runtime reads the host's copy
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,8 +47,9 @@ class Batch:
             for each in fields(self)
             if isinstance(value := getattr(self, each.name), Tensor)
         }
-        if self.positions is not None and moved["positions"] is not self.positions:
-            moved_from(moved["positions"], self.positions)
+        for name in _ASKED_ON_HOST & moved.keys():
+            if (before := getattr(self, name)) is not moved[name]:
+                moved_from(moved[name], before)
         columns = {name: column.to(device, non_blocking=True) for name, column in self.columns.items()}
         return replace(self, columns=columns, **moved)  # type: ignore[arg-type]  # tensors alone
 
@@ -75,7 +78,7 @@ class Batch:
         # Without positions every row is one document.
         if self.positions is None:
             return tuple(range(0, num * sequence, sequence))
-        return tuple(torch.nonzero(document_begins(self.positions).flatten()).flatten().tolist())
+        return tuple(torch.nonzero(document_begins(on_host(self.positions)).flatten()).flatten().tolist())
 
     def local(self, token_layout: TokenLayout) -> "Batch":
         """This rank's tokens of a whole micro-batch, (1, T), padded at the end with tokens that do not count."""

@@ -1,13 +1,18 @@
 """Messages of a block's parameters and gradients, as the step runner issues and awaits them."""
 
 from collections import deque
+from collections.abc import Callable
 
 from torch import Tensor
 
-from terrace.comm.lane import DONE
+from terrace.accelerator import has_streams
+from terrace.comm.lane import DONE, Ticket
+from terrace.plan.keep import MOST_UPDATED, MOST_WRITTEN
+from terrace.plan.kept import is_final_at_once
 from terrace.plan.wire import MessageClass
-from terrace.program.instruction import Instruction
+from terrace.program.instruction import Instruction, Op
 from terrace.program.message import Transfer
+from terrace.runtime.flat_gradient import FlatGradient
 from terrace.runtime.flat_param import FlatParam
 from terrace.runtime.messages import Messages, Pending
 from terrace.runtime.model_state import ModelState
@@ -22,10 +27,19 @@ class ParameterMessages:
         self.needed_by = {block: (block, *state.program.blocks[block].tied_to) for block in state.modules}
         self.gathers: dict[int, Pending] = {}
         self.refreshes: dict[int, Pending] = {}
+        # Blocks whose working copies are kept below the device: their flat parameters that are updated.
+        self._resting = {
+            block: [flat for flat in state.flats[block] if flat.spec.trainable and flat.layout.params_below]
+            for block in (state.modules if state.program.plan.keep.params_below else ())
+        }
+        self._fetched: dict[int, Pending] = {}  # on a device: reads whose gathers begin when they are over
+        self._updated: list[int] = []  # blocks whose working copies are on the device, the oldest first
 
     def await_for(self, block: int) -> None:
         """Wait for the parameters that a block needs."""
         for needed in self.needed_by[block]:
+            if needed in self._fetched:
+                self._gather_fetched(needed)
             if needed in self.gathers:
                 pending = self.gathers.pop(needed)
                 self._messages.wait(pending, "wait gather_backward" if pending.instruction.backward else "wait gather")
@@ -38,10 +52,44 @@ class ParameterMessages:
 
     def gather(self, now: Instruction) -> None:
         """GATHER."""
+        if now.block in self._resting:
+            self._fetch(now)
+            return
         # The gather reads the shard that the refresh writes, hence the order on the lane.
         after = self.refreshes.pop(now.block).ticket if now.block in self.refreshes else DONE
         gather = self._messages.of_block(lambda flat, transfer: flat.gather(self._collectives, transfer, now.secondary))
         self.gathers[now.block] = self._messages.submit(gather, after)
+
+    def _fetch(self, now: Instruction) -> None:
+        # A read waits for the last write of the same flat parameter (`Whole.read`), which follows its refresh.
+        if self._resting[now.block]:
+            self.refreshes.pop(now.block, None)
+        self._count_freed(now.block)
+        # Reads end in the order in which they begin, so the last stands for all.
+        *_, read = [ticket for flat in self._state.flats[now.block] if (ticket := flat.fetch()) is not DONE]
+        pending = Pending(read, self._messages.counter, now)
+        if not self._messages.program.message(now).sends:
+            self.gathers[now.block] = pending
+        elif has_streams(self._messages.comm.device):
+            self._fetched[now.block] = pending
+        else:
+            gather = self._messages.of_block(lambda flat, transfer: flat.gather(self._collectives, transfer, False))
+            self.gathers[now.block] = self._messages.submit(gather, read)
+
+    def _gather_fetched(self, block: int) -> None:
+        # A stream cannot wait for the thread that reads, and a host that waits here would issue no work meanwhile. So
+        # the gather begins where a block waits for its parameters.
+        pending = self._fetched.pop(block)
+        self._messages.wait(pending, "wait gather")
+        now, messages = pending.instruction, self._messages
+        flats, transfers = self._state.flats[block], messages.program.message(now).transfers
+
+        def gather() -> None:
+            for transfer in transfers:
+                flats[transfer.flat].gather(self._collectives, transfer, False)
+
+        lane = messages.comm.lanes[messages.program.message(now).lane]
+        self.gathers[block] = Pending(lane.submit(gather), pending.counter, now)
 
     def free(self, now: Instruction) -> None:
         """FREE."""
@@ -51,18 +99,48 @@ class ParameterMessages:
 
     def refresh(self, now: Instruction) -> None:
         """REFRESH."""
+        resting = self._resting.get(now.block, ())
+        if resting and now.block not in self._updated:
+            self.open(now.block, reads=True)
         # The rank's own slice first; the gather then reads it.
         for flat in self._state.trainable(now.block):
             flat.publish()
         self._messages.clock.mark("update")
         refresh = self._messages.of_block(lambda flat, transfer: flat.refresh(self._collectives, transfer))
+        ticket = DONE
         if self._messages.program.message(now).sends:
             self.refreshes[now.block] = self._messages.submit(refresh)
+            ticket = self.refreshes[now.block].ticket
+        for flat in resting:
+            self.refreshes[now.block] = Pending(flat.resting[0].evict(ticket), self._messages.counter, now)
+
+    def open(self, block: int, *, reads: bool = False) -> None:
+        """Give memory on the device to the working copies of a block that are kept below, until they are written.
+
+        With `reads` they are read first. At most `MOST_UPDATED` blocks have such memory: waits for the oldest one.
+        """
+        if not self._resting.get(block):
+            return
+        while len(self._updated) >= MOST_UPDATED:
+            oldest = self._updated[0]
+            self._messages.wait(self.refreshes.pop(oldest), f"wait {MessageClass.KEEP_WRITE.value}")
+            self._count_freed(oldest)
+        self._updated.append(block)
+        for flat in self._resting[block]:
+            flat.resting[0].open(reads=reads).wait()
+
+    def _count_freed(self, block: int) -> None:
+        if block in self._updated:
+            self._updated.remove(block)
+            for flat in self._resting[block]:
+                flat.resting[0].count_freed()
 
     def drain(self) -> None:
         """Wait for all refreshes."""
         while self.refreshes:
             self._messages.wait(self.refreshes.popitem()[1], "wait refresh")
+        while self._updated:
+            self._count_freed(self._updated[0])
 
 
 class GradientMessages:
@@ -70,42 +148,49 @@ class GradientMessages:
 
     def __init__(self, state: ModelState, messages: Messages, parameters: ParameterMessages) -> None:
         self._state, self._messages, self._collectives = state, messages, messages.comm.collectives
+        self._needed_by = parameters.needed_by
         self._buffered = {
-            block: tuple(flat for needed in blocks for flat in state.flats[needed] if flat.has_buffer)
+            block: tuple(flat.gradient for needed in blocks for flat in state.flats[needed] if flat.gradient.has_buffer)
             for block, blocks in parameters.needed_by.items()
         }
-        self._reductions: deque[tuple[Pending, list[tuple[FlatParam, Tensor]]]] = deque()
+        self._reductions: deque[tuple[Pending, list[tuple[FlatGradient, Tensor]]]] = deque()
         self._newest: dict[int, Pending] = {}  # block -> its newest reduction
         self._syncs = list[Pending]()
+        self.resting = RestingGradients(state, messages)
 
     def open(self, block: int) -> None:
         """Allocate the buffers of a block whose backward begins."""
-        for flat in self._buffered[block]:
-            if not flat.is_open:
+        for needed in self._needed_by[block]:
+            self.resting.open(needed, self._complete)
+        for gradient in self._buffered[block]:
+            if not gradient.is_open:
                 # At most one gradient stays in flight while the next is made: the memory formula counts two.
                 self._finish(1)
-                flat.open_gradient()
+                gradient.open()
 
     def reduce(self, now: Instruction) -> None:
         """REDUCE."""
         flats, transfers = self._state.flats[now.block], self._messages.program.message(now).transfers
-        taken = ((each.flat, flats[each.flat].take_gradient()) for each in transfers)
-        buffers = {flat: buffer for flat, buffer in taken if buffer is not None}
+        buffers = {each.flat: buffer for each in transfers for buffer in flats[each.flat].gradient.take()}
 
         def carry(flat: FlatParam, transfer: Transfer) -> None:
             if transfer.flat in buffers:
-                flat.reduce(self._collectives, transfer, buffers[transfer.flat])
+                flat.gradient.reduce(self._collectives, transfer, buffers[transfer.flat])
 
         if buffers:
             pending = self._newest[now.block] = self._messages.submit_gradients(carry)
-            self._reductions.append((pending, [(flats[flat], buffer) for flat, buffer in buffers.items()]))
+            self._reductions.append((pending, [(flats[flat].gradient, buffer) for flat, buffer in buffers.items()]))
 
     def sync(self, now: Instruction) -> None:
         """SYNC."""
+
+        def carry(flat: FlatParam, transfer: Transfer) -> None:
+            flat.gradient.sync(self._collectives, transfer)
+
         if self._messages.program.message(now).sends:  # else nothing is left to do, and CLIP waits for the reduction
             after = self._newest[now.block].ticket if now.block in self._newest else DONE
-            sync = self._messages.submit_gradients(lambda flat, transfer: flat.sync(self._collectives, transfer), after)
-            self._syncs.append(sync)
+            self._syncs.append(self._messages.submit_gradients(carry, after))
+        self.resting.issued(now.block, self._complete)
 
     def tie(self, now: Instruction) -> None:
         """TIE."""
@@ -113,21 +198,117 @@ class GradientMessages:
         comm = self._messages.comm
         self._messages.waiting_on(comm.participants(now))
         for flat in self._state.trainable(now.block):
-            flat.tie(comm.stages, now.peer)
+            flat.gradient.tie(comm.stages, now.peer)
         self._messages.clock.mark(f"wait {MessageClass.TIE.value}")
 
     def await_all(self) -> None:
         """Wait for all gradients of a step."""
         self._finish()
+        self._await_syncs()
+        self._newest.clear()
+        self.resting.settle(0, 0, self._complete)
+
+    def _await_syncs(self) -> None:
         for pending in self._syncs:
             self._messages.wait(pending, "wait sync")
         self._syncs.clear()
-        self._newest.clear()
+
+    def _complete(self, block: int) -> None:
+        """Wait for the gradient of a block whose SYNC was issued."""
+        own = [flat.gradient for flat in self._state.flats[block]]
+        while any(each in own for _, taken in self._reductions for each, _ in taken):
+            self._finish(len(self._reductions) - 1)
+        while self._syncs and any(each.instruction.block == block for each in self._syncs):
+            self._messages.wait(self._syncs.pop(0), "wait sync")
 
     def _finish(self, num_left: int = 0) -> None:
         while len(self._reductions) > num_left:
             # Released only now: on CUDA the allocator hands memory to the compute stream that a lane may still read.
             pending, gradients = self._reductions.popleft()
             self._messages.wait(pending, "wait reduce")
-            for flat, buffer in gradients:
-                flat.release(buffer)
+            for gradient, buffer in gradients:
+                gradient.release(buffer)
+
+
+Complete = Callable[[int], None]  # waits for the gradient of a block
+
+
+class RestingGradients:
+    """Accumulated gradients that are kept below the device, from their reduction to their update.
+
+    While the gradient of a block is made, that of one block is written. While one is used, the next is read.
+    """
+
+    def __init__(self, state: ModelState, messages: Messages) -> None:
+        self._messages = messages
+        blocks = state.modules if state.program.plan.keep.grads_below else ()
+        found = {block: [flat for flat in state.trainable(block) if flat.layout.grads_below] for block in blocks}
+        self._flats = {block: flats for block, flats in found.items() if flats}
+        self._at_once = {block: is_final_at_once([flat.spec for flat in flats]) for block, flats in self._flats.items()}
+        self._opened = set[int]()
+        self._under_way = deque[int]()  # complete but for messages under way
+        self._written = deque[tuple[int, Ticket]]()
+        self._ahead = deque[int]()  # blocks still to be read, in the order of their updates
+        self._read: dict[int, Ticket] = {}
+        self._taken = set[int]()
+
+    def open(self, block: int, complete: Complete) -> None:
+        """Give the gradient of a block memory, as its backward begins."""
+        if block in self._flats and block not in self._opened:
+            self.settle(MOST_WRITTEN, MOST_WRITTEN, complete)
+            self._opened.add(block)
+            for flat in self._flats[block]:
+                flat.gradient.open_resting()
+
+    def issued(self, block: int, complete: Complete) -> None:
+        """Take note that the last messages of a block's gradient were issued."""
+        if block in self._flats:
+            self._under_way.append(block)
+            if self._at_once[block]:
+                self.settle(0, len(self._written) + 1, complete)
+
+    def settle(self, num_under_way: int, num_written: int, complete: Complete) -> None:
+        """Write complete gradients below the device.
+
+        Returns when at most `num_under_way` wait for their messages and at most `num_written` are being written.
+        """
+        while len(self._under_way) > num_under_way:
+            block = self._under_way.popleft()
+            complete(block)
+            tickets = [flat.gradient.evict() for flat in self._flats[block]]
+            self._written.append((block, tickets[-1]))
+        while len(self._written) > num_written:
+            block, written = self._written.popleft()
+            self._messages.wait_below(written, f"wait {MessageClass.KEEP_WRITE.value}")
+            self._opened.remove(block)
+            for flat in self._flats[block]:
+                flat.gradient.resting[0].count_freed()
+
+    def begin_updates(self) -> None:
+        """Begin to read the gradients of the first update."""
+        if self._flats:
+            used = (each.block for each in self._messages.program.instructions if each.op in _USES)
+            self._ahead.extend(block for block in dict.fromkeys(used) if block in self._flats)
+            self._taken.clear()
+            self._read_next()
+
+    def take(self, block: int) -> None:
+        """Wait for the gradient of a block, and begin to read the next one."""
+        if block in self._flats and block not in self._taken:
+            self._taken.add(block)
+            self._read_next()
+            self._messages.wait_below(self._read.pop(block), f"wait {MessageClass.KEEP_READ.value}")
+
+    def free(self, block: int) -> None:
+        """Free the gradient of a block that was updated."""
+        for flat in self._flats.get(block, ()):
+            flat.gradient.resting[0].free()
+
+    def _read_next(self) -> None:
+        if self._ahead:
+            block = self._ahead.popleft()
+            tickets = [flat.gradient.resting[0].open(reads=True) for flat in self._flats[block]]
+            self._read[block] = tickets[-1]
+
+
+_USES = (Op.ORTHOGONALISE, Op.UPDATE)

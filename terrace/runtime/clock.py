@@ -1,16 +1,28 @@
-"""Step time by category, from marks on the host or on the CUDA stream."""
+"""Step time by category, from marks on the host or on the device's stream."""
 
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
+from itertools import pairwise
 
 import torch
+
+from terrace.accelerator import has_streams
+
+_BETWEEN = "between steps"  # the time up to a start, which no step has taken
 
 
 def wait_for(device: torch.device) -> None:
     """Synchronize with a device. Does nothing on a CPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if has_streams(device):
+        torch.accelerator.synchronize(device)
+
+
+def timed_event(device: torch.device) -> torch.Event:
+    """An event for timing, recorded now on the current stream of `device`."""
+    event = torch.Event(device, enable_timing=True)
+    event.record(torch.accelerator.current_stream(device))
+    return event
 
 
 class Clock(ABC):
@@ -28,7 +40,7 @@ class Clock(ABC):
 
     @abstractmethod
     def totals(self) -> dict[str, float]:
-        """Seconds per category since the start. Synchronizes on CUDA."""
+        """Seconds per category since the start; on a device, of the marks that are over (`StreamClock`)."""
 
 
 class HostClock(Clock):
@@ -51,30 +63,37 @@ class HostClock(Clock):
         return dict(self._totals)
 
 
-class CudaClock(Clock):
-    """For CUDA: events on the compute stream, read at the end of the step."""
+class StreamClock(Clock):
+    """For a device: events on the compute stream.
+
+    The host does not wait for the end of a step: what is not over when the totals are read, the updates after CLIP,
+    counts in the next step.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._events: list[tuple[str, torch.cuda.Event]] = []
+        self._events: list[tuple[str, torch.Event]] = []
+        self._num_read = 0  # events that the totals have reached; the last of them begins the next interval
 
     def start(self) -> None:
-        self._events = []
-        self.mark("start")
+        self._events = self._events[self._num_read - 1 :] if self._num_read else []
+        self._num_read = 0
+        self.mark(_BETWEEN)
 
     def mark(self, category: str) -> None:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        self._events.append((category, event))
+        self._events.append((category, timed_event(self._device)))
 
     def totals(self) -> dict[str, float]:
         totals: dict[str, float] = defaultdict(float)
-        # The last event implies all earlier ones on the same stream.
-        self._events[-1][1].synchronize()
-        for (_, before), (category, after) in zip(self._events, self._events[1:], strict=False):
-            totals[category] += before.elapsed_time(after) / 1e3
+        # An event that is over implies all earlier ones on the same stream.
+        while self._num_read < len(self._events) and self._events[self._num_read][1].query():
+            self._num_read += 1
+        over = self._events[: self._num_read]
+        for (_, before), (category, after) in pairwise(over):
+            if category != _BETWEEN:
+                totals[category] += before.elapsed_time(after) / 1e3
         return dict(totals)
 
 
 def make_clock(device: torch.device) -> Clock:
-    return CudaClock(device) if device.type == "cuda" else HostClock()
+    return StreamClock(device) if has_streams(device) else HostClock()

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from terrace.plan.keep import STATES
 from terrace.runtime.settings import OptimizerConfig
-from terrace.runtime.states import KINDS, UNSIGNED
+from terrace.runtime.states import KINDS, UNSIGNED, kinds_of
 from terrace.runtime.stored import State, Storage, chunks
 
 
@@ -27,7 +28,7 @@ class StatePart:
 
 def whole_part(group: str, *states: Tensor) -> StatePart:
     """A part with all elements, given the group's states in the order of `KINDS`."""
-    values = dict(zip(KINDS[group], states, strict=True))
+    values = dict(zip(kinds_of(group), states, strict=True))
     return StatePart(group=group, elements=slice(0, states[0].numel()), values=values)
 
 
@@ -48,13 +49,19 @@ class Elementwise:
         start: int = 0,
         storage: Storage | None = None,
     ) -> None:
-        storage, numel, device = storage or Storage(gradient.dtype), master.numel(), master.device
-        self.master, self.num_steps = master, 0
-        self._gradient, self._num_decayed, self._config, self._start = gradient, num_decayed, config, start
+        numel, device, decayed = master.numel(), master.device, min(max(num_decayed - start, 0), master.numel())
+        storage = (storage or Storage(gradient.dtype)).group(STATES, numel, start, decayed)
+        self.num_steps = 0
+        self._gradient, self._decayed, self._config, self._start = gradient, decayed, config, start
         self.states: tuple[State, ...] = (
             storage.parameters(master, start),
             *(storage.zeros(kind, numel, start, device, signed=kind not in UNSIGNED) for kind in KINDS[self.group][1:]),
         )
+
+    @property
+    def master(self) -> Tensor:
+        """The parameters that it updates; a copy if they are kept below the device."""
+        return self.states[0].tensor
 
     @property
     def group(self) -> str:
@@ -70,15 +77,30 @@ class Elementwise:
         return [whole_part(self.group, *(state.tensor for state in self.states))]
 
     @torch.no_grad()
-    def update(self, lr: float, muon_momentum: Tensor | None = None) -> None:
+    def update(self, lr: float, gathered: Tensor | None = None) -> None:
         """Take one step."""
-        for part in chunks(self.states, self.master.numel(), self._start, self.master.device):
+        for part in chunks(self.states, self._gradient.numel(), self._start, self._gradient.device):
             values = [state.read(part) for state in self.states]
             # A part may lie before, across or after the end of the decayed elements.
-            num_decayed = min(max(self._num_decayed - self._start - part.start, 0), part.stop - part.start)
+            num_decayed = min(max(self._decayed - part.start, 0), part.stop - part.start)
             self._step(values, self._gradient[part], num_decayed, lr)
             for state, each in zip(self.states, values, strict=True):
                 state.write(part, each, self.num_steps + 1)
+        self.num_steps += 1
+
+    @torch.no_grad()
+    def update_rows(self, rows: Tensor, width: int, gradient: Tensor, lr: float) -> None:
+        """Take one step on distinct `rows` (n) of `width` elements each, with their `gradient` (n width).
+
+        All elements take weight decay. Other rows keep parameters and moments. States must be stored exactly.
+        """
+        assert all(state.is_exact for state in self.states), "narrow states have no row-wise update"
+        tables = [state.tensor[: state.tensor.numel() // width * width].view(-1, width) for state in self.states]
+        values = [table.index_select(0, rows).view(-1) for table in tables]
+        if len(rows):
+            self._step(values, gradient, len(gradient), lr)
+        for table, each in zip(tables, values, strict=True):
+            table.index_copy_(0, rows, each.view(-1, width))
         self.num_steps += 1
 
     def _step(self, values: list[Tensor], gradient: Tensor, num_decayed: int, lr: float) -> None:

@@ -1,12 +1,12 @@
 """The engine, which runs training steps of blocks under a plan."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from terrace.accelerator import random_state
 from terrace.base.errors import ModelError, ProgramError
 from terrace.model.liger import any_served
 from terrace.plan.balance_rules import check_balance
@@ -24,24 +24,24 @@ from terrace.program.verify import verify
 from terrace.runtime.axes import apply_axes
 from terrace.runtime.batch import Batch
 from terrace.runtime.batch_checks import check_batches
+from terrace.runtime.byte_account import ByteAccount
 from terrace.runtime.clock import make_clock
 from terrace.runtime.comm import Comm
 from terrace.runtime.compiled import compile_blocks, compile_parts, why_parts
 from terrace.runtime.context.axis import check_declared
 from terrace.runtime.finite import Examination, NotFinite, agree, examine
+from terrace.runtime.kept.below import below_of
 from terrace.runtime.linear import WeightGradients
 from terrace.runtime.malloc import keep_freed_memory
 from terrace.runtime.model_state import ModelState, check_settings
 from terrace.runtime.objective import Objective, check_objective, ignored_label, reading_tokens, reading_values
-from terrace.runtime.random_state import random_state, restored, undisturbed
+from terrace.runtime.random_state import restored, undisturbed
 from terrace.runtime.routing.load import Load
 from terrace.runtime.routing.passages import Passages
 from terrace.runtime.setup import ALONE, DEFAULTS, Blocks, RankSetup, Training, Workload
 from terrace.runtime.step_runner import StepRunner
 from terrace.runtime.step_sums import GivenUp, StepResult, StepSums, step_result
 from terrace.runtime.token_numbers import TokenNumbers
-
-_Key = tuple[MessageClass, str]  # of bytes: message class and tier
 
 
 class Engine:
@@ -76,10 +76,8 @@ class Engine:
         self.rank, self.device = rank, torch.device(setup.device)
         if is_context_parallel(self.program.mesh, plan):
             check_declared(dict(zip(blocks.names, modules, strict=True)))
-        self._num_steps, self._of_cycles = 0, (0, Counter[_Key]())  # of whole cycles of islands: steps, their bytes
         self._is_refreshed = not (plan.messages or MessageClass.REFRESH.value in plan.wire)  # these may round
         self._programs = {NO_EXCHANGE: self.program}
-        self._given_up, self._outside = Counter[_Key](), Counter[_Key]()  # bytes: of steps not finite; of evaluations
         self.clock, weights = make_clock(self.device), WeightGradients()
         self.comm = Comm(self.program, rank, self.device, timeout=setup.timeout, pacer=setup.pacer)
         self.passages = Passages(
@@ -87,6 +85,9 @@ class Engine:
         )
         # Not the new modules' values: initial values are slices of the whole parameters.
         self.axes, modules, objective = apply_axes(modules, objective, self.comm, self.clock, weights)
+        self.below = below_of(
+            self.program, self.device, setup.keep_folder, self.comm.ledger, self.comm.meter, self.clock
+        )
         self.state = ModelState(
             self.program,
             rank,
@@ -97,6 +98,7 @@ class Engine:
             device=self.device,
             meter=self.comm.meter,
             seed=training.seed,
+            below=self.below,
         )
         if self.device.type == "cpu":  # now, so that the memory of initial values is returned
             keep_freed_memory()
@@ -116,6 +118,8 @@ class Engine:
             compiled=whole_blocks,
             progress=setup.progress,
         )
+        self.bytes = ByteAccount(self.program, self.comm.ledger, self.runner.declared_bytes, self.axes)
+        self.below.on_piece(self.runner.messages.moved)
         self.island = self.runner.island
 
     def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
@@ -137,15 +141,15 @@ class Engine:
 
         Every rank calls this, after the same step. Does nothing without islands.
         """
-        results, before = list[OuterResult](), self._declared()
-        for exchange in self.island.closing():
-            program = outer_program(self.program, exchange)
-            verify(program, self.rank)
-            with torch.no_grad():
-                self.runner.run((), program=program)
-            results += self.island.applied(exchange)
-        self.drain()
-        self._outside.update(self._declared() - before)
+        results = list[OuterResult]()
+        with self.bytes.outside():
+            for exchange in self.island.closing():
+                program = outer_program(self.program, exchange)
+                verify(program, self.rank)
+                with torch.no_grad():
+                    self.runner.run((), program=program)
+                results += self.island.applied(exchange)
+            self.drain()
         return results
 
     def _exchanging(self, exchange: Exchange) -> Program:
@@ -178,10 +182,9 @@ class Engine:
 
     def _evaluate(self, batches: Sequence[Batch], program: Program) -> StepResult:
         self.settle()
-        before = self._declared()
-        with undisturbed(self.state.modules.values(), self.comm.collectives.errors, self.device):
+        aside = undisturbed(self.state.modules.values(), self.comm.collectives.errors, self.device)
+        with self.bytes.outside(), aside:
             result = self._run(batches, 0.0, program)
-        self._outside.update(self._declared() - before)
         assert isinstance(result, StepResult), "only training steps are given up"
         return result
 
@@ -235,15 +238,12 @@ class Engine:
             sums = self.runner.run(batches, lr, program)
         except GivenUp as given_up:
             if self.state.loss_scale.skips(given_up.sums.figures[0]):
-                self._count_undeclared()
+                self.bytes.give_up()
                 return replace(self._result(given_up.sums), skipped=True)
             return NotFinite(self._result(given_up.sums), self._examined(batches, program, drawn).first)
         if program.trains:
             self.state.loss_scale.stepped()
-        # Evaluations do not count: reports are means over training steps.
-        self._num_steps += program.trains
-        if program.trains and self.island.outer.every > 1 and self._num_steps % self.island.outer.every == 0:
-            self._of_cycles = self._num_steps, self._of_steps()
+            self.bytes.stepped()  # evaluations do not count: reports are means over training steps
         self.clock.mark("other")
         return self._result(sums, self.load.loads if program.trains else None, self.island.applied(program.exchange))
 
@@ -267,15 +267,8 @@ class Engine:
     def _examined(self, batches: Sequence[Batch], program: Program, drawn: Tensor) -> Examination:
         with restored(drawn, self.device):
             found = examine(self.runner, self.state, batches, program)
-        self._count_undeclared()
+        self.bytes.give_up()
         return found
-
-    def _count_undeclared(self) -> None:
-        # No program declares the bytes of a step that was given up; after CLIP nothing is in flight.
-        sent = Counter(self.comm.ledger.total())
-        sent.subtract(self._declared())
-        self._given_up.update(sent)
-        self._outside.update(sent)
 
     @property
     def talks_inside(self) -> bool:
@@ -286,6 +279,7 @@ class Engine:
         """Wait until every parameter is up to date."""
         self.state.recover()
         self.runner.drain()
+        self.below.drain()
 
     def check_bytes(self) -> None:
         """Drain, then compare the bytes sent with those that the executed programs declare.
@@ -293,22 +287,7 @@ class Engine:
         Raises `ProgramError` if they differ.
         """
         self.drain()
-        measured, expected = self.comm.ledger.total(), self._declared()
-        for key in sorted(measured.keys() | expected.keys()):
-            sent, declared = measured.get(key, 0), expected.get(key, 0)
-            if sent != declared:
-                message, tier = key
-                raise ProgramError(
-                    f"rank {self.rank} sent {sent} bytes of {message} on tier {tier!r} in {self._num_steps} steps, "
-                    f"but the programs declare {declared}"
-                )
-
-    def _declared(self) -> Counter[_Key]:
-        # Of what the program declares, nothing yet if its first step was given up.
-        expected = {**dict.fromkeys(self.program.sent_bytes, 0), **self.runner.declared_bytes}
-        for axis in self.axes:  # where no formula gives the bytes, the micro-batches do
-            expected = {**axis.declared, **expected}
-        return Counter(expected) + self._given_up
+        self.bytes.check(self.rank)
 
     def report(self, time_s: dict[str, float]) -> StepReport:
         """The measured report of a step that took `time_s`. Bytes are means over all training steps so far.
@@ -316,23 +295,8 @@ class Engine:
         Exchanges between islands are included, over whole cycles once there is one; evaluations, restores and
         `finish` are not.
         """
-        steps, behind = self._of_cycles
-        rest = self._of_steps() - behind if steps else Counter[_Key]()
-        total, steps = self.comm.ledger.total(), steps or max(1, self._num_steps)
-        sent = {key: round((size - self._outside[key] - rest[key]) / steps) for key, size in total.items()}
-        memory_bytes, load = self.comm.meter.peak(), self.load.mean_figures
+        sent, memory_bytes, load = self.bytes.of_a_step(), self.comm.meter.peak(), self.load.mean_figures
         return StepReport(time_s=time_s, sent_bytes=sent, memory_bytes=memory_bytes, load=load)
-
-    @property
-    def steps_bytes(self) -> Counter[_Key]:
-        """Bytes that this rank's training steps have sent so far, by message class and tier."""
-        sent = Counter(self.comm.ledger.total())
-        sent.subtract(self._outside)
-        return sent
-
-    def _of_steps(self) -> Counter[_Key]:
-        """Bytes that the programs of the training steps so far declare."""
-        return self._declared() - self._outside
 
     def refresh(self) -> None:
         """Run the restoring program: refresh all working copies from the masters, as after a checkpoint load."""
@@ -342,7 +306,7 @@ class Engine:
         verify(program, self.rank)
         with torch.no_grad():
             self.runner.run((), program=program)
-        self._outside.update(program.sent_bytes)
+        self.bytes.leave_out(program.sent_bytes)
         self.drain()
 
     def settle(self) -> None:
@@ -353,6 +317,7 @@ class Engine:
 
     def close(self) -> None:
         """Stop the lanes. The process groups are not destroyed."""
+        self.below.close()
         self.comm.close()
         self.passages.remove()
         for axis in self.axes:

@@ -30,7 +30,7 @@ _FORWARD, _BACKWARD, _SUM = range(3)  # the order in which results of a micro-ba
 
 _AFTER_ALL = 1 << 40  # in place of a micro-batch
 
-# micro-batch, phase, place in the phase, rank, words: the smallest is the first; a list, to be sent as JSON
+# micro-batch, phase, order in the phase, rank, words: the smallest is the first; a list, to be sent as JSON
 Finding = list[Any]
 
 
@@ -105,22 +105,22 @@ def agree(comm: Comm, problem: NotFinite | None) -> None:
         if problem is None
         else [problem.result.loss, problem.result.grad_norm, problem.first, comm.collectives.errors.not_finite()]
     )
-    told = [each for each in comm.exchange_inside(own) if each is not None]
-    if not told:
+    gathered = [each for each in comm.exchange_inside(own) if each is not None]
+    if not gathered:
         return
-    loss, norm, _, _ = told[0]
-    first = min((first for _, _, first, _ in told if first is not None), default=None)
-    messages = [each for _, _, _, rounding in told for each in rounding]
+    loss, norm, _, _ = gathered[0]
+    first = min((first for _, _, first, _ in gathered if first is not None), default=None)
+    messages = [each for _, _, _, rounding in gathered for each in rounding]
     if first is not None:
-        place = words(first)
+        what = words(first)
     elif messages:
-        place = f"inf or nan in {messages[0]}"
+        what = f"inf or nan in {messages[0]}"
     else:
-        place = "all that blocks compute is finite, but the norm of their gradients is not"
+        what = "all that blocks compute is finite, but the norm of their gradients is not"
     world = comm.program.model.world_layout
     where = f" on island {world.island_of(world.coordinates(comm.rank))}" if world.num_islands > 1 else ""
     raise NonFiniteError(
-        f"loss {loss:.6g} and gradient norm {norm:.6g}{where}: {place}; nothing was updated: lower the learning rate, "
+        f"loss {loss:.6g} and gradient norm {norm:.6g}{where}: {what}; nothing was updated: lower the learning rate, "
         "or leave the batch out",
         None if problem is None else problem.result,
     )
@@ -130,6 +130,10 @@ def words(finding: Finding) -> str:
     """A finding as part of a sentence: which result is not finite, on which rank, in which micro-batch."""
     micro, phase, _, rank, said = finding
     return f"{said}, on rank {rank}" + (f" in micro-batch {micro}" if phase != _SUM else "")
+
+
+def _appending(name: str, found: list[tuple[str, Tensor]]) -> Callable[[Tensor], None]:
+    return lambda gradient: found.append((name, gradient))
 
 
 class _Watch:
@@ -165,7 +169,7 @@ class _Watch:
             return
         for index, flats in self._state.flats.items():
             for flat in flats:
-                if flat.spec.trainable and not is_finite(flat.owned):
+                if flat.spec.trainable and not is_finite(flat.gradient.finite_witness):
                     said = f"the gradient of block {flat.name!r}, summed over micro-batches and ranks, is not finite"
                     self.examination.findings.append([_AFTER_ALL, _SUM, -index, self._state.rank, said])
 
@@ -192,7 +196,8 @@ class _Watch:
             kept = step.kept.get((now.block, now.micro))
             before = {name: view.clone() for name, view in self._gradients(now.block)}
             total, step.loss = step.loss, torch.zeros_like(step.loss)
-            run(now, **options)
+            with self._unbuffered(now.block) as added:
+                run(now, **options)
             # A head with a chunked loss computes it here, and has no forward.
             if gives_input_gradient and passes.chunked is not None and now.block == len(self._names) - 1:
                 visit.loss = float(step.loss)
@@ -201,7 +206,8 @@ class _Watch:
             step.loss = total + step.loss
             squared = visit.gradient_norm**2
             for name, view in self._gradients(now.block):
-                own = view - before[name] if name in before else view
+                added.append((name, view - before[name] if name in before else view))
+            for name, own in added:
                 squared += float(squared_norm(own.flatten()))
                 if not is_finite(own):
                     self._bad(visit, _BACKWARD, f"the gradient of parameter {name}")
@@ -220,8 +226,22 @@ class _Watch:
                     yield from (
                         (f"{flat.name}.{spec.name}", view)
                         for spec, parameter in named
-                        if (view := flat.gradients.written(parameter)) is not None
+                        if (view := flat.gradient.views.written(parameter)) is not None
                     )
+
+    @contextmanager
+    def _unbuffered(self, block: int) -> Iterator[list[tuple[str, Tensor]]]:
+        """Collect gradients that backwards in this context add without a buffer: those of rows of a spread table."""
+        found = list[tuple[str, Tensor]]()
+        flats = [flat for index in self._runner.parameters.needed_by[block] for flat in self._state.flats[index]]
+        before = [flat.gradient.observe for flat in flats]
+        for flat in flats:
+            flat.gradient.observe = _appending(f"{flat.name}.{flat.spec.params[0].name}", found)
+        try:
+            yield found
+        finally:
+            for flat, observe in zip(flats, before, strict=True):
+                flat.gradient.observe = observe
 
     def _bad_parameter(self, block: int) -> str:
         for index in self._runner.parameters.needed_by[block]:
@@ -238,6 +258,6 @@ class _Watch:
 
     def _bad(self, visit: Visit, phase: int, what: str, why: str = "") -> None:
         said = f"{what} of block {self._names[visit.block]!r} is not finite{why}"
-        place = visit.block if phase == _FORWARD else -visit.block
-        self.examination.findings.append([visit.micro, phase, place, visit.rank, said])
+        order = visit.block if phase == _FORWARD else -visit.block
+        self.examination.findings.append([visit.micro, phase, order, visit.rank, said])
         visit.bad = visit.bad or what

@@ -107,7 +107,7 @@ class EdgeComm(Protocol):
     """Splits an activation before it is sent to another stage, and gathers a received one."""
 
     @property
-    def place(self) -> int:
+    def index(self) -> int:
         """Index of the part that this rank sends and receives."""
 
     def all_gather(self, x: Tensor) -> Tensor:

@@ -69,14 +69,14 @@ class Island:
         for flat in self._flats(block):
             squares = flat.outer_state.apply(stretch, waits=waits, moved=moved)
             if flat.is_first(flat.layout.optimizer):  # of the ranks of this island with this slice
-                self.numbers.told[fragment, MEANWHILE : MEAN + 1] += squares
+                self.numbers.own_figures[fragment, MEANWHILE : MEAN + 1] += squares
 
     def take(self, program: Program) -> Tensor:
         """Take the changes of the exchange that starts. Returns this rank's part of its figures, fp64."""
         starts, figures, digests = program.exchange.starts, list[Tensor](), list[Tensor]()
         self._end(program.exchange.arrives)  # before a lane hears of the next exchange of the same fragments
         for fragment in starts:
-            own, none = exchanged(program, [fragment]), self.numbers.told.new_zeros(())
+            own, none = exchanged(program, [fragment]), self.numbers.own_figures.new_zeros(())
             for block in outer_blocks(program, fragment):
                 digests.append(self._taken(block, fragment) if block in own else none)
             figures.append(self.numbers.begin(fragment))
@@ -84,12 +84,12 @@ class Island:
 
     def _taken(self, block: int, fragment: int) -> Tensor:
         """Take a block's change: add its squared norm to the figures, return the digest of the anchor."""
-        digest = self.numbers.told.new_zeros(())
+        digest = self.numbers.own_figures.new_zeros(())
         for flat in self._flats(block):
             state = flat.outer_state
             change = state.take()
             if flat.is_first(flat.layout.optimizer):
-                self.numbers.told[fragment, CHANGE] += change
+                self.numbers.own_figures[fragment, CHANGE] += change
                 digest += state.digest()
         return digest
 
@@ -98,8 +98,8 @@ class Island:
         starts, size = program.exchange.starts, len(OUTER_FIGURES)
         blocks = [block for fragment in starts for block in outer_blocks(program, fragment)]
         self._digests |= zip(blocks, numbers[:, size * len(starts) :].unbind(1), strict=True)
-        for place, fragment in enumerate(starts):
-            self.numbers.hear(fragment, numbers[:, size * place : size * (place + 1)])
+        for index, fragment in enumerate(starts):
+            self.numbers.hear(fragment, numbers[:, size * index : size * (index + 1)])
 
     def _check(self, program: Program, blocks: Sequence[int]) -> None:
         """Raise `DivergedError` if islands hold different anchors of a block."""

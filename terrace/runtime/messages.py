@@ -150,9 +150,19 @@ class Messages:
         self.clock.mark(category)
         self.progress(self.counter, self.now, ())
 
+    def wait_below(self, ticket: Ticket, category: str) -> None:
+        """Wait for a read or write below the device, for which no other rank is needed."""
+        self.moved()
+        ticket.wait()
+        self.clock.mark(category)
+
     def waiting_on(self, ranks: tuple[int, ...]) -> None:
         """Report that the instruction that runs waits for `ranks`, or no longer does."""
         self.progress(self.counter, self.now, ranks)
+
+    def moved(self) -> None:
+        """Report that the instruction that runs goes on, such as by a piece of the states that it passes."""
+        self.progress(self.counter, self.now, ())
 
     def submit(self, work: Work, after: Ticket = DONE) -> Pending:
         """Submit the work of the instruction that runs, to start when `after` is done."""

@@ -12,6 +12,7 @@ from terrace.comm.rounding import Origin
 from terrace.model.params import ParamSpec
 from terrace.model.spec import BlockSpec
 from terrace.plan.counts import num_choices
+from terrace.plan.flats import FlatParamSpec
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.slices import rank_slices
@@ -19,6 +20,7 @@ from terrace.program.instruction import Instruction, Op
 from terrace.program.program import Program
 from terrace.runtime.describe import replace_parameters
 from terrace.runtime.flat_param import FlatParam
+from terrace.runtime.kept.below import NOTHING_BELOW, Below
 from terrace.runtime.loss_scale import LossScale
 from terrace.runtime.noise import Noise
 from terrace.runtime.outer_numbers import OuterNumbers
@@ -30,13 +32,18 @@ from terrace.runtime.settings import OptimizerConfig
 InitialValue = Callable[[str, str, tuple[int, ...]], Tensor]  # (block name, parameter name, shape) -> values
 
 
+def _nothing() -> None:
+    """Nothing is borrowed."""
+
+
 class ModelState:
     """Flat parameters of the blocks that one rank holds, and the modules whose parameters are views of them.
 
     `blocks` are the modules of the whole model as this rank runs them, `specs` describe them unsplit. Parameters of
     the held blocks are replaced by views of flat buffers in the compute dtype. `initial` gives whole values. `meter`
-    counts the memory of the state by category, `seed` is for stochastic rounding. `edges` are the origins of messages
-    to other stages; `choices` maps a block to its tokens per router choice in the last step, int64 (E).
+    counts the memory of the state by category, `seed` is for stochastic rounding, and `below` has what is kept below
+    the device. `edges` are the origins of messages to other stages; `choices` maps a block to its tokens per router
+    choice in the last step, int64 (E).
     """
 
     def __init__(
@@ -51,20 +58,24 @@ class ModelState:
         device: torch.device | str,
         meter: Meter,
         seed: int,
+        below: Below = NOTHING_BELOW,
     ) -> None:
         self.program, self.rank, self.specs, self.settings = program, rank, tuple(specs), settings
         check_settings(program.plan, settings)
+        self.below = below
         held = program.stage.held
         self.modules = {index: blocks[index] for index in held}
         self.loss_scale = LossScale.of(program.plan)
-        self.lent: Callable[[], None] | None = None  # takes back working copies lent to a hand-over
+        self.reclaim: Callable[[], None] = _nothing  # takes back memory that a hand-over borrows
         scaling = Scaling.of(program.plan, torch.device(device))
-        pages = Pages(program.state_bytes["gathered"] + program.state_bytes["grads_full"])
+        allocated = ["gathered", "grads_full"] + ["params"] * program.plan.keep.params_below
+        allocated += ["grads"] * program.plan.keep.grads_below
+        pages = Pages(sum(program.state_bytes[each] for each in allocated))
         self.flats: dict[int, tuple[FlatParam, ...]] = {}
         replacements: dict[int, nn.Parameter] = {}
         for index in held:
             self.flats[index] = tuple(
-                FlatParam(
+                _kind_of(spec)(
                     program.blocks[index].name,
                     spec,
                     rank,
@@ -85,8 +96,8 @@ class ModelState:
                 whole = initial(block, spec.name, spec.whole or spec.shape)
                 return _slice_value(whole, spec, program.mesh, rank)
 
-            for flat in self.flats[index]:
-                flat.initialise(value, settings, self._noise(flat, seed))
+            for number, flat in enumerate(self.flats[index]):
+                flat.initialise(value, settings, self._noise(flat, seed), below.passages(index, number))
                 if scaling is not None:
                     named = zip(flat.spec.params, flat.parameters, strict=True)
                     scales = None if flat.codes is None else tuple(flat.codes.scales)
@@ -124,9 +135,8 @@ class ModelState:
 
     def recover(self) -> None:
         """Take back the memory of working copies that generation has borrowed."""
-        lent, self.lent = self.lent, None
-        if lent is not None:
-            lent()
+        reclaim, self.reclaim = self.reclaim, _nothing
+        reclaim()
 
     def trainable(self, block: int) -> list[FlatParam]:
         """The flat parameters of a block that an optimizer updates."""
@@ -142,6 +152,7 @@ class ModelState:
         self.recover()
         for index, flats in self.flats.items():
             for transfer in self.program.message(Instruction(Op.GATHER, index)).transfers:
+                flats[transfer.flat].fetch().wait()
                 flats[transfer.flat].gather(collectives, transfer, False)
 
 
@@ -152,6 +163,14 @@ def check_settings(plan: Plan, settings: OptimizerConfig) -> None:
             f"the plan is for the optimizer {plan.update!r}, the settings are of {settings.update!r}: give both the "
             "same"
         )
+
+
+def _kind_of(spec: FlatParamSpec) -> type[FlatParam]:
+    if not spec.is_spread:
+        return FlatParam
+    from terrace.runtime.table_param import TableParam  # few plans spread a table
+
+    return TableParam
 
 
 def _slice_value(value: Tensor, spec: ParamSpec, mesh: Mesh, rank: int) -> Tensor:

@@ -59,8 +59,8 @@ class Noise:
         found = torch.zeros(stop - start, dtype=torch.int32, device=device)  # of padding, which is zero: no matter
         for placed, first, last in self._parts(start, min(stop, self._numel)):
             key = _key(f"{self._prefix}.{placed.name}/{state}", step)
-            place = found[first - start : last - start]
-            place.copy_(_bits(placed, key, first - placed.start, last - placed.start, device))
+            part = found[first - start : last - start]
+            part.copy_(_bits(placed, key, first - placed.start, last - placed.start, device))
         return found.bitwise_and_((1 << 16) - 1)  # int16 has a sign
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[_Placed, int, int]]:

@@ -6,20 +6,23 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from terrace.plan.flats import Extent
+from terrace.plan.update import Extent, parse_update
 from terrace.runtime.adamw import ShardedAdamW
 from terrace.runtime.elementwise import StatePart
 from terrace.runtime.lion import ShardedLion
 from terrace.runtime.muon import ShardedMuon
+from terrace.runtime.projected import ShardedProjected
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.sgd import ShardedSGD
 from terrace.runtime.stored import State, Storage
 
 
 class Optimizer(Protocol):
-    """Updates `master`, a slice of a flat buffer, from the gradient buffer given at construction."""
+    """Updates a slice of a flat buffer from the gradient buffer given at construction."""
 
-    master: Tensor
+    @property
+    def master(self) -> Tensor:
+        """The slice; a copy if it is kept below the device."""
 
     @property
     def states(self) -> tuple[State, ...]:
@@ -39,18 +42,21 @@ class Optimizer(Protocol):
     def parts(self) -> list[StatePart]:
         """The state that a checkpoint stores. Block-coded states are decoded into copies, unless already decoded."""
 
-    def update(self, lr: float, muon_momentum: Tensor | None = None) -> None:
-        """Take one step. Under Muon, `muon_momentum` is the gathered flat buffer."""
+    def update(self, lr: float, gathered: Tensor | None = None) -> None:
+        """Take one step. `gathered` is the gathered flat buffer, if matrices are updated as wholes."""
 
 
 class NoOptimizer:
-    """Stands in for the optimizer of frozen parameters. It has no state and must not be updated."""
+    """Stands in for the optimizer of frozen parameters, which must not be updated.
 
-    def __init__(self) -> None:
-        self.master, self.states, self.parts = torch.empty(0), tuple[State, ...](), list[StatePart]()
+    It has no state but frozen parameters that are kept below the device, which `states` then has.
+    """
+
+    def __init__(self, *states: State) -> None:
+        self.master, self.states, self.parts = torch.empty(0), states, list[StatePart]()
         self.num_steps, self.nbytes = 0, 0
 
-    def update(self, lr: float, muon_momentum: Tensor | None = None) -> None:
+    def update(self, lr: float, gathered: Tensor | None = None) -> None:
         raise AssertionError("frozen parameters have no update")
 
 
@@ -59,6 +65,7 @@ def make_optimizer(
     gradient: Tensor,
     start: int,
     extents: Sequence[Extent],
+    names: Sequence[str],
     num_decayed: int,
     config: OptimizerConfig,
     compute: torch.dtype,
@@ -66,13 +73,15 @@ def make_optimizer(
 ) -> Optimizer:
     """Make the optimizer of `master`, the slice from `start` on of its flat buffer.
 
-    The buffer's first `num_decayed` elements take weight decay; `extents` are the matrices that Muon updates.
-    `storage` is how states are stored.
+    The buffer's first `num_decayed` elements take weight decay; `extents` are the matrices that are updated as wholes,
+    and `names` their names. `storage` is how states are stored.
     """
     if config.name == "lion":
         return ShardedLion(master, gradient, num_decayed, config, start=start, storage=storage)
     if config.name == "sgd":
         return ShardedSGD(master, gradient, num_decayed, config, start=start, storage=storage)
+    if extents and parse_update(config.update).projects:
+        return ShardedProjected(master, gradient, start, extents, names, config, compute, storage, ShardedAdamW)
     if extents:
-        return ShardedMuon(master, gradient, start, extents, config, compute, storage)
+        return ShardedMuon(master, gradient, start, extents, config, compute, storage, ShardedAdamW)
     return ShardedAdamW(master, gradient, num_decayed, config, start=start, storage=storage)

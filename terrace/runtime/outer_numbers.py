@@ -20,27 +20,27 @@ _UNDER_WAY, _CHANGED = range(2)
 class OuterNumbers:
     """Figures and marks of the exchanges between I islands, for F fragments. fp64 except `marks`.
 
-    `told` (F, 5) is this rank's share of the figures since each fragment's last exchange began, to be summed over the
-    island. `heard` (F, I, 6) holds all islands' figures of its last exchange, equal on all ranks, and BEFORE. `marks`
-    (F, 2), int64 on the CPU, say whether an exchange is in flight and whether steps were made since it began.
-    `island` is the index among `num_islands`, `place` this rank's index among the island's `num_ranks`; `num_steps`
-    counts the run's steps.
+    `own_figures` (F, 5) are this rank's share of the figures since each fragment's last exchange began, to be summed
+    over the island. `heard` (F, I, 6) holds all islands' figures of its last exchange, equal on all ranks, and BEFORE.
+    `marks` (F, 2), int64 on the CPU, say whether an exchange is in flight and whether steps were made since it began.
+    `island` is the index among `num_islands`, `island_rank` this rank's index among the island's `num_ranks`;
+    `num_steps` counts the run's steps.
     """
 
     def __init__(self, outer: Outer, world: Layout, rank: int, device: torch.device) -> None:
         """`world` is the layout of all ranks."""
         ranks, num = island_ranks(world, rank), outer.fragments
-        self.place, self.num_ranks = ranks.index(rank), len(ranks)
+        self.island_rank, self.num_ranks = ranks.index(rank), len(ranks)
         self.island, self.num_islands = world.island_of(world.coordinates(rank)), world.num_islands
         self.num_steps = 0
-        self.told = torch.zeros(num, len(OUTER_FIGURES), dtype=torch.float64, device=device)
+        self.own_figures = torch.zeros(num, len(OUTER_FIGURES), dtype=torch.float64, device=device)
         self.heard = torch.zeros(num, self.num_islands, NUM_HEARD, dtype=torch.float64, device=device)
         self.marks = torch.zeros(num, 2, dtype=torch.int64)
 
     def begin_again(self, num_steps: int) -> None:
         """Reset to the start of a run, at step `num_steps`."""
         self.num_steps = num_steps
-        for values in (self.told, self.heard, self.marks):
+        for values in (self.own_figures, self.heard, self.marks):
             values.zero_()
 
     @property
@@ -61,16 +61,16 @@ class OuterNumbers:
         self.num_steps += 1
         if not len(self.marks):  # one island exchanges nothing
             return
-        if not self.place:  # one rank reports the island's tokens, which all its ranks know
-            self.told[:, TOKENS] += num_tokens
-            self.told[:, LOSS] += loss * num_tokens
+        if not self.island_rank:  # one rank reports the island's tokens, which all its ranks know
+            self.own_figures[:, TOKENS] += num_tokens
+            self.own_figures[:, LOSS] += loss * num_tokens
         self.marks[:, _CHANGED] = 1
 
     def begin(self, fragment: int) -> Tensor:
         """Start an exchange. Returns this rank's share of its figures (5)."""
         assert not self.marks[fragment, _UNDER_WAY], "an exchange is under way"
-        figures = self.told[fragment].clone()
-        self.told[fragment] = 0.0
+        figures = self.own_figures[fragment].clone()
+        self.own_figures[fragment] = 0.0
         self.marks[fragment, _UNDER_WAY], self.marks[fragment, _CHANGED] = 1, 0
         return figures
 

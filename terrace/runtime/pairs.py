@@ -57,7 +57,7 @@ class PairFigures:
     def add(self, chosen: Tensor, rejected: Tensor) -> None:
         """Count pairs with these rewards, (P) each."""
         margins = (chosen - rejected).detach().double()
-        seen = torch.stack([(margins > 0).sum().double(), margins.sum(), margins.new_tensor(float(len(margins)))])
+        seen = torch.stack([(margins > 0).sum().double(), margins.sum(), margins.new_full((), len(margins))])
         self.sums = self.sums.to(seen.device) + seen
 
     def take(self) -> list[float]:

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from terrace.accelerator import random_state
 from terrace.plan.residency import recomputed
 from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Instruction
@@ -22,7 +23,7 @@ from terrace.runtime.linear import WeightGradients, WeightQueue
 from terrace.runtime.messages import Messages
 from terrace.runtime.model_state import ModelState
 from terrace.runtime.objective import Objective, TokenObjective, ValueObjective
-from terrace.runtime.random_state import random_state, restored
+from terrace.runtime.random_state import restored
 from terrace.runtime.routing.load import Load
 from terrace.runtime.routing.passages import Passages
 

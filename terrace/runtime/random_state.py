@@ -6,11 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from terrace.accelerator import random_state, set_random_state
 from terrace.comm.rounding import ErrorLog
-
-
-def random_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 class restored:  # noqa: N801  (reads as a statement)
@@ -20,16 +17,10 @@ class restored:  # noqa: N801  (reads as a statement)
 
     def __enter__(self) -> None:
         self._now = random_state(self._device)
-        self._set(self._state)
+        set_random_state(self._state, self._device)
 
     def __exit__(self, *_: object) -> None:
-        self._set(self._now)
-
-    def _set(self, state: Tensor) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_rng_state(state, self._device)
-        else:
-            torch.set_rng_state(state)
+        set_random_state(self._now, self._device)
 
 
 @contextmanager

@@ -1,10 +1,10 @@
 """Operations whose results are dropped and recomputed when the backward needs them.
 
-y = f(x), and g reads y. Autograd would save x, the intermediate results of f, and y for g. Here it saves a `_Place`
+y = f(x), and g reads y. Autograd would save x, the intermediate results of f, and y for g. Here it saves a `_Slot`
 for each of these tensors, and the replay of f keeps x alone:
 
     forward     y = f(x), g(y)                    y is freed as soon as g has run
-    backward    the first node that unpacks a place reruns f on x, which fills all places that still exist
+    backward    the first node that unpacks a slot reruns f on x, which fills all slots that still exist
                 each tensor is freed with the node that saved it
 
 The backward uses the nodes of the first forward, so it gives the same bits as with saved tensors; f draws no random
@@ -30,7 +30,7 @@ from terrace.program.program import Program
 from terrace.runtime.pages import mark_returning
 
 
-class _Place:
+class _Slot:
     """Stands for a tensor that autograd would save. Has `values` from the replay until its node is freed."""
 
     def __init__(self, replay: "_Replay", view: tuple[Sequence[int], Sequence[int], int] | None) -> None:
@@ -41,10 +41,10 @@ class _Place:
 class _Replay:
     def __init__(self, operation: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> None:
         self._operation = operation
-        # Detached, so that a place, which lives in the graph, does not hold the graph of the inputs.
+        # Detached, so that a slot, which lives in the graph, does not hold the graph of the inputs.
         self._inputs = [each.detach().requires_grad_(each.requires_grad) for each in inputs]
-        self._inside: list[ReferenceType[_Place]] = []  # in the order in which the operation saves them
-        self._read: list[ReferenceType[_Place]] = []  # views of the result that readers save
+        self._inside: list[ReferenceType[_Slot]] = []  # in the order in which the operation saves them
+        self._read: list[ReferenceType[_Slot]] = []  # views of the result that readers save
         self._result: StorageWeakRef | None = None
 
     def first(self, inputs: tuple[Tensor, ...]) -> Tensor:
@@ -54,23 +54,23 @@ class _Replay:
         self._result = StorageWeakRef(result.untyped_storage())  # type: ignore[no-untyped-call]
         return result
 
-    def _save(self, saved: Tensor) -> _Place:
-        place = _Place(self, None)
-        self._inside.append(ref(place))
-        return place
+    def _save(self, saved: Tensor) -> _Slot:
+        slot = _Slot(self, None)
+        self._inside.append(ref(slot))
+        return slot
 
     def is_of_result(self, saved: Tensor) -> bool:
         # The address of a storage is not used again while it is referred to here, also weakly.
         return self._result is not None and self._result.cdata == saved.untyped_storage()._cdata
 
-    def read(self, saved: Tensor) -> _Place:
-        """A place for a view of the result."""
-        place = _Place(self, (tuple(saved.shape), saved.stride(), int(saved.storage_offset())))
-        self._read.append(ref(place))
-        return place
+    def read(self, saved: Tensor) -> _Slot:
+        """A slot for a view of the result."""
+        slot = _Slot(self, (tuple(saved.shape), saved.stride(), int(saved.storage_offset())))
+        self._read.append(ref(slot))
+        return slot
 
     def again(self) -> None:
-        """Rerun the operation and fill the places that still exist."""
+        """Rerun the operation and fill the slots that still exist."""
         found: list[Tensor] = []
 
         def save(saved: Tensor) -> None:
@@ -81,19 +81,19 @@ class _Replay:
             result = self._operation(*self._inputs).detach()
         assert len(found) == len(self._inside), f"{self._operation} saves other tensors than before"
         for reference, values in zip(self._inside, found, strict=True):
-            place = reference()
-            if place is not None:
-                place.values = [values]
+            slot = reference()
+            if slot is not None:
+                slot.values = [values]
         for reference in self._read:
-            place = reference()
-            if place is not None and place.view is not None:
-                place.values = [result.as_strided(*place.view)]
+            slot = reference()
+            if slot is not None and slot.view is not None:
+                slot.values = [result.as_strided(*slot.view)]
 
 
 def _values(kept: object) -> Tensor:
     if isinstance(kept, Tensor):
         return kept
-    assert isinstance(kept, _Place), f"nothing else is kept: {kept}"
+    assert isinstance(kept, _Slot), f"nothing else is kept: {kept}"
     if not kept.values:
         kept.replay.again()
     return kept.values[0]

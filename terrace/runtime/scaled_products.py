@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from terrace.accelerator import has_streams
 from terrace.plan.products import MULTIPLE
 
 _LEAST = 2.0**-64  # of the magnitudes that set a scale: products of two scales stay normal numbers in fp32
@@ -43,7 +44,7 @@ def encode(x: Tensor, dtype: torch.dtype, by_row: bool) -> Codes:
     """The codes of x (M, K), which may be a transposed view, in an 8-bit dtype."""
     if not x.numel():
         return Codes(x.new_empty(x.shape, dtype=dtype), x.new_ones((len(x) if by_row else 1, 1), dtype=torch.float32))
-    codes, scale = (compiled_quantise if x.device.type == "cuda" else quantise)(x, dtype, by_row)
+    codes, scale = (compiled_quantise if has_streams(x.device) else quantise)(x, dtype, by_row)
     return Codes(codes.contiguous(), scale)
 
 
@@ -51,7 +52,7 @@ def multiply(left: Codes, right: Codes, dtype: torch.dtype) -> Tensor:
     """The product (M, N) of codes (M, K) and (N, K), in `dtype`."""
     if not left.values.numel() or not right.values.numel():
         return left.scale.new_zeros((len(left.values), len(right.values)), dtype=dtype)
-    product = on_device if left.values.device.type == "cuda" else emulated
+    product = on_device if has_streams(left.values.device) else emulated
     return product(left.values, right.values, left.scale, right.scale, dtype)
 
 

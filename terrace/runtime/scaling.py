@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from terrace.accelerator import architecture, compute_capability, has_streams, is_rocm, name_of
 from terrace.base.errors import PlanError
 from terrace.plan.plan import Plan
 from terrace.plan.products import ProductFormat, parse_products
@@ -33,7 +34,7 @@ class Scaling:
             return None
         wanted = parse_products(plan.products)
         values, gradients = torch.float8_e4m3fn, torch.float8_e5m2
-        if device.type == "cuda" and _check_gpu(wanted, plan.compute, device):
+        if has_streams(device) and _check_gpu(wanted, plan.compute, device):
             values, gradients = torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
         return Scaling(wanted.by_row, values, values if wanted.gradients == "e4m3" else gradients)
 
@@ -56,17 +57,17 @@ class Scaling:
 
 def _check_gpu(wanted: ProductFormat, compute: str, device: torch.device) -> bool:
     """Whether the device uses the "fnuz" formats (AMD's MI300). Raises `PlanError` if it has no such products."""
-    asked, found = f"products = {wanted.name!r}", torch.cuda.get_device_properties(device)
-    if torch.version.hip is not None:
-        architecture = str(found.gcnArchName).split(":")[0]
-        if not architecture.startswith(("gfx94", "gfx95")):
-            raise PlanError(f"{asked}: {found.name} ({architecture}) has no 8-bit floats, an MI300 is the first with")
-        return architecture.startswith("gfx94")
-    capability, least = (found.major, found.minor), _HOPPER if wanted.by_row else _ADA
+    asked, name = f"products = {wanted.name!r}", name_of(device)
+    if is_rocm():
+        instructions = architecture(device)
+        if not instructions.startswith(("gfx94", "gfx95")):
+            raise PlanError(f"{asked}: {name} ({instructions}) has no 8-bit floats, an MI300 is the first with")
+        return instructions.startswith("gfx94")
+    capability, least = compute_capability(device), _HOPPER if wanted.by_row else _ADA
     if capability < least:
         of_rows = ", with scales of rows" if wanted.by_row else ""
         raise PlanError(
-            f"{asked}: {found.name} has compute capability {capability[0]}.{capability[1]}, and products of 8-bit "
+            f"{asked}: {name} has compute capability {capability[0]}.{capability[1]}, and products of 8-bit "
             f"floats{of_rows} need {least[0]}.{least[1]}: leave products out"
         )
     if wanted.by_row and compute != "bf16":

@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from terrace.base.errors import ConfigError
-from terrace.plan.update import Update
+from terrace.plan.update import EVERY, GALORE, LSP, Update, UpdateRule, wrong_numbers
 
 LARGEST = 1e6  # limit of a rate or a coefficient; a guess
 
@@ -14,12 +14,13 @@ class OptimizerConfig:
     """The optimizer and its hyper-parameters.
 
     `name` is adamw (Loshchilov and Hutter, arXiv 1711.05101), lion (Chen et al., arXiv 2302.06675), muon (Jordan
-    2024; Liu et al., arXiv 2502.16982), which updates the matrices of layers and leaves the rest to AdamW, or sgd.
-    `lr` is the peak learning rate; under muon `adamw_lr` is AdamW's, by default the same. `clip` bounds the global
-    gradient norm; 0 turns clipping off. Raises `ConfigError` for values out of range, and for options without effect.
+    2024; Liu et al., arXiv 2502.16982), galore (Zhao et al., arXiv 2403.03507), lsp (Chen et al., arXiv 2406.10181) or
+    sgd. Muon, GaLore and LSP update the matrices of layers and leave the rest to AdamW, whose rate is `adamw_lr`, by
+    default `lr`, the peak learning rate. `clip` bounds the global gradient norm; 0 turns clipping off. Raises
+    `ConfigError` for values out of range, and for options without effect.
     """
 
-    name: Literal["adamw", "lion", "muon", "sgd"] = "adamw"  # the rule of an update
+    name: Literal["adamw", "lion", "muon", "galore", "lsp", "sgd"] = "adamw"  # the rule of an update
     lr: float = 3e-3  # peak learning rate
     beta1: float = 0.9  # of AdamW and Lion: decay of the mean of gradients
     beta2: float = 0.95  # of AdamW and Lion: decay of the second mean
@@ -28,14 +29,21 @@ class OptimizerConfig:
     clip: float = 1.0  # largest global gradient norm; 0: not clipped
     momentum: float | None = None  # of muon, 0.95 by default, and of sgd, 0 by default
     newton_schulz_steps: int = 5  # of muon
-    adamw_lr: float | None = None  # of what muon leaves to AdamW; none: `lr`
+    adamw_lr: float | None = (
+        None  # learning rate of the parameters that muon, galore and lsp leave to AdamW; none: `lr`
+    )
+    rank: int = 128  # of galore and lsp: width of the space that gradients are projected into
+    density: int = 4  # of lsp: non-zeros in a row of a projector
+    check_every: int = EVERY  # of galore and lsp: steps between checks, in which projectors may change
+    alpha: float = 0.5  # of lsp: relative bias above which projectors are learned anew
+    scale: float | None = None  # factor of an update of galore, 0.25 by default, and of lsp, 1 by default
 
     def __post_init__(self) -> None:
         if not self.eps > 0:
             raise ConfigError(f"optimizer.eps = {self.eps} must be positive: it divides where a gradient is zero")
-        for name in ("lr", "eps", "weight_decay", "clip", "adamw_lr"):
+        for name in ("lr", "eps", "weight_decay", "clip", "adamw_lr", "scale"):
             value = getattr(self, name)
-            if name == "adamw_lr" and value is None:
+            if name in ("adamw_lr", "scale") and value is None:
                 continue
             if not 0 <= value <= LARGEST:
                 raise ConfigError(
@@ -48,6 +56,7 @@ class OptimizerConfig:
                 raise ConfigError(f"optimizer.{name} = {value} must be at least 0 and below 1")
         if self.newton_schulz_steps < 1:
             raise ConfigError(f"optimizer.newton_schulz_steps = {self.newton_schulz_steps} must be at least 1")
+        self._check_projection()
         if self.adamw_lr is not None and not self.lr:
             raise ConfigError(f"optimizer.adamw_lr = {self.adamw_lr}: the schedule is of optimizer.lr, which is 0")
         # An option without effect is refused rather than ignored.
@@ -58,9 +67,25 @@ class OptimizerConfig:
                     f"{self.name!r}: leave it out"
                 )
 
+    def _check_projection(self) -> None:
+        if why := wrong_numbers(UpdateRule(self.name, self.rank, self.density)):
+            raise ConfigError(f"optimizer.{why}")
+        if self.check_every < 1:
+            raise ConfigError(f"optimizer.check_every = {self.check_every} must be at least 1: it counts steps")
+        if not 0 < self.alpha < 1:
+            raise ConfigError(
+                f"optimizer.alpha = {self.alpha} must be above 0 and below 1: it bounds the relative bias, which is 1 "
+                "for a projection to zero"
+            )
+        if self.scale == 0:
+            raise ConfigError("optimizer.scale = 0 would leave every matrix as it is: use a positive number")
+
     @property
     def update(self) -> Update:
         """The update rule as `plan.update` names it; it determines which states a parameter has."""
+        numbers = {GALORE: (self.rank,), LSP: (self.rank, self.density)}.get(self.name, ())
+        if numbers:
+            return ":".join(map(str, (self.name, *numbers)))
         return "sgd+momentum" if self.name == "sgd" and self.momentum else self.name
 
     @property
@@ -70,15 +95,25 @@ class OptimizerConfig:
         return 0.0 if self.name == "sgd" else 0.95
 
     @property
+    def scale_or_default(self) -> float:
+        if self.scale is not None:
+            return self.scale
+        return 0.25 if self.name == GALORE else 1.0
+
+    @property
     def adamw_share(self) -> float:
         """AdamW's learning rate as a multiple of the step's."""
         return 1.0 if self.adamw_lr is None else self.adamw_lr / self.lr
 
 
-_OF_MUON = ("newton_schulz_steps", "adamw_lr")
+_OF_LSP = ("density", "alpha")
+_OF_PROJECTED = ("rank", "check_every", "scale", *_OF_LSP)
+_OF_WHOLE = ("newton_schulz_steps", "adamw_lr", *_OF_PROJECTED)
 _WITHOUT_EFFECT = {
-    "adamw": ("momentum", *_OF_MUON),
-    "lion": ("momentum", *_OF_MUON, "eps"),
-    "muon": (),
-    "sgd": (*_OF_MUON, "beta1", "beta2", "eps"),
+    "adamw": ("momentum", *_OF_WHOLE),
+    "lion": ("momentum", *_OF_WHOLE, "eps"),
+    "muon": _OF_PROJECTED,
+    "galore": ("momentum", "newton_schulz_steps", *_OF_LSP),
+    "lsp": ("momentum", "newton_schulz_steps"),
+    "sgd": (*_OF_WHOLE, "beta1", "beta2", "eps"),
 }

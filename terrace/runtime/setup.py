@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -86,7 +87,8 @@ class RankSetup:
     """One rank and its device.
 
     `pacer` slows messages to the rates of their tiers; a message that takes longer than `timeout` is an error.
-    `progress` hears of each instruction.
+    `progress` hears of each instruction. `keep_folder` is for states that the plan keeps on a disk, by default the
+    system's folder for temporary files.
     """
 
     rank: int = 0
@@ -94,6 +96,7 @@ class RankSetup:
     timeout: timedelta | Timeouts = timedelta(minutes=10)
     pacer: Pace = UNPACED
     progress: Progress = no_progress
+    keep_folder: Path | None = None
 
 
 ALONE = RankSetup()

@@ -7,6 +7,7 @@ says in `group_of` which parameters belong to them, and returns its tensors as `
 """
 
 from terrace.model.params import ParamSpec
+from terrace.plan.update import GALORE, LSP, parse_update
 from terrace.runtime.settings import OptimizerConfig
 
 ADAMW, LION, MUON, FROZEN = "adamw", "lion", "muon", "frozen"
@@ -18,10 +19,18 @@ KINDS: dict[str, tuple[str, ...]] = {  # group -> kinds of state of each of its 
     SGD: ("master",),
     SGD_MOMENTUM: ("master", "momentum"),
     FROZEN: ("frozen",),
+    GALORE: ("master",),
+    LSP: ("master",),
 }
+PROJECTION = "projection"  # kind of the state of a whole matrix under GaLore and LSP (terrace.runtime.projected)
 UNSIGNED = ("exp_avg_sq",)  # kinds without negative values
 # Kinds beside these under an outer loop (terrace.runtime.outer_state): one for all islands, and two of each island.
 OUTER_MOMENTUM, OUTER_START, OUTER_MESSAGE = "outer_momentum", "outer_start", "outer_message"
+
+
+def kinds_of(group: str) -> tuple[str, ...]:
+    """The kinds of state of a group. Names of groups of projected matrices end in numbers (terrace.plan.update)."""
+    return KINDS[group.partition(":")[0]]
 
 
 def is_trained(spec: ParamSpec) -> bool:
@@ -33,6 +42,6 @@ def group_of(spec: ParamSpec, optimizer: OptimizerConfig, in_layer: bool) -> str
     """The group of a parameter; `in_layer` says that it belongs to a layer, not to the first or last block."""
     if not is_trained(spec):
         return FROZEN
-    if optimizer.name == "muon":
-        return MUON if in_layer and spec.decays else ADAMW
+    if parse_update(optimizer.update).takes_whole and not (in_layer and spec.decays):
+        return ADAMW
     return optimizer.update

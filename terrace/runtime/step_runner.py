@@ -50,18 +50,20 @@ class Updates:
         state: ModelState,
         messages: Messages,
         passes: Passes,
+        parameters: ParameterMessages,
         gradients: GradientMessages,
         load: Load,
         island: Island,
     ) -> None:
         self._state, self._messages, self._passes, self._gradients = state, messages, passes, gradients
+        self._parameters = parameters
         self._load, self._island = load, island
         self.lr = 0.0
         self.sums = StepSums.of(torch.zeros(3))  # until the first CLIP
         self.gives_up = False  # at the next CLIP of a training step, whatever its sums
         self._scale = torch.ones(())
         self._counts = list[Pending]()
-        self._muon_momentum: dict[int, Pending] = {}
+        self._whole: dict[int, Pending] = {}
 
     def count(self, now: Instruction) -> None:
         """COUNT."""
@@ -84,13 +86,15 @@ class Updates:
         total, (transfer,) = list[Tensor](), messages.program.message(now).transfers
         collectives = messages.comm.collectives
         messages.wait(messages.submit(lambda: total.append(collectives.sum_control(transfer, values))), "wait control")
-        self.sums = StepSums.of(total[0], len(of_routers), state.loss_scale.value)
+        counts = self._load.sums if calls.trains else None
+        self.sums = StepSums.of(total[0], len(of_routers), state.loss_scale.value, counts)
         self._scale = self.sums.scale(state.settings.clip)
         messages.clock.mark("clip")
         if calls.trains:
             end_gradients(flats, state.edges.values(), self.sums, self.gives_up)
-            self._load.settle()
+            self._load.settle(self.sums.counts)
             self._island.numbers.stepped(self.sums.loss, self.sums.num_tokens)
+            self._gradients.resting.begin_updates()
 
     def _counts_loss(self, last: int) -> bool:
         # On the stage that has the head, where all tensor ranks have the same.
@@ -99,19 +103,23 @@ class Updates:
 
     def orthogonalise(self, now: Instruction) -> None:
         """ORTHOGONALISE."""
+        self._gradients.resting.take(now.block)
         for flat in self._state.trainable(now.block):
-            flat.prepare_muon_momentum(self._scale)
+            flat.prepare_whole(self._scale)
         collectives = self._messages.comm.collectives
-        gather = self._messages.of_block(lambda flat, transfer: flat.gather_muon_momentum(collectives, transfer))
-        self._muon_momentum[now.block] = self._messages.submit(gather)
+        gather = self._messages.of_block(lambda flat, transfer: flat.gather_whole(collectives, transfer))
+        self._whole[now.block] = self._messages.submit(gather)
         self._messages.clock.mark("update")
 
     def update(self, now: Instruction) -> None:
         """UPDATE."""
-        if now.block in self._muon_momentum:
-            self._messages.wait(self._muon_momentum.pop(now.block), "wait orthogonalise")
+        if now.block in self._whole:
+            self._messages.wait(self._whole.pop(now.block), "wait orthogonalise")
+        self._gradients.resting.take(now.block)
+        self._parameters.open(now.block)
         for flat in self._state.trainable(now.block):
             flat.update(self._scale, self.lr)
+        self._gradients.resting.free(now.block)
         self._messages.clock.mark("update")
 
 
@@ -144,14 +152,14 @@ class StepRunner:
         # Compiled blocks hide linear layers inside one autograd node, which computes their weight gradients.
         for flat in state if not compiled else ():
             if flat.spec.trainable:
-                weights.own(flat.parameters, flat.gradients)
+                weights.own(flat.parameters, flat.gradient.views)
         self.parameters = ParameterMessages(state, messages)
         self.gradients = GradientMessages(state, messages, self.parameters)
         calls = BlockCalls(state, objective, axes, passages)
         self.passes = Passes(calls, state, messages, self.parameters, self.gradients, weights, load)
         self.island, self._load = Island(state), load
         self.exchanges = Exchanges(self.island, messages, self.parameters)
-        self.updates = Updates(state, messages, self.passes, self.gradients, load, self.island)
+        self.updates = Updates(state, messages, self.passes, self.parameters, self.gradients, load, self.island)
         self.declared_bytes = Counter[tuple[MessageClass, str]]()  # by all programs that were run
         self.handlers = self._methods()
 

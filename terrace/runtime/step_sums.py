@@ -13,7 +13,6 @@ from terrace.program.loads import Loads
 from terrace.program.outer_result import OuterResult
 from terrace.runtime.batch import Batch
 from terrace.runtime.flat_param import FlatParam
-from terrace.runtime.norm import squared_norm
 from terrace.runtime.objective import Objective, ignored_label, num_counted
 
 if TYPE_CHECKING:
@@ -33,13 +32,14 @@ class StepSums:
     grad_norm: Tensor
     num_tokens: Tensor
     figures: tuple[float, ...] = ()  # loss, norm, tokens, sums of routers and rounding, on the host
+    counts: tuple[int, ...] = ()  # of experts' tokens and rows, on the host
     loss_scale: float = 1.0  # of the gradients, not of these figures
 
     @staticmethod
-    def of(total: Tensor, num_of_routers: int = 0, loss_scale: float = 1.0) -> "StepSums":
+    def of(total: Tensor, num_of_routers: int = 0, loss_scale: float = 1.0, counts: Tensor | None = None) -> "StepSums":
         """Figures from `total`, summed over CLIP's ranks: squared norm, loss, tokens, router sums, rounding errors.
 
-        Gradients are scaled by `loss_scale`, which is divided out of the norm.
+        Gradients are scaled by `loss_scale`, which is divided out of the norm. `counts` come to the host with them.
         """
         # Losses and gradients are sums over tokens: one division by the global count makes them means.
         (squared, loss, count), rest = total[:3].unbind(), total[3:]
@@ -47,8 +47,10 @@ class StepSums:
         least = torch.where(count > 0, count, 1.0)  # weights may sum to less than 1
         loss, norm = loss / least, squared.sqrt() / least / loss_scale
         # The one transfer to the host of a step.
-        figures = torch.cat([torch.stack([loss, norm, count]), of_routers, rounding]).tolist()
-        return StepSums(loss, norm, count, tuple(figures), loss_scale)
+        parts = torch.stack([loss, norm, count]), of_routers, rounding, *(() if counts is None else (counts.double(),))
+        numbers = torch.cat(parts).tolist()
+        figures, of_experts = tuple(numbers[: len(total)]), tuple(map(int, numbers[len(total) :]))
+        return StepSums(loss, norm, count, figures, of_experts, loss_scale)
 
     @property
     def is_finite(self) -> bool:
@@ -128,7 +130,7 @@ def end_gradients(flats: Iterable[FlatParam], edges: Iterable[Origin], sums: Ste
     # All ranks have the same sums, so all decide the same; nothing has been updated yet.
     given_up = gives_up or not sums.is_finite
     for flat in flats:
-        flat.end_gradients(undo=given_up)
+        flat.gradient.end(undo=given_up)
     for origin in edges:
         (origin.undo if given_up else origin.keep)()
     if given_up:
@@ -149,7 +151,8 @@ def own_sums(
     # Not `* 0`: zero times an infinite norm or loss is nan.
     nothing = torch.zeros_like(loss)
     # Each gradient element counts once: only the first of the ranks that replicate a slice adds its square.
-    counted = [flat.owned for flat in flats if flat.owned.numel() and flat.is_first(flat.layout.optimizer)]
-    squares = torch.stack([squared_norm(part) for part in counted]).sum() if counted else nothing
+    gradients = (flat.gradient for flat in flats if flat.is_first(flat.layout.optimizer))
+    counted = [each for each in gradients if each.owned.numel()]
+    squares = torch.stack([each.squared_norm for each in counted]).sum() if counted else nothing
     num_tokens = torch.stack([num_counted(batch, ignored) for batch in batches]).sum()
     return torch.cat([torch.stack([squares, *((loss, num_tokens) if counts_loss else (nothing, nothing))]), of_routers])

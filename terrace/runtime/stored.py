@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from terrace.plan.state_formats import BLOCK_STATES, STATE_BLOCK, num_state_blocks
+from terrace.plan.state_formats import BLOCK_STATES, STATE_BLOCK, STATE_SCALE_BYTES, num_state_blocks
 from terrace.runtime.block_codes import decode, encode
 from terrace.runtime.noise import Noise, round_to_bf16
 
@@ -34,15 +34,23 @@ class State(Protocol):
         """Whether `read` returns the state itself."""
 
     @property
+    def rests_below(self) -> bool:
+        """Whether it is kept below the device (terrace.runtime.kept): a part is on it only while visited."""
+
+    @property
     def is_coded(self) -> bool:
         """Whether `tensor` is a decoded copy, unless opened."""
 
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Bytes of it on the device between updates."""
 
     @property
     def tensor(self) -> Tensor:
-        """The state (n): its memory, or for `Blocks` that are not open a decoded copy."""
+        """The state (n): its memory, or a copy if it `is_coded` and not open."""
+
+    def visits(self, numel: int) -> Iterator[slice]:
+        """The slices in which an update may read and write it, in order, for a state of `numel` elements."""
 
     def read(self, part: slice) -> Tensor:
         """Values of a slice, to be changed and passed to `write`."""
@@ -56,7 +64,16 @@ class State(Protocol):
     def close(self) -> None: ...
 
 
-class Exact:
+class _Resident:
+    """A state in the memory of the device."""
+
+    rests_below = False
+
+    def visits(self, numel: int) -> Iterator[slice]:
+        yield slice(0, numel)
+
+
+class Exact(_Resident):
     """A state stored in the dtype of the update."""
 
     is_exact, is_coded = True, False
@@ -79,7 +96,7 @@ class Exact:
     def close(self) -> None: ...
 
 
-class Rounded:
+class Rounded(_Resident):
     """A bf16 state of the elements from `start` on of the buffer of `noise`."""
 
     is_exact, is_coded = False, False
@@ -104,18 +121,17 @@ class Rounded:
     def close(self) -> None: ...
 
 
-class Blocks:
-    """A state in blocks of 8-bit codes, for `numel` elements of a flat buffer from `start` on, initially zero.
+class Blocks(_Resident):
+    """A state in blocks of 8-bit codes, for elements of a flat buffer from `start` on.
 
-    `signed` says that its values may be negative.
+    `codes` (n) are int8 if its values may be negative, otherwise uint8; `scales` has `num_state_blocks(n)` elements.
     """
 
     is_exact, is_coded = False, True
 
-    def __init__(self, numel: int, start: int, signed: bool, dtype: torch.dtype, device: torch.device) -> None:
-        self._codes = torch.zeros(numel, dtype=torch.int8 if signed else torch.uint8, device=device)
-        self._scales = torch.zeros(num_state_blocks(numel), dtype=torch.float32, device=device)
-        self._lead, self._signed, self._dtype = start % STATE_BLOCK, signed, dtype
+    def __init__(self, codes: Tensor, scales: Tensor, start: int, dtype: torch.dtype) -> None:
+        self._codes, self._scales = codes, scales
+        self._lead, self._signed, self._dtype = start % STATE_BLOCK, codes.dtype == torch.int8, dtype
         self._opened: list[Tensor] = []
 
     @property
@@ -166,6 +182,17 @@ class Storage:
     def __init__(self, dtype: torch.dtype, states: str | None = None, noise: Noise | None = None) -> None:
         self._dtype, self._states, self._noise = dtype, states, noise
 
+    def group(self, name: str, numel: int, start: int, num_decayed: int = 0) -> "Storage":
+        """The storage of the states that one instruction changes together: `numel` elements from `start` on.
+
+        The first `num_decayed` of them take weight decay.
+        """
+        return self
+
+    def passes(self, name: str) -> bool:
+        """Whether a group passes through the device in every step, also where this rank has no element of it."""
+        return False
+
     def parameters(self, values: Tensor, start: int) -> State:
         """The state of the parameters that are updated: `values`, from element `start` of the buffer on."""
         return Exact(values) if values.dtype == self._dtype else self._rounded(values, "master", start)
@@ -175,26 +202,45 @@ class Storage:
         if self._states is None:
             return Exact(torch.zeros(numel, dtype=self._dtype, device=device))
         if self._states == BLOCK_STATES:
-            return Blocks(numel, start, signed, self._dtype, device)
+            codes = torch.zeros(numel, dtype=torch.int8 if signed else torch.uint8, device=device)
+            scales = torch.zeros(num_state_blocks(numel), dtype=torch.float32, device=device)
+            return Blocks(codes, scales, start, self._dtype)
         return self._rounded(torch.zeros(numel, dtype=torch.bfloat16, device=device), name, start)
+
+    def over(self, memory: Tensor, name: str, numel: int, start: int, *, signed: bool = True) -> State:
+        """A state as of `zeros` in `memory`, uint8 at a multiple of 64 bytes."""
+        if self._states is None:
+            return Exact(memory[: numel * self._dtype.itemsize].view(self._dtype))
+        if self._states == BLOCK_STATES:
+            # Scales first, which are aligned to their size.
+            first = STATE_SCALE_BYTES * num_state_blocks(numel)
+            codes = memory[first : first + numel].view(torch.int8 if signed else torch.uint8)
+            return Blocks(codes, memory[:first].view(torch.float32), start, self._dtype)
+        return self._rounded(memory[: 2 * numel].view(torch.bfloat16), name, start)
 
     def _rounded(self, values: Tensor, name: str, start: int) -> State:
         assert self._noise is not None, "rounding takes random bits"
         return Rounded(values, name, start, self._noise, self._dtype)
 
 
+def passing(states: Sequence[State], numel: int) -> Iterator[slice]:
+    """The slices in which states that are changed together are there to be read and written, in order."""
+    yield from next((state for state in states if state.rests_below), states[0]).visits(numel)
+
+
 def chunks(states: Sequence[State], numel: int, start: int, device: torch.device) -> Iterator[slice]:
     """The slices in which an update processes its states, for a slice of the flat buffer that begins at `start`."""
-    if all(state.is_exact for state in states):
-        yield slice(0, numel)
-        return
-    size = _CHUNK_NUMEL.get(device.type, _LARGE_CHUNK_NUMEL)
-    first = 0
-    while first < numel:
-        # The next place in the buffer at which a chunk ends, which is the end of a block.
-        last = min(numel, ((start + first) // size + 1) * size - start)
-        yield slice(first, last)
-        first = last
+    for piece in passing(states, numel):
+        if all(state.is_exact for state in states):
+            yield piece
+            continue
+        size = _CHUNK_NUMEL.get(device.type, _LARGE_CHUNK_NUMEL)
+        first = piece.start
+        while first < piece.stop:
+            # The next place in the buffer at which a chunk ends, which is the end of a block.
+            last = min(piece.stop, ((start + first) // size + 1) * size - start)
+            yield slice(first, last)
+            first = last
 
 
 @contextmanager

@@ -8,7 +8,8 @@ Other steps are unaffected. While a step is traced, instance attributes of the r
 of their classes, to record each mark of the clock, each piece of work on a lane and each message to another stage;
 afterwards they are deleted. On a CPU times are the host's; on CUDA they are events on the streams, read at the end,
 so that tracing never makes the host wait. A message between stages is recorded when it is sent; with NCCL, where
-torch sends it on its own stream, only the wait for it is recorded.
+torch sends it on its own stream, only the wait for it is recorded. Pieces of states below the device are recorded on a
+CPU, each on the lane of its medium at the instruction that asked for it.
 
 Compute spans are the time between two marks: a wait, or a pass up to its end. Routed messages appear on the lanes
 that they use, at the position of their pass. Messages of tensor and context ranks inside a block appear as the waits
@@ -22,15 +23,15 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from terrace.accelerator import has_streams
 from terrace.comm.lane import DONE, Ticket
 from terrace.plan.layout import INSIDE
+from terrace.plan.wire import MessageClass
 from terrace.program.block_program.steps import InBlockMessage
 from terrace.program.instruction import COLLECTIVES
-from terrace.program.recording import COMPUTE, Recording, Span
+from terrace.program.recording import COMPUTE, Recording, Span, below_lane
 from terrace.program.report import StepReport
-from terrace.runtime.clock import wait_for
+from terrace.runtime.clock import timed_event, wait_for
 from terrace.runtime.in_block import InBlockComm, InFlight
 from terrace.runtime.messages import Pending
 
@@ -68,6 +69,7 @@ class Tracer:
                 del vars(owner)[name]
             self._engine.runner.messages.progress = self._progress
             self._engine.comm.stages.around = None
+            self._engine.below.trace()
         self._steps.append((step, self._engine.report(self._engine.clock.totals())))
 
     def recordings(self) -> list[Recording]:
@@ -121,6 +123,13 @@ class Tracer:
         for owner, name, function in hidden:
             # Set on the instance, so that classes and other engines stay as they are.
             vars(owner)[name] = function
+        # On a device the ring's threads have no stream whose events would tell when they ran.
+        if not has_streams(self._engine.device):
+
+            def passed(work: Work, message: MessageClass, medium: str) -> Work:
+                return self._timed(step, work, below_lane(program, medium), messages.counter, message.value)
+
+            self._engine.below.trace(passed)
         messages.progress = recorded
         self._engine.comm.stages.around = around
         return [(owner, name) for owner, name, _ in hidden]
@@ -158,11 +167,8 @@ class Tracer:
         return timed
 
     def _stamp(self) -> Stamp:
-        if self._engine.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._engine.device))
-        return event
+        device = self._engine.device
+        return timed_event(device) if has_streams(device) else time.perf_counter()
 
     def _seconds(self, origin: Stamp, stamp: Stamp) -> float:
         if isinstance(stamp, float):
@@ -203,7 +209,10 @@ class Tracer:
             now_s = end_s
         begun_s: dict[int, float] = {}  # of messages: in gaps each part has a span
         for span in spans[first:]:
-            if span.lane != COMPUTE and self._program.instructions[span.position].op in COLLECTIVES:
+            if (
+                COMPUTE < span.lane < below_lane(self._program)
+                and self._program.instructions[span.position].op in COLLECTIVES
+            ):
                 started_s[span.position] = begun_s.setdefault(span.position, span.start_s)
                 done_s[span.position] = span.end_s
         time_s: dict[str, float] = {}

@@ -105,7 +105,7 @@ class Sum(OperandRecord):
 
 
 class TableRows(OperandRecord):
-    """The gradient of an embedding (V, O): adds only to the rows of its tokens."""
+    """The gradient of an embedding (V, O) on a CPU: adds only to the rows of its tokens."""
 
     def _run_weight(self, inputs: Tensor, gradient: Tensor, first: bool) -> None:
         tokens, rows = inputs.reshape(-1), self.output_gradient
@@ -114,7 +114,7 @@ class TableRows(OperandRecord):
         elif rows.dtype.itemsize < torch.float32.itemsize:
             # A half-precision row rounds whenever something is added: let that be once, not once a token.
             tokens, places = torch.unique(tokens, return_inverse=True)
-            total = torch.zeros(len(tokens), rows.shape[1], dtype=torch.float32, device=rows.device)
+            total = torch.zeros(len(tokens), rows.shape[1], dtype=torch.float32)
             rows = total.index_add_(0, places, rows.float()).to(rows.dtype)
         if first:
             gradient.zero_()

@@ -63,6 +63,7 @@ _GENERATIONS = {
     "H20": "Hopper",
     "A100": "Ampere",
     "A800": "Ampere",
+    "RTX 40": "Ada",
     "MI250": "CDNA 2",
     "MI300": "CDNA 3",
     "MI325": "CDNA 3",
@@ -141,7 +142,7 @@ def band_of(cluster: Cluster, plan: Plan) -> Band:
     """Error band of all predicted figures of a plan: seconds, rates, shares of the peak, prices."""
     device, mesh = cluster.device, Mesh.of(cluster, plan)
     generation = generation_of(device.name)
-    if device.backend == "cpu":
+    if device.type == "cpu":
         # A described CPU has no measured rates, so its rows do not apply.
         generation = CPU if cluster.is_measured else ""
     axes = {axis for axis in AXES if axis != "data" and mesh.total(axis) > 1}

@@ -125,3 +125,12 @@ class Bus:
 
     def _ahead(self, running: Sequence[int]) -> float:
         return max(sum(self._shares.get((lane, other), 0.0) for other in running) for lane in running)
+
+
+def progress_s(penalty: float, longer_s: float, left_s: float) -> float:
+    """Seconds by which a message with `left_s` left progresses while the clock stands still.
+
+    The clock stands still for `longer_s` plus the message's own core time; the message progresses during the share of
+    this time in which it needs no cores.
+    """
+    return min(left_s, (1.0 - penalty) * longer_s / (1.0 - penalty * (1.0 - penalty)))

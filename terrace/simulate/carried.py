@@ -16,10 +16,10 @@ from terrace.plan.outer import NO_EXCHANGE
 from terrace.program.period import Period, Turn
 from terrace.program.phase import Phase
 from terrace.program.program import Program
-from terrace.simulate.bus import Stretch
+from terrace.simulate.bus import Stretch, progress_s
 from terrace.simulate.cost import Costs, step_costs, update_seconds
 from terrace.simulate.noting import WAIT_OUTER, Notes, NotingRank
-from terrace.simulate.rank import Rank, progress_s
+from terrace.simulate.rank import Rank
 from terrace.simulate.stages import Pipeline
 from terrace.simulate.work import Work
 

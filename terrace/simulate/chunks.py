@@ -159,7 +159,7 @@ class Layer:
             slowed = [
                 penalty * max(0.0, busy - waited_s) for penalty, busy in zip(self._penalties, busy_s, strict=True)
             ]
-            slowed_s = sum(slowed) if self._cluster.device.backend == "cpu" else max(slowed)
+            slowed_s = sum(slowed) if self._cluster.device.type == "cpu" else max(slowed)
             found = self._passes[key] = total_s + slowed_s, waited_s
         return found
 
@@ -187,7 +187,7 @@ class Layer:
         if found is None:
             if number not in self._prices:
                 traffic = replace(self.traffic, chunks=(number, number))
-                self._prices[number] = InBlockPrices(self._cluster, None, None, experts=traffic)
+                self._prices[number] = InBlockPrices(self._cluster, experts=traffic)
             found = self._sent[message, number] = self._prices[number].seconds(message)
         return found
 

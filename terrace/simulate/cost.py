@@ -16,32 +16,36 @@ and they are sent one at a time. Messages inside a block are priced by `terrace.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from terrace.base.errors import PlanError
+from terrace.cluster.cluster import Cluster
 from terrace.model.spec import Computes
 from terrace.plan.context import attention_heads
 from terrace.plan.flats import FlatParamSpec
+from terrace.plan.hops import Hop
 from terrace.plan.mesh import CONTEXT
-from terrace.plan.newton_schulz import NUM_STEPS, iteration_flops, iteration_products, matrices_of_a_rank
 from terrace.plan.outer import Outer
+from terrace.plan.projected import products_of_a_rank
 from terrace.plan.recompute import operations_in
 from terrace.plan.state_bytes import keeps_master
 from terrace.plan.wire import FORMATS, MessageClass
 from terrace.program.block_program.steps import Compute
 from terrace.program.exchange import exchanged
 from terrace.program.instruction import Instruction, Op
+from terrace.program.kept import gradients, moved, passed
 from terrace.program.message import Message
+from terrace.program.phase import Phase
 from terrace.simulate.inside import NO_ROUNDS, InBlockPrices, Rooms, Rounds, block_prices, exposed, rooms_of
 from terrace.simulate.kernels import gemm_s, memory_s
 from terrace.simulate.layers import core_rounds, operation_seconds, optimizer_s, rounding_bytes, seconds_of
 from terrace.simulate.links import coding_s, hop_s, send_s, tier_penalty
 from terrace.simulate.masks import work_in
 from terrace.simulate.outer_cost import apply_passes, passes_s, take_passes
-from terrace.simulate.priced_instruction import Doing, Event, PassStep
+from terrace.simulate.priced_instruction import NO_STREAM, Doing, Event, PassStep, Stream
 from terrace.simulate.routed import FORWARD, RoutedSeconds, pass_steps, routed_seconds, shared_out
 from terrace.simulate.scaled import check_same
 from terrace.simulate.trained import trained_part
@@ -51,8 +55,7 @@ if TYPE_CHECKING:
     from terrace.program.program import Program
     from terrace.simulate.rank import Play
 
-# AdamW reads the gradient, both moments and the parameter, and writes the last three. The norm reads the gradient once
-# more, and scaling reads and writes it.
+# AdamW reads gradient, both moments and parameter, and writes the last three; norm and scaling pass gradients thrice.
 _ADAMW_PASSES = 10
 _CODING_KERNELS = 6  # a matrix: two casts, magnitudes, their largest, a product and a copy
 
@@ -78,11 +81,11 @@ class Costs:
 
     def collective_s(self, instruction: Instruction) -> float:
         """Seconds that a collective instruction occupies its lane."""
-        return self.message_s(self.program.message(instruction))
+        return self.of_message(self.program.message(instruction))[0]
 
-    def message_s(self, message: Message) -> float:
-        """Seconds that a message occupies its lane."""
-        return coding_s(self.program.cluster, message.coding_bytes) + sum(seconds for _, seconds in self._hops(message))
+    def of_message(self, message: Message) -> tuple[float, float]:
+        """(Seconds that a message occupies its lane, its penalty), as `hops_s`."""
+        return hops_s(self.program.cluster, message.hops, message.coding_bytes)
 
     def collective(self, instruction: Instruction) -> tuple[float, int, str, float]:
         """(Seconds, lane, wait category, penalty) of a collective instruction."""
@@ -93,18 +96,15 @@ class Costs:
         key = (instruction.op, instruction.backward, instruction.secondary, instruction.in_gaps, alike)
         found = self._collectives.get(key)
         if found is None:
-            found = self._collectives[key] = (
-                self.collective_s(instruction),
-                self.program.message(instruction).lane,
-                f"wait {instruction.message_class}",
-                self.penalty(self.program.message(instruction)),
-            )
+            message = self.program.message(instruction)
+            seconds, penalty = self.of_message(message)
+            found = self._collectives[key] = seconds, message.lane, f"wait {instruction.message_class}", penalty
         return found
 
     def parts(self, instruction: Instruction) -> list[tuple[float, float]]:
         """(Seconds, penalty) of each part of a message in gaps; zero for a part without bytes."""
         parts = self.program.message(instruction).parts
-        return [(self.message_s(part), self.penalty(part)) if part.sends else (0.0, 0.0) for part in parts]
+        return [self.of_message(part) if part.sends else (0.0, 0.0) for part in parts]
 
     def apply_s(self, block: int) -> float:
         """Seconds of an OUTER_APPLY."""
@@ -119,32 +119,37 @@ class Costs:
         device, summed, each = program.cluster.device, program.plan.sums, passes(program.plan.outer)
         return math.fsum(passes_s(device, program.model.flats[block], summed, each) for block in blocks)
 
-    def penalty(self, message: Message) -> float:
-        """Slow-down of compute during a message, averaged over its time on each tier."""
-        cluster = self.program.cluster
-        hops = [(seconds, tier_penalty(cluster, tier)) for tier, seconds in self._hops(message)]
-        return self._with_coding(message, hops)[1]
+    def stream(self, instruction: Instruction, update_s: float = 0.0) -> Stream:
+        """What an instruction passes of states below the device, with `update_s` of computing in all."""
+        program, found = self.program, passed(self.program.model, instruction)
+        if not found.num_pieces:
+            return NO_STREAM
+        medium, number = program.cluster.device.below[program.plan.keep.optimizer], found.num_pieces
+        read_s, write_s = medium.read_s(found.num_bytes), medium.write_s(found.num_bytes)
+        return Stream(number, read_s / number, write_s / number, update_s / number)
+
+    def moved(self, instruction: Instruction) -> Stream:
+        """Seconds in which an instruction reads parameters from below the device or writes them; a SYNC, gradients."""
+        program, (read, written), keep = self.program, moved(self.program.model, instruction), self.program.plan.keep
+        media, of_gradients = program.cluster.device.below, gradients(program.model, instruction)[1]
+        if of_gradients:
+            return Stream(0, 0.0, media[keep.grads].write_s(of_gradients))
+        if not read and not written:
+            return NO_STREAM
+        read = written if program.phase is Phase.RESTORE else read
+        return Stream(0, media[keep.params].read_s(read), media[keep.params].write_s(written))
+
+    def gradients_s(self, block: int) -> float:
+        """Seconds in which the gradients of a block are read from below the device; 0 if they are kept on it."""
+        read, _ = gradients(self.program.model, Instruction(Op.UPDATE, block))
+        return self.program.cluster.device.below[self.program.plan.keep.grads].read_s(read) if read else 0.0
 
     def point_to_point(self, instruction: Instruction) -> tuple[float, float]:
         """(Seconds, slow-down of compute) of a message to another stage."""
         cluster, message = self.program.cluster, self.program.message(instruction)
         # A message between stages is priced on the outermost tier that it crosses, plus coding and decoding.
         ((tier, num_bytes),) = message.sends
-        return self._with_coding(message, [(send_s(cluster, tier, num_bytes), tier_penalty(cluster, tier))])
-
-    def _with_coding(self, message: Message, parts: Sequence[tuple[float, float]]) -> tuple[float, float]:
-        """(Seconds, penalty) of a message including its coding, from those of its hops."""
-        own_s = coding_s(self.program.cluster, message.coding_bytes)
-        # Coding runs on the device itself, so the device's penalty applies to it.
-        total_s, slowed_s = own_s, self.program.cluster.device.overlap_penalty * own_s
-        for seconds, penalty in parts:
-            total_s += seconds
-            slowed_s += seconds * penalty
-        return total_s, slowed_s / total_s if total_s else 0.0
-
-    def _hops(self, message: Message) -> Iterator[tuple[int, float]]:
-        for hop in message.hops:
-            yield hop.tier, hop_s(self.program.cluster, hop.tier, hop.degree, hop.sent_bytes)
+        return _with_coding(cluster, message.coding_bytes, [(send_s(cluster, tier, num_bytes), tier)])
 
     def of_stage(self, program: "Program", update_s: tuple[float, ...]) -> "Costs":
         """Costs of another stage's program, with the same cost per block; caches of prices are shared."""
@@ -175,7 +180,8 @@ class Costs:
         found = list(pass_steps(steps, op, category, block, own, self._priced(block)))
         # Compute before the messages of a forward comes after those of a backward.
         within_s = [own.of(step) for step in steps if isinstance(step, Compute) and step.kind in FORWARD]
-        first_s = max(0.0, self.forward_s[block] - sum(within_s)) if within_s else 0.0
+        # A look-up runs between its messages; its seconds count before them.
+        first_s = max(0.0, self.forward_s[block] - sum(within_s)) if within_s or op is Op.FORWARD else 0.0
         last_s = max(0.0, seconds - first_s - sum(map(own.of, steps)))
         first, last = (PassStep(Doing.COMPUTE, Event(op, block, each, -1, category)) for each in (first_s, last_s))
         return (first, *found, last) if op is not Op.FORWARD else (first, *found)
@@ -207,6 +213,22 @@ class Costs:
     @cached_property
     def _waits(self) -> dict[tuple[object, ...], dict[MessageClass, float]]:
         return {}
+
+
+def hops_s(cluster: Cluster, hops: Sequence[Hop], coding_bytes: float) -> tuple[float, float]:
+    """(Seconds of a message, its slow-down of compute averaged over its time on each tier), coding included."""
+    each = [(hop_s(cluster, hop.tier, hop.degree, hop.sent_bytes), hop.tier) for hop in hops]
+    return _with_coding(cluster, coding_bytes, each)
+
+
+def _with_coding(cluster: Cluster, coding_bytes: float, parts: Sequence[tuple[float, int]]) -> tuple[float, float]:
+    # `parts` are (seconds, tier). Coding runs on the device itself, so the device's penalty applies to it.
+    total_s = coding_s(cluster, coding_bytes) if coding_bytes else 0.0
+    slowed_s = cluster.device.overlap_penalty * total_s
+    for seconds, tier in parts:
+        total_s += seconds
+        slowed_s += seconds * tier_penalty(cluster, tier)
+    return total_s, slowed_s / total_s if total_s else 0.0
 
 
 def step_costs(program: "Program", work: Work | Sequence[float]) -> Costs:
@@ -244,7 +266,7 @@ def _from_work(program: "Program", work: Work) -> Costs:
             seconds = seconds_of(device, work, block, accumulate=accumulate, divided=divided)
             # Frozen matrices get no gradient, but the gradient of the input still passes through them.
             weight_s = seconds.weight_s * trained_part(block, program.blocks)
-            rounds = core_rounds(device, work_in(work, block, device.backend))
+            rounds = core_rounds(device, work_in(work, block, device.type))
             known[kind] = (seconds.forward_s, seconds.input_s + weight_s, weight_s), rounds, routed
     forward, backward, weight = ([known[kind][0][part] for kind in kinds] for part in range(3))
     in_chunks = program.blocks[-1].computes is Computes.LOGITS
@@ -259,7 +281,7 @@ def _operations_s(program: "Program", work: Work) -> tuple[float, ...]:
     for index, kind in enumerate(program.model.block_kinds):
         key = kind, operations_in(program.model.recomputed[index])
         if key not in known:
-            own = work_in(work, program.blocks[index], program.cluster.device.backend)
+            own = work_in(work, program.blocks[index], program.cluster.device.type)
             known[key] = operation_seconds(program.cluster.device, own, key[1])
         found.append(known[key])
     return tuple(found)
@@ -304,29 +326,37 @@ def update_seconds(program: "Program") -> tuple[float, ...]:
             kernels = _CODING_KERNELS * sum(flat.num_scales for flat in coded)
             coding_s = memory_s(device, (2 * item + 1) * _owned(coded), kernels)
         own_s = optimizer_s(device, _owned(parts), more) - device.kernels.optimizer_s
-        return own_s + coding_s + newton_schulz_s(program, parts)
+        return own_s + coding_s + whole_matrices_s(program, parts)
 
     update = program.model.of_flats(own_s)
+    for block in program.stage.held:
+        if used := _used(program, block):
+            update[block] += optimizer_s(device, used, more) - device.kernels.optimizer_s
     trained = [block for block in program.stage.held if program.blocks[block].num_trainable]
     if trained:  # only their UPDATE is played
         update[trained[-1]] += device.kernels.optimizer_s  # once a step, on every stage
     return tuple(update)
 
 
-def newton_schulz_s(program: "Program", flats: Sequence[FlatParamSpec]) -> float:
-    """Seconds of Muon's products on the matrices that overlap a rank's shard of a block; 0 without."""
-    device, dtype = program.cluster.device, program.plan.compute
-    return NUM_STEPS * sum(
-        gemm_s(device, m, k, n, 1, dtype)
+def whole_matrices_s(program: "Program", flats: Sequence[FlatParamSpec]) -> float:
+    """Seconds of an optimizer's products on the matrices that overlap a rank's shard of a block; 0 if it has none."""
+    device, plan = program.cluster.device, program.plan
+    return sum(
+        times * gemm_s(device, m, k, n, 1, plan.compute)
         for flat in flats
-        if flat.num_orthogonal
-        for shape in matrices_of_a_rank(flat)
-        for m, k, n in iteration_products(shape)
+        for times, m, k, n in products_of_a_rank(plan.update, flat.matrix_slices)
     )
 
 
 def _owned(flats: Sequence[FlatParamSpec]) -> int:
-    return sum(flat.padded // flat.layout.span(flat.layout.optimizer) for flat in flats if flat.trainable)
+    trained = (flat for flat in flats if flat.trainable and not flat.is_spread)
+    return sum(flat.padded // flat.layout.span(flat.layout.optimizer) for flat in trained)
+
+
+def _used(program: "Program", block: int) -> float:
+    """Elements of a spread table that an update changes on a rank."""
+    look_ups = program.model.routed.look_ups(block)
+    return look_ups.width * look_ups.used(program.num_micros)
 
 
 def _from_flops(program: "Program", forward_flops: Sequence[float]) -> Costs:
@@ -341,16 +371,17 @@ def _from_flops(program: "Program", forward_flops: Sequence[float]) -> Costs:
     of_blocks = zip(program.blocks, program.model.flats, forward_flops, strict=True)
     for index, (block, parts, whole_flops) in enumerate(of_blocks):
         flops = whole_flops / shared
-        weights = (block.num_trainable + block.num_frozen) * item
+        weights = sum(param.numel for param in block.params if not param.is_spread) * item
         # The weights are read at least once.
         forward.append(max(flops / peak, weights / bandwidth))
         weight.append(forward[-1] * trained_part(block, program.blocks))
         backward.append(forward[-1] + weight[-1])
         routed.append(shared_out(block, program.model.routed.traffic(index), flops, forward[-1], weight[-1]))
         copied = item if any(keeps_master(plan, flat.layout, coded=flat.is_coded) for flat in parts) else 0
-        whole = [shape for flat in parts if flat.num_orthogonal for shape in matrices_of_a_rank(flat)]
-        products_s = NUM_STEPS * sum(map(iteration_flops, whole)) / peak
-        update.append(_owned(parts) * (_ADAMW_PASSES * summed + copied + more) / bandwidth + products_s)
+        whole = [product for flat in parts for product in products_of_a_rank(plan.update, flat.matrix_slices)]
+        products_s = sum(2.0 * times * m * k * n for times, m, k, n in whole) / peak
+        owned = _owned(parts) + _used(program, index)
+        update.append(owned * (_ADAMW_PASSES * summed + copied + more) / bandwidth + products_s)
     rounds = [_rounds(program, peak)] * len(program.blocks)
     # Of the recomputed operations only attention has FLOPs, in one round: context ranks do not recompute operations.
     again = ["attention" in parts for parts in program.model.recomputed]

@@ -4,17 +4,20 @@ The walk starts at the end of the compute stream. Compute follows the stream's e
 message follows the latest of its issue, its lane becoming free, and its input becoming ready. The pieces are contiguous
 and cover the step. The seconds of a message over several tiers are split among them in proportion to latency plus bytes
 over bandwidth. Waits inside a block (terrace.simulate.inside) are on the path as messages of class `tensor` or
-`context`; routed messages are on lanes, like messages between blocks.
+`context`; routed messages are on lanes, like messages between blocks. Parameters and gradients that are kept
+below the device are on the path as reads and writes of their medium, optimizer states as waits for their pieces.
 """
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from terrace.plan.wire import ROUTED, MessageClass
 from terrace.program.instruction import PASSES, Instruction
 from terrace.program.program import Program
 from terrace.program.recording import COMPUTE, Recording, Span
+from terrace.simulate.below import BELOW, WAITS
 from terrace.simulate.inside import WAIT_CHOICES, WAIT_CONTEXT, WAIT_TENSOR, inside_seconds
 
 
@@ -30,7 +33,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class CriticalPath:
-    """Pieces of the critical path in order, and seconds by (tier, category), with "" for compute."""
+    """Pieces of the critical path in order, and seconds by (tier or medium, category), with "" for compute."""
 
     pieces: tuple[Piece, ...]
     seconds: Mapping[tuple[str, str], float]
@@ -49,13 +52,20 @@ def critical_path(*recordings: Recording) -> CriticalPath:
     stage = max(range(len(recordings)), key=lambda index: recordings[index].begin_s + recordings[index].report.step_s)
     last, pieces = recordings[stage], list[Piece]()
     number = max((n for n, span in enumerate(last.spans) if span.lane == COMPUTE), default=-1)
+    until_s = inf  # where the piece found last starts
     while number >= 0 and recordings[stage].spans[number].end_s > 0.0:
         span = recordings[stage].spans[number]
+        start_s, end_s = _begin_s(recordings[stage], span), min(span.end_s, until_s)
         is_wait = span.lane == COMPUTE and span.category.startswith("wait ") and span.category not in INSIDE
-        # A wait is represented by the span it waited for; waits inside a block have none and are pieces themselves.
-        if not is_wait and span.end_s > span.start_s:
-            pieces.append(Piece(number, max(0.0, span.start_s), span.end_s, stage))
-        stage, number = span.stage if span.stage >= 0 else stage, span.after
+        is_wait = is_wait and not _is_for_pieces(recordings[stage], span)
+        # A wait is represented by the span it waited for; waits inside a block have none and are pieces themselves, and
+        # so are those for pieces of optimizer states.
+        if not is_wait and end_s > start_s:
+            pieces.append(Piece(number, max(0.0, start_s), end_s, stage))
+            until_s = start_s
+        if span.stage >= 0:
+            stage, until_s = span.stage, inf  # with a clock of its own
+        number = span.after
     # The walk went backward in time.
     pieces.reverse()
     seconds: dict[tuple[str, str], float] = defaultdict(float)
@@ -69,6 +79,9 @@ def critical_path(*recordings: Recording) -> CriticalPath:
                 inside_shares(recording.program, instruction, span.category),
                 span.category.removeprefix("wait "),
             )
+        elif span.category in BELOW or span.category in WAITS:
+            seconds[_medium(recording, span), span.category.removeprefix("wait ")] += piece.end_s - piece.start_s
+            continue
         elif span.lane == COMPUTE:
             seconds["", span.category] += piece.end_s - piece.start_s
             continue
@@ -112,6 +125,11 @@ def exposed_by_axis(recordings: Sequence[Recording], stage: int = 0) -> dict[tup
             for tier, share in shares.items():
                 seconds[axis, program.layout.tiers[tier]] += share * (wait.end_s - wait.start_s)
             continue
+        # States below the device are of no tier.
+        if wait.category in WAITS:
+            medium = _medium(recording, wait)
+            seconds[medium, medium] += wait.end_s - wait.start_s
+            continue
         # The cause is on another stage, so its recording has the message.
         if wait.stage >= 0:
             for name, spent in _sent_meanwhile(recording, wait, recordings[wait.stage]).items():
@@ -121,7 +139,14 @@ def exposed_by_axis(recordings: Sequence[Recording], stage: int = 0) -> dict[tup
         while number >= 0 and end_s > wait.start_s:
             span = spans[number]
             # Walk back through queued messages until the wait's start; each pays for its own part.
-            start_s = max(wait.start_s, min(span.start_s, end_s))
+            start_s = max(wait.start_s, min(_begin_s(recording, span), end_s))
+            if span.lane == COMPUTE:
+                break
+            if span.category in BELOW:
+                name = recording.lane_name(span.lane)
+                seconds[name, name] += end_s - start_s
+                number, end_s = span.after, start_s
+                continue
             axis = "data" if program.instructions[span.position].peer < 0 else "pipeline"
             if span.category in ROUTED:
                 axis = span.category
@@ -129,6 +154,27 @@ def exposed_by_axis(recordings: Sequence[Recording], stage: int = 0) -> dict[tup
                 seconds[axis, program.layout.tiers[tier]] += share * (end_s - start_s)
             number, end_s = span.after, start_s
     return dict(seconds)
+
+
+def _begin_s(recording: Recording, span: Span) -> float:
+    """When a span begins; below the device, when it is queued: pieces of the ring that delay it have no spans."""
+    if span.category not in BELOW or span.after < 0:
+        return span.start_s
+    return min(span.start_s, recording.spans[span.after].end_s)
+
+
+def _is_for_pieces(recording: Recording, wait: Span) -> bool:
+    """Whether a wait for states below the device is for pieces of the ring, which have no spans of their own."""
+    return wait.category in WAITS and (wait.after < 0 or recording.spans[wait.after].lane == COMPUTE)
+
+
+def _medium(recording: Recording, span: Span) -> str:
+    """The medium of a read or write of states below the device, or of a wait for one."""
+    if span.category in BELOW:
+        return recording.lane_name(span.lane)
+    if _is_for_pieces(recording, span):
+        return recording.program.plan.keep.optimizer
+    return recording.lane_name(recording.spans[span.after].lane)
 
 
 def _sent_meanwhile(recording: Recording, wait: Span, sender: Recording) -> dict[str, float]:
@@ -145,8 +191,10 @@ def _sent_meanwhile(recording: Recording, wait: Span, sender: Recording) -> dict
 
 
 def span_shares(program: Program, span: Span) -> dict[int, float]:
-    """Share of a lane message's seconds by tier index; they sum to 1."""
+    """Share of a lane message's seconds by tier index; they sum to 1. States below the device cross no tier."""
     instruction = program.instructions[span.position]
+    if span.category in BELOW:
+        return {}
     if instruction.op not in PASSES:
         return tier_shares(program, instruction)
     # Routed rows cross only the tier of their lane; tables cross all tiers up to it.
@@ -195,7 +243,7 @@ def critical_words(path: CriticalPath) -> str:
 
 
 def path_words(seconds: Mapping[tuple[str, str], float], step_s: float) -> str:
-    """The shares of a critical path in words, from seconds by (tier, category), with "" for compute."""
+    """The shares of a critical path in words, from `CriticalPath.seconds`."""
     parts = []
     for place, spent in by_place(seconds).items():
         # Parts below half a percent are left out.
@@ -208,13 +256,14 @@ def path_words(seconds: Mapping[tuple[str, str], float], step_s: float) -> str:
         named = ", ".join(
             f"{category} {_percent(part, step_s)} %" for part, category in inside if _percent(part, step_s)
         )
-        where = f"messages on tier {place}" if place else "compute"
+        is_below = all(category in BELOW for (where, category) in seconds if where == place)
+        where = f"the {place}" if is_below else f"messages on tier {place}" if place else "compute"
         parts.append(f"{_percent(spent, step_s)} % {where}" + (f" ({named})" if named else ""))
     return f"On the critical path of the step: {'; '.join(parts)}"
 
 
 def by_place(seconds: Mapping[tuple[str, str], float]) -> dict[str, float]:
-    """Seconds by tier, with "" for compute; largest first, then by name."""
+    """Seconds by tier or medium, with "" for compute; largest first, then by name."""
     total: dict[str, float] = defaultdict(float)
     for (place, _), spent in seconds.items():
         total[place] += spent

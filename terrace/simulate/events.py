@@ -1,7 +1,8 @@
 """Event simulation of a program on one rank, by the rules of `terrace.simulate.rank`.
 
-The step is played twice and the second play is reported, so refreshes that overlap the start of the next step are in
-their steady state.
+A step is played from where the step before it ends, so refreshes that overlap its start are in their steady state.
+When a rank has waited for the CLIP of a step, none of its messages is in flight: what is in flight at the end follows
+from the instructions behind the CLIP alone, and only these of the step before are played.
 
 A program repeats the same few instructions for every micro-batch, so each distinct one is priced once and the play only
 adds and compares. `terrace.simulate.recording` plays by the same rules and keeps every span.
@@ -15,6 +16,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from terrace.base.errors import ProgramError
+from terrace.plan.keep import MOST_WRITTEN
+from terrace.plan.kept import grads_bytes, is_final_at_once
 from terrace.plan.mesh import CONTEXT
 from terrace.plan.state_bytes import accumulates_in_place
 from terrace.program.instruction import PASSES, Instruction, Op
@@ -54,11 +57,17 @@ def check_alone(program: "Program") -> None:
 def _time(program: "Program", costs: "Costs") -> dict[str, float]:
     plays = joined(price_distinct(program, costs), program.segments.places)
     rank = Rank(program)
-    for _ in range(2):
-        rank.time_s = defaultdict(float)
-        for act, event in plays:
-            act(rank, event)
+    for act, event in plays[behind_clip(plays) :]:
+        act(rank, event)
+    rank.time_s = defaultdict(float)
+    for act, event in plays:
+        act(rank, event)
     return dict(rank.time_s)
+
+
+def behind_clip(plays: Sequence[Move]) -> int:
+    """The position after the last CLIP; 0 without one."""
+    return 1 + max([position for position, (act, _) in enumerate(plays) if act is Rank.clip], default=-1)
 
 
 _COLLECTIVE = {
@@ -105,29 +114,41 @@ def joined(plays: Sequence[Play], places: Iterable[int]) -> list[Move]:
     return found
 
 
+_NO_EVENT = Event(Op.FREE, -1, 0.0, -1, "")
+
+
 class _Pricing:
     def __init__(self, program: "Program", costs: "Costs") -> None:
         self.program, self.costs = program, costs
         self._sends_inside = program.model.tensor.degree * math.prod(program.mesh.group(*CONTEXT)) > 1
         self._routes = bool(program.model.routed.transfers)
         self._buffered = gradient_buffers(program)
+        self._sends: dict[int, Event] = {}
 
     def play(self, instruction: Instruction) -> Play:
         op, block = instruction.op, instruction.block
         if op in PASSES:
             return self._pass(instruction)
         if op is Op.UPDATE:
-            return Rank.update, Event(op, block, self.costs.update_s[block], -1, "update")
+            update_s = self.costs.update_s[block]
+            stream = self.costs.stream(instruction, update_s)
+            # ORTHOGONALISE reads the gradients first.
+            is_read = self._orthogonalises(block)
+            grads_s = 0.0 if is_read else self.costs.gradients_s(block)
+            return Rank.update, Event(op, block, update_s, -1, "update", stream=stream, grads_s=grads_s)
         if op is Op.OUTER_APPLY:
             return Rank.outer_apply, Event(op, block, self.costs.apply_s(block), -1, "update")
         # Frozen blocks and gradients accumulated in place need no reduction; a RECV is waited for by its pass.
         if op in (Op.FREE, Op.RECV) or (op is Op.REDUCE and not self._buffered[block]):
-            return Rank.nothing, Event(op, block, 0.0, -1, "")
-        if op in (Op.SEND, Op.TIE):
-            name = str(instruction.message_class)
-            seconds, penalty = self.costs.point_to_point(instruction)
-            lane, wait = Rank.SENDING, f"wait {name}"
-            return Rank.nothing, Event(op, block, seconds, lane, wait, penalty=penalty, message=name)
+            return Rank.nothing, _NO_EVENT
+        if op is Op.SEND:  # one event for all blocks that send the same message
+            message = self.program.message(instruction)
+            event = self._sends.get(id(message))
+            if event is None:
+                event = self._sends[id(message)] = self._point_to_point(instruction)
+            return Rank.nothing, event
+        if op is Op.TIE:
+            return Rank.nothing, self._point_to_point(instruction)
         if instruction.in_gaps:
             return Rank.hold, self._in_gaps(instruction)
         act = Rank.restore if self.program.phase is Phase.RESTORE else _COLLECTIVE[op]
@@ -136,7 +157,27 @@ class _Pricing:
         event = Event(op, block, seconds, lane, category, penalty=penalty, message=name)
         if op is Op.OUTER_COUNT:
             event.parts = (Event(op, block, self.costs.take_s(), -1, "update"),)
+        if op is Op.ORTHOGONALISE:
+            event.stream, event.grads_s = self.costs.stream(instruction), self.costs.gradients_s(block)
+        elif op in (Op.GATHER, Op.REFRESH, Op.SYNC):
+            event.stream = self.costs.moved(instruction)
         return act, event
+
+    def _point_to_point(self, instruction: Instruction) -> Event:
+        op, block, name = instruction.op, instruction.block, str(instruction.message_class)
+        seconds, penalty = self.costs.point_to_point(instruction)
+        return Event(op, block, seconds, Rank.SENDING, f"wait {name}", penalty=penalty, message=name)
+
+    def _orthogonalises(self, block: int) -> bool:
+        return any(flat.num_orthogonal for flat in self.program.model.flats[block])
+
+    def _most_writing(self, needs: Sequence[int]) -> int:
+        # Gradients of `MOST_WRITTEN` blocks may be in their write, and of as many more in a message before it.
+        model = self.program.model
+        below = [block for block in needs if grads_bytes(model.plan, model.flats[block])]
+        if not below:
+            return 0
+        return MOST_WRITTEN + 1 + any(not is_final_at_once(model.flats[block]) for block in below) * MOST_WRITTEN
 
     def _in_gaps(self, instruction: Instruction) -> Event:
         op, block, name = instruction.op, instruction.block, str(instruction.message_class)
@@ -159,7 +200,18 @@ class _Pricing:
             found = costs.passes[key] = self._priced(instruction, *seconds)
         act, event = found
         needs = (index, *tied_to) if event.needs else ()
-        event = Event(op, index, event.seconds, -1, event.category, needs, event.opens, event.inside, steps=event.steps)
+        event = Event(
+            op,
+            index,
+            event.seconds,
+            -1,
+            event.category,
+            needs,
+            event.opens,
+            event.inside,
+            steps=event.steps,
+            most_writing=event.most_writing,
+        )
         return act, event
 
     def _priced(self, instruction: Instruction, forward_s: float, backward_s: float, weight_s: float) -> Play:
@@ -170,13 +222,14 @@ class _Pricing:
         inside = self._waits_inside(instruction)
         if op is Op.FORWARD:
             return self._stepwise(instruction, act, Event(op, index, forward_s, -1, "forward", needs, inside=inside))
-        opens = any(self._buffered[needed] for needed in needs)
+        opens, most = any(self._buffered[needed] for needed in needs), self._most_writing(needs)
         if op is Op.BACKWARD_WEIGHT:  # reads no parameters
-            return Rank.run, Event(op, index, weight_s, -1, "backward", (), opens)
+            return Rank.run, Event(op, index, weight_s, -1, "backward", (), opens, most_writing=most)
         seconds = backward_s + self.costs.recompute_s(index)
         if op is Op.BACKWARD_INPUT:
             seconds -= weight_s
-        return self._stepwise(instruction, act, Event(op, index, seconds, -1, "backward", needs, opens, inside=inside))
+        event = Event(op, index, seconds, -1, "backward", needs, opens, inside=inside, most_writing=most)
+        return self._stepwise(instruction, act, event)
 
     def _stepwise(self, instruction: Instruction, act: Act, event: Event) -> Play:
         steps = self.costs.steps(instruction, event.seconds, event.category) if self._routes else ()

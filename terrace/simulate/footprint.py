@@ -9,12 +9,13 @@ A phase's figure is the memory at its worst moment, not the sum of all peaks:
 The categories are those of model state (terrace.simulate.states) and
 
     activations   kept by forwards for backwards, over all micro-batches in flight, without the logits
-    experts       rows of experts: kept for backwards, and in messages and products of the running block
+    experts       rows of experts: kept for backwards, and in messages and products of the running block; rows of a
+                  spread table in messages
     logits        kept by the head; scales with the vocabulary
     working       of the running block beyond its activations: outputs, gradients, temporary tensors
     batch         tokens and labels of the step's micro-batches, int64; positions and masks where rows hold documents
     context       of a process before any tensor: libraries, kernels, communicators
-    allocator     fragmentation, as a share of all tensors
+    allocator     reserved beyond tensors: a share of them, at least pages that are not full
 
 Scratch memory of kernels and RoPE's tables are in no category.
 """
@@ -39,6 +40,7 @@ from terrace.plan.kinds import Kinds
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.recompute import recomputed_parts
+from terrace.plan.slices import spread_tables
 from terrace.plan.tensor_traffic import TensorTraffic, shared_bytes
 from terrace.plan.wire import FORMATS, MessageClass
 from terrace.program.block_program.regions import tensor_steps
@@ -47,7 +49,7 @@ from terrace.program.resolve import tensor_message
 from terrace.simulate.activations import BlockActivations, activations_of, recomputing
 from terrace.simulate.block_tape import Backend
 from terrace.simulate.masks import has_flash_attention, mask_bytes, work_in
-from terrace.simulate.states import StageBlocks, model_states, stage_blocks
+from terrace.simulate.states import StageBlocks, look_ups_of, model_states, stage_blocks
 from terrace.simulate.work import Work
 
 # A CUDA context with loaded kernels and the buffers of a few NCCL communicators: a guess from 1 to 2 GB.
@@ -56,6 +58,9 @@ CUDA_CONTEXT_BYTES = 1_500_000_000
 CPU_CONTEXT_BYTES = 324_000_000
 # Caching allocators round blocks up and split them; 1.03 to 1.08 has been seen. On a CPU nothing is cached.
 CUDA_ALLOCATOR_FACTOR = 1.05
+# At least the ends of expandable segments: pools of small and of large blocks, for the streams of computing and of
+# messages, each grow by pages of 2 or 20 MiB, of which the last is not full.
+CUDA_PAGES_BYTES = 2 * (2 + 20) << 20
 
 # Rows of the busiest rank's experts over the mean: 2.6 to 5.1 in real routing (DeepSpeed#8213); training balances it.
 LOAD_FACTOR = 2.6
@@ -96,8 +101,9 @@ def footprint(
 
     Raises `PlanError` for an invalid backend or number in flight, and `ClusterError` for an unknown tier.
     """
-    backend, layer = backend or cluster.device.backend, layer or operations_of(kinds.specs)
+    backend, layer = backend or cluster.device.type, layer or operations_of(kinds.specs)
     mesh = Mesh.of(cluster, plan)
+    kinds = kinds if mesh.tables is None else Kinds(spread_tables(kinds.blocks), kinds.order)
     num_stages = mesh.total("pipeline")
     work = _loaded(work_of(cluster, plan, layer, sequence, backend, documents), plan, load)
     held = range(len(kinds.blocks)) if held is None else tuple(held)
@@ -111,24 +117,27 @@ def footprint(
         )
     states = model_states(cluster, plan, kinds, stage, num_micros)
     steady = dict(states.steady)
-    # Tensor ranks have additional message buffers.
     if work.tensor > 1:
         steady["buffers"] += _tensor_buffers(cluster, plan, kinds, stage, sequence)
     if num_stages > 1:
         _add_edges(steady, plan, [cluster.tiers[tier].name for tier in mesh.tiers("pipeline")], work, held)
+    look_ups = look_ups_of(cluster, plan, [kinds.blocks[index] for index in held], sequence)
+    steady["grads"] += look_ups.gradient_bytes(num_micros, plan.sums)
     steady["batch"] = num_micros * (3 if documents else 2) * work.tokens * _TOKEN_BYTES
     steady["batch"] += (num_micros if documents else 1) * _mask_bytes(work, kinds.specs, backend)
     # Gradients of the previous micro-batch's last two blocks may still be in reduction during the next forward.
     pending = states.gradients[stage.order[0]] if num_micros > plan.unit else 0
-    updating = steady | {"buffers": steady["buffers"] + states.updating}
-    candidates = [updating] if phase in (None, "update") else []
+    updating = {name: steady[name] + size for name, size in states.updating.items()}
+    candidates = [steady | updating] if phase in (None, "update") else []
     for moment in _moments(work, kinds, held, plan.recompute, backend, in_flight, due, num_stages > 1):
         if phase in (None, moment.phase):
+            gradients = states.last_gradients if moment.is_last else states.gradients
             running = {
                 "gathered": whole[0] if whole else states.gathered[moment.kind],
-                "grads_full": states.gradients[moment.kind] if moment.phase == "backward" else pending,
+                "grads_full": gradients[moment.kind] if moment.phase == "backward" else pending,
+                "grads": steady["grads"] + states.accumulated[moment.kind] * (moment.phase == "backward"),
                 "activations": moment.activations,
-                "experts": moment.experts,
+                "experts": moment.experts + look_ups.moving_bytes,
                 "logits": moment.logits,
                 "working": moment.working,
             }
@@ -136,10 +145,11 @@ def footprint(
                 running["grads_full"] = whole[1]
             candidates.append(steady | running)
     worst = max(candidates, key=lambda categories: sum(categories.values()))
-    # The factor applies to tensors only; the context is outside the allocator.
-    factor = {"cuda": CUDA_ALLOCATOR_FACTOR, "cpu": 1.0}[backend]
+    # The context is outside the allocator.
+    tensors_bytes = sum(worst.values())
+    reserve_bytes = {"cuda": max(CUDA_PAGES_BYTES, int((CUDA_ALLOCATOR_FACTOR - 1) * tensors_bytes)), "cpu": 0}[backend]
     context_bytes = {"cuda": CUDA_CONTEXT_BYTES, "cpu": CPU_CONTEXT_BYTES}[backend]
-    return worst | {"allocator": int((factor - 1) * sum(worst.values())), "context": context_bytes}
+    return worst | {"allocator": reserve_bytes, "context": context_bytes}
 
 
 def _loaded(work: Work, plan: Plan, load: float) -> Work:
@@ -176,7 +186,7 @@ def stage_footprint(
     `due` are, per chunk, the micro-batches that wait for the second half of their backward; empty without split
     backwards.
     """
-    layer, backend = layer or operations_of(kinds.specs), backend or cluster.device.backend
+    layer, backend = layer or operations_of(kinds.specs), backend or cluster.device.type
     work = _loaded(work_of(cluster, plan, layer, sequence, backend), plan, load)
     held = [_kept_bytes(work, kinds, tuple(chunk), plan.recompute, backend) for chunk in chunks]
     # One number in flight per stage: the mean over its chunks, weighted by kept bytes.
@@ -253,7 +263,7 @@ def work_of(
         products=plan.products,
         codes_of_weights=plan.shares_scales,
         flash=has_flash_attention(
-            layer.core, sequence, plan.compute, backend or cluster.device.backend, documents, attention
+            layer.core, sequence, plan.compute, backend or cluster.device.type, documents, attention
         ),
         documents=documents,
         attention=attention,
@@ -290,6 +300,7 @@ class _Moment:
     experts: int
     logits: int
     working: int
+    is_last: bool  # of its kind
 
 
 @dataclass(frozen=True)
@@ -301,6 +312,7 @@ class _Run:
     activations: int  # of all blocks up to the last of these, without logits and rows of experts
     experts: int
     logits: int
+    before: "_Run | None"  # up to the block before the last of these
 
 
 @lru_cache(maxsize=65536)
@@ -320,8 +332,9 @@ def _moments(
     more = math.ceil(
         (due or 0.0) * max(0, sum(run.count * (run.block.due_bytes - run.block.kept_bytes) for run in runs))
     )
-    moments = []
-    for run in runs:
+    moments, lasts = [], {run.kind: run for run in runs}
+    # The gradients of two layers are only alive once the last of them has freed its activations.
+    for run in chain(runs, (run.before for run in runs if run.before is not None)):
         # In a pipeline the other micro-batches in flight have finished the whole stage. In a unit they have finished
         # this block, and each keeps the block's output, or its gradient, for the next block.
         block, bare, beside = run.block, run.bare, runs[-1] if pipelined else run
@@ -340,7 +353,8 @@ def _moments(
         for phase, whole, without, waiting in peaks:
             own, rest = max(0, whole - block.kept_bytes), max(0, without - bare.kept_bytes)
             rows = max(0, own - rest)
-            moments.append(_Moment(phase, run.kind, activations, experts + rows, logits, own - rows + waiting))
+            working, is_last = own - rows + waiting, lasts[run.kind] is run and not halved
+            moments.append(_Moment(phase, run.kind, activations, experts + rows, logits, working, is_last))
     return tuple(moments)
 
 
@@ -371,5 +385,6 @@ def _runs(
         experts += block.kept_bytes - bare.kept_bytes
         logits += block.logits_bytes
         before = last.pop(key, None)  # so that the runs are in the order of their last blocks
-        last[key] = _Run(key[0], block, bare, before.count + 1 if before else 1, kept, experts, logits)
+        before = replace(before, before=None) if before else None
+        last[key] = _Run(key[0], block, bare, before.count + 1 if before else 1, kept, experts, logits, before)
     return tuple(last.values())

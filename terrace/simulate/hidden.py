@@ -12,7 +12,7 @@ from terrace.program.recording import COMPUTE, Recording, Span
 from terrace.simulate.critical import INSIDE, span_shares
 from terrace.simulate.inside import inside_seconds
 from terrace.simulate.links import tier_penalty
-from terrace.simulate.stages import record_stages
+from terrace.simulate.stages import record_stage
 from terrace.simulate.step import WHOLE_PASSES_ALONE, Prediction, play_whole
 
 
@@ -36,7 +36,7 @@ def hidden_between_nodes(predicted: Prediction, recordings: Sequence[Recording] 
     wide = [index for index, tier in enumerate(cluster.tiers) if tier.size > 1]
     if not wide or wide[-1] == 0 or predicted.cycle is not None:
         return None
-    recording = (recordings or _recordings(predicted))[predicted.busiest]
+    recording = recordings[predicted.busiest] if recordings else _recording(predicted)
     hidden_s = _on_lanes(recording, wide[-1]) + _inside(recording, wide[-1])
     return HiddenMessages(
         tier=cluster.tiers[wide[-1]].name,
@@ -46,12 +46,12 @@ def hidden_between_nodes(predicted: Prediction, recordings: Sequence[Recording] 
     )
 
 
-def _recordings(predicted: Prediction) -> Sequence[Recording]:
-    step = predicted.step
+def _recording(predicted: Prediction) -> Recording:
+    step, stage = predicted.step, predicted.busiest
     # An extrapolated prediction lacks most messages, so the whole step is played if that takes a few seconds at most.
     if not predicted.is_whole and step.num_micros * len(step.blocks) <= WHOLE_PASSES_ALONE:
         predicted = play_whole(step)
-    return record_stages(predicted.programs, predicted.costs)
+    return record_stage(predicted.programs, predicted.costs, stage)
 
 
 def _on_lanes(recording: Recording, tier: int) -> float:

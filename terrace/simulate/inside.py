@@ -19,10 +19,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from terrace.cluster.cluster import Cluster
-from terrace.plan.context_traffic import AttentionBytes, sizes_by_tier
-from terrace.plan.expert_traffic import ExpertTraffic
+from terrace.plan.context_traffic import NO_ATTENTION, AttentionBytes, sizes_by_tier
+from terrace.plan.expert_traffic import NO_TRAFFIC, ExpertTraffic
 from terrace.plan.hops import hops_coding_bytes
 from terrace.plan.in_block_messages import Leg, RoutedMessage, TensorMessage
+from terrace.plan.tables import TableTraffic
 from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.plan.wire import FORMATS, MessageClass, WireFormat
 from terrace.program.block_program.steps import Compute, ComputeKind, InBlockMessage, Moment, Send
@@ -67,10 +68,10 @@ class InBlockPrices:
     def __init__(
         self,
         cluster: Cluster,
-        tensor: TensorTraffic | None,
-        attention: AttentionBytes | None,
+        tensor: TensorTraffic | None = None,
+        attention: AttentionBytes = NO_ATTENTION,
         sends: dict[tuple[object, ...], float] | None = None,
-        experts: ExpertTraffic | None = None,
+        experts: ExpertTraffic | TableTraffic = NO_TRAFFIC,
     ) -> None:
         self._cluster, self._tensor, self._attention, self._experts = cluster, tensor, attention, experts
         self._sends = {} if sends is None else sends
@@ -79,12 +80,9 @@ class InBlockPrices:
     def by_tier(self, message: InBlockMessage) -> dict[int, float]:
         """Seconds of a message by tier index; a launch counts on the first tier crossed."""
         if isinstance(message, TensorMessage):
-            assert self._tensor is not None, f"{message} without a tensor axis"
-            return tensor_message_seconds(self._cluster, self._tensor, message)
+            return tensor_message_seconds(self._cluster, self._axis, message)
         if isinstance(message, RoutedMessage):
-            assert self._experts is not None, f"{message} without experts on several ranks"
-            return _expert_message_seconds(self._cluster, self._experts, message)
-        assert self._attention is not None, f"{message} without a context axis"
+            return _routed_message_seconds(self._cluster, self._experts, message)
         sends = self._attention.sends(message)
         # A message without a tier is an exchange of Ulysses ranks, over all their tiers at once.
         if message.tier < 0:
@@ -111,7 +109,7 @@ class InBlockPrices:
     def seconds(self, message: InBlockMessage) -> float:
         """Seconds of a message over all tiers."""
         attention = self._attention
-        if isinstance(message, TensorMessage | RoutedMessage) or attention is None:
+        if isinstance(message, TensorMessage | RoutedMessage):
             return sum(self.by_tier(message).values())
         # Forward and backward, keys and their gradients often have the same bytes.
         key = (message.tier if message.tier >= 0 else attention.ulysses, attention.sends(message), attention.formats)
@@ -133,8 +131,12 @@ class InBlockPrices:
     def tail_s(self, message: InBlockMessage) -> float:
         """Seconds by which a fused message outlasts the longer of message and product."""
         assert isinstance(message, TensorMessage), f"{message} is fused with no product"
-        assert self._tensor is not None, f"{message} without a tensor axis"
-        return self.price(message)[0] / self._tensor.line(message.axes).degree
+        return self.price(message)[0] / self._axis.line(message.axes).degree
+
+    @property
+    def _axis(self) -> TensorTraffic:
+        assert self._tensor is not None, "only messages of a tensor axis are of one"
+        return self._tensor
 
     def parts(self, counted: Sequence[tuple[InBlockMessage, int]]) -> tuple[tuple[float, float], ...]:
         """(Seconds, penalty) of messages behind the same piece, in the order in which it hides them."""
@@ -187,7 +189,7 @@ def rooms_of(forward_s: float, input_s: float, weight_s: float, rounds: Rounds =
 def block_prices(program: "Program", block: int) -> InBlockPrices:
     """Prices of the messages inside a block of a program."""
     attention = program.model.context.attention(program.blocks[block])
-    return InBlockPrices(program.cluster, program.model.tensor, attention, experts=program.model.routed.traffic(block))
+    return InBlockPrices(program.cluster, program.model.tensor, attention, experts=program.model.routed.sizes(block))
 
 
 def inside_seconds(program: "Program", instruction: Instruction, message_class: MessageClass) -> dict[int, float]:
@@ -250,7 +252,11 @@ def _coding_s(cluster: Cluster, tensor: TensorTraffic, message: TensorMessage) -
     return coding_s(cluster, hops_coding_bytes(tensor.plan, MessageClass.TENSOR, reduction, gathering))
 
 
-def _expert_message_seconds(cluster: Cluster, experts: ExpertTraffic, message: RoutedMessage) -> dict[int, float]:
-    degrees = experts.rows if message.copies else experts.expert
-    alone = cluster.device.kernels.launch_s + coding_s(cluster, experts.coding_bytes(message))
-    return {tier: hop_s(cluster, tier, degrees[tier], num_bytes) + alone for tier, num_bytes in experts.sends(message)}
+def _routed_message_seconds(
+    cluster: Cluster, sizes: ExpertTraffic | TableTraffic, message: RoutedMessage
+) -> dict[int, float]:
+    alone = cluster.device.kernels.launch_s + coding_s(cluster, sizes.coding_bytes(message))
+    return {
+        tier: hop_s(cluster, tier, sizes.degree(message._replace(tier=tier)), num_bytes) + alone
+        for tier, num_bytes in sizes.sends(message)
+    }

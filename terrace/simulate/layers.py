@@ -97,7 +97,7 @@ def seconds_of(
     """Seconds of a block on a micro-batch; `accumulate` and `divided` as in `block_seconds`."""
     if not block.declared.each:
         return block_seconds(device, replace(work, layer=block.operations), accumulate=accumulate)
-    return block_seconds(device, work_in(work, block, device.backend), accumulate=accumulate, divided=divided)
+    return block_seconds(device, work_in(work, block, device.type), accumulate=accumulate, divided=divided)
 
 
 def block_seconds(
@@ -117,15 +117,17 @@ def _block_seconds(device: Device, work: Work, accumulate: bool, divided: Divide
     forward_s, input_s, weight_s = _folded(device, work, accumulate)
     if divided is not None:
         forward_s, input_s, weight_s = _sum((forward_s, input_s, weight_s), divided[:3])
-    seconds = BlockSeconds(forward_s=forward_s, input_s=input_s, weight_s=weight_s)
     if layer.core.heads:
         # A small layer is bound by kernel launches on the host.
-        seconds = _host_bound(seconds, device.kernels.host_layer_s * _launches(work, divided))
+        host_s = device.kernels.host_layer_s * _launches(work, divided)
+        forward_s, input_s, weight_s = _host_bound(forward_s, input_s, weight_s, host_s)
     if work.recompute != "full":
-        return replace(seconds, recompute_s=operation_seconds(device, work, work.operations))
-    # Look-ups are not computed again, and a loss runs in the backward alone.
-    at_end = any(isinstance(operation, LookUp | Loss | Score) for operation in layer)
-    return replace(seconds, recompute_s=0.0 if at_end else seconds.forward_s)
+        recompute_s = operation_seconds(device, work, work.operations) if work.operations else 0.0
+    else:
+        # Look-ups are not computed again, and a loss runs in the backward alone.
+        at_end = any(isinstance(operation, LookUp | Loss | Score) for operation in layer)
+        recompute_s = 0.0 if at_end else forward_s
+    return BlockSeconds(forward_s=forward_s, input_s=input_s, weight_s=weight_s, recompute_s=recompute_s)
 
 
 def _folded(device: Device, work: Work, accumulate: bool) -> Seconds:
@@ -147,11 +149,10 @@ def shared_seconds(device: Device, work: Work, accumulate: bool) -> Seconds:
     return _sum(own, gate_seconds(device, work, mixture, accumulate))
 
 
-def _host_bound(seconds: BlockSeconds, host_s: float) -> BlockSeconds:
+def _host_bound(forward_s: float, input_s: float, weight_s: float, host_s: float) -> Seconds:
     # The bound is on the whole backward, so both parts are scaled equally.
-    slower = max(1.0, host_s / (seconds.input_s + seconds.weight_s))
-    forward_s = max(seconds.forward_s, host_s)
-    return BlockSeconds(forward_s=forward_s, input_s=seconds.input_s * slower, weight_s=seconds.weight_s * slower)
+    slower = max(1.0, host_s / (input_s + weight_s))
+    return max(forward_s, host_s), input_s * slower, weight_s * slower
 
 
 def _launches(work: Work, divided: Divided | None) -> float:
@@ -237,8 +238,8 @@ def core_rounds(device: Device, work: Work) -> tuple[tuple[float, float], tuple[
     core = work.layer.core
     if not core.heads:
         return (0.0, 0.0), (0.0, 0.0)
-    keys, causal = core_keys(work, device.backend)
-    kernel = spread_kernel(work) if work.is_spread else work.kernel_on(device.backend)
+    keys, causal = core_keys(work, device.type)
+    kernel = spread_kernel(work) if work.is_spread else work.kernel_on(device.type)
     queries = math.ceil(work.attended / work.micro_batch)  # tokens of one row on this rank
     windowed = 0 < core.window < work.sequence
     first = attention_s(
@@ -308,7 +309,7 @@ def _loss(device: Device, work: Work, loss: Loss, accumulate: bool) -> Seconds:
         logits += 4 * item * tokens * words  # the cap and its slopes, read and written
     products = _gemms_seconds(device, ((tokens, hidden, words),), work.compute)
     # Tensor ranks that do not keep their logits compute them again (terrace.runtime.tensor.loss).
-    recomputed_products_s = products[0] if work.tensor > 1 and tokens > chunk_rows(words, device.backend) else 0.0
+    recomputed_products_s = products[0] if work.tensor > 1 and tokens > chunk_rows(words, device.type) else 0.0
     passes_s, more_s = memory_s(device, logits, 3), _accumulation_s(device, work, words * hidden, 1, accumulate)
     return _sum(products, (passes_s, passes_s + recomputed_products_s, more_s))
 
@@ -356,7 +357,7 @@ def rounding_bytes(device: Device, master: str, states: str | None) -> float:
     for stored in (states, states, master if master == "bf16" else None):
         if stored is not None:
             work = 8 + (_BLOCK_CODE_BYTES if stored == BLOCK_STATES else _ROUNDING_BYTES)
-            total += 2 * element_bytes(stored) - 8 + work * (_IN_CACHE if device.backend == "cpu" else 1)
+            total += 2 * element_bytes(stored) - 8 + work * (_IN_CACHE if device.type == "cpu" else 1)
     return total
 
 

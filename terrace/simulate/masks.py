@@ -103,7 +103,8 @@ def has_flash_attention(
 
 def work_in(work: "Work", block: "BlockSpec", backend: str) -> "Work":
     """The micro-batch's work in a block; a block without declared operations counts as the shared layer."""
-    return _work_in(work, block.declared, backend) if block.declared.each else work
+    layer = block.declared
+    return work if layer is work.layer or not layer.each else _work_in(work, layer, backend)
 
 
 @lru_cache(maxsize=65536)

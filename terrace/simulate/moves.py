@@ -4,9 +4,8 @@ A stage repeats a few bodies of instructions (terrace.program.segments), so each
 micro-batches.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
-from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from terrace.program.instruction import PASSES, Instruction, Op
@@ -46,7 +45,7 @@ class Channels:
     def __init__(self, programs: "Sequence[Program]") -> None:
         self._numbers: dict[Channel, int] = {}
         # Greater than any micro-batch index in an instruction.
-        self.size = 1 + max(chain.from_iterable(map(_micros, programs)), default=0)
+        self.size = 1 + max([program.segments.last_micro for program in programs], default=0)
 
     def first(self, channel: Channel) -> int:
         """Number of the message of micro-batch 0; later micro-batches follow consecutively."""
@@ -57,12 +56,6 @@ class Channels:
         number, micro = divmod(message, self.size)
         sender, _, is_gradient, block = list(self._numbers)[number]
         return f"the {'gradient' if is_gradient else 'output'} of b{block}, micro-batch {micro}, from stage {sender}"
-
-
-def _micros(program: "Program") -> Iterator[int]:
-    segments = program.segments
-    within = max((each.micro for body in segments.bodies for each in body), default=0)
-    yield max((micro for _, micro in segments.order), default=0) + max(0, within)
 
 
 class _Step(NamedTuple):

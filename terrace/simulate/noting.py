@@ -4,8 +4,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Op
+from terrace.simulate.below import Moment
 from terrace.simulate.priced_instruction import Event
-from terrace.simulate.rank import Moment, Rank
+from terrace.simulate.rank import Rank
 
 if TYPE_CHECKING:
     from terrace.program.program import Program

@@ -9,6 +9,7 @@ from terrace.plan.flats import FlatParamSpec
 from terrace.plan.hops import RESIDUAL_BYTES
 from terrace.plan.partners import MEMORY, SLOTS, TAIL_BYTES, TIME
 from terrace.plan.plan import Plan
+from terrace.plan.projected import projected_numbers
 from terrace.plan.routes import residual_numels
 from terrace.plan.state_bytes import moments
 from terrace.plan.state_formats import stored_bytes
@@ -49,7 +50,12 @@ def _flat_bytes(plan: Plan, flat: FlatParamSpec, rank: int) -> int:
         return owned * flat.element_bytes(plan)
     elementwise = owned - max(0, min(int(part.stop), flat.num_orthogonal) - int(part.start))
     states = sum(moments(plan.update, owned, elementwise))
-    return owned * FORMATS[plan.master].element_bytes + stored_bytes(plan.optimizer_states or plan.sums, states)
+    numbers = projected_numbers(plan.update, flat.orthogonal, part)
+    return (
+        owned * FORMATS[plan.master].element_bytes
+        + stored_bytes(plan.optimizer_states or plan.sums, states)
+        + numbers * FORMATS[plan.sums].element_bytes
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

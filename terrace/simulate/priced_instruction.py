@@ -16,6 +16,22 @@ class Doing(IntEnum):
     GAP = 3
 
 
+class Stream(NamedTuple):
+    """Equal pieces that pass in one instruction, and the seconds of one.
+
+    A GATHER, REFRESH or SYNC has `number` 0, and the seconds in which all its parameters or gradients are read or
+    written.
+    """
+
+    number: int = 0
+    read_s: float = 0.0
+    write_s: float = 0.0
+    update_s: float = 0.0
+
+
+NO_STREAM = Stream()
+
+
 class PassStep(NamedTuple):
     """A step of a pass with messages on lanes.
 
@@ -44,3 +60,6 @@ class Event:
     message: str = ""  # its class
     steps: tuple[PassStep, ...] = ()  # of a pass with messages on lanes: all behind its first computing
     parts: "tuple[Event, ...]" = ()  # of a message in gaps, by gap; of OUTER_COUNT, its computing
+    stream: Stream = NO_STREAM  # of states that are kept below the device
+    grads_s: float = 0.0  # seconds in which an update's gradients are read from below the device
+    most_writing: int = 0  # a backward begins when gradients of fewer blocks are being written below; 0: at once

@@ -26,7 +26,9 @@ from typing import TYPE_CHECKING, Any
 
 from terrace.program.gap_queue import Held
 from terrace.program.instruction import Op
-from terrace.simulate.bus import Bus
+from terrace.simulate.below import Moment
+from terrace.simulate.below_clocks import BelowClocks
+from terrace.simulate.bus import Bus, progress_s
 from terrace.simulate.priced_instruction import Doing, Event
 
 if TYPE_CHECKING:
@@ -65,52 +67,49 @@ class Passes:
 Play = tuple[Callable[["Rank", Event], None], Event]
 Act = Callable[["Rank", Any], None]
 Move = tuple[Act, Event | Passes]
-Moment = tuple[float, int]  # when a message will be there; for a recording, the number of its span
 
 
-class Rank:
+class Rank(BelowClocks):
     """The clocks of one rank, and the arrival times of its messages in flight."""
 
     SENDING = -1  # the lane of messages to other stages, after the tiers' lanes
+    RECORDS = False  # whether each computation is recorded by itself
 
     __slots__ = (
         *("ahead_s", "begins_s", "bus", "busy_s", "changes", "counts", "directions", "gathers", "counts_end", "held"),
-        *("lanes_s", "mutual", "now_s", "outside", "penalties", "reduced", "reductions", "refreshes", "stops", "syncs"),
+        *("lanes_s", "mutual", "outside", "penalties", "reduced", "reductions", "refreshes", "stops", "syncs"),
         "time_s",
     )
 
     def __init__(self, program: "Program") -> None:
-        self.now_s = 0.0
-        self.mutual = program.cluster.device.backend == "cpu"  # whether compute slows messages, too
+        super().__init__(program)
+        self.mutual = program.cluster.device.type == "cpu"  # whether compute slows messages, too
         shares = program.cluster.shared_buses
         self.bus = Bus(shares) if shares else None
         self.stops = self.mutual or self.bus is not None  # whether the clock may stand still
         num_lanes = len(program.layout.tiers) + (program.stage.num_stages > 1)
-        self.lanes_s = [0.0] * num_lanes  # when each lane is free
-        self.begins_s = [0.0] * num_lanes  # since when each lane has been busy without a pause
+        # When each lane is free, and since when it has been busy without a pause.
+        self.lanes_s, self.begins_s = [0.0] * num_lanes, [0.0] * num_lanes
         self.penalties = [0.0] * num_lanes  # of the newest message of each lane
-        self.busy_s = 0.0  # when all are
+        self.busy_s = 0.0  # when all lanes are free
         self.time_s: dict[str, float] = defaultdict(float)
         self.gathers: dict[int, tuple[Moment, str]] = {}
-        self.refreshes: dict[int, Moment] = {}
-        self.reductions: deque[Moment] = deque()
+        self.refreshes, self.reductions = dict[int, Moment](), deque[Moment]()
         self.reduced: dict[int, Moment] = {}
-        self.syncs: list[Moment] = []
-        self.held = Held[Event]()
+        self.syncs, self.held = list[Moment](), Held[Event]()
         self.counts: tuple[Moment, str] | None = None
         self.directions: dict[int, tuple[Moment, str]] = {}
-        self.counts_end = _START
-        self.changes: dict[int, tuple[Moment, str]] = {}
+        self.counts_end, self.changes = _START, dict[int, tuple[Moment, str]]()
         # The lanes of exchanges between islands, and the seconds by which these progressed while the clock stood still.
-        self.outside = program.model.world_layout.outside
-        self.ahead_s = 0.0
+        self.outside, self.ahead_s = program.model.world_layout.outside, 0.0
 
     def nothing(self, event: Event) -> None:
         """FREE, and REDUCE where autograd accumulates gradients in place."""
 
     def gather(self, event: Event) -> None:
-        """GATHER starts after the refresh of its block."""
-        self.gathers[event.block] = self.issue(event, self.refreshes.pop(event.block, _START)), event.category
+        """GATHER starts after the refresh of its block, and first reads parameters that are kept below the device."""
+        moment = self.issue(event, self.read_first(event, self.refreshes.pop(event.block, _START)))
+        self.gathers[event.block] = moment, event.category
 
     def run(self, event: Event) -> None:
         """FORWARD and BACKWARD wait for the gathers of the blocks they read."""
@@ -120,12 +119,25 @@ class Rank:
                 moment, category = gathers.pop(block)
                 if moment[0] > self.now_s:
                     self.wait(moment, category)
+        self.wait_grads_written(event.most_writing)
         # At most one reduction may be in flight when a new gradient buffer opens.
         while event.opens and len(self.reductions) > 1:
             self.wait(self.reductions.popleft(), "wait reduce")
-        self.compute(event)
+        if self.stops or self.RECORDS:
+            self.compute(event)
+            for category, seconds in event.inside:
+                self.inside(category, seconds)
+            return
+        # The same for a clock that never stands still, in one call: most of a search's plays are passes.
+        time_s, now_s, seconds = self.time_s, self.now_s, event.seconds
+        if self.busy_s > now_s:
+            seconds += self.slowed_s(seconds)
+        time_s[event.category] += seconds
+        now_s += seconds
         for category, seconds in event.inside:
-            self.inside(category, seconds)
+            time_s[category] += seconds
+            now_s += seconds
+        self.now_s = now_s
 
     def run_all(self, passes: Passes) -> None:
         """Several passes; where no message is in flight and none is waited for, their seconds add up."""
@@ -144,7 +156,7 @@ class Rank:
 
     def is_held(self, passes: Passes) -> bool:
         """Whether passes may wait for messages or be slowed by them."""
-        under_way = self.busy_s > self.now_s or self.gathers or self.refreshes or passes.sends
+        under_way = self.busy_s > self.now_s or self.gathers or self.refreshes or passes.sends or self.grads_written
         return bool(under_way or (passes.opens and len(self.reductions) > 1))
 
     def run_whole(self, event: Event) -> None:
@@ -180,7 +192,7 @@ class Rank:
 
     def sync(self, event: Event) -> None:
         """SYNC starts after the last reduction of its block."""
-        self.syncs.append(self.issue(event, self.reduced.get(event.block, _START)))
+        self.syncs.append(self.write_grads(event, self.issue(event, self.reduced.get(event.block, _START))))
 
     def hold(self, event: Event) -> None:
         """REDUCE or SYNC in gaps: part 0 is sent at once."""
@@ -217,6 +229,7 @@ class Rank:
         """CLIP waits for every gradient, then for its own message."""
         self.settle()
         self.wait(self.issue(event, _START), event.category)
+        self.taken_s = self.now_s
 
     def settle(self) -> None:
         """Wait for every gradient, and for the counts of routers."""
@@ -224,6 +237,7 @@ class Rank:
             self.wait(moment, "wait reduce")
         for moment in self.syncs:
             self.wait(moment, "wait sync")
+        self.wait_grads_written(1)
         self.reductions.clear()
         self.syncs.clear()
         if self.counts is not None:
@@ -235,13 +249,18 @@ class Rank:
         self.wait((self.now_s + event.seconds, -1), event.category)
 
     def orthogonalise(self, event: Event) -> None:
-        """ORTHOGONALISE starts at once: its momentum is ready."""
+        """ORTHOGONALISE starts at once, or when states and gradients that are kept below the device are there."""
+        self.take(event)
+        self.pass_pieces(event)
         self.directions[event.block] = self.issue(event, _START), event.category
 
     def update(self, event: Event) -> None:
         """UPDATE reads the gradients that CLIP waited for, and the whole matrices of its block."""
         if event.block in self.directions:
             self.wait(*self.directions.pop(event.block))
+        self.take(event)
+        self.wait_updated()
+        self.pass_pieces(event)
         self.compute(event)
 
     def outer_count(self, event: Event) -> None:
@@ -263,12 +282,14 @@ class Rank:
         self.compute(event)
 
     def refresh(self, event: Event) -> None:
-        """REFRESH follows its UPDATE."""
-        self.refreshes[event.block] = self.issue(event, _START)
+        """REFRESH follows its UPDATE; parameters that are kept below the device are then written."""
+        self.refreshes[event.block] = self.write_params(event, self.issue(event, _START))
 
     def restore(self, event: Event) -> None:
         """REFRESH of a restoring program: compute waits for it."""
-        self.wait(self.issue(event, _START), event.category)
+        ready = self.issue(event, self.read_first(event, _START))
+        self.wait(self.write_params(event, ready), event.category)
+        self.params_written.clear()
 
     def issue(self, event: Event, ready: Moment) -> Moment:
         """Put a message that may start at `ready` on its lane; returns its arrival."""
@@ -294,10 +315,12 @@ class Rank:
     def wait(self, moment: Moment, category: str) -> None:
         """Make the compute stream wait for a message."""
         seconds = moment[0] - self.now_s
-        if seconds > 0.0:
-            longer_s = 0.0
-            if self.mutual:  # several lanes may want the cores
-                longer_s = max(0.0, self.needed_s(seconds) - seconds)
+        if seconds > 0.0 and not self.stops:
+            self.time_s[category] += seconds
+            self.now_s = moment[0]
+        elif seconds > 0.0:
+            # Several lanes may want the cores.
+            longer_s = max(0.0, self.needed_s(seconds) - seconds) if self.mutual else 0.0
             self.time_s[category] += self.wall_s(seconds)
             self.now_s = moment[0]
             self.time_s[category] += self.stand(longer_s)
@@ -305,8 +328,7 @@ class Rank:
     def compute(self, event: Event) -> None:
         """Run an event on the compute stream."""
         seconds = event.seconds
-        # Fast path: every lane is idle.
-        if self.busy_s <= self.now_s:
+        if self.busy_s <= self.now_s:  # every lane is idle
             self.time_s[event.category] += seconds
             self.now_s += seconds
         elif self.mutual:
@@ -353,9 +375,7 @@ class Rank:
         total_s, now_s = 0.0, self.now_s
         for begin_s, end_s, penalty in zip(self.begins_s, self.lanes_s, self.penalties, strict=True):
             if end_s > now_s:
-                shared_s = min(end_s, now_s + seconds) - max(begin_s, now_s)
-                if shared_s > 0.0:
-                    total_s += penalty * shared_s
+                total_s += penalty * max(0.0, min(end_s, now_s + seconds) - max(begin_s, now_s))
         return total_s
 
     def slowed_s(self, seconds: float) -> float:
@@ -363,7 +383,7 @@ class Rank:
         most_s, now_s = 0.0, self.now_s
         for end_s, penalty in zip(self.lanes_s, self.penalties, strict=True):
             if end_s > now_s:
-                shared_s = self.wall_s(end_s - now_s)
+                shared_s = end_s - now_s if self.bus is None else self.wall_s(end_s - now_s)
                 slowed_s = penalty * (shared_s if shared_s < seconds else seconds)
                 # Messages on several lanes run at once; only the strongest slow-down counts.
                 if slowed_s > most_s:
@@ -374,15 +394,6 @@ class Rank:
         """Wait for messages inside a block; their position among its kernels does not affect the sum."""
         self.time_s[category] += seconds
         self.now_s += self.clock_s(seconds)
-
-
-def progress_s(penalty: float, longer_s: float, left_s: float) -> float:
-    """Seconds by which a message with `left_s` left progresses while the clock stands still.
-
-    The clock stands still for `longer_s` plus the message's own core time; the message progresses during the share of
-    this time in which it needs no cores.
-    """
-    return min(left_s, (1.0 - penalty) * longer_s / (1.0 - penalty * (1.0 - penalty)))
 
 
 _START: Moment = (0.0, -1)  # before anything

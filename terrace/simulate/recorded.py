@@ -76,5 +76,5 @@ def _curve(step: Step, recording: Recording) -> MemoryCurve:
     # FLOPs do not determine activations.
     if not isinstance(step.work, Work):
         return memory_curve(recording)
-    backend = step.cluster.device.backend
+    backend = step.cluster.device.type
     return memory_curve(recording, activations_by_block(step.work, step.plan, recording.program.blocks, backend))

@@ -10,20 +10,22 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from terrace.base.collection import no_collection
+from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Op
-from terrace.program.recording import COMPUTE, Recording, Span
-from terrace.simulate.cost import Costs
-from terrace.simulate.events import check_alone, price
+from terrace.program.recording import COMPUTE, Recording, Span, below_lane
+from terrace.simulate.below import WAIT, Moment
+from terrace.simulate.events import behind_clip, check_alone, price
 from terrace.simulate.priced_instruction import Event
-from terrace.simulate.rank import Moment, Rank
+from terrace.simulate.rank import Rank
 
 if TYPE_CHECKING:
     from terrace.program.program import Program
+    from terrace.simulate.cost import Costs
 
 _Noted = tuple[int, float, float, int, str, int, int]  # a span, by the rank's clock
 
 
-def record(program: "Program", costs: Costs) -> Recording:
+def record(program: "Program", costs: "Costs") -> Recording:
     """Recording of a steady step; its report equals `simulate`'s.
 
     Raises `ProgramError` for a program that exchanges messages with other stages.
@@ -32,11 +34,11 @@ def record(program: "Program", costs: Costs) -> Recording:
     with no_collection():
         plays = price(program, costs)
         rank = Recorder(program)
-        for _ in range(2):
-            # The second step is steady; spans of the first are kept, since its messages may overlap the second.
+        nothing, started, done = Rank.nothing, rank.started_s.append, rank.done_s.append
+        # Spans of the end of the step before are kept, since its messages may overlap this one.
+        for begin in (behind_clip(plays), 0):
             rank.restart()
-            nothing, started, done = Rank.nothing, rank.started_s.append, rank.done_s.append
-            for position, (act, event) in enumerate(plays):
+            for position, (act, event) in enumerate(plays[begin:], begin):
                 # As `begin`.
                 started(now_s := rank.now_s)
                 done(now_s)
@@ -49,6 +51,8 @@ def record(program: "Program", costs: Costs) -> Recording:
 class Recorder(Rank):
     """A rank that records its spans. It calls `Rank` by name, since `super()` takes as long as the call itself."""
 
+    RECORDS = True
+
     __slots__ = (
         "cause",
         "done_s",
@@ -58,6 +62,7 @@ class Recorder(Rank):
         "longer_s",
         "newest",
         "origin",
+        "passed",
         "position",
         "program",
         "sending",
@@ -69,7 +74,8 @@ class Recorder(Rank):
         super().__init__(program)
         self.program = program
         self.sending = len(program.layout.tiers)  # the lane of messages to other stages
-        self.newest = [-1] * (self.sending + 2)  # the last span of every lane; COMPUTE is the last
+        # The last span of every lane; COMPUTE is the last, the media below the device are before it.
+        self.newest = [-1] * (self.sending + 2 + len(program.plan.keep.media))
         self.first, self.origin = 0, 0.0  # of the step: its first span, and the clock at its start
         self.cause: tuple[int, int] | None = None  # (stage, span) of another stage that the next wait is for
         self.spans: list[_Noted] = []
@@ -78,6 +84,7 @@ class Recorder(Rank):
         self.position = 0
         self.longer_s = 0.0  # by how much computing outlasted its own seconds
         self.issued: dict[tuple[Op, int], int] = {}  # of messages in gaps: their positions
+        self.passed: dict[tuple[int, MessageClass], int] = {}  # the last span in each direction of a medium
         self.halts: list[tuple[float, float, float]] = []  # from, to and by how long the clock stood still on the way
 
     def restart(self) -> None:
@@ -150,6 +157,40 @@ class Recorder(Rank):
         if now_s >= start_s:
             start_s, after = now_s, self.newest[COMPUTE]
         return done_s, self._add(lane, start_s, done_s, event.message, after)
+
+    def pass_pieces(self, event: Event) -> None:
+        """Record when the lane of the medium passes the pieces of an event, and the wait for it."""
+        free_s, now_s = self.slots.ring.busy_s, self.now_s
+        self.wait((self.slots.passed_s(event.stream, now_s), self.newest[COMPUTE]), WAIT)
+        # What is read ahead for this event has passed with those before it, and what passes now is for those behind.
+        if event.stream.number:
+            self._add(
+                below_lane(self.program, self.program.plan.keep.optimizer),
+                max(free_s, now_s),
+                self.slots.ring.busy_s,
+                MessageClass.KEEP_WRITE,
+                self.newest[COMPUTE],
+            )
+
+    def read_below(self, state: str, seconds: float, ready: Moment) -> Moment:
+        """Record a read of parameters or gradients."""
+        done_s, _ = Rank.read_below(self, state, seconds, ready)
+        return self._moved(state, done_s, seconds, MessageClass.KEEP_READ, ready[1])
+
+    def write_below(self, state: str, seconds: float, ready: Moment) -> Moment:
+        """Record a write of parameters or gradients."""
+        done_s, _ = Rank.write_below(self, state, seconds, ready)
+        return self._moved(state, done_s, seconds, MessageClass.KEEP_WRITE, ready[1])
+
+    def _moved(self, state: str, done_s: float, seconds: float, message: MessageClass, ready: int) -> Moment:
+        lane = below_lane(self.program, getattr(self.program.plan.keep, state))
+        start_s, after = done_s - seconds, self.newest[COMPUTE]
+        # Its cause is the later of its input and the span before it in its direction, unless both end before its issue.
+        for number in (ready, self.passed.get((lane, message), -1)):
+            if number >= 0 and self.spans[number][2] >= max(start_s, self.now_s):
+                after = number
+        self.passed[lane, message] = self._add(lane, start_s, done_s, message, after)
+        return done_s, self.passed[lane, message]
 
     def note(self, event: Event) -> None:
         self.issued[event.op, event.block] = self.position

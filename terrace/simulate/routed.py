@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from terrace.cluster.cluster import Device
 from terrace.model.operations import Product
 from terrace.model.spec import BlockSpec
-from terrace.plan.expert_traffic import ExpertTraffic, spans_of
+from terrace.plan.expert_traffic import NO_TRAFFIC, ExpertTraffic, spans_of
 from terrace.plan.in_block_messages import RoutedMessage
 from terrace.plan.wire import MessageClass
 from terrace.program.block_program.steps import BlockStep, Compute, ComputeKind, Gap, Send, Steps
@@ -63,16 +63,16 @@ class RoutedSeconds(NamedTuple):
 
 
 def routed_seconds(
-    program: "Program", block: int, work: Work, traffic: ExpertTraffic | None = None
+    program: "Program", block: int, work: Work, traffic: ExpertTraffic = NO_TRAFFIC
 ) -> tuple[RoutedSeconds, Divided | None]:
     """Compute seconds between the routed messages of a block, and corrections for experts on several ranks.
 
-    The corrections are None where it sends no messages. `traffic` overrides the plan's.
+    The corrections are None where it sends no messages. `traffic` overrides the plan's, unless empty.
     """
-    traffic, spec = traffic or program.model.routed.traffic(block), program.blocks[block]
+    traffic, spec = traffic if traffic.way else program.model.routed.traffic(block), program.blocks[block]
     if not traffic.way:
         return RoutedSeconds(), None
-    own = work_in(work, spec, program.cluster.device.backend)
+    own = work_in(work, spec, program.cluster.device.type)
     trained = trained_part(spec, program.blocks)
     return priced_experts(program.cluster.device, own, traffic, program.num_micros > 1, trained)
 
@@ -127,7 +127,7 @@ def shared_out(
 
 def ordered(steps: Steps) -> Iterator[tuple[Doing, Compute | Gap | RoutedMessage, int]]:
     """(Action, compute or message, number) of the steps of a pass, as in `PassStep`."""
-    sent: list[Send] = []
+    sent: dict[int, int] = {}  # the number of each message, by the identity of its step
     newest: dict[tuple[MessageClass, bool, int], int] = {}  # of each chunk, its last hop so far
     for step in steps:
         if isinstance(step, Compute):
@@ -143,9 +143,9 @@ def ordered(steps: Steps) -> Iterator[tuple[Doing, Compute | Gap | RoutedMessage
             chunk = message.message_class, message.backward, message.chunk
             follows, newest[chunk] = newest.get(chunk, -1), len(sent)
             yield Doing.SEND, message, follows
-            sent.append(step)
+            sent[id(step)] = len(sent)
         else:
-            yield Doing.WAIT, message, sent.index(step.send)
+            yield Doing.WAIT, message, sent[id(step.send)]
 
 
 def pass_steps(

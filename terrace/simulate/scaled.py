@@ -86,7 +86,7 @@ class _Form(NamedTuple):
     @classmethod
     def of(cls, device: Device, compute: str, products: str) -> "_Form":
         item, by_row = FORMATS[compute].element_bytes, scales_rows(products)
-        return cls(by_row, 4 * item + 9, 5) if device.backend == "cpu" else cls(by_row, 2 * item + 1, 0)
+        return cls(by_row, 4 * item + 9, 5) if device.type == "cpu" else cls(by_row, 2 * item + 1, 0)
 
     def codes(self, numel: float, number: int = 1) -> _Passes:
         return _Passes(self.each * numel, _CODES * number)
@@ -157,7 +157,7 @@ def launches(products: Sequence[Matrices], of_a_layer: int, form: str, coded: bo
 
 def product_s(device: Device, m: int, k: int, n: int, compute: str) -> float:
     """Seconds of a product of (m, k) and (k, n) codes, with a result in the compute dtype."""
-    if device.backend == "cpu":
+    if device.type == "cpu":
         return gemm_s(device, m, k, n, 1, "fp32")
     compute_s = 2.0 * m * k * n / (peak_flops_per_s(device, "fp8") * fp8_share(device, m, k, n) * device.pace)
     moved = m * k + k * n + FORMATS[compute].element_bytes * m * n

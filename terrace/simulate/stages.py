@@ -6,7 +6,8 @@ they run the same program at the same time. Between stages
     a message leaves at its SEND, after the rank's earlier messages, and a pass that reads it waits for it;
     TIE ends for both stages at the same time, CLIP for all;
 
-and waits are `wait pipeline`, `wait tie` or `wait control`. Two steps are played and the second is reported.
+and waits are `wait pipeline`, `wait tie` or `wait control`. The reported step starts where the step before it
+ends (terrace.simulate.events).
 """
 
 from collections import defaultdict, deque
@@ -78,6 +79,17 @@ def record_stages(programs: "Sequence[Program]", costs: Sequence[Costs]) -> list
         return pipeline.recordings()
 
 
+def record_stage(programs: "Sequence[Program]", costs: Sequence[Costs], stage: int) -> Recording:
+    """The recording of one stage as in `record_stages`, in less time; its spans name no causes on other stages."""
+    if len(programs) == 1:
+        return record(programs[0], costs[0])
+    with no_collection():
+        pipeline = Pipeline(programs, costs, Recorder, only=stage)
+        pipeline.run()
+        (found,) = pipeline.recordings()
+        return found
+
+
 class _Noting(Rank):
     """A rank that records when each pass of a step begins and ends, in wall time."""
 
@@ -138,20 +150,21 @@ class _Clock(NamedTuple):
 
 
 class Pipeline:
-    """The programs of all stages and the clocks of their ranks; one stage is no special case."""
+    """The programs of all stages and the clocks of their ranks: `rank`s, with `only` of that stage alone."""
 
-    def __init__(self, programs: "Sequence[Program]", costs: Sequence[Costs], rank: type[Rank] = Rank) -> None:
+    def __init__(
+        self, programs: "Sequence[Program]", costs: Sequence[Costs], rank: type[Rank] = Rank, only: int | None = None
+    ) -> None:
         self.programs = programs
-        self.ranks = [rank(program) for program in programs]
+        kinds = [rank if only in (None, index) else Rank for index in range(len(programs))]
+        self.ranks = [kind(program) for kind, program in zip(kinds, programs, strict=True)]
         self.begun_s = [0.0] * len(programs)  # the wall's time at which each stage began its step
         self.channels = Channels(programs)
-        # Every instruction is recorded.
-        act = None if rank is Recorder else rank.run_all
-        # A step is played twice, so its moves are found once.
-        self.moves = [
-            Reader(program, price_distinct(program, cost), self.channels, act).moves()
-            for program, cost in zip(programs, costs, strict=True)
-        ]
+        self.moves = []
+        for program, cost, kind in zip(programs, costs, kinds, strict=True):
+            # Every instruction is recorded.
+            act = None if kind is Recorder else kind.run_all
+            self.moves.append(Reader(program, price_distinct(program, cost), self.channels, act).moves())
 
     def run(self) -> list[dict[str, float]]:
         for is_last in (False, True):
@@ -163,7 +176,7 @@ class Pipeline:
                     rank.restart()
                 elif isinstance(rank, _Noting):
                     rank.begun_s, rank.notes = self.begun_s[index], is_last
-            self.step()
+            self.step(is_end=not is_last)
         return [dict(rank.time_s) for rank in self.ranks]
 
     def noted(self) -> list[list[Passed]]:
@@ -176,29 +189,32 @@ class Pipeline:
         return found
 
     def recordings(self) -> list[Recording]:
-        """The recording of every stage's last step."""
+        """Recordings of the last step, of the stages whose ranks record."""
         first_s, found = min(self.begun_s), []
         for rank, begun_s in zip(self.ranks, self.begun_s, strict=True):
-            assert isinstance(rank, Recorder), "only recorders have recordings"
-            found.append(rank.recording(begun_s - first_s))
+            if isinstance(rank, Recorder):
+                found.append(rank.recording(begun_s - first_s))
         return found
 
-    def step(self) -> None:
-        """Play the programs once; the caller resets the ranks' clocks, `begun_s` and `time_s`."""
+    def step(self, *, is_end: bool = False) -> None:
+        """Play the programs once; with `is_end`, only what follows CLIP. The caller resets all clocks."""
         clock = _Clock({}, defaultdict(dict), {}, {}, {}, deque(range(len(self.programs))))
         # Stages are coroutines: each runs until it needs a message that has not been sent yet.
-        running = [self._stage(index, clock) for index in range(len(self.programs))]
+        running = [self._stage(index, clock, is_end=is_end) for index in range(len(self.programs))]
         while clock.ready:
             next(running[clock.ready.popleft()], None)
         if clock.waiting:
             words = (f"stage {stage} {self._words(reason)}" for stage, reason in sorted(clock.waiting.items()))
             raise ProgramError(f"the stages wait in a circle: {'; '.join(words)}")
 
-    def _stage(self, index: int, clock: _Clock) -> Generator[None, None, None]:
+    def _stage(self, index: int, clock: _Clock, *, is_end: bool) -> Generator[None, None, None]:
         rank = self.ranks[index]
-        recorder = rank if isinstance(rank, Recorder) else None
+        recorder, stops = rank if isinstance(rank, Recorder) else None, rank.stops
         arrived_s, readers, begun_s, spent_s = clock.arrived_s, clock.readers, self.begun_s[index], rank.time_s.values()
-        for position, (role, act, event, message) in enumerate(self.moves[index]):
+        moves, begin = self.moves[index], 0
+        if is_end:  # all of a program without CLIP
+            begin = 1 + max([position for position, move in enumerate(moves) if move[0] is Role.CLIP], default=-1)
+        for position, (role, act, event, message) in enumerate(moves[begin:], begin):
             if recorder is not None:
                 recorder.begin(position)
             if role is Role.ALONE:
@@ -208,10 +224,10 @@ class Pipeline:
                     readers[message], clock.waiting[index] = index, message
                     yield
                 if recorder is not None:
-                    recorder.cause = clock.spans[message]
+                    recorder.cause = clock.spans.get(message)
                 left_s = arrived_s[message] - (begun_s + sum(spent_s))
                 if left_s > 0.0:
-                    rank.wait((rank.now_s + rank.clock_s(left_s), -1), WAIT_PIPELINE)
+                    rank.wait((rank.now_s + (rank.clock_s(left_s) if stops else left_s), -1), WAIT_PIPELINE)
                 elif recorder is not None:
                     # No wait came, so its cause must not stick to the next one.
                     recorder.cause = None
@@ -222,7 +238,8 @@ class Pipeline:
                 if recorder is not None:
                     # A message without bytes has no span: its sender's compute is the cause.
                     clock.spans[message] = (index, number if number >= 0 else recorder.newest[COMPUTE])
-                arrived_s[message] = begun_s + sum(spent_s) + rank.wall_s(done_s - rank.now_s)
+                left_s = done_s - rank.now_s
+                arrived_s[message] = begun_s + sum(spent_s) + (rank.wall_s(left_s) if stops else left_s)
                 if message in readers:
                     self._resume(readers.pop(message), clock)
             else:

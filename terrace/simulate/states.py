@@ -3,28 +3,33 @@
 What a rank keeps for the whole step is counted by terrace.plan.state_bytes, as in a program's buffers
 (terrace.program.buffers). Temporary buffers follow from the order of the blocks, without their visits. A window of
 blocks is whole at a time: the parameters of a visit and of the next `prefetch` ones, the gradients of two neighbours,
-and with either the matrix that a tied head uses. During the update Muon holds the whole matrices of two layers.
+and with either the matrix that a tied head uses. Updates of whole matrices hold those of two layers.
 
 A tied head on another stage than the embedding has its own copy, and both stages keep the other's gradient.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, pairwise, product
 
 from terrace.cluster.cluster import Cluster
+from terrace.model.spec import BlockSpec
 from terrace.plan.dims import is_layer
 from terrace.plan.flats import FlatParamSpec, block_flats, gathered_bytes, stage_layout
 from terrace.plan.gaps import largest_part_bytes
 from terrace.plan.hops import arena_bytes, gather_buffers, reduce_buffers
+from terrace.plan.kept import gradient_bytes, is_final_at_once, ring_bytes, updating_bytes
 from terrace.plan.kinds import Kinds
 from terrace.plan.layout import Layout, message_lane
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.routes import block_hops
+from terrace.plan.slices import cut_tables
 from terrace.plan.state_bytes import accumulates_in_place, slice_bytes, tie_bytes
+from terrace.plan.tables import NO_LOOK_UPS, TableTraffic
+from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.plan.wire import FORMATS, OF_PARAMETERS, ROUTES, MessageClass
 
 _OF_TRAINABLE = tuple(message for message, route in ROUTES.items() if route.carries != "all")
@@ -90,14 +95,14 @@ def gathered_whole(
 @lru_cache(maxsize=16384)
 def gradients_whole(
     order: Sequence[int], ties: Sequence[tuple[int, int]], sizes: Sequence[int], more_units: bool
-) -> tuple[int, ...]:
-    """Most full gradients alive at once in the backward of a block of each kind.
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Most full gradients alive at once in the backward of a block of each kind, and of the last block of each kind.
 
     These are its own, the gradient of the previous block in the backward that has any, which is still being reduced,
     and the gradients of blocks that it, or a later block, is tied to. With `more_units`, an earlier micro-batch's last
     gradient may still be in flight at the first backward.
     """
-    blocks, most = [sizes[kind] for kind in order], [0] * len(sizes)
+    blocks, most, last = [sizes[kind] for kind in order], [0] * len(sizes), [0] * len(sizes)
     # The previous micro-batch's last reduced gradient is that of the first block with one.
     befores, before = [0] * len(blocks), next(filter(None, blocks), 0) if more_units else 0
     for block in reversed(range(len(blocks))):
@@ -105,8 +110,9 @@ def gradients_whole(
         before = blocks[block] or before
     for block, kind in enumerate(order):
         owners = {owner for user, owner in ties if owner < block <= user}
-        most[kind] = max(most[kind], blocks[block] + befores[block] + sum(blocks[owner] for owner in owners))
-    return tuple(most)
+        last[kind] = blocks[block] + befores[block] + sum(blocks[owner] for owner in owners)
+        most[kind] = max(most[kind], last[kind])
+    return tuple(most), tuple(last)
 
 
 def regathers(stage: StageBlocks, prefetch: int, more_units: bool) -> tuple[bool, bool]:
@@ -128,13 +134,18 @@ def regathers(stage: StageBlocks, prefetch: int, more_units: bool) -> tuple[bool
 class States:
     """Bytes of model state: `steady` by category for the whole step, full parameters and gradients by kind.
 
-    `updating` is what the update's buffers take on top of `steady`, where they replace those of a tie.
+    `last_gradients` are those in the backward of the last block of each kind, when the most activations are kept: the
+    next block in the order of the model may be of another kind. `updating` is what updates take on top of `steady`, by
+    category; their buffers replace those of a tie. `accumulated` are the gradients kept below the device that are on it
+    in a backward, by kind.
     """
 
     steady: dict[str, int]
     gathered: tuple[int, ...]
     gradients: tuple[int, ...]
-    updating: int = 0
+    last_gradients: tuple[int, ...]
+    updating: Mapping[str, int]
+    accumulated: tuple[int, ...]
 
 
 def model_states(cluster: Cluster, plan: Plan, kinds: Kinds, stage: StageBlocks, num_micros: int) -> States:
@@ -144,6 +155,8 @@ def model_states(cluster: Cluster, plan: Plan, kinds: Kinds, stage: StageBlocks,
     """
     mesh, item = Mesh.of(cluster, plan), FORMATS[plan.compute].element_bytes
     specs = kinds.sliced({"columns": mesh.total("columns"), "rows": mesh.total("rows")}, mesh.stack_degrees)
+    if mesh.tables is not None:
+        specs = cut_tables(specs, mesh.tables.total("expert"))
     layers = [is_layer(kinds.blocks, first) for first in kinds.first]
     flats = block_flats(cluster, plan, specs, layers=layers)
     # A block with the copies that it reads.
@@ -157,7 +170,9 @@ def model_states(cluster: Cluster, plan: Plan, kinds: Kinds, stage: StageBlocks,
     held = [flat for kind in set(stage.order) for flat in parts[kind]]
     tie = max((tie_bytes([flat], plan.sums) for kind in stage.tied for flat in flats[kind]), default=0)
     lanes = _lanes(stage_layout(cluster, plan), plan, held, *regathers(stage, plan.prefetch, more_units))
-    steady["buffers"] = sum(lanes.values()) + tie
+    held_parts = [parts[kind] for kind in stage.order]
+    steady["buffers"] = sum(lanes.values()) + tie + ring_bytes(plan, held_parts)
+    accumulated = accumulated_whole(plan, stage, parts)
     # Only gradients that are reduced need a whole buffer.
     buffered = tuple(
         sum(flat.padded for flat in each if flat.trainable and not accumulates_in_place(flat.layout)) * item
@@ -169,15 +184,51 @@ def model_states(cluster: Cluster, plan: Plan, kinds: Kinds, stage: StageBlocks,
         for each in parts
     ]
     directions = (matrices[kind] for kind in stage.order if matrices[kind])
+    gradients, last_gradients = gradients_whole(stage.order, stage.ties, buffered, more_units)
     return States(
         steady=steady,
         gathered=gathered_whole(
             stage.order, stage.ties, tuple(gathered_bytes(plan, each) for each in parts), plan.prefetch
         ),
-        gradients=gradients_whole(stage.order, stage.ties, buffered, more_units),
+        gradients=gradients,
+        last_gradients=last_gradients,
         # A layer is gathered while the one before it is updated.
-        updating=max(0, max(map(sum, pairwise((*directions, 0))), default=0) * item - tie),
+        updating={
+            "buffers": max(0, max(map(sum, pairwise((*directions, 0))), default=0) * item - tie),
+            "params": updating_bytes(plan, held_parts),
+            "grads": read_ahead_bytes(plan, held_parts),
+        },
+        accumulated=accumulated,
     )
+
+
+def accumulated_whole(plan: Plan, stage: StageBlocks, parts: Sequence[Sequence[FlatParamSpec]]) -> tuple[int, ...]:
+    """Most bytes of gradients kept below the device that are on it in the backward of a block, for each kind.
+
+    They are the gradients of the block, of blocks before it that are being reduced or written, and of blocks that it or
+    a later block is tied to. `parts` are the flat buffers of each kind.
+    """
+    most, before = [0] * len(parts), list[int]()
+    sizes = [gradient_bytes(plan, flats) for flats in parts]
+    for block, kind in reversed(list(enumerate(stage.order)) if any(sizes) else []):
+        owners = {owner for user, owner in stage.ties if owner < block <= user}
+        here = sizes[kind] + sum(before) + sum(sizes[stage.order[owner]] for owner in owners)
+        most[kind] = max(most[kind], here)
+        before = [*before, sizes[kind]][-1 if is_final_at_once(parts[kind]) else -2 :]
+    return tuple(most)
+
+
+def read_ahead_bytes(plan: Plan, blocks: Sequence[Sequence[FlatParamSpec]]) -> int:
+    """Most bytes of gradients kept below the device that are on it in updates.
+
+    They are the gradients of a block and of the next one; of three blocks where ORTHOGONALISE reads one update ahead.
+    """
+    sizes = [gradient_bytes(plan, flats) for flats in blocks]
+    order = [block for block, size in enumerate(sizes) if size]
+    whole = [block for block in order if any(flat.num_orthogonal for flat in blocks[block])]
+    ahead = [sizes[block] for block in (*whole[:1], *(each for each in order if each not in whole[:1]))]
+    reach = 3 if whole else 2
+    return max(sum(ahead[start : start + reach]) for start in range(max(1, len(ahead))))
 
 
 def _lanes(
@@ -203,3 +254,13 @@ def _lanes(
             lane = message_lane(together, message, source)
             lanes[lane] = max(lanes[lane], part, *map(arena_bytes, sizes))
     return lanes
+
+
+def look_ups_of(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec], sequence: int) -> TableTraffic:
+    """The look-ups of whole or sliced `blocks` under a plan; `NO_LOOK_UPS` if none has a spread table."""
+    tiers, mesh = [tier.name for tier in cluster.tiers], Mesh.of(cluster, plan)
+    if mesh.tables is None:
+        return NO_LOOK_UPS
+    tensor = TensorTraffic.of(mesh, tiers, plan, sequence)
+    found = (TableTraffic.of(tensor, block) for block in blocks)
+    return next((each for each in found if each is not NO_LOOK_UPS), NO_LOOK_UPS)

@@ -224,7 +224,16 @@ def resolved(step: Step) -> Step:
     if step.plan.stages:
         check_stages(step)
         return step
-    return replace(step, plan=replace(step.plan, stages=best_stages(step)))
+    return _split(step, best_stages(step))
+
+
+def _split(step: Step, stages: tuple[int, ...]) -> Step:
+    """The step with this split of its blocks; both share what has been derived and priced already."""
+    found = replace(step, plan=replace(step.plan, stages=stages))
+    model = step.model.split(found.plan)
+    program = replace(step.program, model=model)
+    vars(found).update(model=model, program=program, costs=step.costs.of_stage(program, step.costs.update_s))
+    return found
 
 
 def check_stages(step: Step) -> None:

@@ -51,17 +51,24 @@ class Timeline:
     @cached_property
     def ends_s(self) -> tuple[list[float], ...]:
         """End of every task, indexed as `starts_s`."""
-        ends = []
-        for row, tasks, starts in zip(self.orders.placement, self.orders.tasks, self.starts_s, strict=True):
-            lasts = [[self.seconds.of(pass_)[virtual] for virtual in row] for pass_ in Pass]
-            ends.append([start + lasts[pass_][chunk] for (pass_, chunk, _), start in zip(tasks, starts, strict=True)])
-        return tuple(ends)
+        return tuple(map(self.ends_of, range(self.orders.num_stages)))
+
+    def ends_of(self, stage: int) -> list[float]:
+        """End of every task of a stage."""
+        row, each = self.orders.placement[stage], self.seconds
+        passes = each.forward_s, each.backward_s, each.input_s, each.weight_s
+        lasts = [[seconds[virtual] for virtual in row] for seconds in passes]
+        tasks = zip(self.orders.tasks[stage], self.starts_s[stage], strict=True)
+        return [start + lasts[pass_][chunk] for (pass_, chunk, _), start in tasks]
 
     @property
     def makespan_s(self) -> float:
         """Seconds from time 0 to the end of the last task."""
-        lasts = zip(self.orders.placement, (tasks[-1] for tasks in self.orders.tasks), self.starts_s, strict=True)
-        return max(starts[-1] + self.seconds.of(pass_)[row[chunk]] for row, (pass_, chunk, _), starts in lasts)
+        found = 0.0
+        for row, tasks, starts in zip(self.orders.placement, self.orders.tasks, self.starts_s, strict=True):
+            pass_, chunk, _ = tasks[-1]
+            found = max(found, starts[-1] + self.seconds.of(pass_)[row[chunk]])
+        return found
 
     @property
     def spans_s(self) -> list[float]:
@@ -146,7 +153,7 @@ def play(orders: Orders, seconds: TaskSeconds) -> Timeline:
     slots = orders.num_virtual * orders.num_micros
     arrived = [inf] * (3 * slots + orders.num_micros)  # inputs of F, of B or I, of W, and a sink
     arrived[: orders.num_micros] = [0.0] * orders.num_micros  # the first virtual stage has its inputs
-    starts: tuple[list[float], ...] = tuple([] for _ in range(orders.num_stages))
+    starts: tuple[list[float], ...] = tuple([[] for _ in range(orders.num_stages)])
     waiting: dict[int, int] = {}  # slot -> stage
     # A stack, so that the first stage runs first.
     ready = list(reversed(range(orders.num_stages)))
@@ -166,14 +173,15 @@ def play(orders: Orders, seconds: TaskSeconds) -> Timeline:
 def _moves(orders: Orders, seconds: TaskSeconds, stage: int) -> list[list[tuple[int, int, float, float]]]:
     """Per pass and chunk of a stage: slot read, slot written, seconds, seconds of the message."""
     num_micros, last = orders.num_micros, orders.num_virtual - 1
-    slots = orders.num_virtual * num_micros
+    slots = (last + 1) * num_micros
     local = set(orders.placement[stage])
     moves: list[list[tuple[int, int, float, float]]] = [[], [], [], []]
     for virtual in orders.placement[stage]:
         # No message between virtual stages of the same stage.
         onward = 0.0 if virtual == last or virtual + 1 in local else seconds.edge_s[virtual]
         back = 0.0 if virtual == 0 or virtual - 1 in local else seconds.edge_s[virtual - 1]
-        f_slot, b_slot, w_slot = (part * slots + virtual * num_micros for part in range(3))
+        f_slot = virtual * num_micros
+        b_slot, w_slot = slots + f_slot, 2 * slots + f_slot
         # The last forward feeds its own backward.
         f_next = b_slot if virtual == last else f_slot + num_micros
         b_next = 3 * slots if virtual == 0 else b_slot - num_micros
@@ -194,7 +202,7 @@ def _run(
     begun: list[float],
 ) -> Generator[int, None, None]:
     moves = _moves(orders, seconds, stage)
-    w_slots = [2 * orders.num_virtual * orders.num_micros + k * orders.num_micros for k in orders.placement[stage]]
+    w_slots = [source for source, *_ in moves[_WEIGHT]]
     begin, now, sent = begun.append, 0.0, 0.0
     for pass_, chunk, micro in orders.tasks[stage]:
         source, target, lasts_s, edge_s = moves[pass_][chunk]

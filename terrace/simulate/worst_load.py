@@ -3,8 +3,8 @@
 import math
 
 from terrace.model.spec import BlockSpec
-from terrace.simulate.advice import Job, fullest_stage
 from terrace.simulate.footprint import LOAD_FACTOR
+from terrace.simulate.fullest import Job, fullest_stage
 
 
 def worst_words(job: Job, blocks: tuple[BlockSpec, ...], sequence: int) -> str:

@@ -16,7 +16,6 @@ from terrace.model.liger import serve
 from terrace.model.lora.config import LoraConfig
 from terrace.model.lora.modules import add_adapters, merged_parameters
 from terrace.plan.context import is_context_parallel
-from terrace.plan.mesh import Mesh
 from terrace.train.config import RunConfig
 from terrace.train.rules import attention_case, parts_of
 
@@ -55,7 +54,7 @@ def merged_values(checkpoint: Checkpoint) -> Iterator[tuple[str, str, Tensor]]:
 def attention_words(run: RunConfig, device: torch.device) -> str:
     """One line on the attention kernel used on `device`. Raises `ConfigError` if it does not support the run."""
     dtype = DTYPES[run.plan.compute]
-    if is_context_parallel(Mesh.of(run.cluster, run.plan), run.plan):
+    if is_context_parallel(run.mesh, run.plan):
         return f"attention pairs: {pair_kernels.describe(device, dtype)}"
     case = attention_case(run, device.type)
     options = {"is_grouped": case.is_grouped, "is_cut": case.is_cut, "is_capped": case.is_capped}

@@ -11,12 +11,13 @@ stages, so nothing is added there. The result is the cluster with these constant
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
+from terrace.cluster.below import Mark, Medium
 from terrace.cluster.cluster import Cluster, Kernels, Tier
 from terrace.comm import codecs
 from terrace.comm.collectives import DTYPES
@@ -33,7 +34,6 @@ from terrace.model.facts import one_layer
 from terrace.model.init import initialise
 from terrace.model.liger import serve
 from terrace.plan.context import is_context_parallel, local_tokens
-from terrace.plan.mesh import Mesh
 from terrace.plan.routes import lossy_messages
 from terrace.plan.wire import MessageClass
 from terrace.program.report import StepReport, plain, read_plain
@@ -109,6 +109,9 @@ def measure(engine: Engine, layer: Work, flops: int, progress: Progress = lambda
         name = cluster.tiers[tier].name
         progress(f"{name} between stages")
         links[name] = _between_stages(engine, tier)
+    progress("the media below the device")
+    for medium in plan.keep.media:
+        own[medium] = engine.below.rate(medium)
     progress("the figures of all ranks")
     everyone = torch.tensor(
         engine.comm.exchange([*own.values(), *(figure for link in links.values() for figure in link)]),
@@ -125,6 +128,7 @@ def measure(engine: Engine, layer: Work, flops: int, progress: Progress = lambda
         kernels=Kernels(codec=min(1.0, mean["codec"] / mean["memory"])),
         marks={f"peak_flops_per_s.{plan.compute}": "measured", "memory_bandwidth_bytes_per_s": "measured"},
         source=_SOURCE,
+        below=_below(engine, mean),
     )
     measured = {name: (next(figures), next(figures)) for name in links}
     # Tiers inside a stage include the skew. Tiers used only between stages do not: the simulation already models the
@@ -174,7 +178,7 @@ def _layer(engine: Engine, run: RunConfig) -> tuple[Work, int]:
     if scaling is not None:
         named = dict(blocks[1].named_parameters())
         scale_matrices([(param, named[param.name]) for param in specs[1].params], specs, 1, scaling)
-    mesh, sizes = Mesh.of(run.cluster, run.plan), (run.plan.micro_batch, run.train.sequence)
+    mesh, sizes = run.mesh, (run.plan.micro_batch, run.train.sequence)
     if is_context_parallel(mesh, run.plan):
         sizes = (1, local_tokens(run.plan, mesh, run.train.sequence))
     x = torch.randn((*sizes, specs[1].operations.hidden.numel), device=engine.device, dtype=dtype, requires_grad=True)
@@ -296,6 +300,17 @@ def _message_s(engine: Engine, message: Work) -> float:
     # Over a slow link, one call may exceed the whole budget.
     once_s = _mean_seconds(engine, message, 1)
     return _mean_seconds(engine, message, _REPEATS) if max(engine.comm.exchange(once_s)) < _BUDGET_S else once_s
+
+
+def _below(engine: Engine, rates: Mapping[str, float]) -> Mapping[str, Medium]:
+    """The media below the device, those of the plan with the rate that all ranks reach at once."""
+    found = dict(engine.program.cluster.device.below)
+    for name in engine.program.plan.keep.media:
+        if rates[name]:
+            whole = rates[name] * found[name].sharers
+            marks: dict[str, Mark] = {"read_bytes_per_s": "measured", "write_bytes_per_s": "measured"}
+            found[name] = replace(found[name], read_bytes_per_s=whole, write_bytes_per_s=whole, marks=marks)
+    return found
 
 
 def _mean_seconds(engine: Engine, work: Work, repeats: int | None = None) -> float:

@@ -25,6 +25,7 @@ from terrace.model.lora.config import LoraConfig, with_adapters
 from terrace.model.spec import BlockSpec, freeze
 from terrace.plan.balance_rules import with_exchanged_choices
 from terrace.plan.layout import Layout
+from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.presets import command_plan
 from terrace.plan.validate import num_micro_batches
@@ -69,8 +70,16 @@ class RunConfig:
     def batch_words(self) -> str:
         return counted(self.train.batch, "pair" if self.on_pairs else "sequence")
 
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh.of(self.cluster, self.plan)
+
+    @property
+    def layout(self) -> Layout:
+        return Layout.of(self.cluster, self.plan)
+
     def num_micros(self) -> int:
-        return num_micro_batches(self.plan, Layout.of(self.cluster, self.plan), self.rows)
+        return num_micro_batches(self.plan, self.layout, self.rows)
 
 
 def parse_sections(table: Mapping[str, Any]) -> RunConfig:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from terrace.accelerator import random_state
 from terrace.base.errors import ModelError, TrainingError
 from terrace.comm.collectives import DTYPES
 from terrace.model.decoder import Head
@@ -24,7 +25,7 @@ from terrace.program.stages import blocks_by_stage
 from terrace.runtime.clock import wait_for
 from terrace.runtime.engine import Engine
 from terrace.runtime.objective import ignored_label
-from terrace.runtime.random_state import random_state, restored
+from terrace.runtime.random_state import restored
 from terrace.runtime.routing.load import Load
 from terrace.simulate.step import Prediction, Step, predict_step
 from terrace.train.calibrate import measure, played_once

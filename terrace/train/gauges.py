@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from terrace.accelerator import has_streams
 from terrace.cluster.cluster import Cluster
 from terrace.plan.dims import has_routers
 from terrace.train.hooks import Hook, StepDone
@@ -82,7 +83,7 @@ class Gauges(Hook):
 
     def _sent(self) -> dict[str, int]:
         total: dict[str, int] = defaultdict(int)
-        for (_, tier), size in self._engine.steps_bytes.items():
+        for (_, tier), size in self._engine.bytes.of_steps.items():
             total[tier] += size
         # The ledger counts from the start; a record has the bytes since the line before.
         new = {tier: total[tier] - self._before.get(tier, 0) for tier in self._engine.program.layout.tiers}
@@ -91,10 +92,10 @@ class Gauges(Hook):
 
     def _peak(self) -> dict[str, int]:
         device = self._engine.device
-        if device.type == "cuda":
+        if has_streams(device):
             return {
-                "allocated": torch.cuda.max_memory_allocated(device),
-                "reserved": torch.cuda.max_memory_reserved(device),
+                "allocated": torch.accelerator.max_memory_allocated(device),
+                "reserved": torch.accelerator.max_memory_reserved(device),
             }
         unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss: getrusage(2)
         return {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}

@@ -10,9 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 from terrace.base.errors import ConfigError
 from terrace.base.schema import dump, load
 from terrace.checkpoint.layout import latest
@@ -53,13 +50,6 @@ class RunJob(JobInputs):
     def again(self) -> str:
         """The user's command to continue the run, with a note on the saved checkpoints."""
         return again(self.command, self.folder, "train", is_saved=latest(self.folder) is not None)
-
-
-def device_of() -> torch.device:
-    """Device of this rank: its GPU under nccl, else the CPU."""
-    if dist.get_backend() != "nccl":
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())  # set on joining the world
 
 
 @dataclass(frozen=True, kw_only=True)

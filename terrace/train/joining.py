@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from terrace.accelerator import first_device, has_streams
 from terrace.base.errors import ConfigError, PlanError
 from terrace.base.schema import load
 from terrace.base.words import counted
@@ -18,6 +19,7 @@ from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster, parse_cluster
 from terrace.comm.exchange import gather_plain
 from terrace.comm.groups import Timeouts
+from terrace.comm.process_group import rank_device
 from terrace.launch.machines import boot_id, check_tiers
 from terrace.launch.start import detect, join
 from terrace.launch.watchdog import Watchdog, watch
@@ -32,7 +34,6 @@ from terrace.runtime.islands import Island
 from terrace.runtime.settings import OptimizerConfig
 from terrace.simulate.footprint import work_of
 from terrace.simulate.step import Step, with_chunks
-from terrace.train.job import device_of
 from terrace.train.layers import section
 from terrace.train.patience import APART, Patience
 
@@ -69,7 +70,7 @@ class Joined:
         """Sets this rank's island, which the watchdog's messages then name."""
         if self.dog is not None and island.outer.has_islands:
             self.dog.name_island(island.numbers.island)
-            self.patience.follow(island, waits_anywhere=self.device.type == "cuda")
+            self.patience.follow(island, waits_anywhere=has_streams(self.device))
 
     def note(self, words: str) -> None:
         """Says a line on rank 0, unless it is empty."""
@@ -99,18 +100,18 @@ class Joined:
 def find_world(timeout_s: float, say: Callable[[str], None]) -> Joined:
     """Finds this process's world, joining that of torchrun, srun or mpirun if one of them started it."""
     if dist.is_initialized():
-        machines = tuple(gather_plain(boot_id() or socket.gethostname(), device_of()))
-        return Joined(say, dist.get_rank(), dist.get_world_size(), device_of(), machines=machines)
+        machines = tuple(gather_plain(boot_id() or socket.gethostname(), rank_device()))
+        return Joined(say, dist.get_rank(), dist.get_world_size(), rank_device(), machines=machines)
     # No launcher: a plain script is a world of one.
     if not detect():
-        return Joined(say, 0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        return Joined(say, 0, 1, first_device())
     # Not renumbered: the script may have read its data by the launcher's number.
     world = join(_JOIN_TIMEOUT_S, say, renumber=False)
     dog = watch(world, timeout_s=timeout_s)
     # Left in `Joined.leave`: the watchdog outlives this function.
     dog.__enter__()
     dog.idle("before the first step")
-    return Joined(say, world.rank, world.world_size, device_of(), dog, world.machines)
+    return Joined(say, world.rank, world.world_size, rank_device(), dog, world.machines)
 
 
 def read_cluster(cluster: Cluster | Mapping[str, Any] | str, world_size: int, machines: Sequence[str] = ()) -> Cluster:
@@ -150,7 +151,7 @@ def read_plan(
     table = dict(section("plan", plan))
     found = parse_plan(table, cluster)
     if "update" not in table:
-        found = replace(found, update=optimizer)  # type: ignore[arg-type]
+        found = replace(found, update=optimizer)
     # The plan's own dtype wins.
     if "compute" in table:
         return found

@@ -3,7 +3,8 @@
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from terrace.base.errors import ConfigError
@@ -129,6 +130,7 @@ class Execution:
     kernels: PartChoice = "torch"  # of norms, activations, RoPE and loss; or "liger": terrace.model.part_kernel
     attention: AttentionChoice = "auto"  # the kernel that serves: terrace.model.attention_kernel
     background_save: bool = True  # write checkpoints during the steps, from a copy in main memory
+    keep_folder: Path | None = None  # of states that the plan keeps on a disk; none: the run folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +189,10 @@ class TrainConfig(Outputs, Guards, Execution, Start, Records, Updates, Task):
             part.check(self)
         self._check_decay()
         check_profile(self.profile, self.profile_torch, self.steps)
+
+    def absolute(self) -> "TrainConfig":
+        """The same configuration with absolute paths."""
+        return replace(self, keep_folder=self.keep_folder and self.keep_folder.absolute())
 
     def _check_decay(self) -> None:
         longest = self.steps - self.warmup_steps

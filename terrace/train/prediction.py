@@ -141,7 +141,7 @@ def kept_activations(config: RunConfig, program: Program) -> int:
         documents=config.has_documents,
     )
     return activation_bytes(
-        program, activations_by_block(work, config.plan, program.blocks, config.cluster.device.backend)
+        program, activations_by_block(work, config.plan, program.blocks, config.cluster.device.type)
     )
 
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from terrace.accelerator import first_device, is_available
 from terrace.base.errors import CheckpointError, ConfigError, DataError
 from terrace.base.files import write_atomic
 from terrace.base.sealed import sealed_toml
@@ -27,6 +26,7 @@ from terrace.model.liger import why_missing
 from terrace.plan.gaps import gaps_words
 from terrace.plan.layout import Layout
 from terrace.runtime.compiled import check_compiler
+from terrace.runtime.kept.file import check_folder
 from terrace.train.adapted import FACT, fact_of
 from terrace.train.config import RunConfig, run_toml
 from terrace.train.effects import why_no_sample
@@ -96,7 +96,7 @@ def prepare(
     config = replace(config, plan=kept)
     is_compiled = compiles(config, say)
     _check_kernels(config)
-    config = replace(config, data=config.data.absolute())  # so that config.toml works from any directory
+    config = replace(config, data=config.data.absolute(), train=config.train.absolute())  # from any directory
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.bos, config.data.eos)
     check_tokenizer(tokenizer, config)
     if isinstance(tokenizer, FileTokenizer):
@@ -149,7 +149,7 @@ def compiles(config: RunConfig, say: Say = _print) -> bool:
     If the default is not available, `say` gets a line with the reason. Raises `ConfigError` if `train.compile` is true
     and this machine cannot compile.
     """
-    asked, device = config.train.compile, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    asked, device = config.train.compile, first_device()
     if asked is False or (asked is None and device.type == "cpu"):
         return False
     try:
@@ -165,7 +165,7 @@ def compiles(config: RunConfig, say: Say = _print) -> bool:
 def _check_kernels(config: RunConfig) -> None:
     if config.train.kernels == "torch":
         return
-    reason = why_missing() if torch.cuda.is_available() else "this machine has no CUDA device"
+    reason = why_missing() if is_available() else "this machine has no CUDA device"
     if reason:
         raise ConfigError(f"train.kernels = {config.train.kernels!r} cannot serve: {reason}; leave train.kernels out")
 
@@ -244,8 +244,15 @@ def _newest(run_folder: Path, memory: Checkpoint | None, say: Say) -> tuple[Chec
     return memory, wrong
 
 
+def _existing(folder: Path) -> Path:
+    """The folder, or the first above it that exists."""
+    return next((path for path in (folder, *folder.parents) if path.is_dir()), Path())
+
+
 def _check_disk(folder: Path, config: RunConfig) -> None:
     train = config.train
+    if "disk" in config.plan.keep.media:
+        check_folder(train.keep_folder or _existing(folder))
     each = checkpoint_bytes(
         config.blocks(),
         config.optimizer,
@@ -257,7 +264,7 @@ def _check_disk(folder: Path, config: RunConfig) -> None:
     num_saves += -(-train.steps // train.eval_every) if train.keep_best else 0
     num_kept = train.keep_checkpoints + bool(train.keep_best)
     num_at_once = min(num_saves + 1, num_kept + 1)  # an old one stays until the new one is complete
-    existing = next((path for path in (folder, *folder.parents) if path.is_dir()), Path())
+    existing = _existing(folder)
     try:
         usage = shutil.disk_usage(existing)
     except OSError as error:

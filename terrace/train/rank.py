@@ -6,6 +6,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
+from terrace.accelerator import has_streams
 from terrace.base.errors import ConfigError
 from terrace.base.schema import dump, load
 from terrace.checkpoint.peer_copies import gather_files
@@ -13,6 +14,7 @@ from terrace.checkpoint.reading import Checkpoint, resume
 from terrace.cluster.cluster import Cluster
 from terrace.comm.groups import Timeouts
 from terrace.comm.pace import pace_of
+from terrace.comm.process_group import rank_device
 from terrace.data.batches import Batches
 from terrace.data.eval_batches import EvalBatches
 from terrace.launch.start import pace
@@ -32,7 +34,7 @@ from terrace.sequence.cost import WorkCost
 from terrace.train.adapted import run_blocks_of
 from terrace.train.context_batches import ContextBatches
 from terrace.train.facts import kept_cost, work_cost
-from terrace.train.job import RunJob, device_of
+from terrace.train.job import RunJob
 from terrace.train.metrics import Observer
 from terrace.train.micro_batches import MicroBatches
 from terrace.train.pairs import Learning
@@ -65,9 +67,11 @@ class RankOfRun:
         )
         self.learning, self.reporter = Learning(run, self.batches), Reporter(dog, compiles=bool(run.train.compile))
         self.engine = _engine(job, world.rank, self.learning.objective, self.reporter.at)
+        if self.engine.below.words:
+            observer.note(self.engine.below.words)
         if self.run.plan.outer.has_islands:
             dog.name_island(self.engine.island.numbers.island)
-            self.reporter.patience.follow(self.engine.island, waits_anywhere=self.engine.device.type == "cuda")
+            self.reporter.patience.follow(self.engine.island, waits_anywhere=has_streams(self.engine.device))
 
     def resume(self) -> int:
         """Restores the checkpoint to resume from, on disk or in memory. Returns the number of steps done, 0 without
@@ -106,12 +110,12 @@ class RankOfRun:
         context = None
         if cost is not None:
             context = ContextBatches(batches, run.cluster, run.plan, program.num_micros, rank, cost)
-        return MicroBatches(batches, program, rank, self.engine.device.type == "cuda", context)
+        return MicroBatches(batches, program, rank, has_streams(self.engine.device), context)
 
 
 def _engine(job: RunJob, rank: int, objective: Objective, progress: Progress) -> Engine:
-    run, rate, device = job.run, pace(), device_of()
-    if rate is not None and device.type == "cuda":
+    run, rate, device = job.run, pace(), rank_device()
+    if rate is not None and has_streams(device):
         raise ConfigError("TERRACE_PACE paces messages of CPU ranks only: unset it, or set CUDA_VISIBLE_DEVICES=''")
     # A resumed run takes its values from the checkpoint, so the starting weights are not read. The engine copies the
     # values, so the files are closed at the end.
@@ -155,5 +159,6 @@ def _engine(job: RunJob, rank: int, objective: Objective, progress: Progress) ->
             timeout=Timeouts(timedelta(seconds=2 * run.train.timeout_s), APART),
             pacer=pace_of(run.cluster, rate),
             progress=progress,
+            keep_folder=run.train.keep_folder or job.folder,
         ),
     )

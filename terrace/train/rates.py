@@ -9,7 +9,8 @@ The default of a run from scratch is a hundred times too high for pretrained wei
 
 Lion takes a third to a tenth of AdamW's rate (Chen et al. 2302.06675, section 5); a fifth is used here. Muon's update
 has the size of AdamW's (Liu et al. 2502.16982, section 2.2), so its rate is the same. An update of sgd is as large as
-the gradient, so sgd has no usual rate, and a run keeps its own. Needs no torch.
+the gradient, those of galore and lsp depend on their rank and scale: none has a usual rate, and a run keeps its own.
+Needs no torch.
 """
 
 from collections.abc import Mapping, Sequence

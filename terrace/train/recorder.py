@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from terrace.base.errors import TrainingError
 from terrace.base.files import write_atomic
@@ -26,9 +26,11 @@ from terrace.cluster.cluster import Cluster
 from terrace.program.report import StepReport, plain
 from terrace.program.verdict import why_no_verdict
 from terrace.train.config import run_toml
-from terrace.train.job import RunJob
 from terrace.train.metrics import Observer, Outcome, StepRecord
 from terrace.train.trackers import Tracker, open_trackers, values_of
+
+if TYPE_CHECKING:
+    from terrace.train.job import RunJob
 
 EVENTS, PREDICTION = "events.jsonl", "prediction.json"
 
@@ -62,7 +64,7 @@ def event_log(folder: Path) -> Iterator[EventLog]:
 
 
 @contextmanager
-def recorded(observer: Observer, job: RunJob) -> Iterator[Observer]:
+def recorded(observer: Observer, job: "RunJob") -> Iterator[Observer]:
     """Context manager on rank 0: an observer that records events, the error that ends the run included, and forwards
     them to `observer`.
 
@@ -150,7 +152,7 @@ def append_event(run_folder: Path, name: str, /, **facts: Any) -> None:
 
 
 class _Recorder:
-    def __init__(self, observer: Observer, job: RunJob, events: EventLog) -> None:
+    def __init__(self, observer: Observer, job: "RunJob", events: EventLog) -> None:
         self._observer, self._job, self._run, self._folder = observer, job, job.run, job.folder
         self._trackers: dict[str, Tracker] = {}
         self._step, self._events = 0, events

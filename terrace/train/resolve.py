@@ -15,7 +15,6 @@ from terrace.base.errors import ConfigError, PlanError
 from terrace.base.schema import dump
 from terrace.base.words import counted, were
 from terrace.cluster.cluster import Cluster
-from terrace.plan.layout import Layout
 from terrace.train.config import RunConfig, parse_sections
 from terrace.train.layers import resolve_table
 from terrace.train.rules import checked_run, free_numbers
@@ -88,7 +87,7 @@ def fitted_run(table: Mapping[str, Any], num_ranks: int) -> tuple[RunConfig, str
 
 def _micro_batch(run: RunConfig) -> int:
     # The largest size up to the plan's that divides a data rank's share of the batch.
-    share, rest = divmod(run.rows, Layout.of(run.cluster, run.plan).data_degree)
+    share, rest = divmod(run.rows, run.layout.data_degree)
     if rest:
         # No size fits: the check of the plan says so.
         return run.plan.micro_batch

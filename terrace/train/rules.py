@@ -18,12 +18,13 @@ from terrace.model.part_kernel import refusal as parts_refusal
 from terrace.model.spec import BlockSpec
 from terrace.plan.balance_rules import check_balance
 from terrace.plan.context import is_context_parallel
-from terrace.plan.layout import Layout
-from terrace.plan.mesh import Mesh
+from terrace.plan.keep_rules import kept_in
 from terrace.plan.routes import lossy_messages
 from terrace.plan.validate import validate
 from terrace.train.config import RunConfig, parse_sections
 from terrace.train.keys import TrainConfig
+
+NUMBERS = ("micro_batch", "unit")  # of a plan, chosen where it leaves them out
 
 
 def checked_run(table: Mapping[str, Any]) -> RunConfig:
@@ -38,7 +39,7 @@ def checked_run(table: Mapping[str, Any]) -> RunConfig:
 
 def free_numbers(table: Mapping[str, Any]) -> list[str]:
     """The numbers (micro_batch, unit) that the plan in a run's table leaves out."""
-    return [name for name in ("micro_batch", "unit") if name not in table["plan"]]
+    return [name for name in NUMBERS if name not in table["plan"]]
 
 
 def _check(run: RunConfig) -> None:
@@ -56,10 +57,10 @@ def _check(run: RunConfig) -> None:
             f"train.sequence = {run.train.sequence} is longer than the {most} positions the "
             f"model has: use at most {most}"
         )
-    check_balance(run.balance or BalanceConfig(), Mesh.of(run.cluster, run.plan), run.plan, blocks)
+    check_balance(run.balance or BalanceConfig(), run.mesh, run.plan, blocks)
     if run.balance is not None and run.balance.bias:
         check_moved(run, blocks)
-    lossy = [message.value for message in lossy_messages(Layout.of(run.cluster, run.plan), run.plan)]
+    lossy = [message.value for message in lossy_messages(run.layout, run.plan)]
     for name in run.train.error_budget:
         if name not in lossy:
             raise ConfigError(
@@ -72,6 +73,7 @@ def _check(run: RunConfig) -> None:
             "train.peer_copies = 1 copies a state that all ranks have at once, and islands (plan.outer) go on apart: "
             "leave one of them out; checkpoints on disk hold islands"
         )
+    kept_in(run.plan, run.train.keep_folder, "train.keep_folder")
     if not any(block.num_trainable for block in blocks):
         raise ModelError(f"train.freeze = {list(run.train.freeze)} freezes every parameter: leave something to train")
 
@@ -90,7 +92,7 @@ def check_positions(run: RunConfig) -> None:
     limit, sequence = rope_limit(run.model), run.train.sequence
     if not 0 < limit < sequence:
         return
-    spread = is_context_parallel(Mesh.of(run.cluster, run.plan), run.plan)
+    spread = is_context_parallel(run.mesh, run.plan)
     if run.has_documents or spread:
         why = "a context axis divides rows" if spread else "rows hold several documents"
         raise ConfigError(
@@ -104,18 +106,18 @@ def check_attention(run: RunConfig) -> None:
     choice = run.train.attention
     if choice == "auto":
         return
-    if is_context_parallel(Mesh.of(run.cluster, run.plan), run.plan):
+    if is_context_parallel(run.mesh, run.plan):
         raise ConfigError(
             f"train.attention = {choice!r} has no effect where ranks attend together (a context axis, or balance = "
             '"cost"), with kernels of their own: leave train.attention out'
         )
-    if reason := refusal(choice, attention_case(run, run.cluster.device.backend)):
+    if reason := refusal(choice, attention_case(run, run.cluster.device.type)):
         raise ConfigError(f"train.attention = {choice!r} cannot serve: {reason}; leave train.attention out")
 
 
 def parts_case(run: RunConfig, backend: str) -> PartsCase:
     """The facts that decide which kernels can run the parts of blocks between matrix products."""
-    mesh = Mesh.of(run.cluster, run.plan)
+    mesh = run.mesh
     return PartsCase(
         run.model, backend, run.plan.compute, mesh.total("rows"), mesh.total("columns"), run.train.objective
     )
@@ -125,7 +127,7 @@ def check_kernels(run: RunConfig) -> None:
     """Raises `ConfigError` if the run's devices, dtype or model do not allow `train.kernels`."""
     if run.train.kernels == "torch":
         return
-    if reason := parts_refusal(parts_case(run, run.cluster.device.backend)):
+    if reason := parts_refusal(parts_case(run, run.cluster.device.type)):
         raise ConfigError(f"train.kernels = {run.train.kernels!r} cannot serve: {reason}; leave train.kernels out")
 
 
@@ -133,7 +135,7 @@ def parts_of(run: RunConfig) -> list[Part]:
     """The parts of a run's blocks that run in liger-kernel's kernels."""
     if run.train.kernels == "torch":
         return []
-    left = left_to_torch(parts_case(run, run.cluster.device.backend))
+    left = left_to_torch(parts_case(run, run.cluster.device.type))
     return [part for part in PARTS if part not in left]
 
 
@@ -141,7 +143,7 @@ def parts_words(run: RunConfig) -> str:
     """A line on the parts that run in liger-kernel's kernels and the reason for each other part; "" if none do."""
     if run.train.kernels == "torch":
         return ""
-    left = left_to_torch(parts_case(run, run.cluster.device.backend))
+    left = left_to_torch(parts_case(run, run.cluster.device.type))
     served = ", ".join(parts_of(run))
     others = "".join(f"; {part} by torch: {reason}" for part, reason in left.items())
     return f"kernels of liger-kernel: {served}{others}"
@@ -214,13 +216,13 @@ def check_objective(run: RunConfig) -> None:
                 f"{run.data.sources()[0].path}, or give text or conversations"
             )
         return
-    degree = Layout.of(run.cluster, run.plan).data_degree
+    degree = run.layout.data_degree
     if run.train.batch % degree:
         raise PlanError(
             f"{counted(run.train.batch, 'pair')} in a step do not divide among {degree} data ranks: make train.batch a "
             f"multiple of {degree}"
         )
-    if is_context_parallel(Mesh.of(run.cluster, run.plan), run.plan):
+    if is_context_parallel(run.mesh, run.plan):
         raise PlanError("pairs need whole rows: leave out the context axis and balance")
     if run.plan.outer.has_islands:
         raise PlanError(f'train.objective = "{objective}" is not implemented for islands: leave plan.outer out')

@@ -27,8 +27,7 @@ TRAIN = "train"
 
 @dataclass(frozen=True, kw_only=True)
 class RunFolder:
-    """What commands need to know about a run to use its model. `train` is the configuration of a run of `terrace
-    train`; a product's runs have none, and a class of their own with `step_of` and `rate_after`.
+    """What commands need to know about a run to use its model. Each kind of run has a subclass.
 
     `saves` is the parent of the folder `checkpoints`. `tokenizer` and `template` are those of the training, `base` the
     initial weights, `context` the longest row in tokens, `compute` the compute dtype.
@@ -46,7 +45,6 @@ class RunFolder:
     eos: str
     optimizer: OptimizerConfig
     warmup_steps: int
-    train: RunConfig | None = None
 
     @property
     def source(self) -> Path:
@@ -59,8 +57,17 @@ class RunFolder:
 
     def rate_after(self, step: int) -> float:
         """Learning rate of the step that follows `step` steps."""
-        assert self.train is not None, "a product's runs have a rate of their own"
-        return learning_rate(step, self.train.train, self.optimizer)
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedFolder(RunFolder):
+    """A run of `terrace train`, with its configuration."""
+
+    config: RunConfig
+
+    def rate_after(self, step: int) -> float:
+        return learning_rate(step, self.config.train, self.optimizer)
 
 
 def kind_of(table: Mapping[str, Any]) -> RunKind | None:
@@ -82,7 +89,7 @@ def read_run(folder: Path) -> RunFolder:
     if (kind := kind_of(table)) is not None:
         return cast(RunFolder, load_reference(kind.folder)(folder, table))
     run = checked_run(table)
-    return RunFolder(
+    return TrainedFolder(
         folder=folder,
         command=TRAIN,
         saves=folder,
@@ -95,7 +102,7 @@ def read_run(folder: Path) -> RunFolder:
         eos=run.data.eos,
         optimizer=run.optimizer,
         warmup_steps=run.train.warmup_steps,
-        train=run,
+        config=run,
     )
 
 
@@ -105,9 +112,9 @@ def read_trained(folder: Path, why: str) -> RunConfig:
     Raises as `read_run` does.
     """
     run = read_run(folder)
-    if run.train is None:
+    if not isinstance(run, TrainedFolder):
         raise ConfigError(f"{folder} is a run of terrace {run.command}, {why}")
-    return run.train
+    return run.config
 
 
 def table_to_resume(folder: Path, command: str) -> Mapping[str, Any]:

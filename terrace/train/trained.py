@@ -23,7 +23,7 @@ from terrace.runtime.describe import replace_parameters
 from terrace.runtime.norm import is_finite
 from terrace.train.adapted import merged_values
 from terrace.train.folder import check_source, no_run_words, run_above
-from terrace.train.runs import read_run
+from terrace.train.runs import TrainedFolder, read_run
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -134,7 +134,7 @@ def _of_run(folder: Path, dtype: torch.dtype, tokenizer: str | None, device: tor
     path = tokenizer or run.tokenizer
     own = load_tokenizer(path, run.bos, run.eos)
     # A task's tokenizer exists only as the run's copy, which `check_source` verifies.
-    if tokenizer is not None or run.train is not None:
+    if tokenizer is not None or isinstance(run, TrainedFolder):
         check_tokenizer(checkpoint, own)
     config, blocks = load_blocks(checkpoint, device, dtype)
     check_source(folder)

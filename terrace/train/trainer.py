@@ -23,6 +23,7 @@ from terrace.model.balance import BalanceConfig
 from terrace.model.decoder import IGNORE_INDEX, token_loss
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import is_context_parallel
+from terrace.plan.keep_rules import kept_in
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.program.report import StepReport
@@ -65,6 +66,8 @@ class Trainer:
     - `broadcast`: rank 0's values of parameters and buffers are sent to all ranks first, so no seed is needed.
     - `predict`: times blocks and links in the first step, which takes about a second, to predict later steps.
     - `timeout_s`: under a launcher, how long a rank may stand still before the culprit is named.
+    - `keep_folder`: where states are that the plan keeps on a disk; by default the folder for temporary files. Refused
+      where the plan keeps nothing there.
     - `balance`: keys of the section `[balance]` of a run, for blocks with routers; `seed` draws their noise.
 
     Under torchrun, srun or mpirun the trainer joins the world, unless the user has. Every rank makes the trainer and
@@ -88,6 +91,7 @@ class Trainer:
         broadcast: bool = True,
         predict: bool = True,
         timeout_s: float = 600.0,
+        keep_folder: str | Path | None = None,
         balance: BalanceConfig | Mapping[str, Any] | None = None,
         seed: int = 0,
         say: Callable[[str], None] = print,
@@ -139,6 +143,7 @@ class Trainer:
                     device=self._joined.device,
                     timeout=self._joined.timeouts(timeout_s),
                     progress=self._progress,
+                    keep_folder=kept_in(self.plan, keep_folder),
                 ),
             )
             self._joined.live_on(self.engine.island)

@@ -165,12 +165,14 @@ def whole_values(engine: Engine) -> Iterator[tuple[str, str, Tensor]]:
         boxes: list[tuple[str, Box]] = []
         values: list[Tensor] = []
         # Only the first holder of a box sends it, so nothing travels twice.
+        shapes = {param.name: param.shape for param in spec.params}
         for _, part in parts_of(engine.state.flats.get(index, ()), slices, first=True, own=False):
+            if part.parameter not in shapes:  # states of optimizers beside the parameters
+                continue
             value = next(iter(part.values.values()))  # the first kind of state is the value
             boxes.append((part.parameter, part.box))
             values.append(value.detach().to("cpu", copy=True))
         found: dict[str, Tensor] = {}
-        shapes = {param.name: param.shape for param in spec.params}
         # Boxes of all ranks together tile each parameter.
         everywhere = zip(engine.comm.exchange(boxes), engine.comm.exchange_tensors(values), strict=True)
         for boxes_there, values_there in everywhere:

@@ -113,7 +113,7 @@ def utilisation(
     """
     device = cluster.device
     # A CPU's data-sheet peak says little about the share that a rank gets.
-    is_own = backend == device.backend and (backend == "cuda" or cluster.is_measured)
+    is_own = backend == device.type and (backend == "cuda" or cluster.is_measured)
     if is_own or measured is cluster:
         mark = device.marks.get(f"peak_flops_per_s.{plan.compute}", "preset")
         origin = f"the {plan.compute} peak of {device.name}, {mark}"

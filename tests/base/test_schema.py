@@ -99,7 +99,8 @@ def test_presets_round_trip(name: str) -> None:
         "spread": 0.0,
         "marks": {},
     }
-    device = {**ideal_device, **table["device"], "kernels": kernels}
+    below = {key: {"shared_by": "", "marks": {}, **medium} for key, medium in table["device"].get("below", {}).items()}
+    device = {**ideal_device, **table["device"], "kernels": kernels} | ({"below": below} if below else {})
     ideal = {
         "shared": False,
         "shared_by": "",

@@ -5,20 +5,20 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from bench.zeropp import HEADER, PARTS_HEADER, clusters, contest, gpt, parts, parts_rows, percent, plan_words, row
 from bench.zeropp import summary as summary_of
+from terrace.planner.evaluate import step_of
 from terrace.planner.explain import reasons
 from terrace.planner.pins import Pins, parse_pins
-from terrace.planner.search import Search, units_of
-from terrace.planner.space import OpenMesh, Space, placements
+from terrace.planner.search import Search
+from terrace.planner.space import Space
 from terrace.planner.stages import traits
-from terrace.planner.task import Candidate, Placement, Task, num_micros
+from terrace.planner.task import Candidate, Placement, Task, num_micros, plan_of
 from terrace.program.instruction import Op
 from terrace.program.schedules.registry import schedule_names, takes_unit
-from tests.support.exhaustive import cores_of, exhaustive, meshes
+from terrace.simulate.step import predict_step
+from tests.support.exhaustive import exhaustive
 from tests.support.planner_cases import CLUSTERS, evaluator_of, mesh_of, sized, small_task
 from tests.support.planner_cases import gpt as small_gpt
 
@@ -33,17 +33,15 @@ def candidate_in(unit: int, chunks: int = 4) -> Candidate:
 
 
 @pytest.mark.parametrize("unit", [1, 2, 4, 8])
-def test_a_chunk_is_gathered_once_a_unit_and_pass_and_reduced_once_a_unit(unit: int) -> None:
-    own, chunks = evaluator_of(small_task(DGX, batch=32, model=EIGHT)), 4
-    candidate = candidate_in(unit)
-    pipeline, _ = own.stages(candidate)
-    program, _ = own.program(pipeline.parts[0], candidate, 8)
+def test_a_block_is_gathered_once_a_unit_and_pass_and_reduced_once_a_unit(unit: int) -> None:
+    task = small_task(DGX, batch=32, model=EIGHT)
+    program = predict_step(step_of(task, plan_of(task, candidate_in(unit)))).programs[0]
     counts = Counter(instruction.op for instruction in program.instructions)
-    units = 8 // unit
-    assert counts[Op.FORWARD] == counts[Op.BACKWARD] == 8 * chunks
-    assert counts[Op.REDUCE] == units * chunks
-    # The last chunk stays from its forward to its backward, the first from one unit to the next.
-    assert counts[Op.GATHER] == chunks + (units - 1) * (chunks - 1) + units * (chunks - 1)
+    units, blocks = 8 // unit, len(program.stage.own)
+    assert counts[Op.FORWARD] == counts[Op.BACKWARD_INPUT] == counts[Op.BACKWARD_WEIGHT] == 8 * blocks
+    assert counts[Op.REDUCE] == units * blocks
+    # The last block stays from its forward to its backward, the first from one unit to the next.
+    assert counts[Op.GATHER] == blocks + (units - 1) * (blocks - 1) + units * (blocks - 1)
 
 
 def test_bytes_follow_the_published_formula() -> None:
@@ -62,7 +60,7 @@ def test_bytes_follow_the_published_formula() -> None:
 def test_longer_units_wait_less_and_keep_more() -> None:
     slow = sized("pcie-a100", 4, 2)
     own = evaluator_of(small_task(slow, batch=64, model=EIGHT))
-    found = [own.evaluate(candidate_in(unit)) for unit in (2, 4, 8)]
+    found = [own.played(candidate_in(unit)) for unit in (2, 4, 8)]
     steps = [each.step_s for each in found]
     kept = [each.memory_bytes["activations"] for each in found]
     assert steps == sorted(steps, reverse=True)
@@ -70,50 +68,24 @@ def test_longer_units_wait_less_and_keep_more() -> None:
     assert kept[2] > 1.5 * kept[1]
     # Two chunks of four are whole at once, their gradients too.
     whole = found[0].memory_bytes["gathered"]
-    fewer = own.evaluate(candidate_in(2, chunks=2)).memory_bytes["gathered"]
+    fewer = own.played(candidate_in(2, chunks=2)).memory_bytes["gathered"]
     assert 1.5 * whole < fewer < 2.1 * whole
     assert found[0].memory_bytes["grads_full"] == whole
-
-
-@settings(deadline=None, max_examples=60)
-@given(data=st.data())
-def test_bounds_of_units_never_exceed_the_evaluation(data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from(["dgx 4x2", "frontier 2x2x2", "ethernet 2x2", "lab 2x2x2"]))
-    task = small_task(CLUSTERS[name], batch=24, model=EIGHT)
-    space, evaluator = Space(task=task, pins=ZEROPP), evaluator_of(task)
-    mesh = data.draw(st.sampled_from([each for each in meshes(space) if each.total("context") == 1]))
-    shape = OpenMesh(mesh)
-    cores = list(cores_of(space, evaluator.bounds, shape))
-    if not cores:
-        return
-    core = data.draw(st.sampled_from(cores))
-    root = evaluator.bounds.root(shape, core.micro_batch, core.recompute)
-    played = evaluator.bounds.play(core)
-    placement = data.draw(st.sampled_from(placements(space, mesh)))
-    (unit,) = units_of(space, core, placement)
-    candidate = played.candidate(placement, unit)
-    estimate = evaluator.evaluate(candidate)
-    placed_s = evaluator.bounds.placed_s(played, placement, unit)
-    assert max(root.bound_s, core.bound_s, played.bound_s, placed_s) <= estimate.step_s
-    for each in (root, core, played):
-        assert evaluator.bounds.least_bytes(each, placement, unit) <= estimate.needed_bytes
-    assert placed_s >= 0.2 * estimate.step_s
-    assert math.fsum(evaluator.played(candidate).time_s.values()) == pytest.approx(evaluator.played(candidate).step_s)
 
 
 @pytest.mark.parametrize("name", ["dgx 2x3", "ethernet 2x2"])
 def test_the_search_of_units_equals_trying_everything(name: str) -> None:
     task = small_task(CLUSTERS[name], batch=12)
     space, evaluator = Space(task=task, axes=("data", "pipeline"), pins=ZEROPP), evaluator_of(task)
-    everything = exhaustive(space, evaluator, math.inf)
+    everything = exhaustive(space, math.inf)
     assert len({each.candidate.unit for each in everything}) > 1
     needs = sorted(each.needed_bytes for each in everything)
     for share in (1.0, 0.3):
         capacity = needs[int(share * (len(needs) - 1))]
         fitting = [each for each in everything if each.needed_bytes <= capacity]
         found = Search(space, evaluator, capacity).run(count=3, limit=10**6)
-        assert found.proved
-        assert found.best[0].step_s <= min(each.step_s for each in fitting) * (1 + 1e-3)
+        assert found.is_complete
+        assert found.best[0].step_s <= min(each.step_s for each in fitting) * 1.02
         assert found.best[0].needed_bytes <= capacity
 
 
@@ -121,9 +93,9 @@ def test_units_are_pinned_and_explained() -> None:
     task = small_task(DGX, batch=32, model=EIGHT)
     pins = parse_pins(["schedule=zeropp", "unit=4", "pipeline=2"], DGX, schedule_names())
     space, evaluator = Space(task=task, axes=("data", "pipeline"), pins=pins), evaluator_of(task)
-    found = Search(space, evaluator, 1e12).run(count=2)
+    found = Search(space, evaluator, 1e12).run(count=2, limit=100)
     assert {each.candidate.unit for each in found.best} == {4}
-    near = {verdict.what for verdict in reasons(space, evaluator, candidate_in(2))}
+    near = {change.words for change in reasons(space, evaluator, candidate_in(2))}
     assert {"unit = 1", "unit = 4"} <= near
     assert [name for name in traits() if takes_unit(name)] == ["zeropp"]
 

@@ -26,7 +26,7 @@ from terrace.cli.checks import check_devices_here, check_memory_here
 from terrace.cli.overrides import read_cluster
 from terrace.probe.gpus import Gpus
 from terrace.probe.machine import Gpu
-from terrace.simulate.advice import Job, fullest_stage
+from terrace.simulate.fullest import Job, fullest_stage
 from terrace.train.prediction import checked_programs, predict
 
 HERE = (

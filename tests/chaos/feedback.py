@@ -309,14 +309,14 @@ def campaign(seed: int, numbers: Sequence[int], only: str, folder: Path) -> list
     return played
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Play a campaign; returns 1 if anything was wrong."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--cases", type=int, default=60)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", metavar="TEXT")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory(prefix="terrace-chaos-") as folder:
         numbers = range(options.first, options.first + options.cases)

@@ -91,7 +91,7 @@ def state_of(engine: Engine) -> dict[str, Tensor]:
         values |= {str(hop): left for origin in origins for hop, left in origin.residuals.items() if left.any()}
         kept |= {f"{name} {kind}": value.clone() for kind, value in values.items()}
     numbers = engine.state.outer_numbers
-    kept |= {"told": numbers.told.clone(), "heard": numbers.heard.clone(), "marks": numbers.marks.clone()}
+    kept |= {"told": numbers.own_figures.clone(), "heard": numbers.heard.clone(), "marks": numbers.marks.clone()}
     kept["steps"] = torch.tensor(numbers.num_steps)
     return kept
 
@@ -176,7 +176,7 @@ def go_on(world: World, tiers: tuple[int, ...], case: Case, folder: Path, again:
     engine, checkpoint = engine_for(world, case, tiers, scale=2.0), Checkpoint(folder)
     said = resume(engine, checkpoint)
     numbers = engine.state.outer_numbers
-    is_calm = not (numbers.marks.any() or numbers.told.any() or numbers.heard.any())
+    is_calm = not (numbers.marks.any() or numbers.own_figures.any() or numbers.heard.any())
     for flat in engine.state:
         for outer in flat.outer_states:
             is_calm &= torch.equal(outer.x, outer.anchor)

@@ -31,7 +31,7 @@ from terrace.model.spec import BlockSpec, freeze
 from terrace.plan.dims import CUT_BY
 from terrace.plan.plan import Plan
 from terrace.runtime.settings import OptimizerConfig
-from tests.support.nightly import nightly
+from tests.support.nightly import in_turns, nightly
 from tests.support.simulated_ranks import NUM_UPDATES, Blocks, Spread, Truth, filled, flats_of, save
 
 
@@ -111,8 +111,7 @@ SPREADS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("decoder", ["llama, tied", *nightly("llama, frozen in part", "gpt_neox")])
-@pytest.mark.parametrize("source", SPREADS)
+@pytest.mark.parametrize(("source", "decoder"), in_turns(5, SPREADS, DECODERS))
 def test_a_decoder_saved_under_one_plan_is_there_under_every_other(source: str, decoder: str, tmp_path: Path) -> None:
     blocks = DECODERS[decoder]()
     check_everywhere(blocks, SPREADS[source], SPREADS.values(), tmp_path)

@@ -58,6 +58,9 @@ def test_no_partners_without_other_machines(sizes: tuple[int, ...], machines: st
     assert find_partners(sizes, tuple(machines)) is None
 
 
+PROJECTED = {"galore": {"rank": 4}, "lsp": {"rank": 5, "density": 2}}
+
+
 @pytest.mark.parametrize(
     ("plan", "mapping", "optimizer"),
     [
@@ -66,13 +69,17 @@ def test_no_partners_without_other_machines(sizes: tuple[int, ...], machines: st
         ("three-level", {}, "lion"),
         ("three-level", {}, "sgd"),
         ("zero1", {"node": {"pipeline": 2}}, "muon"),
+        ("zero3", {}, "galore"),
+        ("zero1", {"node": {"pipeline": 2}}, "lsp"),
         ("hsdp", {"package": {"tensor": 2}}, "adamw"),
     ],
 )
 def test_all_parts_have_the_bytes_of_a_checkpoint(
     tmp_path: Path, plan: str, mapping: dict[str, Any], optimizer: str
 ) -> None:
-    table = resolve_table(str(write_run(tmp_path, 2, 2)), {}, {"optimizer": {"name": optimizer}})
+    table = resolve_table(
+        str(write_run(tmp_path, 2, 2)), {}, {"optimizer": {"name": optimizer, **PROJECTED.get(optimizer, {})}}
+    )
     table |= {"plan": {"preset": plan, "mapping": mapping}}
     table["train"] |= {"freeze": ["layers.0.*"]}
     table["model"] |= {"vocab_size": 258}  # tensor ranks cut it without padding

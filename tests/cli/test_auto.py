@@ -53,7 +53,9 @@ def sizes(cluster: Cluster) -> list[tuple[str, int]]:
         ("NVIDIA GB200", "gb200-nvl72", True),
         ("NVIDIA GB300", "gb200-nvl72", False),
         ("AMD MI250X GCD (gfx90a)", "frontier", True),
-        ("AMD gfx942", "frontier", False),
+        ("AMD Instinct MI300X", "mi300x", True),
+        ("AMD gfx942", "mi300x", False),
+        ("AMD gfx908", "frontier", False),
         ("NVIDIA GeForce RTX 4090", "pcie-a100", False),
     ],
 )

@@ -42,7 +42,7 @@ MEANINGS = {
     "--full-attention-flops": r"attention counted as its full square",
     "--headroom": r"memory of a device to leave free",
     "--json": r"one JSON object",
-    "--limit": r"plans to simulate at most",
+    "--limit": r"plans to play at most",
     "--lines": r"lines of the program",
     "--min-p": r"at least P times the probability",
     "--model": r"Hugging Face (folder|config)",

@@ -19,6 +19,15 @@ from terrace.__main__ import main
 if __name__ == "__main__":
     sys.exit(main())
 """
+# One after the other, so that torch is imported once.
+SEVERAL = """import sys
+from terrace.__main__ import main
+if __name__ == "__main__":
+    for command in sys.argv[1:]:
+        sys.argv[1:] = command.split()
+        if code := main():
+            sys.exit(code)
+"""
 REWARD = """import helper
 def score(samples):
     return [helper.one(each.response) for each in samples]
@@ -36,11 +45,12 @@ def shadowed(tmp_path: Path) -> Path:
         (folder / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r} + ' ')\n")
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "terrace").write_text(SCRIPT)
+    (tmp_path / "bin" / "several").write_text(SEVERAL)
     return folder
 
 
-def call(folder: Path, *words: str, **variables: str) -> str:
-    line = [sys.executable, str(folder.parent / "bin" / "terrace"), *words]
+def call(folder: Path, *words: str, script: str = "terrace", **variables: str) -> str:
+    line = [sys.executable, str(folder.parent / "bin" / script), *words]
     done = subprocess.run(
         line, cwd=folder, env=environment() | variables, capture_output=True, text=True, check=False, timeout=240
     )
@@ -53,9 +63,13 @@ def call(folder: Path, *words: str, **variables: str) -> str:
 @pytest.mark.timeout(350)
 def test_no_command_imports_a_module_of_the_working_folder(shadowed: Path) -> None:
     write_run(shadowed, 2, plan="ddp", steps=2)
-    call(shadowed, "train", "--config", "run.toml", "--folder", "run")
-    call(shadowed, "replay", "run", "--step", "1")
-    call(shadowed, "generate", "run", "--prompt", "fox", "--tokens", "2")
+    commands = ["train --config run.toml --folder run", "replay run --step 1", "generate run --prompt fox --tokens 2"]
+    call(shadowed, *commands, script="several")
+
+
+@pytest.mark.nightly  # learning from feedback is a module of its own, and its start as long as those above
+@pytest.mark.timeout(350)
+def test_learning_from_feedback_imports_its_reward_alone(shadowed: Path) -> None:
     (shadowed / "my_reward.py").write_text(REWARD)
     (shadowed / "helper.py").write_text("def one(text):\n    return float(len(text))\n")
     (shadowed / "rl.toml").write_text('[[reward]]\nfunction = "my_reward:score"\n')

@@ -32,9 +32,12 @@ EXPECTED: dict[str, tuple[int, list[float]]] = {
     "frontier": (16, [4 * 50, 50, 4 * 200 / 8 / 8]),
     "gb200-nvl72": (144, [1800 / 2, 1800 / 2, 400 / 8]),
     "lab": (8, [1.5, 100 / 1e3 / 2, 12.5 / 1e3 / 4]),
+    "laptop": (1, [16]),
     "local": (8, [0.2, 0.2, 0.2]),
+    "mi300x": (16, [7 * 64, 400 / 8]),
     "pcie-a100": (16, [32, 200 / 8 / 8]),
     "perlmutter": (8, [600 / 2, 200 / 8]),
+    "workstation": (1, [32]),
 }
 
 TOML = """
@@ -77,7 +80,7 @@ def test_preset_sizes_and_bandwidths(name: str) -> None:
     assert cluster.name == name
     assert cluster.world_size == world_size
     assert [tier.bandwidth_bytes_per_s / 1e9 for tier in cluster.tiers] == pytest.approx(gigabytes)
-    assert cluster.tiers[-1].size == 2
+    assert cluster.tiers[-1].size == min(2, world_size)
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -369,7 +372,7 @@ def _without(position: tuple[int, ...], index: int) -> tuple[int, ...]:
 def test_presets_of_gpus_say_their_power_and_none_takes_a_power_station() -> None:
     for name in preset_names():
         device = load_cluster(name).device
-        assert (device.power_watts > 0) == (device.backend == "cuda"), name
+        assert (device.power_watts > 0) == (device.type == "cuda"), name
     cluster = load_cluster("dgx-a100")
     with pytest.raises(ClusterError, match=r"power_watts = 2000000.0 must lie between 0"):
         replace(cluster, device=replace(cluster.device, power_watts=2e6))

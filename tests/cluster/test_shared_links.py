@@ -51,7 +51,7 @@ def test_links_of_all_tiers_follow() -> None:
 
 
 def test_a_written_plan_follows_an_override_too(here: Planning) -> None:
-    assert here.say("plan", "--nodes", "2", cluster="ethernet")[0] == 0
+    assert here.say("plan", "--nodes", "2", "--axes", "data", cluster="ethernet")[0] == 0
     one = here.call("simulate", "plan.toml", "--plan.stages", "[]", "--cluster.tiers.node.size", "1")
     assert one.code == 0
     assert "3.12 GB/s" in one.out

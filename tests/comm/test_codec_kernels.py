@@ -58,7 +58,15 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is
 
 @needs_triton
 def test_kernels_in_the_interpreter() -> None:
-    assert "equal" in interpreted("tests.support.codec_cases")
+    """With bounds: an access outside its tensor ends the process, and three that were made on purpose are told."""
+    equal, *faults = interpreted("tests.support.codec_cases").splitlines()
+    assert equal.startswith("equal")
+    arguments = ("argument 1, (2, 1000) float32", "argument 3, (2, 1024) int8", "argument 2, (2, 999) float32")
+    assert len(faults) == len(arguments)
+    for said, argument in zip(faults, arguments, strict=True):
+        assert said.startswith("encode_kernel: a ")
+        assert argument in said
+        assert "outside" in said
 
 
 @needs_triton

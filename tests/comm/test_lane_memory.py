@@ -2,8 +2,6 @@
 
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -26,7 +24,8 @@ DEVICE = torch.device("cuda", 0)
 class Event:
     """Done when the test says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        assert device.type == "cuda"
         self.is_done = False
 
     def record(self, stream: object) -> None:
@@ -40,7 +39,10 @@ class Event:
 
 
 class Stream:
+    """The current stream in the body of a `with`."""
+
     device = DEVICE
+    current: list["Stream"]
 
     def __init__(self, *_: object, **__: object) -> None:
         pass
@@ -54,21 +56,20 @@ class Stream:
     def synchronize(self) -> None:
         pass
 
+    def __enter__(self) -> None:
+        self.current.append(self)
+
+    def __exit__(self, *_: object) -> None:
+        self.current.pop()
+
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
     """Streams without a device; the last one is the current one."""
-    current = [Stream()]
-
-    @contextmanager
-    def on(stream: Stream) -> Iterator[None]:
-        current.append(stream)
-        yield
-        current.pop()
-
-    for name, value in {"Stream": Stream, "Event": Event, "stream": on}.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
+    current = Stream.current = [Stream()]
+    monkeypatch.setattr(torch, "Stream", Stream)
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: current[-1])
     return current
 
 
@@ -162,7 +163,13 @@ def test_messages_inside_blocks_keep_what_they_read(streams: list[Stream], kind:
 
 
 class OnCuda(Tensor):
-    is_cuda = True
+    device = DEVICE
+
+
+def test_samples_of_a_message_reach_all_of_it() -> None:
+    log, key = ErrorLog((MessageClass.SYNC,), torch.device("cpu")), (MessageClass.SYNC, "block.0", 1)
+    parts = [log.sample(key, "reduce", 10_000, 64) for _ in range(3)]
+    assert [(part.start, part.stop) for part in parts] == [(0, 4096), (4096, 8192), (8192, 10_000)]
 
 
 def test_errors_of_a_message_under_way_are_taken_when_they_are_there(streams: list[Stream]) -> None:

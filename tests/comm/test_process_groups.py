@@ -57,7 +57,7 @@ def test_on_nccl_a_communicator_is_made_with_its_group_by_the_members_alone(monk
     made: list[dict[str, Any]] = []
     monkeypatch.setattr(dist, "new_group", lambda **options: made.append(options))
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
     limit, here = timedelta(seconds=9), torch.device("cuda", 3)
     for backend in ("nccl", "gloo"):
         monkeypatch.setattr(dist, "get_backend", lambda backend=backend: backend)

@@ -190,6 +190,8 @@ def test_processes_may_prepare_at_once(tmp_path: Path) -> None:
     tree(tmp_path, {"a.txt": b"text " * 100_000})
     with multiprocessing.get_context("fork").Pool(4) as pool:
         made = pool.map(prepare_in_process, [tmp_path] * 8, chunksize=1)
+        pool.close()
+        pool.join()
     assert len(set(made)) == 1
     assert made[0].open().size == 500_001
     assert len(list((tmp_path / "cache").iterdir())) == 4

@@ -239,6 +239,16 @@ def maps() -> int:
     return Path("/proc/self/maps").read_text().count("terrace keys and values")
 
 
+def test_page_0_behind_places_without_pages_is_unmapped_with_its_sequence() -> None:
+    """Places without a page are marked by -1, the number before page 0."""
+    pool = mapped(3)
+    before = maps()
+    write(pool, [Span(0, (2, 0), TOKENS, TOKENS, TOKENS + 3)], seed=0)
+    assert maps() == before + 1
+    pool.forget(0)
+    assert maps() == before
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["llama", "window"])
 def test_the_commands_write_the_same_bits_over_mapped_pages(

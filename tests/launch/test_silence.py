@@ -1,5 +1,8 @@
 """Ranks whose heartbeats stop, by the readings of one clock."""
 
+import pytest
+
+from terrace.launch.heartbeats import Position, Stillness
 from terrace.launch.postmortem import Heartbeat
 from terrace.launch.silence import Silence
 
@@ -22,3 +25,12 @@ def test_ranks_that_have_left_or_have_not_come_are_not_silent() -> None:
     for state in ("left", "failed", "dragged", "absent"):
         for now_s in (0.0, 10.0, 20.0):
             assert not silence.look(beats(7, state=state), now_s)
+
+
+def test_a_process_that_was_suspended_has_not_stood_still_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([100.0, 100.5, 400.0, 400.5])
+    monkeypatch.setattr("terrace.launch.heartbeats.time.monotonic", lambda: next(clock))
+    position = Position(step=3, counter=7, doing="a gather", ranks=(1,), extra_s=0.0)
+    stillness = Stillness(position, 2.0)
+    assert [stillness.look(position) for _ in range(3)] == [0.5, 2.0, 0.5]
+    assert stillness.seconds == 3.0

@@ -142,7 +142,6 @@ def test_every_expert_takes_equally_many_tokens_of_a_sequence(per_token: int) ->
     config = replace(PLAIN, per_token=per_token, gate="expert_choice", normalized=False, scale=2.0)
     torch.manual_seed(1)
     logits, passage = torch.randn(5 + 0 + 9, 8), rows(5, 0, 9)
-    assert passage.sequences is not None
     choice = expert_choice.choose(logits, passage.sequences, 3, config)
     for first, last in ((0, 5), (5, 14)):
         taken = (choice.experts[first:last] >= 0).sum(0)

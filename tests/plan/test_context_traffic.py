@@ -19,7 +19,7 @@ from terrace.model.blocks import block_specs
 from terrace.model.config import parse_model
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import ContextGroup, attention_heads, local_tokens
-from terrace.plan.context_traffic import AttentionBytes, ContextTraffic
+from terrace.plan.context_traffic import NO_ATTENTION, AttentionBytes, ContextTraffic
 from terrace.plan.in_block_messages import ContextLeg, ContextMessage
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
@@ -81,9 +81,7 @@ def by_leg(attention: AttentionBytes) -> list[Counter[tuple[ContextLeg, int]]]:
 
 
 def attention_of(plan: Plan, mesh: Mesh, sequence: int, blocks: Sequence[BlockSpec]) -> AttentionBytes:
-    found = ContextTraffic(plan, mesh, sequence, TIERS).attention(blocks[LAYER])
-    assert found is not None
-    return found
+    return ContextTraffic(plan, mesh, sequence, TIERS).attention(blocks[LAYER])
 
 
 TIERS = ("package", "node", "system")
@@ -108,7 +106,7 @@ def test_the_formula_is_what_every_spread_sends(
     plan = planned(cluster, mapping, micro_batch=micro_batch)
     mesh, blocks = Mesh.of(cluster, plan), block_specs(llama(8, kv_heads))
     if math.prod(math.prod(each) for each in degrees) == 1:
-        assert ContextTraffic(plan, mesh, sequence, TIERS).attention(blocks[LAYER]) is None
+        assert ContextTraffic(plan, mesh, sequence, TIERS).attention(blocks[LAYER]) == NO_ATTENTION
         return
     forward, backward = by_leg(attention_of(plan, mesh, sequence, blocks))
     member = data.draw(st.integers(0, cluster.world_size - 1))

@@ -15,9 +15,11 @@ from terrace.cluster.cluster import Cluster
 from terrace.model.params import ParamSpec
 from terrace.model.spec import BlockSpec
 from terrace.plan.layout import Layout
+from terrace.plan.outer import Outer
 from terrace.plan.plan import Plan
 from terrace.plan.presets import PRESETS, parse_plan, preset
 from terrace.plan.residency import recomputed
+from terrace.plan.state_bytes import keeps_master
 from terrace.plan.validate import num_micro_batches, validate
 from tests.support.toys import MODELS, cluster_of
 
@@ -237,6 +239,21 @@ def test_plan_survives_its_table(name: str, changes: dict[str, Any]) -> None:
     assert parse_plan(dump(plan), THREE) == plan
     wire = {**base.wire, **{message: {**base.wire.get(message, {}), **row} for message, row in plan.wire.items()}}
     assert parse_plan({"preset": name, **dump(changes)}, THREE) == replace(plan, wire=wire)  # tables are laid over
+
+
+def test_islands_are_numbered_as_ranks_are() -> None:
+    """The innermost tier outside islands varies fastest."""
+    cluster = cluster_of(2, 2, 3)
+    layout = Layout.of(cluster, replace(preset("ddp", cluster), outer=Outer(tier="node", every=2)))
+    assert [layout.island_of(cluster.coordinates(rank)) for rank in range(12)] == [rank // 2 for rank in range(12)]
+
+
+@pytest.mark.parametrize(("wire", "wanted"), [({}, False), ({"refresh": {"package": "bf16"}}, True)])
+def test_a_refresh_that_rounds_on_the_first_tier_asks_for_a_master_copy(
+    wire: dict[str, dict[str, str]], wanted: bool
+) -> None:
+    plan = replace(preset("zero1", CLUSTERS[1]), compute="fp32", master="fp32", wire=wire)
+    assert keeps_master(plan, Layout.of(CLUSTERS[1], plan)) is wanted
 
 
 DEGREES = st.lists(st.integers(1, 5), min_size=1, max_size=4)

@@ -8,6 +8,7 @@ from terrace.base.errors import PlanError
 from terrace.cluster.presets import load_cluster
 from terrace.model.config import ModelConfig
 from terrace.plan.mesh import Mesh
+from terrace.plan.search_limits import MOST_PLAYED
 from terrace.planner.divisions import stack_forms
 from terrace.planner.explain import reasons
 from terrace.planner.pins import parse_pins
@@ -34,7 +35,7 @@ from tests.support.planner_cases import CLUSTERS, MIXED, SMALL, small_task
         pytest.param("ethernet 2x2", ("data", "context", "pipeline"), 4, marks=pytest.mark.nightly),
     ],
 )
-def test_the_search_equals_trying_everything(name: str, axes: tuple[str, ...], batch: int) -> None:
+def test_the_search_is_near_trying_everything(name: str, axes: tuple[str, ...], batch: int) -> None:
     everything = check_search(small_task(CLUSTERS[name], batch=batch, model=MIXED), axes)
     # Both searches would agree on nothing, too.
     divided = [each.candidate.mesh for each in everything if each.candidate.mesh.divides_stacks]
@@ -83,30 +84,22 @@ def test_experts_stay_inside_the_node(model: ModelConfig, alternative: str) -> N
     task = Task(model=model, cluster=load_cluster("dgx-h100").resized(8), batch=256, sequence=4096)
     space = Space(task=task)
     found, evaluator = find(space, count=1)
-    assert found.proved
     best = found.best[0]
     assert plan_of(task, best.candidate).experts.keys() == {"node"}
-    near = {verdict.what: verdict for verdict in reasons(space, evaluator, best.candidate)}
-    moved = near[f"experts = {alternative}"].estimate
+    near = {change.words: change for change in reasons(space, evaluator, best.candidate)}
+    moved = near[f"experts = {alternative}"].cost
     assert moved is not None
     assert moved.step_s > 1.02 * best.step_s
     assert "experts = none" in near
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("model", "opened", "evaluated", "best_s"), [(MIXTRAL, 138, 24, 0.3350), (QWEN3_30B, 592, 102, 0.3804)]
-)
-def test_experts_among_16384_devices_take_few_evaluations(
-    model: ModelConfig, opened: int, evaluated: int, best_s: float
-) -> None:
+@pytest.mark.parametrize(("model", "best_s"), [(MIXTRAL, 0.3319), (QWEN3_30B, 0.3785)])
+def test_experts_among_16384_devices_take_few_plays(model: ModelConfig, best_s: float) -> None:
     task = Task(model=model, cluster=load_cluster("dgx-h100").resized(2048), batch=4096, sequence=4096)
     found, _ = find(Space(task=task))
-    assert found.proved
-    # The counted ones: the others are bounded by their group and its divisions alone.
-    assert found.num_opened < 1.2 * opened
-    assert found.num_evaluated < 1.2 * evaluated
-    assert found.best[0].step_s == pytest.approx(best_s, rel=0.002)
+    assert found.num_played <= MOST_PLAYED
+    assert min(each.step_s for each in found.best) < 1.005 * best_s
 
 
 @pytest.mark.parametrize(

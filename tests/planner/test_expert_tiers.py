@@ -7,7 +7,7 @@ import pytest
 from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
 from terrace.plan.presets import preset
-from terrace.planner.small_changes import expert_changes
+from terrace.planner.advice import expert_changes
 from terrace.report.routing import division_words
 from terrace.simulate.footprint import work_of
 from terrace.simulate.step import Step, predict_step

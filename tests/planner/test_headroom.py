@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 
 from terrace.cluster.headroom import headroom_bytes
+from terrace.plan.search_limits import FINALISTS
 from terrace.planner.evaluate import Evaluator
 from terrace.planner.headroom import WIDER, headrooms
 from terrace.planner.ranking import Estimate, ranked
 from terrace.planner.search import find
 from terrace.planner.space import Space
 from terrace.planner.task import Task
-from terrace.planner.ties import FINALISTS, settle
+from terrace.planner.ties import settle
 from terrace.report.plans import headrooms_table
 from terrace.report.uncertainty import is_tie
 from tests.support.exhaustive import exhaustive
@@ -35,7 +36,7 @@ def _first(task: Task, evaluator: Evaluator, fitting: Sequence[Estimate]) -> Est
 @pytest.fixture(scope="module")
 def everything() -> list[Estimate]:
     """Every plan of the search below, whatever it needs."""
-    return exhaustive(Space(task=TASK, axes=TWO), evaluator_of(TASK), math.inf)
+    return exhaustive(Space(task=TASK, axes=TWO), math.inf)
 
 
 @pytest.mark.parametrize("share", [1.0, 0.6, 0.2])
@@ -52,7 +53,7 @@ def test_the_fastest_plans_by_headroom_are_those_of_trying_everything(everything
     for room in rooms:
         most = memory - headroom_bytes(room.headroom, memory)
         fitting = ranked(each for each in everything if each.needed_bytes <= most)
-        assert room.proved
+        assert room.is_complete
         assert (room.best is None) == (not fitting)
         if room.best is not None:
             assert room.best.needed_bytes <= most
@@ -71,7 +72,7 @@ def test_a_search_keeps_to_the_headroom_of_the_device() -> None:
     """With a headroom of h bytes the plans are those of a device with h bytes less, and no narrower one is shown."""
     task = small_task(CLUSTERS["frontier 2x2x2"], batch=32)
     space = Space(task=task, axes=("data", "tensor"))
-    needs = sorted(each.needed_bytes for each in exhaustive(space, evaluator_of(task), math.inf))
+    needs = sorted(each.needed_bytes for each in exhaustive(space, math.inf))
     memory = float(needs[len(needs) // 2])
     smaller, kept = (replace(space, task=with_memory(task, *of)) for of in ((memory,), (memory + 7e9, "7GB")))
     (plain, _), (found, evaluator) = find(smaller), find(kept)
@@ -98,7 +99,7 @@ def test_a_search_that_stopped_early_says_so() -> None:
     found, _ = find(space)
     tight = with_memory(task, found.best[0].needed_bytes * 1.01)
     rooms = headrooms(replace(space, task=tight), evaluator_of(tight), found.best[0], 1, ("2%", "5%"))
-    assert rooms[0].proved
-    assert not all(room.proved for room in rooms[1:])
+    assert rooms[0].is_complete
+    assert not all(room.is_complete for room in rooms[1:])
     said = " ".join(str(cell) for *_, cell in headrooms_table(tight, rooms, "t").rows)
     assert "--limit" in said

@@ -9,7 +9,7 @@ from terrace.base.errors import PlanError
 from terrace.plan.plan import Plan
 from terrace.planner.divisions import divisors
 from terrace.planner.ranking import TIE
-from terrace.simulate.advice import Job, fullest_stage
+from terrace.simulate.fullest import Job, fullest_stage
 from terrace.simulate.step import predict_step
 from terrace.train.config import RunConfig
 from terrace.train.prediction import step_of

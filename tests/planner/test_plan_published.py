@@ -16,7 +16,6 @@ from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
 from terrace.plan.mesh import Mesh
 from terrace.plan.presets import preset
-from terrace.planner.bound import Bounds
 from terrace.planner.estimate import Estimator
 from terrace.planner.scaling import curve, evaluate_plan
 from terrace.planner.task import Task, num_micros
@@ -99,10 +98,10 @@ def test_blocking_sends_and_late_sums_make_a_pipeline_longer() -> None:
     """A stage that waits for its exchanges loses at least as much as one message a micro-batch of its chunks."""
     line = next(line for line in read_rows("megatron_table1.csv") if line["model"] == "530B")
     task, choice = megatron.setting(line)
-    evaluator = ExposedEvaluator(Bounds(_Asynchronous(task)))
+    evaluator = ExposedEvaluator(task, _Asynchronous(task))
     base_s, edge_s = evaluator.evaluate(choice).step_s, evaluator.stages(choice)[0].edge_s
-    blocked_s = ExposedEvaluator(Bounds(MegatronEstimator(task))).evaluate(choice).step_s
+    blocked_s = ExposedEvaluator(task, MegatronEstimator(task)).evaluate(choice).step_s
     assert blocked_s - base_s > 0.9 * edge_s * choice.chunks * num_micros(task, choice)
-    estimate = MegatronEvaluator(Bounds(MegatronEstimator(task))).evaluate(choice)
+    estimate = MegatronEvaluator(task, MegatronEstimator(task)).evaluate(choice)
     assert estimate.step_s > blocked_s
     assert estimate.step_s == pytest.approx(sum(estimate.time_s.values()))

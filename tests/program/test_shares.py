@@ -45,6 +45,13 @@ def test_no_other_way_has_a_smaller_slowest_part_or_is_more_even(data: st.DataOb
     assert worth(found)[1:] == best[1:] if best[0] else worth(found) == best
 
 
+def test_of_equally_even_ways_later_parts_have_more_blocks() -> None:
+    """Whatever the rounding of their sums of squares, which depends on the order of the parts."""
+    found = share([1, *[1_234_567] * 20, 1_200_001], 12)
+    assert [len(part) for part in found] == [2, 1, 1, *[2] * 8, 2]
+    assert [len(part) for part in share([7] * 8, 3)] == [2, 3, 3]
+
+
 def test_the_head_counts_and_the_table_does_not() -> None:
     blocks = block_specs(parse_model(MODEL))
     costs = block_costs(blocks, 16)

@@ -12,10 +12,12 @@ import pytest
 
 from terrace.cli.main import main
 from terrace.report.downloads import run_json, steps_csv
+from terrace.report.markup import html_table
 from terrace.report.overlay import MOST_RUNS, names_of, overlaid, overlay_page, setting_rows
 from terrace.report.page import page_html
 from terrace.report.run_curves import COLOURS, Curve
-from terrace.report.run_view import RunView, run_view
+from terrace.report.run_view import RunView, flat_settings, run_view
+from terrace.report.table import Table
 from tests.support.pages import checked
 from tests.support.records import step_record, write_metrics
 
@@ -206,3 +208,16 @@ def test_many_runs_are_told_apart_by_dashes() -> None:
     assert len(set(drawn)) == len(drawn) == MOST_RUNS
     assert len({colour for colour, _ in drawn}) == len(COLOURS)
     assert page.count(">dashed<") == page.count(">dotted<") == len(COLOURS)
+
+
+def test_tables_of_a_list_are_compared_by_their_names() -> None:
+    text = """[[cluster.tiers]]\nname = "package"\nsize = 2\n[[cluster.tiers]]\nname = "node"\nsize = {}\n"""
+    sides = [RunView(name=str(size), status="", settings=flat_settings(text.format(size))) for size in (1, 4)]
+    assert setting_rows(sides) == [("cluster.tiers.node.size", ["1", "4"])]
+    same = flat_settings("pool = [{name = 'a', ranks = 1}, {name = 'a', ranks = 2}]")
+    assert same == {"pool": [{"name": "a", "ranks": 1}, {"name": "a", "ranks": 2}]}
+
+
+def test_a_cell_with_a_sentence_wraps() -> None:
+    sentence = "the second step took longer than was predicted, since the machine is busy"
+    assert html_table(Table(headings=["what", "why"], rows=[["note", sentence]], left=["what"])).count("long") == 2

@@ -12,7 +12,8 @@ import pytest
 
 from terrace.base.words import seconds
 from terrace.plan.presets import PRESETS, preset
-from terrace.planner.small_changes import Change, changes
+from terrace.planner.advice import Change, changes
+from terrace.planner.ranking import Cost
 from terrace.program.lowering import build
 from terrace.program.program import Program
 from terrace.program.recording import Recording
@@ -100,7 +101,8 @@ def test_names_cannot_become_markup() -> None:
     spans = tuple(s._replace(category=f"wait {evil}") if s.category[:5] == "wait " else s for s in recording.spans)
     assert spans != recording.spans
     recording = replace(recording, spans=spans)
-    change = Change(words=evil, kind="plan", note=evil, cluster=cluster, plan=plan, step_s=1.0)
+    cost = Cost(num_micros=1, step_s=1.0, time_s={}, memory_bytes={})
+    change = Change(words=evil, note=evil, cluster=cluster, plan=plan, cost=cost)
     page = page_of(recording, [change], subtitle=evil)
     assert evil not in page
     checker = checked(page)

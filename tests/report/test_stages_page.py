@@ -14,7 +14,8 @@ from terrace.model.block_operations import layer_operations
 from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
 from terrace.plan.validate import num_micro_batches
-from terrace.planner.small_changes import Change, changes
+from terrace.planner.advice import Change, changes
+from terrace.planner.ranking import Cost
 from terrace.program.instruction import PASSES
 from terrace.report.memory import memories_svg, memory_text
 from terrace.report.page import page_html
@@ -175,7 +176,8 @@ def test_bars_of_the_stages_are_as_wide_as_the_page_and_no_column_cuts_them(sche
 def test_names_on_the_page_are_text() -> None:
     evil = "</script><img src=x>"
     step = recorded_step(step_of(name=evil))
-    change = Change(words=evil, kind="plan", note=evil, cluster=DGX, plan=step.step.plan, step_s=1.0)
+    cost = Cost(num_micros=1, step_s=1.0, time_s={}, memory_bytes={})
+    change = Change(words=evil, note=evil, cluster=DGX, plan=step.step.plan, cost=cost)
     page = page_of(step, [change], evil, evil)
     assert evil not in page
     assert "<img" not in page

@@ -11,7 +11,8 @@ from terrace.base.errors import ConfigError
 from terrace.rl.algorithms.algorithm import Algorithm, algorithm_of
 from terrace.rl.algorithms.batches import WEIGHTS
 from terrace.rl.algorithms.losses import clipped_surrogate, kl_loss
-from terrace.rl.algorithms.policy_loss import Sums, policy_loss
+from terrace.rl.algorithms.metrics import Sums
+from terrace.rl.algorithms.policy_loss import policy_loss
 from terrace.rl.values.ragged import Ragged
 
 
@@ -59,15 +60,16 @@ def test_the_loss_of_a_policy_by_its_columns() -> None:
     weights, importance = torch.tensor([0.5, 0.5, 1.0]), torch.tensor([1.0, 2.0, 0.5])
     reference, weight = torch.tensor([-1.0, -1.0, -1.0]), torch.full((3,), 0.1)
     columns = {WEIGHTS: weights, "old": old, "advantages": advantages}
-    sums = Sums(float)
+    sums = Sums()
     loss = policy_loss(algorithm_of({"entropy": 0.1}), sums)
     entropies = torch.tensor([1.0, 2.0, 3.0])
     surrogate = clipped_surrogate(logprobs.values, old, advantages, weights)
     found = loss(logprobs, entropies, columns)
     torch.testing.assert_close(found, surrogate - 0.1 * (0.5 + 1.0 + 3.0))
     # exp(0.5) is beyond the clip, exp(0) and exp(-0.1) are not.
-    assert (sums["tokens"], sums["pg_clipfrac"], sums["entropy"]) == (3, 1, 6)
-    assert sums["ppo_kl"] == pytest.approx(-0.5 + 0 + 0.1)
+    read = sums.read()
+    assert (read["tokens"], read["pg_clipfrac"], read["entropy"]) == (3, 1, 6)
+    assert read["ppo_kl"] == pytest.approx(-0.5 + 0 + 0.1)
     more = {**columns, "importance": importance, "kl_weight": weight, "reference": reference}
     scaled = weights * importance
     wanted = clipped_surrogate(logprobs.values, old, advantages, scaled)
@@ -82,14 +84,13 @@ def test_the_share_of_clipped_tokens_is_by_the_ratio_that_is_clipped(name: str, 
     """Log-ratios of tokens are .5, -.4, -.1 and -.2; of responses .1 and -.3, and half of that as means."""
     logprobs = Ragged(torch.tensor([-1.0, -2.4, -0.5, -0.8]), torch.tensor([0, 2, 4]))
     columns = {WEIGHTS: torch.ones(4), "old": torch.tensor([-1.5, -2.0, -0.4, -0.6]), "advantages": torch.ones(4)}
-    sums = Sums(float)
+    sums = Sums()
     policy_loss(algorithm_of({"name": name}), sums)(logprobs, None, columns)
-    assert sums["pg_clipfrac"] / sums["tokens"] == pytest.approx(share)
+    read = sums.read()
+    assert read["pg_clipfrac"] / read["tokens"] == pytest.approx(share)
 
 
 def test_entropies_that_are_not_there_are_refused() -> None:
     columns = {name: torch.zeros(1) for name in (WEIGHTS, "old", "advantages")}
     with pytest.raises(ConfigError, match="entropies are not there where a tensor axis cuts the vocabulary"):
-        policy_loss(algorithm_of({"entropy": 0.1}), Sums(float))(
-            Ragged(torch.zeros(1), torch.tensor([0, 1])), None, columns
-        )
+        policy_loss(algorithm_of({"entropy": 0.1}), Sums())(Ragged(torch.zeros(1), torch.tensor([0, 1])), None, columns)

@@ -1,5 +1,7 @@
 """Predicted seconds and bytes of a hand-over, against links worked out by hand and against other ways to do it."""
 
+import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -7,8 +9,12 @@ import pytest
 from terrace.cluster.cluster import Cluster, Tier
 from terrace.plan.plan import Plan
 from terrace.rl.hand_over.moves import crossing
-from terrace.rl.hand_over.seconds import predict_hand_over
+from terrace.rl.hand_over.program import hand_over_programs
+from terrace.rl.hand_over.seconds import HandOverCost, predict_hand_over
+from terrace.rl.hand_over.transition import Transition
+from terrace.simulate.links import exchange_tiers
 from tests.support.hand_overs import mlp, transition_of
+from tests.support.nightly import nightly
 from tests.support.toys import cluster_of
 
 FAST, SLOW = 1000.0, 10.0  # bytes/s
@@ -97,3 +103,45 @@ def test_neighbours_and_whole_models_cost_more() -> None:
     assert [cost.received_bytes for cost in costs] == [model_bytes // 4, model_bytes // 2, 3 * model_bytes // 4]
     assert costs[0].seconds < costs[1].seconds < costs[2].seconds
     assert all(cost.sent_bytes["node"] == 0 for cost in costs)
+
+
+def played_by_every_rank(cluster: Cluster, transition: Transition) -> HandOverCost:
+    """The cost from the definition: all programs side by side, every rank with its own times."""
+    programs = hand_over_programs(cluster, transition)
+    free, done = dict[tuple[int, int], float](), dict[tuple[int, tuple[int, ...]], float]()
+    received = [0] * len(programs)
+    for position, (blocks, tier) in enumerate(programs[0].instructions):
+        ends = {program.rank: program.ends(position) for program in programs if program.moves[position]}
+        ready = {rank: max(free.get((rank, tier), 0.0), done.get((rank, blocks), 0.0)) for rank in ends}
+        after = {}
+        for rank, (leaving, coming) in ends.items():
+            most = max(sum(leaving.values()), sum(coming.values()))
+            seconds = exchange_tiers(cluster, transition.tiers, [(tier, most)])
+            after[rank] = max(ready[each] for each in (rank, *leaving, *coming)) + sum(seconds.values())
+            received[rank] += sum(coming.values())
+        for rank, (leaving, coming) in ends.items():
+            free[rank, tier] = done[rank, blocks] = max(after[each] for each in (rank, *leaving, *coming))
+    totals = Counter[str]()
+    for program in programs:
+        for (_, name), num_bytes in program.sent_bytes.items():
+            totals[name] += num_bytes
+    sent = {tier.name: totals[tier.name] for tier in cluster.tiers}
+    return HandOverCost(seconds=max(done.values(), default=0.0), sent_bytes=sent, received_bytes=max(received))
+
+
+@pytest.mark.parametrize("seed", [*range(12), *nightly(*range(12, 100))])
+def test_one_rank_of_each_group_costs_what_all_ranks_do(seed: int) -> None:
+    """Drawn pools: tensor ranks, stages, states on any tier, replicas, blocks that do not divide evenly."""
+    of = random.Random(seed)
+    sizes = of.choice([(2, 2), (4, 2), (2, 4), (2, 3), (4, 3), (2, 2, 2), (2, 2, 3)])
+    cluster = links(*sizes)
+    tensor, stages = of.choice([1, 2, sizes[0]]), of.choice([1, sizes[-1]])
+    mapping = {"package": {"tensor": tensor, "data": sizes[0] // tensor}} if tensor > 1 else {}
+    mapping |= {cluster.tiers[-1].name: {"pipeline": stages}} if stages > 1 else {}
+    state = of.choice(["device", *(tier.name for tier in cluster.tiers)])
+    kinds = [mlp(of.choice([12, 24]), norm=of.random() < 0.5) for _ in range(2)]
+    blocks = [of.choice(kinds) for _ in range(max(stages, of.choice([2, 5])))]
+    transition = transition_of(cluster, plan_of(state, **mapping), blocks, of.choice([1, 2]))
+    found, expected = predict_hand_over(cluster, transition), played_by_every_rank(cluster, transition)
+    assert found.seconds == pytest.approx(expected.seconds, rel=1e-12, abs=0)
+    assert (found.sent_bytes, found.received_bytes) == (expected.sent_bytes, expected.received_bytes)

@@ -1,6 +1,7 @@
 """Roles as actors of Ray, on a cluster of two nodes of this machine."""
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -25,12 +26,14 @@ RayRuntime: Any = import_module("terrace.rl.calls.on_ray").RayRuntime  # which r
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     """Two nodes with two cores each."""
+    before = signal.getsignal(signal.SIGTERM)  # Ray's is for a driver, and would be that of later tests
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *sys.path]))
         found = _cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
         found.add_node(num_cpus=2)
         _ray.init(address=found.address, log_to_driver=False)
+        signal.signal(signal.SIGTERM, before)
         yield
         _ray.shutdown()
         found.shutdown()

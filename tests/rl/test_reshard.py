@@ -247,7 +247,7 @@ def joined(world: World, cluster: Cluster, case: Case) -> tuple[list[torch.devic
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "get_backend", lambda *_: "nccl")
-        patch.setattr(torch.cuda, "current_device", lambda: world.rank)
+        patch.setattr(torch.accelerator, "current_device_index", lambda: world.rank)
         patch.setattr(dist, "new_group", new_group)
         hand_over = HandOver(engine, 1)
     engine.close()

@@ -22,8 +22,8 @@ from terrace.rl.algorithms.batches import WEIGHTS
 from terrace.rl.algorithms.kl import token_rewards
 from terrace.rl.algorithms.lagrange import Multiplier
 from terrace.rl.algorithms.losses import value_loss
-from terrace.rl.algorithms.metrics import Metrics
-from terrace.rl.algorithms.policy_loss import Sums, aggregation_of, policy_loss
+from terrace.rl.algorithms.metrics import Metrics, Sums
+from terrace.rl.algorithms.policy_loss import aggregation_of, policy_loss
 from terrace.rl.controllers.controllers import CONTROLLERS
 from terrace.rl.controllers.setup import Progress, Roles, Setup, Sizes
 from terrace.rl.resolve import resolve
@@ -95,7 +95,7 @@ class Table:
         return Rows({"old": self._logprobs(rows)})
 
     def update(self, rows: Rows, *, lr: float, columns: tuple[str, ...]) -> dict[str, float]:
-        tokens, sums = rows.ragged("responses"), Sums(float)
+        tokens, sums = rows.ragged("responses"), Sums()
         aggregation = aggregation_of(self.algorithm, LENGTH)
         given = {name: rows.ragged(name).values for name in columns}
         self.given.append(given)
@@ -108,7 +108,8 @@ class Table:
         torch.autograd.backward(total / aggregation.counts(tokens.lengths).sum())
         self.optimizer.param_groups[0]["lr"] = lr
         self.optimizer.step()
-        return {"entropy": sums["entropy"] / sums["tokens"]}
+        read = sums.read()
+        return {"entropy": read["entropy"] / read["tokens"]}
 
 
 class Uniform:

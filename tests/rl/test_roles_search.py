@@ -1,7 +1,6 @@
 """The search for placements against the price of every one, and its findings."""
 
 import random
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -17,8 +16,10 @@ from terrace.rl.placement.costs import Costs
 from terrace.rl.placement.dataflow import Dataflow, Role, ppo
 from terrace.rl.placement.generation import rows_of
 from terrace.rl.placement.placement import PlacedRole, Pool, RolePlacement, price
+from terrace.rl.placement.places import Places
 from terrace.rl.placement.pools import first_ranks, partitions, pool_cluster, pool_sizes
-from terrace.rl.placement.search import Places, find, find_among
+from terrace.rl.placement.search import find, find_among
+from tests.support.calls import check_calls, counted
 from tests.support.dataflows import llama, nodes, ppo_flow, small
 from tests.support.nightly import nightly
 
@@ -135,13 +136,13 @@ def test_partitions_are_all_ways_to_group() -> None:
     assert [len(list(partitions(count))) for count in range(1, 6)] == [1, 2, 5, 15, 52]  # Bell's numbers
 
 
-@pytest.mark.nightly
-def test_five_roles_on_128_devices_take_seconds() -> None:
+@pytest.mark.parametrize(("num_nodes", "num_calls"), [(16, 1_822_700), *nightly((128, 10_036_000))])
+def test_five_roles_on_128_devices_and_more_call_few_functions(num_nodes: int, num_calls: int) -> None:
+    """About a second for 128 devices, and six for 1,024."""
     flow = five_roles(llama())
-    start = time.process_time()
-    found = find(flow, nodes(16))
-    # 10 s on an idle core; other work on the machine stretches the time of the processor, too.
-    assert time.process_time() - start < 25
+    with counted() as calls:
+        found = find(flow, nodes(num_nodes))
+    check_calls(calls.num, num_calls)
     assert found.best[0].report.fits
     assert {role.name for role in found.best[0].report.roles} == {role.name for role in flow.roles}
 

@@ -16,8 +16,8 @@ from terrace.launch.start import LocalPool, World
 from terrace.model.blocks import block_specs
 from terrace.rl.algorithms.algorithm import Algorithm, algorithm_of
 from terrace.rl.algorithms.batches import objective_of
-from terrace.rl.algorithms.metrics import ROLLOUT, of_rows
-from terrace.rl.algorithms.policy_loss import Sums, policy_loss
+from terrace.rl.algorithms.metrics import ROLLOUT, Sums, of_rows
+from terrace.rl.algorithms.policy_loss import policy_loss
 from terrace.rl.calls.call import calls_of
 from terrace.rl.calls.host import tokens_of
 from terrace.rl.calls.layout import RoleLayout
@@ -180,7 +180,7 @@ def test_keys_and_values_have_pages_for_the_requests_alone(monkeypatch: pytest.M
 
 def test_roles_that_only_score_hold_parameters_alone() -> None:
     settings, examples = settings_of(1, sequence=21), SortPrompts().examples(0, MINI_BATCH)
-    learner = engine_of(None, settings, objective_of(policy_loss(Algorithm(), Sums(float))), "cpu")
+    learner = engine_of(None, settings, objective_of(policy_loss(Algorithm(), Sums())), "cpu")
     reference = Reference(None, settings=settings)
     wanted, found = scores(learner, examples), reference.logprobs(examples).ragged("reference")
     assert torch.equal(found.values, wanted.values)

@@ -65,7 +65,7 @@ def in_chunks(head: nn.Module, x: Tensor, labels: Tensor, num_times: int = 1) ->
     assert run is not None
     x = x.detach().requires_grad_()
     flat = next(flat for flat in adopted.flats if flat.parameters[0].requires_grad)
-    flat.gradients.open(torch.full_like(flat.full, torch.nan))
+    flat.gradient.views.open(torch.full_like(flat.full, torch.nan))
     for _ in range(num_times):
         x.grad = None
         queue = adopted.weights.queue(hold=True)
@@ -161,7 +161,7 @@ def peak_bytes(vocab: int, tokens: int) -> int:
     run = chunked_head(adopted.module, token_loss)
     assert run is not None
     (flat,) = adopted.flats
-    flat.gradients.open(torch.empty_like(flat.full))
+    flat.gradient.views.open(torch.empty_like(flat.full))
     x = torch.randn(1, tokens, HIDDEN, generator=seeded(4)).requires_grad_()
     with adopted.weights.recorded_in(adopted.weights.queue(hold=False)):
         peak, _, _ = allocated(lambda: run(x, labels_of(tokens, vocab, 0.0)))

@@ -279,7 +279,7 @@ def test_no_tensor_of_the_weight_s_size_is_made() -> None:
     layer = nn.Linear(512, 1024, bias=False)
     adopted = Adopted.of(layer)
     (flat,) = adopted.flats
-    flat.gradients.open(torch.empty_like(flat.full))
+    flat.gradient.views.open(torch.empty_like(flat.full))
     x = normal(8, 512, dtype=torch.float32)
 
     def backward(module: nn.Module) -> None:
@@ -296,7 +296,7 @@ def test_of_a_stack_neither() -> None:
     module = Experts((1, 0, 0, 0, 0, 0, 1), 1024)
     adopted = Adopted.of(module)
     (flat,) = adopted.flats
-    flat.gradients.open(torch.empty_like(flat.full))
+    flat.gradient.views.open(torch.empty_like(flat.full))
     x = normal(2, 1024)
 
     def backward(module: nn.Module) -> None:
@@ -311,7 +311,7 @@ def test_of_a_stack_neither() -> None:
 
 def test_what_is_recorded_must_not_change() -> None:
     adopted = Adopted.of(nn.Linear(3, 3))
-    adopted.flats[0].gradients.open(torch.empty_like(adopted.flats[0].full))
+    adopted.flats[0].gradient.views.open(torch.empty_like(adopted.flats[0].full))
     queue, x = adopted.weights.queue(hold=True), normal(2, 3, dtype=torch.float32)
     with adopted.weights.recorded_in(queue):
         torch.autograd.backward(adopted.module(x).sum())

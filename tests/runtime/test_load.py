@@ -65,12 +65,12 @@ def test_a_row_that_was_not_multiplied_stops_the_run() -> None:
     with load.counting(1), load.counting(2):
         mixed(x)
     mixed(x)  # a recomputation
-    load.settle()
+    load.settle(load.sums.tolist())
     assert load.loads is not None
     assert sum(load.loads.counts[0]) == 4 * 2
     load._numbers[-1] -= 1  # no numbers follow: one rank pads nothing
     with pytest.raises(ProgramError, match=r"layers.1: .* experts multiplied 7 of 8; every row"):
-        load.settle()
+        load.settle(load.sums.tolist())
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_sequences_of_tokens_are_found_where_something_goes_by_them(
     (gating,) = (module.gating for module in blocks[1].modules() if isinstance(module, Router))
     assert gating is not None
     assert gating.passage is not None
-    assert (gating.passage.sequences is not None) == needed
+    assert (len(gating.passage.sequences) > 0) == needed
 
 
 def test_loads_are_missed_in_any_block_of_the_model(tmp_path: Path) -> None:

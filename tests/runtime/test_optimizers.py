@@ -1,4 +1,6 @@
-"""Lion, Muon and SGD: under every plan the numbers of one plain process, and the state and bytes of the formulas."""
+"""Optimizers other than AdamW: under every plan the numbers of one plain process, and the state and bytes of the
+formulas.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,8 +16,8 @@ from terrace.checkpoint.layout import block_layouts
 from terrace.launch.start import LocalPool, World
 from terrace.plan.flats import block_flats, orthogonalised
 from terrace.plan.kinds import Kinds
-from terrace.plan.newton_schulz import iteration_flops, matrices_of_a_rank
 from terrace.plan.plan import Plan
+from terrace.plan.projected import products_of_a_rank
 from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Instruction, Op
 from terrace.program.lowering import build, build_stages
@@ -33,6 +35,7 @@ from tests.support.differing import differing, undeclared
 from tests.support.nightly import in_turns
 from tests.support.parity import TOLERANCE, Case, Outcome, case_words, deviation, exact, flatten, num_rows, run
 from tests.support.pipelines import ALONE, OUTER, pipelined
+from tests.support.projected_reference import Galore, Lsp
 from tests.support.state_formula import model_state_bytes
 from tests.support.totals import verify, verify_stages
 from tests.support.toys import MODELS, SEQUENCE, cluster_of, count_tokens, make_batch, run_blocks
@@ -44,7 +47,10 @@ LION = OptimizerConfig(name="lion", lr=1e-3, beta1=0.9, beta2=0.99)
 MUON = OptimizerConfig(name="muon", lr=3e-3, adamw_lr=1e-3, momentum=0.9)
 SGD = OptimizerConfig(name="sgd", lr=3e-2, weight_decay=0.5)
 MOMENTUM = replace(SGD, momentum=0.9)
-ALL = {"lion": LION, "muon": MUON, "sgd": SGD, "sgd, momentum": MOMENTUM}
+GALORE = OptimizerConfig(name="galore", lr=3e-3, adamw_lr=1e-3, rank=3, check_every=2)
+LSP = OptimizerConfig(name="lsp", lr=3e-3, rank=3, density=2, check_every=2, alpha=0.4, scale=2.0)
+PROJECTED = {"galore": GALORE, "lsp": LSP}
+ALL = {"lion": LION, "muon": MUON, "sgd": SGD, "sgd, momentum": MOMENTUM, **PROJECTED}
 NUM_STEPS = 4
 
 
@@ -66,7 +72,7 @@ def lion_step(p: Tensor, g: Tensor, state: dict[str, Tensor], config: OptimizerC
 def each_part(rule: Rule, p: Tensor, g: Tensor, state: dict[str, Any], config: OptimizerConfig, step: int) -> None:
     """A rule for one part of a stack, applied to every part."""
     for part, (value, gradient) in enumerate(zip(p, g, strict=True)):
-        rule(value, gradient, state.setdefault(str(part), {}), config, step)
+        rule(value, gradient, state.setdefault(str(part), {"name": state["name"], "part": part}), config, step)
 
 
 def muon_step(p: Tensor, g: Tensor, state: dict[str, Tensor], config: OptimizerConfig, step: int) -> None:
@@ -75,6 +81,13 @@ def muon_step(p: Tensor, g: Tensor, state: dict[str, Tensor], config: OptimizerC
     m.copy_(momentum * m + g)
     direction = plain_newton_schulz(g + momentum * m)
     p -= config.lr * (0.2 * max(p.shape) ** 0.5 * direction + config.weight_decay * p)
+
+
+def projected_step(p: Tensor, g: Tensor, state: dict[str, Any], config: OptimizerConfig, step: int) -> None:
+    rule = state.setdefault("rule", (Galore if config.name == "galore" else Lsp)(config))
+    direction = torch.from_numpy(rule.direction(g.numpy(), f"{state['name']}%{state.get('part', 0)}", step))
+    scale = config.scale or (0.25 if config.name == "galore" else 1.0)
+    p -= config.lr * (scale * direction + config.weight_decay * p)
 
 
 def sgd_step(p: Tensor, g: Tensor, state: dict[str, Any], config: OptimizerConfig, step: int) -> None:
@@ -107,15 +120,17 @@ def serial(model_name: str, batch: int, optimizer: OptimizerConfig) -> Outcome:
     blocks = model.blocks(torch.float64)
     stacks = {(spec.name, param.name) for spec in model.declared for param in spec.params if param.is_stack}
     rules: dict[nn.Parameter, Any] = {}
+    names: dict[nn.Parameter, str] = {}
+    of_matrices = projected_step if optimizer.name in PROJECTED else muon_step
     for index, block in enumerate(blocks):
         for name, parameter in block.named_parameters():
             is_stack = bool(model.declared) and (model.declared[index].name, name) in stacks
             inner = 0 < index < len(blocks) - 1 and parameter.dim() - is_stack == 2
-            of_muon = muon_step if inner else adamw_step
-            rule = {"lion": lion_step, "sgd": sgd_step}.get(optimizer.name, of_muon)
+            rule = {"lion": lion_step, "sgd": sgd_step}.get(optimizer.name, of_matrices if inner else adamw_step)
+            names.setdefault(parameter, f"block.{index}.{name}")
             rules.setdefault(parameter, partial(each_part, rule) if is_stack else rule)
     trained = [parameter for parameter in rules if parameter.requires_grad]
-    states: dict[nn.Parameter, dict[str, Any]] = {parameter: {} for parameter in trained}
+    states: dict[nn.Parameter, dict[str, Any]] = {parameter: {"name": names[parameter]} for parameter in trained}
     losses, norms = [], []
     for step in range(NUM_STEPS):
         tokens, labels = make_batch(step, batch)
@@ -155,7 +170,17 @@ NIGHTLY: list[tuple[Sizes, Case]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "row"), in_turns(4, ALL, [*CASES, *NIGHTLY]), ids=case_words)
+# A gate of one row has no space three wide.
+WIDE_ENOUGH = [
+    row for row in (*CASES, *NIGHTLY) if row[1].model not in ("mixture, shared expert", "mixture, frozen experts")
+]
+EACH = [name for name in ALL if name not in PROJECTED]
+# Which expert a matrix is decides what is drawn for its projectors.
+APART = (2, 2), Case(exact("zero3", cluster_of(2, 2), experts={"package": {"expert": 2}}), model="experts")
+TURNS = [*in_turns(4, EACH, [*CASES, *NIGHTLY]), *in_turns(4, PROJECTED, WIDE_ENOUGH), ("lsp", APART)]
+
+
+@pytest.mark.parametrize(("name", "row"), TURNS, ids=case_words)
 def test_every_plan_equals_one_process(pool: LocalPool, name: str, row: tuple[Sizes, Case]) -> None:
     (sizes, case), optimizer = row, ALL[name]
     cluster = cluster_of(*sizes)
@@ -199,7 +224,8 @@ def test_state_and_buffers_are_what_the_formula_says(pool: LocalPool, name: str,
     account = footprint(cluster, plan, Kinds.of(MODELS["llama tied"].declared), SEQUENCE, 1, phase="update")
     assert account["buffers"] == said["buffers"]
     adamw = model_state_bytes(cluster, replace(plan, update="adamw"), blocks, 1)
-    assert said["optimizer"] < adamw["optimizer"]
+    if optimizer != LSP or name == "ddp":  # ranks that share a matrix all hold its projectors and moments
+        assert said["optimizer"] < adamw["optimizer"]
     if optimizer == SGD:  # the masters, which are in fp64, and nothing else
         assert 3 * said["optimizer"] == adamw["optimizer"]
         one = replace(plan, compute="fp64")  # one memory with the parameters
@@ -254,12 +280,20 @@ def test_the_simulator_prices_the_products_and_the_message() -> None:
     programs = {name: build(slow, plan, blocks, 1) for name, plan in plans.items()}
     reports = {name: simulate(program, step_costs(program, flops)) for name, program in programs.items()}
     more_s = reports["muon"].time_s["update"] - reports["adamw"].time_s["update"]
-    shapes = [matrices_of_a_rank(flats[0]) for flats in programs["muon"].model.flats[1:-1]]
-    assert more_s == pytest.approx(5 * sum(iteration_flops(shape) for each in shapes for shape in each) / 1e6, rel=0.05)
+    products = [
+        each
+        for flats in programs["muon"].model.flats[1:-1]
+        for each in products_of_a_rank("muon", flats[0].matrix_slices)
+    ]
+    assert more_s == pytest.approx(sum(2 * times * m * k * n for times, m, k, n in products) / 1e6, rel=0.05)
     assert reports["muon"].sent_bytes[MessageClass.ORTHOGONALISE, "package"] > 0
     whole = build(slow, exact("ddp", slow, update="muon"), blocks, 1)
-    every = [param.shape for param in blocks[1].params if len(param.shape) == 2]
-    assert sorted(matrices_of_a_rank(whole.model.flats[1][0])) == sorted(every)
+    every = [sorted(param.shape) for param in blocks[1].params if len(param.shape) == 2]
+    # Five iterations of X X^T, its square and the result times X: 4 s^2 l + 2 s^3 with sides s <= l.
+    iterations = products_of_a_rank("muon", whole.model.flats[1][0].matrix_slices)
+    assert sum(2 * times * m * k * n for times, m, k, n in iterations) == 5 * sum(
+        4 * short**2 * long + 2 * short**3 for short, long in every
+    )
 
 
 @pytest.mark.parametrize("shape", [(6, 6), (4, 9), (9, 4), (1, 5), (5, 1)])

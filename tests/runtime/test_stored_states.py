@@ -71,13 +71,27 @@ CASES: list[tuple[Sizes, Case]] = [
 NARROW: tuple[Literal["bf16", "int8"], ...] = ("bf16", "int8")
 
 
-@pytest.mark.parametrize(
-    ("sizes", "case"), [CASES[1], CASES[4], CASES[5], *nightly(*CASES[:1], *CASES[2:4], *CASES[6:])], ids=case_words
+BOTH = [("adamw", states) for states in NARROW]
+# On eight ranks every optimizer, each with one format by day and with the other by night.
+BY_DAY, BY_NIGHT = (
+    [(name, NARROW[(index + by_night) % 2]) for index, name in enumerate(OPTIMIZERS)] for by_night in (0, 1)
 )
-def test_every_plan_equals_one_process(pool: LocalPool, sizes: Sizes, case: Case) -> None:
+
+
+@pytest.mark.parametrize(
+    ("sizes", "case", "settings"),
+    [
+        (*CASES[1], BOTH),
+        (*CASES[4], BY_DAY),
+        (*CASES[5], BOTH),
+        *nightly((*CASES[4], BY_NIGHT), *((*each, BOTH) for each in (*CASES[:1], *CASES[2:4], *CASES[6:]))),
+    ],
+    ids=case_words,
+)
+def test_every_plan_equals_one_process(
+    pool: LocalPool, sizes: Sizes, case: Case, settings: list[tuple[str, Literal["bf16", "int8"]]]
+) -> None:
     cluster, layout = cluster_of(*sizes), state_layout(cluster_of(*sizes), case.plan)
-    names = OPTIMIZERS if len(sizes) == 3 else ("adamw",)
-    settings = [(name, states) for name in names for states in NARROW]
     cases = [
         replace(case, optimizer=OPTIMIZERS[name], plan=replace(case.plan, optimizer_states=states), num_steps=NUM_STEPS)
         for name, states in settings
@@ -192,7 +206,7 @@ def slices_update(name: str, states: str | None, master: torch.dtype, cuts: list
     for first, last in pairwise(cuts):
         gradient, storage = torch.zeros(last - first), Storage(torch.float32, states, noise)
         own = values[first:last].clone()
-        made = make_optimizer(own, gradient, first, (), 704, optimizer, torch.float32, storage)
+        made = make_optimizer(own, gradient, first, (), (), 704, optimizer, torch.float32, storage)
         for each in gradients:
             gradient.copy_(each[first:last])
             made.update(0.01)
@@ -275,7 +289,7 @@ def sorted_parameters(engine: Engine, block: int) -> list[tuple[str, Tensor]]:
 STORED = [("fp32", "bf16"), ("fp32", "int8"), ("bf16", None), ("bf16", "bf16"), ("bf16", "int8")]
 
 
-@pytest.mark.parametrize(("name", "stored"), in_turns(3, ["adamw", "lion", "muon"], STORED), ids=str)
+@pytest.mark.parametrize(("name", "stored"), in_turns(7, ["adamw", "lion", "muon"], STORED), ids=str)
 def test_bytes_are_what_the_formulas_say(pool: LocalPool, name: str, stored: tuple[Any, Any]) -> None:
     master, states = stored
     cluster, optimizer, blocks = cluster_of(2, 2), OPTIMIZERS[name], MODELS["llama tied"].declared

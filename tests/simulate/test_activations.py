@@ -144,7 +144,7 @@ def run_head(
     run = chunked_head(adopted.module, token_loss)
     assert run is not None
     (flat,) = adopted.flats
-    flat.gradients.open(torch.empty_like(flat.full))
+    flat.gradient.views.open(torch.empty_like(flat.full))
     with adopted.weights.recorded_in(adopted.weights.queue(hold=True)):
         backward_peak, _, _ = allocated(lambda: run(inputs, labels))
     return 0, inputs.nbytes, backward_peak + inputs.nbytes, predicted

@@ -13,11 +13,12 @@ from terrace.plan.presets import preset
 from terrace.program.instruction import Op
 from terrace.program.lowering import build, build_stages
 from terrace.program.recording import COMPUTE
+from terrace.simulate.below import Moment
 from terrace.simulate.bus import Bus
 from terrace.simulate.cost import step_costs
 from terrace.simulate.events import simulate
 from terrace.simulate.priced_instruction import Event
-from terrace.simulate.rank import Moment, Rank
+from terrace.simulate.rank import Rank
 from terrace.simulate.recording import record
 from terrace.simulate.stages import record_stages, simulate_stages
 from tests.support.toys import MODELS, cluster_of

@@ -6,10 +6,10 @@ import pytest
 
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
+from terrace.planner.advice import Change, best_change, best_changes, changes
 from terrace.planner.evaluate import step_of
-from terrace.planner.small_changes import Change, best_change, best_changes, changes
 from terrace.planner.task import Task
-from terrace.simulate.advice import Job, fullest_stage
+from terrace.simulate.fullest import Job, fullest_stage
 from terrace.simulate.step import Step, predict_step
 from tests.support.planner_cases import gpt, sized
 

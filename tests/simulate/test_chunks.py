@@ -77,7 +77,7 @@ def test_a_layer_alone_is_its_program_played(degrees: dict[str, tuple[int, ...]]
     layer = Layer(cluster, traffic, seconds_of)
     for numbers in IN_ORDERS:
         here = replace(traffic, chunks=numbers[:2], ahead=numbers.ahead)
-        prices, own = InBlockPrices(cluster, None, None, experts=here), seconds_of(here)
+        prices, own = InBlockPrices(cluster, experts=here), seconds_of(here)
         for op, steps, found, waits_s in zip(
             (Op.FORWARD, Op.BACKWARD), expert_steps(here), layer.of(numbers), layer.waits_s(numbers), strict=True
         ):

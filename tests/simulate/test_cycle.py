@@ -44,6 +44,14 @@ def test_a_cycle_is_its_steps_one_after_the_other(seed: int) -> None:
         assert turn[0] == pytest.approx(other, rel=1e-7, abs=1e-10)
 
 
+def test_an_exchange_may_end_in_the_middle_of_a_run_of_equal_steps() -> None:
+    found = predict_step(step_of(islands(1.7e-7, penalty=0.3), Outer(tier="system", every=12, delay=12)))
+    assert found.cycle is not None
+    assert 9 < found.cycle.exchange_s / found.cycle.plain_s < 10
+    slow = slow_cycle_s(found.cycle.period, found.costs[0], 6)
+    assert found.times_s[0] == pytest.approx(mean(slow, 12), rel=1e-4)
+
+
 def test_a_hidden_exchange_costs_nothing_and_one_waited_for_its_seconds() -> None:
     """Without an overlap penalty: only its own computing beside steps, and all of it at their end."""
     cluster = islands(1e-4)

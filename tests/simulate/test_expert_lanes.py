@@ -198,7 +198,7 @@ def hand_made(halves: Sequence[float]) -> tuple[PassStep, ...]:
 
     own = RoutedSeconds(passed=(2 * products, 0.0, 0.0), pieces=2)
     steps = expert_steps(traffic)[0]
-    return tuple(pass_steps(steps, Op.FORWARD, "forward", 0, own, Prices(cluster_of(), None, None, experts=traffic)))
+    return tuple(pass_steps(steps, Op.FORWARD, "forward", 0, own, Prices(cluster_of(), experts=traffic)))
 
 
 @pytest.mark.parametrize("backend", ["cuda", "cpu"])

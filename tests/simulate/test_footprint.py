@@ -22,8 +22,8 @@ from terrace.plan.presets import PRESETS, preset
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from terrace.runtime.setup import Blocks, Workload
-from terrace.simulate.advice import Job, fullest_stage
 from terrace.simulate.footprint import Phase, footprint, stage_footprint, work_of
+from terrace.simulate.fullest import Job, fullest_stage
 from tests.support.activations import layer_activations
 from tests.support.allocations import allocated, seeded
 from tests.support.lanes import use_lane
@@ -200,3 +200,14 @@ def test_what_cannot_be_is_refused() -> None:
     plan = bf16("zero3", cluster)
     with pytest.raises(PlanError, match="in_flight = 9 of 8 micro-batches"):
         footprint(cluster, plan, kinds(SEVEN_B), 2048, 8, in_flight=9)
+
+
+@pytest.mark.parametrize(("model", "share"), [(MODELS["llama"], None), (SEVEN_B, 0.05)])
+def test_what_the_allocator_reserves_beyond_tensors(model: ModelConfig, share: float | None) -> None:
+    """A share of the tensors, at least the pages of two streams; a CPU's allocator keeps nothing."""
+    cluster = load_cluster("dgx-a100")
+    parts = footprint(cluster, preset("zero3", cluster), Kinds.of(block_specs(model)), 256, 1)
+    tensors = sum(size for name, size in parts.items() if name not in ("allocator", "context"))
+    assert parts["allocator"] == (44 << 20 if share is None else int((1.05 - 1) * tensors))
+    local = cluster_of(2)
+    assert footprint(local, preset("zero3", local), Kinds.of(block_specs(model)), 256, 1)["allocator"] == 0

@@ -12,6 +12,7 @@ from terrace.program.instruction import PASSES
 from terrace.report.plans import hidden_words
 from terrace.simulate.cost import Costs
 from terrace.simulate.hidden import HiddenMessages, hidden_between_nodes
+from terrace.simulate.links import hop_s
 from terrace.simulate.step import Prediction, predict_step
 from tests.support.planner_cases import gpt, sized, without_penalties
 
@@ -29,10 +30,10 @@ def _sent_s(costs: Costs, tier: int) -> float:
     program = costs.program
     sends = [each for each in program.instructions if each.message_class is not None and each.op not in PASSES]
     return sum(
-        seconds
+        hop_s(program.cluster, tier, hop.degree, hop.sent_bytes)
         for each in sends
-        for where, seconds in costs._hops(program.message(each))
-        if where == tier and program.message(each).sends
+        for hop in program.message(each).hops
+        if hop.tier == tier
     )
 
 

@@ -16,7 +16,7 @@ from terrace.model.blocks import block_specs
 from terrace.model.config import parse_model
 from terrace.plan.plan import Plan
 from terrace.plan.wire import MessageClass
-from terrace.planner.small_changes import changes
+from terrace.planner.advice import changes
 from terrace.program.block_program.steps import Compute, ComputeKind, messages_of, moments_of
 from terrace.program.instruction import Instruction, Op
 from terrace.program.lowering import build

@@ -45,7 +45,7 @@ def closed_form(plan: Plan, sizes: tuple[int, ...], blocks: Sequence[BlockSpec],
     cluster = cluster_of(*sizes)
     kinds = Kinds.of(blocks)
     states = model_states(cluster, plan, kinds, stage_blocks(kinds, range(len(blocks))), num_micros)
-    updating = {"buffers": states.steady["buffers"] + states.updating}
+    updating = {"buffers": states.steady["buffers"] + states.updating["buffers"]}
     return states.steady | {"gathered": max(states.gathered), "grads_full": max(states.gradients)} | updating
 
 

@@ -13,8 +13,8 @@ from terrace.model.blocks import block_specs
 from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
 from terrace.plan.validate import num_micro_batches
-from terrace.planner import small_changes as room
-from terrace.planner.small_changes import best_changes, changes
+from terrace.planner import advice as room
+from terrace.planner.advice import best_changes, changes
 from terrace.program.instruction import PASSES
 from terrace.program.recording import Recording
 from terrace.simulate import step

@@ -31,7 +31,7 @@ NARROW = replace(WHOLE, sliding_window=WINDOW)
 def layer_s(model: ModelConfig, index: int, device: str) -> float:
     cluster = load_cluster(device)
     plan = replace(preset("ddp", cluster), mapping={})
-    work = work_of(cluster, plan, layer_operations(model), SEQUENCE, cluster.device.backend)
+    work = work_of(cluster, plan, layer_operations(model), SEQUENCE, cluster.device.type)
     return seconds_of(cluster.device, work, block_specs(model)[index]).forward_s
 
 
@@ -64,7 +64,7 @@ def test_masks_are_kept_for_each_window() -> None:
 def test_capped_scores_pass_through_memory(device: str, compute: Literal["fp32", "bf16"]) -> None:
     """Without FlexAttention the scores are kept twice, capped and as weights."""
     cluster, capped = load_cluster(device), replace(WHOLE, scales=Scales(attention_cap=5.0))
-    plan, backend = replace(preset("ddp", cluster), mapping={}, compute=compute), cluster.device.backend
+    plan, backend = replace(preset("ddp", cluster), mapping={}, compute=compute), cluster.device.type
     found = []
     for model in (WHOLE, capped):
         work = work_of(cluster, plan, layer_operations(model), SEQUENCE, backend, attention="sdpa")

@@ -51,7 +51,7 @@ class Adopted:
                 parameter.data.copy_(old[name].data)
             adopted.flats.append(flat)
             if trainable:
-                adopted.weights.own(flat.parameters, flat.gradients)
+                adopted.weights.own(flat.parameters, flat.gradient.views)
             others = {id(value): value for value in module.parameters()}
             replace_parameters([module], others | {id(old[name]): new for name, new in flat.named_parameters()})
         return adopted
@@ -63,7 +63,7 @@ class Adopted:
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         (flat,) = (flat for flat in self.flats if flat.parameters[0].requires_grad)
         buffer = torch.full_like(flat.full, torch.nan, dtype=dtype)
-        flat.gradients.open(buffer)
+        flat.gradient.views.open(buffer)
         queues = []
         for run in backwards:
             queues.append(self.weights.queue(hold))
@@ -75,9 +75,9 @@ class Adopted:
         for queue in queues:
             assert hold or not len(queue)
             queue.run()
-        flat.gradients.close()
+        flat.gradient.views.close()
         assert not buffer.isnan().any()
-        return dict(zip((names[p] for p in flat.parameters), flat.gradients.views(buffer), strict=True))
+        return dict(zip((names[p] for p in flat.parameters), flat.gradient.views.views(buffer), strict=True))
 
 
 def as_in_a_run(block: nn.Module, hold: bool = False) -> tuple[nn.Module, AbstractContextManager[object]]:
@@ -87,7 +87,7 @@ def as_in_a_run(block: nn.Module, hold: bool = False) -> tuple[nn.Module, Abstra
     """
     adopted = Adopted.of(block)
     trained = next(flat for flat in adopted.flats if flat.parameters[0].requires_grad)
-    trained.gradients.open(torch.zeros_like(trained.full))
+    trained.gradient.views.open(torch.zeros_like(trained.full))
     return adopted.module, adopted.weights.recorded_in(adopted.weights.queue(hold))
 
 

@@ -30,7 +30,7 @@ from math import prod
 from terrace.base.repeated import Repeated
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
-from terrace.plan.context_traffic import AttentionBytes, ContextTraffic
+from terrace.plan.context_traffic import NO_ATTENTION, AttentionBytes, ContextTraffic
 from terrace.plan.counts import num_counts
 from terrace.plan.edges import Edge, edge_of
 from terrace.plan.flats import FlatParamSpec, block_flats, stage_layout, world_layout
@@ -113,7 +113,7 @@ def step_bytes(
     context = ContextTraffic(plan, mesh, sequence, layout.tiers)
     for index in own:
         attention = context.attention(blocks[index])
-        if attention is not None:
+        if attention != NO_ATTENTION:
             ahead, back = attention_totals(attention)
             # A recomputed layer sends its forward messages twice.
             for table in (ahead, back, *([ahead] if index in again else [])):

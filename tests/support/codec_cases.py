@@ -1,11 +1,14 @@
 """Inputs for the codecs, and the comparison of the Triton kernels with the reference, bit for bit.
 
 As a program it compares on the CPU, for which Triton's interpreter must be on (TRITON_INTERPRET=1) before
-anything imports Triton.
+anything imports Triton. Each access is checked to be inside its tensor, and kernels that leave theirs are found.
 """
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from importlib import import_module
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -13,6 +16,7 @@ from torch import Tensor
 from terrace.comm import codecs
 from terrace.comm.codecs import reference
 from terrace.plan.wire import WireFormat, parse_format
+from tests.support.triton_bounds import OutsideError, check_bounds
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 CODECS = ("int8", "fp8", "int4")
@@ -115,6 +119,23 @@ def compare_all(device: str, sizes: tuple[tuple[int, int], ...], formats: tuple[
         compare_kernels(device, wire, mixed(3, 2 * wire.block + 7, 4)[:, 3:-2])
 
 
+def faults() -> Iterator[str]:
+    """Kernels that leave a tensor, by a few bytes: of values, of a message, of the residual. What is said of each."""
+    cuda, wire, values = import_module("terrace.comm.codecs.cuda"), parse_format("int8:128"), mixed(2, 1000, 0)
+    messages, residual = new_messages(wire, 2, 1000), torch.zeros(2, 1000)
+    no_masks = patch.object(cuda, "_launches", lambda numel, block: [(True, 0, -(-numel // block // 32))])
+    parts = cuda.message_parts(wire, 1000)
+    late_codes = patch.object(cuda, "message_parts", lambda *_: replace(parts, codes=parts.codes + wire.block))
+    for fault, given in ((no_masks, None), (late_codes, None), (nullcontext(), residual[:, :999])):
+        try:
+            with fault:
+                cuda.encode(values, wire, messages, given)
+        except OutsideError as error:
+            yield str(error)
+
+
 if __name__ == "__main__":
+    check_bounds()
     compare_all("cpu", ((1, 4096 + 77), (2, 17), (1, 1)), ("int8:128", "fp8:128", "int4:128"))
     print(f"equal, triton {import_module('triton').__version__}")
+    print(*faults(), sep="\n")

@@ -32,6 +32,7 @@ from tests.support import parity
 from tests.support.liger_trial import difference
 from tests.support.parity import Case, Outcome, deviation, exact, run, train
 from tests.support.toys import cluster_of
+from tests.support.triton_bounds import check_bounds
 
 CPU = torch.device("cpu")
 LLAMA: dict[str, Any] = {"model_type": "llama", "vocab_size": 40, "hidden_size": 24, "intermediate_size": 36}
@@ -43,7 +44,7 @@ def interpret() -> None:
     """Mend the interpreter, so that kernels compute in it as they do compiled.
 
     It passes floats as Python's, where a compiled kernel has scalars of fp32, and its functions of libdevice, which
-    have no body, return None.
+    have no body, return None. Accesses outside a tensor end the process.
     """
     interpreter, language = import_module("triton.runtime.interpreter"), import_module("triton.language")
     convert = interpreter._implicit_cvt
@@ -60,6 +61,7 @@ def interpret() -> None:
     vars(interpreter)["_implicit_cvt"] = converted
     vars(import_module("liger_kernel.ops.rms_norm"))["rsqrt"] = lambda x: language.math.rsqrt(x)
     vars(import_module("liger_kernel.ops.geglu"))["tanh"] = lambda x: 2 * language.sigmoid(2 * x) - 1
+    check_bounds()
 
 
 def models() -> Iterator[ModelConfig]:

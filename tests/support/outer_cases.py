@@ -148,14 +148,19 @@ def check(pool: LocalPool, cluster: Cluster, cases: Sequence[Case], **more: Any)
     """Assert that every case equals its reference on all ranks; the results of the ranks, by case."""
     found = [pool.run(cluster.world_size, trained, cluster, case, timeout_s=120.0) for case in cases]
     for case, outcomes in zip(cases, found, strict=True):
-        reference, figures = simulated(case, cluster, **more)
-        ranks = cluster.world_size // len(figures[0])
-        for rank, outcome in enumerate(outcomes):
-            island = rank // ranks
-            expected = torch.tensor([step[island] for step in figures], dtype=torch.float64)
-            assert torch.tensor(outcome.figures, dtype=torch.float64).sub(expected).abs().max() < TOLERANCE, case
-            assert outcome.parameters.sub(reference.parameters(island)).abs().max() < TOLERANCE, case
+        compare(case, cluster, outcomes, **more)
     return found
+
+
+def compare(case: Case, cluster: Cluster, outcomes: Sequence[Found], **more: Any) -> None:
+    """Assert that a case's results of the ranks equal its reference."""
+    reference, figures = simulated(case, cluster, **more)
+    ranks = cluster.world_size // len(figures[0])
+    for rank, outcome in enumerate(outcomes):
+        island = rank // ranks
+        expected = torch.tensor([step[island] for step in figures], dtype=torch.float64)
+        assert torch.tensor(outcome.figures, dtype=torch.float64).sub(expected).abs().max() < TOLERANCE, case
+        assert outcome.parameters.sub(reference.parameters(island)).abs().max() < TOLERANCE, case
 
 
 def as_it_arrives(name: str) -> Callable[[Tensor], Tensor]:

@@ -62,6 +62,9 @@ def data_rows(engine: Engine, case: "Case", step: int) -> list[Batch]:
     return [cut_rows(batch, size * place, size * (place + 1)) for place in places]
 
 
+Slices = list[tuple[list[tuple[int, str]], list[Tensor]]]
+
+
 @dataclass(frozen=True)
 class Case:
     """One training run."""
@@ -189,13 +192,21 @@ def gathered(engine: Engine, blocks: Sequence[nn.Module]) -> Tensor:
     """All parameters of an engine over these blocks as one fp64 row."""
     engine.state.gather(engine.comm.collectives)
     program = engine.program
-    whole = program.model.tensor.degree == program.stage.num_stages == 1 and not program.mesh.divides_stacks
+    mesh = program.mesh
+    whole = program.model.tensor.degree == program.stage.num_stages == 1
+    whole = whole and not mesh.divides_stacks and mesh.tables is None
     return flatten(blocks) if whole else assemble(engine)
 
 
 def assemble(engine: Engine) -> Tensor:
-    """All parameters as one row, from the slices of all ranks."""
-    found = wholes(engine)
+    """All parameters as one row, which rank 0 makes of the slices of all ranks for all of them."""
+    slices = exchanged(engine)
+    row = [_row(engine, slices)] if engine.rank == 0 else []
+    return engine.comm.exchange_tensors(row)[0][0]
+
+
+def _row(engine: Engine, slices: Slices) -> Tensor:
+    found = put_together(engine, slices)
     if engine.program.blocks[-1].tied_to:
         found[-1] = {"weight": found[0]["weight"], **found[-1]}
     return torch.cat([value.reshape(-1) for whole in found for value in whole.values()])
@@ -203,12 +214,21 @@ def assemble(engine: Engine) -> Tensor:
 
 def wholes(engine: Engine) -> list[dict[str, Tensor]]:
     """The parameters of every block in fp64, from the slices of all ranks; replicas must be the same on each."""
+    return put_together(engine, exchanged(engine))
+
+
+def exchanged(engine: Engine) -> Slices:
+    """Of each rank, in order: block and name of each slice of a parameter that it holds, and the slices."""
+    held = [(block, name, p) for block in engine.program.stage.held for name, p in engine.state.named_parameters(block)]
+    places = engine.comm.exchange([(block, name) for block, name, _ in held])
+    return list(zip(places, engine.comm.exchange_tensors([value.detach() for _, _, value in held]), strict=True))
+
+
+def put_together(engine: Engine, slices: Slices) -> list[dict[str, Tensor]]:
+    """The parameters of every block in fp64."""
     program, specs = engine.program, engine.state.specs
     found = [{param.name: torch.full(param.shape, torch.nan).double() for param in spec.params} for spec in specs]
-    held = [(block, name, p) for block in program.stage.held for name, p in engine.state.named_parameters(block)]
-    places = engine.comm.exchange([(block, name) for block, name, _ in held])
-    tensors = engine.comm.exchange_tensors([value.detach() for _, _, value in held])
-    for rank, (there, values) in enumerate(zip(places, tensors, strict=True)):
+    for rank, (there, values) in enumerate(slices):
         for (block, name), value in zip(there, values, strict=True):
             spec = program.blocks[block]
             (param,) = (param for param in spec.params if param.name == name)

@@ -9,8 +9,6 @@ from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig, parse_model
 from terrace.model.lora.config import LoraConfig, with_adapters
 from terrace.plan.mesh import Mesh
-from terrace.planner.bound import Bounds
-from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import Evaluator
 from terrace.planner.task import Task
 from tests.support.mixtures import mixture
@@ -61,7 +59,7 @@ def task_on(cluster: Cluster) -> Task:
 
 
 def evaluator_of(task: Task) -> Evaluator:
-    return Evaluator(Bounds(Estimator(task)))
+    return Evaluator(task)
 
 
 CLUSTERS = {

@@ -58,7 +58,7 @@ def begin_noise(blocks: Sequence[nn.Module], places: Tensor) -> None:
             if router.config.gate == "noisy":
                 router.gating, router.layer = Gating(BalanceConfig()), index
                 router.gating.trains = True
-                router.gating.passage = Passage(None, None, places=places.flatten())
+                router.gating.passage = Passage(None, places=places.flatten())
 
 
 def router_losses(

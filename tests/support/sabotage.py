@@ -49,13 +49,13 @@ def wrong_scale(engine: Engine) -> None:
 def skipped_reduce(engine: Engine) -> None:
     """Lose one block's gradient of all micro-batches but the first, on every rank."""
     (flat,) = engine.state.trainable(VICTIM)
-    inner = flat.reduce
+    inner = flat.gradient.reduce
 
     def lossy(collectives: Collectives, transfer: Transfer, buffer: Tensor) -> None:
-        if flat._is_fresh:
+        if flat.gradient._is_fresh:
             inner(collectives, transfer, buffer)
 
-    flat.reduce = lossy  # type: ignore[method-assign]
+    flat.gradient.reduce = lossy  # type: ignore[method-assign]
 
 
 def stale_refresh(engine: Engine) -> None:
@@ -96,7 +96,7 @@ def uncounted_byte(engine: Engine) -> None:
 def skipped_tie(engine: Engine) -> None:
     """Leave out another stage's part of the gradient of a block that both hold."""
     for flat in engine.state:
-        flat.tie = lambda stages, stage: None  # type: ignore[method-assign]
+        flat.gradient.tie = lambda stages, stage: None  # type: ignore[method-assign]
 
 
 def skipped_weight_half(engine: Engine) -> None:
@@ -223,14 +223,14 @@ def frozen_bias(engine: Engine) -> None:
 def lost_part(engine: Engine) -> None:
     """Lose the first part of a gradient that travels in gaps, on this rank."""
     flat, *_ = engine.state.trainable(VICTIM)
-    inner = flat.reduce
+    gradient, inner = flat.gradient, flat.gradient.reduce
 
     def lossy(collectives: Collectives, transfer: Transfer, buffer: Tensor) -> None:
         inner(collectives, transfer, buffer)
         if transfer.columns is not None and transfer.columns[0] == 0:
-            flat._columns(flat.grads, transfer).zero_()
+            gradient.columns(gradient.accumulated, transfer).zero_()
 
-    flat.reduce = lossy  # type: ignore[method-assign]
+    gradient.reduce = lossy  # type: ignore[method-assign]
 
 
 def rounded_on_a_plain_tier(engine: Engine) -> None:

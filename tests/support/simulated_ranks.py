@@ -109,7 +109,7 @@ class Truth:
     def buffer(self, program: Program, rank: int, flat: FlatParam, kind: str) -> Tensor:
         """The content of a rank's whole flat buffer, padding included."""
         full = torch.zeros(flat.padded)
-        for spec, start, stop in flat.extents:
+        for spec, start, stop in flat.spec.extents:
             part = self.values[flat.name][spec.name][kind][rank_slices(spec, program.mesh, rank)]
             local = torch.zeros(spec.shape)
             local[tuple(slice(size) for size in part.shape)] = part

@@ -132,19 +132,20 @@ class _Rank:
 
     def _issue(self, instruction: Instruction, ready_s: float = 0.0) -> float:
         """Return when a message will be there that may start at `ready_s`."""
-        lane, seconds = self.program.message(instruction).lane, self.costs.collective_s(instruction)
+        message = self.program.message(instruction)
+        lane, (seconds, penalty) = message.lane, self.costs.of_message(message)
         if not seconds:
             return max(ready_s, self.now_s)
         start_s = max(self.now_s, ready_s)
         if self.lanes_s[lane] <= start_s:
             self.begins_s[lane] = start_s
         self.lanes_s[lane] = max(self.lanes_s[lane], start_s) + seconds
-        self.penalties[lane] = self.costs.penalty(self.program.message(instruction))
+        self.penalties[lane] = penalty
         return self.lanes_s[lane]
 
     @property
     def _is_cpu(self) -> bool:
-        return self.program.cluster.device.backend == "cpu"
+        return self.program.cluster.device.type == "cpu"
 
     def _wait(self, done_s: float, category: str) -> None:
         if done_s > self.now_s:

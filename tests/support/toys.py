@@ -5,7 +5,9 @@ that no world size divides, sequences with different numbers of labels, and one 
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -167,7 +169,8 @@ def _decoder_model(table: dict[str, object], frozen: Sequence[str] = (), zeroed:
     specs = freeze(block_specs(config), frozen)
     decoder = _decoder(config)
 
-    def build() -> list[nn.Module]:
+    @cache
+    def prototype() -> list[nn.Module]:
         blocks = decoder()
         for block, spec in zip(blocks, specs, strict=True):
             trainable = {param.name: param.trainable for param in spec.params}
@@ -179,7 +182,7 @@ def _decoder_model(table: dict[str, object], frozen: Sequence[str] = (), zeroed:
                     parameter.data.copy_(torch.linspace(-0.3, 0.3, len(parameter)))
         return blocks
 
-    return Model(build, token_loss, specs, config)
+    return Model(lambda: deepcopy(prototype()), token_loss, specs, config)
 
 
 # Eight heads, for eight tensor ranks; neither the vocabulary nor the inner size divides by four.
@@ -202,6 +205,10 @@ _FROZEN_EXPERTS = ("layers.1.mlp.*", "layers.0.mlp.down.weight", "layers.0.mlp.r
 # Of eight experts, for eight ranks.
 _EXPERTS = ExpertsConfig(num_experts=8, per_token=2, intermediate_size=8)
 _EIGHT_GROUPED = replace(_EXPERTS, per_token=3, gate="sigmoid", scale=1.5, num_groups=4, kept_groups=2, biased=True)
+
+# More rows than a step of few ranks uses, for tables of a vocabulary (tests/support/table_cases.py).
+NUM_IDS = 40
+_MANY_IDS = {"vocab_size": NUM_IDS}
 
 MODELS = {
     "toy": Model(_toy, _summed_cross_entropy),
@@ -283,6 +290,11 @@ MODELS = {
     "wide latent": _decoder_model(_LATENT | _WIDE | {"num_key_value_heads": 8, "q_lora_rank": None}, experts=None),
     "dense latent": _decoder_model(_LATENT, experts=None),
     "deep latent": _decoder_model(_LATENT | _DEEP, tied_embeddings=True),
+    "llama, many ids": _decoder_model(_LLAMA | _MANY_IDS),
+    "gpt2, many ids": _decoder_model(_GPT2 | _MANY_IDS, tied_embeddings=False),
+    "llama, many frozen ids": _decoder_model(_LLAMA | _MANY_IDS, ("embedding.*",)),
+    "deep llama, many ids": _decoder_model(_LLAMA | _DEEP | _MANY_IDS),
+    "experts, many ids": _decoder_model(_LLAMA | _MANY_IDS, experts=_EXPERTS),
     "deep experts": _decoder_model(_LLAMA | _DEEP, tied_embeddings=True, experts=replace(_EXPERTS, dense_layers=(2,))),
 }
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
-from multiprocessing import util
+from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
@@ -25,12 +25,15 @@ from terrace.launch import process_pool, start
 from terrace.launch.fork_server import start_fork_server
 from terrace.launch.signals import SIGNALS
 from terrace.train import calibrate, sample
+from tests.support import one_loop
 
 # What a command would import when it runs, ranks with the test modules whose functions they are called for, and torch's
 # profiler and compiler in each rank.
 _OTHERS = ("hypothesis", "numpy.ma", "pytest", "torch._inductor", "torch.profiler")
 for _name in (*(f"terrace.cli.{each}" for each in (*HELP, "worker")), *_OTHERS):
     import_module(_name)
+
+one_loop.share()
 
 # A world of one rank would have all cores, and on tensors this small their threads wait for one another.
 vars(process_pool)["num_cores"] = lambda: 1
@@ -131,11 +134,12 @@ def _command(
         os.umask(umask)
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv = ["terrace", *words]
+    is_script = words[0].endswith(".py")
+    sys.argv = [*words] if is_script else ["terrace", *words]
     for signal_number in SIGNALS:  # the fork server ignores them
         signal.signal(signal_number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    _starter.spawnv_passfds = _fork_fork_server
+    fork_servers()
     if host is not None:
         socket.gethostname = lambda: host
         vars(start)["boot_id"] = lambda: host
@@ -144,7 +148,7 @@ def _command(
     multiprocessing.process.current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]  # the parent's
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # one may have come meanwhile
-        code = _run_script(words[0]) if words[0].endswith(".py") else main()
+        code = _run_script(words[0]) if is_script else main()
     except KeyboardInterrupt:  # as in terrace/__main__.py, but that nothing is left to import
         print("terrace: interrupted", file=sys.stderr)
         code = 130
@@ -160,11 +164,21 @@ _starter: Any = util
 _spawn = util.spawnv_passfds
 
 
+def fork_servers() -> None:
+    """The next fork server is forked from this process, with all that it has imported.
+
+    Only the next: later this process has run tests, and ranks that inherited its objects, without the threads of some,
+    would end in their destructors.
+    """
+    _starter.spawnv_passfds = _fork_fork_server
+
+
 def _fork_fork_server(path: bytes, arguments: Sequence[str], kept: Sequence[int]) -> int:
     """Start processes of `multiprocessing`, its fork server by a fork: it has then imported all it needs."""
     program = arguments[-1]
     if "multiprocessing.forkserver" not in program:
         return int(_spawn(path, arguments, kept))
+    _starter.spawnv_passfds = _spawn
     pid = os.fork()
     if pid:
         return pid
@@ -172,10 +186,12 @@ def _fork_fork_server(path: bytes, arguments: Sequence[str], kept: Sequence[int]
         for number in (signal.SIGINT, signal.SIGHUP, *SIGNALS):
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)
-        below = 3
-        for file in [*sorted(kept), os.sysconf("SC_OPEN_MAX")]:
-            os.closerange(below, file)
-            below = file + 1
+        # Others keep their numbers: objects that own them may be collected at any time, and would close what a rank has
+        # opened under the same number meanwhile, such as a socket of gloo.
+        null = os.open(os.devnull, os.O_RDWR)
+        for file in {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, null, *kept}:
+            os.dup2(null, file, inheritable=False)
+        vars(forkserver)["_forkserver"].__init__()  # that of the parent is locked, since it is just starting this one
         exec(program, {})
     finally:
         os._exit(1)

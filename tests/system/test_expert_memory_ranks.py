@@ -12,6 +12,7 @@ from terrace.simulate.footprint import work_of
 from tests.support.activations import layer_activations
 from tests.support.context_memory import layer_memory
 from tests.support.mixtures import GROUPED, PLAIN, mixture
+from tests.support.nightly import nightly
 from tests.support.toys import cluster_of
 
 MODELS = [
@@ -27,7 +28,7 @@ CHUNKS: tuple[dict[str, int], ...] = (
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("model", MODELS, ids=["plain", "shared"])
+@pytest.mark.parametrize("model", [*nightly(MODELS[0]), MODELS[1]], ids=["plain", "shared"])
 def test_what_a_layer_keeps_where_ranks_divide_experts(pool: LocalPool, model: ModelConfig) -> None:
     """Within 2 % of the bytes that autograd saves; both peaks at most 12 % above the measured ones and never below.
 

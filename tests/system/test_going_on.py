@@ -29,7 +29,7 @@ from terrace.train.resolve import fitted_run, parse_run
 from tests.support.nightly import nightly
 from tests.support.tiny_runs import metrics, write_run
 
-STEPS, MIDDLE, EVERY, RANKS = 16, 8, 4, 4
+STEPS, MIDDLE, EVERY, RANKS = 8, 4, 2, 4
 LIMIT_S = 140.0
 
 pytestmark = pytest.mark.timeout(300)
@@ -117,9 +117,9 @@ def whole(pool: LocalPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("how", "goes_on_from"),
     [
-        ("signal", 8),
-        ("all killed in a save", 4),
-        *nightly(("killed", 4), ("more steps are asked for", 8), ("disk full in a save", 4)),
+        ("signal", 4),
+        ("all killed in a save", 2),
+        *nightly(("killed", 2), ("more steps are asked for", 4), ("disk full in a save", 2)),
     ],
 )
 def test_a_run_that_stops_in_any_way_goes_on_with_the_same_bits(
@@ -152,7 +152,7 @@ def test_a_run_that_stops_in_any_way_goes_on_with_the_same_bits(
     assert losses_of(job.folder) == losses_of(whole)
     ours, theirs = values_of(job.folder), values_of(whole)
     assert [name for name, value in theirs.items() if not torch.equal(ours[name], value)] == []
-    assert sorted(os.listdir(newest.parent)) == ["step-00000012", "step-00000016"]
+    assert sorted(os.listdir(newest.parent)) == ["step-00000006", "step-00000008"]
 
 
 @pytest.mark.parametrize(
@@ -179,9 +179,10 @@ def test_another_world_goes_on_with_the_same_numbers(
     assert pool.run(num_ranks, rank_of, job, "", timeout_s=LIMIT_S) == [None] * num_ranks
     ours, theirs = losses_of(run), losses_of(whole)
     assert ours[:MIDDLE] == theirs[:MIDDLE]
-    assert ours != theirs, "another order of sums"
     for mine, other in zip(ours, theirs, strict=True):
         assert mine == pytest.approx(other, abs=1e-10, rel=0)
-    values = values_of(run)
-    for name, value in values_of(whole).items():
+    values, others = values_of(run), values_of(whole)
+    # Losses may agree to the bit by chance; all moments do not.
+    assert any(not torch.equal(values[name], value) for name, value in others.items()), "another order of sums"
+    for name, value in others.items():
         torch.testing.assert_close(values[name], value, atol=1e-10, rtol=0)

@@ -37,6 +37,7 @@ from terrace.train.adapted import merged_values
 from terrace.train.config import run_toml
 from terrace.train.resolve import parse_run, resolve
 from terrace.train.trained import load_blocks
+from tests.support.nightly import nightly
 from tests.support.parity import Case, Outcome, check, exact, train
 from tests.support.state_formula import model_state_bytes
 from tests.support.tiny_runs import losses, one_line, terrace, write_run
@@ -167,7 +168,7 @@ OF_TENSOR: dict[tuple[int, ...], list[Case]] = {
 }
 
 
-@pytest.mark.parametrize("sizes", OF_TENSOR, ids=str)
+@pytest.mark.parametrize("sizes", [(2,), *nightly(((4,),)), (2, 2)], ids=str)
 def test_adapters_beside_a_tensor_axis_equal_plain_pytorch(pool: LocalPool, sizes: tuple[int, ...]) -> None:
     """Losses, gradient norms, parameters; bytes and memory are those of the program, as for any plan."""
     check(pool, cluster_of(*sizes), OF_TENSOR[sizes], train_adapted)

@@ -19,7 +19,7 @@ from terrace.plan.plan import Plan
 from terrace.runtime.islands import DivergedError
 from terrace.runtime.settings import OptimizerConfig
 from tests.support.nightly import nightly
-from tests.support.outer_cases import FAULTS, as_it_arrives, check, islands_of, trained
+from tests.support.outer_cases import FAULTS, as_it_arrives, check, compare, islands_of, trained
 from tests.support.outer_exchanges import Whole
 from tests.support.parity import TOLERANCE, Case, engine_of, exact, flatten, trainable
 from tests.support.pipelines import INNER, pipelined
@@ -158,16 +158,16 @@ def test_a_rule_that_is_broken_is_noticed(pool: LocalPool, fault: str) -> None:
 @pytest.mark.parametrize("wire", ["topk+feedback", *nightly("int4+feedback", "int8")])
 def test_coded_changes_equal_a_simulation_that_codes_them(pool: LocalPool, wire: str) -> None:
     cluster = cluster_of(2, 2)
-    base = case_of(LOOPS["late in turns"])
+    base = case_of(TURNS)
     case = replace(base, plan=replace(base.plan, wire={"outer": {"node": wire}}))
     code = wire.partition("+")[0]
     coded = Whole(as_it_arrives(code), ranks_inside=2, feedback=wire.endswith("feedback"))
-    check(pool, cluster, [case], exchange=coded)
+    (outcomes,) = check(pool, cluster, [case], exchange=coded)
     # The same without what rounding left over is noticed.
     if wire.endswith("feedback"):
         forgets = Whole(as_it_arrives(code), ranks_inside=2)
         with pytest.raises(AssertionError):
-            check(pool, cluster, [case], exchange=forgets)
+            compare(case, cluster, outcomes, exchange=forgets)
 
 
 def any_loop(number: int) -> tuple[Outer, OptimizerConfig]:

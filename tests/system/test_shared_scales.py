@@ -96,12 +96,12 @@ GRIDS: dict[tuple[int, ...], list[Pair]] = {
     ],
     (2, 2): [
         (case("three-level", (2, 2), 2, compute="bf16", optimizer=ADAMW), ("package",)),
-        (case("zero3", (2, 2), 2, params_backward="package"), ("node",)),
-        (case("zero3", (2, 2), 4, schedule="zb-h1", **PIPELINE), ("package",)),
         (case("zero3", (2, 2), 2, compute="bf16", **TWO), ("node",)),
     ],
 }
 MORE: list[Pair] = [
+    (case("zero3", (2, 2), 2, params_backward="package"), ("node",)),
+    (case("zero3", (2, 2), 4, schedule="zb-h1", **PIPELINE), ("package",)),
     (case("zero3", (2, 2), 1, compute="bf16", master="bf16", optimizer=ADAMW), ("package",)),
     (case("zero3", (2, 2), 1, optimizer=MUON, products="fp8+e4m3"), ("node", "package")),
     (case("zero3", (2, 2), 2, mapping={"node": {"context": 2}}), ("node",)),

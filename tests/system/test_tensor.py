@@ -20,6 +20,7 @@ from terrace.program.message import Transfer
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from terrace.runtime.setup import Blocks, RankSetup, Workload
+from tests.support.nightly import nightly
 from tests.support.parity import Case, check, deviation, exact, reference, run
 from tests.support.tensor_memory import kept_by_a_layer
 from tests.support.toys import MODELS, SEQUENCE, cluster_of, make_batch
@@ -131,7 +132,7 @@ def test_every_placement_with_every_mapping(pool: LocalPool, rows: dict[str, Any
     check(pool, cluster_of(2, 2, 2), cases)
 
 
-@pytest.mark.parametrize("chunks", [2, 3, 100])
+@pytest.mark.parametrize("chunks", [3, *nightly(2, 100)])
 def test_messages_in_parts_change_no_number(pool: LocalPool, chunks: int) -> None:
     """Six tokens on two rows and on four: parts that are not equal, and padding; every other case recomputes."""
     models, cases = ("wide llama, 1 kv head", "wide gpt_neox"), []

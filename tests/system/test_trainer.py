@@ -176,6 +176,7 @@ MISTAKES: list[tuple[Callable[[], object], type[TerraceError], str]] = [
     (_wrong_batch(SIX, TWO, optimizer={"lr": 1.0}), ConfigError, "optimizer has an lr"),
     (_wrong_batch(SIX, TWO, optimizer={"betas": 1.0}), ConfigError, "betas"),
     (_wrong_batch(SIX, TWO, activation=(5, 99)), ConfigError, "no parameter has a dim of 99"),
+    (_wrong_batch(SIX, TWO, keep_folder="/tmp"), ConfigError, "keep_folder = '/tmp' has no effect"),
     (lambda: simple().load("/nowhere"), CheckpointError, "holds no checkpoint"),
 ]
 

@@ -27,6 +27,7 @@ from terrace.train.config import RunConfig
 from terrace.train.prediction import predict
 from terrace.train.resolve import resolve
 from tests.support.generation import MODELS
+from tests.support.nightly import nightly
 from tests.support.tiny_runs import write_run
 
 NO_FLAGS = dict.fromkeys(("model", "cluster", "plan", "data"))
@@ -83,8 +84,7 @@ def run_of(folder: Path, sizes: tuple[int, ...], mapping: dict[str, dict[str, in
 @pytest.mark.parametrize(
     ("mapping", "stages", "edges"),
     [
-        ({"node": {"pipeline": 2}}, [2, 2], ["node"]),
-        ({"package": {"pipeline": 2}}, [2, 2], ["package"]),
+        *nightly(({"node": {"pipeline": 2}}, [2, 2], ["node"]), ({"package": {"pipeline": 2}}, [2, 2], ["package"])),
         # The first and the last stage have no neighbour on another node.
         ({"package": {"pipeline": 2}, "node": {"pipeline": 2}}, [1, 1, 1, 1], ["package", "node"]),
     ],

@@ -9,7 +9,7 @@ import pytest
 
 from terrace.cli.checks import check_memory_here, check_run
 from terrace.model.balance import BalanceConfig
-from terrace.simulate.advice import Job, fullest_stage
+from terrace.simulate.fullest import Job, fullest_stage
 from terrace.train.config import RunConfig, run_toml
 from terrace.train.prediction import resolved_run
 from terrace.train.prepare import prepare

@@ -143,6 +143,7 @@ BAD = [
     (PlanError, ("--plan.mapping.node.context.ulysses", "2"), "cannot split the 5 heads and 5 key-value heads"),
     (PlanError, ("--plan.mapping.node.context.rings", "2"), "names 'rings'; did you mean 'ring'"),
     (PlanError, ("--plan.mapping.node.ring", "2"), "which is a part of context: write mapping.node.context.ring"),
+    (ConfigError, ("--train.keep_folder", "/tmp"), "train.keep_folder = '/tmp' has no effect"),
     (ConfigError, ("--train.attention", "varlan"), "did you mean 'varlen'?"),
     (ConfigError, ("--train.attention", "varlen"), "'varlen' cannot serve: torch has kernels for CUDA alone there"),
     (

@@ -3,7 +3,6 @@
 import argparse
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import ConfigError, DataError
@@ -33,37 +32,6 @@ _DISTRIBUTIONS = {
 }
 _MOST_PLACES = 4096  # documents of this many ranks are assigned in about a second
 _MOST_DOCUMENTS = 200_000  # of a batch, for the same reason
-
-
-def add_parser(actions: Any) -> None:
-    lengths = actions.add_parser(
-        "lengths",
-        help="lengths of documents, and costs of balance policies",
-        description="Print a histogram of the lengths of documents, and the cost of each balance policy for a batch of "
-        "them on a cluster whose ranks all attend together. PATH is any source for data.path: text, JSONL, Parquet, "
-        "a folder of them, a token file.",
-        usage="terrace data lengths [PATH] [options]",
-        epilog="How the corpus is read can be set as for a run, e.g. --data.tokenizer FILE or --data.column NAME, and "
-        "any figure of the cluster as --cluster.key VALUE.",
-    )
-    lengths.add_argument("--data", metavar="PATH", help="the same as PATH: any source for data.path")
-    lengths.add_argument(
-        "--distribution", choices=tuple(_DISTRIBUTIONS), help="a built-in distribution, in place of a path"
-    )
-    lengths.add_argument(
-        "--model", metavar="PATH", help="Hugging Face config.json, or its folder (default: a small Llama-style decoder)"
-    )
-    lengths.add_argument("--cluster", metavar="NAME|FILE", help="cluster preset or TOML file (default: local)")
-    lengths.add_argument(
-        "--sequence",
-        type=int,
-        metavar="S",
-        default=8192,
-        help="tokens of a sequence (default: %(default)s)",
-    )
-    lengths.add_argument("--batch", type=int, metavar="B", help="sequences of a batch (default: one a rank)")
-    lengths.add_argument("--picture", type=Path, metavar="FILE", help="write (or replace) a picture, an SVG file")
-    lengths.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:

@@ -16,7 +16,6 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from terrace.base.errors import ConfigError
 from terrace.base.extras import needs
@@ -24,7 +23,7 @@ from terrace.base.own_path import safe_flags
 from terrace.base.words import counted, quantity, seconds
 from terrace.cli.files import check_writable, write_file
 from terrace.cli.output import Terminated, sigterm_raises
-from terrace.cli.overrides import CLUSTER_EPILOG, read_cluster
+from terrace.cli.overrides import read_cluster
 from terrace.cli.terminal import Terminal
 from terrace.cluster.cluster import Cluster
 from terrace.lab.rehearse import Wiring, wire
@@ -38,62 +37,9 @@ from terrace.lab.rehearse.wiring import SHORTEST_DELAY_S
 from terrace.report.table import Table
 
 EXIT_FAILED = 1
-_SCALE_HELP = (
-    "multiply every bandwidth and divide every latency by F (default: 1). Compute does not scale: choose F so "
-    "that it stands to the network as on the real machine"
-)
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "rehearse",
-        description="Emulate a cluster on this machine by network namespaces and rate limits. Needs Linux and root, "
-        "except for run --paced.",
-    )
-    actions = parser.add_subparsers(dest="action", required=True, metavar="run|check|clean")
-    run_parser = actions.add_parser(
-        "run",
-        help="run a program as every rank of the cluster",
-        usage="terrace rehearse run --cluster NAME|FILE [--scale F] [--counters FILE] -- COMMAND ...\n"
-        "       terrace rehearse run --paced [--scale F] -- terrace ...",
-        epilog=CLUSTER_EPILOG,
-    )
-    _add_cluster(run_parser)
-    run_parser.add_argument(
-        "--counters",
-        metavar="FILE",
-        type=Path,
-        help="write (or replace) the bytes every link carried, as JSON",
-    )
-    run_parser.add_argument(
-        "--paced",
-        action="store_true",
-        help="build no network and need no root: the command, a `terrace` one, holds its own messages to the rates of "
-        "the cluster it names",
-    )
-    run_parser.set_defaults(run=_run)
-    check = actions.add_parser("check", help="build the network and measure every tier of it", epilog=CLUSTER_EPILOG)
-    _add_cluster(check)
-    check.set_defaults(run=_check)
-    clean = actions.add_parser("clean", help="remove leftovers of killed rehearsals")
-    clean.set_defaults(run=_clean)
-
-
-def split_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """This command's arguments, and the command after `--`."""
-    if "--" not in words or list(words[:1]) != ["rehearse"]:
-        return list(words), []
-    # argparse drops `--`, so the words are split before it sees them.
-    where = list(words).index("--")
-    return list(words[:where]), list(words[where + 1 :])
-
-
-def _add_cluster(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cluster", metavar="NAME|FILE", help="cluster preset or TOML file to emulate, e.g. lab")
-    parser.add_argument("--scale", type=float, default=1.0, metavar="F", help=_SCALE_HELP)
-
-
-def _run(options: argparse.Namespace, rest: Sequence[str]) -> int:
+def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     command = _checked_command(options.command_words)
     if options.paced:
         return _run_paced(options, rest, command)
@@ -126,7 +72,7 @@ def _run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     return ended.code
 
 
-def _check(options: argparse.Namespace, rest: Sequence[str]) -> int:
+def check(options: argparse.Namespace, rest: Sequence[str]) -> int:
     _refuse_command(options)
     wiring = wire(_cluster(options.cluster, rest), options.scale)
     if find_spec("torch") is None:
@@ -155,7 +101,7 @@ def _check(options: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0
 
 
-def _clean(options: argparse.Namespace, rest: Sequence[str]) -> int:
+def clean(options: argparse.Namespace, rest: Sequence[str]) -> int:
     _refuse_command(options)
     if rest:
         raise ConfigError(f"unknown argument {rest[0]!r}; see terrace rehearse clean --help")

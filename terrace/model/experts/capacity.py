@@ -13,6 +13,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from terrace.accelerator import occurrences
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.experts.gates import Choice, coarse
 
@@ -29,11 +30,11 @@ def bounded(
     by_weight = coarse(choice.weights).flatten().sort(descending=True, stable=True).indices
     # Two stable sorts: by sequence and expert, then by weight, then by position.
     order = by_weight[cells[by_weight].sort(stable=True).indices]
-    counts = torch.bincount(cells, minlength=num_sequences * config.num_experts)
+    counts = occurrences(cells, num_sequences * config.num_experts)
     begins = (counts.cumsum(0) - counts)[cells[order]]
     ranks = torch.empty_like(order)
     ranks[order] = torch.arange(len(order), device=order.device) - begins
-    lengths = torch.bincount(sequences, minlength=num_sequences)
+    lengths = occurrences(sequences, num_sequences)
     beyond = ranks.view_as(choice.experts) >= capacities(lengths, factor, config)[sequences].unsqueeze(-1)
     return without(choice, beyond), beyond.sum()
 

@@ -19,15 +19,17 @@ from terrace.model.experts.gates import Choice
 from terrace.model.experts.gates.noisy import normal
 from terrace.model.experts.losses import add_losses, choices_by_sequence, loads_of, share_loss, z_loss
 
+_NONE = torch.empty(0, dtype=torch.int64)  # in place of sequences or positions that no loss and no gate needs
+
 
 @dataclass(frozen=True, eq=False)
 class Passage:
     """The routed tokens of one micro-batch."""
 
     kept: Tensor | None  # (T) int64, their indices among all tokens; None: all tokens
-    sequences: Tensor | None  # (T) int64, sequence of each token, ascending on one rank; None: not needed
+    sequences: Tensor = _NONE  # (T) int64, sequence of each token, ascending on one rank; empty: not needed
     num_sequences: int = 0
-    places: Tensor | None = None  # (T) int64, position of each token in the run
+    places: Tensor = _NONE  # (T) int64, position of each token in the run; empty: not needed
     weights: Tensor | None = None  # (T) fp64, weight of each token in router losses; None: 1
 
     @staticmethod
@@ -75,7 +77,6 @@ class Gating:
         """Noise (T, E) for the logits of a layer; None outside training."""
         if not self.trains:
             return None
-        assert passage.places is not None, "checked before the first step"
         return normal(self.seed, layer, passage.places, num_experts)
 
     def replayed(self) -> Tensor | None:
@@ -94,15 +95,10 @@ class Gating:
         if balance.z:
             figures["z"] = balance.z * z_loss(logits, weights)
         if balance.step:
-            assert choice.scores is not None, "gates have scores"
-            figures["step"] = balance.step * share_loss(
-                choice.scores, loads_of(self.choices[layer], logits.dtype), weights
-            )
-        if balance.sequence or balance.capacity:
-            assert passage.sequences is not None, "checked before the first step"
-            rows = passage.sequences, passage.num_sequences
+            loads = loads_of(self.choices[layer], logits.dtype)
+            figures["step"] = balance.step * share_loss(choice.scores, loads, weights)
+        rows = passage.sequences, passage.num_sequences
         if balance.sequence:
-            assert choice.scores is not None, "gates have scores"
             loads = loads_of(self._of_sequences(choice, passage, config), logits.dtype)
             figures["sequence"] = balance.sequence * share_loss(choice.scores, loads.index_select(0, rows[0]), weights)
         if balance.capacity:
@@ -119,7 +115,6 @@ class Gating:
         kept = self.kept
         if kept is not None and kept.choices is not None:
             return kept.choices
-        assert passage.sequences is not None, "checked before the first step"
         found = choices_by_sequence(choice.experts, passage.sequences, passage.num_sequences, config.num_experts)
         if self.add_up is not None:
             found = self.add_up(found)

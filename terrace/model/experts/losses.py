@@ -10,15 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from terrace.accelerator import occurrences
 from terrace.model.experts.gates import TINY
 
 
 def choices_by_sequence(experts: Tensor, sequences: Tensor, num_sequences: int, num_experts: int) -> Tensor:
     """Count the choices `experts` (T, k) per sequence and expert, int64 (B, E); `sequences` (T) as in `Passage`."""
     cells = (sequences.unsqueeze(-1) * num_experts + experts).flatten()
-    # Not bincount, which would synchronise with the device.
-    counts = cells.new_zeros(num_sequences * num_experts).scatter_add_(0, cells, torch.ones_like(cells))
-    return counts.view(num_sequences, num_experts)
+    return occurrences(cells, num_sequences * num_experts).view(num_sequences, num_experts)
 
 
 def loads_of(choices: Tensor, dtype: torch.dtype) -> Tensor:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terrace.model.config import ModelConfig
-from terrace.model.experts.gates import Choice, cosine, even, expert_choice, noisy, sigmoid, softmax
+from terrace.model.experts.gates import NO_SCORES, Choice, cosine, even, expert_choice, noisy, sigmoid, softmax
 from terrace.model.experts.gating import Gating, Passage
 from terrace.model.experts.tally import Tally
 from terrace.model.grouped import Order, collect, grouped_linear, spread
@@ -33,8 +33,7 @@ class Router(nn.Module):
 
     def __init__(self, config: ModelConfig, **where: Any) -> None:
         super().__init__()
-        assert config.experts is not None, "a layer without experts has no router"
-        self.config = config.experts
+        self.config = config.own_experts
         num_experts, hidden, size = self.config.num_experts, config.hidden_size, self.config.router_size
         self.weight = nn.Parameter(torch.empty(num_experts, size or hidden, **where))
         if self.config.gate == "noisy":
@@ -58,12 +57,11 @@ class Router(nn.Module):
             choice = gating.balanced(choice, logits, passage, self.config, self.layer)
             if kept is not None and kept.experts is None:
                 kept.keep(chosen, choice.experts)
-        return choice._replace(scores=None)  # frees the scores before the experts run
+        return choice._replace(scores=NO_SCORES)  # frees the scores before the experts run
 
     def _chosen(self, logits: Tensor, passage: Passage, replayed: Tensor | None) -> Choice:
         config = self.config
         if config.gate == "expert_choice":
-            assert passage.sequences is not None, "checked before the first step"
             return expert_choice.choose(logits, passage.sequences, passage.num_sequences, config, replayed)
         bias = None if self.bias is None else self.bias.to(logits.dtype)
         if replayed is not None:
@@ -114,8 +112,7 @@ class Mixture(nn.Module):
 
     def __init__(self, config: ModelConfig, **where: Any) -> None:
         super().__init__()
-        experts, hidden = config.experts, config.hidden_size
-        assert experts is not None, "a layer without experts is no mixture"
+        experts, hidden = config.own_experts, config.hidden_size
         self.spread: Spread = here
         self.tally = Tally()
         self.overlaps_shared = False
@@ -157,7 +154,7 @@ class Mixture(nn.Module):
         if passage is None:
             # Only expert choice needs the sequences of tokens.
             asks, row = self.router.config.is_noncausal, torch.Size((1, len(tokens)))
-            passage = Passage.of_rows(row, tokens.device) if asks else Passage(None, None)
+            passage = Passage.of_rows(row, tokens.device) if asks else Passage(None)
         kept = passage.kept
         taking = tokens if kept is None else tokens.index_select(0, kept)
         choice = self.router(taking, passage)

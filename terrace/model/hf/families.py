@@ -1,6 +1,6 @@
 """Model families: how the keys of a Hugging Face `config.json` map to `ModelConfig`.
 
-A family is data: a dataclass of the implemented keys (terrace.model.hf.key_tables), the `ModelConfig` fields of these
+A family is data: the implemented keys (terrace.model.hf.key_tables), the `ModelConfig` fields of these
 keys, and fields that are constant in the family. Every other key is harmless (`HARMLESS` of terrace.model.hf.keys, or
 the family's own), or accepted only with the implemented value (`ONLY`), or rejected. No key is ignored by accident.
 """
@@ -29,6 +29,7 @@ from terrace.model.hf.key_tables import (
     Qwen3MoeTable,
     Qwen3Table,
     SmolLM3Table,
+    made,
 )
 
 # Which layers have the window if layer_types is missing: "": none, the family has no window; "all"; "after": those
@@ -41,7 +42,7 @@ WindowRule = Literal["", "all", "after", "alternating", "unrotated", "pattern"]
 class Family:
     """One `model_type`: the mapping of its keys to the fields of `ModelConfig`."""
 
-    table: type[Any]
+    keys: type[Any]  # a table of terrace.model.hf.key_tables
     architecture: str
     names: Mapping[str, str]  # field of ModelConfig -> key of the table; of its ExpertsConfig with "experts." in front
     constants: Mapping[str, object]  # fields with one value in the family
@@ -64,6 +65,11 @@ class Family:
     mixes: bool = False  # whether layer_types may name both kinds
     names_kinds: bool = False  # whether layer_types are written even where all are alike
     is_scored: bool = True  # whether transformers has it with a scalar head
+
+    @property
+    def table(self) -> type[Any]:
+        """The dataclass of its keys."""
+        return made(self.keys)
 
     @property
     def scored_architecture(self) -> str:
@@ -96,13 +102,13 @@ _QWEN_ROUTED = (_ROUTED | _GATES) | {
     "experts.dense_layers": "mlp_only_layers",
 }
 _LLAMA = Family(
-    table=LlamaTable,
+    keys=LlamaTable,
     architecture="LlamaForCausalLM",
     names=_GROUPED | _BIASED | {"head_dim": "head_dim", "mlp_bias": "mlp_bias"},
     constants=_GATED,
 )
 _GEMMA2 = Family(
-    table=Gemma2Table,
+    keys=Gemma2Table,
     architecture="Gemma2ForCausalLM",
     names=_GROUPED | {"activation": "hidden_activation", "head_dim": "head_dim"} | _BIASED,
     constants=_GATED | {"mlp_bias": False, "norms": "both", "norm_offset": True, "scales.embedding": ROOT_OF_HIDDEN},
@@ -128,7 +134,7 @@ _SIGMOID_ALIASES = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "
 # Multi-token prediction heads do not affect the next token, and are not written.
 _NO_FURTHER_TOKENS = {"num_nextn_predict_layers": 0}
 _DEEPSEEK_V3 = Family(
-    table=DeepseekV3Table,
+    keys=DeepseekV3Table,
     architecture="DeepseekV3ForCausalLM",
     names=_SIGMOID_ROUTED | _BIASED,
     constants=_SIGMOID,
@@ -146,14 +152,14 @@ _DEEPSEEK_V3 = Family(
 FAMILIES: Mapping[str, Family] = {
     "llama": _LLAMA,
     "mistral": Family(
-        table=MistralTable,
+        keys=MistralTable,
         architecture="MistralForCausalLM",
         names=_GROUPED | {"head_dim": "head_dim"},
         constants=_GATED | {"attention_bias": False, "mlp_bias": False},
         windows="all",
     ),
     "qwen2": Family(
-        table=Qwen2Table,
+        keys=Qwen2Table,
         architecture="Qwen2ForCausalLM",
         names=_GROUPED,
         constants=_GATED | {"attention_bias": False, "qkv_bias": True, "mlp_bias": False},
@@ -161,7 +167,7 @@ FAMILIES: Mapping[str, Family] = {
         mixes=True,
     ),
     "qwen3": Family(
-        table=Qwen3Table,
+        keys=Qwen3Table,
         architecture="Qwen3ForCausalLM",
         names=_GROUPED | _BIASED | {"head_dim": "head_dim"},
         constants=_GATED | {"mlp_bias": False, "qk_norm": True},
@@ -170,7 +176,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "smollm3": replace(
         _LLAMA,
-        table=SmolLM3Table,
+        keys=SmolLM3Table,
         architecture="SmolLM3ForCausalLM",
         default_theta=2e6,
         harmless=frozenset({"max_window_layers"}),
@@ -178,15 +184,15 @@ FAMILIES: Mapping[str, Family] = {
         windows="unrotated",
         mixes=True,
     ),
-    "granite": replace(_LLAMA, table=GraniteTable, architecture="GraniteForCausalLM", is_scored=False),
+    "granite": replace(_LLAMA, keys=GraniteTable, architecture="GraniteForCausalLM", is_scored=False),
     "olmo2": Family(
-        table=Olmo2Table,
+        keys=Olmo2Table,
         architecture="Olmo2ForCausalLM",
         names=_GROUPED | _BIASED,
         constants=_GATED | {"mlp_bias": False, "qk_norm": True, "whole_qk_norm": True, "norms": "after"},
     ),
     "phi3": Family(
-        table=Phi3Table,
+        keys=Phi3Table,
         architecture="Phi3ForCausalLM",
         names=_GROUPED,
         constants=_GATED | {"attention_bias": False, "mlp_bias": False},
@@ -204,7 +210,7 @@ FAMILIES: Mapping[str, Family] = {
     "gemma2": _GEMMA2,
     "gemma3_text": replace(
         _GEMMA2,
-        table=Gemma3Table,
+        keys=Gemma3Table,
         architecture="Gemma3ForCausalLM",
         constants={**_GEMMA2.constants, "qk_norm": True},
         only={**_GEMMA2.only, "attn_logit_softcapping": (None,)},
@@ -213,7 +219,7 @@ FAMILIES: Mapping[str, Family] = {
         local_theta_key="rope_local_base_freq",
     ),
     "gpt_neox": Family(
-        table=GPTNeoXTable,
+        keys=GPTNeoXTable,
         architecture="GPTNeoXForCausalLM",
         names=_ROTARY_NAMES | _BIASED | {"norm_eps": "layer_norm_eps", "parallel_residual": "use_parallel_residual"},
         constants={"norm": "layer", "gated_mlp": False, "mlp_bias": True},
@@ -223,7 +229,7 @@ FAMILIES: Mapping[str, Family] = {
         factor_is_free=True,
     ),
     "gpt2": Family(
-        table=GPT2Table,
+        keys=GPT2Table,
         architecture="GPT2LMHeadModel",
         names=_SHARED_NAMES
         | {
@@ -248,7 +254,7 @@ FAMILIES: Mapping[str, Family] = {
         written={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     ),
     "mixtral": Family(
-        table=MixtralTable,
+        keys=MixtralTable,
         architecture="MixtralForCausalLM",
         names=_ROUTED
         | _GATES
@@ -264,7 +270,7 @@ FAMILIES: Mapping[str, Family] = {
         default_theta=1e6,
     ),
     "qwen2_moe": Family(
-        table=Qwen2MoeTable,
+        keys=Qwen2MoeTable,
         architecture="Qwen2MoeForCausalLM",
         names=_QWEN_ROUTED | {"qkv_bias": "qkv_bias", "experts.shared_size": "shared_expert_intermediate_size"},
         constants=_GATED | {"attention_bias": False, "mlp_bias": False, "experts.shared_gate": True},
@@ -273,7 +279,7 @@ FAMILIES: Mapping[str, Family] = {
         mixes=True,
     ),
     "qwen3_moe": Family(
-        table=Qwen3MoeTable,
+        keys=Qwen3MoeTable,
         architecture="Qwen3MoeForCausalLM",
         names=_QWEN_ROUTED | _BIASED | {"head_dim": "head_dim"},
         constants=_GATED | {"mlp_bias": False, "qk_norm": True},
@@ -285,7 +291,7 @@ FAMILIES: Mapping[str, Family] = {
         windows="after",
     ),
     "glm4_moe": Family(
-        table=Glm4MoeTable,
+        keys=Glm4MoeTable,
         architecture="Glm4MoeForCausalLM",
         names=_SIGMOID_ROUTED | {"head_dim": "head_dim", "qkv_bias": "attention_bias", "qk_norm": "use_qk_norm"},
         constants=_SIGMOID | {"attention_bias": False},

@@ -6,11 +6,28 @@ billion parameters.
 """
 
 from dataclasses import dataclass
+from typing import Any, TypeVar, dataclass_transform
 
 ROOT_OF_HIDDEN = "root of hidden"  # value of a family's constant: embeddings are scaled by sqrt(H)
 
+_Class = TypeVar("_Class", bound=type)
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def _table(cls: _Class) -> _Class:
+    # `made` makes the dataclass when a model of the family is read: making all at import takes longer than reading one.
+    return cls
+
+
+def made(cls: type[Any]) -> type[Any]:
+    """Make a table of this module and its bases frozen dataclasses with keyword arguments, once; returns the table."""
+    for each in reversed(cls.__mro__[:-1]):
+        if "__dataclass_fields__" not in vars(each):
+            dataclass(frozen=True, kw_only=True)(each)
+    return cls
+
+
+@_table
 class _SizedTable:
     # keys and defaults that all families with rotary positions share
 
@@ -22,7 +39,7 @@ class _SizedTable:
     initializer_range: float = 0.02
 
 
-@dataclass(frozen=True, kw_only=True)
+@_table
 class _RotaryTable(_SizedTable):
     # the same for all but Gemma
 
@@ -31,7 +48,7 @@ class _RotaryTable(_SizedTable):
     tie_word_embeddings: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@_table
 class LlamaTable(_RotaryTable):
     num_key_value_heads: int | None = None
     head_dim: int | None = None
@@ -40,7 +57,7 @@ class LlamaTable(_RotaryTable):
     mlp_bias: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@_table
 class MistralTable(_RotaryTable):
     num_key_value_heads: int | None
     head_dim: int | None = None
@@ -50,7 +67,7 @@ class MistralTable(_RotaryTable):
     layer_types: tuple[str, ...] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@_table
 class Qwen2Table(_RotaryTable):
     """The implemented keys of `Qwen2Config`, with its defaults. The first `max_window_layers` have no window."""
 
@@ -63,13 +80,13 @@ class Qwen2Table(_RotaryTable):
     layer_types: tuple[str, ...] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@_table
 class Qwen3Table(Qwen2Table):
     head_dim: int | None = 128
     attention_bias: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@_table
 class SmolLM3Table(LlamaTable):
     num_key_value_heads: int | None = 4
     max_position_embeddings: int = 32768
@@ -81,7 +98,7 @@ class SmolLM3Table(LlamaTable):
     layer_types: tuple[str, ...] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@_table
 class GraniteTable(LlamaTable):
     embedding_multiplier: float = 1.0
     logits_scaling: float = 1.0
@@ -89,14 +106,14 @@ class GraniteTable(LlamaTable):
     attention_multiplier: float = 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@_table
 class Olmo2Table(_RotaryTable):
     num_key_value_heads: int | None = None
     rms_norm_eps: float = 1e-5
     attention_bias: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@_table
 class Phi3Table(_RotaryTable):
     num_key_value_heads: int | None = None
     max_position_embeddings: int = 4096
@@ -105,7 +122,7 @@ class Phi3Table(_RotaryTable):
     sliding_window: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@_table
 class _GemmaTable(_SizedTable):
     num_key_value_heads: int
     head_dim: int
@@ -119,20 +136,20 @@ class _GemmaTable(_SizedTable):
     layer_types: tuple[str, ...] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@_table
 class Gemma2Table(_GemmaTable):
     attn_logit_softcapping: float | None = 50.0
     final_logit_softcapping: float | None = 30.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@_table
 class Gemma3Table(_GemmaTable):
     max_position_embeddings: int = 131072
     sliding_window_pattern: int = 6
     final_logit_softcapping: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@_table
 class GPTNeoXTable(_RotaryTable):
     layer_norm_eps: float = 1e-5
     hidden_act: str = "gelu"
@@ -140,7 +157,7 @@ class GPTNeoXTable(_RotaryTable):
     attention_bias: bool = True
 
 
-@dataclass(frozen=True, kw_only=True)
+@_table
 class GPT2Table:
     vocab_size: int
     n_embd: int
@@ -154,7 +171,7 @@ class GPT2Table:
     initializer_range: float = 0.02
 
 
-@dataclass(frozen=True, kw_only=True)
+@_table
 class _MixtureTable(_RotaryTable):
     # keys and defaults that families with experts share
 
@@ -164,7 +181,7 @@ class _MixtureTable(_RotaryTable):
     route: str = "gate"  # Terrace's own
 
 
-@dataclass(frozen=True, kw_only=True)
+@_table
 class _BalancedTable(_MixtureTable):
     # transformers adds a router loss if output_router_logits is set. The gate is a key of Terrace only.
 
@@ -174,7 +191,7 @@ class _BalancedTable(_MixtureTable):
     router_aux_loss_coef: float = 0.001
 
 
-@dataclass(frozen=True, kw_only=True)
+@_table
 class MixtralTable(_BalancedTable):
     num_local_experts: int
     head_dim: int | None = None
@@ -183,7 +200,7 @@ class MixtralTable(_BalancedTable):
     sliding_window: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@_table
 class _QwenMoeTable(_BalancedTable):
     num_experts: int
     moe_intermediate_size: int
@@ -195,7 +212,7 @@ class _QwenMoeTable(_BalancedTable):
     sliding_window: int | None = 4096
 
 
-@dataclass(frozen=True, kw_only=True)
+@_table
 class Qwen2MoeTable(_QwenMoeTable):
     """The implemented keys of `Qwen2MoeConfig`. Without `layer_types` only every other layer has a window."""
 
@@ -205,13 +222,13 @@ class Qwen2MoeTable(_QwenMoeTable):
     layer_types: tuple[str, ...] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@_table
 class Qwen3MoeTable(_QwenMoeTable):
     head_dim: int | None = None
     attention_bias: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@_table
 class Glm4MoeTable(_MixtureTable):
     n_routed_experts: int
     moe_intermediate_size: int
@@ -228,7 +245,7 @@ class Glm4MoeTable(_MixtureTable):
     first_k_dense_replace: int = 1
 
 
-@dataclass(frozen=True, kw_only=True)
+@_table
 class DeepseekV3Table(_MixtureTable):
     """The implemented keys of `DeepseekV3Config`; sizes of attention and experts have no defaults here."""
 

@@ -101,10 +101,9 @@ class Upcycling:
         return upcycled
 
     def _experts(self, matrix: Tensor, param: str, made: ModelConfig) -> Tensor:
-        assert made.experts is not None
         if param == "mlp.down.weight":
             parts = torch.stack(matrix.chunk(self.num_parts, 1))  # (G, H, I / G)
-            parts = parts * (self.num_parts * (0.5 if made.experts.shared_size else 1.0))
+            parts = parts * (self.num_parts * (0.5 if made.own_experts.shared_size else 1.0))
         else:
             parts = torch.stack(matrix.chunk(self.num_parts, 0))  # (G, I / G, H)
         return parts.repeat(self.num_copies, 1, 1)

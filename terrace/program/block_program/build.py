@@ -4,8 +4,10 @@ from collections.abc import Sequence
 
 from terrace.model.spec import BlockSpec
 from terrace.plan.context_traffic import ContextTraffic
+from terrace.plan.tables import TableTraffic
 from terrace.plan.tensor_traffic import TensorTraffic, choice_messages
 from terrace.program.block_program.attention import attention_steps
+from terrace.program.block_program.look_up import look_up_steps
 from terrace.program.block_program.regions import tensor_steps
 from terrace.program.block_program.routed import routed_steps
 from terrace.program.block_program.steps import Await, BlockProgram, Send, Steps
@@ -21,7 +23,9 @@ def block_program(
     """
     block = blocks[index]
     forward, backward = attention = attention_of(context, block)
-    there, back = routed_steps(tensor, block)
+    # A block has experts, looks up rows in a table, or neither.
+    of_experts, of_rows = routed_steps(tensor, block), look_up_steps(TableTraffic.of(tensor, block))
+    there, back = ((*one, *other) for one, other in zip(of_experts, of_rows, strict=True))
     # A first block without trainable parameters has no backward.
     back = back if index or block.num_trainable else ()
     shared: tuple[Steps, Steps] = (), ()
@@ -37,4 +41,4 @@ def block_program(
 def attention_of(context: ContextTraffic, block: BlockSpec) -> tuple[Steps, Steps]:
     """(Forward steps, backward steps) of a block's attention; empty if there are none or if the batch decides."""
     bytes_of = context.attention(block)
-    return ((), ()) if bytes_of is None else attention_steps(bytes_of.parts, bytes_of.ring)
+    return attention_steps(bytes_of.parts, bytes_of.ring)

@@ -15,6 +15,7 @@ Orders contain no times and no messages: a task waits for its inputs; terrace.si
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from terrace.base.errors import PlanError, ProgramError
@@ -69,9 +70,10 @@ def v_shaped(num_stages: int) -> Placement:
     return tuple((stage, 2 * num_stages - 1 - stage) for stage in range(num_stages))
 
 
+@lru_cache(maxsize=1024)
 def tasks_of(pass_: Pass, chunk: int, num_micros: int) -> tuple[StageTask, ...]:
-    """The task of every micro-batch; stages share these values, so that orders stay small."""
-    return tuple(StageTask(pass_, chunk, micro) for micro in range(num_micros))
+    """The task of every micro-batch; stages and orders share these values, so that orders stay small."""
+    return tuple([StageTask(pass_, chunk, micro) for micro in range(num_micros)])
 
 
 def build(

@@ -6,7 +6,7 @@ A schedule is a pure function from numbers to `Orders`. It names the numbers it 
 
 import inspect
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from typing import Any, TypeVar
@@ -50,6 +50,7 @@ def schedule_names() -> list[str]:
     return list(_schedules())
 
 
+@cache
 def takes(name: str) -> frozenset[str]:
     """The parameter names of a schedule. Raises `PlanError` for an unknown schedule."""
     builder = _schedules().get(name)
@@ -71,6 +72,11 @@ def takes_unit(name: str) -> bool:
     return builder is not None and "unit" in inspect.signature(builder).parameters
 
 
+@cache
+def _parameters(builder: Callable[..., Orders]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(builder).parameters
+
+
 def orders_for(name: str, **numbers: Any) -> Orders:
     """The orders of the schedule `name` for its parameters `numbers`.
 
@@ -79,7 +85,7 @@ def orders_for(name: str, **numbers: Any) -> Orders:
     """
     takes(name)
     builder = _schedules()[name]
-    known = inspect.signature(builder).parameters
+    known = _parameters(builder)
     # Every schedule has at least one chunk, so giving 1 is harmless.
     if "num_chunks" not in known and numbers.get("num_chunks") == 1:
         del numbers["num_chunks"]

@@ -27,12 +27,11 @@ class TaskSeconds:
 
 def check_seconds(seconds: TaskSeconds, num_virtual: int) -> None:
     """Raise `PlanError` unless every virtual stage and every edge between two has a time of at least 0."""
-    for pass_ in Pass:
-        _check(f"{pass_.name.lower()} tasks", seconds.of(pass_), num_virtual)
-    _check("edges", seconds.edge_s, num_virtual - 1)
-
-
-def _check(what: str, values: tuple[float, ...], wanted: int) -> None:
-    if len(values) != wanted or min(values, default=0.0) < 0:
-        shown = f"{len(values)} of them" if len(values) != wanted else f"{min(values)} among them"
-        raise PlanError(f"seconds of {what}: {shown}; give {wanted}, none below 0")
+    tasks = seconds.forward_s, seconds.backward_s, seconds.input_s, seconds.weight_s
+    for number, (values, wanted) in enumerate(
+        (*((each, num_virtual) for each in tasks), (seconds.edge_s, num_virtual - 1))
+    ):
+        if len(values) != wanted or min(values, default=0.0) < 0:
+            what = f"{Pass(number).name.lower()} tasks" if number < len(tasks) else "edges"
+            shown = f"{len(values)} of them" if len(values) != wanted else f"{min(values)} among them"
+            raise PlanError(f"seconds of {what}: {shown}; give {wanted}, none below 0")

@@ -50,5 +50,5 @@ def _row(num_stages: int, num_micros: int, stage: int, tasks: Sequence[Sequence[
     ]
     # Micro-batches pass every (pass, chunk) first in, first out; those that the step has not are left out.
     passing = [iter(of_kind) for of_kind in tasks]
-    row = (next(passing[kind], None) for kind in pattern)
+    row = [next(passing[kind], None) for kind in pattern]
     return [task for task in row if task is not None]

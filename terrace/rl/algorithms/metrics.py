@@ -55,7 +55,32 @@ def joined(parts: Iterable[Mapping[str, float]], prefix: str) -> Metrics:
     return {name: sum(values) / len(values) for name, values in lists.items()}
 
 
-def rollout_sums(logprobs: Ragged, rollout: Ragged) -> Metrics:
+class Sums:
+    """Sums over the tokens of a step, by name; of a name that ends in `_max` the maximum. "tokens" counts the tokens.
+
+    Numbers stay on the device until they are read, by one copy, so that no micro-batch waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: list[tuple[str, Tensor | float]] = []
+
+    def add(self, name: str, number: Tensor | float) -> None:
+        self._numbers.append((name, number))
+
+    def clear(self) -> None:
+        self._numbers.clear()
+
+    def read(self) -> Metrics:
+        """The sums since the last `clear`."""
+        tensors = [number.detach().double() for _, number in self._numbers if isinstance(number, Tensor)]
+        read, found = iter(torch.stack(tensors).tolist() if tensors else ()), dict[str, float]()
+        for name, number in self._numbers:
+            value, before = next(read) if isinstance(number, Tensor) else number, found.get(name, 0.0)
+            found[name] = max(before, value) if name.endswith("_max") else before + value
+        return found
+
+
+def rollout_sums(logprobs: Ragged, rollout: Ragged) -> dict[str, Tensor | float]:
     """Sums that compare training's `logprobs` with the `rollout`'s; add those of several batches to get the total.
 
     Names that end in `_max` are maxima instead. `rollout_numbers` turns the totals into metrics.
@@ -63,11 +88,11 @@ def rollout_sums(logprobs: Ragged, rollout: Ragged) -> Metrics:
     difference = logprobs.values.double() - rollout.values.double()
     ratios = logprobs.with_values(difference).sums().exp()
     return {
-        "rollout/logprob_diff_max": float(difference.abs().max()) if len(difference) else 0.0,
-        "rollout/logprob_diff_mean": float(difference.abs().sum()),
-        "rollout/k3": float((difference.exp() - 1 - difference).sum()),
-        "rollout/weights": float(ratios.sum()),
-        "rollout/squares": float(ratios.square().sum()),
+        "rollout/logprob_diff_max": difference.abs().max() if len(difference) else 0.0,
+        "rollout/logprob_diff_mean": difference.abs().sum(),
+        "rollout/k3": (difference.exp() - 1 - difference).sum(),
+        "rollout/weights": ratios.sum(),
+        "rollout/squares": ratios.square().sum(),
         "rollout/responses": float(len(ratios)),
     }
 
@@ -85,7 +110,7 @@ def _rollout(logprobs: Ragged, rollout: Ragged) -> Metrics:
         return {"rollout/logprob_diff_max": 0.0, "rollout/logprob_diff_mean": 0.0}
     total = rollout_sums(logprobs, rollout)
     num = {name: 1 if name.endswith("_max") else len(logprobs.values) for name in total}
-    return rollout_numbers({name: value / num[name] for name, value in total.items()})
+    return rollout_numbers({name: float(value) / num[name] for name, value in total.items()})
 
 
 def _summary(prefix: str, values: Tensor, kinds: Iterable[str]) -> Metrics:

@@ -1,6 +1,5 @@
 """The policy loss and the aggregation of token losses that an `Algorithm` configures."""
 
-from collections import defaultdict
 from collections.abc import Mapping
 
 from torch import Tensor
@@ -18,10 +17,8 @@ from terrace.rl.algorithms.losses import (
     response_log_ratios,
     rloo,
 )
-from terrace.rl.algorithms.metrics import rollout_sums
+from terrace.rl.algorithms.metrics import Sums, rollout_sums
 from terrace.rl.values.ragged import Ragged
-
-Sums = defaultdict[str, float]  # metrics summed over tokens; "tokens" counts them
 
 
 def aggregation_of(algorithm: Algorithm, max_length: int) -> Aggregation:
@@ -83,13 +80,13 @@ def _note(sums: Sums, algorithm: Algorithm, logprobs: Ragged, old: Tensor, entro
         log_ratios = response_log_ratios(x, old, offsets, is_mean=algorithm.name == "gspo")
     ratios = log_ratios.exp()
     clipped = (ratios < 1 - algorithm.clip_low) | (ratios > 1 + algorithm.clip_high)
-    sums["tokens"] += x.numel()
-    sums["pg_clipfrac"] += float(clipped.sum())
-    sums["ppo_kl"] += float((old - x).sum())
+    sums.add("tokens", x.numel())
+    sums.add("pg_clipfrac", clipped.sum())
+    sums.add("ppo_kl", (old - x).sum())
     if entropies is not None:
-        sums["entropy"] += float(entropies.detach().sum())
+        sums.add("entropy", entropies.sum())
 
 
 def _compare(sums: Sums, logprobs: Ragged, rollout: Tensor) -> None:
     for name, value in rollout_sums(logprobs, logprobs.with_values(rollout)).items():
-        sums[name] = max(sums[name], value) if name.endswith("_max") else sums[name] + value
+        sums.add(name, value)

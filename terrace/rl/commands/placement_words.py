@@ -10,7 +10,8 @@ from terrace.program.verdict import judged
 from terrace.report.table import Table
 from terrace.report.tables import STEP_BAND
 from terrace.rl.placement.dataflow import GENERATE, PREPARE, RESHARD, STAGES, TRAIN, Dataflow
-from terrace.rl.placement.placement import IterationReport, PoolReport, RoleReport
+from terrace.rl.placement.generation import Generation
+from terrace.rl.placement.placement import IterationReport, PoolReport
 from terrace.rl.placement.pools import pool_cluster
 from terrace.simulate.bands import widest_band
 
@@ -82,7 +83,7 @@ def iteration_words(report: IterationReport) -> str:
     sent = [f"{quantity(size, 'B')} over {tier}" for tier, size in [*report.sent_bytes.items()][::-1] if size]
     if sent:
         lines.append(f"  the hand-over takes {seconds(report.stages[RESHARD])}: all ranks send {', '.join(sent)}")
-    lines += [_generation(role) for role in report.roles if role.generation is not None]
+    lines += [_generation(role.rows, role.generation) for role in report.roles if role.generation is not None]
     lines += [
         f"ranks {_ranks(pool)} lack {quantity(pool.needed_bytes - pool.capacity_bytes, 'B')}: it has no room"
         for pool in report.pools
@@ -149,12 +150,10 @@ def _waits(report: IterationReport, stage: str) -> str:
     )
 
 
-def _generation(role: RoleReport) -> str:
-    found = role.generation
-    assert found is not None, "only roles that generate are shown"
+def _generation(rows: int, found: Generation) -> str:
     running = "all" if found.running == found.sequences else f"{found.running} of"
     return (
-        f"  a replica of {counted(role.rows, 'rank')} has {running} {counted(found.sequences, 'response')} at a time: "
+        f"  a replica of {counted(rows, 'rank')} has {running} {counted(found.sequences, 'response')} at a time: "
         f"prompts {seconds(found.prefill_s)}, responses {seconds(found.decode_s)}; "
         f"weights {quantity(found.weights_bytes, 'B')}, keys and values {quantity(found.cache_bytes, 'B')} a rank"
     )

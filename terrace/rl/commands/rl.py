@@ -11,47 +11,11 @@ from typing import Any
 
 from terrace.base.errors import ConfigError
 from terrace.cli.here import check_alone, cluster_here
-from terrace.cli.options import AUTO, flags, resumed
-from terrace.cli.overrides import add_ranks, parse_overrides, with_ranks
+from terrace.cli.lines import AUTO
+from terrace.cli.options import flags, resumed
+from terrace.cli.overrides import parse_overrides, with_ranks
 from terrace.rl.calls.ray_address import check_address
 from terrace.train.runs import CONFIG, table_to_resume
-
-
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "rl",
-        description="Train a model by feedback on what it writes, in processes of this machine.",
-        epilog="Any key can be set as --section.key VALUE, e.g. --run.steps 10 --algorithm.name dapo. docs/rl.md has "
-        "all.",
-    )
-    parser.add_argument("--task", metavar="NAME", help="a task that ships with Terrace: sort")
-    parser.add_argument("--config", metavar="FILE", help="TOML file of the run")
-    parser.add_argument(
-        "--model", metavar="PATH", help="Hugging Face folder, whose weights and tokenizer are taken too"
-    )
-    parser.add_argument("--cluster", metavar="NAME|FILE", help="cluster preset or TOML file (default: the task's)")
-    add_ranks(parser)
-    parser.add_argument("--plan", metavar="NAME|FILE", help="plan preset or TOML file (default: the task's)")
-    parser.add_argument("--folder", type=Path, metavar="FOLDER", help="run folder to make (default: runs/TIME)")
-    parser.add_argument(
-        "--resume",
-        metavar="RUN|auto",
-        help="go on with this run folder from its newest whole checkpoint, whose weights may have moved to another "
-        "--model; auto: go on with --folder if it holds a run, else start there",
-    )
-    parser.add_argument(
-        "--explain", action="store_true", help="predict a step by role, stage and pool, with its memory; start nothing"
-    )
-    parser.add_argument(
-        "--place", choices=("auto",), help="find the fastest placement of the roles on the cluster, and run in it"
-    )
-    parser.add_argument(
-        "--ray", metavar="ADDRESS", help="run roles on the Ray cluster at ADDRESS (auto: that of this machine), on CPUs"
-    )
-    parser.add_argument(
-        "--verbose", action="store_true", help="begin with the pages of memory that keys and values of responses have"
-    )
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:

@@ -286,11 +286,11 @@ def _runtime(config: RlConfig, ray: str | None) -> Runtime:
         return RayRuntime(ray, timeout_s=timeout_s)
     if config.cluster.world_size == 1:
         return InlineRuntime()
-    return LocalRuntime(timeout_s=timeout_s, backend="nccl" if config.cluster.device.backend == "cuda" else "gloo")
+    return LocalRuntime(timeout_s=timeout_s, backend="gloo" if config.cluster.device.type == "cpu" else "nccl")
 
 
 def _check_devices(config: RlConfig, ray: str | None) -> None:
-    if config.cluster.device.backend != "cuda":
+    if config.cluster.device.type == "cpu":
         return
     if ray is not None:
         raise ConfigError(
@@ -309,7 +309,7 @@ def _check_devices(config: RlConfig, ray: str | None) -> None:
 def _unused_gpus(config: RlConfig, ray: str | None) -> str:
     """A line on GPUs of this machine that the run leaves idle; "" if there are none."""
     num = len(local_devices())
-    if not num or ray is not None or config.cluster.device.backend == "cuda":
+    if not num or ray is not None or config.cluster.device.type != "cpu":
         return ""
     return (
         f"\nroles run on the CPU, as device.backend of cluster {config.cluster.name!r} says: {counted(num, 'GPU')} of "
@@ -332,7 +332,7 @@ def _words(config: RlConfig) -> str:
 def _pages(config: RlConfig, verbose: bool) -> str:
     """A line on a replica's key-value pages, if `verbose` or if they cannot be mapped."""
     rows, dtype = config.run.rows, DTYPES[config.plan.compute]
-    device = torch.device("cuda" if config.cluster.device.backend == "cuda" else "cpu")
+    device = torch.device(config.cluster.device.type)
     shape = cache_shape(block_specs(config.model), rows)
     words, is_fallback = pages_words(shape, page_tokens_of(config.model, rows, dtype), device, dtype)
     return f"\n{words}" if verbose or is_fallback else ""

@@ -15,7 +15,8 @@ bit mask. HybridFlow (Sheng et al. 2409.19256, section 5) does this for one layo
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
 from terrace.base.boxes import Box, numel, sizes, to_text
@@ -44,8 +45,31 @@ class Move(NamedTuple):
     tier: int
 
 
-_Piece = tuple[str, Box, int]  # (parameter, box, sender); plain tuples, since a large cluster has millions
-_Sets = dict[tuple[int, int], list[_Piece]]  # (holders, needers) -> pieces
+_Piece = tuple[str, Box]  # (parameter, box); plain tuples, since a large cluster has millions
+_Pieces = tuple[_Piece, ...]  # one object for all units that receive the same, so that its id says which it is
+_Sets = dict[tuple[int, int], list[_Pieces]]  # (holders, needers) -> pieces, with ranks counted from a unit's first
+
+
+class Bundle(NamedTuple):
+    """Pieces that rank `source` sends to rank `target`, counted from the first of their unit."""
+
+    source: int
+    target: int
+    pieces: _Pieces
+
+
+class Exchange(NamedTuple):
+    """Bundles over `tier` inside a unit, then the exchanges inside its members, each with its first rank.
+
+    Members that need and hold alike share one value.
+    """
+
+    tier: int
+    bundles: list[Bundle]
+    inside: list[tuple[int, "Exchange"]]
+
+
+Sends = dict[tuple[int, int], int]  # (source, target) -> bytes
 
 
 def cells_of(holds: Sequence[Parts], needs: Sequence[Parts]) -> list[Cell]:
@@ -80,10 +104,41 @@ def moves_of(cells: Iterable[Cell], tiers: Sequence[int], rank: int | None = Non
     `tiers` are the sizes of the cluster's tiers, innermost first. With `rank`, only the moves from and to it; moves
     inside other units are then not computed.
     """
+    found = _moves(exchange_of(cells, tiers, rank), 0)
+    own = (move for move in found if rank is None or rank in (move.source, move.target))
+    return sorted(own, key=lambda move: -move.tier)
+
+
+def exchange_of(cells: Iterable[Cell], tiers: Sequence[int], rank: int | None = None) -> Exchange:
+    """The exchanges of `moves_of`; with `rank`, only of units that it is in."""
     sets: _Sets = {}
     for cell in cells:
-        sets.setdefault((cell.holders, cell.needers), []).append((cell.parameter, cell.box, -1))
-    return sorted(_inside(len(tiers) - 1, 0, sets, tiers, rank), key=lambda move: -move.tier)
+        sets.setdefault((cell.holders, cell.needers), []).append(((cell.parameter, cell.box),))
+    return _Exchanges(tiers).inside(len(tiers) - 1, sets, rank)
+
+
+def sends_of(exchange: Exchange, element_bytes: Mapping[str, int], num_tiers: int) -> list[Sends]:
+    """Tier -> bytes from rank to rank of an exchange and of those inside; `element_bytes` are by parameter."""
+    bundles = dict[int, int]()  # by the id of their pieces
+    inner = dict[int, list[Sends]]()  # by the id of an exchange
+
+    def sent(each: Exchange) -> list[Sends]:
+        if id(each) in inner:
+            return inner[id(each)]
+        found: list[Sends] = [{} for _ in range(num_tiers)]
+        own = found[each.tier]
+        for source, target, pieces in each.bundles:
+            if id(pieces) not in bundles:
+                bundles[id(pieces)] = sum(numel(box) * element_bytes[name] for name, box in pieces)
+            own[source, target] = own.get((source, target), 0) + bundles[id(pieces)]
+        for start, members_exchange in each.inside:
+            for total, more in zip(found, sent(members_exchange), strict=True):
+                for (source, target), num_bytes in more.items():
+                    total[start + source, start + target] = num_bytes
+        inner[id(each)] = found
+        return found
+
+    return sent(exchange)
 
 
 def missing(cells: Iterable[Cell], tiers: Sequence[int], tier: int) -> list[int]:
@@ -123,50 +178,99 @@ def members(ranks: int) -> list[int]:
     return found
 
 
-def _inside(tier: int, first: int, sets: _Sets, tiers: Sequence[int], rank: int | None) -> Iterator[Move]:
-    """Moves over `tier` and its inner tiers, inside the unit that starts at rank `first`."""
-    size = math.prod(tiers[:tier])
-    asked: dict[int, int] = {}  # set of holders -> receivers served so far
-    for start in range(first, first + size * tiers[tier], size):
-        unit = _unit(start, size)
-        here: _Sets = {}  # pieces that some members need and others have
-        wanted: dict[int, list[tuple[int, list[_Piece]]]] = {}
-        for (holders, needers), pieces in sets.items():
-            need, have = needers & unit, holders & unit
-            if have and need & ~have:
-                here.setdefault((have, need), []).extend(pieces)
-            elif need and not have:
-                wanted.setdefault(need, []).append((holders, pieces))
-        for need, found in wanted.items():
-            receivers = members(need)
-            sent = [piece for held in found for piece in _sourced(*held, len(receivers), asked)]
-            for receiver, part in zip(receivers, _even_parts(sent, len(receivers)), strict=True):
-                for name, box, source in part:
-                    if rank is None or rank in (source, receiver):
-                        yield Move(name, box, source, receiver, tier)
-                if part and len(receivers) > 1:
-                    here.setdefault((1 << receiver, need), []).extend(part)
-        if tier and here and (rank is None or start <= rank < start + size):
-            yield from _inside(tier - 1, start, here, tiers, rank)
+def _moves(exchange: Exchange, first: int) -> Iterator[Move]:
+    for source, target, pieces in exchange.bundles:
+        for name, box in pieces:
+            yield Move(name, box, first + source, first + target, exchange.tier)
+    for start, inner in exchange.inside:
+        yield from _moves(inner, first + start)
 
 
-def _sourced(holders: int, pieces: Sequence[_Piece], num_receivers: int, asked: dict[int, int]) -> Iterator[_Piece]:
-    """Assign a sending holder to each piece, in even parts: one per receiver, or per holder if there are fewer."""
-    sources = members(holders)
-    # Rotate over the holders, so that all end up sending the same amount.
-    turn = asked.get(holders, 0)
-    asked[holders] = turn + num_receivers
-    for place, part in enumerate(_even_parts(pieces, min(len(sources), num_receivers))):
-        source = sources[(turn + place) % len(sources)]
-        yield from [(name, box, source) for name, box, _ in part]
+class _Exchanges:
+    """Exchanges of one set of cells; what units have in common is computed once."""
+
+    def __init__(self, tiers: Sequence[int]) -> None:
+        self._tiers = tiers
+        # By the ids of pieces, which are kept along with what was found.
+        self._inside: dict[tuple[object, ...], tuple[_Sets, Exchange]] = {}
+        self._parts: dict[tuple[object, ...], tuple[list[list[_Pieces]], _Parted]] = {}
+        self._members: dict[int, list[int]] = {}
+
+    def inside(self, tier: int, sets: _Sets, rank: int | None) -> Exchange:
+        """Exchanges over `tier` and its inner tiers; `rank` and all others are counted from the unit's first."""
+        key = tier, rank, *((*both, *map(id, pieces)) for both, pieces in sets.items())
+        if key not in self._inside:
+            self._inside[key] = sets, self._exchange(tier, sets, rank)
+        return self._inside[key][1]
+
+    def _exchange(self, tier: int, sets: _Sets, rank: int | None) -> Exchange:
+        size = math.prod(self._tiers[:tier])
+        found, unit = Exchange(tier, [], []), (1 << size) - 1
+        asked: dict[int, int] = {}  # set of holders -> receivers served so far
+        for start in range(0, size * self._tiers[tier], size):
+            here: _Sets = {}  # pieces that some members need and others have
+            wanted: dict[int, list[tuple[int, list[_Pieces]]]] = {}
+            for (holders, needers), pieces in sets.items():
+                need, have = needers >> start & unit, holders >> start & unit
+                if have and need & ~have:
+                    here.setdefault((have, need), []).extend(pieces)
+                elif need and not have:
+                    wanted.setdefault(need, []).append((holders, pieces))
+            for need, held in wanted.items():
+                receivers = self._ranks(need)
+                turns = []
+                for holders, _ in held:
+                    # Rotate over the holders, so that all end up sending the same amount.
+                    turns.append((self._ranks(holders), asked.get(holders, 0)))
+                    asked[holders] = turns[-1][1] + len(receivers)
+                for receiver, part in zip(receivers, self._parted(held, len(receivers)), strict=True):
+                    for index, place, own in part:
+                        sources, turn = turns[index]
+                        source = sources[(turn + place) % len(sources)]
+                        found.bundles.append(Bundle(source, start + receiver, own))
+                        if len(receivers) > 1:
+                            here.setdefault((1 << receiver, need), []).append(own)
+            if tier and here and (rank is None or start <= rank < start + size):
+                inner = self.inside(tier - 1, here, None if rank is None else rank - start)
+                found.inside.append((start, inner))
+        return found
+
+    def _parted(self, held: Sequence[tuple[int, list[_Pieces]]], num_receivers: int) -> "_Parted":
+        """For each receiver (index in `held`, place in a row of its holders, pieces), all in even parts.
+
+        Pieces are divided among as many holders as there are receivers, or all if these are fewer.
+        """
+        counts = [min(len(self._ranks(holders)), num_receivers) for holders, _ in held]
+        key = num_receivers, *((count, *map(id, pieces)) for count, (_, pieces) in zip(counts, held, strict=True))
+        if key not in self._parts:
+            sent = list[_Tagged]()
+            for index, (count, (_, pieces)) in enumerate(zip(counts, held, strict=True)):
+                whole = [(name, box, (index, 0)) for each in pieces for name, box in each]
+                for place, part in enumerate(_even_parts(whole, count)):
+                    sent += [(name, box, (index, place)) for name, box, _ in part]
+            found = [
+                [(*tag, tuple((name, box) for name, box, _ in own)) for tag, own in groupby(part, itemgetter(2))]
+                for part in _even_parts(sent, num_receivers)
+            ]
+            self._parts[key] = [pieces for _, pieces in held], found
+        return self._parts[key][1]
+
+    def _ranks(self, ranks: int) -> list[int]:
+        if ranks not in self._members:
+            self._members[ranks] = members(ranks)
+        return self._members[ranks]
 
 
-def _even_parts(pieces: Sequence[_Piece], count: int) -> list[list[_Piece]]:
+_Parted = list[list[tuple[int, int, _Pieces]]]
+_Tagged = tuple[str, Box, tuple[int, int]]  # a piece, the index of its holders, and a place in their row
+
+
+def _even_parts(pieces: Sequence[_Tagged], count: int) -> list[list[_Tagged]]:
     """Split `pieces` into `count` runs of equal element counts, up to one row of a box that is cut."""
     if count == 1:
         return [list(pieces)]
     total, position = sum(numel(box) for _, box, _ in pieces), 0
-    parts: list[list[_Piece]] = [[]]
+    parts: list[list[_Tagged]] = [[]]
     for name, box, source in pieces:
         rest: Box | None = box
         while rest is not None:
@@ -196,7 +300,3 @@ def _cut_at(box: Box, elements: int) -> tuple[Box | None, Box | None]:
     start, stop = box[dim]
     middle = start + num_rows
     return (*box[:dim], (start, middle), *box[dim + 1 :]), (*box[:dim], (middle, stop), *box[dim + 1 :])
-
-
-def _unit(start: int, size: int) -> int:
-    return ((1 << size) - 1) << start

@@ -86,17 +86,22 @@ def hand_over_programs(cluster: Cluster, transition: Transition) -> list[HandOve
     return _programs(cluster, transition, None, range(cluster.world_size))
 
 
-def _programs(cluster: Cluster, transition: Transition, only: int | None, ranks: range) -> list[HandOverProgram]:
+def instructions_of(transition: Transition) -> tuple[Reshard, ...]:
+    """The instructions of all ranks."""
     tiers, alike = transition.tiers, transition.alike
     crosses = {first: crossing(cells, tiers) for first, cells in transition.cells.items()}
-    instructions = tuple(
+    return tuple(
         Reshard(blocks, tier)
         for blocks in transition.rounds
         for tier in reversed(range(len(tiers)))
         if any(crosses[alike[block]][tier] for block in blocks)
     )
+
+
+def _programs(cluster: Cluster, transition: Transition, only: int | None, ranks: range) -> list[HandOverProgram]:
+    alike, instructions = transition.alike, instructions_of(transition)
     # First equal block -> (rank, tier) -> moves.
-    own = {first: defaultdict[tuple[int, int], list[Move]](list) for first in crosses}
+    own = {first: defaultdict[tuple[int, int], list[Move]](list) for first in transition.cells}
     for first, found in own.items():
         for move in transition.moves(first, only):
             for rank in {move.source, move.target}:

@@ -96,7 +96,7 @@ class HandOver:
         parts, loans = list[BlockParts](), list[_Loan]()
         # Before the first loan: after a failure at a later block the engine has them back.
         if lend:
-            self._engine.state.lent = partial(_take_back, loans)
+            self._engine.state.reclaim = partial(_take_back, loans)
         for block in range(len(self.transition.alike)):
             parts.append(self._parts(block))
             if lend:

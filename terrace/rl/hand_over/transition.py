@@ -20,7 +20,7 @@ from terrace.plan.plan import Plan
 from terrace.plan.products import refuse_codes
 from terrace.plan.wire import FORMATS
 from terrace.rl.hand_over.dealing import Replica, deal, kept_elements, needs_of
-from terrace.rl.hand_over.moves import Cell, Move, Parts, cells_of, moves_of
+from terrace.rl.hand_over.moves import Cell, Move, Parts, Sends, cells_of, exchange_of, moves_of, sends_of
 from terrace.rl.hand_over.parts import generation_slices, training_parts
 
 
@@ -112,7 +112,19 @@ class Transition:
 
     def num_bytes(self, block: int, move: Move) -> int:
         """Bytes of a move of a block."""
-        return numel(move.box) * FORMATS[self.dtypes[self.alike[block]][move.parameter]].element_bytes
+        return numel(move.box) * self._element_bytes[self.alike[block]][move.parameter]
+
+    def sends(self, block: int) -> list[Sends]:
+        """Tier -> (source, target) -> bytes of a block's moves, without making the moves."""
+        first = self.alike[block]
+        return sends_of(exchange_of(self.cells[first], self.tiers), self._element_bytes[first], len(self.tiers))
+
+    @cached_property
+    def _element_bytes(self) -> dict[int, dict[str, int]]:
+        return {
+            first: {name: FORMATS[dtype].element_bytes for name, dtype in dtypes.items()}
+            for first, dtypes in self.dtypes.items()
+        }
 
     def needs(self, block: int) -> list[Parts]:
         """Boxes of a block's parameters that each rank has afterwards."""

@@ -145,9 +145,10 @@ def _notes(record: RunRecord, steps: Sequence[Numbers], step_s: float) -> list[s
     few = min(_FEW, len(steps) // 2)
     first, last = (_mean(part, "reward/mean") for part in (steps[:few], steps[len(steps) - few :]))
     if math.isfinite(first) and math.isfinite(last):
+        begin, end = ("step", "") if few == 1 else (f"{few} steps", f" {few}")
         notes.append(
-            f"The mean reward of drawn responses went from {first:.4g} in the first {counted(few, 'step')} to "
-            f"{last:.4g} in the last {few}."
+            f"The mean reward of drawn responses went from {first:.4g} in the first {begin} to {last:.4g} in the "
+            f"last{end}."
         )
     notes += beside_prediction(step_s, record)
     apart = [found["rollout/logprob_diff_max"] for found in steps if "rollout/logprob_diff_max" in found]

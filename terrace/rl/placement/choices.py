@@ -5,6 +5,7 @@ roles. A role that only scores has its parameters cut over tensor ranks of the i
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from operator import le
 from typing import TypeVar
 
@@ -14,7 +15,6 @@ from terrace.model.block_operations import layer_operations
 from terrace.model.spec import BlockSpec, Computes
 from terrace.plan.plan import Plan, sums_of
 from terrace.plan.wire import FORMATS
-from terrace.planner.bound import Bounds
 from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import Evaluator, step_of
 from terrace.planner.search import Search
@@ -40,7 +40,10 @@ class Choices:
         self.costs, self.dataflow = costs, costs.dataflow
         self._found: dict[tuple[object, ...], tuple[Cost, ...]] = {}
         self._least_step_s: dict[tuple[object, ...], float] = {}
+        self._least_flops: dict[str, int] = {}  # by role
+        self._least_bytes: dict[str, float] = {}
         self._evaluators: dict[tuple[object, ...], Evaluator] = {}
+        self._estimators: dict[tuple[object, ...], Estimator] = {}
 
     def of(self, role: Role, cluster: Cluster) -> tuple[Cost, ...]:
         """Costs of the plans that may be best for a role on a pool; empty if nothing fits."""
@@ -56,12 +59,19 @@ class Choices:
         """Lower bounds on seconds of scoring and of training, over all plans of the role."""
         flow, device = self.dataflow, cluster.device
         rate = cluster.world_size * device.peak_flops_per_s[flow.compute] * device.kernels.gemm
-        forward_s = sum(_least_flops(block, flow.tokens) for block in role.blocks) / rate
+        if role.name not in self._least_flops:
+            self._least_flops[role.name] = sum(_least_flops(block, flow.tokens) for block in role.blocks)
+        forward_s = self._least_flops[role.name] / rate
         train_s = flow.epochs * flow.updates * self._least_step(role, cluster) if role.trains else 0.0
         return forward_s if role.scores else 0.0, train_s
 
     def least_bytes(self, role: Role) -> float:
         """Lower bound on a role's bytes over all devices: each of its states once."""
+        if role.name not in self._least_bytes:
+            self._least_bytes[role.name] = self._states_bytes(role)
+        return self._least_bytes[role.name]
+
+    def _states_bytes(self, role: Role) -> float:
         compute = FORMATS[self.dataflow.compute].element_bytes
         master = FORMATS[self.dataflow.masters].element_bytes
         # Gradient, two moments, and a master of another dtype.
@@ -74,19 +84,32 @@ class Choices:
         key = (*self.costs.key(role), cluster)
         if key not in self._least_step_s:
             try:
-                search = self._search(role, cluster, cluster.device.usable_bytes)
+                self._least_step_s[key] = self._least_s(role, cluster)
             except PlanError:
                 self._least_step_s[key] = float("inf")
-            else:
-                # A search without evaluations still bounds its groups.
-                self._least_step_s[key] = search.run(1, 0).least_s
         return self._least_step_s[key]
+
+    def _least_s(self, role: Role, cluster: Cluster) -> float:
+        task, outermost, device = self.costs.task(role, cluster), cluster.tiers[-1], cluster.device
+        # A block takes as long on any number of nodes, but for experts, nodes that are joined without a switch, and the
+        # pace, which a copied device has not yet.
+        if not (task.divides_stacks or outermost.direct or outermost.links):
+            outermost = replace(outermost, size=1)
+        key = (*self.costs.key(role), replace(device), cluster.tiers[:-1], outermost)
+        if key not in self._estimators:
+            self._estimators[key] = Estimator(task)
+        estimator = self._estimators[key]
+        # Of more devices the slowest is slower, which stretches no more than all of a step.
+        slower = min(1.0, estimator.task.cluster.device.pace / device.pace)
+        return slower * self._search_with(Evaluator(task, estimator), device.usable_bytes).least_s()
 
     def _search(self, role: Role, cluster: Cluster, capacity_bytes: float) -> Search:
         key = (*self.costs.key(role), cluster)
         if key not in self._evaluators:
-            self._evaluators[key] = Evaluator(Bounds(Estimator(self.costs.task(role, cluster))))
-        evaluator = self._evaluators[key]
+            self._evaluators[key] = Evaluator(self.costs.task(role, cluster))
+        return self._search_with(self._evaluators[key], capacity_bytes)
+
+    def _search_with(self, evaluator: Evaluator, capacity_bytes: float) -> Search:
         return Search(Space(task=evaluator.task, axes=AXES), evaluator, capacity_bytes)
 
     def _training_plans(self, role: Role, cluster: Cluster) -> list[Plan]:

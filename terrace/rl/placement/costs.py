@@ -23,8 +23,8 @@ from terrace.rl.hand_over.transition import Transition
 from terrace.rl.placement.dataflow import Dataflow, Role
 from terrace.rl.placement.generation import Generation, Replica
 from terrace.simulate.activations import activations_of
-from terrace.simulate.advice import Job, stage_footprints
 from terrace.simulate.footprint import CPU_CONTEXT_BYTES, CUDA_ALLOCATOR_FACTOR, CUDA_CONTEXT_BYTES, work_of
+from terrace.simulate.fullest import Job, stage_footprints
 from terrace.simulate.step import Step, play_stages, predict_step
 
 HELD = ("params", "secondary", "grads", "optimizer", "outer", "feedback", "buffers")
@@ -151,8 +151,7 @@ class Costs:
         states = [program.report(time).memory_bytes for program, time in zip(programs, times, strict=True)]
         held = [sum(size for name, size in each.items() if name != "gathered") for each in states]
         peak = max(
-            activations_of(work, spec, cluster.device.backend).forward_peak_bytes
-            for spec in Kinds.of(role.blocks).specs
+            activations_of(work, spec, cluster.device.type).forward_peak_bytes for spec in Kinds.of(role.blocks).specs
         )
         most = max(sum(each.values()) for each in states)
         return Cost(
@@ -176,7 +175,7 @@ def lost_bytes(cluster: Cluster, tensors: int) -> int:
 
 
 def _beside_tensors(cluster: Cluster) -> tuple[int, float]:
-    if cluster.device.backend == "cpu":
+    if cluster.device.type == "cpu":
         return CPU_CONTEXT_BYTES, 1.0
     return CUDA_CONTEXT_BYTES, CUDA_ALLOCATOR_FACTOR
 

@@ -202,7 +202,7 @@ class Replica:
             tensor=self.rows,
             sequence_parallel=False,
             compute=self.compute,
-            flash=has_flash_attention(self._core, sequence, self.compute, self.cluster.device.backend),
+            flash=has_flash_attention(self._core, sequence, self.compute, self.cluster.device.type),
         )
 
     def _products_s(self, block: BlockSpec, running: int) -> float:

@@ -4,88 +4,33 @@
 2. For each pool, the fewest devices with the memory for its roles' states.
 3. Every allocation of the devices to the pools with at least these numbers (`_Sharing`).
 4. For each pool, the plans of its roles (`Choices`), cached per role and number of devices. Of their combinations that
-   fit together only those are kept that no other beats in generation, scores and training at once.
+   fit together only those are kept that no other beats in generation, scores and training at once (`Places`).
 5. An iteration takes, with the seconds of the slowest pool in each stage, the reshard and `Dataflow.iteration_s` of the
    others. A generator that runs ahead has a pool to itself.
 
-Before any plan is searched, pools have bounds on their seconds. Pools are skipped if their bounds exceed the `count`
-best partitions so far, or if they leave the others too few devices to be faster. So these partitions, each with its
-best allocation and plans, are exact among the plans of step 4, without storing allocations;
-tests/rl/test_roles_search.py compares them with pricing everything.
+Before any plan is searched, pools have bounds on their seconds. Partitions come in the order of their bounds. Pools are
+skipped if their bounds exceed the `count` best partitions so far, or if they leave the others too few devices to be
+faster; a hand-over is priced only if the placement is faster without it. So these partitions, each with its best
+allocation and plans, are exact among the plans of step 4, without storing allocations; tests/rl/test_roles_search.py
+compares them with pricing everything.
 """
 
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import product
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.rl.placement.between_pools import between_pools
-from terrace.rl.placement.choices import Choices, undominated
-from terrace.rl.placement.costs import Cost, Costs, tensors_bytes
-from terrace.rl.placement.dataflow import Dataflow, Role, names_of
-from terrace.rl.placement.generation import Generation, rows_of
-from terrace.rl.placement.placement import (
-    IterationReport,
-    PlacedRole,
-    Pool,
-    RolePlacement,
-    price,
-)
+from terrace.rl.placement.dataflow import Dataflow, names_of
+from terrace.rl.placement.placement import IterationReport, RolePlacement, price
+from terrace.rl.placement.places import Option, Places, Roles, Seconds
 from terrace.rl.placement.pools import first_ranks, partitions, pool_cluster, pool_sizes
 
-Seconds = tuple[float, float, float]  # of generation, scores and training
-Roles = tuple[int, ...]  # indexes of the roles of a pool, ascending
 _EXCESS, _MOST_EXCESS = 0.02, 16.0  # of the first limit over the bound on all ways, and of the last; guesses
 MOST_TRIED = 1_000_000  # placements, whole or in part, after which a search gives up: minutes
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Together:
-    """Plans of roles that share a pool: seconds of scoring and training, bytes held and working, in role order."""
-
-    costs: tuple[Cost | None, ...] = ()
-    prepare_s: float = 0.0
-    train_s: float = 0.0
-    held_bytes: int = 0
-    working_bytes: int = 0
-
-    def joined(self, cost: Cost | None) -> "_Together":
-        if cost is None:
-            return replace(self, costs=(*self.costs, None))
-        return _Together(
-            costs=(*self.costs, cost),
-            prepare_s=self.prepare_s + cost.score_s,
-            train_s=self.train_s + cost.train_s,
-            held_bytes=self.held_bytes + cost.held_bytes,
-            working_bytes=max(self.working_bytes, cost.working_bytes),
-        )
-
-    @property
-    def ways(self) -> tuple[float, float, int, int]:
-        return self.prepare_s, self.train_s, self.held_bytes, self.working_bytes
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Option:
-    """A pool with its plans: seconds by stage; generation includes a hand-over inside the pool."""
-
-    pool: Pool
-    generate_s: float
-    prepare_s: float
-    train_s: float
-
-    @property
-    def seconds(self) -> Seconds:
-        return self.generate_s, self.prepare_s, self.train_s
-
-    @cached_property
-    def rows(self) -> int:
-        """Tensor ranks of a replica; 0 if nothing is generated."""
-        return sum(role.rows for role in self.pool.roles)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,110 +53,6 @@ class FoundPlacements:
     num_tried: int
 
 
-class Places:
-    """The options of pools of one dataflow on one cluster."""
-
-    def __init__(self, dataflow: Dataflow, cluster: Cluster) -> None:
-        self.dataflow, self.cluster = dataflow, cluster
-        self.costs = Costs(dataflow)
-        self.choices = Choices(self.costs)
-        self._options: dict[tuple[Roles, int], tuple[Option, ...]] = {}
-        self._least_seconds: dict[tuple[Roles, int], Seconds] = {}
-        self._together: dict[tuple[Roles, int], list[_Together]] = {}
-
-    def least(self, roles: Roles) -> int | None:
-        """Fewest devices with the memory for the states of these roles; None if no pool size has it."""
-        states = sum(self.choices.least_bytes(self.dataflow.roles[index]) for index in roles)
-        sizes = pool_sizes(self.cluster)
-        return next((size for size in sizes if states <= size * tensors_bytes(self.cluster)), None)
-
-    def least_seconds(self, roles: Roles, size: int) -> Seconds:
-        """Lower bounds on seconds of generation, scoring and training of a pool of this size with these roles."""
-        key = roles, size
-        if key not in self._least_seconds:
-            here, members = pool_cluster(self.cluster, size), [self.dataflow.roles[index] for index in roles]
-            each = [self.choices.least_seconds(role, here) for role in members]
-            states = sum(self.choices.least_bytes(role) for role in members)
-            generate_s = 0.0
-            if any(role.generates for role in members):
-                room = tensors_bytes(here) - states / size
-                fitting = [found.seconds for found, _ in self._all_generations(here, room)]
-                generate_s = min(fitting, default=math.inf)
-            self._least_seconds[key] = generate_s, sum(score for score, _ in each), sum(train for _, train in each)
-        return self._least_seconds[key]
-
-    def options(self, roles: Roles, size: int) -> tuple[Option, ...]:
-        """Pools of `size` devices with the roles, none of them dominated by another in all stages."""
-        key = roles, size
-        if key not in self._options:
-            found = tuple(undominated(self._all_options(roles, size), _ways))
-            self._options[key] = found
-            # Tighten the bound to these plans.
-            each = [option.seconds for option in found] or [(math.inf, math.inf, math.inf)]
-            generate_s, prepare_s, train_s = map(min, zip(*each, strict=True))
-            self._least_seconds[key] = generate_s, prepare_s, train_s
-        return self._options[key]
-
-    def _all_options(self, roles: Roles, size: int) -> Iterator[Option]:
-        flow, here = self.dataflow, pool_cluster(self.cluster, size)
-        room = tensors_bytes(here)
-        members = [flow.roles[index] for index in roles]
-        generates = any(role.generates for role in members)
-        # The hand-over depends on the plan of the source, so its plans are not merged.
-        apart = tuple(index for index in roles if generates and flow.roles[index] is flow.source)
-        for first, rest in product(self._combined(apart, size), self._combined(_without(roles, apart), size)):
-            both = [*zip(apart, first.costs, strict=True), *zip(_without(roles, apart), rest.costs, strict=True)]
-            held, working = first.held_bytes + rest.held_bytes, max(first.working_bytes, rest.working_bytes)
-            if held + working > room:
-                continue
-            known = dict(both)
-            ways = self._generations(here, first.costs, room - held) if generates else [(0, 0.0)]
-            for rows, generate_s in ways:
-                placed = tuple(_placed(flow.roles[index], known.get(index), rows) for index in roles)
-                yield Option(
-                    pool=Pool(devices=size, roles=placed),
-                    generate_s=generate_s,
-                    prepare_s=first.prepare_s + rest.prepare_s,
-                    train_s=first.train_s + rest.train_s,
-                )
-
-    def _generations(self, here: Cluster, source: Sequence[Cost | None], room: float) -> list[tuple[int, float]]:
-        """(Rows, seconds) of replicas that fit in `room`; with a source in the pool, only the fastest."""
-        fitting = sorted((each.seconds, rows) for each, rows in self._all_generations(here, room))
-        if not source:
-            return [(rows, seconds) for seconds, rows in fitting]
-        best = list[tuple[int, float]]()
-        for seconds, rows in fitting:
-            # A hand-over takes at least 0 s.
-            if best and seconds >= best[0][1]:
-                break
-            assert source[0] is not None
-            seconds += self.costs.hand_over(here, source[0].plan, rows).seconds
-            if not best or seconds < best[0][1]:
-                best = [(rows, seconds)]
-        return best
-
-    def _all_generations(self, here: Cluster, room: float) -> list[tuple[Generation, int]]:
-        ways = rows_of(here, self.dataflow.generator.model)
-        found = [(self.costs.generation(here, rows, room), rows) for rows in ways]
-        return [(each, rows) for each, rows in found if each.working_bytes <= room]
-
-    def _combined(self, roles: Roles, size: int) -> list[_Together]:
-        key = roles, size
-        if key not in self._together:
-            self._together[key] = self._joined(roles, size) if roles else [_Together()]
-        return self._together[key]
-
-    def _joined(self, roles: Roles, size: int) -> list[_Together]:
-        role, here = self.dataflow.roles[roles[-1]], pool_cluster(self.cluster, size)
-        before = self._combined(roles[:-1], size)
-        room = tensors_bytes(here)
-        choices = self.choices.of(role, here) if role.trains or role.scores else (None,)
-        found = [each.joined(cost) for each in before for cost in choices]
-        fitting = [each for each in found if each.held_bytes + each.working_bytes <= room]
-        return undominated(fitting, lambda each: each.ways)
-
-
 def find(dataflow: Dataflow, cluster: Cluster, count: int = 3) -> FoundPlacements:
     """The `count` best partitions of the roles, each with its best placement, fastest first.
 
@@ -226,68 +67,105 @@ def find(dataflow: Dataflow, cluster: Cluster, count: int = 3) -> FoundPlacement
 
 def find_among(places: Places, among: Iterable[Sequence[Roles]], count: int) -> FoundPlacements:
     """`find` restricted to the partitions `among`, with the prices cached in `places`."""
-    cluster, found, num_tried = places.cluster, list[_Best](), 0
-    for sets in among:
+    waiting, tried = list[tuple[float, int, _Sharing]](), _Tried(places)
+    for number, sets in enumerate(among):
         least = [size for size in map(places.least, sets) if size is not None]
-        if len(least) < len(sets) or sum(least) > cluster.world_size:
+        if len(least) == len(sets) and sum(least) <= places.cluster.world_size:
+            sharing = _Sharing(places, sets, least, tried)
+            waiting.append((sharing.least_s(), number, sharing))
+    heapify(waiting)
+    found = list[tuple[float, int, list[Option]]]()
+    # The partition with the lowest bound comes first, so that all others soon have a limit.
+    limit_s = math.inf
+    while waiting and waiting[0][0] < limit_s:
+        _, number, sharing = heappop(waiting)
+        if not sharing.is_sized:
+            bound_s = sharing.raised_s(limit_s)
+            if bound_s < limit_s:
+                heappush(waiting, (bound_s, number, sharing))
             continue
-        limit_s = found[count - 1][0] if len(found) >= count else math.inf
-        sharing = _Sharing(places, sets, least, num_tried)
-        best = sharing.best(limit_s)
-        num_tried = sharing.num_tried
-        if best[1]:
+        seconds, options = sharing.best(limit_s)
+        if options:
             # Among equals the one with fewer pools comes first.
-            found = sorted([*found, best], key=lambda each: each[0])
+            found = sorted([*found, (seconds, number, options)], key=lambda each: each[:2])
+            limit_s = found[count - 1][0] if len(found) >= count else math.inf
     if not found:
         raise PlanError(_no_room(places))
-    placements = [RolePlacement(pools=tuple(option.pool for option in options)) for _, options in found[:count]]
-    priced = [Placed(placement=each, report=price(places.dataflow, each, cluster, places.costs)) for each in placements]
-    return FoundPlacements(best=tuple(priced), num_tried=num_tried)
+    placements = [RolePlacement(pools=tuple(option.pool for option in options)) for _, _, options in found[:count]]
+    priced = [
+        Placed(placement=each, report=price(places.dataflow, each, places.cluster, places.costs)) for each in placements
+    ]
+    return FoundPlacements(best=tuple(priced), num_tried=tried.num)
 
 
 _Best = tuple[float, list[Option]]
+
+
+class _Tried:
+    """Placements that a search has tried, whole or in part."""
+
+    def __init__(self, places: Places) -> None:
+        self.places, self.num = places, 0
+
+    def add(self) -> None:
+        """Count one more. Raises `PlanError` for one too many."""
+        self.num += 1
+        if self.num > MOST_TRIED:
+            raise PlanError(_too_many(self.places))
 
 
 class _Sharing:
     """All allocations of the devices to the pools of one partition, in order of their bounds.
 
     Pools get their sizes one at a time, the slowest first. Under a time limit an unsized pool needs a minimum size,
-    because
-    its bounds decrease with its size; if these sizes exceed the cluster, the branch is cut. The limit starts slightly
-    above
-    a lower bound on all allocations and is raised until the best is below it, so few are stored and few plans searched.
+    because its bounds decrease with its size; if these sizes exceed the cluster, the branch is cut. The limit starts
+    slightly above a lower bound on all allocations and is raised until the best is below it, so few are stored and few
+    plans searched. `is_sized` says whether some allocation was below the limit.
     """
 
-    def __init__(self, places: Places, sets: Sequence[Roles], least: Sequence[int], num_tried: int) -> None:
+    def __init__(self, places: Places, sets: Sequence[Roles], least: Sequence[int], tried: _Tried) -> None:
         world = places.cluster.world_size
-        self.places, self.sizes, self.num_tried = places, pool_sizes(places.cluster), num_tried
+        self.places, self.sizes, self.tried = places, pool_sizes(places.cluster), tried
         self.total_s = places.dataflow.iteration_s
         self.order = sorted(range(len(sets)), key=lambda index: -sum(places.least_seconds(sets[index], world)))
         self.sets = [sets[index] for index in self.order]
         self.least = [least[index] for index in self.order]
+        self.excess, self.is_sized = _EXCESS, False
+
+    def least_s(self) -> float:
+        """A lower bound on all allocations, as if each pool had all devices that the others can spare."""
+        self.floors = [self._floors(at) for at in range(len(self.sets))]
+        return self.total_s(*map(max, zip(*(floors[-1] for floors in self.floors), strict=True)))
+
+    def raised_s(self, limit_s: float) -> float:
+        """A higher bound, that of an allocation if `is_sized`; at least `limit_s` if none is below this limit."""
+        bounds = [bound_s for bound_s, _ in self._within(limit_s)]
+        self.is_sized = bool(bounds)
+        self.excess *= 1 if bounds else 2
+        return min(bounds, default=self.limit_s)
 
     def best(self, limit_s: float) -> _Best:
         """The fastest allocation below `limit_s`; no options if there is none."""
         best: _Best = limit_s, []
-        excess, before_s = _EXCESS, 0.0
+        before_s = 0.0
         while True:
-            self.floors = [self._floors(at) for at in range(len(self.sets))]
-            root_s = self.total_s(*map(max, zip(*(floors[-1] for floors in self.floors), strict=True)))
-            self.limit_s = min(best[0], root_s * (1 + excess) if excess < _MOST_EXCESS else math.inf)
-            whole = self._sized((), self.places.cluster.world_size, (0.0, 0.0, 0.0))
-            for bound_s, sizes in sorted(each for each in whole if each[0] >= before_s):
+            for bound_s, sizes in sorted(each for each in self._within(best[0]) if each[0] >= before_s):
                 if bound_s >= best[0]:
                     break
                 best = self._opened(sizes, best)
             if self.limit_s >= best[0]:
                 return best
-            excess, before_s = 2 * excess, self.limit_s
+            self.excess, before_s = 2 * self.excess, self.limit_s
+
+    def _within(self, most_s: float) -> Iterator[tuple[float, tuple[int, ...]]]:
+        """(Bound, sizes) of allocations with bounds below `most_s`, and above `least_s` by at most its `excess`."""
+        least_s = self.least_s()
+        self.limit_s = min(most_s, least_s * (1 + self.excess) if self.excess < _MOST_EXCESS else math.inf)
+        return self._sized((), self.places.cluster.world_size, (0.0, 0.0, 0.0))
 
     def _sized(self, chosen: tuple[int, ...], left: int, slowest: Seconds) -> Iterator[tuple[float, tuple[int, ...]]]:
         """(Bound, sizes) of allocations that begin with `chosen` and may stay below the limit."""
-        self.num_tried += 1
-        if self.num_tried > MOST_TRIED:
-            raise PlanError(_too_many(self.places))
+        self.tried.add()
         at = len(chosen)
         if at == len(self.sets):
             yield self.total_s(*slowest), chosen
@@ -342,7 +220,7 @@ def _best(places: Places, sets: Sequence[Roles], sizes: Sequence[int], firsts: S
         if total_s(*map(max, zip(slowest, *least, strict=True))) >= found[0]:
             return
         if not least:
-            seconds = total_s(*slowest) + _between(places, firsts, chosen)
+            seconds = total_s(*slowest) + _handed_over_s(places, firsts, chosen)
             if seconds < found[0]:
                 found = seconds, chosen
             return
@@ -353,14 +231,15 @@ def _best(places: Places, sets: Sequence[Roles], sizes: Sequence[int], firsts: S
     return found
 
 
-def _between(places: Places, firsts: Sequence[int], chosen: Sequence[Option]) -> float:
-    """Seconds of the hand-over between pools that begin at `firsts`; 0 inside a pool (its options include it)."""
+def _handed_over_s(places: Places, firsts: Sequence[int], chosen: Sequence[Option]) -> float:
+    """Seconds of the hand-over, inside a pool or between two that begin at `firsts`."""
     flow, names = places.dataflow, [{role.name for role in option.pool.roles} for option in chosen]
     source, target = (
         next(index for index, own in enumerate(names) if role.name in own) for role in (flow.source, flow.generator)
     )
-    if source == target:
-        return 0.0
+    own = chosen[source]
+    if own.source is not None:
+        return places.costs.hand_over(pool_cluster(places.cluster, own.pool.devices), own.source, own.rows).seconds
     spans = [(firsts[index], chosen[index].pool.devices) for index in (source, target)]
     return between_pools(places.cluster, spans[0], spans[1], chosen[target].rows, flow).seconds
 
@@ -385,16 +264,3 @@ def _no_room(places: Places) -> str:
         f"the roles {names_of(flow.roles)} have no room on the {cluster.world_size} devices of cluster "
         f"{cluster.name!r} together: use more devices, shorter responses or smaller models"
     )
-
-
-def _placed(role: Role, cost: Cost | None, rows: int) -> PlacedRole:
-    return PlacedRole(name=role.name, plan=None if cost is None else cost.plan, rows=rows if role.generates else 0)
-
-
-def _without(roles: Roles, apart: Roles) -> Roles:
-    return tuple(index for index in roles if index not in apart)
-
-
-def _ways(option: Option) -> tuple[float, ...]:
-    # Only replicas of equal rows compare: a hand-over between pools, which is not counted here, depends on them.
-    return *option.seconds, option.rows, -option.rows

@@ -41,13 +41,12 @@ def clear_states(newest: Path, kept: Collection[int]) -> None:
 
     Other files in the folder are left alone.
     """
-    own = _NAME.fullmatch(newest.name)
-    assert own is not None, "it is a file of `state_file`"
+    (own,) = _NAME.findall(newest.name)  # a file of `state_file`
     for path in newest.parent.iterdir():
         found = _NAME.fullmatch(path.name)
         if found is None or path == newest or path.is_symlink() or not path.is_file():
             continue
-        if int(found[1]) not in kept or found[1] == own[1]:
+        if int(found[1]) not in kept or found[1] == own:
             path.unlink(missing_ok=True)
 
 

@@ -68,7 +68,7 @@ class Stream:
     def __init__(self, drawing: Drawing, generate: Any, hand_over: HandOver) -> None:
         self._drawing, self._generate, self._bring = drawing, generate, hand_over
         self._place = 0  # index of the next prompt
-        self._live: Rows | None = None  # groups that are started and not yet taken
+        self._live = self._empty()  # groups that are started and not yet taken
         self._asked: tuple[Rows, Any] | None = None  # rows of the round in progress, and its result
         self._brought: int | None = None
         self._arrives: Callable[[], Metrics] = dict
@@ -104,13 +104,13 @@ class Stream:
         Columns: `groups` (R); ragged `responses`, `rollout`, `versions`; `finish` (R), indices into FINISHES.
         """
         self._end()
-        rows = self._empty() if self._live is None else self._live
+        rows = self._live
         finish = torch.tensor([FINISHES.index(each) for each in rows.objects("finish")], dtype=torch.int64)
         return self._place, Rows({**{name: rows.columns[name] for name in _STATE}, "finish": finish})
 
     def restore(self, place: int, rows: Rows) -> None:
         """Continue from a result of `state`."""
-        self._place, self._live = place, None
+        self._place, self._live = place, self._empty()
         groups = rows.tensor("groups")
         if len(rows):
             asked = cat([self._prompts(group) for group in sorted(set(groups.tolist()))])
@@ -121,11 +121,11 @@ class Stream:
 
     def _begin(self, step: int) -> None:
         """Start a round with new groups and the unfinished rows of older ones."""
-        drawing, live = self._drawing, self._live
-        open_groups = set[int]() if live is None else set(live.tensor("groups").tolist())
+        drawing = self._drawing
+        open_groups = set(self._live.tensor("groups").tolist())
         new = [self._prompts(self._place + each) for each in range(drawing.under_way - len(open_groups))]
         self._place += len(new)
-        self._live = live = cat([*([] if live is None else [live]), *new])
+        self._live = live = cat([self._live, *new])
         asked = live.take(_mask(each == "aborted" for each in live.objects("finish")))
         num_open = len(set(asked.tensor("groups").tolist()))
         num_spare = min(num_open, drawing.under_way - drawing.prompts)
@@ -148,24 +148,20 @@ class Stream:
         made: Rows = found.get() if isinstance(found, Handle) else found
         self.numbers, self._arrives = self._arrives() or self.numbers, dict
         live = self._live
-        assert live is not None, "every round has groups"
         done = live.take(_mask(each != "aborted" for each in live.objects("finish")))
         self._live = _sorted(cat([done, asked.drop(*BEGUN, "finish") | made]))
 
     def _complete(self) -> list[tuple[int, int]]:
         """(First version, group) of the complete groups, oldest first."""
-        if self._live is None:
-            return []
         groups, finish = self._live.tensor("groups").tolist(), self._live.objects("finish")
         unfinished = {group for group, each in zip(groups, finish, strict=True) if each == "aborted"}
         first = _first_versions(self._live)
         return sorted((first[group], group) for group in set(groups) - unfinished)
 
     def _take(self, taken: set[int]) -> Rows:
-        assert self._live is not None, "only groups of the stream are taken"
         mask = _mask(group in taken for group in self._live.tensor("groups").tolist())
         rows, left = self._live.take(mask), self._live.take(~mask)
-        self._live = left if len(left) else None
+        self._live = left
         return rows
 
     def _prompts(self, place: int) -> Rows:

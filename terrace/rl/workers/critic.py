@@ -1,6 +1,5 @@
 """The critic: an engine with a scalar head, which predicts the value of the state before each token."""
 
-from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from terrace.launch.world import World
 from terrace.rl.algorithms.aggregation import Aggregation
 from terrace.rl.algorithms.batches import WEIGHTS, values_objective_of
 from terrace.rl.algorithms.losses import value_loss
+from terrace.rl.algorithms.metrics import Sums
 from terrace.rl.calls.call import call
 from terrace.rl.calls.layout import RoleLayout
 from terrace.rl.values.ragged import Ragged
@@ -27,13 +27,13 @@ class Critic:
 
     def __init__(self, world: World | None, *, settings: EngineSettings, value_clip: float | None = None) -> None:
         """`settings.model` has a scalar head. Raises as the engine does."""
-        self._settings, self._sums = settings, defaultdict[str, float](float)
+        self._settings, self._sums = settings, Sums()
 
         def loss(found: Ragged, columns: Mapping[str, Tensor]) -> Tensor:
             old, returns, weights = (columns[name].to(found.values.dtype) for name in (*_COLUMNS, WEIGHTS))
-            self._sums["tokens"] += len(old)
+            self._sums.add("tokens", len(old))
             if value_clip is not None:
-                self._sums["vf_clipfrac"] += float(((found.values.detach() - old).abs() > value_clip).sum())
+                self._sums.add("vf_clipfrac", ((found.values - old).abs() > value_clip).sum())
             return value_loss(found.values, old, returns, weights, clip=value_clip)
 
         self._engine = engine_of(world, settings, values_objective_of(loss), device_of(settings))
@@ -55,7 +55,12 @@ class Critic:
         self._sums.clear()
         (step,) = step_batches(self._engine, own_rows(self._engine, rows), _COLUMNS, Aggregation("token-mean"))
         result = self._engine.step([batch for _, batch in step], lr)
-        return {"vf_loss": result.loss, "grad_norm": result.grad_norm, "lr": lr, **means_of(self._engine, self._sums)}
+        return {
+            "vf_loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": lr,
+            **means_of(self._engine, self._sums.read()),
+        }
 
     @call()
     def save(self, folder: Path, step: int, facts: Mapping[str, Any], keep: int | None) -> str:

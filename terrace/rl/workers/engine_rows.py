@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from terrace.accelerator import HOST, TYPE
 from terrace.checkpoint.reading import Checkpoint
 from terrace.checkpoint.writing import save
+from terrace.comm.process_group import rank_device
 from terrace.launch.world import World
 from terrace.model.blocks import block_specs
 from terrace.model.config import to_table
@@ -34,7 +36,6 @@ from terrace.runtime.engine import Engine
 from terrace.runtime.model_state import InitialValue
 from terrace.runtime.objective import Objective
 from terrace.runtime.setup import Blocks, RankSetup, Training, Workload
-from terrace.train.job import device_of as run_device
 
 TEXTS = ("prompts", "responses", "emitted")  # columns from which micro-batches are made
 ALL = ("*",)  # pattern of all parameters
@@ -97,9 +98,9 @@ def _initial(settings: EngineSettings) -> InitialValue:
 def device_of(settings: EngineSettings) -> torch.device:
     """This rank's device: its GPU with nccl, GPU 0 for a single rank of a CUDA cluster, else the CPU."""
     if dist.is_initialized():
-        return run_device()
+        return rank_device()
     # With an index, since the devices of tensors have one.
-    return torch.device("cuda", 0) if settings.cluster.device.backend == "cuda" else torch.device("cpu")
+    return HOST if settings.cluster.device.type == "cpu" else torch.device(TYPE, 0)
 
 
 def step_batches(

@@ -20,8 +20,8 @@ from terrace.launch.world import World
 from terrace.rl.algorithms.aggregation import Aggregation
 from terrace.rl.algorithms.algorithm import Algorithm
 from terrace.rl.algorithms.batches import objective_of
-from terrace.rl.algorithms.metrics import rollout_numbers
-from terrace.rl.algorithms.policy_loss import Sums, aggregation_of, policy_loss
+from terrace.rl.algorithms.metrics import Sums, rollout_numbers
+from terrace.rl.algorithms.policy_loss import aggregation_of, policy_loss
 from terrace.rl.calls.call import call
 from terrace.rl.calls.layout import RoleLayout
 from terrace.rl.hand_over.apart import HandOverApart
@@ -66,7 +66,7 @@ class Actor:
         `timeout_s` is the timeout of a hand-over message. Raises as the engine does.
         """
         self._settings, self._num_tokens, self._stops, self._seed = settings, num_tokens, stops, seed
-        self._aggregation, self._sums = aggregation_of(algorithm, num_tokens), Sums(float)
+        self._aggregation, self._sums = aggregation_of(algorithm, num_tokens), Sums()
         objective = objective_of(policy_loss(algorithm, self._sums))
         self.engine = engine_of(world, settings, objective, device_of(settings))
         self._apart, self._limit = apart, timedelta(seconds=timeout_s)
@@ -155,7 +155,7 @@ class Actor:
         self._sums.clear()
         (step,) = step_batches(self.engine, own_rows(self.engine, rows), columns, self._aggregation)
         result = self.engine.step([batch for _, batch in step], lr)
-        means = means_of(self.engine, self._sums)
+        means = means_of(self.engine, self._sums.read())
         own = {name: value for name, value in means.items() if not name.startswith("rollout/")}
         if len(own) < len(means):
             own |= rollout_numbers(means)
@@ -177,7 +177,7 @@ class Reference:
     """The worker of the reference: a policy that is never updated."""
 
     def __init__(self, world: World | None, *, settings: EngineSettings) -> None:
-        objective = objective_of(policy_loss(Algorithm(), Sums(float)))
+        objective = objective_of(policy_loss(Algorithm(), Sums()))
         self.engine = engine_of(world, settings, objective, device_of(settings), freeze=ALL)
 
     @classmethod
@@ -195,7 +195,7 @@ class Student:
     """The worker of a supervised start: trains on right responses and writes the checkpoint that the roles load."""
 
     def __init__(self, world: World | None, *, settings: EngineSettings) -> None:
-        objective = objective_of(policy_loss(Algorithm(), Sums(float)))
+        objective = objective_of(policy_loss(Algorithm(), Sums()))
         self._settings, self._engine = settings, engine_of(world, settings, objective, device_of(settings))
 
     @classmethod

@@ -165,7 +165,7 @@ class _SlicedEmbedding(Embedding):
         else:
             found = self.weight.new_zeros(*tokens.shape, self.weight.shape[1])
         hidden = scaled(_summed(found, self._ranks), self.scale)
-        return hidden if self.positions is None else self.placed(hidden, tokens, positions)
+        return self.placed(hidden, tokens, positions)
 
 
 class _SlicedHead(Head):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from terrace.accelerator import placed
 from terrace.comm.group_p2p import GroupP2P
 from terrace.model.pair_kernels import side_by_side
 from terrace.plan.context import ContextGroup
@@ -32,7 +33,7 @@ class Rows:
         self.num = num_rows(self.runs)
         self._index: Tensor | None = None
         if len(self.runs) > 1:
-            self._index = torch.cat([torch.arange(*run) for run in self.runs]).to(device)
+            self._index = placed(torch.cat([torch.arange(*run) for run in self.runs]), device)
 
     def of(self, x: Tensor) -> Tensor:
         """These rows of x; a view if they are one run."""

@@ -16,31 +16,35 @@ from terrace.model.experts.gates import Choice
 from terrace.model.experts.gating import Kept
 from terrace.model.experts.mixture import Mixture, here
 from terrace.plan.expert_traffic import spans_of, uncoded_bytes
-from terrace.plan.hops import Hop, number_bytes
+from terrace.plan.hops import number_bytes
 from terrace.plan.in_block_messages import RoutedMessage
-from terrace.plan.layout import Layout
-from terrace.plan.wire import MessageClass, WireFormat
+from terrace.plan.wire import MessageClass
 from terrace.program.block_program.steps import Steps, moves_rows
-from terrace.program.message import Transfer
 from terrace.program.program import Program
 from terrace.runtime.comm import Comm
 from terrace.runtime.in_block import InBlockAxis, InBlockComm
 from terrace.runtime.routing.crossing import Crossing
+from terrace.runtime.routing.look_up import TableAxis
 from terrace.runtime.routing.route import HopRows, Route, count_prefixes, route_of
+from terrace.runtime.routing.routed_axis import RoutedAxis
 from terrace.runtime.routing.way import Way
 
 
 def routed_axes(blocks: Sequence[nn.Module], comm: Comm, in_block: InBlockComm) -> list[InBlockAxis]:
-    """The expert axis of a rank, or nothing if every rank has all experts."""
-    program = comm.program
-    if not program.model.routed.transfers:
-        return []
+    """The axes of a rank that route rows: one of experts and one of tables, where the plan spreads these over ranks."""
+    program, routed, found = comm.program, comm.program.model.routed, list[InBlockAxis]()
+    declared = Counter[tuple[MessageClass, str]]()  # shared by both axes, whose messages have the same classes
     held = {index: blocks[index] for index in program.stage.held}
-    origin = Origin("experts", comm.device, comm.meter)
-    return [ExpertAxis(in_block, program, comm.rank, comm.collectives, held, origin)]
+    if routed.of_experts:
+        origin = Origin("experts", comm.device, comm.meter)
+        found.append(ExpertAxis(in_block, program, comm.rank, comm.collectives, held, origin, declared))
+    if routed.of_tables:
+        origin = Origin("tables", comm.device, comm.meter)
+        found.append(TableAxis(in_block, program, comm.rank, comm.collectives, held.values(), origin, declared))
+    return found
 
 
-class ExpertAxis(InBlockAxis):
+class ExpertAxis(RoutedAxis):
     """Installs itself in the mixtures of a rank's `blocks`, by block index."""
 
     def __init__(
@@ -51,16 +55,15 @@ class ExpertAxis(InBlockAxis):
         collectives: Collectives,
         blocks: Mapping[int, nn.Module],
         origin: Origin,
+        declared: Counter[tuple[MessageClass, str]],
     ) -> None:
-        self.in_block, self._rank, self._collectives, self._origin = in_block, rank, collectives, origin
         routed = program.model.routed
-        self._lines = self._experts, self._rows = routed.lines
-        self._transfers = {(each.message_class, each.ranks.axes, each.lane): each for each in routed.transfers}
+        super().__init__(in_block, rank, collectives, origin, routed.of_experts, routed.lines, declared)
+        self._experts, self._rows = self._lines
         self._tiers = [[t for t in reversed(range(len(line.tiers))) if line.degrees[t] > 1] for line in self._lines]
         self._degrees = [_taken(line.degrees, tiers) for line, tiers in zip(self._lines, self._tiers, strict=True)]
-        places = [line.coordinates(rank) for line in self._lines]
-        self._places = [_taken(place, tiers) for place, tiers in zip(places, self._tiers, strict=True)]
-        self._declared = Counter[tuple[MessageClass, str]]()
+        coordinates = [line.coordinates(rank) for line in self._lines]
+        self._coordinates = [_taken(own, tiers) for own, tiers in zip(coordinates, self._tiers, strict=True)]
         # Of recomputed blocks between their two forwards, piece by piece.
         self._routes = WeakKeyDictionary[Kept, list[Route]]()
         self._programs: dict[Mixture, tuple[tuple[Steps, Steps], int]] = {}  # steps behind the table, pieces of tokens
@@ -71,11 +74,6 @@ class ExpertAxis(InBlockAxis):
                 self._programs[mixture] = steps, traffic.pieces
                 mixture.spread, mixture.overlaps_shared = self._spread, traffic.shares
         self._num_choices = max((mixture.router.config.num_choices for mixture in self._programs), default=0)
-
-    @property
-    def declared(self) -> Mapping[tuple[MessageClass, str], int]:
-        """Bytes of all batches so far, computed from their token counts."""
-        return self._declared
 
     def remove(self) -> None:
         """Restore mixtures that run all experts on this rank."""
@@ -95,7 +93,7 @@ class ExpertAxis(InBlockAxis):
                 self._routes[kept] = routes
         spans, units = spans_of(len(tokens), pieces), self._units(num_experts)
         ways = [Way(stop - start, hops, units) for (start, stop), hops in zip(spans, routes, strict=True)]
-        first = _index(self._places[0], self._degrees[0]) * size
+        first = _index(self._coordinates[0], self._degrees[0]) * size
         hops = [hop for way in ways for hop in way.hops]
         mixture.tally.move(sum(hop.sent for hop in hops), sum(hop.returned for hop in hops))
         crossing = Crossing(self, mixture, steps, ways, (first, first + size))
@@ -118,30 +116,19 @@ class ExpertAxis(InBlockAxis):
             for hop in transfer.gathering:
                 self._declared[MessageClass.ROUTE, line.tiers[hop.tier]] += (hop.degree - 1) * num_bytes
                 num_bytes *= hop.degree
-            table = self._gathered(transfer, table)
+            table = self.gather(transfer, table)
         # On CUDA the host waits: from here on, it knows the sizes of all messages.
         counts = table.view(-1, pieces, len(each[0])).cpu().long()
-        return [route_of(counts[:, piece], self._tiers, self._degrees, self._places) for piece in range(pieces)]
+        return [route_of(counts[:, piece], self._tiers, self._degrees, self._coordinates) for piece in range(pieces)]
 
     def _units(self, num_experts: int) -> tuple[tuple[tuple[int, int], ...], ...]:
         """The range of experts of each peer's unit, by hop and peer, within this rank's units of the tiers outside."""
         degrees, first, found = self._degrees[0], 0, list[tuple[tuple[int, int], ...]]()
-        for units, degree, place in zip(accumulate(degrees, mul), degrees, self._places[0], strict=True):
+        for units, degree, coordinate in zip(accumulate(degrees, mul), degrees, self._coordinates[0], strict=True):
             size = num_experts // units
             found.append(tuple((first + unit * size, first + (unit + 1) * size) for unit in range(degree)))
-            first += place * size
+            first += coordinate * size
         return (*found, *[()] * len(self._degrees[1]))
-
-    def _gathered(self, transfer: Transfer, table: Tensor) -> Tensor:
-        found = list[Tensor]()
-        line, flat = transfer.ranks, table.flatten()
-        message = RoutedMessage(transfer.message_class, transfer.lane, copies=line is self._rows)
-        flight = self.in_block.submit(lambda: found.append(self._collectives.gather_numbers(transfer, flat)), message)
-        ranks = [self._rank]
-        for hop in transfer.gathering:
-            ranks = [peer for rank in ranks for peer in line.peers(rank, hop.tier)]
-        self.in_block.wait(flight, tuple(sorted(ranks)))
-        return found[0]
 
     def declare(self, message: RoutedMessage, ways: Sequence[Way]) -> None:
         """Declare the bytes of a message of some pieces, computed from their routes."""
@@ -150,36 +137,6 @@ class ExpertAxis(InBlockAxis):
         rows = sum(hop.sent if message.message_class is MessageClass.DISPATCH else hop.returned for hop in hops)
         row_bytes = over.part_bytes + uncoded_bytes(message, self._num_choices, number_bytes(self._collectives.plan))
         self._declared[message.message_class, line.tiers[message.tier]] += rows * row_bytes
-
-    def peers(self, message: RoutedMessage) -> tuple[int, ...]:
-        """The ranks of a message on its tier."""
-        return self._line(message).peers(self._rank, message.tier)
-
-    def wire(self, message: RoutedMessage) -> WireFormat:
-        """The wire format of a message's rows."""
-        return self._over(message)[1].wire
-
-    def code(self, message: RoutedMessage, rows: Tensor) -> Tensor:
-        """Encode rows (n, H), each separately, in their message's wire format: (n, bytes)."""
-        return self._collectives.code_rows(message.message_class, self._over(message)[1], rows, self._origin)
-
-    def read(self, message: RoutedMessage, coded: Tensor, dtype: torch.dtype) -> Tensor:
-        """Decode rows (n, bytes) to (n, H)."""
-        return self._collectives.read_rows(self._over(message)[1], coded, dtype)
-
-    def exchange(self, message: RoutedMessage, sent: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-        """Exchange rows `sent` (n, bytes) with the peers of a hop. Runs on the calling lane."""
-        received = sent.new_empty(sum(receives), sent.shape[1])
-        self._collectives.exchange_rows(*self._over(message), sent, sends, received, receives)
-        return received
-
-    def _line(self, message: RoutedMessage) -> Layout:
-        return self._rows if message.copies else self._experts
-
-    def _over(self, message: RoutedMessage) -> tuple[Transfer, Hop]:
-        transfer = self._transfers[message.message_class, self._line(message).axes, message.tier]
-        (hop,) = transfer.gathering
-        return transfer, hop
 
 
 def _hop_of(way: Way, message: RoutedMessage) -> HopRows:
@@ -190,9 +147,9 @@ def _taken(values: Sequence[int], tiers: Sequence[int]) -> list[int]:
     return [values[tier] for tier in tiers]
 
 
-def _index(places: Sequence[int], degrees: Sequence[int]) -> int:
+def _index(coordinates: Sequence[int], degrees: Sequence[int]) -> int:
     """Index of a unit among all, the outermost tier slowest."""
     index = 0
-    for place, degree in zip(places, degrees, strict=True):
-        index = index * degree + place
+    for coordinate, degree in zip(coordinates, degrees, strict=True):
+        index = index * degree + coordinate
     return index

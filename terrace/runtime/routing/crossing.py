@@ -180,10 +180,10 @@ class Crossing:
                 if step.kind in (ComputeKind.SHARED, ComputeKind.SHARED_GRADIENTS):
                     compute_shared()
                 else:
-                    number, place = divmod(step.number, each)
+                    number, piece = divmod(step.number, each)
                     chunk = chunks[number]
                     chunk.arrived()
-                    done.setdefault(number, []).append(compute(step.number, *chunk.pieces()[place]))
+                    done.setdefault(number, []).append(compute(step.number, *chunk.pieces()[piece]))
         return [torch.cat(part) for part in zip(*(chunk.parts for chunk in chunks), strict=True)]
 
     def _chunks(self, steps: Steps, parts: Sequence[Tensor]) -> list[Chunk]:

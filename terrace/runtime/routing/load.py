@@ -6,7 +6,7 @@ The sums are integers, so they are bitwise equal under every plan, and so is the
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -42,6 +42,7 @@ class Load:
         self.layers = tuple(program.blocks[block].name for block in blocks)
         self._mixtures = [_mixture(modules[block]) for block in blocks]
         self.num_experts = self._mixtures[0].router.config.num_experts if blocks else 0
+        self._width = self.num_experts + len(OF_ROWS)  # numbers of a mixture
         self.loads: Loads | None = None  # of the newest step that was not given up
         self._totals, self._num_counted = Counter[str](), 0  # of the figures, and of steps that have them
         self._num_ranks, self._num_rows = program.mesh.stack_degrees
@@ -87,20 +88,26 @@ class Load:
         """Sum over the ranks of the stage. Runs on a lane."""
         self._sums = collectives.sum_counts(transfer, self._numbers)
 
-    def settle(self) -> None:
-        """After CLIP, unless the step is given up: publish the loads and update the bias.
+    @property
+    def sums(self) -> Tensor:
+        """The counts of all ranks, int64: of each mixture tokens of its experts, then its rows."""
+        return self._rows(self._sums).flatten()
+
+    def settle(self, sums: Sequence[int]) -> None:
+        """After CLIP, unless the step is given up: publish the loads and update the bias; `sums` are on the host.
 
         Raises `ProgramError`, on the stage concerned, if rows were lost.
         """
         if not self._blocks:
             return
-        counts, rows = self._rows(self._sums).tensor_split([-len(OF_ROWS)], dim=1)
-        of_experts: list[list[int]] = counts.tolist()
-        self.loads = Loads(layers=self.layers, counts=tuple(map(tuple, of_experts)), num_ranks=self._num_ranks)
+        counts = self._rows(self._sums)[:, : self.num_experts]
+        numbers = [sums[start : start + self._width] for start in range(0, len(sums), self._width)]
+        of_experts = tuple(tuple(each[: self.num_experts]) for each in numbers)
+        self.loads = Loads(layers=self.layers, counts=of_experts, num_ranks=self._num_ranks)
         self._totals.update(self.loads.figures)
         self._num_counted += bool(self.loads.figures)
-        for layer, each, (sent, received, multiplied) in zip(self.layers, of_experts, rows.tolist(), strict=True):
-            due = self._num_rows * sum(each)
+        for layer, each, of_layer in zip(self.layers, of_experts, numbers, strict=True):
+            due, (sent, received, multiplied) = self._num_rows * sum(each), of_layer[self.num_experts :]
             if sent != received or multiplied != due:
                 raise ProgramError(
                     f"{layer}: in this step ranks sent {sent} rows to experts and received {received}, and experts "
@@ -120,9 +127,8 @@ class Load:
     def _rows(self, numbers: Tensor) -> Tensor:
         """The counts of each mixture, (L, E + 3)."""
         if not self._blocks:
-            return numbers.view(0, 0)
-        width = self.num_experts + len(OF_ROWS)
-        return numbers[: len(self._blocks) * width].view(-1, width)
+            return numbers[:0].view(0, 0)
+        return numbers[: len(self._blocks) * self._width].view(-1, self._width)
 
 
 def _mixture(module: nn.Module) -> Mixture:

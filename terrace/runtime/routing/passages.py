@@ -1,11 +1,14 @@
 """Tells the routers of a rank's mixtures about the micro-batches of a step."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from terrace.accelerator import placed
 from terrace.base.errors import ModelError
+from terrace.model.attention import on_host
 from terrace.model.balance import FIGURES, BalanceConfig
 from terrace.model.decoder import IGNORE_INDEX
 from terrace.model.experts.gating import Gating, Kept, Passage
@@ -127,28 +130,30 @@ class Passages:
         of_row = row_tokens(batch.labels.numel(), *self._row)
         device, places = batch.labels.device, batch.places
         own = (torch.arange(batch.labels.numel(), device=device) if places is None else places.flatten())[of_row]
-        taking = own >= 0
-        # The host waits for the device here, and once more where there is something to leave out, which is rare.
-        kept = None if all_take_part or bool(taking.all()) else taking.nonzero().squeeze(1)
+        kept = None
+        if places is not None and not all_take_part:
+            # On the host, which waits for the device only if places were made there.
+            taking = on_host(places).flatten()[of_row] >= 0
+            kept = None if bool(taking.all()) else placed(taking.nonzero().squeeze(1), device)
 
         def taken(values: Tensor) -> Tensor:
             return values if kept is None else values[kept]
 
         weights = None if shares is None else taken(shares.flatten()[of_row])
-        sequences = self._sequences(batch) if self._by_sequence else None
-        of_kept = None if sequences is None else taken(sequences[of_row])
+        found = Passage(kept, places=taken(own), weights=weights)
+        # With `balance = "cost"` a rank's tokens are documents of any rows.
+        if not self._by_sequence or (batch.token_layout is not None and self._plan.balance == "cost"):
+            return found
         num = batch.labels.shape[0] if batch.token_layout is None else self._plan.micro_batch
-        return Passage(kept, of_kept, num, taken(own), weights)
+        return replace(found, sequences=taken(self._sequences(batch)[of_row]), num_sequences=num)
 
-    def _sequences(self, batch: Batch) -> Tensor | None:
-        """Sequence index of each token, of the whole micro-batch or of this rank's part (T); None if unknown."""
+    def _sequences(self, batch: Batch) -> Tensor:
+        """Sequence index of each token, of the whole micro-batch or of this rank's part (T)."""
         num, device = batch.labels.numel(), batch.labels.device
         if batch.token_layout is None:
             return torch.arange(num, device=device) // batch.labels.shape[-1]
-        if self._plan.balance == "cost":  # documents of any rows
-            return None
         places = [torch.arange(start, stop) for start, stop in batch.token_layout.tokens]
         # Padding takes no part, so that it may be of any sequence.
         sequences = torch.zeros(num, dtype=torch.int64)
         sequences[: sum(map(len, places))] = torch.cat([sequences[:0], *places]) // self._sequence
-        return sequences.to(device)
+        return placed(sequences, device)

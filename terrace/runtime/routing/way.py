@@ -26,6 +26,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from terrace.accelerator import has_streams
 from terrace.comm.exchange import as_bytes
 from terrace.plan.in_block_messages import RoutedMessage
 from terrace.plan.wire import MessageClass, WireFormat
@@ -197,7 +198,7 @@ def _wanted(experts: Tensor, hop: HopRows, units: Sequence[tuple[int, int]]) -> 
 
 def _places(wanted: Tensor, number: int) -> Tensor:
     """Indices of the `number` true elements of `wanted` (n)."""
-    if wanted.is_cuda:
+    if has_streams(wanted.device):
         # The route has counted them: the host, which may be issuing messages on a lane, need not wait for the device.
         return torch.nonzero_static(wanted, size=number).squeeze(1)
     found = wanted.nonzero().squeeze(1)

@@ -59,7 +59,7 @@ class AxisComm:
     ) -> None:
         self.degree = layout.degree
         self._fused = fused  # products that are one operation with their message
-        self.place = position(layout.degrees, layout.coordinates(rank))
+        self.index = position(layout.degrees, layout.coordinates(rank))
         self.in_block = in_block
         self._layout = layout
         self._coordinates = layout.coordinates(rank)
@@ -89,18 +89,21 @@ class AxisComm:
         """Wait for a message that was started."""
         self.in_block.wait(flight, self._ranks)
 
+    @property
+    def _operators(self) -> Operators:
+        assert self._fused is not None, "only plans with fused messages multiply while they send"
+        return self._fused
+
     def gather_products(self, x: Tensor, matrices: Sequence[Tensor], kind: ComputeKind) -> tuple[Tensor, list[Tensor]]:
         """All-gather x (m, K) to (n m, K), and multiply it with `matrices` (K, ...) while it arrives."""
-        assert self._fused is not None, "only plans with fused messages call this"
-        gather, found = self._fused.gather, list[tuple[Tensor, list[Tensor]]]()
+        gather, found = self._operators.gather, list[tuple[Tensor, list[Tensor]]]()
         message = TensorMessage(Leg.GATHER, self._layout.axes, self.degree * x.numel())
         self._compute(message, kind, lambda group: found.append(gather(x, matrices, group)))
         return found[0]
 
     def scatter_product(self, x: Tensor, matrix: Tensor, kind: ComputeKind) -> Tensor:
         """Reduce-scatter the product of x (n m, K) and `matrix` (K, N) to (m, N)."""
-        assert self._fused is not None, "only plans with fused messages call this"
-        scatter, found = self._fused.scatter, list[Tensor]()
+        scatter, found = self._operators.scatter, list[Tensor]()
         message = TensorMessage(Leg.REDUCE, self._layout.axes, x.shape[0] * matrix.shape[1])
         self._compute(message, kind, lambda group: found.append(scatter(x, matrix, group)))
         return found[0]

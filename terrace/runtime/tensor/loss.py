@@ -90,7 +90,8 @@ def _take_numbers(logits: Tensor, local: Tensor, here: Tensor, numbers: Tensor) 
             numbers[1, rows] = (x - numbers[0, rows].unsqueeze(-1)).exp_().sum(-1)
             numbers[2, rows] = x.gather(-1, local[rows].unsqueeze(-1)).squeeze(-1).masked_fill(~here[rows], 0.0)
         else:  # a part of nothing but padding
-            numbers[:, rows] = torch.tensor([-torch.inf, 0.0, 0.0], device=logits.device).unsqueeze(-1)
+            numbers[:, rows] = 0.0
+            numbers[0, rows] = -torch.inf
 
 
 def _to_gradient(logits: Tensor, local: Tensor, here: Tensor, scale: Tensor, factor: Tensor, valid: int) -> None:

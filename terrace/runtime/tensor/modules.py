@@ -317,20 +317,19 @@ class VocabParallelEmbedding(nn.Module):
         if self.positions is None:
             return x
         check_positions(tokens, positions, self.positions.shape[0])
-        return x + self._learned(tokens.shape[1], positions, x)
+        return x + self._learned(self.positions, tokens.shape[1], positions, x)
 
-    def _learned(self, sequence: int, positions: Tensor | None, x: Tensor) -> Tensor:
-        assert self.positions is not None, "asked only where positions are learned"
+    def _learned(self, learned: Tensor, sequence: int, positions: Tensor | None, x: Tensor) -> Tensor:
         if not self._axis.splits_tokens:
-            found = self.positions[:sequence] if positions is None else F.embedding(positions, self.positions)
+            found = learned[:sequence] if positions is None else F.embedding(positions, learned)
             # All rows add the same positions and find the same gradient: each contributes its share.
             return share(found, self._axis.rows.degree)
         # With sequence parallelism a rank holds a run of the flattened tokens.
-        first = self._axis.rows.place * x.shape[0]
+        first = self._axis.rows.index * x.shape[0]
         places = torch.arange(first, first + x.shape[0], device=x.device)
         if positions is None:
-            return F.embedding(places % sequence, self.positions)
-        return F.embedding(positions.flatten()[places % positions.numel()], self.positions)
+            return F.embedding(places % sequence, learned)
+        return F.embedding(positions.flatten()[places % positions.numel()], learned)
 
 
 class VocabParallelHead(nn.Module):

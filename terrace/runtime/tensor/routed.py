@@ -17,7 +17,7 @@ def routed_in_parts(routed: Map, axis: TensorAxis) -> Map:
 
     def of_part(tokens: Tensor) -> Tensor:
         total = axis.shape[0] * axis.shape[1]
-        own, size = row_tokens(total, rows.degree, rows.place), -(-total // rows.degree)
+        own, size = row_tokens(total, rows.degree, rows.index), -(-total // rows.degree)
 
         def whole(part: Tensor) -> Tensor:
             return rows.all_gather(padded(part, size))[:total]

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+NO_SCORES = torch.empty(0)  # of a choice without scores: its weights are final
 TINY = 1e-20  # added to denominators, since all scores may underflow to zero
 
 
@@ -19,7 +20,7 @@ class Choice(NamedTuple):
 
     experts: Tensor  # (T, k) int64, the highest score first; -1: none
     weights: Tensor  # (T, k)
-    scores: Tensor | None = None  # (T, E), positive, without bias
+    scores: Tensor = NO_SCORES  # (T, E), positive, without bias
     is_whole: bool = True  # whether no choice is -1
 
 

@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from terrace.accelerator import placed
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.experts.even import drawn
 from terrace.model.experts.gates import Choice
@@ -15,7 +16,6 @@ from terrace.model.experts.gates import Choice
 
 def instead(choice: Choice, config: ExpertsConfig) -> Choice:
     """Replace the experts of `choice`, for the tokens of a rank in order, by those of the table."""
-    assert choice.scores is not None, "gates have scores"
     experts = _table(len(choice.experts), config.num_experts, config.per_token, choice.experts.device)
     weights = choice.scores.gather(-1, experts)
     if config.normalized:
@@ -29,4 +29,4 @@ def _table(num_tokens: int, num_experts: int, per_token: int, device: torch.devi
     numbers = torch.tensor([drawn(group, num_experts, per_token) for group in range(groups)], dtype=torch.int64)
     shifts = torch.arange(num_experts).view(1, -1, 1)
     found = (numbers.view(groups, 1, per_token) + shifts) % num_experts
-    return found.flatten(0, 1)[:num_tokens].contiguous().to(device)
+    return placed(found.flatten(0, 1)[:num_tokens].contiguous(), device)

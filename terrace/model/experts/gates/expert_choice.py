@@ -9,6 +9,7 @@ Shape legend: T tokens, B sequences, E experts.
 import torch
 from torch import Tensor
 
+from terrace.accelerator import occurrences
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.experts.gates import Choice, coarse
 
@@ -32,7 +33,7 @@ def choose(
 
 def _taken(scores: Tensor, sequences: Tensor, num_sequences: int, config: ExpertsConfig) -> Tensor:
     ranks = places_in_sequences(coarse(scores), sequences, num_sequences)
-    lengths = torch.bincount(sequences, minlength=num_sequences)
+    lengths = occurrences(sequences, num_sequences)
     most = -(-config.per_token * lengths // config.num_experts)  # C of each sequence
     return ranks < most[sequences].unsqueeze(1)
 
@@ -42,7 +43,7 @@ def places_in_sequences(scores: Tensor, sequences: Tensor, num_sequences: int) -
     by_score = scores.sort(dim=0, descending=True, stable=True).indices  # (T, E)
     # Stable, so that the tokens of a sequence stay sorted by score.
     order = by_score.gather(0, sequences[by_score].sort(dim=0, stable=True).indices)
-    lengths = torch.bincount(sequences, minlength=num_sequences)
+    lengths = occurrences(sequences, num_sequences)
     begins = (lengths.cumsum(0) - lengths)[sequences]  # (T): sequences are contiguous
     ranks = torch.arange(len(scores), device=scores.device) - begins
     return torch.empty_like(order).scatter_(0, order, ranks.unsqueeze(1).expand_as(order))

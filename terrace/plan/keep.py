@@ -1,0 +1,64 @@
+"""Where each state is kept between its uses: on the device, or on a medium below it (docs/offload.md).
+
+This is independent of the tier over which a state is sharded: a rank keeps its own shard below its device.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Medium = Literal["device", "host", "disk"]
+DEVICE: Medium = "device"
+PLACED = ("params", "grads", "optimizer")  # states that have a placement, and a medium
+# Groups of states that one instruction changes together (terrace.plan.kept).
+GroupName = Literal["states", "momentum", "matrices"]
+STATES: GroupName = "states"
+MOMENTUM: GroupName = "momentum"
+MATRICES: GroupName = "matrices"
+SECTOR_BYTES = 4096  # direct I/O moves whole blocks of the file system, which are no larger on what is sold today
+MOST_UPDATED = 2  # blocks whose working copies are on the device in updates: one is updated, one written
+MOST_WRITTEN = 1  # blocks whose gradients are written while a backward computes the next ones
+NUM_WAYS = 2  # reading and writing: each has a buffer for a piece of parameters or gradients
+MARK_BYTES = 64  # at the end of a piece
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keep:
+    """The medium of each state, and the pieces in which states kept below the device pass through it."""
+
+    optimizer: Medium = "device"  # optimizer states, and the master copy if it is separate
+    grads: Medium = "device"  # accumulated gradients
+    params: Medium = "device"  # the working copy of the parameters
+    piece: int = 1 << 20  # elements of a flat buffer that are read or written at a time
+    ring: int = 4  # pieces of optimizer states that are on the device at a time
+
+    @property
+    def optimizer_below(self) -> bool:
+        """Whether optimizer states are kept below the device."""
+        return self.optimizer != DEVICE
+
+    @property
+    def grads_below(self) -> bool:
+        """Whether accumulated gradients are kept below the device, from their reduction to their update."""
+        return self.grads != DEVICE
+
+    @property
+    def params_below(self) -> bool:
+        """Whether the working copy of the parameters is kept below the device."""
+        return self.params != DEVICE
+
+    def on(self, medium: str) -> tuple[str, ...]:
+        """The states that are kept on a medium."""
+        return tuple(state for state in PLACED if getattr(self, state) == medium)
+
+    @property
+    def media(self) -> tuple[Medium, ...]:
+        """The media below the device in use, each once."""
+        return tuple(each for each in dict.fromkeys((self.optimizer, self.params, self.grads)) if each != DEVICE)
+
+    @property
+    def is_below(self) -> bool:
+        """Whether any state is kept below the device."""
+        return bool(self.media)
+
+
+ALL_ON_DEVICE = Keep()

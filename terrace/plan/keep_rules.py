@@ -1,0 +1,116 @@
+"""Checks of `Plan.keep` against the cluster. Every error names the value, the rule and the fix."""
+
+from pathlib import Path
+
+from terrace.base.errors import ConfigError, PlanError
+from terrace.cluster.cluster import Cluster
+from terrace.plan.keep import ALL_ON_DEVICE, DEVICE
+from terrace.plan.kept import CHUNK, VECTOR
+from terrace.plan.plan import Plan
+from terrace.plan.state_bytes import moments
+from terrace.plan.wire import CODES
+
+_LARGEST_PIECE = 1 << 28  # elements: a guess; a ring of four pieces of AdamW takes 13 GB then
+_MOST_SLOTS = 64
+
+
+def check_keep(cluster: Cluster, plan: Plan) -> None:
+    """Raise `PlanError` for a missing medium, a key without effect, or a plan whose states cannot leave the device."""
+    keep = plan.keep
+    if keep == ALL_ON_DEVICE:
+        return
+    if not keep.is_below:
+        raise PlanError(
+            f"keep.piece = {keep.piece} and keep.ring = {keep.ring} have no effect, since no state is kept below "
+            "the device: leave them out, or write keep.optimizer = 'disk'"
+        )
+    for state, medium in (("optimizer", keep.optimizer), ("params", keep.params), ("grads", keep.grads)):
+        if medium != DEVICE:
+            _check_medium(cluster, state, medium)
+    if keep.optimizer_below and not moments(plan.update, 1, 1):
+        raise PlanError(
+            f"keep.optimizer = {keep.optimizer!r} has no effect: optimizer {plan.update!r} keeps no state besides the "
+            "parameters; leave it out"
+        )
+    if keep.params_below:
+        _check_params(plan)
+    if keep.grads_below:
+        _check_grads(plan)
+    _check_pieces(plan)
+
+
+def _check_medium(cluster: Cluster, state: str, medium: str) -> None:
+    said = f"keep.{state} = {medium!r}"
+    if medium == "host" and cluster.device.type == "cpu":
+        raise PlanError(
+            f"{said} under a CPU: the host is the device, so nothing would move; leave it out, or write 'disk'"
+        )
+    if medium not in cluster.device.below:
+        measured = ", which terrace probe measures" * (medium == "disk")
+        raise PlanError(
+            f"{said}, and the device of cluster {cluster.name!r} has no {medium} below it: describe it as "
+            f"[device.below.{medium}]{measured}"
+        )
+
+
+def _check_params(plan: Plan) -> None:
+    said = f"keep.params = {plan.keep.params!r}"
+    if plan.params_backward is not None:
+        raise PlanError(
+            f"{said} beside params_backward = {plan.params_backward!r}: a second copy would stay on the device; leave "
+            "one of them out"
+        )
+    if plan.outer.has_islands:
+        raise PlanError(
+            f"{said} beside plan.outer: islands keep several whole copies of the parameters on the device; leave one "
+            "of them out"
+        )
+    if plan.shares_scales:
+        raise PlanError(
+            f"{said} beside products = {plan.products!r} in {CODES.name} messages: the codes of matrices stay on "
+            "the device; leave one of them out, or scale rows, as fp8:row does"
+        )
+
+
+def _check_grads(plan: Plan) -> None:
+    said = f"keep.grads = {plan.keep.grads!r}"
+    if plan.schedule is not None:
+        raise PlanError(
+            f"{said} beside schedule = {plan.schedule!r}: stages of a pipeline add to gradients in every "
+            "micro-batch; leave one of them out"
+        )
+    if plan.outer.has_islands:
+        raise PlanError(f"{said} beside plan.outer: islands keep changes of the same size on the device; leave one out")
+    if plan.expert_gaps:
+        raise PlanError(
+            f"{said} beside expert_gaps: later parts of a message would read gradients that have left the device; "
+            "leave one out"
+        )
+
+
+def kept_in(plan: Plan, folder: str | Path | None, key: str = "keep_folder") -> Path | None:
+    """The folder, given as `key`, of states that the plan keeps on a disk; raises `ConfigError` if it keeps none."""
+    if folder is not None and "disk" not in plan.keep.media:
+        raise ConfigError(
+            f"{key} = {str(folder)!r} has no effect: the plan keeps nothing on a disk; leave it out, or write "
+            "plan.keep.optimizer = 'disk'"
+        )
+    return None if folder is None else Path(folder)
+
+
+def _check_pieces(plan: Plan) -> None:
+    keep, least = plan.keep, CHUNK if plan.optimizer_states else VECTOR
+    if keep.piece % least or not least <= keep.piece <= _LARGEST_PIECE:
+        raise PlanError(
+            f"keep.piece = {keep.piece} must be a multiple of {least} up to {_LARGEST_PIECE}: updates take so many "
+            "elements at a time"
+        )
+    if keep.ring != ALL_ON_DEVICE.ring and not keep.optimizer_below:
+        raise PlanError(
+            f"keep.ring = {keep.ring} has no effect: only optimizer states pass through the ring; leave it out, or "
+            "write keep.optimizer = 'disk'"
+        )
+    if not 2 <= keep.ring <= _MOST_SLOTS:
+        raise PlanError(
+            f"keep.ring = {keep.ring} must be 2 to {_MOST_SLOTS} pieces: one is updated while the next is read"
+        )

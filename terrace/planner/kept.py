@@ -1,0 +1,136 @@
+"""States that a plan keeps below the device (`--allow keep=disk`), and the search that uses them.
+
+With `--allow`, the search is repeated with optimizer states on each allowed medium, and the one with the shortest step
+is taken if that is shorter than without: less memory may permit less recomputation, larger micro-batches, or fewer
+ranks that share a state. Unasked they are taken only if nothing fits without them, from all media of the device. If
+nothing fits then either, parameters are kept there, too, and after them gradients.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from terrace.base.errors import PlanError
+from terrace.base.words import quantity, seconds
+from terrace.cluster.below import MEDIA
+from terrace.plan.flats import block_flats
+from terrace.plan.keep import ALL_ON_DEVICE, Keep
+from terrace.plan.keep_rules import check_keep
+from terrace.plan.kept import resting_bytes
+from terrace.plan.mesh import Mesh
+from terrace.plan.plan import Plan
+from terrace.plan.slices import slice_blocks
+from terrace.planner.ranking import TIE, Estimate
+from terrace.planner.space import Space
+from terrace.planner.task import Task, plan_of
+
+if TYPE_CHECKING:
+    from terrace.planner.products import ProductsFound
+
+_OPTION = "keep"
+# States that are kept below together, in the order in which they are tried.
+_STATES = (("optimizer",), ("params", "optimizer"), ("params", "grads", "optimizer"))
+_NAMES = {"params": "parameters", "grads": "gradients", "optimizer": "optimizer states"}
+
+
+def take_keep(texts: Sequence[str], task: Task) -> tuple[list[str], list[str]]:
+    """Split `--allow` texts into the media that they allow, and the rest.
+
+    Raises `PlanError` for a medium that no plan of the task can use.
+    """
+    asked = [text.partition("=")[2].strip() for text in texts if text.partition("=")[0].strip() == _OPTION]
+    rest = [text for text in texts if text.partition("=")[0].strip() != _OPTION]
+    for medium in asked:
+        said = f"--allow {_OPTION}={medium}"
+        if medium not in MEDIA:
+            raise PlanError(f"{said}: states can be kept on {' or '.join(MEDIA)}; write {_OPTION}=disk")
+        if task.keep != ALL_ON_DEVICE:
+            kept = " and the ".join(task.keep.media)
+            raise PlanError(f"{said} has no effect: the plan keeps states on the {kept} anyway")
+        plan = Plan(params="device", grads="device", optimizer="device", keep=Keep(optimizer=medium))  # type: ignore[arg-type]
+        try:
+            check_keep(task.cluster, plan)
+        except PlanError as error:
+            raise PlanError(f"{said}: {error}") from error
+    return list(dict.fromkeys(asked)), rest
+
+
+class KeptSearch:
+    """A search that may keep states below the device: on `asked` media, or if nothing fits on the device alone."""
+
+    def __init__(self, asked: Sequence[str], search: "Callable[[Space], ProductsFound]") -> None:
+        self._asked, self._search = asked, search
+        self._steps_s = dict[Task, float]()  # without states below, by the task with them that was chosen
+
+    def __call__(self, space: Space) -> "ProductsFound":
+        found = self._search(space)
+        on_device_s, task = _step_s(found), space.task
+        media = self._asked or ([] if found.searched.found.best else [*task.cluster.device.below])
+        for states in _STATES if task.keep == ALL_ON_DEVICE else ():
+            for medium in media:
+                keep = replace(ALL_ON_DEVICE, **dict.fromkeys(states, medium))  # type: ignore[arg-type]  # of `MEDIA`
+                below = self._search(replace(space, task=replace(task, keep=keep)))
+                if _has_room(below) and _step_s(below) < (1 - TIE) * _step_s(found):
+                    self._steps_s[below.searched.space.task] = on_device_s
+                    found = below
+            if found.searched.found.best:
+                break
+        return found
+
+    def words(self, task: Task, best: Estimate) -> str:
+        """Whether the plan of `task` keeps states below, and what that costs; "" if nobody asked and it does not."""
+        return "; ".join(filter(None, (self._why(task, best.step_s), lanes_words(task, best))))
+
+    def _why(self, task: Task, step_s: float) -> str:
+        if task.keep == ALL_ON_DEVICE:
+            return f"optimizer states on the {' or '.join(self._asked)}, as allowed, make no step shorter" * bool(
+                self._asked
+            )
+        before_s = self._steps_s.get(task, math.nan)
+        if math.isnan(before_s):  # of the user's own plan
+            return ""
+        where = "; ".join(
+            f"{', '.join(_NAMES[state] for state in task.keep.on(medium))} are kept on the {medium}"
+            for medium in task.keep.media
+        )
+        if math.isinf(before_s):
+            return f"nothing fits on the device alone: {where} (docs/offload.md)"
+        return f"{where}, as allowed: step {seconds(step_s)}, {seconds(before_s)} without"
+
+
+def lanes_words(task: Task, best: Estimate) -> str:
+    """Seconds of each medium's lanes beside those of computing, and the batch from which computing takes longer."""
+    found, device = list[str](), task.cluster.device
+    computing_s = sum(spent for name, spent in best.time_s.items() if not name.startswith("wait "))
+    for medium in task.keep.media:
+        below = device.below[medium]
+        moved = [best.sent_bytes.get((message, medium), 0) for message in ("keep_read", "keep_write")]
+        lanes_s = below.read_s(moved[0]), below.write_s(moved[1])
+        passes_s = sum(best.time_s.get(name, 0.0) for name in ("forward", "backward"))
+        most = math.ceil(max(lanes_s) / (passes_s / task.batch)) if passes_s else 0
+        words = (
+            f"a step reads {quantity(moved[0], 'B')} from the {medium} in {seconds(lanes_s[0])}, writes "
+            f"{quantity(moved[1], 'B')} in {seconds(lanes_s[1])}, and computes for {seconds(computing_s)}"
+        )
+        if max(lanes_s) > computing_s:
+            words += f"; from a batch of about {most:,} sequences on, passed in one unit, it computes for longer"
+        found.append(words)
+    return "; ".join(found)
+
+
+def _has_room(found: "ProductsFound") -> bool:
+    """Whether the best plan's states fit their media, on average over pipeline stages; a program is checked exactly."""
+    task, best = found.searched.space.task, found.searched.found.best
+    if not best:
+        return True
+    plan = plan_of(task, best[0].candidate)
+    mesh = Mesh.of(task.cluster, plan)
+    flats = block_flats(task.cluster, plan, slice_blocks(task.blocks, mesh))
+    below, stages = task.cluster.device.below, mesh.total("pipeline")
+    return all(size <= stages * below[name].share_bytes for name, size in resting_bytes(plan, flats).items())
+
+
+def _step_s(found: "ProductsFound") -> float:
+    best = found.searched.found.best
+    return best[0].step_s if best else math.inf

@@ -1,0 +1,95 @@
+"""What a program reads from below the device and writes there: groups of states in order, bytes of instructions."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from terrace.plan.keep import MOMENTUM
+from terrace.plan.kept import NO_TRAFFIC, Group, Traffic, grads_bytes, groups, params_bytes, pieces, traffic
+from terrace.plan.kept import resting_bytes as all_resting_bytes
+from terrace.plan.wire import MessageClass
+from terrace.program.instruction import Instruction, Op
+
+if TYPE_CHECKING:
+    from terrace.program.sharded_model import ShardedModel
+
+_CLASSES = (MessageClass.KEEP_READ, MessageClass.KEEP_WRITE)
+_PASSING = {Op.ORTHOGONALISE: True, Op.UPDATE: False}  # ops that pass states, and whether it is the momentum
+
+
+class Passing(NamedTuple):
+    """A group that passes through the device: the flat buffer `flat` of a block."""
+
+    block: int
+    flat: int
+    group: Group
+
+
+def passing(model: "ShardedModel", step: Iterable[Instruction]) -> Iterator[Passing]:
+    """The groups of a training step of these distinct instructions, in the order in which they pass."""
+    for instruction in step if model.plan.keep.optimizer_below else ():
+        if instruction.op in _PASSING:
+            for index, flat in enumerate(model.flats[instruction.block]):
+                for group in groups(model.plan, flat):
+                    if (group.name == MOMENTUM) == _PASSING[instruction.op]:
+                        yield Passing(instruction.block, index, group)
+
+
+def passed(model: "ShardedModel", instruction: Instruction) -> Traffic:
+    """What an instruction passes through the device, in each direction."""
+    if not model.plan.keep.optimizer_below or instruction.op not in _PASSING:
+        return NO_TRAFFIC
+    return traffic(model.plan, model.flats[instruction.block], orthogonalises=_PASSING[instruction.op])
+
+
+def num_pieces(model: "ShardedModel", step: Iterable[Instruction]) -> int:
+    """Pieces that pass in a training step of these distinct instructions."""
+    return sum(len(pieces(model.plan, each.group)) for each in passing(model, step))
+
+
+def moved(model: "ShardedModel", instruction: Instruction) -> tuple[int, int]:
+    """Bytes of working parameters that an instruction reads from below the device, and that it writes there.
+
+    A GATHER reads those of its block, and a REFRESH writes those that were updated.
+    """
+    op, keep = instruction.op, model.plan.keep
+    if not keep.params_below or op not in (Op.GATHER, Op.REFRESH):
+        return 0, 0
+    found = params_bytes(model.plan, model.flats[instruction.block], trained=op is Op.REFRESH)
+    return (found, 0) if op is Op.GATHER else (0, found)
+
+
+def gradients(model: "ShardedModel", instruction: Instruction) -> tuple[int, int]:
+    """Bytes of gradients that an instruction reads from below the device, and that it writes there.
+
+    They are written behind a SYNC. What is read ahead of an ORTHOGONALISE counts as read by the UPDATE of its block.
+    """
+    if not model.plan.keep.grads_below or instruction.op not in (Op.SYNC, Op.UPDATE):
+        return 0, 0
+    found = grads_bytes(model.plan, model.flats[instruction.block])
+    return (found, 0) if instruction.op is Op.UPDATE else (0, found)
+
+
+def kept_bytes(model: "ShardedModel", counts: Mapping[Instruction, int]) -> dict[tuple[MessageClass, str], int]:
+    """Bytes that instructions read from media below the device and write to them, by message class and medium."""
+    keep, found = model.plan.keep, Counter[tuple[MessageClass, str]]()
+    for instruction, times in counts.items() if keep.is_below else ():
+        read, written = moved(model, instruction)
+        if _restores(instruction, counts):
+            read += written
+        of_states = passed(model, instruction).num_bytes
+        for message, of_params, of_grads in zip(_CLASSES, (read, written), gradients(model, instruction), strict=True):
+            found[message, keep.params] += times * of_params
+            found[message, keep.grads] += times * of_grads
+            found[message, keep.optimizer] += times * of_states
+    return {key: size for key, size in found.items() if size}
+
+
+def _restores(instruction: Instruction, counts: Mapping[Instruction, int]) -> bool:
+    # Without an UPDATE the working copy is not on the device, so a REFRESH reads it: its message has the other parts.
+    return instruction.op is Op.REFRESH and Instruction(Op.UPDATE, instruction.block) not in counts
+
+
+def resting_bytes(model: "ShardedModel", held: Sequence[int]) -> dict[str, int]:
+    """Bytes that a rank keeps on each medium below its device for the blocks that it holds."""
+    return all_resting_bytes(model.plan, [model.flats[block] for block in held])

@@ -1,0 +1,179 @@
+"""What is kept below the device of one rank: its files or memory, and how the states of its flat buffers reach them."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import gettempdir
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from terrace.comm.ledger import Ledger, Meter
+from terrace.plan.keep import NUM_WAYS
+from terrace.plan.kept import Piece, grad_pieces, param_pieces, pieces, ring_bytes, whole_piece_bytes
+from terrace.plan.state_bytes import rests_master
+from terrace.program.kept import Passing, passing, resting_bytes
+from terrace.program.program import Program
+from terrace.runtime.clock import Clock
+from terrace.runtime.kept.channel import Around, Channel, untimed
+from terrace.runtime.kept.file import KeptFile, scratch
+from terrace.runtime.kept.host import HostMemory
+from terrace.runtime.kept.ring import Ring, Slot, make_slots
+from terrace.runtime.kept.states import RESIDENT, Passage, Passages
+from terrace.runtime.kept.whole import Whole
+
+
+class Below:
+    """Nothing is kept below. `words` tell the user what is unusual; "" for nothing."""
+
+    words = ""
+
+    def passages(self, block: int, flat: int) -> Passages:
+        """The groups of a block's flat buffer number `flat` that are kept below."""
+        return RESIDENT
+
+    def rate(self, medium: str) -> float:
+        """Measure the bytes per second that a medium reads while it writes as many; 0 if nothing is kept there."""
+        return 0.0
+
+    def staging(self, num_bytes: int, locked: bool) -> Tensor:
+        """Memory for the copy of a checkpoint, uint8; `locked` if the state is on a device."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=locked)
+
+    def on_piece(self, call: Callable[[], None]) -> None:
+        """Set a function that is called at each piece of an update."""
+
+    def trace(self, around: Around = untimed) -> None:
+        """Wrap the work of the lanes in `around` from now on; by default in nothing."""
+
+    def drain(self) -> None:
+        """Wait until everything has its place."""
+
+    def close(self) -> None:
+        """Give all room back."""
+
+
+class Kept(Below):
+    """States of one rank that are kept on media below its device.
+
+    Optimizer states pass a ring, in the order of `program`; parameters are read and written as wholes. They rest in a
+    file in `folder`, or in the host's memory. Raises `ConfigError` if there is no room for them, or no memory for the
+    buffers that they pass.
+    """
+
+    def __init__(
+        self, program: Program, device: torch.device, folder: Path, ledger: Ledger, meter: Meter, clock: Clock
+    ) -> None:
+        model, plan = program.model, program.plan
+        self._keep, self._folder, self._plan, self._flats, self._clock = plan.keep, folder, plan, model.flats, clock
+        blocks = [model.flats[block] for block in program.stage.held]
+        sizes = defaultdict[str, list[int]](list)  # medium -> bytes of its pieces
+        states = [
+            (each, _numbered(sizes[plan.keep.optimizer], pieces(plan, each.group)))
+            for each in passing(model, program.counts)
+        ]
+        wholes = [
+            _Resting(medium, (state, block, number), found, _numbered(sizes[medium], found))
+            for state, medium, pieces_of in (
+                (PARAMS, plan.keep.params, param_pieces),
+                (GRADS, plan.keep.grads, grad_pieces),
+            )
+            for block in program.stage.held
+            for number, flat in enumerate(model.flats[block])
+            if (found := pieces_of(plan, flat))
+        ]
+        stores = {medium: _store(medium, folder, each) for medium, each in sizes.items()}
+        self.words = "; ".join(filter(None, (store.words for store in stores.values())))
+        self._channels = {medium: Channel(store, ledger, medium) for medium, store in stores.items()}
+        self._rings = dict[str, Ring]()  # that of optimizer states, or one that measures where parameters rest
+        self._passages, self._wholes = defaultdict[_Flat, _Groups](dict), dict[tuple[str, int, int], Whole]()
+        meter.add("buffers", ring_bytes(plan, blocks))
+        if states:
+            self._pass(states, device)
+        for medium, largest in whole_piece_bytes(plan, blocks).items():
+            self._rest(
+                medium, [each for each in wholes if each.medium == medium], make_slots(NUM_WAYS, largest, device)
+            )
+
+    def _pass(self, states: Sequence[tuple[Passing, range]], device: torch.device) -> None:
+        medium, order = self._keep.optimizer, [number for _, numbers in states for number in numbers]
+        channel = self._channels[medium]
+        largest = max(channel.store.sizes[number] for number in order)
+        slots = make_slots(min(self._keep.ring, len(order)), largest, device)
+        ring = self._rings[medium] = Ring(channel, order, slots, self._clock)
+        for (block, flat, group), numbers in states:
+            self._passages[block, flat][group.name] = Passage(ring, group, pieces(self._plan, group), numbers)
+
+    def _rest(self, medium: str, wholes: Sequence["_Resting"], slots: Sequence[Slot]) -> None:
+        reads, writes = slots
+        for each in wholes:
+            self._wholes[each.key] = Whole(self._channels[medium], each.pieces, each.numbers, (reads, writes))
+        if medium not in self._rings:
+            order = [number for each in wholes for number in each.numbers]
+            self._rings[medium] = Ring(self._channels[medium], order, slots[: len(order)], self._clock)
+
+    def passages(self, block: int, flat: int) -> Passages:
+        params, grads = ([*filter(None, [self._wholes.get((state, block, flat))])] for state in (PARAMS, GRADS))
+        found = self._passages.get((block, flat), {})
+        rests = rests_master(self._plan, self._flats[block][flat])
+        return Passages(found, self._keep.piece, rests_master=rests, params=params, grads=grads)
+
+    def rate(self, medium: str) -> float:
+        return self._rings[medium].rate() if medium in self._rings else 0.0
+
+    def staging(self, num_bytes: int, locked: bool) -> Tensor:
+        # In the page cache and behind it on the disk: such a copy is larger than the memory that states below save.
+        if "disk" in self._channels:
+            return torch.frombuffer(scratch(self._folder, num_bytes), dtype=torch.uint8)
+        return super().staging(num_bytes, locked)
+
+    def on_piece(self, call: Callable[[], None]) -> None:
+        for channel in self._channels.values():
+            channel.on_piece = call
+
+    def trace(self, around: Around = untimed) -> None:
+        for channel in self._channels.values():
+            channel.around = around
+
+    def drain(self) -> None:
+        for ring in self._rings.values():
+            ring.drain()
+
+    def close(self) -> None:
+        for channel in self._channels.values():
+            channel.close()
+
+
+class _Resting(NamedTuple):
+    """A tensor that is kept on a medium as a whole: its state, block and flat buffer, and its pieces there."""
+
+    medium: str
+    key: tuple[str, int, int]
+    pieces: Sequence[Piece]
+    numbers: range
+
+
+NOTHING_BELOW = Below()
+PARAMS, GRADS = "params", "grads"  # states that are kept below as wholes
+_Flat = tuple[int, int]  # block, number of the flat buffer
+_Groups = dict[str, Passage]
+
+
+def _numbered(sizes: list[int], found: Sequence[Piece]) -> range:
+    """Add pieces behind those of `sizes`; returns their numbers."""
+    sizes += [piece.num_bytes for piece in found]
+    return range(len(sizes) - len(found), len(sizes))
+
+
+def _store(medium: str, folder: Path, sizes: Sequence[int]) -> KeptFile | HostMemory:
+    return KeptFile(folder, sizes) if medium == "disk" else HostMemory(sizes)
+
+
+def below_of(
+    program: Program, device: torch.device, folder: Path | None, ledger: Ledger, meter: Meter, clock: Clock
+) -> Below:
+    """What is kept below a rank's device. `folder` is for files, by default the system's for temporary ones."""
+    if not any(resting_bytes(program.model, program.stage.held).values()):
+        return NOTHING_BELOW
+    return Kept(program, device, folder or Path(gettempdir()), ledger, meter, clock)

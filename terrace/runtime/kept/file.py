@@ -1,0 +1,209 @@
+"""The file of one rank in which states are kept on a disk, piece by piece.
+
+The file has no name: it is unlinked as it is made, with mode 0600. So no other process opens it, and it is gone when
+its process has ended, however that ended. Room for all pieces is claimed at once, so that a full disk is noticed before
+the first step. Each piece ends in a mark of 64 bytes:
+
+    8   "TERRKEPT"                      8   how often the piece was written
+    16  a random number of this file    8   bytes of the piece without its mark
+    8   number of the piece             4   CRC-32 of all bytes before this field
+
+A piece is read in one call and compared with the mark that was last written, so a flipped byte, a write that never
+arrived and bytes of another piece or file are noticed, each with its own words. A piece that was never written is zero.
+
+Direct I/O (open(2), O_DIRECT) moves pieces between the disk and the ring, without a copy in the page cache, which
+would take the memory that this file is there to save. Where a file system has none, pieces pass through the cache
+and are dropped from it after each call.
+"""
+
+import errno
+import os
+import secrets
+import struct
+import tempfile
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from mmap import mmap
+from pathlib import Path
+
+from terrace.base.errors import ConfigError, TrainingError
+from terrace.base.words import quantity
+from terrace.plan.keep import MARK_BYTES
+
+_MAGIC = b"TERRKEPT"
+_MARK = struct.Struct("<8s16sQQQ")  # without the checksum
+_IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
+_DIRECT: int = getattr(os, "O_DIRECT", 0)  # Linux has it
+_Call = Callable[[int, list[memoryview], int], int]  # preadv(2), pwritev(2)
+_AGAIN = "resume from the last checkpoint"
+
+
+class KeptFile:
+    """Pieces of `sizes` bytes, multiples of `SECTOR_BYTES`, in a file in `folder`.
+
+    `read` and `write` may be called from one thread each. Raises `ConfigError` if the folder cannot hold the file.
+    """
+
+    def __init__(self, folder: Path, sizes: Sequence[int]) -> None:
+        self.folder, self.sizes = folder, tuple(sizes)
+        self.file_system = check_folder(folder)
+        self._starts = (0, *accumulate(self.sizes))
+        self._token, self._versions = secrets.token_bytes(16), [0] * len(self.sizes)
+        self._handle, self.is_direct = _open(folder)
+        # What is unusual, for the user.
+        self.words = ""
+        if not self.is_direct:
+            of = f"{self.file_system or 'the file system'} of {folder}"
+            self.words = f"kept states pass the page cache: {of} has no direct I/O"
+        self._closed = weakref.finalize(self, os.close, self._handle)
+        _claim(self._handle, self._starts[-1], folder)
+
+    def read(self, number: int, memory: memoryview) -> None:
+        """Fill `memory` with a piece. Raises `TrainingError` if it is not what was last written."""
+        start, size = self._starts[number], self.sizes[number]
+        memory, done = memory[:size], 0
+        while done < size:
+            count = self._call(os.preadv, memory[done:], start + done, "read")
+            if not count:
+                raise TrainingError(
+                    f"the file of kept states in {self.folder} ends after {start + done} of {self._starts[-1]} bytes: "
+                    f"the disk lost a part of it; {_AGAIN}"
+                )
+            done += count
+        if wrong := self._wrong(number, memory):
+            raise TrainingError(f"piece {number} of the kept states in {self.folder} {wrong}; {_AGAIN}")
+        self._dropped(start, size)
+
+    def write(self, number: int, memory: memoryview) -> None:
+        """Store a piece; the last `MARK_BYTES` of it are overwritten. Raises `TrainingError` if the disk refuses."""
+        start, size = self._starts[number], self.sizes[number]
+        memory, done = memory[:size], 0
+        self._versions[number] += 1
+        memory[-MARK_BYTES:] = self._mark(number, memory)
+        while done < size:
+            done += self._call(os.pwritev, memory[done:], start + done, "written")
+        self._dropped(start, size)
+
+    def close(self) -> None:
+        """Give the file's room back."""
+        self._closed()
+
+    def _mark(self, number: int, memory: memoryview) -> bytes:
+        size = len(memory) - MARK_BYTES
+        mark = _MARK.pack(_MAGIC, self._token, number, self._versions[number], size)
+        checksum = zlib.crc32(mark, zlib.crc32(memory[:size]))
+        return (mark + struct.pack("<I", checksum)).ljust(MARK_BYTES, b"\0")
+
+    def _wrong(self, number: int, memory: memoryview) -> str:
+        """What is wrong with a piece that was read; "" if it is what was last written."""
+        found = bytes(memory[-MARK_BYTES:])
+        if not self._versions[number]:
+            return "has bytes that nobody wrote" if any(found) else ""
+        expected = self._mark(number, memory)
+        if found == expected:
+            return ""
+        magic, token, place, version, _ = _MARK.unpack_from(found)
+        if magic != _MAGIC:
+            return "has no mark: it was overwritten, or its write never arrived"
+        if token != self._token:
+            return "is of another run"
+        if place != number:
+            return f"is piece {place}: the disk returned other bytes than were asked for"
+        if version != self._versions[number]:
+            return f"was written {version} times, not {self._versions[number]}: a write never arrived"
+        return "was damaged on the disk: its checksum differs"
+
+    def _call(self, call: _Call, memory: memoryview, start: int, done: str) -> int:
+        try:
+            return call(self._handle, [memory], start)
+        except OSError as error:
+            raise TrainingError(
+                f"kept states cannot be {done} in {self.folder}: {error.strerror}; free space or repair the disk, and "
+                f"{_AGAIN}"
+            ) from error
+
+    def _dropped(self, start: int, size: int) -> None:
+        if not self.is_direct:
+            os.posix_fadvise(self._handle, start, size, os.POSIX_FADV_DONTNEED)
+
+
+def scratch(folder: Path, num_bytes: int) -> mmap:
+    """Memory that a file without a name backs, private to this process as the file of states is."""
+    handle, name = tempfile.mkstemp(prefix=".kept-", dir=folder)
+    try:
+        os.unlink(name)
+        _claim(handle, num_bytes, folder)
+        return mmap(handle, num_bytes)  # which holds on to the file
+    finally:
+        os.close(handle)
+
+
+def _open(folder: Path) -> tuple[int, bool]:
+    """An open file without a name, and whether it takes direct I/O."""
+    for flags in dict.fromkeys((_DIRECT, 0)):
+        try:
+            handle, name = tempfile.mkstemp(prefix=".kept-", dir=folder)  # mode 0600
+        except OSError as error:
+            raise ConfigError(
+                f"cannot keep states in {folder}: {error.strerror}; name another folder as train.keep_folder"
+            ) from error
+        try:
+            if not flags:
+                return handle, False
+            direct = os.open(name, os.O_RDWR | os.O_CLOEXEC | flags)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # of a file system without direct I/O
+                raise
+            os.close(handle)
+            continue
+        finally:
+            os.unlink(name)
+        os.close(handle)
+        return direct, True
+    raise AssertionError("a file without flags opens")
+
+
+def _claim(handle: int, size: int, folder: Path) -> None:
+    try:
+        if size:
+            os.posix_fallocate(handle, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        free = os.statvfs(folder)
+        raise ConfigError(
+            f"{folder} has {quantity(free.f_bavail * free.f_frsize, 'B')} free, and one rank keeps "
+            f"{quantity(size, 'B')} there: free space, name a folder on another disk as train.keep_folder, or shard "
+            "optimizer states over more ranks"
+        ) from error
+
+
+def check_folder(folder: Path) -> str:
+    """Name of the file system of a folder that may hold states, such as "ext4"; "" if the system does not tell.
+
+    Raises `ConfigError` if the folder is missing or is a file, or its files are in memory.
+    """
+    if folder.is_file():
+        raise ConfigError(f"cannot keep states in {folder}: it is a file; name a folder as train.keep_folder")
+    try:
+        device = os.stat(folder).st_dev
+    except OSError as error:
+        raise ConfigError(
+            f"cannot keep states in {folder}: {error.strerror}; name a folder that exists as train.keep_folder"
+        ) from error
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    # The fields behind the separator begin with the name (proc_pid_mountinfo(5)).
+    names = {line.split()[2]: line.rpartition(" - ")[2].split()[0] for line in lines}
+    found = names.get(number, "")
+    if found in _IN_MEMORY:
+        raise ConfigError(
+            f"{folder} is on {found}, whose files are in memory, so that keeping states there saves none: name a "
+            "folder on a disk as train.keep_folder"
+        )
+    return found

@@ -1,0 +1,37 @@
+"""The disk of a probed cluster."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from terrace.accelerator import HOST
+from terrace.cluster.presets import load_cluster
+from terrace.probe.disk import NO_DISK, DiskSample, with_disk
+from terrace.probe.disk_rate import measure_disk
+from terrace.probe.timing import Stopwatch
+from tests.support.toys import cluster_of
+
+
+def test_a_disk_is_measured_and_leaves_nothing(tmp_path: Path) -> None:
+    found = measure_disk(Stopwatch(1, HOST), tmp_path, 1)
+    assert 1e6 < found.bytes_per_s < 1e12
+    assert found.free_bytes > 1e6
+    assert not list(tmp_path.iterdir())
+    assert measure_disk(Stopwatch(1, HOST), tmp_path / "missing", 1) == NO_DISK
+
+
+@pytest.mark.parametrize(("num_ranks", "shared_by", "sharers"), [(1, "", 1), (2, "package", 2), (8, "all", 8)])
+def test_ranks_of_a_machine_share_its_disk(num_ranks: int, shared_by: str, sharers: int) -> None:
+    start = cluster_of(2, 2, 2)
+    sample = DiskSample(bytes_per_s=1e8, free_bytes=1e11, num_ranks=num_ranks)
+    device = with_disk(start, start.device, sample)
+    disk = replace(start, device=device).device.below["disk"]
+    assert (disk.shared_by, disk.sharers) == (shared_by, sharers)
+    assert disk.read_s(1e8) == disk.write_s(1e8) == pytest.approx(1.0), "what a rank reached is what it is given"
+    assert disk.marks["read_bytes_per_s"] == "measured"
+
+
+def test_without_a_disk_the_file_keeps_its_own() -> None:
+    start = load_cluster("workstation")
+    assert with_disk(start, start.device, NO_DISK) == start.device

@@ -1,0 +1,131 @@
+"""Clocks of the lanes that pass states below the device."""
+
+from collections import deque
+from dataclasses import replace
+
+import pytest
+
+from terrace.plan.keep import Keep
+from terrace.plan.presets import preset
+from terrace.plan.wire import MessageClass
+from terrace.program.lowering import build
+from terrace.program.program import Program
+from terrace.simulate import below
+from terrace.simulate.below import Slots
+from terrace.simulate.cost import step_costs
+from terrace.simulate.critical import critical_path, critical_words, exposed_by_axis
+from terrace.simulate.events import simulate
+from terrace.simulate.priced_instruction import Stream
+from terrace.simulate.recording import record
+from tests.support.toys import MODELS, cluster_of
+
+BLOCKS = MODELS["llama tied"].declared
+
+
+def program(rate: float, slots: int = 4, piece: int = 64) -> Program:
+    cluster = cluster_of(2)
+    disk = replace(cluster.device.below["disk"], read_bytes_per_s=rate, write_bytes_per_s=rate)
+    cluster = replace(cluster, device=replace(cluster.device, below={"disk": disk}))
+    keep = Keep(optimizer="disk", ring=slots, piece=piece)
+    return build(cluster, replace(preset("zero1", cluster), keep=keep), BLOCKS, 2)
+
+
+def naive(stream: Stream, slots: int, steps: int, between_s: float) -> float:
+    """The end of the last of some steps: every piece of every step in a list, each with the slot that it takes."""
+    now_s = read_s = write_s = 0.0
+    free = deque([0.0] * slots)
+    for step in range(steps):
+        now_s += between_s * (step > 0)
+        for _ in range(stream.number):
+            # A slot is read into as soon as it is free, also before the step begins.
+            read_s = max(free.popleft(), read_s) + stream.read_s
+            now_s = max(now_s, read_s) + stream.update_s
+            write_s = max(write_s, now_s) + stream.write_s
+            free.append(write_s)
+    return now_s
+
+
+@pytest.mark.parametrize(
+    ("read_s", "write_s", "update_s"), [(3.0, 1.0, 0.5), (1.0, 3.0, 0.5), (1.0, 1.0, 4.0), (2.0, 2.0, 2.0)]
+)
+@pytest.mark.parametrize("number", [4, 9, 200])
+def test_lanes_are_those_of_a_list_of_pieces(number: int, read_s: float, write_s: float, update_s: float) -> None:
+    stream = Stream(number, read_s, write_s, update_s)
+    slots, now_s = Slots(program(1e9)), 0.0
+    for step in range(3):
+        now_s += 7.0 * (step > 0)
+        now_s = slots.passed_s(stream, now_s) + number * update_s
+    assert now_s == pytest.approx(naive(stream, 4, 3, 7.0), rel=0.01)
+
+
+def test_a_long_stream_is_extrapolated(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream(1000, 2.0, 3.0, 0.5)
+    quick = Slots(program(1e9)).passed_s(stream, 0.0)
+    monkeypatch.setattr(below, "_EXACT", 1000)
+    assert quick == pytest.approx(Slots(program(1e9)).passed_s(stream, 0.0), rel=1e-9)
+
+
+def test_a_step_takes_as_long_as_its_slow_disk_reads_parameters() -> None:
+    """Two reads of every block and one write; the lanes work beside each other, and beside all else."""
+    cluster = cluster_of(1)
+    disk = replace(cluster.device.below["disk"], read_bytes_per_s=1e6, write_bytes_per_s=4e6)
+    cluster = replace(cluster, device=replace(cluster.device, below={"disk": disk}))
+    built = build(cluster, replace(preset("ddp", cluster), keep=Keep(params="disk", piece=64)), BLOCKS, 1)
+    costs = step_costs(built, [1e3] * len(BLOCKS))
+    report, recorded = simulate(built, costs), record(built, costs)
+    assert recorded.report.time_s == report.time_s
+    read_s = built.sent_bytes[MessageClass.KEEP_READ, "disk"] / 1e6
+    written_s = built.sent_bytes[MessageClass.KEEP_WRITE, "disk"] / 4e6
+    assert read_s < report.step_s < (read_s + written_s) * 1.01
+    spans = [span for span in recorded.spans[recorded.first :] if span.category == MessageClass.KEEP_READ]
+    assert sum(span.end_s - span.start_s for span in spans) == pytest.approx(read_s)
+    waits = sum(exposed_by_axis([recorded]).values())
+    assert waits == pytest.approx(sum(each for name, each in report.time_s.items() if name.startswith("wait ")))
+
+
+@pytest.mark.parametrize("update", ["adamw", "muon"])
+@pytest.mark.parametrize("sizes", [(1,), (2, 2)])
+@pytest.mark.parametrize(
+    "states", [("optimizer",), ("params",), ("grads",), ("params", "grads"), ("optimizer", "params", "grads")]
+)
+def test_the_critical_path_and_the_waits_name_the_medium(
+    states: tuple[str, ...], sizes: tuple[int, ...], update: str
+) -> None:
+    cluster = cluster_of(*sizes)
+    disk = replace(cluster.device.below["disk"], read_bytes_per_s=1e6, write_bytes_per_s=4e6)
+    cluster = replace(cluster, device=replace(cluster.device, below={"disk": disk}))
+    keep = Keep(piece=64, **dict.fromkeys(states, "disk"))  # type: ignore[arg-type]
+    built = build(cluster, replace(preset("zero3", cluster), update=update, unit=2, keep=keep), BLOCKS, 2)
+    recorded = record(built, step_costs(built, [1e3] * len(BLOCKS)))
+    path, clock_s = critical_path(recorded), 0.0
+    for piece in path.pieces:
+        assert piece.start_s == pytest.approx(clock_s, abs=1e-12)
+        clock_s = piece.end_s
+    step_s, time_s = recorded.report.step_s, recorded.report.time_s
+    assert sum(path.seconds.values()) == pytest.approx(step_s)
+    below_s = sum(spent for (place, _), spent in path.seconds.items() if place == "disk")
+    assert f"{round(100 * below_s / step_s)} % the disk (" in critical_words(path)
+    assert below_s > 0.5 * step_s
+    exposed = exposed_by_axis([recorded])
+    assert exposed.keys() <= {("disk", "disk"), *(("data", tier) for tier in built.layout.tiers)}
+    assert sum(exposed.values()) == pytest.approx(sum(each for name, each in time_s.items() if "wait " in name))
+
+
+def test_a_slower_disk_makes_the_step_longer_by_its_bytes() -> None:
+    flops = [1e6] * len(BLOCKS)
+
+    def step(rate: float) -> tuple[float, float]:
+        built = program(rate)
+        costs = step_costs(built, flops)
+        report = simulate(built, costs)
+        recorded = record(built, costs)
+        assert recorded.report.time_s == report.time_s
+        assert any(recorded.lane_name(lane) == "disk" for lane in recorded.lanes)
+        return report.step_s, sum(size for key, size in report.sent_bytes.items() if key[0] == "keep_read")
+
+    fast, moved = step(1e15)
+    slow, _ = step(1e6)
+    assert slow - fast == pytest.approx(2 * moved / 1e6, rel=0.05), "two ranks share it"
+    resident = replace(program(1e6).plan, keep=Keep())
+    without = build(program(1e6).cluster, resident, BLOCKS, 2)
+    assert fast == pytest.approx(simulate(without, step_costs(without, flops)).step_s, rel=1e-3)

@@ -1,0 +1,294 @@
+"""Plans that run on the virtual device: every placement, axis, schedule and format, at the smallest sizes.
+
+Plans of a room share the ranks of one call, so that a plan costs little but its own steps.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from terrace.plan.context_rules import why_whole
+from terrace.plan.keep import Keep
+from terrace.plan.outer import Outer
+from terrace.plan.presets import PRESETS
+from terrace.runtime.settings import OptimizerConfig
+from tests.support.parity import ADAMW, Case, exact
+from tests.support.pipelines import SCHEDULES
+from tests.support.toys import MODELS, WHOLE_ROWS, Rows, cluster_of, with_wires
+
+Sizes = tuple[int, ...]
+ONE_TIER, OUTER_TIER, FOUR = (2,), (1, 2), (2, 2)
+DEEP, WIDE = "deep llama tied", "wide llama, 2 kv heads"
+# What kernels of CUDA change in fp64, and in bf16: rows of an embedding are added, and attention is computed, in other
+# orders.
+ORDER, ORDER_BF16 = 1e-11, 0.05
+# Where all kernels are the CPU's: products of some processors add in an order that follows from an operand's address.
+BITS = 1e-15
+PACKED = Rows(12, ((5, 1, 6), (12,), (1, 1, 3, 7), (7, 5)))
+
+
+class Planned(NamedTuple):
+    """A case and the tiers that it runs on, and how far its numbers may be from the CPU's."""
+
+    sizes: Sizes
+    case: Case
+    within: float = BITS
+
+
+def planned(
+    sizes: Sizes,
+    name: str,
+    model: str = "llama tied",
+    *,
+    micros: int = 2,
+    steps: int = 1,
+    rows: Rows = WHOLE_ROWS,
+    optimizer: OptimizerConfig = ADAMW,
+    within: float = BITS,
+    **changes: Any,
+) -> Planned:
+    """A preset in fp64 with changes."""
+    plan = replace(exact(name, cluster_of(*sizes)), **changes)
+    return Planned(sizes, Case(plan, micros, model, num_steps=steps, rows=rows, optimizer=optimizer), within)
+
+
+def placements() -> Iterator[Planned]:
+    """Every preset, with and without recomputation; units and prefetches."""
+    for name in PRESETS:
+        yield planned(OUTER_TIER, name, "toy", steps=2)
+        yield planned(ONE_TIER, name, "gpt2", recompute=("*",))
+    several: Sequence[dict[str, Any]] = ({"prefetch": 0}, {"prefetch": 3}, {"unit": 2}, {"unit": 2, "prefetch": 0})
+    for number, changes in enumerate(several):
+        yield planned(ONE_TIER, ("zero3", "zero2")[number % 2], "toy", steps=2, micros=3, **changes)
+    yield planned(ONE_TIER, "zero3", "stacks", steps=2)
+    yield planned(ONE_TIER, "zero3", "llama, frozen layer", within=ORDER)
+
+
+def recomputed() -> Iterator[Planned]:
+    """Operations that are recomputed alone, and blocks."""
+    every = ("block.*: attention, mlp, norms",)
+    yield planned(ONE_TIER, "zero3", recompute=every)
+    yield planned(ONE_TIER, "ddp", "gpt2", recompute=("block.* every 2: attention", "block.1: mlp, norms"))
+    yield planned(ONE_TIER, "zero3", "wide llama, window", micros=1, rows=PACKED, within=ORDER, recompute=every)
+    rows: dict[str, Any] = {"mapping": {"package": {"tensor": 2}}}
+    yield planned(ONE_TIER, "ddp", WIDE, within=ORDER, recompute=("block.*: attention, mlp",), **rows)
+    yield planned(ONE_TIER, "zero3", "mixture tied", micros=1, recompute=("block.* first 1: attention",))
+
+
+def kept() -> Iterator[Planned]:
+    """Optimizer states, parameters and gradients on a disk and in the host's memory, in several pieces."""
+    keep = Keep(optimizer="disk", piece=128, ring=3)
+    host = replace(keep, optimizer="host")
+    for name, optimizer in (("ddp", ADAMW), ("zero3", OptimizerConfig(name="muon"))):
+        yield planned(ONE_TIER, name, "toy", steps=3, optimizer=optimizer, keep=keep)
+        yield planned(ONE_TIER, name, "toy", steps=3, optimizer=optimizer, keep=host)
+    yield planned(ONE_TIER, "zero1", steps=2, compute="bf16", master="fp32", within=ORDER_BF16, keep=keep)
+    for name, keeps in (("ddp", replace(host, params="disk")), ("zero3", replace(keep, params="host"))):
+        yield planned(ONE_TIER, name, "toy", steps=3, micros=2, keep=keeps)
+        yield planned(ONE_TIER, name, "toy", steps=2, micros=2, unit=2, keep=replace(keeps, grads="host"))
+
+
+def pipelines() -> Iterator[Planned]:
+    """Every schedule on two stages, with other placements, models and numbers in turns."""
+    mapping = {"package": {"pipeline": 2}}
+    turns: Sequence[dict[str, Any]] = ({}, {"recompute": ("*",)}, {"recompute": ("block.[0246]",), "prefetch": 0})
+    for number, schedule in enumerate(SCHEDULES):
+        model = (DEEP, "deep gpt2", "deep llama, frozen layer")[number % 3]
+        within = ORDER if "frozen" in model else BITS
+        unit: dict[str, Any] = {"unit": 2} if schedule.startswith("zeropp") else {}
+        yield planned(ONE_TIER, "ddp", model, micros=4, within=within, mapping=mapping, schedule=schedule, **unit)
+        if number % 2:
+            more: dict[str, Any] = {**turns[number % 3], **unit}
+            yield planned(ONE_TIER, "zero1", DEEP, micros=3, mapping=mapping, schedule=schedule, **more)
+
+
+def coded_edges() -> Iterator[Planned]:
+    """Activations and gradients in block formats between stages."""
+    wire = {"pipeline": {"package": "int8:16"}, "pipeline_backward": {"package": "int4:16+feedback"}}
+    for schedule in ("1f1b", "zb-h1"):
+        yield planned(
+            ONE_TIER, "ddp", DEEP, micros=2, mapping={"package": {"pipeline": 2}}, schedule=schedule, wire=wire
+        )
+
+
+def tensors() -> Iterator[Planned]:
+    """Rows, columns and depth of a tensor axis, in parts and whole."""
+    forms: Sequence[dict[str, Any]] = ({"rows": 2}, {"columns": 2}, {"depth": 2})
+    models = (WIDE, "wide gpt2", "wide qwen3, 2 kv heads", "wide latent", "wide phi3", "wide llama, 1 kv head")
+    for number, model in enumerate(models):
+        name = "zero3" if number % 3 == 2 else "ddp"
+        yield planned(ONE_TIER, name, model, micros=1, within=ORDER, mapping={"package": {"tensor": forms[number % 3]}})
+    rows: dict[str, Any] = {"mapping": {"package": {"tensor": 2}}}
+    yield planned(ONE_TIER, "ddp", WIDE, micros=1, within=ORDER, sequence_parallel=False, **rows)
+    yield planned(ONE_TIER, "ddp", WIDE, within=ORDER, tensor_chunks=2, **rows)
+    yield planned(ONE_TIER, "ddp", "wide gpt2", within=ORDER, tensor_chunks=3, recompute=("*",), **rows)
+    yield planned(ONE_TIER, "ddp", "wide gemma2", micros=1, rows=PACKED, within=ORDER, **rows)
+
+
+def fused() -> Iterator[Planned]:
+    """Products that are one operation with their messages, divided by torch's own Python."""
+    changes: dict[str, Any] = {"mapping": {"package": {"tensor": 2}}, "tensor_chunks": "fused"}
+    yield planned(ONE_TIER, "ddp", WIDE, within=ORDER, **changes)
+    yield planned(ONE_TIER, "ddp", "wide gpt2", micros=1, within=ORDER, recompute=("*",), **changes)
+    yield planned(ONE_TIER, "ddp", "wide llama, 1 kv head", micros=1, rows=Rows(7), within=ORDER, **changes)
+
+
+def contexts() -> Iterator[Planned]:
+    """Rings and Ulysses, with windows and packed documents."""
+    for number, model in enumerate((WIDE, "wide llama, window", "wide gpt2", "wide llama, 1 kv head")):
+        form = ({"ring": 2}, {"ulysses": 2})[number % 2]
+        rows = Rows(9) if number < 2 else PACKED
+        if model == "wide gpt2":
+            rows = Rows(7)
+        mapping = {"package": {"context": form}}
+        yield planned(ONE_TIER, "zero3", model, micros=1 + number % 2, rows=rows, within=ORDER, mapping=mapping)
+    ring: dict[str, Any] = {"mapping": {"package": {"context": 2}}, "recompute": ("*",)}
+    yield planned(ONE_TIER, "zero3", "wide llama, window", micros=1, rows=PACKED, within=ORDER, **ring)
+    for model in ("llama tied", "wide llama, window"):
+        yield planned(ONE_TIER, "zero3", model, rows=PACKED, within=ORDER)
+    for sequence in (16, 256):  # pairs of runs by flash attention's kernel, and by cuDNN's
+        found = planned(
+            ONE_TIER,
+            "zero3",
+            "llama of sixteens",
+            micros=1,
+            rows=Rows(sequence),
+            within=ORDER_BF16,
+            mapping={"package": {"context": 2}},
+        )
+        yield found._replace(case=replace(found.case, plan=replace(found.case.plan, compute="bf16", master="bf16")))
+
+
+def experts() -> Iterator[Planned]:
+    """Mixtures on one rank and on two, with chunks and gaps, every gate."""
+    spread: dict[str, Any] = {"experts": {"package": {"expert": 2}}}
+    models = ("experts in groups", "mixture, shared expert", "one of many experts", "all experts")
+    for model in models:
+        yield planned(ONE_TIER, "zero3", model, micros=1, **spread)
+    for model in ("experts, noisy", "experts, cosine", "experts choose", "experts, even"):
+        yield planned(ONE_TIER, "zero2", model, micros=1)
+    yield planned(ONE_TIER, "ddp", "experts", experts={"package": {"rows": 2}})
+    for chunks in ({"forward": 2}, {"forward": 2, "backward": 2}, {"forward": 1, "backward": 3, "ahead": 1}):
+        yield planned(ONE_TIER, "zero1", "experts", micros=1, within=ORDER, expert_chunks=chunks, **spread)
+    yield planned(ONE_TIER, "zero3", "experts", within=ORDER, expert_gaps=(0.1, 0.5, 0.4), **spread)
+    yield planned(ONE_TIER, "zero1", "experts", within=ORDER, expert_gaps=(0, 0, 1), **spread)
+    two = {"forward": 1, "backward": 2}
+    yield planned(
+        ONE_TIER, "zero2", "experts", within=ORDER, expert_gaps=(0, 0, 0.25, 0.75), expert_chunks=two, **spread
+    )
+    yield planned(ONE_TIER, "zero3", "experts", within=ORDER, recompute=("*",), unit=2, **spread)
+
+
+def wires() -> Iterator[Planned]:
+    """Messages in every format."""
+    for number, wire in enumerate(("bf16", "fp32", "int8:16", "fp8:32", "int4:16", "int8:16+feedback")):
+        found = planned(ONE_TIER, ("zero3", "zero1")[number % 2], "toy", steps=2)
+        cluster, plan = cluster_of(*found.sizes), found.case.plan
+        if "+" in wire:
+            yield planned(ONE_TIER, "zero2", "toy", steps=2, wire={"reduce": {"package": wire}})
+        else:
+            yield found._replace(case=replace(found.case, plan=with_wires(cluster, plan, wire)))
+    yield planned(ONE_TIER, "zero3", "gpt2", steps=2, wire={"reduce": {"package": "topk:32+feedback"}})
+
+
+def optimizers() -> Iterator[Planned]:
+    """Every update rule, and states in few bits."""
+    projected = (("galore", {"rank": 3, "check_every": 2}), ("lsp", {"rank": 3, "density": 2, "check_every": 1}))
+    for name, more in (("lion", {}), ("muon", {"momentum": 0.9}), ("sgd", {}), ("sgd", {"momentum": 0.9}), *projected):
+        optimizer = OptimizerConfig(name=name, lr=3e-3, **more)  # type: ignore[arg-type]
+        yield planned(ONE_TIER, ("ddp", "zero3")[name != "muon"], "gpt2", steps=2, optimizer=optimizer)
+    for states in ("bf16", "int8"):
+        found = planned(ONE_TIER, "zero3", "gpt2", steps=2, within=ORDER_BF16, optimizer_states=states)
+        plan = replace(found.case.plan, compute="fp32", master="fp32")
+        yield found._replace(case=replace(found.case, plan=plan))
+    found = planned(ONE_TIER, "zero2", "gpt2", within=ORDER_BF16)
+    plan = replace(found.case.plan, compute="bf16", master="bf16")
+    yield found._replace(case=replace(found.case, plan=plan))
+
+
+def islands() -> Iterator[Planned]:
+    """Outer loops: at once and late, whole and in turns."""
+    for outer in (
+        Outer(tier="node", every=2),
+        Outer(tier="node", every=2, fragments=2),
+        Outer(tier="node", every=2, delay=1),
+        Outer(tier="node", every=2, delay=2, optimizer="momentum", keep=0.0, penalty=True, clip=0.02),
+        Outer(tier="node", every=1, delay=1, optimizer="average"),
+    ):
+        steps = 2 * outer.every + 1
+        yield planned(OUTER_TIER, "ddp", "toy", micros=1, steps=steps, outer=outer)
+
+
+def scaled() -> Iterator[Planned]:
+    """Products in 8 bits, by their definition."""
+    for products, model, more in (
+        ("fp8", "llama of sixteens", {}),
+        ("fp8:row", "llama of sixteens", {"recompute": ("*",)}),
+        ("fp8:row+e4m3", "wide mixture of sixteens", {"experts": {"package": {"expert": 2}}}),
+        ("fp8", "llama of sixteens", {"wire": {"gather": {"package": "fp8"}}}),
+    ):
+        within = 2 * ORDER_BF16 if ":row" in products else BITS
+        found = planned(ONE_TIER, "zero3", model, micros=1, rows=Rows(20), within=within, products=products, **more)
+        plan = replace(found.case.plan, compute="bf16" if within > BITS else "fp32", master="fp32")
+        yield found._replace(case=replace(found.case, plan=plan))
+
+
+def saved() -> Iterator[Planned]:
+    """Plans whose states differ, for checkpoints."""
+    yield planned(ONE_TIER, "zero3", "gpt2", steps=2, within=ORDER)
+    yield planned(ONE_TIER, "zero1", "toy", steps=2, within=ORDER)
+    yield planned(ONE_TIER, "zero3", "toy", steps=2, within=ORDER, wire={"reduce": {"package": "int8:16+feedback"}})
+    yield planned(ONE_TIER, "ddp", "experts", steps=2, within=ORDER, experts={"package": {"expert": 2}})
+
+
+def on_four() -> Iterator[Planned]:
+    """Plans that need several tiers or several axes."""
+    for name in ("zero++", "three-level"):
+        yield planned(FOUR, name, "gpt2", within=ORDER)
+    axes: Sequence[tuple[str, int, dict[str, Any]]] = (
+        (DEEP, 3, {"mapping": {"node": {"pipeline": 2}}, "schedule": "zb-h1"}),
+        (WIDE, 1, {"mapping": {"package": {"tensor": 2}, "node": {"context": 2}}}),
+        ("deep experts", 2, {"mapping": {"node": {"pipeline": 2}}, "experts": {"package": {"expert": 2}}}),
+    )
+    for model, micros, changes in axes:
+        yield planned(FOUR, "zero2", model, micros=micros, within=ORDER, **changes)
+
+
+def more_on_four() -> Iterator[Planned]:
+    """The rest of what four ranks can run: nightly."""
+    for name in PRESETS:
+        yield planned(FOUR, name, DEEP, recompute=("block.[0246]",), micros=3, within=ORDER)
+    for schedule in SCHEDULES:
+        unit: dict[str, Any] = {"unit": 2} if schedule.startswith("zeropp") else {}
+        for place in ("node", "package"):
+            yield planned(
+                FOUR, "zero2", DEEP, micros=4, within=ORDER, mapping={place: {"pipeline": 2}}, schedule=schedule, **unit
+            )
+    for model in MODELS:
+        if model.startswith("wide") and "sixteens" not in model:
+            yield planned(FOUR, "three-level", model, mapping={"package": {"tensor": 2}}, micros=1, within=ORDER)
+            if not why_whole(MODELS[model].declared):
+                ring = {"node": {"context": 2}}
+                yield planned(FOUR, "zero3", model, mapping=ring, micros=1, rows=Rows(7), within=ORDER)
+
+
+ROOMS = {
+    each.__name__: each
+    for each in (
+        placements,
+        recomputed,
+        kept,
+        pipelines,
+        coded_edges,
+        tensors,
+        fused,
+        contexts,
+        experts,
+        wires,
+        optimizers,
+        islands,
+        scaled,
+        on_four,
+    )
+}
+NIGHTLY = {"more_on_four": more_on_four}

@@ -1,0 +1,43 @@
+"""Plans on the virtual device: the bits of the CPU, and no fault."""
+
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+from terrace.launch.start import LocalPool
+from tests.support.nightly import nightly
+from tests.virtual_cuda.plans import NIGHTLY, ROOMS, Planned, saved
+from tests.virtual_cuda.rank import check, check_resumed
+
+pytestmark = pytest.mark.timeout(360)
+
+
+@pytest.mark.parametrize("room", [*ROOMS, *nightly(*NIGHTLY)])
+def test_plans_have_the_bits_of_the_cpu(pool: LocalPool, room: str) -> None:
+    for _, found in groupby(sorted((ROOMS | NIGHTLY)[room](), key=_sizes), _sizes):
+        check(pool, list(found))
+
+
+def test_there_are_a_hundred_plans() -> None:
+    assert sum(len(list(room())) for room in ROOMS.values()) >= 100
+
+
+def test_an_event_that_is_over_at_once_changes_nothing(pool: LocalPool) -> None:
+    for _, found in groupby(sorted(some(), key=_sizes), _sizes):
+        check(pool, list(found), completes="early")
+
+
+def test_checkpoints_are_the_cpus(pool: LocalPool, tmp_path: Path) -> None:
+    check_resumed(pool, list(saved()), tmp_path)
+
+
+def _sizes(planned: Planned) -> tuple[int, ...]:
+    return planned.sizes
+
+
+def some() -> Iterator[Planned]:
+    """A plan for each use of an event: lanes, messages of stages, exchanges that are late."""
+    for room, index in (("placements", 0), ("pipelines", 2), ("islands", 2), ("wires", 3)):
+        yield list(ROOMS[room]())[index]
