@@ -9,7 +9,8 @@ its own epochs; a small source with a large weight has short ones.
 
 Step s takes the global positions s*batch ... (s+1)*batch - 1. Micro-batch m of data rank r holds the `micro_batch`
 consecutive positions from (m*num_data_ranks + r)*micro_batch on. Together the ranks' micro-batches are the global
-batch, whatever the world size. Every rank has equally many, and any step can be made without the steps before it.
+batch, whatever the world size, and any step can be made without the steps before it. Every rank has equally many, or,
+where groups of data ranks have `shares`, micro-batch m is dealt to those that have more than m (`micros_of_rank`).
 """
 
 import math
@@ -37,6 +38,7 @@ _ROWS_PLACED_AHEAD = 4096
 
 Ids = npt.NDArray[np.int64]
 Arrays = tuple[Ids, ...]  # inputs, labels and, where documents are kept apart, positions
+Shares = tuple[int, ...]  # micro-batches of each rank of equal groups of data ranks; empty: all ranks have equally many
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +100,7 @@ class SourceUse:
 
 
 class _Placed(NamedTuple):
-    key: tuple[int, ...]  # first step; data rank, their number, rows of a micro-batch
+    key: tuple[int, ...]  # first step; data rank, their number, rows of a micro-batch; shares
     sources: Ids  # (steps, rows of the rank), as are the samples
     samples: Ids
 
@@ -166,12 +168,14 @@ class Batches:
             for source, order, held, count in zip(self.sources, self._orders, self._held, taken, strict=True)
         ]
 
-    def micro_batches(self, step: int, data_rank: int, num_data_ranks: int, micro_batch: int) -> list[Arrays]:
+    def micro_batches(
+        self, step: int, data_rank: int, num_data_ranks: int, micro_batch: int, shares: Shares = ()
+    ) -> list[Arrays]:
         """The micro-batches of a data rank in `step`; each array is int64 of shape (micro_batch, sequence).
 
         Raises `DataError` unless batch is a multiple of num_data_ranks * micro_batch.
         """
-        if micro_batch < 1 or num_data_ranks < 1 or self.batch % (num_data_ranks * micro_batch):
+        if not shares and (micro_batch < 1 or num_data_ranks < 1 or self.batch % (num_data_ranks * micro_batch)):
             raise DataError(
                 f"batch = {self.batch} is not a multiple of num_data_ranks = {num_data_ranks} times "
                 f"micro_batch = {micro_batch}; change one of them"
@@ -179,7 +183,7 @@ class Batches:
         assert step >= 0, f"step {step}"
         assert 0 <= data_rank < num_data_ranks, f"data_rank {data_rank} of {num_data_ranks}"
         # All are read at once and then cut: a read costs as much as a thousand tokens.
-        whole = self.gather(*self._placed_ahead(step, data_rank, num_data_ranks, micro_batch))
+        whole = self.gather(*self._placed_ahead(step, shares, data_rank, num_data_ranks, micro_batch))
         ends = range(micro_batch, len(whole[0]) + 1, micro_batch)
         return [tuple(array[end - micro_batch : end] for array in whole) for end in ends]
 
@@ -199,9 +203,9 @@ class Batches:
         """Gathers `samples`, shape (n,), of the only source; returns arrays as `rows` does."""
         return self.gather(np.zeros_like(samples), samples)
 
-    def samples_of(self, step: int, data_rank: int, num_data_ranks: int, micro_batch: int) -> Ids:
+    def samples_of(self, step: int, data_rank: int, num_data_ranks: int, micro_batch: int, shares: Shares = ()) -> Ids:
         """Sample numbers of a data rank's rows in `step`, micro-batch after micro-batch, each within its source."""
-        return self._placed_ahead(step, data_rank, num_data_ranks, micro_batch)[1]
+        return self._placed_ahead(step, shares, data_rank, num_data_ranks, micro_batch)[1]
 
     def parts(self, step: int) -> list[Parts]:
         """For every row of the global batch of `step`, the column ranges of its documents with labels. Reads no
@@ -239,18 +243,19 @@ class Batches:
         found = [np.arange(first, first + held) for first, held in zip(firsts, self._held, strict=True)]
         return np.repeat(np.arange(len(found)), self._held), np.concatenate(found)
 
-    def _placed_ahead(self, step: int, *split: int) -> tuple[Ids, Ids]:
+    def _placed_ahead(self, step: int, shares: Shares, *split: int) -> tuple[Ids, Ids]:
         # Source and sample of the rows of a data rank in `step`. A pure function: only its last result is kept.
         data_rank, num_data_ranks, micro_batch = split
         num_rows = self.batch // num_data_ranks
         num_steps = max(1, _ROWS_PLACED_AHEAD // num_rows)
         first = step - step % num_steps
         ahead = self._ahead
-        if ahead is None or ahead.key != (first, *split):
-            rows = rows_of_rank(self.batch, data_rank, num_data_ranks, micro_batch)
+        key = (first, *split, *shares)
+        if ahead is None or ahead.key != key:
+            rows = rows_of_rank(self.batch, data_rank, num_data_ranks, micro_batch, shares)
             positions = np.arange(first, first + num_steps)[:, None] * self.batch + rows
             sources, samples = self._placed(positions.ravel())
-            ahead = _Placed((first, *split), sources.reshape(positions.shape), samples.reshape(positions.shape))
+            ahead = _Placed(key, sources.reshape(positions.shape), samples.reshape(positions.shape))
             self._ahead = ahead
         return ahead.sources[step - first], ahead.samples[step - first]
 
@@ -290,11 +295,27 @@ class Batches:
         )
 
 
-def rows_of_rank(batch: int, data_rank: int, num_data_ranks: int, micro_batch: int) -> Ids:
+def rows_of_rank(batch: int, data_rank: int, num_data_ranks: int, micro_batch: int, shares: Shares = ()) -> Ids:
     """Rows of a global batch that belong to a data rank, micro-batch after micro-batch."""
-    # Micro-batches are dealt to data ranks in turn, so the global batch is the same for any number of ranks.
-    micros = np.arange(data_rank, batch // micro_batch, num_data_ranks)
+    micros = micros_of_rank(batch // micro_batch, data_rank, num_data_ranks, shares)
     return (micros[:, None] * micro_batch + np.arange(micro_batch)).ravel()
+
+
+def micros_of_rank(num_micros: int, data_rank: int, num_data_ranks: int, shares: Shares = ()) -> Ids:
+    """Which of a global batch's `num_micros` micro-batches belong to a data rank.
+
+    Micro-batches are dealt to data ranks in turn, so the global batch is the same for any number of ranks. A rank of a
+    group with share s takes part in the first s rounds.
+    """
+    if not shares:
+        return np.arange(data_rank, num_micros, num_data_ranks, dtype=np.int64)
+    ranks, of_groups = num_data_ranks // len(shares), np.array(shares, dtype=np.int64)
+    group, place = divmod(data_rank, ranks)
+    rounds = np.arange(shares[group], dtype=np.int64)
+    before = np.minimum(of_groups[:, None], rounds).sum(axis=0)  # of one rank of every group, in the rounds before
+    earlier = (of_groups[:group, None] > rounds).sum(axis=0)  # groups that take part and are dealt to first
+    found: Ids = (before + earlier) * ranks + place
+    return found
 
 
 def _num_held(source: Source, num_samples: int, holdout: float) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from terrace.base.errors import DataError
-from terrace.data.batches import Arrays, Batches, Source, rows_of_rank
+from terrace.data.batches import Arrays, Batches, Shares, Source, rows_of_rank
 from terrace.data.config import HOLDOUT
 from terrace.data.documents import open_documents
 from terrace.data.pairs import PairRows
@@ -53,9 +53,11 @@ class EvalBatches:
         self._sources, self._samples = sources[taken], samples[taken]
         self.num_batches = -(-self.num_rows // batch)
 
-    def micro_batches(self, step: int, data_rank: int, num_data_ranks: int, micro_batch: int) -> list[Arrays]:
+    def micro_batches(
+        self, step: int, data_rank: int, num_data_ranks: int, micro_batch: int, shares: Shares = ()
+    ) -> list[Arrays]:
         """The micro-batches of a data rank in batch `step`: int64 arrays of shape (micro_batch, sequence)."""
-        whole = self.rows(step, rows_of_rank(self.batch, data_rank, num_data_ranks, micro_batch))
+        whole = self.rows(step, rows_of_rank(self.batch, data_rank, num_data_ranks, micro_batch, shares))
         ends = range(micro_batch, len(whole[0]) + 1, micro_batch)
         return [tuple(array[end - micro_batch : end] for array in whole) for end in ends]
 

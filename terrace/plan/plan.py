@@ -97,6 +97,8 @@ class Plan:
     schedule: str | None = None  # pipeline schedule: "1f1b", or "interleaved:3" for 3 chunks per stage
     update: Update = "adamw"  # `optimizer.name` with the numbers that sizes depend on (terrace.plan.update)
     stages: tuple[int, ...] = ()  # blocks per virtual stage, in model order; empty: balanced by predicted time
+    # Micro-batches of a step on each rank of each member of the outermost tier (terrace.plan.members); empty: equal
+    shares: tuple[int, ...] = field(default=(), metadata={"absent": ()})
     # The tier that is not synchronised every step, and how its islands exchange; None: all tiers are synchronised
     outer: Outer = field(default=ONE_ISLAND, metadata={"absent": ONE_ISLAND})
     # The states that are kept below the device between their uses

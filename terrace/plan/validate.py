@@ -13,6 +13,7 @@ from terrace.plan.context_rules import why_whole
 from terrace.plan.keep_rules import check_keep
 from terrace.plan.layout import DEVICE, Layout
 from terrace.plan.mapping_rules import check_table
+from terrace.plan.members import check_shares, num_shared_micros
 from terrace.plan.mesh import Mesh, tier_degrees
 from terrace.plan.outer_rules import check_outer, check_outer_tier
 from terrace.plan.plan import AXES, Plan
@@ -49,17 +50,20 @@ def validate(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> Layou
     check_stacks(cluster, plan, blocks)
     check_vocabulary(cluster, plan, blocks)
     check_keep(cluster, plan)
+    check_shares(cluster, plan, layout.settled())
     if parse_update(plan.update).takes_whole:
         check_whole_matrices(cluster, plan, blocks)
     return layout.settled()
 
 
 def num_micro_batches(plan: Plan, layout: Layout, batch: int) -> int:
-    """Number of micro-batches per rank for a global batch of `batch` sequences.
+    """Number of micro-batches per rank for a global batch of `batch` sequences; the largest, where members differ.
 
     Raises `PlanError` if the batch does not divide.
     """
     check_micro_batch(plan)
+    if plan.shares:
+        return num_shared_micros(plan, layout, batch)
     # Sequences in one micro-batch of all data ranks.
     unit = plan.micro_batch * layout.data_degree
     if batch < 1 or batch % unit:

@@ -11,6 +11,7 @@ from terrace.report.cycles import cycle_section, cycle_words
 from terrace.report.record import mean_by_name
 from terrace.report.sections import Section
 from terrace.simulate.cycle_timeline import cycle_timeline
+from terrace.simulate.members import member_step
 from terrace.simulate.recording import record
 from terrace.simulate.rows import passes_row, recording_rows
 from terrace.simulate.step import play_whole
@@ -30,7 +31,7 @@ def check_length(run: RunConfig) -> None:
 
 def predicted_rows(run: RunConfig, cluster: Cluster | None, group: str) -> list[TimelineRow]:
     """Rows of the predicted step of rank 0; raises `TerraceError` if it cannot be predicted."""
-    played = play_whole(step_of(run, cluster))
+    played = play_whole(member_step(step_of(run, cluster)))
     if len(played.programs) == 1:
         return recording_rows(record(played.programs[0], played.costs[0]), group)
     return [passes_row(played.programs[0], played.passes[0], group)]

@@ -7,6 +7,7 @@ from functools import cached_property
 from terrace.base.words import counted, quantity, seconds
 from terrace.cluster.cluster import Cluster
 from terrace.model.facts import family_of
+from terrace.plan.members import shares_words
 from terrace.planner.advice import Change, best_change, best_changes, changes, hiding
 from terrace.planner.verdicts import lack_words
 from terrace.program.program import Program
@@ -186,9 +187,11 @@ def advice_words(candidates: Sequence[Change], step_s: float, band: Band) -> str
 
 def step_words(run: RunConfig) -> str:
     """Batch and micro-batches of a step."""
+    shares = run.plan.shares
+    micros = counted(run.num_micros(), "micro-batch") if not shares else f"{shares_words(shares)} micro-batches"
     return (
         f"{run.batch_words} x {counted(run.train.sequence, 'token')}, "
-        f"{counted(run.num_micros(), 'micro-batch')} of {run.plan.micro_batch} per rank"
+        f"{micros} of {run.plan.micro_batch} per rank{' of each member' if shares else ''}"
         f"{f', in units of {run.plan.unit}' if run.plan.unit > 1 else ''}"
     )
 

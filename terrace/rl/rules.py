@@ -28,6 +28,12 @@ def check_sections(config: RlConfig) -> None:
     """Raise a `TerraceError` for sections that contradict each other."""
     if "fp16" in (config.plan.compute, *(plan.compute for plan in config.plans.values())):
         raise ConfigError("plan.compute = 'fp16': losses of token numbers are not scaled; use 'bf16' or 'fp32'")
+    for plan in (config.plan, *config.plans.values()):
+        if plan.shares:
+            raise ConfigError(
+                f"plan.shares = {list(plan.shares)} deals the batches of terrace train: learning from feedback deals "
+                "its rows evenly, so leave it out"
+            )
     algorithm, run = config.algorithm, config.run
     _check_compared(config)
     if algorithm.kl_coefficient and not run.reference:

@@ -15,6 +15,7 @@ from terrace.comm.pace import UNPACED, Pace
 from terrace.model.balance import BalanceConfig
 from terrace.model.spec import BlockSpec
 from terrace.plan.balance_rules import with_exchanged_choices
+from terrace.plan.members import num_micros_of
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.slices import slice_blocks
@@ -104,7 +105,7 @@ ALONE = RankSetup()
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Steps of `num_micros` micro-batches under a plan on a cluster.
+    """Steps of `num_micros` micro-batches under a plan on a cluster; a plan with `shares` has numbers of its own.
 
     Tensor and pipeline axes need the length of a `sequence`. `program` is a rank's own order of instructions, built
     for the same values. Unless `is_verified`, rank 0 verifies the stages against each other.
@@ -124,7 +125,8 @@ class Workload:
         unless `is_verified`: lowering is a pure function of values that all ranks share, so one verdict holds for all.
         Raises `ProgramError` if the program is wrong or was built for another run.
         """
-        cluster, plan, num_micros, sequence = self.cluster, self.plan, self.num_micros, self.sequence
+        cluster, plan, sequence = self.cluster, self.plan, self.sequence
+        num_micros = num_micros_of(cluster, plan, rank, self.num_micros)
         mesh = Mesh.of(cluster, plan)
         stage = mesh.stage(rank)
         if self.program is not None:

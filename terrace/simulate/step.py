@@ -19,6 +19,7 @@ from itertools import pairwise
 
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
+from terrace.plan.members import longest_cases, member_cases
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.stage import whole_stage
@@ -167,10 +168,19 @@ def bubble(reports: Sequence[StepReport]) -> float:
 
 
 def predict_step(step: Step, programs: Sequence[Program] = ()) -> Prediction:
-    """Predict a step; under a plan with islands, the mean step of the cycle.
+    """Predict a step; under a plan with islands, the mean step of the cycle. Where members differ, the slowest decides.
 
     `programs` are the step's, if already built. Raises `PlanError` for a plan that cannot run.
     """
+    known, *others = longest_cases(member_cases(step.cluster, step.plan, step.num_micros))
+    if not others and known == (step.cluster, step.num_micros):
+        return predict_alike(step, programs)
+    alike = (replace(step, cluster=cluster, num_micros=micros) for cluster, micros in (known, *others))
+    return max(map(predict_alike, alike), key=lambda each: each.step_s)
+
+
+def predict_alike(step: Step, programs: Sequence[Program] = ()) -> Prediction:
+    """As `predict_step`, with `step.num_micros` micro-batches on every rank."""
     return _with_cycle(_steady(resolved(step), programs))
 
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from terrace.cluster.cluster import Cluster
-from terrace.data.batches import Arrays, Batches
+from terrace.data.batches import Arrays, Batches, micros_of_rank
 from terrace.data.eval_batches import EvalBatches
 from terrace.data.samples import IGNORED, Parts
 from terrace.plan.context import CHUNKS_PER_RING_RANK, ContextGroup, chunk_tokens, local_tokens
@@ -71,7 +71,10 @@ class ContextBatches:
     ) -> None:
         self._batches, self._plan, self._num_micros, self._cost = batches, plan, num_micros, cost
         self._mesh, layout = Mesh.of(cluster, plan), Layout.of(cluster, plan)
-        self._data_rank, self._data_degree = layout.data_rank(rank), layout.data_degree
+        # The micro-batches of every data rank, in the order of terrace.data.batches.
+        num_micros_of_all, degree = batches.batch // plan.micro_batch, layout.data_degree
+        self._dealt = [micros_of_rank(num_micros_of_all, each, degree, plan.shares).tolist() for each in range(degree)]
+        self._data_rank = layout.data_rank(rank)
         self._group = ContextGroup.of(cluster, plan, rank)
         # Token layouts are built for one member of the context group.
         self._member = self._group.members.index(rank)
@@ -113,8 +116,8 @@ class ContextBatches:
         self, step: int, parts: Sequence[Parts], micro: int, first_row: int | None
     ) -> tuple[LocalMicro, Sequence[float]]:
         size, sequence = self._plan.micro_batch, self._batches.sequence
-        # Rows in the order of terrace.data.batches, so that all axes train on the same batch.
-        first = (micro * self._data_degree + self._data_rank) * size
+        # All axes train on the same batch.
+        first = self._dealt[self._data_rank][micro] * size
         whole = self._batches.rows(step, np.arange(first, first + size))
         begins = tuple(np.flatnonzero(document_begins(whole, sequence)).tolist())
         # Token layouts are cached by the document starts, which are all that they depend on.
@@ -126,9 +129,12 @@ class ContextBatches:
         )
         # Every rank predicts the seconds of all data ranks, to report the balance of the whole step.
         ring, seconds = self._mesh.total("ring"), []
-        for data_rank in range(self._data_degree):
-            first = (micro * self._data_degree + data_rank) * size
-            rows = [ring_seconds(parts[row], sequence, ring, self._cost) for row in range(first, first + size)]
+        for micros in self._dealt:
+            if micro >= len(micros):  # of a member with fewer
+                continue
+            first_there = micros[micro] * size
+            there = range(first_there, first_there + size)
+            rows = [ring_seconds(parts[row], sequence, ring, self._cost) for row in there]
             seconds += np.sum(rows, axis=0).tolist()
         return local, seconds
 

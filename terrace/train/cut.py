@@ -11,6 +11,7 @@ from terrace.base.words import counted
 from terrace.comm.collectives import DTYPES
 from terrace.plan.context import is_context_parallel
 from terrace.plan.dims import has_routers
+from terrace.plan.members import count_micros, micros_before
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from terrace.train.user_blocks import digest
@@ -36,11 +37,13 @@ class Cutter:
         if num < 1 or num % unit:
             below = num // unit * unit
             near = f"{below} or {below + unit}" if below else str(unit)
-            num_micros = self._engine.program.num_micros
-            num_ranks = unit // num_micros
+            num_micros, shares = self._engine.program.num_micros, self._engine.program.plan.shares
+            parts = f"{counted(unit // num_micros, 'data rank')} x {counted(num_micros, 'micro-batch')} = {unit}"
+            fix = "another num_micros"
+            if shares:
+                parts, fix = f"the {unit} micro-batches of plan.shares = {list(shares)}", "other shares"
             raise ConfigError(
-                f"a batch of {counted(num, 'sample')} does not divide into {counted(num_ranks, 'data rank')} x "
-                f"{counted(num_micros, 'micro-batch')} = {unit}: give {near}, or another num_micros"
+                f"a batch of {counted(num, 'sample')} does not divide into {parts}: give {near}, or {fix}"
             )
         size, plan = num // unit, self._engine.program.plan
         if (does := self._fixes_size()) and size != plan.micro_batch:
@@ -59,12 +62,13 @@ class Cutter:
         """
         num, unit = num_samples(tensors), self._unit()
         # Ranks that have less of their own than others still take part, and need a sample to copy.
-        of_ranks = self._engine.comm.exchange(num) if self._is_local else [num]
+        of_a_micro = -(-num // unit)
+        of_ranks = self._engine.comm.exchange(of_a_micro) if self._is_local else [of_a_micro]
         most = max(of_ranks)
         if min(of_ranks) < 1:
             raise ConfigError("a batch of 0 samples cannot be evaluated: give every rank one or more")
-        size = self._engine.program.plan.micro_batch if self._fixes_size() else -(-most // unit)
-        num_passes = -(-most // (unit * size))
+        size = self._engine.program.plan.micro_batch if self._fixes_size() else most
+        num_passes = -(-most // size)
         lacks = num_passes * unit * size - num
         if lacks:
             labels = tensors["labels"]
@@ -98,7 +102,8 @@ class Cutter:
                     )
 
     def _unit(self) -> int:
-        return (1 if self._is_local else self._engine.program.layout.data_degree) * self._engine.program.num_micros
+        program = self._engine.program
+        return program.num_micros if self._is_local else count_micros(program.plan, program.layout, program.num_micros)
 
     def _fixes_size(self) -> str:
         """Why every micro-batch must have `plan.micro_batch` samples; "" if it need not."""
@@ -109,10 +114,11 @@ class Cutter:
 
     def _cut(self, tensors: Tensors, size: int, step: int) -> list[Batch]:
         program, layout = self._engine.program, self._engine.program.layout
-        num_micros, place = program.num_micros, layout.data_rank(self._engine.rank)
+        num_micros, plan = program.num_micros, program.plan
+        before = micros_before(plan, layout, layout.data_rank(self._engine.rank), num_micros)
         # A whole batch is cut by data rank; a local one is this rank's already.
-        first = 0 if self._is_local else place * num_micros * size
-        row = (step * layout.data_degree + place) * num_micros * size
+        first = 0 if self._is_local else before * size
+        row = (step * count_micros(plan, layout, num_micros) + before) * size
         micros = []
         for micro, start in enumerate(range(first, first + num_micros * size, size)):
             rows = {name: self._placed(name, tensor[start : start + size]) for name, tensor in tensors.items()}

@@ -27,7 +27,8 @@ from terrace.runtime.engine import Engine
 from terrace.runtime.objective import ignored_label
 from terrace.runtime.random_state import restored
 from terrace.runtime.routing.load import Load
-from terrace.simulate.step import Prediction, Step, predict_step
+from terrace.simulate.members import predict_member
+from terrace.simulate.step import Prediction, Step
 from terrace.train.calibrate import measure, played_once
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -180,6 +181,6 @@ def predict(engine: Engine, seconds: Mapping[int, float], progress: Callable[[st
             sequence=program.model.sequence,
             work=tuple(flops),
         )
-        return predict_step(step)
+        return predict_member(step)
 
     return played_once(engine, play)[program.stage.index]

@@ -27,6 +27,7 @@ from terrace.model.balance import BalanceConfig
 from terrace.model.blocks import operations_of
 from terrace.model.spec import BlockSpec
 from terrace.plan.counts import num_choices
+from terrace.plan.members import most_micros
 from terrace.plan.plan import EXPERT_CHUNKS, Plan
 from terrace.plan.presets import parse_plan
 from terrace.plan.validate import validate
@@ -165,6 +166,16 @@ def read_plan(
     # A master copy in fp32 would round fp64 parameters at every step.
     master = "fp64" if compute == "fp64" and "master" not in table else found.master
     return replace(found, compute=compute, master=master)  # type: ignore[arg-type]
+
+
+def micros_of_shares(plan: Plan, num_micros: int) -> int:
+    """The most micro-batches on a rank. Raises `ConfigError` for a `num_micros` beside the shares of a plan."""
+    if plan.shares and num_micros != 1:
+        raise ConfigError(
+            f"num_micros = {num_micros} beside plan.shares = {list(plan.shares)}, the micro-batches of a rank of each "
+            "member: leave one of them out"
+        )
+    return most_micros(plan, num_micros)
 
 
 def read_optimizer(optimizer: OptimizerConfig | Mapping[str, Any] | None, lr: float) -> OptimizerConfig:

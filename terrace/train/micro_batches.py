@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from terrace.data.batches import Arrays, Batches
+from terrace.data.batches import Arrays, Batches, micros_of_rank
 from terrace.data.eval_batches import EvalBatches
 from terrace.plan.dims import has_routers
 from terrace.program.program import Program
@@ -39,13 +39,14 @@ class MicroBatches:
         context: ContextBatches | None = None,
     ) -> None:
         self._batches, self._context, self._has_routers = batches, context, has_routers(program.blocks)
-        self._program, self._place, self._pinned = program, program.layout.data_rank(rank), pinned
+        self._program, self._pinned = program, pinned
+        layout, plan = program.layout, program.plan
+        # Tensor and pipeline ranks of one data rank read the same rows.
+        self._dealt = layout.data_rank(rank), layout.data_degree, plan.micro_batch, plan.shares
 
     def step(self, step: int) -> StepBatches:
         if self._context is None:
-            # Tensor and pipeline ranks of one data rank read the same rows.
-            degree, size = self._program.layout.data_degree, self._program.plan.micro_batch
-            rows = self._batches.micro_batches(step, self._place, degree, size)
+            rows = self._batches.micro_batches(step, *self._dealt)
             return StepBatches([self._whole(step, micro, arrays) for micro, arrays in enumerate(rows)], None)
         local = self._context.step(step, self._has_routers)
         micros = [
@@ -63,12 +64,13 @@ class MicroBatches:
         inputs, labels, *positions = map(self._tensor, arrays)
         if not self._has_routers:
             return Batch(inputs, labels, *positions)
-        degree, size = self._program.layout.data_degree, self._program.plan.micro_batch
-        first = step * self._batches.batch + (micro * degree + self._place) * size
+        place, degree, size, shares = self._dealt
+        micros = micros_of_rank(self._batches.batch // size, place, degree, shares)
+        first = step * self._batches.batch + int(micros[micro]) * size
         lengths, pairs = None, self._batches.pairs
         if pairs is not None:
             assert isinstance(self._batches, Batches), "pairs are not evaluated"
-            samples = self._batches.samples_of(step, self._place, degree, size)
+            samples = self._batches.samples_of(step, *self._dealt)
             lengths = torch.from_numpy(pairs.lengths[samples[micro * size : (micro + 1) * size]])
         batch = Batch(inputs, labels, *positions).with_places(first, lengths=lengths)
         if not self._pinned or batch.places is None:

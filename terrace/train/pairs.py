@@ -18,7 +18,7 @@ from terrace.base.files import write_atomic
 from terrace.base.foreign import check_file
 from terrace.base.sealed import checksum
 from terrace.base.words import counted
-from terrace.data.batches import Batches
+from terrace.data.batches import Batches, rows_of_rank
 from terrace.model.decoder import token_loss
 from terrace.plan.dims import has_routers
 from terrace.runtime.batch import Batch
@@ -40,7 +40,7 @@ class Learning:
     def __init__(self, run: RunConfig, batches: Batches) -> None:
         self._run, self._batches, self._seen = run, batches, PairFigures()
         self._reference = torch.zeros(0, dtype=torch.float64)
-        self._place = (0, 1)
+        self._dealt: tuple[int, int, int, tuple[int, ...]] = (0, 1, 1, ())
 
     @property
     def objective(self) -> Objective:
@@ -68,8 +68,8 @@ class Learning:
         `note` receives lines for the user, `idle` the progress for the watchdog. Raises `CheckpointError` if the saved
         reference is missing, and `TrainingError` if the starting weights give non-finite values.
         """
-        layout = engine.program.layout
-        self._place = layout.data_rank(engine.rank), layout.data_degree
+        layout, plan = engine.program.layout, engine.program.plan
+        self._dealt = layout.data_rank(engine.rank), layout.data_degree, plan.micro_batch, plan.shares
         if self._run.train.objective != "dpo":
             return
         file, rows = job.folder / REFERENCE, self._batches.pairs
@@ -104,7 +104,7 @@ class Learning:
 
     def _with_reference(self, step: int, micros: list[Batch]) -> list[Batch]:
         size = self._run.plan.micro_batch
-        samples = self._batches.samples_of(step, *self._place, size)
+        samples = self._batches.samples_of(step, *self._dealt)
         references = torch.split(self._reference[torch.from_numpy(samples)], size)
         return [dpo_batch(micro, reference) for micro, reference in zip(micros, references, strict=True)]
 
@@ -126,23 +126,24 @@ def reference_of(engine: Engine, batches: Batches, micro_batch: int, idle: Calla
 
     `idle` receives the progress after each pass.
     """
-    rows, layout, num_micros = batches.pairs, engine.program.layout, engine.program.num_micros
+    rows, program, layout = batches.pairs, engine.program, engine.program.layout
     assert rows is not None, "only pairs have responses"
     degree, place = layout.data_degree, layout.data_rank(engine.rank)
     found = torch.full((rows.num_samples,), torch.nan, dtype=torch.float64)
-    size, ranks = degree * micro_batch * num_micros, range(engine.program.cluster.world_size)
-    places = [layout.data_rank(rank) for rank in ranks]
+    size, shares = batches.batch, program.plan.shares
+    places = [layout.data_rank(rank) for rank in range(program.cluster.world_size)]
     for first in range(0, rows.num_samples, size):
-        # Micro-batches are dealt to data ranks in turn: (num_micros, degree, micro_batch).
-        at = np.arange(first, first + size, dtype=np.int64).reshape(num_micros, degree, micro_batch)
+        # Of every data rank: (micro-batches, micro_batch), dealt as a step's.
+        of_ranks = [rows_of_rank(size, each, degree, micro_batch, shares) for each in range(degree)]
+        at = [first + each.reshape(-1, micro_batch) for each in of_ranks]
         # The last pass is filled up with the first samples, which are already scored.
-        micros = [_batch(engine, batches, each % rows.num_samples, int(each[0])) for each in at[:, place]]
+        micros = [_batch(engine, batches, each % rows.num_samples, int(each[0])) for each in at[place]]
         scores = [numbers.log_probs.sum(1).double().cpu() for numbers in engine.score(micros)]
         idle(f"scoring pairs with the starting weights, {min(first + size, rows.num_samples)} of {rows.num_samples}")
         # Exchanged after every pass: at the end, every rank would hold the samples of all ranks at once. Only the last
         # stage has any.
         for there, theirs in zip(places, engine.comm.exchange_tensors(scores), strict=True):
-            for samples, values in zip(at[:, there], theirs, strict=False):
+            for samples, values in zip(at[there], theirs, strict=False):
                 is_new = torch.from_numpy(samples < rows.num_samples)
                 found[torch.from_numpy(samples)[is_new]] = values[is_new]
     wrong = (~found.isfinite()).nonzero()

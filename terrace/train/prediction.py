@@ -16,7 +16,8 @@ from terrace.program.program import Program
 from terrace.program.verify_ranks import verify_stages
 from terrace.simulate.footprint import work_of
 from terrace.simulate.held_activations import activation_bytes, activations_by_block
-from terrace.simulate.step import Prediction, Step, predict_step, resolved
+from terrace.simulate.members import predict_member
+from terrace.simulate.step import Prediction, Step, resolved
 from terrace.train.config import RunConfig
 from terrace.train.rules import parts_of
 from terrace.train.utilisation import Utilisation, utilisation
@@ -78,7 +79,8 @@ def resolved_run(run: RunConfig) -> RunConfig:
 
 
 def predict(run: RunConfig, cluster: Cluster) -> Prediction:
-    return predict_step(step_of(run, cluster))
+    """The step as rank 0's member of the outermost tier sees it."""
+    return predict_member(step_of(run, cluster))
 
 
 def utilisation_of(run: RunConfig, cluster: Cluster, backend: str) -> Utilisation:
@@ -106,6 +108,8 @@ def checked_programs(config: RunConfig) -> list[Program]:
         return _newest[0][1]
     programs = build_stages(step.cluster, step.plan, step.blocks, step.num_micros, step.sequence)
     verify_stages(programs)
+    for share in set(step.plan.shares) - {step.num_micros}:  # of members with fewer micro-batches
+        verify_stages(build_stages(step.cluster, step.plan, step.blocks, share, step.sequence))
     # A pipeline keeps several micro-batches in flight, and the schedule decides how many.
     if len(programs) > 1:
         for program in programs:

@@ -14,9 +14,11 @@ import torch
 from terrace.base.errors import TrainingError
 from terrace.base.files import write_atomic
 from terrace.cluster.cluster import Cluster
+from terrace.plan.members import member_of
 from terrace.program.recording import Recording
 from terrace.runtime.engine import Engine
 from terrace.runtime.tracing import Tracer
+from terrace.simulate.members import member_step
 from terrace.simulate.recording import record
 from terrace.simulate.stages import Passed
 from terrace.simulate.step import play_whole
@@ -83,7 +85,8 @@ class Profiler(Hook):
 
     def _predicted(self) -> Recording | list[Passed]:
         # A trace shows every micro-batch, so the prediction is played whole.
-        played = play_whole(step_of(self._run, self._cluster))
+        member = member_of(self._run.cluster, self._engine.rank)
+        played = play_whole(member_step(step_of(self._run, self._cluster), member))
         if len(played.programs) == 1:
             return record(played.programs[0], played.costs[0])
         return list(played.passes[self._engine.program.stage.index])

@@ -19,6 +19,7 @@ from terrace.model.spec import BlockSpec
 from terrace.plan.balance_rules import check_balance
 from terrace.plan.context import is_context_parallel
 from terrace.plan.keep_rules import kept_in
+from terrace.plan.members import with_shared_size
 from terrace.plan.routes import lossy_messages
 from terrace.plan.validate import validate
 from terrace.train.config import RunConfig, parse_sections
@@ -32,14 +33,17 @@ def checked_run(table: Mapping[str, Any]) -> RunConfig:
 
     If the run trains on pairs, a micro-batch holds at least one pair. Raises the `TerraceError` of the first mistake.
     """
-    run = parse_sections(table)
+    run, free = parse_sections(table), free_numbers(table)
+    if run.plan.shares and "micro_batch" not in table["plan"]:
+        run = replace(run, plan=with_shared_size(run.plan, run.layout, run.rows))
     _check(run)
-    return _with_whole_pairs(run, free_numbers(table))
+    return _with_whole_pairs(run, free)
 
 
 def free_numbers(table: Mapping[str, Any]) -> list[str]:
-    """The numbers (micro_batch, unit) that the plan in a run's table leaves out."""
-    return [name for name in NUMBERS if name not in table["plan"]]
+    """The numbers (micro_batch, unit) that the plan in a run's table leaves open; shares determine the micro-batch."""
+    shared = ["micro_batch"] if table["plan"].get("shares") else []
+    return [name for name in NUMBERS if name not in (*table["plan"], *shared)]
 
 
 def _check(run: RunConfig) -> None:

@@ -1,9 +1,11 @@
 """Reports each step to the watchdog, and tells of ranks that have become slow or fast again (terrace.launch.slow)."""
 
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from terrace.launch.postmortem import in_words
 from terrace.launch.slow import in_lines
+from terrace.plan.members import num_micros_of
 from terrace.train.hooks import Hook, StepDone
 from terrace.train.metrics import own_seconds
 
@@ -18,11 +20,13 @@ class SlowRanks(Hook):
         self._dog, self._train, self._observer = rank.dog, rank.run.train, rank.observer
         self._known = frozenset[int]()
         program = rank.engine.program
-        ranks, mesh = range(program.cluster.world_size), program.mesh
-        # Ranks of one stage compute the same.
-        peers = [[each for each in ranks if mesh.stage(each) == stage] for stage in range(program.stage.num_stages)]
+        peers = defaultdict[tuple[int, int], list[int]](list)
+        for each in range(program.cluster.world_size):
+            # Ranks of one stage compute the same, if their members have equal shares.
+            micros = num_micros_of(program.cluster, program.plan, each, program.num_micros)
+            peers[program.mesh.stage(each), micros].append(each)
         if self._train.slow_factor:
-            self._dog.look_for_slow(peers, self._train.slow_factor, self._train.slow_steps)
+            self._dog.look_for_slow(list(peers.values()), self._train.slow_factor, self._train.slow_steps)
 
     def stepped(self, done: StepDone) -> None:
         lookout = self._dog.lookout

@@ -37,7 +37,15 @@ from terrace.runtime.step_sums import StepResult
 from terrace.train.cut import Cutter
 from terrace.train.evaluated import Evaluated, evaluated
 from terrace.train.first_step import CheckedLoss, FirstStep, Loss, predict
-from terrace.train.joining import find_world, read_balance, read_cluster, read_optimizer, read_plan, resolved_plan
+from terrace.train.joining import (
+    find_world,
+    micros_of_shares,
+    read_balance,
+    read_cluster,
+    read_optimizer,
+    read_plan,
+    resolved_plan,
+)
 from terrace.train.trainer_report import StepTimes, TrainerReport
 from terrace.train.user_blocks import UserBlocks, declared_of, hidden_dims, move_buffers, spread, whole_values
 
@@ -56,7 +64,7 @@ class Trainer:
       the losses of its two halves.
     - `optimizer`: keys of AdamW as in the section `[optimizer]` of a run; by default with weight decay 0.1 on matrices
       and the gradient norm clipped at 1.
-    - `num_micros`: number of micro-batches into which a rank cuts its part of a batch.
+    - `num_micros`: number of micro-batches into which a rank cuts its part of a batch; `plan.shares` replace it.
     - `local_batches`: `step` receives this rank's part of the batch, equal on ranks that share a data rank; otherwise
       the whole batch, equal on every rank.
     - `activation=(sequence, hidden)`: shape of the tensor between blocks, for one sample. Needed by a pipeline and a
@@ -112,6 +120,7 @@ class Trainer:
             self.plan = read_plan(plan, self.cluster, set(self._blocks.dtypes.values()), settings.update)
             # Without declared dims, the hidden size tells which dim a pipeline's messages have.
             declared = declared or declared_of(modules) or hidden_dims(specs, activation)
+            num_micros = micros_of_shares(self.plan, num_micros)
             self.plan, note = resolved_plan(self.cluster, self.plan, with_dims(specs, declared), num_micros, activation)
             self._joined.note(note)
             if self.plan.balance == "cost":

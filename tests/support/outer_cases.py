@@ -17,6 +17,7 @@ from terrace.runtime.engine import Engine
 from terrace.runtime.outer_state import OuterState
 from tests.support.outer_reference import Micro, OuterLoop, OuterReference
 from tests.support.parity import TOLERANCE, Case, engine_of, gathered
+from tests.support.shares import micros_of
 from tests.support.toys import MODELS
 
 
@@ -118,6 +119,12 @@ def trained(world: World, cluster: Cluster, case: Case) -> Found:
 def islands_of(case: Case, cluster: Cluster) -> list[list[int]]:
     """Rows of the global batch by island: a micro-batch has one row for each data rank, the inner tiers fastest."""
     layout = Layout.of(cluster, case.plan)
+    if case.plan.shares:
+        dealt, inside = micros_of(cluster.world_size, case.plan.shares), cluster.world_size // layout.num_islands
+        return [
+            [row for rank in range(first, first + inside) for row in dealt[rank]]
+            for first in range(0, cluster.world_size, inside)
+        ]
     ranks, num = layout.data_degree, layout.num_islands
     inside = ranks // num
     places = [range(island * inside, (island + 1) * inside) for island in range(num)]

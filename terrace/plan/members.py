@@ -1,0 +1,169 @@
+"""Members of the outermost tier with different numbers of micro-batches in a step (`Plan.shares`).
+
+A member that is twice as fast gets twice as many micro-batches, so that all are done at the same time. Losses and
+gradients are sums, divided by the tokens of the whole batch (or, in exchanges of islands, weighted by the tokens of
+each), so the result is that of the same batch under equal shares.
+
+Members then run programs of different lengths, so only messages that every program has equally often may cross the
+tier between them: those once a step, or once a unit if all have as many units.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from terrace.base.errors import PlanError
+from terrace.base.words import counted
+from terrace.cluster.cluster import Cluster
+from terrace.plan.layout import Layout
+from terrace.plan.mesh import ORDER, Mesh
+from terrace.plan.plan import Plan
+from terrace.plan.stage import count_units
+
+
+def member_of(cluster: Cluster, rank: int) -> int:
+    """Index of the member of the outermost tier that `rank` belongs to."""
+    return cluster.coordinates(rank)[-1]
+
+
+def num_micros_of(cluster: Cluster, plan: Plan, rank: int, num_micros: int) -> int:
+    """Micro-batches of a step on `rank`; `num_micros` without shares."""
+    return plan.shares[member_of(cluster, rank)] if plan.shares else num_micros
+
+
+def most_micros(plan: Plan, num_micros: int = 1) -> int:
+    """The largest number of micro-batches on a rank; `num_micros` without shares."""
+    return max(plan.shares, default=num_micros)
+
+
+def count_micros(plan: Plan, layout: Layout, num_micros: int) -> int:
+    """Micro-batches of a step on all data ranks, each of which has `num_micros` without shares."""
+    if not plan.shares:
+        return layout.data_degree * num_micros
+    return sum(plan.shares) * ranks_of_member(plan, layout)
+
+
+def micros_before(plan: Plan, layout: Layout, data_rank: int, num_micros: int) -> int:
+    """Micro-batches of the data ranks before `data_rank`; arguments as in `count_micros`."""
+    if not plan.shares:
+        return data_rank * num_micros
+    ranks = ranks_of_member(plan, layout)
+    member, place = divmod(data_rank, ranks)
+    return sum(plan.shares[:member]) * ranks + plan.shares[member] * place
+
+
+def ranks_of_member(plan: Plan, layout: Layout) -> int:
+    """Data ranks of each member of the outermost tier, for a plan with shares."""
+    return layout.data_degree // len(plan.shares)
+
+
+def tokens_over_own(cluster: Cluster, plan: Plan, layout: Layout, rank: int) -> float:
+    """Tokens of all islands over those of the island of `rank`; 1 without islands."""
+    if not plan.shares or layout.num_islands == 1:
+        return float(layout.num_islands)
+    mean = sum(plan.shares) / len(plan.shares)
+    return layout.num_islands * mean / num_micros_of(cluster, plan, rank, 1)
+
+
+def shares_words(shares: tuple[int, ...]) -> str:
+    """Shares in words: `5 + 3`, or `5 + 3 x 4` for four members of three."""
+    runs: list[tuple[int, int]] = []
+    for share in shares:
+        same = bool(runs) and runs[-1][0] == share
+        runs[-1:] = [(share, runs[-1][1] + 1)] if same else [*runs[-1:], (share, 1)]
+    return " + ".join(f"{share} x {times}" if times > 1 else f"{share}" for share, times in runs)
+
+
+def member_cases(cluster: Cluster, plan: Plan, num_micros: int) -> list[tuple[Cluster, int]]:
+    """Of each member of the outermost tier: the cluster if all were like it, and the micro-batches of a rank.
+
+    `num_micros` is the number without shares.
+    """
+    shares = plan.shares or (num_micros,) * cluster.tiers[-1].size
+    return [(cluster, share) for share in shares]
+
+
+def longest_cases(cases: Iterable[tuple[Cluster, int]]) -> list[tuple[Cluster, int]]:
+    """Of `member_cases`, for each kind of member that with most micro-batches: one of them has the longest step."""
+    most: dict[Cluster, int] = {}
+    for cluster, num_micros in cases:
+        most[cluster] = max(num_micros, most.get(cluster, 0))
+    return list(most.items())
+
+
+def check_shares(cluster: Cluster, plan: Plan, layout: Layout) -> None:
+    """Raise `PlanError` for shares of members that are not there, or that talk more often than once a step.
+
+    `layout` is settled.
+    """
+    if not plan.shares:
+        return
+    tier, here = cluster.tiers[-1], f"shares = {list(plan.shares)}"
+    if len(plan.shares) != tier.size:
+        raise PlanError(
+            f"{here}: the outermost tier {tier.name!r} has {counted(tier.size, 'member')}: give the number of "
+            "micro-batches of each"
+        )
+    if min(plan.shares) < 1:
+        raise PlanError(
+            f"{here}: member {plan.shares.index(min(plan.shares))} would have no micro-batch, and all members take "
+            "part in a step: give it 1 or more, or take it out of the cluster"
+        )
+    _check_axes(cluster, plan, here)
+    if plan.balance == "cost":
+        raise PlanError(
+            f'{here} deals micro-batches to members, and balance = "cost" deals documents to all ranks: leave one of '
+            "them out"
+        )
+    _check_units(cluster, plan, layout, here)
+
+
+def with_shared_size(plan: Plan, layout: Layout, batch: int) -> Plan:
+    """The plan with the micro-batch at which its shares add up to `batch` sequences; unchanged if there is none."""
+    size, rest = divmod(batch, max(1, sum(plan.shares) * ranks_of_member(plan, layout)))
+    return plan if rest or size < 1 else replace(plan, micro_batch=size)
+
+
+def num_shared_micros(plan: Plan, layout: Layout, batch: int) -> int:
+    """The largest of a plan's shares. Raises `PlanError` unless they add up to a batch of `batch` sequences."""
+    ranks = ranks_of_member(plan, layout)
+    dealt = sum(plan.shares) * ranks * plan.micro_batch
+    if dealt != batch:
+        wanted, rest = divmod(batch, ranks * plan.micro_batch)
+        fix = f"give shares that add up to {wanted}" if wanted >= len(plan.shares) and not rest else "change the batch"
+        raise PlanError(
+            f"shares = {list(plan.shares)} are {sum(plan.shares)} micro-batches of micro_batch = {plan.micro_batch} on "
+            f"each of {ranks} data ranks of a member, together {dealt} sequences, and batch = {batch}: {fix}, or write "
+            f"batch = {dealt}"
+        )
+    return max(plan.shares)
+
+
+def _check_axes(cluster: Cluster, plan: Plan, here: str) -> None:
+    tier, mesh = cluster.tiers[-1].name, Mesh.of(cluster, plan)
+    factorings = {axis: mesh.of_stacks(axis == "expert") for axis in ORDER if axis != "data"}
+    crossing = [axis for axis, own in factorings.items() if own.group(axis)[-1] > 1]
+    if mesh.tables is not None and mesh.tables.group("expert")[-1] > 1:
+        crossing.append("vocabulary")
+    if crossing:
+        raise PlanError(
+            f"{here}: the {crossing[0]} axis crosses tier {tier!r} with messages in every micro-batch, of which "
+            "members would have different numbers: give that tier to the data axis alone, or leave shares out"
+        )
+
+
+def _check_units(cluster: Cluster, plan: Plan, layout: Layout, here: str) -> None:
+    # Members with equally many units send equally many messages.
+    if len({count_units(share, plan.unit) for share in plan.shares}) == 1:
+        return
+    tier = cluster.tiers[-1].name
+    # The first gather of a step writes a secondary copy, which serves the others.
+    gathered = layout.params == layout.outermost and not layout.has_secondary
+    often = {"grads": layout.grads == layout.outermost, "params": gathered}
+    for state, crosses in often.items():
+        if crosses:
+            what = "reduced" if state == "grads" else "gathered"
+            raise PlanError(
+                f"{here}: {state} = {getattr(plan, state)!r} are {what} across tier {tier!r} for every unit of "
+                f"{counted(plan.unit, 'micro-batch')}, and members would have different numbers of units: place "
+                f"{state} inside {tier!r}, or write unit = {max(plan.shares)}"
+            )

@@ -1,0 +1,155 @@
+"""Members of the outermost tier with different numbers of micro-batches, against one plain process on whole batches."""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from terrace.cluster.cluster import Cluster
+from terrace.launch.start import LocalPool
+from terrace.plan.outer import Outer
+from terrace.plan.plan import Plan
+from terrace.plan.presets import preset
+from terrace.program.lowering import build
+from terrace.runtime.settings import OptimizerConfig
+from tests.support.checkpoints import contents, differing
+from tests.support.nightly import nightly
+from tests.support.outer_cases import check
+from tests.support.parity import ADAMW, TOLERANCE, Case, data_rows, exact, flatten, make_adamw, run, trainable
+from tests.support.shares import own_rows
+from tests.support.tiny_runs import losses, terrace, write_run
+from tests.support.toys import MODELS, WHOLE_ROWS, cluster_of, count_tokens, run_blocks
+
+SGD = OptimizerConfig(name="sgd", lr=0.05, clip=0.5, weight_decay=0.0)
+PAIRS, FOUR = cluster_of(2, 2), cluster_of(1, 4)  # two members of two ranks, four members of one
+NUM_STEPS = 2
+INSIDE = {"params": "package", "grads": "package", "optimizer": "package"}
+
+
+def case_of(cluster: Cluster, name: str, shares: Sequence[int], settings: OptimizerConfig, **changes: object) -> Case:
+    plan = replace(exact(name, cluster, **changes), shares=tuple(shares))
+    return Case(plan, model="llama tied", optimizer=settings, batches=own_rows, num_steps=NUM_STEPS)
+
+
+@cache
+def alone(model_name: str, num_rows: int, name: str) -> tuple[list[float], list[float], Tensor]:
+    """Losses, gradient norms and parameters of torch's optimizer on whole batches in this process."""
+    model = MODELS[model_name]
+    blocks = model.blocks(torch.float64)
+    parameters = trainable(blocks)
+    settings = {"adamw": ADAMW, "sgd": SGD}[name]
+    optimizer = make_adamw(parameters) if name == "adamw" else torch.optim.SGD(parameters, lr=SGD.lr)
+    losses, norms = list[float](), list[float]()
+    for step in range(NUM_STEPS):
+        batch = WHOLE_ROWS.batch(step, num_rows)
+        optimizer.zero_grad()
+        loss = model.objective(run_blocks(blocks, batch.inputs), batch.labels) / count_tokens(batch.labels)
+        torch.autograd.backward(loss)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, settings.clip)))
+        losses.append(float(loss.detach()))
+        optimizer.step()
+    return losses, norms, flatten(blocks)
+
+
+def rows_of(cluster: Cluster, plan: Plan) -> int:
+    return sum(plan.shares) * cluster.world_size // len(plan.shares) * plan.micro_batch
+
+
+VECTORS: dict[str, tuple[Cluster, str, dict[str, Any]]] = {
+    "1 2": (PAIRS, "zero2", {"grads": "package"}),
+    "2 1": (PAIRS, "ddp", {}),
+    "5 3": (PAIRS, "zero3", INSIDE),
+    "1 4": (PAIRS, "zero1", {"micro_batch": 2}),
+    "4 2": (PAIRS, "zero3", {"unit": 4}),
+    "3 4": (PAIRS, "zero3", {"unit": 2}),
+    "3 1 2 1": (FOUR, "ddp", {}),
+    "1 2 3 4": (FOUR, "zero1", {}),
+    "2 2 1 1": (FOUR, "zero2", {"unit": 2}),
+    "4 1 1 2": (FOUR, "zero3", {"unit": 4}),
+}
+DEFAULT = ("5 3", "4 2", "3 1 2 1")
+CASES = {f"{shares}, {optimizer.name}": (shares, optimizer) for shares in VECTORS for optimizer in (ADAMW, SGD)}
+
+
+@pytest.mark.parametrize("name", [each if each.split(",")[0] in DEFAULT else nightly(each)[0] for each in CASES])
+def test_shares_train_as_one_process(pool: LocalPool, name: str) -> None:
+    shares, optimizer = CASES[name]
+    cluster, preset, changes = VECTORS[shares]
+    case = case_of(cluster, preset, [int(each) for each in shares.split()], optimizer, **changes)
+    (outcomes,) = run(pool, cluster, [case])
+    losses, norms, parameters = alone("llama tied", rows_of(cluster, case.plan), optimizer.name)
+    for outcome in outcomes:
+        assert outcome.losses == pytest.approx(losses, abs=TOLERANCE)
+        assert outcome.norms == pytest.approx(norms, abs=TOLERANCE)
+        assert outcome.parameters.sub(parameters).abs().max() < TOLERANCE
+        assert not outcome.complaint  # bytes of the ledger, order of messages
+
+
+def island_case(cluster: Cluster, tier: str, shares: tuple[int, ...], **outer: Any) -> Case:
+    inside = {"node": "package", "package": "device"}[tier] if cluster is PAIRS else "device"
+    kept = dict.fromkeys(("params", "grads", "optimizer"), inside)
+    plan = replace(exact("zero3", cluster, outer=Outer(tier=tier, **outer), **kept), shares=shares)
+    return Case(plan, num_steps=2 * plan.outer.every + 1, batches=own_rows)
+
+
+ISLANDS: dict[str, Case] = {
+    "members, average": island_case(PAIRS, "node", (3, 1), every=2, optimizer="average"),
+    "members, late in turns": island_case(PAIRS, "node", (1, 2), every=4, fragments=2, delay=2, keep=0.5),
+    "every rank": island_case(PAIRS, "package", (2, 1), every=3),
+    "four, CO2": island_case(FOUR, "node", (3, 1, 2, 1), every=3, delay=3, optimizer="momentum", penalty=True),
+}
+
+
+@pytest.mark.parametrize("name", ["members, late in turns", *nightly(*(set(ISLANDS) - {"members, late in turns"}))])
+def test_islands_with_shares_equal_their_simulation(pool: LocalPool, name: str) -> None:
+    case = ISLANDS[name]
+    cluster = FOUR if len(case.plan.shares) == 4 else PAIRS
+    check(pool, cluster, [case])
+
+
+def test_equal_shares_are_no_shares(pool: LocalPool) -> None:
+    """The same programs, and the same bits in fp32."""
+    plain = replace(preset("zero1", PAIRS), compute="fp32", messages=None)
+    equal = replace(plain, shares=(2, 2))
+    blocks = MODELS["llama tied"].declared
+    one, other = (build(PAIRS, plan, blocks, 2).instructions for plan in (plain, equal))
+    assert tuple(one) == tuple(other)
+    dealt = [
+        replace(case_of(PAIRS, "zero1", (), ADAMW), plan=plan, num_micros=2, batches=data_rows)
+        for plan in (plain, equal)
+    ]
+    (found, again) = run(pool, PAIRS, dealt)
+    for before, after in zip(found, again, strict=True):
+        assert (before.losses, before.norms) == (after.losses, after.norms)
+        assert torch.equal(before.parameters, after.parameters)
+
+
+def test_a_run_resumes_to_the_bit_and_into_other_shares(tmp_path: Path) -> None:
+    """With a hold-out; in fp64, so that other sums of the same rows show no difference."""
+    write_run(tmp_path, 1, 2, plan="ddp", checkpoint_every=3, eval_every=3)
+    exactly = ("--plan.compute", "fp64", "--plan.master", "fp64", "--data.holdout", "8", "--plan.shares")
+
+    def train(folder: str, shares: str, *words: str) -> None:
+        done = terrace("train", *words, "--folder", folder, *exactly, shares, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+
+    train("equal", "[4, 4]", "--config", "run.toml")
+    train("whole", "[6, 2]", "--config", "run.toml")
+    assert losses(tmp_path / "whole") == pytest.approx(losses(tmp_path / "equal"), abs=1e-9)
+    for shares in ("[6, 2]", "[3, 5]"):
+        begun = tmp_path / "begun"
+        shutil.copytree(tmp_path / "whole", begun)
+        shutil.rmtree(begun / "checkpoints" / "step-00000006")
+        done = terrace("train", "--resume", "begun", "--plan.shares", shares, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        kept, again = (contents(each / "checkpoints" / "step-00000006") for each in (tmp_path / "whole", begun))
+        if shares == "[6, 2]":
+            assert differing(kept, again) == []
+        assert all(torch.allclose(kept[name], again[name], rtol=0, atol=1e-9) for name in kept)
+        shutil.rmtree(begun)
