@@ -168,16 +168,6 @@ def read_plan(
     return replace(found, compute=compute, master=master)  # type: ignore[arg-type]
 
 
-def micros_of_shares(plan: Plan, num_micros: int) -> int:
-    """The most micro-batches on a rank. Raises `ConfigError` for a `num_micros` beside the shares of a plan."""
-    if plan.shares and num_micros != 1:
-        raise ConfigError(
-            f"num_micros = {num_micros} beside plan.shares = {list(plan.shares)}, the micro-batches of a rank of each "
-            "member: leave one of them out"
-        )
-    return most_micros(plan, num_micros)
-
-
 def read_optimizer(optimizer: OptimizerConfig | Mapping[str, Any] | None, lr: float) -> OptimizerConfig:
     """Resolves `optimizer`, a value or a table, with learning rate `lr`. Raises `ConfigError`."""
     if isinstance(optimizer, OptimizerConfig):
@@ -213,9 +203,14 @@ def resolved_plan(
     the plan and a note.
 
     Without `activation` (sequence, hidden) they stay left out, which means one chunk, and the note says so. Raises
-    `PlanError` for a plan that does not suit the cluster or the blocks, and `ClusterError` for a dtype that the device
-    has no rate for.
+    `ConfigError` for a `num_micros` beside shares, `PlanError` for a plan that does not suit the cluster or the blocks,
+    and `ClusterError` for a dtype that the device has no rate for.
     """
+    if plan.shares and num_micros != 1:
+        raise ConfigError(
+            f"num_micros = {num_micros} beside plan.shares = {list(plan.shares)}, the micro-batches of a rank of each "
+            "member: leave one of them out"
+        )
     if plan.finds_gaps:
         raise PlanError('expert_gaps = "auto" is for commands: give a Trainer the shares that terrace simulate prints')
     validate(cluster, plan, blocks)
@@ -230,7 +225,7 @@ def resolved_plan(
         cluster=cluster,
         plan=plan,
         blocks=tuple(blocks),
-        num_micros=num_micros,
+        num_micros=most_micros(plan, num_micros),
         sequence=sequence,
         work=work_of(cluster, plan, operations_of(blocks), sequence),
     )

@@ -39,7 +39,6 @@ from terrace.train.evaluated import Evaluated, evaluated
 from terrace.train.first_step import CheckedLoss, FirstStep, Loss, predict
 from terrace.train.joining import (
     find_world,
-    micros_of_shares,
     read_balance,
     read_cluster,
     read_optimizer,
@@ -120,7 +119,6 @@ class Trainer:
             self.plan = read_plan(plan, self.cluster, set(self._blocks.dtypes.values()), settings.update)
             # Without declared dims, the hidden size tells which dim a pipeline's messages have.
             declared = declared or declared_of(modules) or hidden_dims(specs, activation)
-            num_micros = micros_of_shares(self.plan, num_micros)
             self.plan, note = resolved_plan(self.cluster, self.plan, with_dims(specs, declared), num_micros, activation)
             self._joined.note(note)
             if self.plan.balance == "cost":
