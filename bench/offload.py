@@ -7,17 +7,17 @@
 Each way of keeping is a process of its own, one rank on a CPU. Its anonymous memory (RssAnon of /proc/self/status) is
 compared with the model state that the program predicts, over that of the other way; bytes with the kernel's counters
 (/proc/self/io); and a step with the larger of its passes and its bytes at the rate that the disk reached before. With
-`--limit`, the process is put into a cgroup of so many bytes of memory (v1, as root).
+`--limit`, the process is put into a memory group (bench.memory_group).
 """
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,10 @@ import torch
 
 import terrace
 from bench.common import decoder, real_blocks
+from bench.memory_group import memory_group
 from terrace.model.blocks import block_specs
 from terrace.model.decoder import token_loss
 from terrace.plan.wire import MessageClass
-
-_GROUPS = Path("/sys/fs/cgroup/memory")
 
 
 def anonymous_bytes() -> int:
@@ -103,25 +102,14 @@ def measure(options: argparse.Namespace, medium: str) -> dict[str, Any]:
 
 def in_process(options: argparse.Namespace, medium: str, words: Sequence[str]) -> dict[str, Any]:
     """`measure` in a process of its own."""
-    group = _GROUPS / f"terrace-offload-{os.getpid()}"
-
-    def enter() -> None:
-        (group / "cgroup.procs").write_text(str(os.getpid()))
-
-    if options.limit:
-        group.mkdir()
-        (group / "memory.limit_in_bytes").write_text(str(int(options.limit)))
-    try:
+    with memory_group(int(options.limit)) if options.limit else nullcontext() as group:
         done = subprocess.run(
             [sys.executable, "-m", "bench.offload", *words, "--measure", medium],
             capture_output=True,
             text=True,
             check=False,
-            preexec_fn=enter if options.limit else None,
+            preexec_fn=None if group is None else group.enter,
         )
-    finally:
-        if options.limit:
-            group.rmdir()
     if done.returncode:
         return {"error": f"exit {done.returncode}: {done.stderr.strip().splitlines()[-1:]}"}
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

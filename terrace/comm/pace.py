@@ -1,4 +1,4 @@
-"""The pace of a rank's messages: none here, or that of a product (`terrace.base.products`) under `TERRACE_PACE`."""
+"""The pace of messages and of the media below a device: none, or, at `TERRACE_PACE`, that of a product (the lab)."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import cast
@@ -6,6 +6,7 @@ from typing import cast
 from terrace.base.errors import ConfigError
 from terrace.base.products import first
 from terrace.cluster.cluster import Cluster
+from terrace.plan.wire import MessageClass
 
 
 class Pace:
@@ -34,6 +35,11 @@ class Pace:
 
 
 UNPACED = Pace()
+
+
+def lane_below(message: MessageClass, medium: str) -> str:
+    """The name, in place of a tier's, of the lane that carries `message` (KEEP_READ or KEEP_WRITE) of a medium."""
+    return f"{message.value} of {medium}"
 
 
 def pace_of(cluster: Cluster, scale: float | None) -> Pace:

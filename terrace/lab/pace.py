@@ -6,6 +6,7 @@ Each tier is one link of this rank, on which a collective takes at least
 
 from its start, or from the end of earlier messages of other threads on this link. Traffic is not shaped: a link that
 is slower than this stays slower, and a `shared` tier is modelled only by its bandwidth, which is a rank's share.
+A medium below the device has a link each way, at its share of the cluster's rates and without latency.
 Sleeps end about 0.1 ms late. No torch here: the caller reports the bytes sent.
 """
 
@@ -17,7 +18,8 @@ from contextlib import contextmanager
 
 from terrace.base.errors import ConfigError
 from terrace.cluster.cluster import Cluster
-from terrace.comm.pace import Pace
+from terrace.comm.pace import Pace, lane_below
+from terrace.plan.wire import MessageClass
 
 
 class Pacer(Pace):
@@ -40,11 +42,18 @@ class Pacer(Pace):
             raise ConfigError(f"pace {scale} must be a number above 0: 0.1 makes every link ten times slower")
         self._cluster, self._scale, self._clock, self._sleep = cluster, scale, clock, sleep
         self._lock = threading.Lock()
-        self._free_s = dict.fromkeys((tier.name for tier in cluster.tiers), -math.inf)  # when each link is idle
+        self._below = dict[str, float]()  # lane of a medium -> seconds of a byte
+        for name, medium in cluster.device.below.items():
+            self._below[lane_below(MessageClass.KEEP_READ, name)] = medium.read_s(1)
+            self._below[lane_below(MessageClass.KEEP_WRITE, name)] = medium.write_s(1)
+        links = (*(tier.name for tier in cluster.tiers), *self._below)
+        self._free_s = dict.fromkeys(links, -math.inf)  # when each link is idle
 
     def least_s(self, tier_name: str, num_bytes: int, num_messages: int = 1) -> float:
         if tier_name == "device":
             raise ConfigError("a device has no link to pace: nothing is sent on it")
+        if tier_name in self._below:
+            return num_bytes * self._below[tier_name] / self._scale
         tier = self._cluster.tiers[self._cluster.index(tier_name)]
         return num_messages * tier.latency_s / self._scale + num_bytes / (tier.bandwidth_bytes_per_s * self._scale)
 

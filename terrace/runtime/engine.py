@@ -32,7 +32,7 @@ from terrace.runtime.context.axis import check_declared
 from terrace.runtime.finite import Examination, NotFinite, agree, examine
 from terrace.runtime.kept.below import below_of
 from terrace.runtime.linear import WeightGradients
-from terrace.runtime.malloc import keep_freed_memory
+from terrace.runtime.malloc import keep_freed_memory, return_freed_memory
 from terrace.runtime.model_state import ModelState, check_settings
 from terrace.runtime.objective import Objective, check_objective, ignored_label, reading_tokens, reading_values
 from terrace.runtime.random_state import restored, undisturbed
@@ -86,8 +86,10 @@ class Engine:
         # Not the new modules' values: initial values are slices of the whole parameters.
         self.axes, modules, objective = apply_axes(modules, objective, self.comm, self.clock, weights)
         self.below = below_of(
-            self.program, self.device, setup.keep_folder, self.comm.ledger, self.comm.meter, self.clock
+            self.program, self.device, setup.keep_folder, self.comm.ledger, self.comm.meter, self.clock, setup.pacer
         )
+        if plan.keep.is_below and self.device.type == "cpu":  # the values of one block at a time
+            return_freed_memory()
         self.state = ModelState(
             self.program,
             rank,

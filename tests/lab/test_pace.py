@@ -2,12 +2,15 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
 from terrace.base.errors import ClusterError, ConfigError
+from terrace.cluster.below import Medium
 from terrace.cluster.cluster import Cluster, Tier
 from terrace.lab.pace import Pacer
+from terrace.runtime.kept.channel import Paced
 from tests.support.toys import cluster_of
 
 
@@ -120,3 +123,30 @@ def test_the_real_clock() -> None:
     for thread in threads:
         thread.join()
     assert time.monotonic() - begin_s > 0.039
+
+
+class Memory:
+    """A store of one piece."""
+
+    sizes = (500_000,)
+
+    def read(self, number: int, memory: memoryview) -> None:
+        memory[0] = 7
+
+    write = read
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_medium_below_the_device_is_held_to_its_share_of_each_rate() -> None:
+    disk = Medium(memory_bytes=1e9, read_bytes_per_s=2e6, write_bytes_per_s=1e6, shared_by="node")
+    cluster = replace(_cluster(), device=replace(_cluster().device, below={"disk": disk}))
+    clock = Clock()
+    store, piece = Paced(Memory(), "disk", Pacer(cluster, 0.5, clock=clock.read, sleep=clock.pass_s)), bytearray(1)
+    store.read(0, memoryview(piece))
+    assert clock.now_s == pytest.approx(100 + 2 * 2 * 0.25), "two ranks share the disk, at half its rate"
+    assert piece == b"\7"
+    begin_s = clock.now_s
+    store.write(0, memoryview(piece))
+    assert clock.now_s - begin_s == pytest.approx(2 * 2 * 0.5), "a read does not delay a write"

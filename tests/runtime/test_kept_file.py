@@ -2,7 +2,9 @@
 
 import errno
 import os
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from terrace.runtime.clock import HostClock
 from terrace.runtime.kept.channel import Channel
 from terrace.runtime.kept.file import KeptFile, scratch
 from terrace.runtime.kept.ring import Ring, make_slots
+from tests.virtual_cuda.rehearsal import rehearsed
 
 SIZE = 8192
 CPU = torch.device("cpu")
@@ -97,6 +100,29 @@ def test_what_the_disk_changes_is_noticed(tmp_path: Path) -> None:
     assert "is piece 0" in wrong(misplaced)
 
 
+def test_a_file_is_not_closed_within_a_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its handle's number may be that of another file at once, into which a lane would write."""
+    file, begun, over, writes = written(tmp_path), threading.Event(), threading.Event(), os.pwritev
+
+    def slow(*given: Any) -> int:
+        begun.set()
+        assert over.wait(10)
+        return writes(*given)
+
+    monkeypatch.setattr(os, "pwritev", slow)
+    writing, closing = (threading.Thread(target=call) for call in (lambda: file.write(0, view(3)), file.close))
+    writing.start()
+    assert begun.wait(10)
+    closing.start()
+    closing.join(0.05)
+    assert closing.is_alive(), "it waits for the write"
+    over.set()
+    for thread in (writing, closing):
+        thread.join(10)
+    with pytest.raises(TrainingError, match=r"cannot be read in .*: Bad file descriptor"):
+        file.read(0, view(0))
+
+
 def test_a_full_disk_is_noticed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -139,6 +165,24 @@ def test_without_direct_io_pieces_pass_the_page_cache(tmp_path: Path, monkeypatc
     memory = view(0)
     file.read(1, memory)
     assert memory[0] == 2
+
+
+def test_too_little_memory_to_page_lock_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots of the ring, and those in which parameters and gradients pass, are made by the same call."""
+    empty = torch.empty
+
+    def scarce(*given: Any, pin_memory: bool = False, **named: Any) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*given, **named)
+
+    with rehearsed():
+        monkeypatch.setattr(torch, "empty", scarce)
+        with pytest.raises(
+            ConfigError, match=r"^the system cannot page-lock 8\.19 kB for a piece of plan\.keep: allow .*"
+        ):
+            make_slots(2, SIZE, torch.device("cuda"))
+        monkeypatch.undo()
 
 
 def test_a_ring_passes_pieces_in_order_and_counts_them(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ def make(
     optimizer: OptimizerConfig = ADAMW,
     wire: Mapping[str, Mapping[str, str]] | None = None,
     stored: Mapping[str, Any] | None = None,
+    keep_folder: Path | None = None,
 ) -> Engine:
     """An engine of a model; the toy is tied, one matrix frozen. `scale` makes one that needs its checkpoint. `stored`
     has further keys of the plan.
@@ -53,7 +54,7 @@ def make(
         ),
         MODELS[model].objective,
         Training(optimizer=optimizer, balance=balance or BalanceConfig()),
-        RankSetup(rank=world.rank),
+        RankSetup(rank=world.rank, keep_folder=keep_folder),
     )
 
 

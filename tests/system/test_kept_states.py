@@ -38,6 +38,7 @@ ON_DISK = Keep(optimizer="disk", piece=128, ring=3)  # several pieces in the fla
 WHOLE = replace(ON_DISK, params="disk")
 ALONE = Keep(params="disk", piece=128)
 ALL = replace(WHOLE, grads="disk")
+GRADS = Keep(grads="disk", piece=128)
 NARROW = replace(ON_DISK, piece=1 << 16)
 CLUSTER = cluster_of(2, 2)
 
@@ -79,7 +80,7 @@ def test_parameters_on_a_disk_change_no_bit(
 
 @pytest.mark.parametrize(
     ("name", "placement", "recompute", "keep"),
-    in_turns(7, OPTIMIZERS, ("ddp", "zero3", "three-level"), ((), ("*",)), (ALL, Keep(grads="disk", piece=128))),
+    in_turns(7, OPTIMIZERS, ("ddp", "zero3", "three-level"), ((), ("*",)), (ALL, GRADS)),
 )
 def test_gradients_on_a_disk_change_no_bit(
     pool: LocalPool, name: str, placement: str, recompute: tuple[str, ...], keep: Keep
@@ -189,10 +190,10 @@ def test_checkpoints_hold_what_rests_on_a_disk(
         assert names == [[], []]
 
 
-def killed(world: World, folder: Path, strikes: bool) -> list[float]:
+def killed(world: World, folder: Path, keep: Keep, strikes: bool) -> list[float]:
     """Losses of two steps behind a checkpoint of two; with `strikes`, rank 1 is killed in the middle of a write."""
     before, tempfile.tempdir = tempfile.tempdir, str(folder / "kept")
-    engine = make(world, (2,), "zero1", "fp32", model="llama tied", stored={"keep": ON_DISK})
+    engine = make(world, (2,), "zero1", "fp32", model="llama tied", stored={"keep": keep})
     checkpoints = folder / "checkpoints"
     if checkpoints.is_dir():
         resume(engine, Checkpoint(checkpoints / "step-00000002"))
@@ -214,15 +215,16 @@ def _half_then_killed(handle: int, parts: Sequence[Any], offset: int, flags: int
     return 0
 
 
-def test_a_rank_that_is_killed_in_a_write_leaves_no_file(pool: LocalPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("keep", [ON_DISK, *nightly(ALONE, GRADS)], ids=["optimizer", "params", "grads"])
+def test_a_rank_that_is_killed_in_a_write_leaves_no_file(pool: LocalPool, tmp_path: Path, keep: Keep) -> None:
     """And the run goes on from its checkpoint with the same bits."""
     for name in ("whole", "run"):
         (tmp_path / name / "kept").mkdir(parents=True)
-    whole = pool.run(2, killed, tmp_path / "whole", False, timeout_s=120.0)
+    whole = pool.run(2, killed, tmp_path / "whole", keep, False, timeout_s=120.0)
     with pytest.raises(HangError, match=r"killed by SIGKILL|the process is gone"):
-        pool.run(2, killed, tmp_path / "run", True, timeout_s=120.0)
+        pool.run(2, killed, tmp_path / "run", keep, True, timeout_s=120.0)
     assert not list((tmp_path / "run" / "kept").iterdir())
-    assert pool.run(2, killed, tmp_path / "run", False, timeout_s=120.0) == whole
+    assert pool.run(2, killed, tmp_path / "run", keep, False, timeout_s=120.0) == whole
 
 
 def traced(world: World) -> tuple[list[str], dict[str, int], int]:

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from terrace.comm.ledger import Ledger, Meter
+from terrace.comm.pace import UNPACED, Pace
 from terrace.plan.keep import NUM_WAYS
 from terrace.plan.kept import Piece, grad_pieces, param_pieces, pieces, ring_bytes, whole_piece_bytes
 from terrace.plan.state_bytes import rests_master
 from terrace.program.kept import Passing, passing, resting_bytes
 from terrace.program.program import Program
 from terrace.runtime.clock import Clock
-from terrace.runtime.kept.channel import Around, Channel, untimed
+from terrace.runtime.kept.channel import Around, Channel, Paced, untimed
 from terrace.runtime.kept.file import KeptFile, scratch
 from terrace.runtime.kept.host import HostMemory
 from terrace.runtime.kept.ring import Ring, Slot, make_slots
@@ -63,7 +64,14 @@ class Kept(Below):
     """
 
     def __init__(
-        self, program: Program, device: torch.device, folder: Path, ledger: Ledger, meter: Meter, clock: Clock
+        self,
+        program: Program,
+        device: torch.device,
+        folder: Path,
+        ledger: Ledger,
+        meter: Meter,
+        clock: Clock,
+        pace: Pace = UNPACED,
     ) -> None:
         model, plan = program.model, program.plan
         self._keep, self._folder, self._plan, self._flats, self._clock = plan.keep, folder, plan, model.flats, clock
@@ -85,7 +93,10 @@ class Kept(Below):
         ]
         stores = {medium: _store(medium, folder, each) for medium, each in sizes.items()}
         self.words = "; ".join(filter(None, (store.words for store in stores.values())))
-        self._channels = {medium: Channel(store, ledger, medium) for medium, store in stores.items()}
+        self._channels = {
+            medium: Channel(Paced(store, medium, pace) if pace.is_limited else store, ledger, medium)
+            for medium, store in stores.items()
+        }
         self._rings = dict[str, Ring]()  # that of optimizer states, or one that measures where parameters rest
         self._passages, self._wholes = defaultdict[_Flat, _Groups](dict), dict[tuple[str, int, int], Whole]()
         meter.add("buffers", ring_bytes(plan, blocks))
@@ -171,9 +182,18 @@ def _store(medium: str, folder: Path, sizes: Sequence[int]) -> KeptFile | HostMe
 
 
 def below_of(
-    program: Program, device: torch.device, folder: Path | None, ledger: Ledger, meter: Meter, clock: Clock
+    program: Program,
+    device: torch.device,
+    folder: Path | None,
+    ledger: Ledger,
+    meter: Meter,
+    clock: Clock,
+    pace: Pace = UNPACED,
 ) -> Below:
-    """What is kept below a rank's device. `folder` is for files, by default the system's for temporary ones."""
+    """What is kept below a rank's device. `folder` is for files, by default the system's for temporary ones.
+
+    `pace` limits reads and writes to the rates of their medium.
+    """
     if not any(resting_bytes(program.model, program.stage.held).values()):
         return NOTHING_BELOW
-    return Kept(program, device, folder or Path(gettempdir()), ledger, meter, clock)
+    return Kept(program, device, folder or Path(gettempdir()), ledger, meter, clock, pace)

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from terrace.comm.lane import ThreadLane
 from terrace.comm.ledger import Ledger
+from terrace.comm.pace import Pace, lane_below
 from terrace.plan.wire import MessageClass
 
 Work = Callable[[], None]
@@ -29,6 +30,30 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Free the room of all pieces."""
+
+
+class Paced(Store):
+    """A `store` on `medium` whose calls take at least as long as `pace` says."""
+
+    def __init__(self, store: Store, medium: str, pace: Pace) -> None:
+        self._store, self._pace = store, pace
+        self._reads = lane_below(MessageClass.KEEP_READ, medium)
+        self._writes = lane_below(MessageClass.KEEP_WRITE, medium)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self._store.sizes
+
+    def read(self, number: int, memory: memoryview) -> None:
+        with self._pace(self._reads, self.sizes[number]):
+            self._store.read(number, memory)
+
+    def write(self, number: int, memory: memoryview) -> None:
+        with self._pace(self._writes, self.sizes[number]):
+            self._store.write(number, memory)
+
+    def close(self) -> None:
+        self._store.close()
 
 
 def _nothing() -> None:

@@ -21,6 +21,7 @@ import os
 import secrets
 import struct
 import tempfile
+import threading
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
@@ -58,12 +59,28 @@ class KeptFile:
             of = f"{self.file_system or 'the file system'} of {folder}"
             self.words = f"kept states pass the page cache: {of} has no direct I/O"
         self._closed = weakref.finalize(self, os.close, self._handle)
+        self._reading, self._writing = threading.Lock(), threading.Lock()
         _claim(self._handle, self._starts[-1], folder)
 
     def read(self, number: int, memory: memoryview) -> None:
         """Fill `memory` with a piece. Raises `TrainingError` if it is not what was last written."""
-        start, size = self._starts[number], self.sizes[number]
-        memory, done = memory[:size], 0
+        with self._reading:
+            self._read(number, memory[: self.sizes[number]])
+
+    def write(self, number: int, memory: memoryview) -> None:
+        """Store a piece; the last `MARK_BYTES` of it are overwritten. Raises `TrainingError` if the disk refuses."""
+        with self._writing:
+            self._write(number, memory[: self.sizes[number]])
+
+    def close(self) -> None:
+        """Give the file's room back. A lane that still runs after an error fails at its next piece."""
+        # Not within a call: the number of the handle may soon be that of another file.
+        with self._reading, self._writing:
+            self._closed()
+            self._handle = -1
+
+    def _read(self, number: int, memory: memoryview) -> None:
+        start, size, done = self._starts[number], len(memory), 0
         while done < size:
             count = self._call(os.preadv, memory[done:], start + done, "read")
             if not count:
@@ -76,19 +93,13 @@ class KeptFile:
             raise TrainingError(f"piece {number} of the kept states in {self.folder} {wrong}; {_AGAIN}")
         self._dropped(start, size)
 
-    def write(self, number: int, memory: memoryview) -> None:
-        """Store a piece; the last `MARK_BYTES` of it are overwritten. Raises `TrainingError` if the disk refuses."""
-        start, size = self._starts[number], self.sizes[number]
-        memory, done = memory[:size], 0
+    def _write(self, number: int, memory: memoryview) -> None:
+        start, size, done = self._starts[number], len(memory), 0
         self._versions[number] += 1
         memory[-MARK_BYTES:] = self._mark(number, memory)
         while done < size:
             done += self._call(os.pwritev, memory[done:], start + done, "written")
         self._dropped(start, size)
-
-    def close(self) -> None:
-        """Give the file's room back."""
-        self._closed()
 
     def _mark(self, number: int, memory: memoryview) -> bytes:
         size = len(memory) - MARK_BYTES
@@ -100,7 +111,7 @@ class KeptFile:
         """What is wrong with a piece that was read; "" if it is what was last written."""
         found = bytes(memory[-MARK_BYTES:])
         if not self._versions[number]:
-            return "has bytes that nobody wrote" if any(found) else ""
+            return "has bytes that nobody wrote" if bytes(memory).count(0) < len(memory) else ""
         expected = self._mark(number, memory)
         if found == expected:
             return ""
@@ -176,7 +187,7 @@ def _claim(handle: int, size: int, folder: Path) -> None:
         raise ConfigError(
             f"{folder} has {quantity(free.f_bavail * free.f_frsize, 'B')} free, and one rank keeps "
             f"{quantity(size, 'B')} there: free space, name a folder on another disk as train.keep_folder, or shard "
-            "optimizer states over more ranks"
+            "states over more ranks"
         ) from error
 
 

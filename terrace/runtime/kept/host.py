@@ -25,8 +25,8 @@ class HostMemory:
             memory = mmap(-1, self._starts[-1], flags=MAP_PRIVATE | MAP_ANONYMOUS)
         except OSError as error:
             raise ConfigError(
-                f"the host has no {quantity(self._starts[-1], 'B')} for the states of one rank: shard optimizer states "
-                "over more ranks, or write plan.keep.optimizer = 'disk'"
+                f"the host has no {quantity(self._starts[-1], 'B')} for the states of one rank: shard them over more "
+                "ranks, or write 'disk' for 'host' in plan.keep"
             ) from error
         self._memory = torch.frombuffer(memory, dtype=torch.uint8)
 

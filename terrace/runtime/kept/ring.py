@@ -100,7 +100,7 @@ class DeviceSlot(Slot):
         except RuntimeError as error:
             raise ConfigError(
                 f"the system cannot page-lock {quantity(num_bytes, 'B')} for a piece of plan.keep: allow more with "
-                "ulimit -l, or lower plan.keep.piece or plan.keep.ring"
+                "ulimit -l, or lower plan.keep.piece, or plan.keep.ring if optimizer states are kept"
             ) from error
         first = -locked.data_ptr() % SECTOR_BYTES
         self._host = locked[first : first + num_bytes]
