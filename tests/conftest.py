@@ -4,8 +4,8 @@ Property tests draw the same examples in every run of the same files, nearly: Hy
 finds in the modules loaded so far. `pytest --hypothesis-profile=explore` draws new ones. They have no deadline of
 their own: on a busy machine any would be missed now and then.
 
-`make test` runs three files at a time (tests/support/workers.py). The rest of each grid of cases is marked `nightly`;
-`make test-all` runs everything.
+`make test` runs three files at a time (tests/support/workers.py). The rest of each grid of cases is marked `nightly`,
+in its file or in tests/support/by_night.py; `make test-all` runs everything.
 """
 
 import gc
@@ -18,6 +18,7 @@ import pytest
 from hypothesis import settings
 
 from terrace.base.collection import keep_all
+from tests.support.by_night import mark_by_night
 from tests.support.workers import pytest_addoption, pytest_runtestloop  # noqa: F401  # hooks
 
 if TYPE_CHECKING:
@@ -50,6 +51,12 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         keep_all()
         gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave to the night what is listed for it, before marks select tests."""
+    mark_by_night(items, whole=not any("::" in word for word in config.args))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -98,7 +98,16 @@ def test_modules_are_trained_in_a_loop_of_ones_own(kind: str) -> None:
     assert held_out < 0.5, said
 
 
-def test_a_table_on_two_ranks_ranks_clicks_better_than_one_number_a_row() -> None:
+def test_a_table_ranks_clicks_better_than_one_number_a_row() -> None:
+    from examples.click_through import Clicks, logistic_regression, train
+
+    clicks, said = Clicks(1000), list[str]()
+    _, table = train(clicks, 16, 100, 1, said.append)
+    assert table > logistic_regression(clicks, 100) + 0.02 > 0.62, said
+
+
+@pytest.mark.nightly  # three processes that import torch; on ranks, tables are tested in system/test_tables.py
+def test_a_table_on_two_ranks_ranks_clicks_as_well() -> None:
     words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "examples.click_through", "--ranks", "2"]
     done = subprocess.run(
         [sys.executable, *words, "--rows", "1000", "--steps", "150"],

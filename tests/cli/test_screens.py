@@ -119,7 +119,7 @@ def test_a_screen_that_was_lost_before_is_said(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.timeout(120)
 def test_training_ends_well_on_a_full_screen_disk(tmp_path: Path) -> None:
-    write_run(tmp_path, 2, steps=3, log_every=1)
+    write_run(tmp_path, 1, steps=3, log_every=1)
     command: Any = [sys.executable, "-m", "terrace", "train", "--config", "run.toml", "--folder", "run"]
     with open("/dev/full", "w") as full:
         ended = subprocess.run(

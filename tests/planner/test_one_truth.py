@@ -137,7 +137,7 @@ def runs(draw: st.DrawFn) -> RunConfig:
     return run
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=24)
 @given(runs())
 def test_every_command_predicts_the_same_step(run: RunConfig) -> None:
     """plan and scale (a task), simulate and explain (a view), train (a prediction, and the programs it runs)."""

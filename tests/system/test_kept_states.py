@@ -56,7 +56,7 @@ def same_bits(pool: LocalPool, plan: Plan, keep: Keep, **changes: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "placement", "schedule", "recompute"),
-    in_turns(8, OPTIMIZERS, ("ddp", "zero3", "three-level"), ("", "1f1b", "zbv"), ((), ("*",))),
+    in_turns(13, OPTIMIZERS, ("ddp", "zero3", "three-level"), ("", "1f1b", "zbv"), ((), ("*",))),
 )
 def test_states_on_a_disk_change_no_bit(
     pool: LocalPool, name: str, placement: str, schedule: str, recompute: tuple[str, ...]
@@ -68,7 +68,7 @@ def test_states_on_a_disk_change_no_bit(
 
 @pytest.mark.parametrize(
     ("name", "placement", "schedule", "recompute"),
-    in_turns(8, OPTIMIZERS, ("ddp", "zero3", "three-level"), ("", "1f1b", "zbv"), ((), ("*",))),
+    in_turns(13, OPTIMIZERS, ("ddp", "zero3", "three-level"), ("", "1f1b", "zbv"), ((), ("*",))),
 )
 def test_parameters_on_a_disk_change_no_bit(
     pool: LocalPool, name: str, placement: str, schedule: str, recompute: tuple[str, ...]
@@ -80,7 +80,7 @@ def test_parameters_on_a_disk_change_no_bit(
 
 @pytest.mark.parametrize(
     ("name", "placement", "recompute", "keep"),
-    in_turns(7, OPTIMIZERS, ("ddp", "zero3", "three-level"), ((), ("*",)), (ALL, GRADS)),
+    in_turns(11, OPTIMIZERS, ("ddp", "zero3", "three-level"), ((), ("*",)), (ALL, GRADS)),
 )
 def test_gradients_on_a_disk_change_no_bit(
     pool: LocalPool, name: str, placement: str, recompute: tuple[str, ...], keep: Keep

@@ -1,0 +1,113 @@
+"""Cases that `make test` leaves to `make test-all`, since another case of the same test fails wherever they would.
+
+The rest of a grid is marked where the grid is written (tests/support/nightly.py). Here are cases of short lists, which
+took a fifth of the processor time of the suite: each has a sibling in the default suite with the same rule at another
+size, placement, format or signal.
+"""
+
+from collections.abc import Sequence
+
+import pytest
+
+BY_NIGHT: dict[str, tuple[str, ...]] = {
+    # Another placement, size or optimizer of the same grid stays.
+    "system/test_parity.py": (
+        "test_every_preset_equals_one_process[zero++-2x3]",
+        "test_every_preset_equals_one_process[three-level-2x3]",
+        "test_every_preset_equals_one_process[three-level-compressed-2x3]",
+        "test_every_preset_equals_one_process[zero1-2x3]",
+    ),
+    "runtime/test_optimizers.py": (
+        "test_every_plan_equals_one_process[muon-(2, 2, 2) three-level stacks]",
+        "test_every_plan_equals_one_process[sgd-(2, 2) zero1 mixture, shared expert]",
+        "test_every_plan_equals_one_process[galore-(2, 2) zero3 llama tied]",
+        "test_state_and_buffers_are_what_the_formula_says[three-level-lsp]",
+        "test_state_and_buffers_are_what_the_formula_says[ddp-galore]",
+    ),
+    "system/test_coded_edges.py": (
+        "test_a_run_is_one_process_that_rounds_where_stages_meet[2 1f1b {'sequence_parallel': False}]",
+        "test_a_run_is_one_process_that_rounds_where_stages_meet[2 1f1b {'recompute': ('*',)}]",
+    ),
+    "system/test_outer_loop.py": (
+        "test_islands_of_other_axes_and_optimizers_equal_their_simulation[pipeline inside]",
+        "test_a_loop_equals_its_simulation[nesterov]",
+    ),
+    "checkpoint/test_checkpoint.py": (
+        "test_going_on_is_bitwise_the_same[tiers3-zero++-fp64]",
+        "test_the_first_step_is_the_same_when_resumed[zero++]",
+        "test_another_plan_and_world_go_on_with_the_same_numbers[tiers5-ddp]",
+    ),
+    "checkpoint/test_checkpoint_plans.py": (
+        "test_a_decoder_saved_under_one_plan_is_there_under_every_other[rows 2 x columns 2 on one tier-gpt_neox]",
+        "test_a_decoder_saved_under_one_plan_is_there_under_every_other[3 stages-llama, tied]",
+    ),
+    "plan/test_memory.py": ("test_model_state_is_what_the_formula_says[three-level]",),
+    "system/test_expert_ranks.py": ("test_tokens_in_chunks[1 4]",),
+    "system/test_forward.py": (
+        "test_an_evaluation_finds_the_loss_of_the_step_and_changes_nothing[tensor]",
+        "test_an_evaluation_finds_the_loss_of_the_step_and_changes_nothing[another loss]",
+    ),
+    "system/test_independent.py": ("test_mixtures_equal_plain_loops[13]",),
+    "system/test_projected_updates.py": (
+        "test_a_resume_has_the_same_bits_and_another_plan_the_same_numbers"
+        "[lsp-zero1-{'experts': {'node': {'expert': 2}}}]",
+        "test_a_resume_has_the_same_bits_and_another_plan_the_same_numbers"
+        "[lsp-zero1-{'compute': 'bf16', 'master': 'bf16', 'optimizer_states': 'int8'}]",
+    ),
+    "rl/test_reshard_rounded.py": (
+        "test_slices_have_the_values_of_forwards[zero3, int8]",
+        "test_slices_have_the_values_of_forwards[three-level, int8]",
+        "test_slices_have_the_values_of_forwards[zero3, fp8 on the outer tier]",
+        "test_slices_have_the_values_of_forwards[zero1, refreshed in bf16]",
+    ),
+    # The same on more ranks stays.
+    "system/test_lora.py": (
+        "test_adapters_beside_a_tensor_axis_equal_plain_pytorch[(2,)]",
+        "test_adapters_equal_plain_pytorch_under_every_plan[(2,)]",
+    ),
+    "system/test_scaled_steps.py": ("test_ranks_are_one_process[(2,)]",),
+    "system/test_loss_scale.py": ("test_all_ranks_skip_a_step_that_overflows[(2,)]",),
+    "system/test_context_memory.py": ("test_what_a_layer_keeps_on_context_ranks[2-forms0]",),
+    "system/test_recompute_operations.py": (
+        "test_a_layer_of_tensor_ranks_keeps_the_predicted_bytes[sequences whole]",
+        "test_the_bits_of_what_is_kept[(2,)-fp64-1]",
+    ),
+    "system/test_tensor.py": ("test_rounded_messages_keep_bytes_and_replicas[bf16-0.01]",),
+    # A run that is killed in a save goes on, too, and one that ends by another signal.
+    "system/test_going_on.py": ("test_a_run_that_stops_in_any_way_goes_on_with_the_same_bits[signal-4]",),
+    "system/test_train.py": ("test_a_signal_ends_a_run_in_order[SIGTERM to all-143-ended by SIGTERM]",),
+    "system/test_train_context.py": ("test_the_numbers_are_those_of_one_rank[usp, rows of two]",),
+    # Searches beside trying everything: others of the same test, and the regret over drawn spaces, stay.
+    "planner/test_expert_plans.py": ("test_the_search_is_near_trying_everything[frontier 2x1x2-axes4-4]",),
+    "planner/test_ends.py": ("test_the_search_is_near_trying_everything_with_stages_without_a_layer[experts]",),
+    "planner/test_differing.py": ("test_the_search_is_near_trying_everything[two look-ups-frontier 2x2x2-axes0]",),
+    "planner/test_headroom.py": ("test_the_fastest_plans_by_headroom_are_those_of_trying_everything[1.0]",),
+    "planner/test_least_nodes.py": ("test_the_members_that_are_advised_fit_and_fewer_do_not",),
+    "rl/test_roles_search.py": ("test_bounds_of_roles_never_exceed_their_plans[1]",),
+    # The other product stays.
+    "test_installed_products.py": (
+        "test_without_a_product_tests_of_the_rest_pass[rl]",
+        "test_without_a_product_every_module_is_imported[lab]",
+    ),
+    # Two whole jobs of a recipe, each with two cold ranks; launching by Slurm's variables is tested in launch/.
+    "system/test_recipes.py": ("test_the_job_runs_ends_in_time_requeues_itself_and_goes_on",),
+}
+
+
+def mark_by_night(items: Sequence[pytest.Item], whole: bool) -> None:
+    """Mark these cases nightly.
+
+    Raises:
+        pytest.UsageError: one of them is not among the tests of its file, all of which were collected if `whole`.
+    """
+    found: dict[str, dict[str, pytest.Item]] = {}
+    for item in items:
+        file, _, name = item.nodeid.removeprefix("tests/").partition("::")
+        if file in BY_NIGHT:
+            found.setdefault(file, {})[name] = item
+    for file, tests in found.items():
+        for name in BY_NIGHT[file]:
+            if name in tests:
+                tests[name].add_marker(pytest.mark.nightly)
+            elif whole:
+                raise pytest.UsageError(f"tests/support/by_night.py: tests/{file} has no test {name}")
