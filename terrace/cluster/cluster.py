@@ -19,6 +19,7 @@ from typing import Literal, get_args
 from terrace.base.errors import ClusterError, did_you_mean
 from terrace.base.hashing import hashed_once
 from terrace.cluster.below import Mark, Medium, settled, wrong_below
+from terrace.cluster.failures import NO_FAILURES, Failures, wrong_failures
 from terrace.cluster.headroom import DEFAULT, headroom_bytes, headroom_error, room_words
 from terrace.cluster.kernels import IDEAL
 from terrace.cluster.kernels import Kernels as Kernels
@@ -133,6 +134,7 @@ class Cluster:
     name: str
     device: Device
     tiers: tuple[Tier, ...] = field(default=())
+    failures: Failures = field(default=NO_FAILURES, metadata={"absent": NO_FAILURES})  # how often its parts fail
     # Number of devices of the whole cluster, if this is a part of one: they wait for each other. 0: not a part.
     around: int = field(default=0, metadata={"key": False})
 
@@ -148,7 +150,8 @@ class Cluster:
             _check_bus(tier, names[:index])
             _check_shared_by(tier, names[:index])
         object.__setattr__(self, "tiers", tuple(self._wired(index, tier) for index, tier in enumerate(self.tiers)))
-        if wrong := wrong_below(self.device.below, self.device.type, names):
+        wrong = wrong_below(self.device.below, self.device.type, names) or wrong_failures(self.failures)
+        if wrong:
             raise ClusterError(wrong)
         # Ranks wait for each other in every step, so the slowest device determines the pace.
         number = max(self.world_size, self.around)

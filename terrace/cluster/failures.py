@@ -1,0 +1,70 @@
+"""How often the parts of a cluster fail, `[failures]` of its file. docs/failures.md has the equations."""
+
+import math
+from dataclasses import dataclass
+
+_HOUR_S = 3600.0
+_LONGEST_S = 1e12  # as for all seconds of a cluster
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failures:
+    """Mean times between failures, which arrive at random, and what follows one. By default nothing fails."""
+
+    device_hours: float | None = None  # mean time between failures of one device; None: devices do not fail
+    machine_hours: float | None = None  # and of what the devices of a machine share
+    restart_s: float = 0.0  # from a failure until steps run again, on a machine that stands by
+    spares: int = 0  # machines that stand by, beyond those of the tiers
+    repair_hours: float = 24.0  # until a machine that failed stands by again: an assumption
+
+    @property
+    def are_known(self) -> bool:
+        """Whether anything fails."""
+        return self != NO_FAILURES
+
+    @property
+    def repair_s(self) -> float:
+        return self.repair_hours * _HOUR_S
+
+    def mean_s(self, num_devices: int, num_machines: int) -> float:
+        """Mean seconds between failures of a job: any part that fails stops all of it. Infinite if nothing fails."""
+        counts = ((num_devices, self.device_hours), (num_machines, self.machine_hours))
+        per_hour = sum(number / hours for number, hours in counts if hours is not None)
+        return _HOUR_S / per_hour if per_hour else math.inf
+
+    def never_ends(self, num_devices: int, num_machines: int) -> str:
+        """Why no job of this size makes progress, and the remedy; "" if one does."""
+        mean_s = self.mean_s(num_devices, num_machines)
+        if mean_s >= self.restart_s:
+            return ""
+        return (
+            f"cluster.failures: of {num_devices} devices on {num_machines} machines one fails every {mean_s:.3g} s, "
+            f"sooner than restart_s = {self.restart_s:g} is over, so nothing ever ends: give hours of one device or "
+            "machine (not of the whole cluster), a shorter restart_s, or fewer nodes"
+        )
+
+
+NO_FAILURES = Failures()
+
+
+def wrong_failures(failures: Failures) -> str:
+    """What is wrong with the table, and the fix; "" if nothing is."""
+    if not failures.are_known:
+        return ""
+    for name in ("device_hours", "machine_hours", "repair_hours"):
+        hours = getattr(failures, name)
+        if hours is not None and not 0 < hours * _HOUR_S <= _LONGEST_S:
+            return (
+                f"failures.{name} = {hours} must be positive and at most {_LONGEST_S / _HOUR_S:.3g}: give hours, or "
+                "leave it out"
+            )
+    if failures.device_hours is None and failures.machine_hours is None:
+        return "failures has no effect without hours: give device_hours, machine_hours or both"
+    if not 0 < failures.restart_s <= _LONGEST_S:
+        return (
+            f"failures.restart_s = {failures.restart_s:g} must be positive and at most {_LONGEST_S:g}: give the seconds "
+            "from a failure until steps run again"
+        )
+    if not 0 <= failures.spares <= 10**6:
+        return f"failures.spares = {failures.spares} must be a number of machines from 0 to 1000000: leave it out for 0"
+    return ""
