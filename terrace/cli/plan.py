@@ -192,7 +192,14 @@ def _show(
     print(f"{filled(task_words(whole))}\n")
     of = "" if loop is None else "of an island "
     first = ties.best[: options.best]
-    console.print(plans_table(task, first, f"the best plans {of}with the {axes_words(space.axes)}"))
+    table = plans_table(task, first, f"the best plans {of}with the {axes_words(space.axes)}")
+    if whole.cluster.failures.are_known:
+        # Imported here, as below: where nothing fails there is nothing to add.
+        from terrace.cli.goodput import of_estimates
+        from terrace.report.goodput import add_columns
+
+        add_columns(table, of_estimates(whole.cluster, searched.evaluator, first))
+    console.print(table)
     about = plan_bands_words(task, first), ties_words(ties, len(first)), search_words(searched.found)
     print("\n".join(filter(None, about)) + "\n")
     if answers.own is not None:
@@ -220,6 +227,10 @@ def _show(
     )
     print("\n".join(filled(f"{each} ({band})") for each in cost if each))
     print(f"{filled(figures_words(whole, shown, band, full=options.full_attention_flops))}\n")
+    if whole.cluster.failures.are_known:
+        from terrace.cli.goodput import show_ways
+
+        show_ways(whole, plan, console)
     _show_figures(whole, plan, shown, band, console)
     rooms = headrooms(space, searched.evaluator, best, options.limit)
     roomy = [plan_of(task, room.best.candidate) for room in rooms if room.best is not None]

@@ -74,7 +74,14 @@ def show_scaling(options: argparse.Namespace, rest: Sequence[str]) -> None:
     print(filled(f"{task_words(task)}\nplan {plan.name}: {words}") + "\n")
     for scaling, title in titles.items():
         points, full = curves[scaling], options.full_attention_flops
-        console.print(scaling_table(points, title, outer.name, options.price, full=full))
+        table = scaling_table(points, title, outer.name, options.price, full=full)
+        if task.cluster.failures.are_known:
+            # Imported here: where nothing fails there is nothing to add.
+            from terrace.cli.goodput import of_points
+            from terrace.report.goodput import add_columns
+
+            add_columns(table, of_points(points))
+        console.print(table)
         about = (
             scaling_bands_words(points, plan, outer.name),
             numbers_words(points, outer.name) if options.plan in PRESETS else "",

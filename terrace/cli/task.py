@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from terrace.base.errors import ConfigError, PlanError
+from terrace.base.errors import ClusterError, ConfigError, PlanError
 from terrace.base.words import counted, quantity
 from terrace.cli.files import check_not_read, check_writable
 from terrace.cli.here import named_table
@@ -18,7 +18,7 @@ from terrace.model.config import load_model, parse_model
 from terrace.model.facts import family_of, is_dense
 from terrace.plan.plan import precision_of
 from terrace.planner.task import Task
-from terrace.train.planned import Planned
+from terrace.train.planned import Planned, num_machines
 
 
 def read_task(
@@ -48,6 +48,8 @@ def read_task(
     if not isinstance(own, Mapping):
         raise ConfigError(f"--cluster {own!r} must be a preset or a file")
     cluster = _resized(parse_cluster(lay_over({"cluster": table}, {"cluster": own})["cluster"]), options.nodes)
+    if wrong := cluster.failures.never_ends(cluster.world_size, num_machines(cluster)):
+        raise ClusterError(wrong)
     compute: Any = options.compute or faster_dtype(cluster)
     # As a run that names no dtype: terrace.plan.presets.command_plan.
     narrow = options.compute is None and cluster.device.bf16_slowdown > 1

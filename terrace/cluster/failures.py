@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 _HOUR_S = 3600.0
 _LONGEST_S = 1e12  # as for all seconds of a cluster
+MOST_SPARES = 10_000
+REPAIR_HOURS = 24.0  # an assumption: a technician comes once a day
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,8 +16,8 @@ class Failures:
     device_hours: float | None = None  # mean time between failures of one device; None: devices do not fail
     machine_hours: float | None = None  # and of what the devices of a machine share
     restart_s: float = 0.0  # from a failure until steps run again, on a machine that stands by
-    spares: int = 0  # machines that stand by, beyond those of the tiers
-    repair_hours: float = 24.0  # until a machine that failed stands by again: an assumption
+    spares: int | None = None  # machines that stand by, beyond those of the tiers; None: one always does
+    repair_hours: float = REPAIR_HOURS  # until a machine that failed stands by again
 
     @property
     def are_known(self) -> bool:
@@ -62,9 +64,18 @@ def wrong_failures(failures: Failures) -> str:
         return "failures has no effect without hours: give device_hours, machine_hours or both"
     if not 0 < failures.restart_s <= _LONGEST_S:
         return (
-            f"failures.restart_s = {failures.restart_s:g} must be positive and at most {_LONGEST_S:g}: give the seconds "
-            "from a failure until steps run again"
+            f"failures.restart_s = {failures.restart_s:g} must be positive and at most {_LONGEST_S:g}: give the "
+            "seconds from a failure until steps run again"
         )
-    if not 0 <= failures.spares <= 10**6:
-        return f"failures.spares = {failures.spares} must be a number of machines from 0 to 1000000: leave it out for 0"
+    if failures.spares is None:
+        if failures.repair_hours != REPAIR_HOURS:
+            return (
+                f"failures.repair_hours = {failures.repair_hours:g} has no effect without failures.spares, as a "
+                "machine always stands by: give a number of spares, 0 for none"
+            )
+    elif not 0 <= failures.spares <= MOST_SPARES:
+        return (
+            f"failures.spares = {failures.spares} must be a number of machines from 0 to {MOST_SPARES}: leave it out "
+            "where one always stands by"
+        )
     return ""

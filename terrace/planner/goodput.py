@@ -11,7 +11,9 @@ which for W = 0 is the run time of Daly, "A higher order estimate of the optimum
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count, islice
 
 DEAD_S = 5.0  # after which a silent member counts as dead: torchft 0.2, measured; all others stand still for as long
 _MOST = 700.0  # exponents beyond overflow: no work is ever done
@@ -65,15 +67,21 @@ class Job:
         return max((below, below + 1), key=lambda number: (self.goodput(number * step_s, save), -number))
 
 
-def waiting(mean_s: float, repair_s: float, spares: int) -> float:
-    """Share of the time in which a job waits for a repaired machine: Erlang's loss formula (1917).
+def waits(mean_s: float, repair_s: float) -> Iterator[float]:
+    """Share of the time in which a job waits for a repaired machine, with 0, 1, 2, ... spares: Erlang's loss formula.
 
-    `mean_s` is between failures while the job runs, `repair_s` of one machine; `spares` stand by when none is repaired.
+    `mean_s` is between failures while the job runs, `repair_s` of one machine. The job waits while all spares and one
+    machine more are in repair (Erlang 1917).
     """
     load, found = repair_s / mean_s, 1.0
-    for places in range(1, spares + 2):
+    for places in count(1):
         found = load * found / (places + load * found)
-    return found
+        yield found
+
+
+def waiting(mean_s: float, repair_s: float, spares: int) -> float:
+    """The share of `waits` with this number of spares."""
+    return next(islice(waits(mean_s, repair_s), spares, None))
 
 
 def member_wait_s(num_members: int, member_s: float, repair_s: float, spares: int) -> float:
