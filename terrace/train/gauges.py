@@ -46,7 +46,7 @@ class Gauges(Hook):
             cut_other_stages(job.folder, program.stage.num_stages, first_step)
         self._loads = None
         if writes:
-            self._loads = LoadsFile(job.folder, stage, first_step, train.steps, train.checkpoint_every)
+            self._loads = LoadsFile(job.folder, stage, first_step, train.steps, train.known_every)
         self._before: dict[str, int] = {}
         self._sent()
 

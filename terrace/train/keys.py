@@ -13,6 +13,7 @@ from terrace.model.attention_kernel import AttentionChoice
 from terrace.model.part_kernel import PartChoice
 from terrace.train.trackers import check_names
 
+AUTO = "auto"  # of checkpoint_every: terrace.train.cadence
 _MOST = 100  # steps: of each a file is written
 
 
@@ -95,7 +96,7 @@ class Records:
     """What a run logs, saves and evaluates, and how often."""
 
     log_every: int = 10  # steps between permanent lines on the screen
-    checkpoint_every: int = 0  # 0: only at the end
+    checkpoint_every: int | Literal["auto"] = 0  # 0: only at the end; auto: by [failures] of the cluster
     keep_checkpoints: int = 2  # the newest ones that stay in the run folder
     eval_every: int = 0  # steps between evaluations, and one at the end; 0: none
     eval_batches: int = 100  # most batches of `batch` sequences of each source in an evaluation; 0: all
@@ -103,9 +104,16 @@ class Records:
     peer_copies: int = 0  # 1: the newest state is also in the memory of two machines
     peer_copies_every: int = 0  # steps between such copies; 0: as few as cost at most 5 % of the predicted step
 
+    @property
+    def known_every(self) -> int:
+        """Steps between checkpoints as far as they are known before a run; 0: at the end only, or "auto"."""
+        return 0 if isinstance(self.checkpoint_every, str) else self.checkpoint_every
+
     def check(self) -> None:
-        _check_least(self, log_every=1, eval_every=0, eval_batches=0, checkpoint_every=0, keep_checkpoints=1)
+        _check_least(self, log_every=1, eval_every=0, eval_batches=0, keep_checkpoints=1)
         _check_least(self, peer_copies_every=0)
+        if self.checkpoint_every != AUTO:
+            _check_least(self, checkpoint_every=0)
         if self.peer_copies not in (0, 1):
             raise ConfigError(f"train.peer_copies = {self.peer_copies} must be 0 or 1, the copies on other machines")
         if self.peer_copies_every and not self.peer_copies:

@@ -36,6 +36,7 @@ from terrace.train.folder import SOURCE, check_tokenizer, check_weights, source_
 from terrace.train.from_memory import check_partners, check_when_asked, checks_end, chosen, offer, placed
 from terrace.train.job import RunJob, job_text, read_job, read_sources, sources_text
 from terrace.train.joined import check_world, one_makes
+from terrace.train.keys import AUTO
 from terrace.train.prediction import check_passes, checked_programs, resolved_run
 from terrace.train.run_folder import (
     RUNS,
@@ -259,7 +260,8 @@ def _check_disk(folder: Path, config: RunConfig) -> None:
         config.plan,
         num_islands=Layout.of(config.cluster, config.plan).num_islands,
     )
-    num_saves = -(-train.steps // train.checkpoint_every) if train.checkpoint_every else 1
+    every = 1 if train.checkpoint_every == AUTO else train.known_every
+    num_saves = -(-train.steps // every) if every else 1
     # The new checkpoint is complete before an old one is removed.
     num_saves += -(-train.steps // train.eval_every) if train.keep_best else 0
     num_kept = train.keep_checkpoints + bool(train.keep_best)

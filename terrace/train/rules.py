@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from terrace.base.errors import ConfigError, ModelError, PlanError, did_you_mean
+from terrace.base.errors import ClusterError, ConfigError, ModelError, PlanError, did_you_mean
 from terrace.base.words import counted
 from terrace.data.config import HOLDOUT
 from terrace.model.attention_kernel import AttentionCase, refusal
@@ -23,7 +23,8 @@ from terrace.plan.members import with_shared_size
 from terrace.plan.routes import lossy_messages
 from terrace.plan.validate import validate
 from terrace.train.config import RunConfig, parse_sections
-from terrace.train.keys import TrainConfig
+from terrace.train.keys import AUTO, TrainConfig
+from terrace.train.planned import num_machines
 
 NUMBERS = ("micro_batch", "unit")  # of a plan, chosen where it leaves them out
 
@@ -77,9 +78,28 @@ def _check(run: RunConfig) -> None:
             "train.peer_copies = 1 copies a state that all ranks have at once, and islands (plan.outer) go on apart: "
             "leave one of them out; checkpoints on disk hold islands"
         )
+    if run.train.checkpoint_every == AUTO:
+        check_cadence(run)
     kept_in(run.plan, run.train.keep_folder, "train.keep_folder")
     if not any(block.num_trainable for block in blocks):
         raise ModelError(f"train.freeze = {list(run.train.freeze)} freezes every parameter: leave something to train")
+
+
+def check_cadence(run: RunConfig) -> None:
+    """Raises a `TerraceError` where `train.checkpoint_every = "auto"` has nothing to go by."""
+    cluster, key = run.cluster, f'train.checkpoint_every = "{AUTO}"'
+    if not cluster.failures.are_known:
+        raise ConfigError(
+            f"{key} needs to know how often parts fail: give the cluster a table [failures] (--cluster.failures."
+            "device_hours 50000 --cluster.failures.restart_s 300), or a number of steps"
+        )
+    if wrong := cluster.failures.never_ends(cluster.world_size, num_machines(cluster)):
+        raise ClusterError(wrong)
+    if run.plan.outer.has_islands:
+        raise ConfigError(
+            f"{key} is agreed by all ranks after each save, and islands (plan.outer) go on apart: give a number of "
+            "steps"
+        )
 
 
 def attention_case(run: RunConfig, backend: str) -> AttentionCase:

@@ -1,5 +1,6 @@
 """When a run saves checkpoints, and the vote on an early stop, which always leaves one."""
 
+import time
 from typing import TYPE_CHECKING
 
 from terrace.base.errors import CheckpointError
@@ -7,6 +8,7 @@ from terrace.checkpoint.saved import Saved
 from terrace.checkpoint.saving import Saver
 from terrace.launch.stop import Stop, Vote
 from terrace.sequence.cost import WorkCost
+from terrace.train.cadence import cadence_of
 from terrace.train.facts import facts_of
 from terrace.train.hooks import Hook, StepDone
 from terrace.train.metrics import NUM_SAVES
@@ -24,6 +26,7 @@ class Saves(Hook):
     def __init__(self, rank: "RankOfRun", cost: WorkCost | None, vote: Vote) -> None:
         train = rank.run.train
         self._rank, self._vote, self.newest = rank, vote, tuple[Saved, ...]()
+        self._cadence = cadence_of(rank)
         self._saver = Saver(
             rank.engine,
             rank.world,
@@ -49,9 +52,11 @@ class Saves(Hook):
         is_last = done.number == train.steps
         # A stop is voted on after every step but the last, and always leaves a checkpoint.
         done.stop = None if is_last else self._voted(done.number)
-        due = train.checkpoint_every and done.number % train.checkpoint_every == 0
+        due = self._cadence.is_due(done)
         if due or done.stop is not None or is_last or done.is_new_best:
-            self._save(done.number, done.best_step)
+            stall_s = self._save(done.number, done.best_step)
+            if not is_last and done.stop is None:
+                self._cadence.saved(stall_s, self.newest[-1].write_s if self.newest else 0.0)
 
     def ended(self) -> None:
         self.failed()
@@ -64,14 +69,20 @@ class Saves(Hook):
         self._saver.finish()
         self._tell()
 
-    def _save(self, step: int, best: int | None) -> None:
-        """Starts a checkpoint after `step` steps. The one after step `best` is kept, however old it is."""
+    def _save(self, step: int, best: int | None) -> float:
+        """Starts a checkpoint after `step` steps. The one after step `best` is kept, however old it is.
+
+        Returns the seconds for which this rank stood still.
+        """
         self._rank.dog.idle("saving a checkpoint")
         if self._saver.is_under_way:
             self._rank.observer.note(f"step {step}: waiting for the checkpoint before, which is still being written")
+        begin_s = time.perf_counter()
         self._saver.start(step, best)
+        stall_s = time.perf_counter() - begin_s
         self._tell()
         self._rank.engine.check_bytes()
+        return stall_s
 
     def _voted(self, num_done: int) -> Stop | None:
         self._tell()
