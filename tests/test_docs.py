@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from terrace.cluster.cluster import Cluster, Device, Kernels, Tier
+from terrace.cluster.failures import Failures
 from terrace.data.config import DataConfig
 from terrace.model.balance import BalanceConfig
 from terrace.model.lora.config import LoraConfig
@@ -55,7 +56,7 @@ def _keys(*tables: type) -> list[str]:
 @pytest.mark.parametrize(
     ("document", "keys"),
     [
-        ("clusters.md", _keys(Cluster, Device, Kernels, Tier)),
+        ("clusters.md", _keys(Cluster, Device, Kernels, Tier, Failures)),
         ("plans.md", _keys(Plan)),
         ("slow-networks.md", _keys(Outer)),
         ("lora.md", _keys(LoraConfig)),

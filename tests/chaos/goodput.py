@@ -52,10 +52,11 @@ class Killed:
     wall_s: float
 
     def __str__(self) -> str:
+        error = 100 * (self.predicted / self.goodput - 1)
         return (
             f"{self.num_kills} kills in {self.wall_s:.0f} s, one every {self.mean_s:.1f} s; restart "
-            f"{self.restart_s:.2f} s, a save stalls {self.stall_s:.3f} s after {self.work_s:.2f} s of work: goodput {self.goodput:.3f}, "
-            f"predicted {self.predicted:.3f} ({100 * (self.predicted / self.goodput - 1):+.1f} %)"
+            f"{self.restart_s:.2f} s, a save stalls {self.stall_s:.3f} s after {self.work_s:.2f} s of work: goodput "
+            f"{self.goodput:.3f}, predicted {self.predicted:.3f} ({error:+.1f} %)"
         )
 
 
