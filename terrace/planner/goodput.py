@@ -5,9 +5,9 @@ stalls C seconds and counts W later; a failure costs a restart of R, which may f
 
     goodput = T exp(-W/M) / (M exp(R/M) (exp((T + C)/M) - 1))
 
-which for W = 0 is the run time of Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps"
-(2006), equation 20, and to first order that of Young, "A first order approximation to the optimum checkpoint interval"
-(1974) and of Kokolis et al. 2410.21680 (2024). `tests/support/failure_events.py` plays the same events one by one.
+which for W = 0 is the complete cost of Daly, "A higher order estimate of the optimum checkpoint interval for restart
+dumps" (2006), and to first order that of Young, "A first order approximation to the optimum checkpoint interval" (1974)
+and of Kokolis et al. 2410.21680 (2024). `tests/support/failure_events.py` plays the same events one by one.
 """
 
 import math
@@ -45,7 +45,7 @@ class Job:
     def best_work_s(self, save: Save) -> float:
         """The seconds of work between saves with the highest goodput; 0 for a save without a stall.
 
-        Newton's method on log(1 - x) + x + C/M = 0 for x = T/M, from Daly's series (2006, equation 37).
+        Newton's method on log(1 - x) + x + C/M = 0 for x = T/M, from Daly's series (2006) for it.
         """
         stall = save.stall_s / self.mean_s
         if not stall:

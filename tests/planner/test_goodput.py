@@ -109,6 +109,13 @@ def test_the_interval_is_between_youngs_and_the_best_of_a_scan(mean_s: float, st
     assert steps == pytest.approx(chosen_s, abs=1.0)
 
 
+@pytest.mark.parametrize(("mean_min", "work_min"), [(24 * 60, 117.0), (6 * 60, 57.0), (15, 9.1)])
+def test_dalys_published_intervals(mean_min: float, work_min: float) -> None:
+    """Figures 3 to 5 of Daly (2006): dumps of five minutes, restarts of ten."""
+    job = Job(mean_s=60.0 * mean_min, restart_s=600.0)
+    assert job.best_work_s(Save(stall_s=300.0)) / 60 == pytest.approx(work_min, rel=0.01)
+
+
 def test_a_save_counts_before_the_next_begins() -> None:
     job = Job(mean_s=11_000.0, restart_s=60.0)
     free = job.best_steps(2.0, Save(stall_s=0.1))
