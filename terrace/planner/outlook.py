@@ -45,6 +45,7 @@ class Outlook:
     num_machines: int
     step_s: float
     shard_bytes: int  # the largest that a rank saves
+    has_islands: bool  # the plan's: saves have an interval by number alone, and there are no copies in memory
     exchange_s: float  # between exchanges of islands
 
     @property
@@ -104,7 +105,9 @@ class Outlook:
         return Save(stall_s=self._staged_s(), write_s=_COMMIT_S + write_s)
 
     def _in_memory(self) -> Save | None:
-        """None where no rank has a partner on another machine."""
+        """None with islands, or where no rank has a partner on another machine."""
+        if self.has_islands:
+            return None
         each = max(1, self.cluster.world_size // self.num_machines)
         machines = [str(rank // each) for rank in range(self.cluster.world_size)]
         partners = find_partners([tier.size for tier in self.cluster.tiers], machines)
@@ -130,6 +133,7 @@ def outlook(cluster: Cluster, prediction: Prediction, num_machines: int) -> Outl
         num_machines=num_machines,
         step_s=prediction.step_s,
         shard_bytes=largest_shard(prediction.programs),
+        has_islands=outer.has_islands,
         exchange_s=every * prediction.step_s,
     )
 

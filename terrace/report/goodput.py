@@ -43,8 +43,7 @@ def ways_words(outlook: Outlook) -> str:
     """Lines on the key that sets the interval, on spares, and on what is not built."""
     disk, tier = outlook.ways[0], outlook.cluster.tiers[-1]
     lines = [
-        f'{DISK}: train.checkpoint_every = {disk.num_steps}, or "auto", which measures the stall; a training takes '
-        f"{percent(1 / disk.goodput - 1)} longer than its steps"
+        _interval_words(disk, "" if outlook.has_islands else ', or "auto", which measures the stall')
         if disk.goodput > 0
         else f"{DISK}: nothing ever ends, since parts fail too often for a step, a save and a restart",
         _spares_words(outlook),
@@ -55,6 +54,11 @@ def ways_words(outlook: Outlook) -> str:
             "go on without each other"
         )
     return filled("\n".join(lines))
+
+
+def _interval_words(disk: Way, other: str) -> str:
+    longer = percent(1 / disk.goodput - 1)
+    return f"{DISK}: train.checkpoint_every = {disk.num_steps}{other}; a training takes {longer} longer than its steps"
 
 
 def _spares_words(outlook: Outlook) -> str:

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -106,7 +107,8 @@ def play(folder: Path, steps: int = STEPS, mean_s: float = MEAN_S, seed: int = 1
         assert code == 0 or struck, said.result()
         seen_s = lines[-1]["time"] if lines else 0.0
         lines += [line for line in metrics(folder / "run") if line["time"] > seen_s]
-    return _judged(folder, struck, lines)
+    (folder / "killed.json").write_text(json.dumps([struck, lines]))
+    return judged(folder, struck, lines)
 
 
 def _num_lines(folder: Path) -> int:
@@ -119,32 +121,31 @@ def _kill(launcher: int, number: int) -> None:
     os.kill(ranks[number % len(ranks)] if ranks else launcher, signal.SIGKILL)
 
 
-def _judged(folder: Path, struck: list[float], lines: list[dict[str, Any]]) -> Killed:
+def judged(folder: Path, struck: Sequence[float], lines: Sequence[dict[str, Any]]) -> Killed:
+    """What a run made of its time: its folder, the instants of kills, and the metrics of all steps ever made."""
     kept = metrics(folder / "run")
-    first_s, last_s = lines[0]["time"] - lines[0]["step_s"], kept[-1]["time"]
+    first_s, last_s = _begin_s(lines[0]), kept[-1]["time"]
     wall_s, struck = last_s - first_s, [each for each in struck if each < last_s]
-    restarts, stalls = list[float](), list[float]()
-    begins = [line["time"] - line["step_s"] for line in lines]
+    restarts = list[float]()
     for at_s, later_s in zip(struck, [*struck[1:], math.inf], strict=True):
-        begin_s = min((each for each in begins if each > at_s), default=math.inf)
+        begin_s = min((_begin_s(line) for line in lines if _begin_s(line) > at_s), default=math.inf)
         if begin_s < later_s:
             restarts.append(begin_s - at_s)
     events = [json.loads(line) for line in (folder / "run" / EVENTS).read_text().splitlines()]
     saves = [each["step"] for each in events if each["event"] == "saved" and each["step"]]
-    # The stall of a save is what lies between a step and the next.
+    # From the end of a step to that of the next, with what lies between; after a save its stall is a part.
+    plain, after_saves = list[float](), list[float]()
     for line, after in pairwise(lines):
-        if after["step"] == line["step"] + 1 and line["step"] in saves:
-            gap_s = after["time"] - after["step_s"] - line["time"]
-            if not any(line["time"] < each < after["time"] for each in struck):
-                stalls.append(gap_s)
-    step_s = fmean(line["step_s"] for line in kept)
+        if after["step"] == line["step"] + 1 and not any(line["time"] < each < after["time"] for each in struck):
+            (after_saves if line["step"] in saves else plain).append(after["time"] - line["time"])
+    step_s = fmean(plain)
     # The interval that the run agreed on: the first save of a start comes sooner, and is a part of the restart.
     work_s = median(b - a for a, b in pairwise(saves) if b > a + FIRST) * step_s
-    save = Save(stall_s=fmean(stalls))
+    save = Save(stall_s=fmean(after_saves) - step_s)
     job = Job(mean_s=wall_s / len(struck), restart_s=fmean(restarts) + save.stall_s)
     return Killed(
         num_kills=len(struck),
-        goodput=sum(line["step_s"] for line in kept) / wall_s,
+        goodput=len(kept) * step_s / wall_s,
         predicted=job.goodput(work_s, save),
         mean_s=job.mean_s,
         restart_s=job.restart_s,
@@ -154,14 +155,20 @@ def _judged(folder: Path, struck: list[float], lines: list[dict[str, Any]]) -> K
     )
 
 
+def _begin_s(line: dict[str, Any]) -> float:
+    return float(line["time"] - line["step_s"])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--mean", type=float, default=MEAN_S, metavar="SECONDS", help="between kills")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--folder", type=Path, help="keep the run in this empty folder")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="terrace-goodput-") as folder:
-        found = play(Path(folder), options.steps, options.mean, options.seed)
+    with tempfile.TemporaryDirectory(prefix="terrace-goodput-") as name:
+        folder = Path(name) if options.folder is None else options.folder
+        found = play(folder, options.steps, options.mean, options.seed)
     print(found, flush=True)
     return int(abs(found.predicted / found.goodput - 1) > 0.05)
 

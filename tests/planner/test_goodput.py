@@ -2,11 +2,15 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from terrace.cluster.failures import Failures
+from terrace.cluster.presets import load_cluster
 from terrace.planner.goodput import Job, Save, member_wait_s, members_goodput, waiting
+from terrace.planner.outlook import COPIES, DISK, ISLANDS, Outlook
 from tests.support.failure_events import Elastic, Synchronous
 from tests.support.nightly import nightly
 
@@ -157,3 +161,40 @@ def test_a_job_that_waits_by_hand() -> None:
     assert waiting(10.0, 10.0, 30) < 1e-30
     # Two members without spares, each away a fifth of its time.
     assert member_wait_s(2, 8.0, 2.0, 0) == pytest.approx(2.0)
+
+
+def _outlook(spares: int | None, *, has_islands: bool = False) -> Outlook:
+    failures = Failures(device_hours=2000.0, restart_s=300.0, spares=spares)
+    cluster = replace(load_cluster("dgx-h100").resized(16), failures=failures)
+    return Outlook(
+        cluster=cluster,
+        num_machines=16,
+        step_s=2.0,
+        shard_bytes=4 * 10**9,
+        has_islands=has_islands,
+        exchange_s=200.0,
+    )
+
+
+def test_the_ways_of_a_plan_by_hand() -> None:
+    """128 devices fail every 15.6 hours; a shard of 4 GB stalls .4 s, and .08 s more where it is sent."""
+    disk, copies, islands = _outlook(None).ways
+    assert (disk.name, copies.name, islands.name) == (DISK, COPIES, ISLANDS)
+    mean_s = 2000 * HOUR / 128
+    assert disk.num_steps == pytest.approx(math.sqrt(2 * 0.41 * mean_s) / 2, abs=1.5)
+    assert disk.goodput == pytest.approx(1 - math.sqrt(2 * 0.41 / mean_s) - (300 + 33) / mean_s, abs=1e-4)
+    assert copies.save.write_s == 0.0
+    assert copies.save.stall_s == pytest.approx(0.41 + 4e9 / 50e9 / 0.85, rel=0.01)
+    # A member fails every ten days and loses a restart, a healing and half a cycle of 200 s.
+    absent_s = 300 + 4e9 / 50e9 / 0.85
+    assert islands.goodput == pytest.approx((1 - (absent_s + 100) / 16 / mean_s) * (1 - 10 / mean_s), abs=1e-5)
+    assert [way.name for way in _outlook(None, has_islands=True).ways] == [DISK, ISLANDS]
+
+
+def test_what_a_spare_is_worth() -> None:
+    found = [_outlook(spares) for spares in range(8)]
+    for each, more in pairwise(found):
+        assert each.ways[0].goodput + each.next_spare == pytest.approx(more.ways[0].goodput)
+    per_machine = [each.ways[0].goodput / (16 + spares) for spares, each in enumerate(found)]
+    assert {each.best_spares for each in found} == {per_machine.index(max(per_machine))}
+    assert 0 < found[0].best_spares < 7
