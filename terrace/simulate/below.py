@@ -57,6 +57,7 @@ class Slots:
         self.wholes = {PARAMS: media.get(keep.params, Lanes()), GRADS: media.get(keep.grads, Lanes())}
         self._number = min(keep.ring, program.num_kept_pieces)
         self._there_s = deque[float]()  # when each piece that is read ahead is there
+        self.grads_ahead = deque[Moment]()  # when the gradients of the next update are
 
     def passed_s(self, stream: Stream, now_s: float) -> float:
         """When the last piece of a stream is updated, less the seconds of computing."""

@@ -15,13 +15,12 @@ if TYPE_CHECKING:
 class BelowClocks:
     """The clocks of a rank that depend on media below its device."""
 
-    __slots__ = ("grads_written", "now_s", "params_written", "slots", "taken_s")
+    __slots__ = ("grads_written", "now_s", "params_written", "slots")
 
     def __init__(self, program: "Program") -> None:
         self.now_s, self.slots = 0.0, Slots(program)
         self.grads_written: deque[Moment] = deque()  # when each block's gradients are written
         self.params_written: deque[Moment] = deque()  # when each block's updated parameters are
-        self.taken_s = 0.0  # when the newest update asked for its gradients
 
     @abstractmethod
     def wait(self, moment: Moment, category: str) -> None:
@@ -68,11 +67,16 @@ class BelowClocks:
         return ready if ready[0] > self.now_s else (self.now_s, -1)
 
     def take(self, event: Event) -> None:
-        """Wait for gradients kept below the device; their read was issued when the update before asked for its own."""
+        """Issue the read of the next update's gradients, then wait for those of this one.
+
+        So they are read before pieces of the ring whose slots this update frees.
+        """
         if event.grads_s:
-            there = self.read_below(GRADS, event.grads_s, (self.taken_s, -1))
-            self.taken_s = self.now_s
-            self.wait(there, WAIT)
+            ahead = self.slots.grads_ahead
+            for seconds in (event.next_grads_s,) if ahead else (event.grads_s, event.next_grads_s):
+                if seconds:
+                    ahead.append(self.read_below(GRADS, seconds, (self.now_s, -1)))
+            self.wait(ahead.popleft(), WAIT)
 
     def pass_pieces(self, event: Event) -> None:
         """Wait for the pieces of an event's states that are kept below the device; the caller computes."""

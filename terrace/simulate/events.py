@@ -12,7 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
 from terrace.base.errors import ProgramError
@@ -124,6 +124,10 @@ class _Pricing:
         self._routes = bool(program.model.routed.transfers)
         self._buffered = gradient_buffers(program)
         self._sends: dict[int, Event] = {}
+        # The block whose gradients are read from below the device after those of each.
+        used = (each.block for each in program.segments.folded.distinct if each.op in (Op.ORTHOGONALISE, Op.UPDATE))
+        read = [block for block in dict.fromkeys(used) if program.plan.keep.grads_below and costs.gradients_s(block)]
+        self._read_next = dict(pairwise(read))
 
     def play(self, instruction: Instruction) -> Play:
         op, block = instruction.op, instruction.block
@@ -135,7 +139,10 @@ class _Pricing:
             # ORTHOGONALISE reads the gradients first.
             is_read = self._orthogonalises(block)
             grads_s = 0.0 if is_read else self.costs.gradients_s(block)
-            return Rank.update, Event(op, block, update_s, -1, "update", stream=stream, grads_s=grads_s)
+            next_s = self._next_gradients_s(block) if grads_s else 0.0
+            return Rank.update, Event(
+                op, block, update_s, -1, "update", stream=stream, grads_s=grads_s, next_grads_s=next_s
+            )
         if op is Op.OUTER_APPLY:
             return Rank.outer_apply, Event(op, block, self.costs.apply_s(block), -1, "update")
         # Frozen blocks and gradients accumulated in place need no reduction; a RECV is waited for by its pass.
@@ -159,6 +166,7 @@ class _Pricing:
             event.parts = (Event(op, block, self.costs.take_s(), -1, "update"),)
         if op is Op.ORTHOGONALISE:
             event.stream, event.grads_s = self.costs.stream(instruction), self.costs.gradients_s(block)
+            event.next_grads_s = self._next_gradients_s(block) if event.grads_s else 0.0
         elif op in (Op.GATHER, Op.REFRESH, Op.SYNC):
             event.stream = self.costs.moved(instruction)
         return act, event
@@ -167,6 +175,9 @@ class _Pricing:
         op, block, name = instruction.op, instruction.block, str(instruction.message_class)
         seconds, penalty = self.costs.point_to_point(instruction)
         return Event(op, block, seconds, Rank.SENDING, f"wait {name}", penalty=penalty, message=name)
+
+    def _next_gradients_s(self, block: int) -> float:
+        return self.costs.gradients_s(self._read_next[block]) if block in self._read_next else 0.0
 
     def _orthogonalises(self, block: int) -> bool:
         return any(flat.num_orthogonal for flat in self.program.model.flats[block])

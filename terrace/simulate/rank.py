@@ -229,7 +229,6 @@ class Rank(BelowClocks):
         """CLIP waits for every gradient, then for its own message."""
         self.settle()
         self.wait(self.issue(event, _START), event.category)
-        self.taken_s = self.now_s
 
     def settle(self) -> None:
         """Wait for every gradient, and for the counts of routers."""

@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from bench.models import llama_of
+from terrace.model.blocks import block_specs
 from terrace.plan.keep import Keep
 from terrace.plan.presets import preset
 from terrace.plan.wire import MessageClass
@@ -129,3 +131,40 @@ def test_a_slower_disk_makes_the_step_longer_by_its_bytes() -> None:
     resident = replace(program(1e6).plan, keep=Keep())
     without = build(program(1e6).cluster, resident, BLOCKS, 2)
     assert fast == pytest.approx(simulate(without, step_costs(without, flops)).step_s, rel=1e-3)
+
+
+def queued(blocks: int, slots: int, read_s: float, write_s: float, gradient_s: float, steps: int) -> float:
+    """Seconds of the last of some steps that compute nothing: reads and writes of equal blocks, as they are queued."""
+    writer_s = now_s = begin_s = 0.0
+    there = deque((slot + 1) * read_s for slot in range(slots))
+    reader_s = there[-1]
+    for _ in range(steps):
+        begin_s = now_s
+        for _ in range(blocks):  # a backward waits for the write of the gradient before
+            now_s, writer_s = max(now_s, writer_s), max(now_s, writer_s) + gradient_s
+        now_s = max(now_s, writer_s)
+        gradients = deque[float]()
+        for block in range(blocks):
+            for _ in range((block == 0) + (block < blocks - 1)):  # its own, and the next ones ahead
+                reader_s = max(reader_s, now_s) + gradient_s
+                gradients.append(reader_s)
+            now_s = max(now_s, gradients.popleft(), there.popleft())
+            writer_s = max(writer_s, now_s) + write_s
+            reader_s = max(reader_s, writer_s) + read_s  # a piece waits in the queue for the write of its slot
+            there.append(reader_s)
+    return now_s - begin_s
+
+
+@pytest.mark.parametrize("rate", [1e6, 1e7])
+def test_gradients_are_read_before_pieces_whose_slots_are_still_written(rate: float) -> None:
+    """States and gradients on one disk: the order in which a rank queues their reads."""
+    config = llama_of(128, 8, 4, 4, 256, 64)
+    layers = block_specs(config)[1:-1]
+    cluster = cluster_of(1)
+    disk = replace(cluster.device.below["disk"], read_bytes_per_s=rate, write_bytes_per_s=rate)
+    cluster = replace(cluster, device=replace(cluster.device, below={"disk": disk}))
+    keep = Keep(optimizer="disk", grads="disk", ring=3)
+    built = build(cluster, replace(preset("ddp", cluster), compute="bf16", keep=keep), layers, 1)
+    found = simulate(built, step_costs(built, [1.0] * len(layers))).step_s
+    piece, gradient = (12 * layers[0].num_trainable / rate, 4 * layers[0].num_trainable / rate)
+    assert found == pytest.approx(queued(len(layers), 3, piece, piece, gradient, 4), rel=0.05)
