@@ -3,7 +3,8 @@ train`.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
@@ -33,10 +34,11 @@ from terrace.planner.formats import Allowed, Searched, of_every_class, parse_all
 from terrace.planner.headroom import headrooms
 from terrace.planner.kept import KeptSearch, take_keep
 from terrace.planner.loops import Loop, island_pins, island_task, least_loop, rows_of
+from terrace.planner.members import Deal, best_deal, slowest
 from terrace.planner.narrow_states import parse_ways
 from terrace.planner.operations import parse_operations
 from terrace.planner.outer_bounds import parse_outer
-from terrace.planner.pins import parse_axes, parse_pins
+from terrace.planner.pins import Pins, parse_axes, parse_pins
 from terrace.planner.products import ProductsFound, find_with, take_products
 from terrace.planner.ranking import Estimate
 from terrace.planner.schedule_pins import check_schedule
@@ -48,6 +50,7 @@ from terrace.planner.verdicts import refusal
 from terrace.program.schedules.registry import schedule_names
 from terrace.report.cycles import cycle_table, cycle_words
 from terrace.report.loops import chunks_words, formats_words, loop_words, products_words, stored_words
+from terrace.report.members import unequal_words
 from terrace.report.plans import (
     changes_table,
     figures_words,
@@ -91,8 +94,10 @@ def _search(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.out.suffix != ".toml":
         raise ConfigError(f"--out {options.out} must end in .toml: that is how commands know a plan's file")
     task, axes = read_task(options, rest, read_planned(options.plan), also=("plan",)), parse_axes(options.axes)
-    task = whole = replace(task, operations=parse_operations(options.recompute, task.blocks, axes))
-    own = _own_plan(options, rest, whole)
+    given = replace(task, operations=parse_operations(options.recompute, task.blocks, axes))
+    own = _own_plan(options, rest, given)
+    # Under equal shares the slowest member decides, so plans are searched as if all were like it.
+    task = whole = replace(given, cluster=slowest(given.cluster, given.compute))
     tiers = [tier.name for tier in task.cluster.tiers]
     bounds = None if options.outer is None else parse_outer(options.outer, tiers[-1])
     chunks, texts = take_chunks(options.allow, task)
@@ -129,9 +134,25 @@ def _search(options: argparse.Namespace, rest: Sequence[str]) -> int:
         loop = least_loop(task, best, plan, bounds, rows)
     stored = stored_words(ways, task, best.step_s, found.wide_s)
     used = chunks_words(cut, best.step_s), products_words(found, best.step_s), kept.words(task, best)
-    answers = Answers(tokens, options.price, own, used, stored)
-    _show(options, searched, ties, allowed, plan, loop, answers)
+    deal = _deal(given, ties, loop, lambda pins: search(replace(space, pins=pins)), pins)
+    answers = Answers(tokens, options.price, own, (unequal_words(given.cluster, deal), *used), stored)
+    _show(options, searched, ties, allowed, plan, loop, answers, deal)
     return 0
+
+
+def _deal(
+    given: Task, ties: Ties, loop: Loop | None, search: Callable[[Pins], ProductsFound], pins: Pins
+) -> Deal | None:
+    """The best shares of unequal members; None if members are alike or no plan can have shares."""
+    if len(given.cluster.alike) == 1:
+        return None
+    if loop is not None:
+        return best_deal(given, [(loop.plan, loop.estimate)])
+    plans = [(_chosen(given, each), each) for each in ties.best]
+    with suppress(PlanError):  # a state pinned outside
+        inside = search(island_pins(given, pins)).searched  # plans whose states lie inside members can have shares
+        plans += [(_chosen(inside.space.task, each), each) for each in inside.found.best]
+    return best_deal(given, plans)
 
 
 def _scale(options: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -181,6 +202,7 @@ def _show(
     plan: Plan,
     loop: Loop | None,
     answers: Answers,
+    deal: Deal | None,
 ) -> None:
     # The search sees one island; the file and the figures are of all.
     space, best, console = searched.space, ties.best[0], Terminal()
@@ -188,6 +210,8 @@ def _show(
     shown = best
     if loop is not None:
         whole, plan, shown = loop.task, loop.plan, loop.estimate
+    if deal is not None and deal.estimate.step_s < shown.step_s:
+        whole, plan, shown = deal.task, deal.plan, deal.estimate
     outcome = _write(whole, plan, shown, options)  # first, so that nothing is lost where the tables are cut off
     print(f"{filled(task_words(whole))}\n")
     of = "" if loop is None else "of an island "

@@ -12,74 +12,21 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
 from statistics import NormalDist
-from typing import Literal, get_args
 
 from terrace.base.errors import ClusterError, did_you_mean
 from terrace.base.hashing import hashed_once
-from terrace.cluster.below import Mark, Medium, settled, wrong_below
+from terrace.cluster.below import Mark, settled, wrong_below
+from terrace.cluster.device import DTYPES as DTYPES
+from terrace.cluster.device import LEAST_RATE, LONGEST_S, MOST_RATE, check_device, check_marks, check_share
+from terrace.cluster.device import Device as Device
 from terrace.cluster.failures import NO_FAILURES, Failures, wrong_failures
-from terrace.cluster.headroom import DEFAULT, headroom_bytes, headroom_error, room_words
-from terrace.cluster.kernels import IDEAL
 from terrace.cluster.kernels import Kernels as Kernels
+from terrace.cluster.members import Member, check_members, first_members, slowest_link
 from terrace.cluster.width import Tree, wrong_width
 from terrace.cluster.wiring import by_degree, wrong_links
 
-DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")  # for which a device may give its FLOP/s
-
-# Plausible ranges, which catch GB given as bytes and wrong exponents.
-_LEAST_BYTES, _LEAST_RATE, _MOST_RATE, _LONGEST_S = 1e3, 1e-6, 1e20, 1e12
-_MOST_WATTS = 1e6
 _MOST_DEVICES = 10**12  # far more than exist; their quantile is still below 1 in floating point
-
-
-@hashed_once
-@dataclass(frozen=True, kw_only=True)
-class Device:
-    """One accelerator (or one process on a CPU).
-
-    `peak_flops_per_s` maps a dtype name ("bf16", "fp32", ...) to dense FLOP/s. `marks` maps the name of a constant
-    ("memory_bandwidth_bytes_per_s", "kernels.gemm", ...) to its mark, by default "preset". `memory_bytes` is what a
-    process can allocate, less than the physical memory.
-    """
-
-    name: str
-    memory_bytes: float
-    memory_bandwidth_bytes_per_s: float
-    peak_flops_per_s: Mapping[str, float] = field(hash=False)  # mappings are unhashable; still compared by equality
-    backend: Literal["cuda", "rocm", "cpu"] = "cuda"  # whose kernels run
-    headroom: str = DEFAULT  # memory that plans leave free, as a share or bytes (terrace.cluster.headroom)
-    overlap_penalty: float = 0.0  # slowdown of compute during messages: 0 none, 1 by the full duration of the messages
-    power_watts: float = 0.0  # maximum power; 0: unknown
-    spread: float = 0.0  # relative standard deviation of clocks between such devices
-    kernels: Kernels = IDEAL
-    # Memory below it: "host", "disk"
-    below: Mapping[str, Medium] = field(default_factory=dict, hash=False, metadata={"absent": {}})
-    marks: Mapping[str, Mark] = field(default_factory=dict, hash=False)
-    source: str = ""
-    pace: float = field(
-        default=1.0, init=False
-    )  # clock of the cluster's slowest device over the mean; set by `Cluster`
-
-    @property
-    def type(self) -> Literal["cuda", "cpu"]:
-        """Torch's type of such devices, which under ROCm is "cuda", too. What a backward keeps depends on it."""
-        return "cpu" if self.backend == "cpu" else "cuda"
-
-    @cached_property
-    def usable_bytes(self) -> float:
-        return self.memory_bytes - headroom_bytes(self.headroom, self.memory_bytes)
-
-    @property
-    def room_words(self) -> str:
-        return room_words(self.memory_bytes, self.headroom)
-
-    @property
-    def bf16_slowdown(self) -> float:
-        """fp32 peak over bf16 peak of a CPU; 1 if either is missing, and for other devices."""
-        peaks = self.peak_flops_per_s
-        return peaks["fp32"] / peaks["bf16"] if self.type == "cpu" and {"fp32", "bf16"} <= peaks.keys() else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +55,8 @@ class Tier:
     # Inner tiers that share a bus with this one -> slowdown of concurrent messages on both: 1 on one bus (as slow as
     # one after the other), 0 on separate links.
     bus: Mapping[str, float] = field(default_factory=dict, hash=False)
+    # Of the outermost tier, if its members differ (terrace.cluster.members); empty: all are alike
+    members: tuple[Member, ...] = field(default=(), metadata={"absent": ()})
     marks: Mapping[str, Mark] = field(default_factory=dict, hash=False)
     source: str = ""
     # Number of `links` that each of 2, 3, ... members sends over; computed by `Cluster`.
@@ -139,7 +88,7 @@ class Cluster:
     around: int = field(default=0, metadata={"key": False})
 
     def __post_init__(self) -> None:
-        _check_device(self.device)
+        check_device(self.device)
         if not self.tiers:
             raise ClusterError(f"cluster {self.name!r} has no tiers: give it at least one, of size 1 for one device")
         names = [tier.name for tier in self.tiers]
@@ -149,12 +98,19 @@ class Cluster:
                 raise ClusterError(f"two tiers are called {tier.name!r}: give each tier its own name")
             _check_bus(tier, names[:index])
             _check_shared_by(tier, names[:index])
+            if tier.members and index < len(names) - 1:
+                raise ClusterError(f"tiers.{tier.name}.members has no effect: members of the outermost tier may differ")
         object.__setattr__(self, "tiers", tuple(self._wired(index, tier) for index, tier in enumerate(self.tiers)))
         wrong = wrong_below(self.device.below, self.device.type, names) or wrong_failures(self.failures)
         if wrong:
             raise ClusterError(wrong)
         # Ranks wait for each other in every step, so the slowest device determines the pace.
         number = max(self.world_size, self.around)
+        if members := self.tiers[-1].members:
+            check_members(names[-1], self.tiers[-1].size, members, self.device)
+            # Every member holds the same states, so the least memory is that of all.
+            memory_bytes = min(each.device_of(self.device).memory_bytes for each in members)
+            object.__setattr__(self, "device", replace(self.device, memory_bytes=memory_bytes))
         device = replace(self.device, below=settled(self.device.below, names, self.ranks_within))
         object.__setattr__(device, "pace", 1 / (1 + device.spread * expected_most(number)))
         object.__setattr__(self, "device", device)
@@ -245,90 +201,29 @@ class Cluster:
         first = rank - position[index] * stride
         return tuple(first + stride * here for here in range(self.tiers[index].size))
 
-    def resized(self, num_outermost: int) -> "Cluster":
-        """This cluster with another number of members on its outermost tier."""
-        return replace(self, tiers=(*self.tiers[:-1], replace(self.tiers[-1], size=num_outermost)))
-
-
-def _check_device(device: Device) -> None:
-    if not device.peak_flops_per_s:
-        raise ClusterError("device.peak_flops_per_s is empty: give the dense FLOP/s of at least one dtype")
-    for dtype in device.peak_flops_per_s:
-        if dtype not in DTYPES:
-            raise ClusterError(
-                f"device.peak_flops_per_s.{dtype} has no effect: no dtype has that name{did_you_mean(dtype, DTYPES)}"
-            )
-    figures = {
-        "memory_bytes": device.memory_bytes,
-        "memory_bandwidth_bytes_per_s": device.memory_bandwidth_bytes_per_s,
-        **{f"peak_flops_per_s.{dtype}": peak for dtype, peak in device.peak_flops_per_s.items()},
-    }
-    for name, value in figures.items():
-        least = _LEAST_BYTES if name == "memory_bytes" else _LEAST_RATE
-        if not least <= value <= _MOST_RATE:
-            raise ClusterError(
-                f"device.{name} = {value} must be a positive number between {least:g} and {_MOST_RATE:g}: "
-                f"give the vendor's figure in {_unit(name)}"
-            )
-    if wrong := headroom_error(device.headroom, device.memory_bytes):
-        raise ClusterError(f"device.headroom = {device.headroom!r} {wrong}")
-    for name in ("overlap_penalty", "spread"):
-        if not 0 <= getattr(device, name) <= 1:
-            raise ClusterError(f"device.{name} = {getattr(device, name)} must lie between 0 and 1")
-    if not 0 <= device.power_watts <= _MOST_WATTS:
-        raise ClusterError(
-            f"device.power_watts = {device.power_watts} must lie between 0 (not known) and {_MOST_WATTS:g}: give the "
-            "watts of one device"
+    @property
+    def alike(self) -> "tuple[tuple[Cluster, int], ...]":
+        """(The cluster if all members of the outermost tier were alike, number of such members), for each table of
+        members; the cluster itself if they are alike.
+        """
+        *inner, tier = self.tiers
+        if not tier.members:
+            return ((self, tier.size),)
+        bandwidth, latency_s = slowest_link(tier.members, tier.bandwidth_bytes_per_s, tier.latency_s)
+        linked = replace(tier, members=(), bandwidth_bytes_per_s=bandwidth, latency_s=latency_s)
+        return tuple(
+            (replace(self, device=each.device_of(self.device), tiers=(*inner, linked)), each.count)
+            for each in tier.members
         )
-    _check_kernels(device.kernels)
-    known = {each.name for each in fields(Device) if each.init} | {f"kernels.{each.name}" for each in fields(Kernels)}
-    known |= {f"peak_flops_per_s.{dtype}" for dtype in device.peak_flops_per_s}
-    _check_marks("device", device.marks, known)
 
+    def resized(self, num_outermost: int) -> "Cluster":
+        """This cluster with another number of members on its outermost tier: the first, if they differ.
 
-def _unit(name: str) -> str:
-    if name == "memory_bytes":
-        return "bytes, not GB"
-    return "bytes/s, not GB/s" if name == "memory_bandwidth_bytes_per_s" else "FLOP/s, not TFLOP/s"
-
-
-def _check_kernels(kernels: Kernels) -> None:
-    for name in ("gemm", "memory", "attention", "codec"):
-        _check_share(f"device.kernels.{name}", getattr(kernels, name))
-    for name in (
-        "gemm_half_depth",
-        "attention_half_head",
-        "attention_half_keys",
-        "attention_half_keys_backward",
-        "num_cores",
-        "launch_s",
-        "host_layer_s",
-        "optimizer_s",
-    ):
-        value = getattr(kernels, name)
-        if not 0 <= value <= _LONGEST_S:
-            raise ClusterError(f"device.kernels.{name} = {value}: give zero or a positive number up to {_LONGEST_S:g}")
-    for name in ("stream", "gemm_fp8", "attention_backward", "flash2", "flash2_backward"):
-        value = getattr(kernels, name)
-        if not 0 <= value <= 1:
-            raise ClusterError(f"device.kernels.{name} = {value} must lie between 0 and 1: it is a share of a peak")
-    for rows, columns, share in kernels.tiles:
-        if rows < 1 or columns < 1:
-            raise ClusterError(f"device.kernels.tiles has a tile of {rows} x {columns}: give at least 1 x 1")
-        _check_share("share of a tile in device.kernels.tiles", share)
-
-
-def _check_share(name: str, value: float) -> None:
-    if not _LEAST_RATE <= value <= 1:
-        raise ClusterError(f"{name} = {value} must lie between {_LEAST_RATE:g} and 1: it is a share of a peak")
-
-
-def _check_marks(owner: str, marks: Mapping[str, Mark], known: set[str]) -> None:
-    for name, mark in marks.items():
-        if name not in known:
-            raise ClusterError(f"{owner}.marks names {name!r}, which is no constant of it{did_you_mean(name, known)}")
-        if mark not in get_args(Mark):
-            raise ClusterError(f"{owner}.marks.{name} = {mark!r} is no mark{did_you_mean(mark, get_args(Mark))}")
+        Raises `ClusterError` for more members than are described.
+        """
+        tier = self.tiers[-1]
+        resized = replace(tier, size=num_outermost, members=first_members(tier.members, num_outermost))
+        return replace(self, tiers=(*self.tiers[:-1], resized))
 
 
 def _check_tier(tier: Tier) -> None:
@@ -341,27 +236,27 @@ def _check_tier(tier: Tier) -> None:
         )
     if tier.size < 1:
         raise ClusterError(f"tier {tier.name!r} has size {tier.size}: it must join at least 1")
-    if not _LEAST_RATE <= tier.bandwidth_bytes_per_s <= _MOST_RATE:
+    if not LEAST_RATE <= tier.bandwidth_bytes_per_s <= MOST_RATE:
         raise ClusterError(
             f"tier {tier.name!r} has bandwidth {tier.bandwidth_bytes_per_s} bytes/s: give a positive number "
-            f"between {_LEAST_RATE:g} and {_MOST_RATE:g}, in bytes (not GB or bits) a second"
+            f"between {LEAST_RATE:g} and {MOST_RATE:g}, in bytes (not GB or bits) a second"
         )
-    if not 0 <= tier.latency_s <= _LONGEST_S:
+    if not 0 <= tier.latency_s <= LONGEST_S:
         raise ClusterError(
-            f"tier {tier.name!r} has latency {tier.latency_s} s: give zero or a positive number up to {_LONGEST_S:g}"
+            f"tier {tier.name!r} has latency {tier.latency_s} s: give zero or a positive number up to {LONGEST_S:g}"
         )
-    _check_share(f"tiers.{tier.name}.efficiency", tier.efficiency)
-    if not 0 <= tier.half_bytes <= _MOST_RATE:
+    check_share(f"tiers.{tier.name}.efficiency", tier.efficiency)
+    if not 0 <= tier.half_bytes <= MOST_RATE:
         raise ClusterError(
-            f"tier {tier.name!r} has half_bytes {tier.half_bytes}: give zero or a positive number up to {_MOST_RATE:g}"
+            f"tier {tier.name!r} has half_bytes {tier.half_bytes}: give zero or a positive number up to {MOST_RATE:g}"
         )
     if tier.overlap_penalty is not None and not 0 <= tier.overlap_penalty <= 1:
         raise ClusterError(f"tiers.{tier.name}.overlap_penalty = {tier.overlap_penalty} must lie between 0 and 1")
     if tier.links and tier.direct:
         raise ClusterError(f"tiers.{tier.name}.direct has no effect beside links, which say how devices are wired")
-    if (wrong := wrong_width(tier.name, tier.tree, tier.contention, _LONGEST_S)) is not None:
+    if (wrong := wrong_width(tier.name, tier.tree, tier.contention, LONGEST_S)) is not None:
         raise ClusterError(wrong)
-    _check_marks(f"tiers.{tier.name}", tier.marks, {each.name for each in fields(Tier)} - {"by_degree"})
+    check_marks(f"tiers.{tier.name}", tier.marks, {each.name for each in fields(Tier)} - {"by_degree"})
 
 
 def _check_shared_by(tier: Tier, inside: Sequence[str]) -> None:

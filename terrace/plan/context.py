@@ -23,12 +23,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from terrace.cluster.cluster import Cluster
 from terrace.model.params import ParamSpec
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 
 if TYPE_CHECKING:
+    from terrace.cluster.cluster import Cluster
     from terrace.model.spec import BlockSpec
 
 ULYSSES = ("ulysses",)
@@ -49,7 +49,7 @@ class ContextGroup:
     sizes: tuple[int, ...]  # sizes of the cluster's tiers
 
     @staticmethod
-    def of(cluster: Cluster, plan: Plan, rank: int) -> "ContextGroup":
+    def of(cluster: "Cluster", plan: Plan, rank: int) -> "ContextGroup":
         """The context group of `rank`: all ranks that differ from it only on `ring_axes` and Ulysses."""
         mesh = Mesh.of(cluster, plan)
         # One Ulysses rank stands for each ring rank while the ring is laid out.

@@ -22,12 +22,12 @@ from itertools import accumulate
 from operator import mul
 from typing import TYPE_CHECKING
 
-from terrace.cluster.cluster import Cluster
 from terrace.plan.mesh import HOLDERS, ORDER, Mesh
 from terrace.plan.update import parse_update
 from terrace.plan.wire import ROUTES, MessageClass
 
 if TYPE_CHECKING:
+    from terrace.cluster.cluster import Cluster
     from terrace.plan.plan import Plan
 
 INSIDE = -1  # the lane of messages inside a block, which run as part of compute
@@ -56,7 +56,7 @@ class Layout:
     grads_below: bool = False  # whether its accumulated gradients are
 
     @staticmethod
-    def of(cluster: Cluster, plan: "Plan", axes: Collection[str] = HOLDERS, mesh: Mesh | None = None) -> "Layout":
+    def of(cluster: "Cluster", plan: "Plan", axes: Collection[str] = HOLDERS, mesh: Mesh | None = None) -> "Layout":
         """The settled layout of states that the ranks of `axes` shard; `mesh` defaults to the plan's.
 
         Raises `ClusterError` for an unknown tier.
@@ -64,7 +64,9 @@ class Layout:
         return Layout.written(cluster, plan, axes, mesh).settled()
 
     @staticmethod
-    def written(cluster: Cluster, plan: "Plan", axes: Collection[str] = HOLDERS, mesh: Mesh | None = None) -> "Layout":
+    def written(
+        cluster: "Cluster", plan: "Plan", axes: Collection[str] = HOLDERS, mesh: Mesh | None = None
+    ) -> "Layout":
         """Like `of`, but with every state on the tier that the plan names."""
         params = cluster.index(plan.params)
         mesh = mesh or Mesh.of(cluster, plan)
@@ -228,7 +230,7 @@ class Layout:
         return slice(start, start + length)
 
 
-def state_layout(cluster: Cluster, plan: "Plan", shared: Collection[str] = (), stacked: bool = False) -> Layout:
+def state_layout(cluster: "Cluster", plan: "Plan", shared: Collection[str] = (), stacked: bool = False) -> Layout:
     """The layout of states: data and context ranks hold the same slice of a block, so they shard its states.
 
     `shared` names tensor axes that do not cut the parameters and so shard the states too. If `stacked`, the ranks are

@@ -8,7 +8,6 @@ Members then run programs of different lengths, so only messages that every prog
 tier between them: those once a step, or once a unit if all have as many units.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from terrace.base.errors import PlanError
@@ -78,15 +77,18 @@ def member_cases(cluster: Cluster, plan: Plan, num_micros: int) -> list[tuple[Cl
 
     `num_micros` is the number without shares.
     """
-    shares = plan.shares or (num_micros,) * cluster.tiers[-1].size
-    return [(cluster, share) for share in shares]
+    clusters = [alike for alike, count in cluster.alike for _ in range(count)]
+    _check_number(cluster, plan)
+    return list(zip(clusters, plan.shares or (num_micros,) * len(clusters), strict=True))
 
 
-def longest_cases(cases: Iterable[tuple[Cluster, int]]) -> list[tuple[Cluster, int]]:
+def longest_cases(cluster: Cluster, plan: Plan, num_micros: int) -> list[tuple[Cluster, int]]:
     """Of `member_cases`, for each kind of member that with most micro-batches: one of them has the longest step."""
+    if not plan.shares:  # fast path: nearly all plans
+        return [(alike, num_micros) for alike, _ in cluster.alike]
     most: dict[Cluster, int] = {}
-    for cluster, num_micros in cases:
-        most[cluster] = max(num_micros, most.get(cluster, 0))
+    for alike, share in member_cases(cluster, plan, num_micros):
+        most[alike] = max(share, most.get(alike, 0))
     return list(most.items())
 
 
@@ -97,12 +99,8 @@ def check_shares(cluster: Cluster, plan: Plan, layout: Layout) -> None:
     """
     if not plan.shares:
         return
-    tier, here = cluster.tiers[-1], f"shares = {list(plan.shares)}"
-    if len(plan.shares) != tier.size:
-        raise PlanError(
-            f"{here}: the outermost tier {tier.name!r} has {counted(tier.size, 'member')}: give the number of "
-            "micro-batches of each"
-        )
+    here = f"shares = {list(plan.shares)}"
+    _check_number(cluster, plan)
     if min(plan.shares) < 1:
         raise PlanError(
             f"{here}: member {plan.shares.index(min(plan.shares))} would have no micro-batch, and all members take "
@@ -136,6 +134,15 @@ def num_shared_micros(plan: Plan, layout: Layout, batch: int) -> int:
             f"batch = {dealt}"
         )
     return max(plan.shares)
+
+
+def _check_number(cluster: Cluster, plan: Plan) -> None:
+    tier = cluster.tiers[-1]
+    if plan.shares and len(plan.shares) != tier.size:
+        raise PlanError(
+            f"shares = {list(plan.shares)}: the outermost tier {tier.name!r} has {counted(tier.size, 'member')}: give "
+            "the number of micro-batches of each"
+        )
 
 
 def _check_axes(cluster: Cluster, plan: Plan, here: str) -> None:

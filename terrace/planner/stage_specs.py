@@ -73,5 +73,6 @@ def data_cluster(cluster: Cluster, degrees: tuple[int, ...]) -> Cluster:
     for tier, here in zip(cluster.tiers, degrees, strict=True):
         # With direct links, fewer members use a smaller share of the tier. Other tiers list rates by degree.
         reach = wired(tier, here) if tier.direct else 1.0
-        tiers.append(replace(tier, size=here, bandwidth_bytes_per_s=reach * tier.bandwidth_bytes_per_s))
+        rate = reach * tier.bandwidth_bytes_per_s
+        tiers.append(replace(tier, size=here, members=(), bandwidth_bytes_per_s=rate))
     return replace(cluster, tiers=tuple(tiers), around=max(cluster.around, cluster.world_size))

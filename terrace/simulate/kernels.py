@@ -17,7 +17,7 @@ import math
 from functools import lru_cache, partial
 
 from terrace.base.errors import ClusterError, did_you_mean
-from terrace.cluster.cluster import Device
+from terrace.cluster.device import Device
 from terrace.model.attention_kernel import AttentionKernel
 from terrace.plan.wire import FORMATS
 

@@ -19,7 +19,7 @@ from itertools import pairwise
 
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
-from terrace.plan.members import longest_cases, member_cases
+from terrace.plan.members import longest_cases
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.stage import whole_stage
@@ -172,7 +172,7 @@ def predict_step(step: Step, programs: Sequence[Program] = ()) -> Prediction:
 
     `programs` are the step's, if already built. Raises `PlanError` for a plan that cannot run.
     """
-    known, *others = longest_cases(member_cases(step.cluster, step.plan, step.num_micros))
+    known, *others = longest_cases(step.cluster, step.plan, step.num_micros)
     if not others and known == (step.cluster, step.num_micros):
         return predict_alike(step, programs)
     alike = (replace(step, cluster=cluster, num_micros=micros) for cluster, micros in (known, *others))

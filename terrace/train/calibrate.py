@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from terrace.cluster.below import Mark, Medium
 from terrace.cluster.cluster import Cluster, Kernels, Tier
+from terrace.cluster.members import Member
 from terrace.comm import codecs
 from terrace.comm.collectives import DTYPES
 from terrace.comm.exchange import all_gather
@@ -140,6 +141,9 @@ def measure(engine: Engine, layer: Work, flops: int, progress: Progress = lambda
         else tier
         for tier in cluster.tiers
     ]
+    if plan.shares or tiers[-1].members:
+        flops_per_s = everyone[:, list(own).index("flops")].reshape(tiers[-1].size, -1).mean(1) / mean["flops"]
+        tiers[-1] = replace(tiers[-1], members=tuple(Member(speed=speed) for speed in flops_per_s.tolist()))
     return replace(cluster, device=device, tiers=tuple(tiers))
 
 

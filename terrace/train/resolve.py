@@ -15,6 +15,7 @@ from terrace.base.errors import ConfigError, PlanError
 from terrace.base.schema import dump
 from terrace.base.words import counted, were
 from terrace.cluster.cluster import Cluster
+from terrace.cluster.members import first_members
 from terrace.train.config import RunConfig, parse_sections
 from terrace.train.layers import resolve_table
 from terrace.train.rules import checked_run, free_numbers
@@ -51,7 +52,10 @@ def fitted_cluster(cluster: Cluster, num_ranks: int) -> Cluster:
         if num_ranks % inside == 0:
             sizes[index:] = [num_ranks // inside] + [1] * (len(sizes) - index - 1)
             break
-    tiers = tuple(replace(tier, size=size) for tier, size in zip(cluster.tiers, sizes, strict=True))
+    tiers = tuple(
+        replace(tier, size=size, members=first_members(tier.members, size))
+        for tier, size in zip(cluster.tiers, sizes, strict=True)
+    )
     return replace(cluster, tiers=tiers)
 
 

@@ -39,7 +39,18 @@ def parse_cluster(table: dict[str, Any]) -> Cluster:
     tiers = table.get("tiers")
     if not isinstance(tiers, list):
         raise ConfigError("cluster.tiers must be a list of tiers, innermost first: write [[tiers]] for each")
-    return load(Cluster, table, "cluster")
+    return load(Cluster, {**table, "tiers": [_with_devices(tier) for tier in tiers]}, "cluster")
+
+
+def _with_devices(tier: Any) -> Any:
+    # Members may name the device of a preset or file. Anything that is no table is refused where it is read.
+    members = tier.get("members") if isinstance(tier, Mapping) else None
+    if not isinstance(members, list):
+        return tier
+    named = [isinstance(each, Mapping) and isinstance(each.get("device"), str) for each in members]
+    pairs = zip(members, named, strict=True)
+    found = [{**each, "device": cluster_table(each["device"])["device"]} if name else each for each, name in pairs]
+    return {**tier, "members": found}
 
 
 def load_cluster(name_or_path: str) -> Cluster:

@@ -1,0 +1,147 @@
+"""Device: one accelerator, or one process on a CPU. Its constants, and the ranges that they must lie in."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Literal, get_args
+
+from terrace.base.errors import ClusterError, did_you_mean
+from terrace.base.hashing import hashed_once
+from terrace.cluster.below import Mark, Medium
+from terrace.cluster.headroom import DEFAULT, headroom_bytes, headroom_error, room_words
+from terrace.cluster.kernels import IDEAL, Kernels
+
+DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")  # for which a device may give its FLOP/s
+
+# Plausible ranges, which catch GB given as bytes and wrong exponents.
+_LEAST_BYTES, LEAST_RATE, MOST_RATE, LONGEST_S = 1e3, 1e-6, 1e20, 1e12
+_MOST_WATTS = 1e6
+
+
+@hashed_once
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One accelerator (or one process on a CPU).
+
+    `peak_flops_per_s` maps a dtype name ("bf16", "fp32", ...) to dense FLOP/s. `marks` maps the name of a constant
+    ("memory_bandwidth_bytes_per_s", "kernels.gemm", ...) to its mark, by default "preset". `memory_bytes` is what a
+    process can allocate, less than the physical memory.
+    """
+
+    name: str
+    memory_bytes: float
+    memory_bandwidth_bytes_per_s: float
+    peak_flops_per_s: Mapping[str, float] = field(hash=False)  # mappings are unhashable; still compared by equality
+    backend: Literal["cuda", "rocm", "cpu"] = "cuda"  # whose kernels run
+    headroom: str = DEFAULT  # memory that plans leave free, as a share or bytes (terrace.cluster.headroom)
+    overlap_penalty: float = 0.0  # slowdown of compute during messages: 0 none, 1 by the full duration of the messages
+    power_watts: float = 0.0  # maximum power; 0: unknown
+    spread: float = 0.0  # relative standard deviation of clocks between such devices
+    kernels: Kernels = IDEAL
+    # Memory below it: "host", "disk"
+    below: Mapping[str, Medium] = field(default_factory=dict, hash=False, metadata={"absent": {}})
+    marks: Mapping[str, Mark] = field(default_factory=dict, hash=False)
+    source: str = ""
+    pace: float = field(
+        default=1.0, init=False
+    )  # clock of the cluster's slowest device over the mean; set by `Cluster`
+
+    @property
+    def type(self) -> Literal["cuda", "cpu"]:
+        """Torch's type of such devices, which under ROCm is "cuda", too. What a backward keeps depends on it."""
+        return "cpu" if self.backend == "cpu" else "cuda"
+
+    @cached_property
+    def usable_bytes(self) -> float:
+        return self.memory_bytes - headroom_bytes(self.headroom, self.memory_bytes)
+
+    @property
+    def room_words(self) -> str:
+        return room_words(self.memory_bytes, self.headroom)
+
+    @property
+    def bf16_slowdown(self) -> float:
+        """fp32 peak over bf16 peak of a CPU; 1 if either is missing, and for other devices."""
+        peaks = self.peak_flops_per_s
+        return peaks["fp32"] / peaks["bf16"] if self.type == "cpu" and {"fp32", "bf16"} <= peaks.keys() else 1.0
+
+
+def check_device(device: Device) -> None:
+    if not device.peak_flops_per_s:
+        raise ClusterError("device.peak_flops_per_s is empty: give the dense FLOP/s of at least one dtype")
+    for dtype in device.peak_flops_per_s:
+        if dtype not in DTYPES:
+            raise ClusterError(
+                f"device.peak_flops_per_s.{dtype} has no effect: no dtype has that name{did_you_mean(dtype, DTYPES)}"
+            )
+    figures = {
+        "memory_bytes": device.memory_bytes,
+        "memory_bandwidth_bytes_per_s": device.memory_bandwidth_bytes_per_s,
+        **{f"peak_flops_per_s.{dtype}": peak for dtype, peak in device.peak_flops_per_s.items()},
+    }
+    for name, value in figures.items():
+        least = _LEAST_BYTES if name == "memory_bytes" else LEAST_RATE
+        if not least <= value <= MOST_RATE:
+            raise ClusterError(
+                f"device.{name} = {value} must be a positive number between {least:g} and {MOST_RATE:g}: "
+                f"give the vendor's figure in {_unit(name)}"
+            )
+    if wrong := headroom_error(device.headroom, device.memory_bytes):
+        raise ClusterError(f"device.headroom = {device.headroom!r} {wrong}")
+    for name in ("overlap_penalty", "spread"):
+        if not 0 <= getattr(device, name) <= 1:
+            raise ClusterError(f"device.{name} = {getattr(device, name)} must lie between 0 and 1")
+    if not 0 <= device.power_watts <= _MOST_WATTS:
+        raise ClusterError(
+            f"device.power_watts = {device.power_watts} must lie between 0 (not known) and {_MOST_WATTS:g}: give the "
+            "watts of one device"
+        )
+    _check_kernels(device.kernels)
+    known = {each.name for each in fields(Device) if each.init} | {f"kernels.{each.name}" for each in fields(Kernels)}
+    known |= {f"peak_flops_per_s.{dtype}" for dtype in device.peak_flops_per_s}
+    check_marks("device", device.marks, known)
+
+
+def _unit(name: str) -> str:
+    if name == "memory_bytes":
+        return "bytes, not GB"
+    return "bytes/s, not GB/s" if name == "memory_bandwidth_bytes_per_s" else "FLOP/s, not TFLOP/s"
+
+
+def _check_kernels(kernels: Kernels) -> None:
+    for name in ("gemm", "memory", "attention", "codec"):
+        check_share(f"device.kernels.{name}", getattr(kernels, name))
+    for name in (
+        "gemm_half_depth",
+        "attention_half_head",
+        "attention_half_keys",
+        "attention_half_keys_backward",
+        "num_cores",
+        "launch_s",
+        "host_layer_s",
+        "optimizer_s",
+    ):
+        value = getattr(kernels, name)
+        if not 0 <= value <= LONGEST_S:
+            raise ClusterError(f"device.kernels.{name} = {value}: give zero or a positive number up to {LONGEST_S:g}")
+    for name in ("stream", "gemm_fp8", "attention_backward", "flash2", "flash2_backward"):
+        value = getattr(kernels, name)
+        if not 0 <= value <= 1:
+            raise ClusterError(f"device.kernels.{name} = {value} must lie between 0 and 1: it is a share of a peak")
+    for rows, columns, share in kernels.tiles:
+        if rows < 1 or columns < 1:
+            raise ClusterError(f"device.kernels.tiles has a tile of {rows} x {columns}: give at least 1 x 1")
+        check_share("share of a tile in device.kernels.tiles", share)
+
+
+def check_share(name: str, value: float) -> None:
+    if not LEAST_RATE <= value <= 1:
+        raise ClusterError(f"{name} = {value} must lie between {LEAST_RATE:g} and 1: it is a share of a peak")
+
+
+def check_marks(owner: str, marks: Mapping[str, Mark], known: set[str]) -> None:
+    for name, mark in marks.items():
+        if name not in known:
+            raise ClusterError(f"{owner}.marks names {name!r}, which is no constant of it{did_you_mean(name, known)}")
+        if mark not in get_args(Mark):
+            raise ClusterError(f"{owner}.marks.{name} = {mark!r} is no mark{did_you_mean(mark, get_args(Mark))}")

@@ -1,0 +1,125 @@
+"""Shares of unequal members: the least longest step of all shares, and its prediction."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from terrace.base.errors import PlanError
+from terrace.cluster.cluster import Cluster
+from terrace.cluster.members import Member
+from terrace.plan.outer import diloco
+from terrace.plan.plan import Plan
+from terrace.plan.presets import preset
+from terrace.planner.evaluate import step_of
+from terrace.planner.members import deal, least_shares, slowest
+from terrace.planner.ranking import Estimate
+from terrace.planner.search import find
+from terrace.planner.space import Space
+from terrace.planner.task import Task
+from terrace.simulate.members import predict_member
+from terrace.simulate.step import predict_alike, predict_step
+from tests.support.planner_cases import gpt
+from tests.support.toys import cluster_of
+
+MODEL = gpt(2, 64, 2, vocab=257, positions=64)
+SPEEDS = (0.9, 0.5, 0.3, 0.3)
+
+
+def unequal(*speeds: float) -> Cluster:
+    cluster = cluster_of(1, len(speeds))
+    *inner, tier = cluster.tiers
+    return replace(cluster, tiers=(*inner, replace(tier, members=tuple(Member(speed=speed) for speed in speeds))))
+
+
+def partitions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """All shares of `total`, at least 1 each."""
+    if parts == 1:
+        yield (total,)
+        return
+    for first in range(1, total - parts + 2):
+        for rest in partitions(total - first, parts - 1):
+            yield (first, *rest)
+
+
+def line(start: float, slope: float, number: int) -> float:
+    return start + slope * number
+
+
+@settings(max_examples=60)
+@given(
+    slopes=st.lists(st.floats(0.1, 10), min_size=1, max_size=4),
+    starts=st.lists(st.floats(0, 5), min_size=4, max_size=4),
+    more=st.integers(0, 8),
+)
+def test_greedy_shares_are_the_best_of_all(slopes: list[float], starts: list[float], more: int) -> None:
+    total = len(slopes) + more
+    seconds = [partial(line, start, slope) for slope, start in zip(slopes, starts, strict=False)]
+
+    def longest_s(shares: tuple[int, ...]) -> float:
+        return max(each(share) for each, share in zip(seconds, shares, strict=True))
+
+    best_s = min(map(longest_s, partitions(total, len(slopes))))
+    assert longest_s(least_shares(total, seconds)) == pytest.approx(best_s)
+
+
+def test_fewer_micro_batches_than_members_are_refused() -> None:
+    with pytest.raises(PlanError, match="2 micro-batches for 3 members"):
+        least_shares(2, [float] * 3)
+
+
+def found(cluster: Cluster, plan: Plan, batch: int) -> tuple[Task, Plan, Estimate]:
+    task = Task(model=MODEL, cluster=cluster, batch=batch, sequence=16, compute="fp32")
+    alike = replace(task, cluster=slowest(cluster, "fp32"))
+    (estimate, *_) = find(Space(task=alike), count=1)[0].best
+    return task, plan, estimate
+
+
+@pytest.mark.parametrize("islands", [False, True])
+def test_chosen_shares_are_the_best_of_all_played(islands: bool) -> None:
+    """Four members; all shares of 12 micro-batches are predicted."""
+    cluster = unequal(*SPEEDS)
+    plan = replace(preset("ddp", cluster), micro_batch=1)
+    if islands:
+        plan = replace(plan, outer=replace(diloco("node"), every=4))
+    task, plan, estimate = found(cluster, plan, 12)
+    chosen = deal(task, plan, estimate)
+    step = step_of(task, plan)
+    own_s = {
+        (alike, number): predict_alike(replace(step, cluster=alike, num_micros=number)).step_s
+        for alike, _ in cluster.alike
+        for number in range(1, 10)
+    }
+    clusters = [alike for alike, _ in cluster.alike]
+
+    def longest_s(shares: tuple[int, ...]) -> float:
+        return max(own_s[alike, share] for alike, share in zip(clusters, shares, strict=True))
+
+    assert chosen.estimate.step_s == pytest.approx(min(map(longest_s, partitions(12, 4))), rel=1e-9)
+    assert chosen.estimate.step_s == pytest.approx(longest_s(chosen.plan.shares), rel=1e-9)
+    assert chosen.even_s == pytest.approx(longest_s((3, 3, 3, 3)), rel=1e-9)
+    assert sum(chosen.plan.shares) == 12
+    assert chosen.gain > 1.25
+    assert min(chosen.waits_s) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_every_member_sees_the_step_of_the_slowest() -> None:
+    cluster = unequal(1.0, 0.25)
+    plan = replace(preset("ddp", cluster), micro_batch=1, shares=(6, 2))
+    task = Task(model=MODEL, cluster=cluster, batch=8, sequence=16, compute="fp32")
+    step = step_of(task, plan)
+    whole = predict_step(step)
+    for member, share in enumerate(plan.shares):
+        seen = predict_member(step, member)
+        assert seen.step_s == pytest.approx(whole.step_s)
+        assert seen.programs[0].num_micros == share
+    slow = predict_alike(replace(step, cluster=cluster.alike[1][0], num_micros=2))
+    assert whole.step_s == slow.step_s
+    # The faster member waits in the messages where it meets the other.
+    assert predict_member(step, 0).times_s[0]["wait sync"] > slow.times_s[0].get("wait sync", 0.0)
+    # Equal shares are decided by the slow member, too.
+    even = replace(step, plan=replace(plan, shares=()), num_micros=4)
+    assert predict_step(even).step_s == predict_alike(replace(even, cluster=cluster.alike[1][0])).step_s
