@@ -45,7 +45,7 @@ class Run:
         """Why it cannot run here, or ""."""
         if self.extra and find_spec(self.extra) is None:
             return f"it needs the extra {self.extra}"
-        return "it needs root, for network namespaces" if self.needs_root and not is_root() else ""
+        return "it needs root, for network namespaces or cgroups" if self.needs_root and not is_root() else ""
 
 
 RUNS = (
@@ -67,6 +67,7 @@ RUNS = (
     Run("expert-chunks", "expert_chunks"),
     Run("checkpoint", "checkpoint --rounds 3"),
     Run("peer-copies", "peer_copies"),
+    Run("members", "members", needs_root=True),
     Run("assign", "assign --gpus 8 128"),
     Run("feeding", "feeding"),
     Run("generation", "generation"),

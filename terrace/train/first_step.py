@@ -19,6 +19,7 @@ from terrace.accelerator import random_state
 from terrace.base.errors import ModelError, TrainingError
 from terrace.comm.collectives import DTYPES
 from terrace.model.decoder import Head
+from terrace.plan.members import member_of
 from terrace.program.lowering import build_stages
 from terrace.program.report import StepReport
 from terrace.program.stages import blocks_by_stage
@@ -160,10 +161,12 @@ def predict(engine: Engine, seconds: Mapping[int, float], progress: Callable[[st
     side = torch.ones(_PRODUCT, _PRODUCT, dtype=DTYPES[program.plan.compute], device=engine.device)
     cluster = measure(engine, lambda: side @ side, 2 * _PRODUCT**3, progress)
     measured: dict[int, list[float]] = defaultdict(list)
-    # Ranks of one stage time the same blocks, so their mean is used.
-    for own in engine.comm.exchange(list(seconds.items())):
+    # Ranks of one stage time the same blocks, so their mean is used: of the seconds at the mean speed of all members.
+    speeds = [member.speed for member in cluster.tiers[-1].members]
+    for rank, own in enumerate(engine.comm.exchange(list(seconds.items()))):
+        speed = speeds[member_of(cluster, rank)] if speeds else 1.0
         for block, block_s in own:
-            measured[block].append(block_s)
+            measured[block].append(speed * block_s)
     # Equivalent FLOPs: a block need not consist of matrix products.
     peak = cluster.device.peak_flops_per_s[program.plan.compute]
     flops = [peak * sum(measured[block]) / len(measured[block]) for block in range(len(engine.state.specs))]
