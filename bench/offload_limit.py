@@ -8,7 +8,7 @@ The process is put into a memory control group (cgroup v1 or v2) whose limit is 
 `--times`, page cache included. Parameters, gradients and optimizer states are kept on the disk. Figures beside their
 formulas: the most anonymous memory (RssAnon, sampled), bytes by the kernel's counters (/proc/self/io), and seconds of
 a step, beside the prediction and the larger of computing and of bytes at the rate that a lane had in the same step. The
-same model with its states on the device is started in such a group, too, and is killed in it.
+same model with its states on the device is started in such a group, too, and is refused.
 """
 
 import argparse

@@ -9,9 +9,10 @@ over PCIe for 202 M parameters. A rehearsed layer is a matrix whose passes sleep
 are a file's, held to `--gb-per-s` times the matrix's parameters over 202 M, so that a copy of a layer takes as long as
 the paper's. Everything else runs as in training: the ring, its lanes and files, AdamW, clipping.
 
-`at the end` is ZeRO-Offload's order (2101.06840, section 4) as a loop of its own: gradients in 16 bits leave in the
-backward, the host updates layer by layer when the norm is known, and parameters in 16 bits return while the next layer
-is updated. The other rows are plans. `predicted` plays the same plans; a second table does so for Llama-7B itself.
+`at the end` is ZeRO-Offload's order (2101.06840) as a loop of its own: gradients in 16 bits leave in the backward, the
+host updates layer by layer when the norm is known, and parameters in 16 bits return while the next layer is updated.
+`layer-wise` is the least that lanes of fp32 states allow if updates run in the order of backwards. The other rows are
+plans. `predicted` plays the same plans; a second table does so for Llama-7B itself.
 """
 
 import argparse
@@ -52,6 +53,8 @@ NUMEL = 202.4e6  # parameters of a layer of Llama-7B
 LLAMA = llama_of(HIDDEN, 32, 32, 32, 11008, 32000)
 RATES = 10.0, 15.0, 20.0  # GB/s of the paper's link
 _WARMUP, _DENSITY = 1, 4
+# Of a rehearsed plan: a ring with few of the states, as that of a large model.
+_PIECE, _RING = 1 << 16, 2
 
 
 class _Slept(torch.autograd.Function):
@@ -99,7 +102,7 @@ class Point(NamedTuple):
     d: int = 0
 
 
-ON_DEVICE, AT_THE_END = "on the device", "at the end, on the host"
+ON_DEVICE, AT_THE_END, LAYER_WISE = "on the device", "at the end, on the host", "layer-wise, from its lanes"
 POINTS = {
     ON_DEVICE: Point(),
     "ring, states in fp32": Point(("optimizer",)),
@@ -115,6 +118,8 @@ POINTS = {
 def plan_of(cluster: Cluster, point: Point, medium: str, side: int) -> Plan:
     """The plan of a row, for matrices of `side` rows."""
     keep: Any = dict.fromkeys(point.below, medium)
+    if keep and side == SIDE:
+        keep |= {"piece": _PIECE, "ring": _RING}
     update = f"lsp:{point.d * side // HIDDEN}:{_DENSITY}" if point.d else "adamw"
     return replace(preset("ddp", cluster), compute="bf16", update=update, keep=Keep(**keep), **dict(point.formats))
 
@@ -237,6 +242,14 @@ def at_the_end_s(layers: int, gb_per_s: float) -> float:
     return layers * (FORWARD_S + BACKWARD_S) + last_s + layers * max(HOST_UPDATE_S, copy_s) + copy_s
 
 
+def layer_wise_s(layers: int, gb_per_s: float) -> float:
+    """Seconds of a step whose ring passes a layer's states when its backward is over, without clipping: a least value.
+
+    Forwards wait for all updates, since the first layer's is the last one.
+    """
+    return layers * (FORWARD_S + max(BACKWARD_S, 12 * NUMEL / (gb_per_s * 1e9)))
+
+
 def predicted_of(name: str, gb_per_s: float) -> tuple[float, float]:
     """Seconds of a step of Llama-7B with a plan, and bytes of its state on the device."""
     found = load_cluster("workstation")
@@ -269,13 +282,16 @@ def main(words: Sequence[str]) -> None:
     found_s = at_the_end(options)
     predicted_s = at_the_end_s(options.layers, options.gb_per_s)
     print(f"{AT_THE_END:28}{found_s:9.3f} s {found_s / native_s:6.2f}x   predicted {predicted_s:9.3f} s", flush=True)
+    least_s = layer_wise_s(options.layers, options.gb_per_s)
+    print(f"{LAYER_WISE:28}{'':20}   predicted {least_s:9.3f} s")
     print("predicted for Llama-7B on one card; GB/s of the link, then seconds over those on the device")
     for name in POINTS:
         of_rates = [predicted_of(name, rate) for rate in RATES]
         slowdowns = ", ".join(f"{s / predicted_of(ON_DEVICE, 15)[0]:.2f}x" for s, _ in of_rates)
         print(f"{name:28}{slowdowns:>24}   state on the device {of_rates[0][1] / 1e9:6.1f} GB")
     native_s = predicted_of(ON_DEVICE, 15)[0]
-    print(f"{AT_THE_END:28}{', '.join(f'{at_the_end_s(32, rate) / native_s:.2f}x' for rate in RATES):>24}")
+    for name, seconds_of in ((AT_THE_END, at_the_end_s), (LAYER_WISE, layer_wise_s)):
+        print(f"{name:28}{', '.join(f'{seconds_of(32, rate) / native_s:.2f}x' for rate in RATES):>24}")
 
 
 if __name__ == "__main__":
