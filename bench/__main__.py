@@ -68,6 +68,11 @@ RUNS = (
     Run("checkpoint", "checkpoint --rounds 3"),
     Run("peer-copies", "peer_copies"),
     Run("members", "members", needs_root=True),
+    Run(
+        "members-pipeline",
+        "members --pipeline --quotas 0.6 0.3 0.3 --layers 12 --sequence 128 --rounds 5",
+        needs_root=True,
+    ),
     Run("assign", "assign --gpus 8 128"),
     Run("feeding", "feeding"),
     Run("generation", "generation"),

@@ -92,6 +92,20 @@ def longest_cases(cluster: Cluster, plan: Plan, num_micros: int) -> list[tuple[C
     return list(most.items())
 
 
+def stage_clusters(cluster: Cluster, plan: Plan) -> list[Cluster]:
+    """Of each stage of a pipeline: the cluster if all members were like the stage's.
+
+    Empty unless members differ and the pipeline is the only axis across their tier, so that a stage has one member.
+    """
+    if len(cluster.alike) == 1:
+        return []
+    mesh = Mesh.of(cluster, plan)
+    if mesh.group("pipeline")[-1] != cluster.tiers[-1].size:
+        return []
+    inside = mesh.total("pipeline") // cluster.tiers[-1].size
+    return [alike for alike, count in cluster.alike for _ in range(count * inside)]
+
+
 def check_shares(cluster: Cluster, plan: Plan, layout: Layout) -> None:
     """Raise `PlanError` for shares of members that are not there, or that talk more often than once a step.
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.plan.layout import Layout
-from terrace.plan.members import ranks_of_member
+from terrace.plan.members import ranks_of_member, stage_clusters
 from terrace.plan.plan import Plan
 from terrace.plan.validate import validate
 from terrace.planner.evaluate import step_of
 from terrace.planner.ranking import Estimate
 from terrace.planner.task import Task
-from terrace.simulate.step import Prediction, Step, predict_alike, predict_step
+from terrace.simulate.step import Prediction, Step, idle_s, predict_alike, predict_step
 
 _MOST_MICROS = 16  # of a rank under equal shares, up to which a micro-batch is cut
 _PLAYED = 8  # micro-batches up to which each number is played; beyond, steps grow by the same seconds
@@ -27,14 +27,17 @@ Seconds = Callable[[int], float]  # of a member's step, by its micro-batches
 
 @dataclass(frozen=True, kw_only=True)
 class Deal:
-    """A plan with shares, its step, and the step of the same plan with equal shares."""
+    """A plan with shares or, in a pipeline of members, stages; its step, and that of the plan with even ones.
+
+    `waits_s` are of each member for the slowest, or of each stage for others.
+    """
 
     task: Task
     plan: Plan
     estimate: Estimate
     prediction: Prediction
     even_s: float
-    waits_s: tuple[float, ...]  # of each member, for the slowest
+    waits_s: tuple[float, ...]
 
     @property
     def gain(self) -> float:
@@ -70,6 +73,8 @@ def deal(task: Task, plan: Plan, estimate: Estimate) -> Deal:
     Its micro-batch may be cut, so that shares come nearer to the members' speeds. Raises `PlanError` for a plan that
     cannot have shares.
     """
+    if stage_clusters(task.cluster, plan):
+        return _staged(task, plan, estimate)
     even, deals = step_of(task, plan), list[Deal]()
     even_s, error = predict_step(even).step_s, PlanError("no micro-batch")
     for size in range(plan.micro_batch, 0, -1):
@@ -95,20 +100,39 @@ def _dealt(task: Task, plan: Plan, estimate: Estimate, even_s: float) -> Deal:
     validate(task.cluster, shared, task.blocks)
     found = predict_step(replace(step, plan=shared, num_micros=max(shared.shares)))
     own_s = [each(share) for each, share in zip(seconds, shared.shares, strict=True)]
-    sent = max(found.expected_bytes, key=lambda each: sum(each.values()))
     return Deal(
         task=task,
         plan=replace(found.step.plan, shares=shared.shares),
-        estimate=replace(
-            estimate,
-            num_micros=max(shared.shares),
-            step_s=found.step_s,
-            time_s=found.times_s[found.busiest],
-            sent_bytes={(message.value, tier): size for (message, tier), size in sent.items()},
-        ),
+        estimate=_estimate(estimate, found, max(shared.shares)),
         prediction=found,
         even_s=even_s,
         waits_s=tuple(max(0.0, found.step_s - each) for each in own_s),
+    )
+
+
+def _staged(task: Task, plan: Plan, estimate: Estimate) -> Deal:
+    """A pipeline of unequal members, whose blocks are divided by their speeds."""
+    even = predict_step(step_of(task, plan))
+    found = predict_step(step_of(task, replace(plan, stages=())))
+    return Deal(
+        task=task,
+        plan=found.step.plan,
+        estimate=_estimate(estimate, found, found.step.num_micros),
+        prediction=found,
+        even_s=even.step_s,
+        waits_s=tuple(map(idle_s, found.reports)),
+    )
+
+
+def _estimate(estimate: Estimate, found: Prediction, num_micros: int) -> Estimate:
+    sent = max(found.expected_bytes, key=lambda each: sum(each.values()))
+    return replace(
+        estimate,
+        num_micros=num_micros,
+        step_s=found.step_s,
+        time_s=found.times_s[found.busiest],
+        sent_bytes={(message.value, tier): size for (message, tier), size in sent.items()},
+        stages=found.step.plan.stages,
     )
 
 

@@ -81,6 +81,33 @@ def share(costs: Sequence[int], num_parts: int, sizes: Sequence[int] = (), room:
     return parts[::-1]
 
 
+def share_apart(costs: Sequence[Sequence[int]], sizes: Sequence[int] = (), room: float = math.inf) -> list[range]:
+    """As `share`, where a block costs `costs[part][block]` in each part: the longest part is as short as can be."""
+    num_parts, num_blocks = len(costs), len(costs[0])
+    held = [0, *accumulate(sizes or [0] * num_blocks)]
+    starts = [[0, *accumulate(part)] for part in costs]
+    # Longest part, then the sum of squares, of the first parts up to each block.
+    best: list[tuple[float, float]] = [(0.0, 0.0)] + [(math.inf, math.inf)] * num_blocks
+    cuts: list[list[int]] = []
+    for part in range(num_parts):
+        ends, before = [(math.inf, math.inf)] * (num_blocks + 1), [0] * (num_blocks + 1)
+        for stop in range(part + 1, num_blocks - (num_parts - part - 1) + 1):
+            for start in range(part, stop):
+                own = starts[part][stop] - starts[part][start]
+                found = max(best[start][0], own), best[start][1] + own * own
+                if held[stop] - held[start] <= room and found < ends[stop]:
+                    ends[stop], before[stop] = found, start
+        best = ends
+        cuts.append(before)
+    if best[-1][0] == math.inf:  # as in `share`
+        return share_apart(costs)
+    parts, stop = [], num_blocks
+    for before in reversed(cuts):
+        parts.append(range(before[stop], stop))
+        stop = before[stop]
+    return parts[::-1]
+
+
 def _last_parts(
     starts: Sequence[int], held: Sequence[int], stop: int, limit: int, room: float
 ) -> list[tuple[int, float]]:

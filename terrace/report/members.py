@@ -15,11 +15,16 @@ def unequal_words(cluster: Cluster, deal: Deal | None) -> str:
             f"members of tier {tier.name} differ, and no plan that was found can have shares: the batch has fewer "
             "micro-batches than members, or messages cross the tier in every micro-batch"
         )
-    shares = deal.plan.shares
+    shares, longest_s = deal.plan.shares, max(deal.waits_s)
+    if not shares:
+        return (
+            f"stages = {list(deal.plan.stages)} of a pipeline of the {counted(tier.size, 'member')} of tier "
+            f"{tier.name}: step {seconds(deal.estimate.step_s)}, with the stages of equal members "
+            f"{seconds(deal.even_s)}, so {deal.gain:.2f} times the tokens a second"
+        )
     each = f"shares = {list(shares)} of the {counted(tier.size, 'member')} of tier {tier.name}"
     if len(set(shares)) == 1:
         return f"{each}: no others are faster"
-    longest_s = max(deal.waits_s)
     return (
         f"{each}: step {seconds(deal.estimate.step_s)}, with equal shares {seconds(deal.even_s)}, so {deal.gain:.2f} "
         f"times the tokens a second; member {deal.waits_s.index(longest_s)} waits longest for the slowest, "

@@ -9,9 +9,12 @@ last replay counts.
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from terrace.base.collection import no_collection
+from terrace.cluster.cluster import Cluster
+from terrace.plan.members import stage_clusters
 from terrace.plan.outer import NO_EXCHANGE
 from terrace.program.period import Period, Turn
 from terrace.program.phase import Phase
@@ -240,10 +243,26 @@ def _sum(*parts: Times) -> Times:
 
 def stage_costs(programs: Sequence[Program], work: Work | Sequence[float], known: Costs | None = None) -> list[Costs]:
     """Costs of the programs of all stages; `work` as in `Step`, `known` prices of shared blocks."""
+    if clusters := stage_clusters(programs[0].cluster, programs[0].plan):
+        return _costs_apart(programs, clusters, work)
     first = known or step_costs(programs[0], work)
     # Blocks cost the same on every stage; the optimizer's constant is charged to a stage's last block.
     is_work = isinstance(work, Work)
     return [first.of_stage(each, update_seconds(each) if is_work else first.update_s) for each in programs]
+
+
+def _costs_apart(programs: Sequence[Program], clusters: Sequence[Cluster], work: Work | Sequence[float]) -> list[Costs]:
+    """Costs of stages that run on unequal members."""
+    priced: dict[Cluster, Costs] = {}
+    found = []
+    for program, cluster in zip(programs, clusters, strict=True):
+        if cluster not in priced:
+            model = replace(program.model, cluster=cluster)
+            priced[cluster] = step_costs(replace(programs[0], model=model), work)
+        costs = priced[cluster]
+        own = replace(program, model=costs.program.model)
+        found.append(costs.of_stage(own, update_seconds(own) if isinstance(work, Work) else costs.update_s))
+    return found
 
 
 def _enter(rank: Rank, program: Program, left: Left) -> None:

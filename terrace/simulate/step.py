@@ -19,7 +19,7 @@ from itertools import pairwise
 
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
-from terrace.plan.members import longest_cases
+from terrace.plan.members import longest_cases, stage_clusters
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.stage import whole_stage
@@ -30,7 +30,7 @@ from terrace.program.lowering import lowered, sharded
 from terrace.program.program import Program
 from terrace.program.report import StepReport, declared_ahead
 from terrace.program.sharded_model import ShardedModel
-from terrace.program.shares import share
+from terrace.program.shares import share, share_apart
 from terrace.program.stages import check_blocks, check_virtual, num_virtual, period
 from terrace.simulate.carried import stage_costs
 from terrace.simulate.chunks import plan_with_chunks
@@ -63,8 +63,7 @@ class Step:
 
     `blocks` is the whole model. `work` prices its blocks kernel by kernel; a tuple holds the forward FLOPs of each on
     one micro-batch instead. A plan without `stages` gets the best split, and one without numbers of chunks the best
-    ones
-    (`resolved`).
+    ones (`resolved`).
     """
 
     cluster: Cluster
@@ -173,6 +172,8 @@ def predict_step(step: Step, programs: Sequence[Program] = ()) -> Prediction:
     `programs` are the step's, if already built. Raises `PlanError` for a plan that cannot run.
     """
     known, *others = longest_cases(step.cluster, step.plan, step.num_micros)
+    if stage_clusters(step.cluster, step.plan):  # each stage has a member of its own
+        return predict_alike(step, programs)
     if not others and known == (step.cluster, step.num_micros):
         return predict_alike(step, programs)
     alike = (replace(step, cluster=cluster, num_micros=micros) for cluster, micros in (known, *others))
@@ -281,8 +282,7 @@ def with_chunks(step: Step) -> Step:
     """The step with missing numbers of chunks chosen (terrace.simulate.chunks).
 
     A step priced from FLOPs is returned unchanged: they do not give the seconds of small products. Raises `PlanError`
-    for
-    a plan that cannot run.
+    for a plan that cannot run.
     """
     if not step.plan.leaves_out_chunks or not isinstance(step.work, Work):
         return step
@@ -303,6 +303,10 @@ def best_stages(step: Step) -> tuple[int, ...]:
     # Model state bounds a virtual stage's share of the blocks.
     sizes = [sum(each.values()) for each in blocks_bytes(plan, step.model.flats)]
     room = cluster.device.usable_bytes * num_stages / virtual
+    if virtual == num_stages and (clusters := stage_clusters(cluster, plan)):
+        of_members = {each: replace(step, cluster=each).costs for each in clusters}
+        apart = [[round(each_s / _UNIT_S) for each_s in _blocks_s(of_members[each])] for each in clusters]
+        return tuple(map(len, share_apart(apart, sizes, room)))
     return tuple(map(len, share(seconds, virtual, sizes, room)))
 
 

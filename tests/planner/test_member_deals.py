@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.members import Member
+from terrace.model.config import ModelConfig
 from terrace.plan.outer import diloco
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
@@ -20,12 +21,14 @@ from terrace.planner.ranking import Estimate
 from terrace.planner.search import find
 from terrace.planner.space import Space
 from terrace.planner.task import Task
+from terrace.program.shares import share_apart
 from terrace.simulate.members import predict_member
 from terrace.simulate.step import predict_alike, predict_step
 from tests.support.planner_cases import gpt
 from tests.support.toys import cluster_of
 
 MODEL = gpt(2, 64, 2, vocab=257, positions=64)
+DEEP = gpt(12, 64, 2, vocab=257, positions=64)
 SPEEDS = (0.9, 0.5, 0.3, 0.3)
 
 
@@ -71,8 +74,8 @@ def test_fewer_micro_batches_than_members_are_refused() -> None:
         least_shares(2, [float] * 3)
 
 
-def found(cluster: Cluster, plan: Plan, batch: int) -> tuple[Task, Plan, Estimate]:
-    task = Task(model=MODEL, cluster=cluster, batch=batch, sequence=16, compute="fp32")
+def found(cluster: Cluster, plan: Plan, batch: int, model: ModelConfig = MODEL) -> tuple[Task, Plan, Estimate]:
+    task = Task(model=model, cluster=cluster, batch=batch, sequence=16, compute="fp32")
     alike = replace(task, cluster=slowest(cluster, "fp32"))
     (estimate, *_) = find(Space(task=alike), count=1)[0].best
     return task, plan, estimate
@@ -123,3 +126,53 @@ def test_every_member_sees_the_step_of_the_slowest() -> None:
     # Equal shares are decided by the slow member, too.
     even = replace(step, plan=replace(plan, shares=()), num_micros=4)
     assert predict_step(even).step_s == predict_alike(replace(even, cluster=cluster.alike[1][0])).step_s
+
+
+def pipeline(cluster: Cluster) -> Plan:
+    return replace(preset("ddp", cluster), micro_batch=1, mapping={"node": {"pipeline": cluster.tiers[-1].size}})
+
+
+def test_a_pipeline_of_members_that_are_alike_is_that_of_their_speed() -> None:
+    """Stages priced one by one are the pipeline of the slowed cluster."""
+    cluster = unequal(0.5, 0.5)
+    task = Task(model=DEEP, cluster=cluster, batch=8, sequence=16, compute="fp32")
+    apart = predict_step(step_of(task, pipeline(cluster)))
+    alike = cluster.alike[0][0]
+    whole = predict_step(step_of(replace(task, cluster=alike), pipeline(cluster)))
+    assert apart.step.plan.stages == whole.step.plan.stages
+    assert apart.step_s == pytest.approx(whole.step_s, rel=1e-9)
+
+
+def test_stages_follow_the_speeds_of_three_members() -> None:
+    """The longest stage is the least of all splits, and the step shorter than that of even stages."""
+    cluster = unequal(1.0, 0.5, 0.25)
+    task, plan, estimate = found(cluster, pipeline(cluster), 12, model=DEEP)
+    even = replace(plan, stages=(5, 5, 4))
+    chosen = deal(task, even, estimate)
+    stages = chosen.plan.stages
+    assert stages[0] > stages[1] > stages[2]
+    assert chosen.gain > 1.25
+    steps = [
+        predict_step(step_of(task, replace(plan, stages=each))).step_s
+        for each in partitions(14, 3)
+        if abs(each[0] - stages[0]) + abs(each[1] - stages[1]) <= 2
+    ]
+    assert chosen.estimate.step_s == pytest.approx(min(steps), rel=0.03)
+    assert chosen.estimate.step_s <= predict_step(step_of(task, even)).step_s
+
+
+@given(
+    costs=st.lists(st.integers(1, 9), min_size=3, max_size=7), paces=st.lists(st.integers(1, 5), min_size=1, max_size=3)
+)
+def test_unequal_parts_are_as_short_as_can_be(costs: list[int], paces: list[int]) -> None:
+    apart = [[cost * pace for cost in costs] for pace in paces]
+
+    def longest(sizes: tuple[int, ...]) -> int:
+        stops = [sum(sizes[: part + 1]) for part in range(len(sizes))]
+        return max(sum(own[stop - size : stop]) for own, stop, size in zip(apart, stops, sizes, strict=True))
+
+    split = tuple(map(len, share_apart(apart)))
+    assert longest(split) == min(map(longest, partitions(len(costs), len(paces))))
+    # Memory: at most as many blocks a part as have room, where that can be.
+    room = -(-len(costs) // len(paces))
+    assert max(map(len, share_apart(apart, [1] * len(costs), room))) <= room
