@@ -23,6 +23,7 @@ from terrace.probe.fit import (
     fit_rows,
     overlap_penalty,
 )
+from terrace.probe.members import with_speeds
 from terrace.probe.samples import Samples, TierSamples
 from terrace.simulate.links import wired
 
@@ -83,6 +84,11 @@ def assemble(start: Cluster, samples: Samples) -> Probed:
         tiers.append(probed)
         rows += of_tier
     tiers, of_buses = _buses(tiers, samples)
+    tiers = [*tiers[:-1], with_speeds(tiers[-1], samples.rates)]
+    rows += [
+        Constant(f"speed of member {index}", "", None, member.speed, "measured")
+        for index, member in enumerate(tiers[-1].members if samples.rates else ())
+    ]
     rows += [*of_buses, *_shown(device, samples)]
     device = with_disk(start, device, samples.disk)
     rows += _of_disk(start.device, device) if samples.disk.bytes_per_s else []

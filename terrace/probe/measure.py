@@ -32,7 +32,7 @@ from terrace.probe.disk_rate import measure_disk
 from terrace.probe.grid import overlap_layer
 from terrace.probe.links import FIRST_BYTES, LARGEST_BYTES, TierLinks, aligned, measure_tier
 from terrace.probe.samples import PairSample, Samples, TierSamples
-from terrace.probe.sustained import HEAT_S, measure_kernels, measure_sustained
+from terrace.probe.sustained import HEAT_S, measure_kernels, measure_speeds, measure_sustained
 from terrace.probe.timing import Stopwatch
 from terrace.runtime.malloc import keep_freed_memory
 
@@ -96,6 +96,9 @@ def _measure(world: World, cluster: Cluster, device: torch.device, seconds: floa
     longest = max(attention, key=lambda sample: sample.sequence)
     kernels = measure_kernels(stopwatch, longest, budget["kernels"])
     layers, host_layer_s = measure_layers(stopwatch, peak, budget["layers"], say, COMPILES_BY[device.type])
+    rates: tuple[float, ...] = ()
+    if cluster.tiers[-1].members:
+        rates = measure_speeds(stopwatch, TRAINS_IN[device.type], budget["optimizer"])
     optimizer = measure_optimizer(stopwatch, budget["optimizer"], say)
     tiers, pairs = _links(world, cluster, stopwatch, budget, pacer, say)
     say("the disk of the working folder")
@@ -113,6 +116,7 @@ def _measure(world: World, cluster: Cluster, device: torch.device, seconds: floa
         optimizer=tuple(optimizer),
         tiers=tiers,
         pairs=pairs,
+        rates=rates,
         sustained=sustained,
         attention_kernels=kernels,
         disk=disk,

@@ -89,6 +89,7 @@ class Samples:
     optimizer: tuple[OptimizerSample, ...]
     tiers: tuple[TierSamples, ...]  # tiers with more than one member, innermost first
     pairs: tuple[PairSample, ...] = ()  # two of them at once
+    rates: tuple[float, ...] = ()  # FLOP/s of products of every rank, where the cluster's members differ
     sustained: Sustained | None = None  # before all others; None where it was not measured
     attention_kernels: Mapping[str, AttentionSample] = field(default_factory=dict)  # the longest row, by kernel
     disk: DiskSample = NO_DISK

@@ -57,6 +57,21 @@ def measure_sustained(watch: Stopwatch, name: str, seconds: float, say: Callable
     )
 
 
+def measure_speeds(watch: Stopwatch, dtype: str, seconds: float) -> tuple[float, ...]:
+    """FLOP/s of square products of every rank, all at once, for about `seconds`. Every rank calls this."""
+    size = _CUBE[watch.device.type]
+    left, right = (torch.randn(size, size, device=watch.device).to(DTYPES[dtype]) for _ in range(2))
+    out = torch.empty_like(left)
+
+    def product() -> None:
+        torch.mm(left, right.t(), out=out)
+
+    watch.host_loop_s(product, 1)
+    # The same number on all, or the faster would measure while the others rest.
+    calls = max(1, round(seconds / watch.largest(watch.host_loop_s(product, 2))))
+    return watch.each(2 * size**3 / watch.host_loop_s(product, calls))
+
+
 def measure_kernels(watch: Stopwatch, shape: AttentionSample, budget_s: float) -> dict[str, AttentionSample]:
     """Time causal attention of `shape` by each of torch's kernels that supports it on this device."""
     sizes = (shape.batch, shape.heads, shape.sequence, shape.head_dim)

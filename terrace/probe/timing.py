@@ -101,6 +101,15 @@ class Stopwatch:
         """Maximum over all ranks."""
         return self._over_ranks(value, dist.ReduceOp.MAX)
 
+    def each(self, value: float) -> tuple[float, ...]:
+        """The values of all ranks."""
+        found = torch.zeros(self.world_size, dtype=torch.float64, device=self.device)
+        own = torch.tensor([value], dtype=torch.float64, device=self.device)
+        if self.world_size == 1:
+            return (value,)
+        dist.all_gather_into_tensor(found, own)
+        return tuple(found.tolist())
+
     def mean(self, value: float) -> float:
         """Mean over all ranks."""
         return self._over_ranks(value, dist.ReduceOp.SUM) / self.world_size
