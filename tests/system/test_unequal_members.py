@@ -1,6 +1,7 @@
 """Members of the outermost tier with different numbers of micro-batches, against one plain process on whole batches."""
 
 import shutil
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -12,16 +13,28 @@ import torch
 from torch import Tensor
 
 from terrace.cluster.cluster import Cluster
-from terrace.launch.start import LocalPool
+from terrace.launch.start import LocalPool, World
 from terrace.plan.outer import Outer
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
 from terrace.program.lowering import build
 from terrace.runtime.settings import OptimizerConfig
+from terrace.train.calibrate import measure
 from tests.support.checkpoints import contents, differing
 from tests.support.nightly import nightly
 from tests.support.outer_cases import check
-from tests.support.parity import ADAMW, TOLERANCE, Case, data_rows, exact, flatten, make_adamw, run, trainable
+from tests.support.parity import (
+    ADAMW,
+    TOLERANCE,
+    Case,
+    data_rows,
+    engine_of,
+    exact,
+    flatten,
+    make_adamw,
+    run,
+    trainable,
+)
 from tests.support.shares import own_rows
 from tests.support.tiny_runs import losses, terrace, write_run
 from tests.support.toys import MODELS, WHOLE_ROWS, cluster_of, count_tokens, run_blocks
@@ -153,3 +166,21 @@ def test_a_run_resumes_to_the_bit_and_into_other_shares(tmp_path: Path) -> None:
             assert differing(kept, again) == []
         assert all(torch.allclose(kept[name], again[name], rtol=0, atol=1e-9) for name in kept)
         shutil.rmtree(begun)
+
+
+def _speeds(world: World) -> list[float]:
+    cluster = cluster_of(1, 2)
+    case = case_of(cluster, "ddp", (2, 1), ADAMW)
+    engine = engine_of(world, cluster, case)
+    measured = measure(engine, lambda: time.sleep(0.004 * (1 + world.rank)), 10**6)
+    engine.close()
+    return [member.speed for member in measured.tiers[-1].members]
+
+
+def test_a_run_with_shares_measures_each_member(pool: LocalPool) -> None:
+    """The second takes twice as long for a layer, and both are told so."""
+    found = pool.run(2, _speeds, timeout_s=60.0)
+    assert found[0] == found[1]
+    fast, slow = found[0]
+    assert fast / slow == pytest.approx(2.0, rel=0.25)
+    assert (fast + slow) / 2 == pytest.approx(1.0)
