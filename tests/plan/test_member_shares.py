@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import PlanError
@@ -97,6 +97,7 @@ def test_members_send_the_same_messages_to_each_other_exactly_if_allowed(name: s
     assert allowed
 
 
+@settings(max_examples=30)
 @given(
     shares=st.lists(st.integers(1, 6), min_size=1, max_size=5).map(tuple),
     ranks=st.integers(1, 4),
